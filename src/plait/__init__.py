@@ -1,0 +1,1 @@
+"""plait trains any PyTorch model on any number of devices."""

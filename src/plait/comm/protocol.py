@@ -1,0 +1,68 @@
+"""The protocol that every transport speaks. One `Comm` is one group of ranks: those along one mesh axis.
+
+Nothing here is global: a rank gets its World, a World gives a Comm for each axis, and both are passed explicitly.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from plait.comm.links import Links
+from plait.spec.mesh import Mesh
+
+
+class Work(Protocol):
+    """A collective under way. `wait` returns its result, and raises what stopped it."""
+
+    def wait(self) -> torch.Tensor: ...
+
+
+class Comm(Protocol):
+    """Collectives among `size` ranks; every rank of the group calls the same ones in the same order.
+
+    Inputs are contiguous and left as they were, unless `consume` says that the callee may overwrite them. What is
+    reduced is summed in one order on all ranks, so that every rank gets the same bits.
+    """
+
+    rank: int
+    size: int
+    links: Links  # bytes sent to each peer so far
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> Work:
+        """Sum (or `max`, `min`) of every rank's tensor, on every rank. Shape as given."""
+
+    def all_gather(self, tensor: torch.Tensor) -> Work:
+        """Every rank's tensor, stacked in rank order: [size, *shape]."""
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> Work:
+        """Of the sum of [size, *shape] tensors, this rank's row: [*shape]."""
+
+    def all_to_all(self, tensor: torch.Tensor) -> Work:
+        """Row i of [size, *shape] goes to rank i; the result's row j came from rank j."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        """The root's tensor on every rank; the others give one of the same shape and dtype."""
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work: ...
+
+    def recv(self, like: torch.Tensor, source: int, tag: int = 0) -> Work:
+        """A tensor of the shape and dtype of `like`; `like` itself is not written to."""
+
+    def barrier(self) -> None: ...
+
+
+class World(Protocol):
+    """This rank's view of all ranks. `comm` of an axis of size 1 works too, and moves nothing."""
+
+    mesh: Mesh
+    rank: int
+    device: torch.device
+
+    def comm(self, axis: str) -> Comm: ...
+
+    def everyone(self) -> Comm:
+        """The group of all ranks of the mesh, for agreements outside the step."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,51 @@
+"""plait's own exceptions: what a user's bad input gets, with the values, the place and the remedy."""
+
+from __future__ import annotations
+
+
+class PlaitError(Exception):
+    """Base of every error that plait raises on purpose."""
+
+
+class PlanError(PlaitError, ValueError):
+    """A plan that cannot be read, or that does not fit the model, the batch or the number of processes."""
+
+
+class LayoutError(PlaitError, ValueError):
+    """A layout that does not fit the mesh or the tensor's shape, or a pattern that matches nothing."""
+
+
+class CaptureError(PlaitError):
+    """A model whose training step cannot be captured as a graph."""
+
+
+class BatchError(PlaitError, ValueError):
+    """A batch of the wrong structure or shape."""
+
+
+class LossError(PlaitError, ValueError):
+    """A loss that is neither a scalar nor a (sum, weight) pair, or that is not finite."""
+
+
+class ConfigError(PlaitError, ValueError):
+    """A configuration file with a wrong key, type or value."""
+
+
+class DataError(PlaitError):
+    """Training data that is missing or unusable."""
+
+
+class CheckpointError(PlaitError):
+    """A checkpoint that is damaged, incomplete or made for another model."""
+
+
+class WorldError(PlaitError):
+    """Ranks that are missing, that disagree, or of which one has failed."""
+
+
+class RankFailed(WorldError):
+    """One rank raised; every rank stops and the first exception is shown once, with its rank."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(f"rank {rank} failed: {message}")
+        self.rank = rank

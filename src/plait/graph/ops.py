@@ -1,0 +1,87 @@
+"""The calls that plait adds to a graph: collectives along one mesh axis.
+
+Each takes the rank's World first (a placeholder of the graph, named `world`): nothing is reached through a global.
+Tensors are local; `blocks` is as in `spec.layout.Shard`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+World = Any  # comm.protocol.World; graph/ lies below comm/ and knows it only by its methods
+
+
+def coordinate(world: World, axis: str) -> int:
+    """This rank's index along the axis."""
+    return world.comm(axis).rank
+
+
+def all_reduce(world: World, tensor: Tensor, axis: str, op: str = "sum") -> Tensor:
+    return world.comm(axis).all_reduce(tensor.contiguous(), op).wait()
+
+
+def all_reduce_start(world: World, tensor: Tensor, axis: str, op: str = "sum") -> Any:
+    """Begin an all-reduce; `wait` ends it. Between the two the rank computes on."""
+    return world.comm(axis).all_reduce(tensor.contiguous(), op)
+
+
+def wait(work: Any) -> Tensor:
+    return work.wait()
+
+
+def all_gather(world: World, tensor: Tensor, axis: str, dim: int, blocks: int) -> Tensor:
+    """Shard(dim, blocks) -> whole."""
+    rows = world.comm(axis).all_gather(tensor.contiguous()).wait()
+    return _join(rows, dim, blocks)
+
+
+def reduce_scatter(world: World, tensor: Tensor, axis: str, dim: int, blocks: int) -> Tensor:
+    """Partial sums -> Shard(dim, blocks)."""
+    comm = world.comm(axis)
+    return comm.reduce_scatter(_parts(tensor, comm.size, dim, blocks)).wait()
+
+
+def shard(world: World, tensor: Tensor, axis: str, dim: int, blocks: int) -> Tensor:
+    """Whole -> Shard(dim, blocks): this rank's part, nothing is moved."""
+    comm = world.comm(axis)
+    return take(tensor, comm.rank, comm.size, dim, blocks)
+
+
+def all_to_all(world: World, tensor: Tensor, axis: str, dim: int, blocks: int, to_dim: int, to_blocks: int) -> Tensor:
+    """Shard(dim, blocks) -> Shard(to_dim, to_blocks), on another dim."""
+    comm = world.comm(axis)
+    rows = comm.all_to_all(_parts(tensor, comm.size, to_dim, to_blocks)).wait()
+    return _join(rows, dim, blocks)
+
+
+def broadcast(world: World, tensor: Tensor, axis: str, root: int) -> Tensor:
+    """Only(root) -> whole. The other ranks give any tensor of the shape."""
+    return world.comm(axis).broadcast(tensor.contiguous(), root).wait()
+
+
+def take(tensor: Tensor, rank: int, size: int, dim: int, blocks: int) -> Tensor:
+    """Part `rank` of `size` of a whole tensor under Shard(dim, blocks)."""
+    if blocks == 1:
+        step = tensor.shape[dim] // size
+        return tensor.narrow(dim, rank * step, step)
+    split = tensor.unflatten(dim, (blocks, size, tensor.shape[dim] // (blocks * size)))
+    return split.select(dim + 1, rank).flatten(dim, dim + 1)
+
+
+def _parts(tensor: Tensor, size: int, dim: int, blocks: int) -> Tensor:
+    """Every rank's part, stacked: [size, *local shape]."""
+    split = tensor.unflatten(dim, (blocks, size, tensor.shape[dim] // (blocks * size)))
+    return split.movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()
+
+
+def _join(rows: Tensor, dim: int, blocks: int) -> Tensor:
+    """The inverse of `_parts`."""
+    size = rows.shape[0]
+    split = rows.unflatten(dim + 1, (blocks, rows.shape[dim + 1] // blocks))
+    return split.movedim(0, dim + 1).flatten(dim, dim + 2) if size > 1 else rows[0]
+
+
+COMMUNICATING = frozenset({all_reduce, all_reduce_start, wait, all_gather, reduce_scatter, all_to_all, broadcast})

@@ -1,0 +1,78 @@
+"""Annotations: what a user says of parameters, by name pattern and by dim.
+
+    {"*.q_proj.weight": "tensor, -", "*.c_attn.weight": "-, tensor/3", "branch1.*": "only:tensor=1", "*.norm.*": "-"}
+
+An entry has one word a dim: an axis, an axis with blocks (`tensor/3`), or `-` for whole. A lone `-` leaves a parameter
+of any rank whole; `only:axis=i` puts it on one rank. The first pattern that matches a parameter decides.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping
+
+from plait.errors import LayoutError
+from plait.spec.layout import REPLICATE, Only, Placement, Shard, check_shard
+from plait.spec.mesh import Mesh
+
+Annotations = Mapping[str, str]
+Placements = dict[str, Placement]  # axis -> placement
+
+
+def parse_annotation(text: str, shape: tuple[int, ...], mesh: Mesh, name: str) -> Placements:
+    """Placement along each mesh axis that `text` names, for a parameter of `shape` called `name`."""
+    if found := re.fullmatch(r"\s*only:(\w+)=(\d+)\s*", text):
+        axis, index = found[1], int(found[2])
+        _check_axis(axis, mesh, text, name)
+        if index >= mesh.axis_size(axis):
+            raise LayoutError(f"{text!r} for {name}: axis {axis} has only {mesh.axis_size(axis)} ranks, counted from 0")
+        return {axis: Only(index)}
+    words = [word.strip() for word in text.split(",")]
+    if words == ["-"]:
+        return dict.fromkeys(mesh.names, REPLICATE)
+    if len(words) != len(shape):
+        raise LayoutError(f"{text!r} has {len(words)} dims but {name} has shape {list(shape)}; give one word a dim")
+    found_placements: Placements = dict.fromkeys(mesh.names, REPLICATE)
+    left = shape
+    for dim, word in enumerate(words):
+        if word == "-":
+            continue
+        axis, _, blocks = word.partition("/")
+        _check_axis(axis, mesh, text, name)
+        if blocks and not blocks.isdigit():
+            raise LayoutError(f"{text!r} for {name}: {blocks!r} is not a number of blocks")
+        if found_placements[axis] != REPLICATE:
+            raise LayoutError(f"{text!r} for {name} shards two dims over one axis, {axis}")
+        placement = Shard(dim, int(blocks or 1))
+        size = mesh.axis_size(axis)
+        check_shard(left, placement, size, axis, name)
+        left = tuple(n // size if i == dim else n for i, n in enumerate(left))
+        found_placements[axis] = placement
+    return found_placements
+
+
+def resolve_annotations(
+    annotations: Annotations, shapes: Mapping[str, tuple[int, ...]], mesh: Mesh
+) -> dict[str, Placements]:
+    """Placements of every parameter that a pattern names; a pattern that names none is an error with near matches."""
+    resolved: dict[str, Placements] = {}
+    for pattern, text in annotations.items():
+        names = [name for name in shapes if fnmatch.fnmatchcase(name, pattern)]
+        if not names:
+            raise LayoutError(f"the layout pattern {pattern!r} matches no parameter; {_hint(pattern, shapes)}")
+        for name in names:
+            if name not in resolved:
+                resolved[name] = parse_annotation(text, shapes[name], mesh, name)
+    return resolved
+
+
+def _check_axis(axis: str, mesh: Mesh, text: str, name: str) -> None:
+    if axis not in mesh.names:
+        raise LayoutError(f"{text!r} for {name} names the axis {axis!r}; the plan has {', '.join(mesh.names) or 'none'}")
+
+
+def _hint(pattern: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(pattern.replace("*", ""), list(names), n=3, cutoff=0.3)
+    return f"did you mean {', '.join(near)}?" if near else "the model has no parameter of a similar name"

@@ -1,0 +1,146 @@
+"""Layouts: where the parts of a tensor lie on a mesh, as pure values that print and parse.
+
+    f32[8@data, 128, 768@tensor/3] +data only:tensor=1
+
+`8@data`        the dim is cut into equal parts, one a rank along axis `data`
+`768@tensor/3`  the dim is three equal blocks laid end to end (a fused q, k, v); each block is cut on its own
+`+data`         partial sums, still to be added over `data` (`^data` maxima, `_data` minima)
+`only:tensor=1` the whole tensor lies on rank 1 of `tensor` and nowhere else (a parallel branch)
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from plait.errors import LayoutError
+from plait.spec.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every rank of the axis holds the whole tensor."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Every rank holds an equal part of `dim`; with `blocks` > 1 an equal part of each of that many equal blocks."""
+
+    dim: int
+    blocks: int = 1
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Every rank holds a term; the tensor is their `op`: sum, max or min."""
+
+    op: str = "sum"
+
+
+@dataclass(frozen=True)
+class Only:
+    """The rank with this index along the axis holds the whole tensor; the others hold nothing."""
+
+    index: int
+
+
+Placement = Replicate | Shard | Partial | Only
+
+REPLICATE = Replicate()
+_MARK = {"sum": "+", "max": "^", "min": "_"}
+_OP = {mark: op for op, mark in _MARK.items()}
+
+
+def local_shape(shape: tuple[int, ...], placement: Placement, size: int) -> tuple[int, ...]:
+    """The shape of one rank's part of a tensor of `shape` under one axis of `size` ranks."""
+    if not isinstance(placement, Shard):
+        return shape
+    check_shard(shape, placement, size)
+    return tuple(n // size if dim == placement.dim else n for dim, n in enumerate(shape))
+
+
+def divides(shape: tuple[int, ...], placement: Shard, size: int) -> bool:
+    """Whether the dim can be cut evenly, block by block."""
+    dim, blocks = placement.dim, placement.blocks
+    return 0 <= dim < len(shape) and shape[dim] % (blocks * size) == 0 and shape[dim] > 0
+
+
+def check_shard(shape: tuple[int, ...], placement: Shard, size: int, axis: str = "axis", name: str = "tensor") -> None:
+    """Raise LayoutError naming axis, size and shape unless the shard divides evenly."""
+    if not 0 <= placement.dim < len(shape):
+        raise LayoutError(f"{name} of shape {list(shape)} has no dim {placement.dim} to shard over {axis}")
+    if not divides(shape, placement, size):
+        blocks = f" in {placement.blocks} blocks" if placement.blocks > 1 else ""
+        raise LayoutError(
+            f"{axis}={size} does not divide dim {placement.dim} of {name}: {shape[placement.dim]}{blocks}"
+            f" (shape {list(shape)}); choose a size of {axis} that divides it, or leave the dim whole with '-'"
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor's dtype and global shape, and its placement along each mesh axis (outermost first).
+
+    An axis that is absent replicates. Where two axes shard one dim, the later one cuts the earlier one's parts.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    placements: tuple[tuple[str, Placement], ...] = ()
+
+    def __post_init__(self) -> None:
+        axes = [axis for axis, _ in self.placements]
+        if len(set(axes)) != len(axes):
+            raise LayoutError(f"a layout names each axis once, not {', '.join(axes)}")
+        for axis, placement in self.placements:
+            if isinstance(placement, Shard) and not 0 <= placement.dim < len(self.shape):
+                raise LayoutError(f"shape {list(self.shape)} has no dim {placement.dim} to shard over {axis}")
+
+    def on(self, axis: str) -> Placement:
+        return dict(self.placements).get(axis, REPLICATE)
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        shape = self.shape
+        for axis, placement in self.placements:
+            if isinstance(placement, Shard):
+                check_shard(shape, placement, mesh.axis_size(axis), axis)
+            shape = local_shape(shape, placement, mesh.axis_size(axis))
+        return shape
+
+    def __str__(self) -> str:
+        dims = []
+        for dim, n in enumerate(self.shape):
+            text = str(n)
+            for axis, p in self.placements:
+                if isinstance(p, Shard) and p.dim == dim:
+                    text += f"@{axis}" + (f"/{p.blocks}" if p.blocks > 1 else "")
+            dims.append(text)
+        tail = "".join(f" {_MARK[p.op]}{axis}" for axis, p in self.placements if isinstance(p, Partial))
+        tail += "".join(f" only:{axis}={p.index}" for axis, p in self.placements if isinstance(p, Only))
+        return f"{self.dtype}[{', '.join(dims)}]{tail}"
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """The inverse of `str`, up to the order of axes that do not meet on one dim."""
+        match = re.fullmatch(r"\s*(\w+)\[([^\]]*)\]((?:\s+\S+)*)\s*", text)
+        if match is None:
+            raise LayoutError(f"cannot read the layout {text!r}; one looks like f32[8@data, 512@tensor] +tensor")
+        dtype, inside, tail = match.groups()
+        shape: list[int] = []
+        placements: list[tuple[str, Placement]] = []
+        for dim, entry in enumerate(part.strip() for part in inside.split(",") if part.strip()):
+            size, *marks = entry.split("@")
+            if not size.strip().isdigit():
+                raise LayoutError(f"cannot read dim {dim} of {text!r}: {entry!r} does not start with a size")
+            shape.append(int(size))
+            for mark in marks:
+                axis, _, blocks = mark.partition("/")
+                placements.append((axis, Shard(dim, int(blocks or 1))))
+        for word in tail.split():
+            if word[0] in _OP:
+                placements.append((word[1:], Partial(_OP[word[0]])))
+            elif found := re.fullmatch(r"only:(\w+)=(\d+)", word):
+                placements.append((found[1], Only(int(found[2]))))
+            else:
+                raise LayoutError(f"cannot read {word!r} in the layout {text!r}")
+        return cls(dtype, tuple(shape), tuple(placements))

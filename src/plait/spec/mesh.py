@@ -1,0 +1,70 @@
+"""The mesh: how ranks are arranged along named axes. Exists without any device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from plait.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes and their sizes, outermost first: ranks that differ only on the last axis are neighbours.
+
+    >>> Mesh((("data", 2), ("tensor", 2))).coordinates(2)
+    {'data': 1, 'tensor': 0}
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        names = self.names
+        if len(set(names)) != len(names):
+            raise PlanError(f"a mesh names each axis once, not {', '.join(names)}")
+        for name, size in self.axes:
+            if size < 1:
+                raise PlanError(f"axis {name} has size {size}; a size is 1 or more")
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={size}" for name, size in self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(size for _, size in self.axes)
+
+    def axis_size(self, axis: str) -> int:
+        for name, size in self.axes:
+            if name == axis:
+                return size
+        raise PlanError(f"unknown axis {axis!r}; the mesh has {', '.join(self.names) or 'no axes'}")
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The rank's index along each axis."""
+        if not 0 <= rank < self.size:
+            raise PlanError(f"rank {rank} is not on the mesh {self} of {self.size} ranks")
+        found = {}
+        for name, size in reversed(self.axes):
+            rank, found[name] = divmod(rank, size)
+        return {name: found[name] for name in self.names}
+
+    def rank(self, coordinates: dict[str, int]) -> int:
+        """The inverse of `coordinates`."""
+        rank = 0
+        for name, size in self.axes:
+            rank = rank * size + coordinates[name]
+        return rank
+
+    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along `axis`, in order, `rank` itself among them."""
+        here = self.coordinates(rank)
+        return tuple(self.rank({**here, axis: i}) for i in range(self.axis_size(axis)))
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """Every group along `axis`, each once, in order of their first rank."""
+        return tuple(sorted({self.group(rank, axis) for rank in range(self.size)}))
