@@ -1,0 +1,53 @@
+"""Refusals: the one table of what a plan may name but this version of plait cannot do, and what works instead."""
+
+from __future__ import annotations
+
+from plait.errors import PlanError
+
+# A key ending in `.` stands for every key that starts with it.
+NOT_YET: dict[str, tuple[str, str]] = {
+    "pipeline": ("cuts the layers into stages", "use tensor=N to spread the layers' weights"),
+    "stages": ("cuts the layers into stages", "use tensor=N to spread the layers' weights"),
+    "chunks": ("gives each device several stages", "use tensor=N to spread the layers' weights"),
+    "micro": ("runs the batch in microbatches", "use a smaller batch, or data=N to spread it"),
+    "schedule": ("orders the microbatches of a pipeline", "use data=N and tensor=N, which need no schedule"),
+    "zero": ("splits the optimizer's state over data", "use tensor=N, which splits state, gradients and weights"),
+    "replica": ("keeps copies of split parameters", "use data=N for whole copies"),
+    "recompute": ("drops activations and computes them again", "use a smaller batch, or tensor=N"),
+    "precision": ("trains in a lower precision", "convert the model or its inputs before it is given to plait"),
+    "home.": ("keeps a class of tensors in host memory or on disk", "use tensor=N to split what does not fit"),
+    "central": ("keeps one copy of the parameters in host memory", "use data=N with a copy on each rank"),
+    "sync": ("lets replicas agree every n steps", "use data=N, which agrees at every step"),
+    "outer": ("chooses the outer optimizer of local training", "use data=N, which agrees at every step"),
+    "compress": ("compresses gradients on the wire", "use allreduce=ring or a larger bucket"),
+    "workers": ("trains against parameter servers", "use data=N"),
+    "servers": ("trains against parameter servers", "use data=N"),
+    "staleness": ("bounds how old a gradient may be", "use data=N, which is never stale"),
+    "backup": ("drops the slowest workers of a step", "use data=N with as many ranks as are dependable"),
+    "expert": ("puts experts on different ranks", "use tensor=N, or a layout such as 'only:tensor=1'"),
+    "sequence": ("splits the sequence between layers", "use data=N or tensor=N"),
+    "context": ("splits the sequence within attention", "use data=N or tensor=N"),
+    "streaming": ("overlaps the outer step with training", "use data=N"),
+}
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zerobubble")
+
+
+def names_not_yet() -> tuple[str, ...]:
+    """Every key that is known but refused, without the mark of a family."""
+    return tuple(key.rstrip(".") for key in NOT_YET)
+
+
+def refuse_key(key: str, value: str, place: str) -> None:
+    """Raise PlanError when `key` is one that this version does not have; `place` says where it stands."""
+    family = key.partition(".")[0] + "."
+    row = NOT_YET.get(key) or NOT_YET.get(family) or NOT_YET.get(key + ".")
+    if row is None:
+        return
+    what, instead = row
+    if key == "schedule" and value not in SCHEDULES:
+        raise PlanError(
+            f"unknown schedule {value!r} ({place}); the known ones are {', '.join(SCHEDULES)}, and this version of"
+            f" plait has none of them yet; {instead}"
+        )
+    raise PlanError(f"{key}={value} ({place}) {what}, which this version of plait does not do yet; {instead}")

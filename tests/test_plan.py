@@ -1,0 +1,104 @@
+"""The plan as text: what it reads, prints and refuses."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.errors import PlanError
+from plait.spec.mesh import Mesh
+from plait.spec.plan import Plan, describe_keys
+from plait.spec.refusals import NOT_YET
+
+
+def test_reads_every_key() -> None:
+    plan = Plan.parse("data=2 tensor=3 batchnorm=local allreduce=ring bucket=512KiB")
+    assert plan == Plan(2, 3, "local", "ring", 512 * 1024)
+    assert plan.mesh == Mesh((("data", 2), ("tensor", 3)))
+    assert plan.num_processes == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("", ""),
+        ("data=1", ""),
+        ("tensor=2  data=4", "data=4 tensor=2"),
+        ("tensor=2 data=1 bucket=25MiB allreduce=backend", "tensor=2"),
+        ("bucket=1024KiB", "bucket=1MiB"),
+        ("bucket=1500B", "bucket=1500B"),
+    ],
+)
+def test_prints_canonically(text: str, canonical: str) -> None:
+    assert str(Plan.parse(text)) == canonical
+
+
+@given(
+    st.builds(
+        Plan,
+        data=st.integers(1, 64),
+        tensor=st.integers(1, 64),
+        batchnorm=st.sampled_from(["global", "local"]),
+        allreduce=st.sampled_from(["backend", "ring", "naive"]),
+        bucket_bytes=st.integers(1, 2**40),
+    )
+)
+def test_text_parses_back(plan: Plan) -> None:
+    assert Plan.parse(str(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("data=0", ["'data=0'", "word 1", "1 or more"]),
+        ("data=-1", ["'-1'", "1 or more"]),
+        ("data=2 tensor=two", ["'tensor=two'", "word 2", "whole number"]),
+        ("data=2 data=3", ["data is given twice", "word 2"]),
+        ("data", ["cannot read 'data'", "key=value"]),
+        ("data=", ["cannot read 'data='"]),
+        ("=2", ["cannot read '=2'"]),
+        ("dta=2", ["unknown key 'dta'", "did you mean data?"]),
+        ("pipline=2", ["unknown key 'pipline'", "did you mean pipeline?"]),
+        ("xyzzy=2", ["unknown key 'xyzzy'", "the keys are data, tensor"]),
+        ("batchnorm=globl", ["'globl'", "global, local"]),
+        ("allreduce=tree", ["'tree'", "backend, ring, naive"]),
+        ("bucket=25", ["'25'", "MiB"]),
+        ("bucket=0MiB", ["1B or more"]),
+        ("schedule=foo", ["unknown schedule 'foo'", "gpipe, 1f1b"]),
+        ("home.optimizer=host", ["home.optimizer=host", "does not do yet"]),
+    ],
+)
+def test_refuses_with_word_and_place(text: str, parts: list[str]) -> None:
+    with pytest.raises(PlanError) as error:
+        Plan.parse(text)
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("key", sorted(NOT_YET))
+def test_every_refusal_says_what_works(key: str) -> None:
+    name = key + "x" if key.endswith(".") else key
+    with pytest.raises(PlanError, match=r"yet; use|yet; convert"):
+        Plan.parse(f"{name}={'1f1b' if name == 'schedule' else 2}")
+
+
+def test_no_key_is_both_known_and_refused() -> None:
+    assert not {name for name, _, _ in describe_keys()} & set(NOT_YET)
+
+
+def test_direct_values_are_checked() -> None:
+    with pytest.raises(PlanError, match="data=0"):
+        Plan(data=0)
+
+
+def test_processes() -> None:
+    Plan.parse("data=2 tensor=2").check_processes(4)
+    with pytest.raises(
+        PlanError, match=r"'data=2 tensor=2' is for data=2 x tensor=2 = 4 processes, but 3 were"
+    ) as error:
+        Plan.parse("data=2 tensor=2").check_processes(3)
+    assert "--processes 4" in str(error.value) and "data=3" in str(error.value)
+    with pytest.raises(PlanError, match="'one device' is for 1 process, but 2 were"):
+        Plan().check_processes(2)
+    assert Plan.for_processes(3) == Plan(data=3)
