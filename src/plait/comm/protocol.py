@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from plait.comm.board import Board
 from plait.comm.links import Links
 from plait.spec.mesh import Mesh
 
@@ -22,13 +23,20 @@ class Work(Protocol):
 class Comm(Protocol):
     """Collectives among `size` ranks; every rank of the group calls the same ones in the same order.
 
-    Inputs are contiguous and left as they were, unless `consume` says that the callee may overwrite them. What is
-    reduced is summed in one order on all ranks, so that every rank gets the same bits.
+    Inputs are contiguous and left as they were, unless `consume` says that the callee may overwrite them; the caller
+    does not change them before `wait` has returned. What is reduced is summed in one order on all ranks, so that every
+    rank gets the same bits. Sums of bool are "or".
     """
 
     rank: int
     size: int
     links: Links  # bytes sent to each peer so far
+
+    def buffer(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """A flat tensor from which `all_reduce` need not copy, for one all_reduce, which ends its life.
+
+        None where the transport has no such place. Each buffer taken must be all-reduced, from its first element on.
+        """
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> Work:
         """Sum (or `max`, `min`) of every rank's tensor, on every rank. Shape as given."""
@@ -59,6 +67,7 @@ class World(Protocol):
     mesh: Mesh
     rank: int
     device: torch.device
+    board: Board  # where ranks leave each other notes
 
     def comm(self, axis: str) -> Comm: ...
 

@@ -1,0 +1,154 @@
+"""All-reduce algorithms that a plan can name (`allreduce=ring`), written on send and recv of any transport.
+
+    backend   the transport's own
+    ring      N-1 rounds that add a chunk and pass it on, N-1 that hand the sums round: 2(N-1)/N of the bytes a rank
+    naive     everyone sends everything to everyone and adds: N-1 times the bytes a rank; for teaching
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+
+import torch
+
+from plait.comm.group import REDUCERS, chunk
+from plait.comm.links import Links
+from plait.comm.protocol import Comm, Work
+from plait.errors import PlanError
+
+_TAG = 1 << 20  # above the tags that schedules use
+_NUM_TAGS = 1 << 10
+
+Rounds = Generator[None, None, torch.Tensor]  # yields after each round is under way
+
+
+def choose(comm: Comm, algorithm: str) -> Comm:
+    """The same group, with all_reduce by the algorithm of that name."""
+    if algorithm == "backend":
+        return comm
+    if algorithm not in _ALGORITHMS:
+        raise PlanError(f"allreduce={algorithm} is unknown; choose backend, {' or '.join(_ALGORITHMS)}")
+    return _WithAlgorithm(comm, _ALGORITHMS[algorithm])
+
+
+def _ring(comm: Comm, tensor: torch.Tensor, op: str, consume: bool, tag: int) -> Rounds:
+    rank, size = comm.rank, comm.size
+    result = tensor if consume else tensor.clone()
+    flat = result.view(-1)
+    chunks = [flat[slice(*chunk(flat.numel(), size, i))] for i in range(size)]
+    for round_ in range(size - 1):  # each chunk gathers one more rank's term as it travels
+        out, into = chunks[(rank - round_) % size], chunks[(rank - round_ - 1) % size]
+        received = _swap(comm, out, into, 1, tag)
+        yield
+        REDUCERS[op](received.wait(), into, out=into)
+    for round_ in range(size - 1):  # each finished chunk goes round
+        out, into = chunks[(rank + 1 - round_) % size], chunks[(rank - round_) % size]
+        received = _swap(comm, out, into, 1, tag)
+        yield
+        into.copy_(received.wait())
+    return result
+
+
+def _naive(comm: Comm, tensor: torch.Tensor, op: str, consume: bool, tag: int) -> Rounds:
+    terms = {comm.rank: tensor}
+    works = {
+        (comm.rank - step) % comm.size: _swap(comm, tensor, tensor, step, tag) for step in range(1, comm.size)
+    }
+    yield
+    terms.update((source, work.wait()) for source, work in works.items())
+    result = tensor if consume else torch.empty_like(tensor)
+    total = REDUCERS[op](terms[0], terms[1])
+    for source in range(2, comm.size):
+        total = REDUCERS[op](total, terms[source])
+    return result.copy_(total)
+
+
+def _swap(comm: Comm, out: torch.Tensor, into: torch.Tensor, step: int, tag: int) -> _Swap:
+    """Send `step` ranks up and receive from `step` ranks down.
+
+    Along every cycle some rank sends first and some receives first, for transports whose messages of one rank queue up.
+    """
+    to, source = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
+    if (comm.rank // step) % 2 == 0:
+        sent = comm.send(out, to, tag)
+        return _Swap(sent, comm.recv(into, source, tag))
+    received = comm.recv(into, source, tag)
+    return _Swap(comm.send(out, to, tag), received)
+
+
+class _Swap:
+    def __init__(self, sent: Work, received: Work) -> None:
+        self._sent, self._received = sent, received
+
+    def wait(self) -> torch.Tensor:
+        self._sent.wait()
+        return self._received.wait()
+
+
+_ALGORITHMS: dict[str, Callable[[Comm, torch.Tensor, str, bool, int], Rounds]] = {"ring": _ring, "naive": _naive}
+
+
+class _Running:
+    """An all-reduce of which some rounds are still to come; they run when anyone waits."""
+
+    def __init__(self, queue: deque[_Running], rounds: Rounds) -> None:
+        self._queue = queue
+        self._rounds = rounds
+        self._result: torch.Tensor | None = None
+        next(rounds)
+        queue.append(self)
+
+    def wait(self) -> torch.Tensor:
+        while self._result is None:  # those started earlier first: peers may wait in another order
+            self._queue[0]._finish()
+            self._queue.popleft()
+        return self._result
+
+    def _finish(self) -> None:
+        try:
+            while True:
+                next(self._rounds)
+        except StopIteration as end:
+            self._result = end.value
+
+
+class _WithAlgorithm:
+    """A Comm that overrides all_reduce and hands everything else on."""
+
+    def __init__(self, comm: Comm, algorithm: Callable[[Comm, torch.Tensor, str, bool, int], Rounds]) -> None:
+        self._comm = comm
+        self._algorithm = algorithm
+        self._queue: deque[_Running] = deque()
+        self._num_calls = 0
+        self.rank, self.size = comm.rank, comm.size
+        self.links: Links = comm.links
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> Work:
+        self._num_calls += 1
+        tag = _TAG + self._num_calls % _NUM_TAGS
+        return _Running(self._queue, self._algorithm(self._comm, tensor.detach(), op, consume, tag))
+
+    def buffer(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor | None:
+        return None  # sent in pieces, so there is no copy to save
+
+    def all_gather(self, tensor: torch.Tensor) -> Work:
+        return self._comm.all_gather(tensor)
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> Work:
+        return self._comm.reduce_scatter(tensor, op)
+
+    def all_to_all(self, tensor: torch.Tensor) -> Work:
+        return self._comm.all_to_all(tensor)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        return self._comm.broadcast(tensor, root)
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
+        return self._comm.send(tensor, to, tag)
+
+    def recv(self, like: torch.Tensor, source: int, tag: int = 0) -> Work:
+        return self._comm.recv(like, source, tag)
+
+    def barrier(self) -> None:
+        self._comm.barrier()

@@ -1,0 +1,85 @@
+"""What all transports share: their place in the group, how sizes are cut into chunks, how bytes are counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from plait.comm.links import Links
+
+REDUCERS: dict[str, Any] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def chunk(num: int, size: int, index: int) -> tuple[int, int]:
+    """Bounds of part `index` of `num` elements cut into `size` parts that differ by one at most."""
+    return num * index // size, num * (index + 1) // size
+
+
+class Done:
+    """Work that was finished when it was started."""
+
+    def __init__(self, result: torch.Tensor) -> None:
+        self._result = result
+
+    def wait(self) -> torch.Tensor:
+        return self._result
+
+
+class GroupComm:
+    """Base of the transports: `ranks` are the global ranks of the group in order, `rank` is the index among them."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
+        self.ranks = ranks
+        self.rank = rank
+        self.size = len(ranks)
+        self.links = Links()
+
+    def buffer(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor | None:
+        return None
+
+    def count_ring(self, num_bytes: int) -> None:
+        """Count bytes that a backend moves in a way of its own, as if along the ring."""
+        self.links.count(self.ranks[(self.rank + 1) % self.size], num_bytes)
+
+    def count_ring_all_reduce(self, tensor: torch.Tensor) -> None:
+        """2(N-1)/N of the tensor: all chunks but one travel on in each of two rounds."""
+        n, rank, size = tensor.numel(), self.rank, self.size
+        kept = [chunk(n, size, i % size) for i in (rank + 1, rank + 2)]
+        self.count_ring((2 * n - sum(end - start for start, end in kept)) * tensor.element_size())
+
+    def count_broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Everyone passes the tensor on to the neighbour, but for the last one before the root."""
+        if (self.rank + 1) % self.size != root:
+            self.count_ring(tensor.nbytes)
+
+
+class AloneComm(GroupComm):
+    """A group of one rank: moves nothing."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__((rank,), 0)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> Done:
+        return Done(tensor if consume else tensor.detach().clone())
+
+    def all_gather(self, tensor: torch.Tensor) -> Done:
+        return Done(tensor.detach().clone().unsqueeze(0))
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> Done:
+        return Done(tensor.detach()[0].clone())
+
+    def all_to_all(self, tensor: torch.Tensor) -> Done:
+        return Done(tensor.detach().clone())
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Done:
+        return Done(tensor.detach().clone())
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Done:
+        raise AssertionError("a group of one rank has nobody to send to")
+
+    def recv(self, like: torch.Tensor, source: int, tag: int = 0) -> Done:
+        raise AssertionError("a group of one rank has nobody to receive from")
+
+    def barrier(self) -> None:
+        pass

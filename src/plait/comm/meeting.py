@@ -1,0 +1,240 @@
+"""Where ranks of one process meet: one `_Meeting` a collective, and the Comm that holds them."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from plait.comm.board import LocalBoard
+from plait.comm.group import REDUCERS, Done, GroupComm
+from plait.errors import RankFailed, WorldError
+
+Call = tuple[Any, ...]  # name, detail, dtype, shape: equal on all ranks of a collective
+Combine = Callable[[list[torch.Tensor]], torch.Tensor]
+
+_LOOK_AROUND = 2.0  # seconds that a rank waits before it asks whether all ranks wait
+
+
+class _Meeting:
+    """One collective: what each rank brought, and what came of it."""
+
+    __slots__ = ("brought", "call", "done", "error", "here", "num_left", "ranks", "result")
+
+    def __init__(self, call: Call, ranks: tuple[int, ...]) -> None:
+        self.call = call
+        self.ranks = ranks
+        self.here: set[int] = set()
+        self.brought: dict[int, torch.Tensor] = {}  # by index in the group
+        self.num_left = len(ranks)  # to take the result
+        self.done = threading.Event()
+        self.result: torch.Tensor | None = None
+        self.error: WorldError | None = None
+
+    def absent(self) -> list[int]:
+        return [rank for rank in self.ranks if rank not in self.here]
+
+    def break_up(self, text: str) -> None:
+        self.error = WorldError(text)
+        self.done.set()
+
+
+class Meetings:
+    """All collectives that are under way among the ranks of one process, and the first failure."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.board = LocalBoard()
+        self.failure: RankFailed | None = None
+        self.message = ""
+        self.cause: BaseException | None = None
+        self._num_ranks = num_ranks
+        self._lock = threading.Lock()
+        self._open: dict[Any, _Meeting] = {}
+        self._left: set[int] = set()
+        self._waiting: dict[int, _Meeting] = {}
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """Record the first failure and wake everyone."""
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.message = f"{type(error).__name__}: {error}"
+            self.cause = error
+            self.failure = RankFailed(rank, self.message)
+            for meeting in self._open.values():
+                meeting.done.set()
+        self.board.stop(self.failure)
+
+    def leave(self, rank: int) -> None:
+        """The rank has finished; whoever waits for it would wait for ever."""
+        with self._lock:
+            self._left.add(rank)
+            for meeting in self._open.values():
+                self._check_absent(meeting)
+
+    def bring(self, key: Any, call: Call, ranks: tuple[int, ...], index: int, tensor: torch.Tensor,
+              combine: Combine) -> _Meeting:  # fmt: skip
+        """Join the meeting with a tensor. The last to come computes the result."""
+        with self._lock:
+            meeting = self._open.get(key)
+            if meeting is None:
+                meeting = self._open[key] = _Meeting(call, ranks)
+            if self.failure is not None:
+                raise self.failure
+            if meeting.call != call:
+                other = min(meeting.here)
+                meeting.break_up(f"rank {other} called {_text(meeting.call)}, rank {ranks[index]} {_text(call)}")
+            if meeting.error is not None:
+                raise meeting.error
+            meeting.brought[index] = tensor
+            meeting.here.add(ranks[index])
+            last = len(meeting.here) == len(ranks)
+            self._check_absent(meeting)
+        if last:
+            meeting.result = combine([meeting.brought[i] for i in range(len(ranks))])
+            meeting.brought.clear()
+            meeting.done.set()
+        return meeting
+
+    def take(self, key: Any, meeting: _Meeting, rank: int) -> tuple[torch.Tensor, bool]:
+        """Wait for the result; also says whether this rank is the last to take it."""
+        if not meeting.done.is_set():
+            self._waiting[rank] = meeting
+            while not meeting.done.wait(_LOOK_AROUND):
+                self._check_deadlock(rank)
+            self._waiting.pop(rank, None)
+        if meeting.error is not None:
+            raise meeting.error
+        if meeting.result is None:
+            assert self.failure is not None
+            raise self.failure
+        return meeting.result, self.let_go(key, meeting)
+
+    def let_go(self, key: Any, meeting: _Meeting) -> bool:
+        """One rank less needs the result; True if it was the last."""
+        with self._lock:
+            meeting.num_left -= 1
+            if meeting.num_left == 0:
+                del self._open[key]
+            return meeting.num_left == 0
+
+    def _check_absent(self, meeting: _Meeting) -> None:
+        if gone := [rank for rank in meeting.absent() if rank in self._left]:
+            here = _ranks(sorted(meeting.here))
+            meeting.break_up(f"{_ranks(gone)} finished while {here} waited in {_text(meeting.call)}")
+
+    def _check_deadlock(self, rank: int) -> None:
+        with self._lock:
+            waiting = dict(self._waiting)
+            if len(waiting) + len(self._left) < self._num_ranks or any(m.done.is_set() for m in waiting.values()):
+                return
+            lines = "; ".join(f"rank {r} in {_text(m.call)} for {_ranks(m.absent())}" for r, m in sorted(waiting.items()))
+            waiting[rank].break_up(f"all ranks wait for each other: {lines}")
+
+
+class ThreadWork:
+    """A collective among threads that this rank has joined."""
+
+    def __init__(self, finish: Callable[[], torch.Tensor]) -> None:
+        self._finish = finish
+        self._result: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        if self._result is None:
+            self._result = self._finish()
+        return self._result
+
+
+class ThreadComm(GroupComm):
+    """One group of ranks that are threads of this process."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, axis: str, meetings: Meetings) -> None:
+        super().__init__(ranks, rank)
+        self._axis = axis
+        self._meetings = meetings
+        self._num_calls: Counter[Any] = Counter()
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> ThreadWork:
+        self.count_ring_all_reduce(tensor)
+        return self._meet("all_reduce", op, tensor, lambda tensors: _reduce(tensors, op))
+
+    def all_gather(self, tensor: torch.Tensor) -> ThreadWork:
+        self.count_ring(tensor.nbytes * (self.size - 1))
+        return self._meet("all_gather", "", tensor, torch.stack)
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> ThreadWork:
+        self.count_ring(tensor.nbytes // self.size * (self.size - 1))
+        return self._meet("reduce_scatter", op, tensor, lambda tensors: _reduce(tensors, op), pick=self.rank)
+
+    def all_to_all(self, tensor: torch.Tensor) -> ThreadWork:
+        for rank in self.ranks:
+            if rank != self.ranks[self.rank]:
+                self.links.count(rank, tensor.nbytes // self.size)
+        return self._meet("all_to_all", "", tensor, lambda tensors: torch.stack(tensors, 1), pick=self.rank)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> ThreadWork:
+        self.count_broadcast(tensor, root)
+        return self._meet("broadcast", f"root {root}", tensor, lambda tensors: tensors[root].clone())
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Done:
+        self.links.count(self.ranks[to], tensor.nbytes)
+        self._pass(tensor.detach().clone(), self.rank, to, tag)
+        return Done(tensor)
+
+    def recv(self, like: torch.Tensor, source: int, tag: int = 0) -> ThreadWork:
+        key, meeting = self._pass(like, source, self.rank, tag)
+        me = self.ranks[self.rank]
+        return ThreadWork(lambda: self._meetings.take(key, meeting, me)[0])
+
+    def barrier(self) -> None:
+        self._meet("barrier", "", torch.empty(0), lambda tensors: tensors[0]).wait()
+
+    def _meet(self, name: str, detail: str, tensor: torch.Tensor, combine: Combine, pick: int | None = None) -> ThreadWork:
+        tensor = tensor.detach()
+        key = (self.ranks, self._axis, self._num_calls[""])
+        self._num_calls[""] += 1
+        call = (name, detail, self._axis, tensor.dtype, tuple(tensor.shape))
+        meetings = self._meetings
+        meeting = meetings.bring(key, call, self.ranks, self.rank, tensor, combine)
+
+        def finish() -> torch.Tensor:
+            result, last = meetings.take(key, meeting, self.ranks[self.rank])
+            if pick is not None:
+                return result[pick].clone()
+            return result if last else result.clone()
+
+        return ThreadWork(finish)
+
+    def _pass(self, tensor: torch.Tensor, source: int, to: int, tag: int) -> tuple[Any, _Meeting]:
+        """Both ends of a message meet under one key; only the sender's tensor counts."""
+        pair = (source, to, tag)
+        key = (self.ranks, self._axis, pair, self._num_calls[pair])
+        self._num_calls[pair] += 1
+        call = ("send/recv", f"tag {tag}", self._axis, tensor.dtype, tuple(tensor.shape))
+        ends = (self.ranks[source], self.ranks[to])
+        index = 0 if self.rank == source else 1
+        meeting = self._meetings.bring(key, call, ends, index, tensor, lambda tensors: tensors[0])
+        if index == 0:
+            self._meetings.let_go(key, meeting)
+        return key, meeting
+
+
+def _reduce(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
+    reduce = REDUCERS[op]
+    result = reduce(tensors[0], tensors[1])
+    for tensor in tensors[2:]:
+        reduce(result, tensor, out=result)
+    return result
+
+
+def _text(call: Call) -> str:
+    name, detail, axis, dtype, shape = call
+    where = f" over {axis}" if axis else ""
+    return f"{name}({detail}){where} of {str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

@@ -1,0 +1,103 @@
+"""Ranks as threads of this process: how plans are verified, debugged and tested on one machine.
+
+Tensors are exchanged by reference. The rank that comes last to a collective computes its result for all, in rank
+order, while every other rank still holds its input unchanged; each rank then takes its own copy.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from plait.comm.algorithms import choose
+from plait.comm.group import AloneComm
+from plait.comm.meeting import Meetings, ThreadComm
+from plait.comm.protocol import Comm
+from plait.errors import RankFailed
+from plait.spec.mesh import Mesh
+
+T = TypeVar("T")
+
+
+class ThreadWorld:
+    """One rank's view of ranks that are threads of one process."""
+
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device, meetings: Meetings, algorithm: str) -> None:
+        self.mesh = mesh
+        self.rank = rank
+        self.device = device
+        self.board = meetings.board
+        self._comms = {axis: _comm(mesh.group(rank, axis), rank, axis, meetings, algorithm) for axis in mesh.names}
+        self._everyone = _comm(tuple(range(mesh.size)), rank, "", meetings, algorithm)
+
+    def comm(self, axis: str) -> Comm:
+        self.mesh.axis_size(axis)  # an unknown axis is refused here
+        return self._comms[axis]
+
+    def everyone(self) -> Comm:
+        return self._everyone
+
+    def close(self) -> None:
+        pass
+
+
+def _comm(ranks: tuple[int, ...], rank: int, axis: str, meetings: Meetings, algorithm: str) -> Comm:
+    if len(ranks) == 1:
+        return AloneComm(rank)
+    return choose(ThreadComm(ranks, ranks.index(rank), axis, meetings), algorithm)
+
+
+def run_ranks(
+    mesh: Mesh,
+    fn: Callable[[ThreadWorld], T],
+    *,
+    device: str | torch.device = "cpu",
+    algorithm: str = "backend",
+) -> list[T]:
+    """Run `fn(world)` on every rank of the mesh, each in its own thread; returns the results in rank order.
+
+    The first rank that raises stops all others at their next collective, or in the one they wait in, and its
+    exception is raised here as RankFailed. Threads start with the caller's grad mode and context variables; the
+    compute threads of torch are shared out among the ranks for as long as they run.
+    """
+    meetings = Meetings(mesh.size)
+    where = torch.device(device)
+    results: list[T | None] = [None] * mesh.size
+    grad = torch.is_grad_enabled()
+
+    def run(rank: int) -> None:
+        try:
+            with torch.set_grad_enabled(grad):
+                if where.type == "cuda":
+                    torch.cuda.set_device(where)
+                results[rank] = fn(ThreadWorld(mesh, rank, where, meetings, algorithm))
+        except BaseException as error:  # SystemExit and KeyboardInterrupt too: the others must not wait for this rank
+            meetings.fail(rank, error)
+        meetings.leave(rank)
+
+    threads = [
+        threading.Thread(target=contextvars.copy_context().run, args=(run, rank), name=f"rank {rank}", daemon=True)
+        for rank in range(mesh.size)
+    ]
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, num_threads // mesh.size))
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # Ctrl-C while waiting
+        meetings.fail(0, error)
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join(5)
+        raise
+    finally:
+        torch.set_num_threads(num_threads)
+    if meetings.failure is not None:
+        raise RankFailed(meetings.failure.rank, meetings.message) from meetings.cause
+    return results  # type: ignore[return-value]
