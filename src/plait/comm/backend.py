@@ -1,0 +1,110 @@
+"""Collectives of torch.distributed: NCCL between GPUs, Gloo between CPUs of several hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plait.comm.group import Done, GroupComm
+from plait.comm.protocol import Work
+from plait.errors import WorldError
+
+# torch 2.13 renamed them, and warns of the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_to_all = dist.all_to_all_single
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class BackendWork:
+    """A collective of torch.distributed under way, and the tensor that it fills."""
+
+    def __init__(self, what: str, start: Callable[[], Any], result: torch.Tensor) -> None:
+        self._what = what
+        self._result = result
+        self._work: Any = self._guarded(start)
+
+    def wait(self) -> torch.Tensor:
+        if self._work is not None:
+            self._guarded(self._work.wait)
+            self._work = None
+        return self._result
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            text = (str(error).splitlines() or ["no reason given"])[0]
+            raise WorldError(f"{self._what} failed, which mostly means that another rank is gone: {text}") from error
+
+
+class BackendComm(GroupComm):
+    """One process group. Empty tensors are not sent: no backend needs to know of them."""
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, group: Any) -> None:
+        super().__init__(ranks, rank)
+        self._group = group
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> Work:
+        result = tensor.detach() if consume else tensor.detach().clone()
+        self.count_ring_all_reduce(tensor)
+        data, op = _reducible(result, op)
+        return self._run("all_reduce", result, lambda: dist.all_reduce(data, _OPS[op], self._group, async_op=True))
+
+    def all_gather(self, tensor: torch.Tensor) -> Work:
+        result = tensor.new_empty((self.size, *tensor.shape))
+        flat = tensor.detach().view(-1)
+        self.count_ring(tensor.nbytes * (self.size - 1))
+        return self._run("all_gather", result, lambda: _all_gather(result.view(-1), flat, self._group, async_op=True))
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> Work:
+        result = tensor.new_empty(tensor.shape[1:])
+        self.count_ring(result.nbytes * (self.size - 1))
+        data, op = _reducible(tensor.detach().view(-1), op)
+        out = result.view(-1).view(data.dtype)
+
+        def start() -> Any:
+            return _reduce_scatter(out, data, _OPS[op], self._group, async_op=True)
+
+        return self._run("reduce_scatter", result, start)
+
+    def all_to_all(self, tensor: torch.Tensor) -> Work:
+        result = torch.empty_like(tensor)
+        for i, rank in enumerate(self.ranks):
+            if i != self.rank:
+                self.links.count(rank, tensor.nbytes // self.size)
+        out, flat = result.view(-1), tensor.detach().view(-1)
+        return self._run("all_to_all", result, lambda: _all_to_all(out, flat, group=self._group, async_op=True))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        result = tensor.detach().clone()
+        self.count_broadcast(tensor, root)
+        source = self.ranks[root]
+        return self._run("broadcast", result, lambda: dist.broadcast(result, source, self._group, async_op=True))
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
+        self.links.count(self.ranks[to], tensor.nbytes)
+        data = tensor.detach()
+        return self._run("send", data, lambda: dist.isend(data, self.ranks[to], self._group, tag))
+
+    def recv(self, like: torch.Tensor, source: int, tag: int = 0) -> Work:
+        result = torch.empty_like(like)
+        return self._run("recv", result, lambda: dist.irecv(result, self.ranks[source], self._group, tag))
+
+    def barrier(self) -> None:
+        BackendWork("barrier", lambda: dist.barrier(self._group, async_op=True), torch.empty(0)).wait()
+
+    def _run(self, name: str, result: torch.Tensor, start: Callable[[], Any]) -> Work:
+        if result.numel() == 0:
+            return Done(result)
+        return BackendWork(f"{name} of {list(result.shape)} among ranks {list(self.ranks)}", start, result)
+
+
+def _reducible(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
+    """bool as bytes: "or" is the largest, and backends know bytes."""
+    if tensor.dtype != torch.bool:
+        return tensor, op
+    return tensor.view(torch.uint8), "max" if op == "sum" else op

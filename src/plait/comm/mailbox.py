@@ -1,0 +1,140 @@
+"""Messages between two processes through shared memory: `send` and `recv` beside the collectives.
+
+A sender leaves the tensor in a block of its own arena, describes it in a ring of letters that belongs to the pair, and
+raises the pair's `sent` counter. The receiver takes letters in order; those whose tag nobody asked for yet it keeps.
+It raises its `received` counter, and the sender's block is free.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from plait.comm.dtypes import DTYPE_CODES, DTYPES
+from plait.comm.segment import Segment
+from plait.errors import WorldError
+
+_NUM_LETTERS = 32  # under way from one rank to another
+_LINE = 8  # words of a cache line
+
+def num_mail_words(size: int) -> int:
+    """What the mailbox of a rank takes of its header."""
+    return size * (2 * _LINE + 4 * _NUM_LETTERS)
+
+
+class Letter:
+    """A message that this rank expects."""
+
+    def __init__(self, like: torch.Tensor, tag: int, wait_until: Callable[[Callable[[], bool]], None]) -> None:
+        self.tag = tag
+        self._like = (like.dtype, like.shape)
+        self._wait_until = wait_until
+        self._result: torch.Tensor | None = None
+        self._error: WorldError | None = None
+
+    def fill(self, flat: torch.Tensor, source: int) -> None:
+        dtype, shape = self._like
+        if flat.dtype != dtype or flat.numel() != shape.numel():
+            self._error = WorldError(
+                f"rank {source} sent {flat.numel()} elements of {flat.dtype} where {list(shape)} of {dtype} were expected"
+            )
+        else:
+            self._result = flat.view(shape)
+
+    def wait(self) -> torch.Tensor:
+        if self._result is None and self._error is None:
+            self._wait_until(lambda: self._result is not None or self._error is not None)
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+
+class Mailbox:
+    """All messages from and to one rank of a group. `first_word` is where mailboxes begin in every header."""
+
+    def __init__(self, comm: Any, segments: list[Segment], rank: int, first_word: int) -> None:
+        self._comm = comm  # ShmComm, which gives blocks and waits
+        self._segments = segments
+        self._rank = rank
+        self._sent_word = [first_word + _LINE * i for i in range(len(segments))]
+        self._received_word = [first_word + _LINE * (len(segments) + i) for i in range(len(segments))]
+        letters = first_word + 2 * _LINE * len(segments)
+        self._letters = [letters + 4 * _NUM_LETTERS * i for i in range(len(segments))]
+        self._num_sent = [0] * len(segments)
+        self._num_received = [0] * len(segments)
+        self._blocks: dict[int, deque[tuple[int, int, int]]] = {}  # by receiver: (number, offset, bytes)
+        self._expected: dict[int, deque[Letter]] = {}  # by sender
+        self._unasked: dict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)  # by sender and tag
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
+        flat = tensor.detach().view(-1)
+        peer = self._segments[to].words
+        number = self._num_sent[to] + 1
+        if number - peer[self._received_word[self._rank]] > _NUM_LETTERS:
+            self._comm.wait_until(lambda: number - peer[self._received_word[self._rank]] <= _NUM_LETTERS)
+        own = self._segments[self._rank]
+        offset = self._comm.take_block(flat.nbytes)
+        own.view(offset, flat.numel(), flat.dtype).copy_(flat)
+        at = self._letters[to] + 4 * (number % _NUM_LETTERS)
+        own.words[at], own.words[at + 1] = tag, DTYPE_CODES[flat.dtype]
+        own.words[at + 2], own.words[at + 3] = flat.numel(), offset
+        own.words[self._sent_word[to]] = self._num_sent[to] = number
+        self._blocks.setdefault(to, deque()).append((number, offset, flat.nbytes))
+
+    def recv(self, like: torch.Tensor, source: int, tag: int) -> Letter:
+        letter = Letter(like, tag, self._comm.wait_until)
+        if self._unasked and self._unasked[source, tag]:
+            letter.fill(self._unasked[source, tag].popleft(), self._comm.ranks[source])
+        else:
+            self._expected.setdefault(source, deque()).append(letter)
+            self._read(source)
+        return letter
+
+    def progress(self) -> None:
+        """Take what has come from those of whom something is expected."""
+        for source in list(self._expected):
+            self._read(source)
+
+    def read_all(self) -> None:
+        """Take what has come from anyone, so that no sender waits for room."""
+        for source in range(len(self._segments)):
+            self._read(source)
+
+    def needs(self, i: int) -> bool:
+        """Whether rank i has yet to send, or to take, something."""
+        return bool(self._expected.get(i) or self._blocks.get(i))
+
+    def free_blocks(self) -> bool:
+        """Give back the blocks whose messages have been taken; True if some are still out."""
+        for to, blocks in list(self._blocks.items()):
+            received = self._segments[to].words[self._received_word[self._rank]]
+            while blocks and blocks[0][0] <= received:
+                _, offset, num_bytes = blocks.popleft()
+                self._comm.give_block(offset, num_bytes)
+            if not blocks:
+                del self._blocks[to]
+        return bool(self._blocks)
+
+    def _read(self, source: int) -> None:
+        peer = self._segments[source]
+        sent = peer.words[self._sent_word[self._rank]]
+        while self._num_received[source] < sent:
+            number = self._num_received[source] + 1
+            at = self._letters[self._rank] + 4 * (number % _NUM_LETTERS)
+            tag, code, num, offset = peer.words[at : at + 4]
+            flat = peer.view(offset, num, DTYPES[code]).clone()
+            self._num_received[source] = number
+            self._segments[self._rank].words[self._received_word[source]] = number
+            waiting = self._expected.get(source, deque())
+            letter = next((letter for letter in waiting if letter.tag == tag), None)
+            if letter is None:
+                self._unasked[source, tag].append(flat)
+                continue
+            waiting.remove(letter)
+            if not waiting:
+                del self._expected[source]
+            letter.fill(flat, self._comm.ranks[source])

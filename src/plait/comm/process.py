@@ -1,0 +1,227 @@
+"""The world of ranks that are processes, as torchrun starts them: `process_world(mesh)`.
+
+Ranks of one x86-64 host compute on CPU exchange through shared memory; all others through torch.distributed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from plait.comm.algorithms import choose
+from plait.comm.backend import BackendComm
+from plait.comm.board import Board, LocalBoard
+from plait.comm.group import AloneComm
+from plait.comm.header import create_segment, num_words
+from plait.comm.protocol import Comm, World
+from plait.comm.segment import Segment
+from plait.comm.shm import ShmComm
+from plait.comm.store import StoreBoard
+from plait.errors import WorldError
+from plait.spec.mesh import Mesh
+
+_ROOM = 1 << 26  # bytes of free memory per rank and group without which shared memory is not tried
+_JOIN_SECONDS = 300.0
+_num_worlds = 0
+
+
+class ProcessWorld:
+    """This process's view of all ranks. Made by `process_world`."""
+
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device, board: Board, owns_group: bool) -> None:
+        self.mesh = mesh
+        self.rank = rank
+        self.device = device
+        self.board = board
+        self._comms: dict[str, Comm] = {}
+        self._everyone: Comm = AloneComm(rank)
+        self._shared: list[ShmComm] = []
+        self._device_mesh: DeviceMesh | None = None
+        self._owns_group = owns_group
+
+    def comm(self, axis: str) -> Comm:
+        self.mesh.axis_size(axis)  # an unknown axis is refused here
+        return self._comms[axis]
+
+    def everyone(self) -> Comm:
+        return self._everyone
+
+    def abort(self) -> None:
+        """Tell the other ranks of this host at once that this one has failed."""
+        for comm in self._shared:
+            comm.abort()
+
+    def close(self) -> None:
+        """Leave the group; all ranks do so together."""
+        for comm in self._shared:
+            comm.close()
+        self._shared.clear()
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def process_world(
+    mesh: Mesh, *, device: str | None = None, algorithm: str = "backend", shared_memory: bool = True
+) -> ProcessWorld:
+    """The world of this process, from torchrun's environment; every rank calls it with the same arguments.
+
+    `device` is `cpu` or `cuda` (default: cuda where there is one, of which this rank takes its local one). Without
+    torchrun it is a world of one rank. WorldError if the mesh is not of the size of the world.
+    """
+    global _num_worlds
+    started = dist.is_initialized()
+    size = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
+    if mesh.size != size:
+        raise WorldError(
+            f"the plan's mesh ({mesh or 'one rank'}) is of {mesh.size} ranks but there are {size} processes; start it"
+            f" with `plait run --processes {mesh.size}` or `torchrun --nproc-per-node {mesh.size}`, or change the plan"
+        )
+    where = _local_device(device)
+    if size == 1 and not started:
+        world = ProcessWorld(mesh, 0, where, LocalBoard(), owns_group=False)
+        world._comms = {axis: AloneComm(0) for axis in mesh.names}
+        return world
+    if not started:
+        _join(where)
+    rank = dist.get_rank()
+    _num_worlds += 1
+    world = ProcessWorld(mesh, rank, where, StoreBoard(str(_num_worlds)), owns_group=not started)
+    groups = {axis: mesh.groups(axis) for axis in mesh.names} | {"": (tuple(range(size)),)}
+    shared = _share_memory(world, groups) if shared_memory and where.type == "cpu" else {}
+    world._shared = [comm for comm in shared.values()]
+    for axis, all_ranks in groups.items():
+        ranks = next(ranks for ranks in all_ranks if rank in ranks)
+        comm: Comm
+        if len(ranks) == 1:
+            comm = AloneComm(rank)
+        elif axis in shared:
+            comm = choose(shared[axis], algorithm)
+        else:
+            group = device_mesh(world).get_group(axis) if axis else dist.group.WORLD
+            comm = choose(BackendComm(ranks, ranks.index(rank), group), algorithm)
+        if axis:
+            world._comms[axis] = comm
+        else:
+            world._everyone = comm
+    return world
+
+
+def device_mesh(world: World) -> DeviceMesh:
+    """The same mesh for DTensor, at the boundary: state dicts, optimizers, checkpoints. Collective at its first call."""
+    assert isinstance(world, ProcessWorld)
+    if world._device_mesh is None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            world._owns_group = True
+        names = world.mesh.names or ("world",)
+        sizes = [world.mesh.axis_size(axis) for axis in world.mesh.names] or [1]
+        ranks = torch.arange(world.mesh.size).view(sizes)
+        world._device_mesh = DeviceMesh(world.device.type, ranks, mesh_dim_names=names)
+    return world._device_mesh
+
+
+def _local_device(device: str | None) -> torch.device:
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind != "cuda":
+        return torch.device(kind)
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= torch.cuda.device_count():
+        raise WorldError(
+            f"local rank {local} has no GPU: this host has {torch.cuda.device_count()}; start fewer processes here, or"
+            " compute on CPU"
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
+
+def _join(where: torch.device) -> None:
+    absent = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if absent:
+        raise WorldError(f"WORLD_SIZE is set but {', '.join(absent)} is not; start with `plait run` or torchrun")
+    if where.type == "cuda":
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=where)
+    else:
+        dist.init_process_group("gloo")
+
+
+def _share_memory(world: ProcessWorld, groups: dict[str, tuple[tuple[int, ...], ...]]) -> dict[str, ShmComm]:
+    """A ShmComm for every axis of which all groups lie within one host each; the same axes on every rank."""
+    rank, size = world.rank, world.mesh.size
+    mine = {axis: next(ranks for ranks in found if rank in ranks) for axis, found in groups.items()}
+    own: dict[str, Segment] = {}
+    note: dict[str, Any] = {"host": _host(), "pid": os.getpid(), "fds": {}, "why": ""}
+    try:
+        _check_room(size * len(groups))
+        for axis, ranks in mine.items():
+            if len(ranks) > 1:
+                own[axis] = create_segment(len(ranks))
+                note["fds"][axis] = own[axis].fd
+    except (OSError, AttributeError) as error:
+        note["why"] = f"{error}"
+    notes = _exchange(world.board, "shm", note, rank, size)
+    hosts = [each["host"] for each in notes]
+    axes = [axis for axis, found in groups.items() if all(len({hosts[i] for i in ranks}) == 1 for ranks in found)]
+    axes = [axis for axis in axes if len(mine[axis]) > 1 and hosts[0]]
+    opened: dict[str, list[Segment]] = {}
+    why = next((each["why"] for each in notes if each["why"]), "")
+    try:
+        for axis in axes if not why else []:
+            opened[axis] = [
+                own[axis] if i == rank else Segment.open(notes[i]["pid"], notes[i]["fds"][axis], num_words(len(mine[axis])))
+                for i in mine[axis]
+            ]
+    except OSError as error:
+        why = f"{error}"
+    why = next((each for each in _exchange(world.board, "shm opened", why, rank, size) if each), "")
+    if why:
+        if rank == 0 and axes:
+            warnings.warn(f"no shared memory between the ranks of a host ({why}): slower Gloo is used", stacklevel=3)
+        for segment in own.values():
+            segment.close()
+        return {}
+    for axis in own.keys() - opened.keys():
+        own[axis].close()
+    num_local = hosts.count(hosts[rank])
+    limit = max(_available_memory() // (4 * num_local), _ROOM)
+    crowded = num_local > len(os.sched_getaffinity(0))
+    return {
+        axis: ShmComm(mine[axis], mine[axis].index(rank), opened[axis], [notes[i]["pid"] for i in mine[axis]], limit, crowded)
+        for axis in axes
+    }  # fmt: skip
+
+
+def _exchange(board: Board, key: str, note: Any, rank: int, size: int) -> list[Any]:
+    """Everyone's note, in rank order."""
+    board.set(f"{key}/{rank}", json.dumps(note))
+    keys = [f"{key}/{i}" for i in range(size)]
+    if absent := board.missing(keys, _JOIN_SECONDS):
+        raise WorldError(f"ranks {[key.rpartition('/')[2] for key in absent]} did not join within {_JOIN_SECONDS:.0f} s")
+    return [json.loads(board.get(key) or "null") for key in keys]
+
+
+def _host() -> str:
+    """What ranks that can share memory have in common; empty where the order of stores cannot be relied on."""
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return ""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _available_memory() -> int:
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:"))
+
+
+def _check_room(num_segments: int) -> None:
+    free = _available_memory()
+    if free < num_segments * _ROOM:
+        raise OSError(f"{free >> 20} MiB of memory are free, {num_segments * _ROOM >> 20} MiB are wanted")

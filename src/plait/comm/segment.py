@@ -1,0 +1,116 @@
+"""A piece of memory that processes of one host share: a header of int64 words, then an arena for tensors.
+
+It is an anonymous memory file, which peers open through /proc: nothing has a name that could be left behind, and the
+size of /dev/shm does not matter. Pages cost nothing until they are touched; the file grows when the arena is full.
+
+Words are read and written as whole aligned 64-bit values, and x86-64 makes stores visible in order: a word that says
+"the data is there" may simply be stored after the data.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+
+_ALIGN = 64
+_MAX_VIEWS = 512
+
+
+class Segment:
+    """One rank's shared memory. Its owner writes it; peers hold a second Segment on the same file and read."""
+
+    def __init__(self, fd: int, num_words: int) -> None:
+        self.fd = fd
+        self._num_words = num_words
+        self.arena_start = -(-num_words * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._views: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+        self._map()
+
+    @classmethod
+    def create(cls, num_words: int, num_bytes: int) -> Segment:
+        fd = os.memfd_create("plait", os.MFD_CLOEXEC)
+        os.ftruncate(fd, num_words * 8 + mmap.PAGESIZE + num_bytes)
+        return cls(fd, num_words)
+
+    @classmethod
+    def open(cls, pid: int, fd: int, num_words: int) -> Segment:
+        """The segment of another process; OSError if it cannot be reached."""
+        return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), num_words)
+
+    def _map(self) -> None:
+        # An older mapping lives on for as long as tensors lie in it; it shows the same pages.
+        self.size = os.fstat(self.fd).st_size
+        memory = mmap.mmap(self.fd, self.size)
+        self.words = memoryview(memory)[: self._num_words * 8].cast("q")
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self._views.clear()
+
+    def grow(self, size: int) -> None:
+        """Make the file larger. Peers notice when they are told of an offset beyond what they have mapped."""
+        os.ftruncate(self.fd, size)
+        self._map()
+
+    def view(self, offset: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """The flat tensor that lies at the offset, in bytes."""
+        key = (offset, num_elements, dtype)
+        view = self._views.get(key)
+        if view is None:
+            end = offset + num_elements * dtype.itemsize
+            if end > self.size:
+                self._map()
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            view = self._views[key] = self._bytes[offset:end].view(dtype)
+        return view
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Arena:
+    """Which bytes of a segment are free: first fit, so that the lowest pages are used over and over."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self._free = [(start, end)]
+        self._end = end
+
+    def take(self, num_bytes: int) -> int | None:
+        """Offset of a free block, or None."""
+        need = _rounded(num_bytes)
+        for i, (start, end) in enumerate(self._free):
+            if end - start >= need:
+                if end - start == need:
+                    del self._free[i]
+                else:
+                    self._free[i] = (start + need, end)
+                return start
+        return None
+
+    def give(self, offset: int, num_bytes: int) -> None:
+        """The inverse of `take`."""
+        start, end = offset, offset + _rounded(num_bytes)
+        free = self._free
+        i = 0
+        while i < len(free) and free[i][0] < start:
+            i += 1
+        if i < len(free) and free[i][0] == end:
+            end = free.pop(i)[1]
+        if i > 0 and free[i - 1][1] == start:
+            start = free.pop(i - 1)[0]
+            i -= 1
+        free.insert(i, (start, end))
+
+    def extend(self, end: int) -> None:
+        old, self._end = self._end, end
+        if self._free and self._free[-1][1] == old:
+            self._free[-1] = (self._free[-1][0], end)
+        else:
+            self._free.append((old, end))
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-max(num_bytes, 1) // _ALIGN) * _ALIGN

@@ -1,0 +1,127 @@
+"""What a rank does in each collective through shared memory once its peers are there: one generator a collective.
+
+A step yields the counter that all peers must have raised before it may go on, and returns the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+
+from plait.comm.group import REDUCERS, GroupComm
+from plait.comm.header import POSTED, REDUCED, call_text, offset_of
+from plait.comm.segment import Segment
+from plait.errors import WorldError
+
+Steps = Generator[int, None, torch.Tensor]
+
+
+class Reader:
+    """Reads the blocks of the other ranks, after a check that they called the same."""
+
+    def __init__(self, group: GroupComm, segments: list[Segment]) -> None:
+        self.segments = segments
+        self.rank, self.size, self.ranks, self.links = group.rank, group.size, group.ranks, group.links
+        self.peers = [i for i in range(group.size) if i != group.rank]
+
+    def block(self, i: int, seq: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """What rank i put up for collective `seq`, flat."""
+        peer, own = self.segments[i].words, self.segments[self.rank].words
+        offset = offset_of(peer, own, seq)
+        if offset is None:
+            raise WorldError(
+                f"rank {self.ranks[self.rank]} called {call_text(own, seq)}, rank {self.ranks[i]} {call_text(peer, seq)}"
+            )
+        return self.segments[i].view(offset, num_elements, dtype)
+
+    def count(self, i: int, num_bytes: int) -> None:
+        """Count what was read from a peer as sent to it: in every collective so counted it reads as much from here."""
+        self.links.count(self.ranks[i], num_bytes)
+
+
+def add_peer(
+    reader: Reader, seq: int, op: str, flat: torch.Tensor, into: torch.Tensor | None, shape: torch.Size
+) -> Steps:
+    """All-reduce of two ranks. Addition commutes, so both get the same bits."""
+    yield POSTED
+    (i,) = reader.peers
+    theirs = reader.block(i, seq, flat.numel(), flat.dtype)
+    reader.count(i, flat.nbytes)
+    return REDUCERS[op](flat, theirs, out=into).view(shape)
+
+
+def add_chunks(
+    reader: Reader, seq: int, op: str, own: torch.Tensor, term: torch.Tensor, bounds: list[tuple[int, int]],
+    into: torch.Tensor | None, shape: torch.Size,
+) -> Steps:  # fmt: skip
+    """All-reduce of more: this rank's chunk in rank order into its own block, then the other chunks."""
+    yield POSTED
+    blocks = [own if i == reader.rank else reader.block(i, seq, own.numel(), own.dtype) for i in range(reader.size)]
+    start, end = bounds[reader.rank]
+    terms = [term if i == reader.rank else blocks[i][start:end] for i in range(reader.size)]
+    _reduce(terms, op, own[start:end])
+    reader.segments[reader.rank].words[REDUCED] = seq
+    yield REDUCED
+    out = torch.empty_like(own) if into is None else into
+    for i, (first, last) in enumerate(bounds):
+        out[first:last].copy_(blocks[i][first:last])
+        if i != reader.rank:
+            reader.count(i, (end - start + last - first) * own.element_size())
+    return out.view(shape)
+
+
+def gather(reader: Reader, seq: int, flat: torch.Tensor, shape: torch.Size) -> Steps:
+    yield POSTED
+    out = flat.new_empty((reader.size, flat.numel()))
+    out[reader.rank].copy_(flat)
+    for i in reader.peers:
+        out[i].copy_(reader.block(i, seq, flat.numel(), flat.dtype))
+        reader.count(i, flat.nbytes)
+    return out.view(reader.size, *shape)
+
+
+def add_rows(reader: Reader, seq: int, op: str, rows: torch.Tensor, shape: torch.Size) -> Steps:
+    """Reduce-scatter: row `rank` of every rank's block."""
+    yield POSTED
+    terms = [_row(reader, i, seq, rows) for i in range(reader.size)]
+    return _reduce(terms, op, torch.empty_like(terms[0])).view(shape)
+
+
+def exchange(reader: Reader, seq: int, rows: torch.Tensor, shape: torch.Size) -> Steps:
+    """All-to-all: the same rows, side by side."""
+    yield POSTED
+    out = torch.empty_like(rows)
+    for i in range(reader.size):
+        out[i].copy_(_row(reader, i, seq, rows))
+    return out.view(shape)
+
+
+def take_from(reader: Reader, seq: int, root: int, flat: torch.Tensor, shape: torch.Size) -> Steps:
+    """Broadcast."""
+    yield POSTED
+    found = flat if root == reader.rank else reader.block(root, seq, flat.numel(), flat.dtype)
+    return found.clone().view(shape)
+
+
+def meet(reader: Reader, seq: int, nothing: torch.Tensor) -> Steps:
+    """Barrier."""
+    yield POSTED
+    for i in reader.peers:
+        reader.block(i, seq, 0, nothing.dtype)
+    return nothing
+
+
+def _row(reader: Reader, i: int, seq: int, rows: torch.Tensor) -> torch.Tensor:
+    if i == reader.rank:
+        return rows[i]
+    reader.count(i, rows[i].nbytes)
+    return reader.block(i, seq, rows.numel(), rows.dtype).view(rows.shape)[reader.rank]
+
+
+def _reduce(terms: list[torch.Tensor], op: str, out: torch.Tensor) -> torch.Tensor:
+    """Terms in rank order. `out` is none of them."""
+    REDUCERS[op](terms[0], terms[1], out=out)
+    for term in terms[2:]:
+        REDUCERS[op](out, term, out=out)
+    return out
