@@ -3,7 +3,7 @@
 Every rank owns a segment. To start a collective it copies its tensor into a block of its own arena, describes it in
 its header and raises its `posted` counter; that does not block. Whoever waits, or starts another collective, moves all
 pending ones on: once every peer has posted, a rank reads the peers' blocks, and raises its `consumed` counter when it
-has done with a collective. A block is free again when all peers have consumed it.
+has done with a collective. A block is free again when all ranks have consumed it.
 
     2 ranks    each adds the peer's block to its own input
     3 or more  each rank adds up one chunk, in rank order, in its own block, raises `reduced`, and reads the other
@@ -251,9 +251,9 @@ class ShmComm(GroupComm):
         self._arena.give(offset, num_bytes)
 
     def _free_blocks(self) -> bool:
-        """Give back what all peers have consumed; True if some is still out."""
+        """Give back what all ranks have consumed, this one too; True if some is still out."""
         if self._blocks:
-            consumed = self._least(CONSUMED)
+            consumed = min(self._least(CONSUMED), self._own.words[CONSUMED])
             while self._blocks and self._blocks[0][0] <= consumed:
                 _, offset, num_bytes = self._blocks.popleft()
                 self._arena.give(offset, num_bytes)

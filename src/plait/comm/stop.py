@@ -1,0 +1,86 @@
+"""Stopping all ranks at the same step, when any of them gets SIGTERM or Ctrl-C, without a message in normal running.
+
+A rank that wants to stop posts the number of its next step on the board, and reads the board at every step from then
+on; the others see the wish within about a second, and post too. When all have posted, all stop before step
+max(posts) + 1. Training keeps ranks within one step of each other: whoever reaches that step knows that every rank has
+begun step max(posts), hence has posted.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from plait.comm.failure import watch
+from plait.comm.process import ProcessWorld
+from plait.comm.protocol import World
+
+_WISH = "stop"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopVote:
+    """Asked at each step boundary whether to stop there. Takes over SIGTERM and SIGINT until `close`.
+
+    >>> with StopVote(world) as vote:
+    ...     while not vote.should_stop(step): ...
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._wished = False
+        self._posted = False
+        self._stop_before: int | None = None
+        self._handlers: dict[int, Any] = {}
+        self._end_watch = lambda: None
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        self._watched = isinstance(world, ProcessWorld) and world.mesh.size > 1
+        if self._watched:
+            self._end_watch = watch(world.board, _WISH, self._on_wish)
+
+    def request(self) -> None:
+        """Ask all ranks to stop soon."""
+        self._wished = True
+
+    def should_stop(self, step: int) -> bool:
+        """Whether all ranks stop now, before they begin `step`. Called with every step's number in turn."""
+        board, size = self._world.board, self._world.mesh.size
+        if not self._watched and not self._wished:
+            self._wished = board.get(_WISH) is not None  # within one process a look costs nothing
+        if not self._wished:
+            return False
+        if size == 1:
+            return True
+        if not self._posted:
+            self._posted = True
+            board.set(f"{_WISH}/{self._world.rank}", str(step))
+            board.set(_WISH, "yes")
+        if self._stop_before is None:
+            posts = [board.get(f"{_WISH}/{rank}") for rank in range(size)]
+            if None not in posts:
+                self._stop_before = max(int(post or 0) for post in posts) + 1
+        return self._stop_before is not None and step >= self._stop_before
+
+    def close(self) -> None:
+        """Give the signals back."""
+        self._end_watch()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
+
+    def __enter__(self) -> StopVote:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._wished and number == signal.SIGINT:
+            raise KeyboardInterrupt  # the second Ctrl-C: stop now
+        self._wished = True
+
+    def _on_wish(self, text: str) -> None:
+        self._wished = True

@@ -1,0 +1,183 @@
+"""The contract that every transport keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from comm_worlds import TRANSPORTS, run
+
+from plait.comm.group import REDUCERS
+from plait.comm.protocol import Comm, World
+from plait.spec.mesh import Mesh
+
+SIZES = [(0,), (1,), (5,), (7, 3), (1000,), (400_000,)]  # the last is larger than a segment is at first
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
+
+
+def value(shape: tuple[int, ...], dtype: torch.dtype, rank: int, salt: int = 0) -> torch.Tensor:
+    """What that rank brings: every rank can tell."""
+    generator = torch.Generator().manual_seed(100 * salt + rank)
+    return (torch.randn(shape, generator=generator) * 8).to(dtype)
+
+
+def total(values: list[torch.Tensor], op: str) -> torch.Tensor:
+    result = values[0]
+    for one in values[1:]:
+        result = REDUCERS[op](result, one)
+    return result
+
+
+def check(result: torch.Tensor, expected: torch.Tensor) -> None:
+    assert result.shape == expected.shape
+    assert result.dtype == expected.dtype
+    if result.is_floating_point():
+        tolerance = 0.1 if result.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
+    else:
+        assert torch.equal(result, expected)
+
+
+def every_collective(world: World) -> list[bytes]:
+    """Checks values; returns the bits of what must be equal between ranks."""
+    comm = world.comm("data")
+    rank, size = comm.rank, comm.size
+    bits = []
+    for shape in SIZES:
+        for dtype in DTYPES if shape != SIZES[-1] else DTYPES[:1]:
+            values = [value(shape, dtype, r) for r in range(size)]
+            mine = values[rank].clone()
+            for op in ("sum", "max", "min") if dtype != torch.bool else ("sum", "max"):
+                result = comm.all_reduce(mine, op).wait()
+                check(result, total(values, op))
+                bits.append(result.view(torch.uint8).numpy().tobytes())
+            check(comm.all_gather(mine).wait(), torch.stack(values))
+            check(comm.broadcast(mine, size - 1).wait(), values[size - 1])
+            rows = [value((size, *shape), dtype, r, 1) for r in range(size)]
+            check(comm.reduce_scatter(rows[rank]).wait(), total([row[rank] for row in rows], "sum"))
+            check(comm.all_to_all(rows[rank]).wait(), torch.stack([row[rank] for row in rows]))
+            sent = comm.send(mine, (rank + 1) % size, tag=3)
+            check(comm.recv(mine, (rank - 1) % size, tag=3).wait(), values[(rank - 1) % size])
+            sent.wait()
+            assert torch.equal(mine, values[rank]), "an input was changed"
+            assert torch.equal(rows[rank], value((size, *shape), dtype, rank, 1)), "an input was changed"
+            check(comm.all_reduce(mine, consume=True).wait(), total(values, "sum"))
+        comm.barrier()
+    scalar = comm.all_reduce(torch.tensor(float(rank))).wait()
+    assert scalar.shape == () and scalar == size * (size - 1) / 2
+    return bits
+
+
+def interleaved(world: World) -> None:
+    """Many collectives under way at once, waited for in another order on each rank, results kept."""
+    comm = world.comm("data")
+    rank, size = comm.rank, comm.size
+    kept = []
+    for round_ in range(3):
+        works = []
+        for i in range(12):
+            mine = torch.full((1 + 5000 * (i % 4),), float(rank + i + 100 * round_))
+            everyone = torch.stack([torch.full_like(mine, float(r + i + 100 * round_)) for r in range(size)])
+            if i % 3 == 1:
+                works.append((comm.all_gather(mine), everyone))
+                continue
+            if i % 3 == 2 and (buffer := comm.buffer(mine.numel(), mine.dtype)) is not None:
+                mine = buffer.copy_(mine)
+            works.append((comm.all_reduce(mine, consume=i % 2 == 0), everyone.sum(0)))
+        order = list(range(12))
+        for i in order if rank % 2 else reversed(order):
+            kept.append((works[i][0].wait(), works[i][1]))
+    for result, expected in kept:
+        assert torch.equal(result, expected)
+
+
+def messages(world: World) -> None:
+    """More messages than fit under way, taken in another order of tags than they were sent."""
+    comm = world.comm("data")
+    if comm.rank == 0:
+        works = [comm.send(torch.full((3,), float(i)), 1, tag=i % 2) for i in range(60)]
+        assert comm.recv(torch.empty(1), 1).wait() == 1
+        for work in works:
+            work.wait()
+    else:
+        expected = [[float(i) for i in range(60) if i % 2 == tag] for tag in (1, 0)]
+        received = [[comm.recv(torch.empty(3), 0, tag) for _ in range(30)] for tag in (1, 0)]
+        assert [[work.wait()[0].item() for work in works] for works in received] == expected
+        comm.send(torch.ones(1), 0).wait()
+
+
+def bytes_sent(world: World) -> dict[str, int]:
+    comm = world.comm("data")
+    counts = {}
+
+    def count(name: str) -> None:
+        counts[name] = comm.links.total()
+        comm.links.reset()
+
+    tensor = torch.ones(12 * 8)
+    comm.links.reset()
+    comm.all_reduce(tensor).wait()
+    count("all_reduce")
+    comm.all_gather(tensor).wait()
+    count("all_gather")
+    comm.reduce_scatter(tensor.view(comm.size, -1)).wait()
+    count("reduce_scatter")
+    comm.all_to_all(tensor.view(comm.size, -1)).wait()
+    count("all_to_all")
+    comm.broadcast(tensor, 0).wait()
+    count("broadcast")
+    return counts
+
+
+def contract(world: World) -> tuple[list[bytes], dict[str, int]]:
+    interleaved(world)
+    if world.mesh.size == 2:
+        messages(world)
+    return every_collective(world), bytes_sent(world)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_contract(transport: str, num_ranks: int) -> None:
+    results = run(transport, num_ranks, contract)
+    bits = [bits for bits, _ in results]
+    assert all(other == bits[0] for other in bits), "ranks got different bits"
+    n, num_bytes = num_ranks, 12 * 8 * 4
+    all_reduce = (n - 1) * num_bytes if transport.endswith("naive") else 2 * (n - 1) * num_bytes // n
+    for _, counts in results:
+        assert counts["all_reduce"] == all_reduce
+        assert counts["all_gather"] == (n - 1) * num_bytes
+        assert counts["reduce_scatter"] == counts["all_to_all"] == (n - 1) * num_bytes // n
+    assert sum(counts["broadcast"] for _, counts in results) == (n - 1) * num_bytes
+
+
+def over_both_axes(world: World) -> list[list[int]]:
+    def members(comm: Comm) -> list[int]:
+        found: list[int] = comm.all_gather(torch.tensor(world.rank)).wait().tolist()
+        return found
+
+    return [members(world.comm("data")), members(world.comm("tensor")), members(world.everyone())]
+
+
+@pytest.mark.parametrize("transport", ["threads", "gloo", "shm"])
+def test_a_comm_for_each_axis(transport: str) -> None:
+    results = run(transport, Mesh((("data", 2), ("tensor", 2))), over_both_axes)
+    everyone = [0, 1, 2, 3]
+    assert results == [
+        [[0, 2], [0, 1], everyone], [[1, 3], [0, 1], everyone], [[0, 2], [2, 3], everyone], [[1, 3], [2, 3], everyone]
+    ]  # fmt: skip
+
+
+def alone(world: World) -> None:
+    for comm in (world.comm("data"), world.comm("tensor"), world.everyone()):
+        tensor = torch.arange(3.0)
+        assert torch.equal(comm.all_reduce(tensor).wait(), tensor)
+        assert torch.equal(comm.all_gather(tensor).wait(), tensor[None])
+        assert torch.equal(comm.reduce_scatter(tensor[None]).wait(), tensor)
+        assert torch.equal(comm.all_to_all(tensor[None]).wait(), tensor[None])
+        assert torch.equal(comm.broadcast(tensor, 0).wait(), tensor)
+        comm.barrier()
+        assert comm.links.total() == 0
+
+
+def test_one_rank_moves_nothing() -> None:
+    run("threads", Mesh((("data", 1), ("tensor", 1))), alone)
