@@ -1,1 +1,48 @@
-"""plait trains any PyTorch model on any number of devices."""
+"""plait trains any PyTorch model on any number of devices: a line of plan says how the step is spread."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Imported when first used: `plait --help` and the plan's own checks need no torch.
+_HOME = {
+    "Plan": "plait.spec.plan",
+    "Layout": "plait.spec.layout",
+    "Mesh": "plait.spec.mesh",
+    "Trainer": "plait.trainer",
+    "StepEnd": "plait.trainer",
+    "LocalBatch": "plait.run.local_batch",
+    "loader": "plait.run.loader",
+    "verify": "plait.verification",
+    "Report": "plait.verification",
+    "explain": "plait.explaining",
+    "run_ranks": "plait.comm.threads",
+    "PlaitError": "plait.errors",
+    "PlanError": "plait.errors",
+    "LayoutError": "plait.errors",
+    "CaptureError": "plait.errors",
+    "BatchError": "plait.errors",
+    "LossError": "plait.errors",
+    "ConfigError": "plait.errors",
+    "DataError": "plait.errors",
+    "CheckpointError": "plait.errors",
+    "WorldError": "plait.errors",
+    "RankFailed": "plait.errors",
+}
+
+__all__ = [*sorted(_HOME), "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'plait' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

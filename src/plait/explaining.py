@@ -1,0 +1,23 @@
+"""explain: what a plan would do to a model, without running anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from plait.run.compiler import Compiler, LossFn
+from plait.spec.annotation import Annotations
+from plait.spec.plan import Plan
+from plait.view.explanation import Explanation, explanation
+
+
+def explain(
+    model: nn.Module, loss_fn: LossFn, batch: Any, plan: Plan | str, *, layouts: Annotations | None = None
+) -> Explanation:
+    """The layouts, their origins and the collectives of one step on a global batch; print it, or ask `.tensor(name)`.
+
+    Raises PlanError, LayoutError or CaptureError as the Trainer would.
+    """
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    return explanation(Compiler(model, loss_fn, plan, layouts).lowered(batch))

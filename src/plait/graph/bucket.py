@@ -1,0 +1,95 @@
+"""Sum gradients while backward still runs: the all-reduces that only feed the step's results are joined in buckets.
+
+As in PyTorch DDP (Li et al. 2020, "PyTorch Distributed"), a bucket leaves as soon as its last gradient is there, and
+the first one is small so that the wire starts early. Each bucket is one all-reduce over one flat buffer.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from plait.decide.buckets import split_buckets
+from plait.graph import ops
+from plait.graph.calls import num_bytes, output_node
+from plait.graph.partition import WORLD
+
+
+def bucket_start(world: Any, axis: str, tensors: Sequence[Tensor]) -> Any:
+    """Begin the sum of several tensors of one dtype over the axis."""
+    comm = world.comm(axis)
+    total = sum(t.numel() for t in tensors)
+    flat = comm.buffer(total, tensors[0].dtype) if hasattr(comm, "buffer") else None
+    if flat is None:
+        flat = tensors[0].new_empty(total)
+    torch.cat([t.reshape(-1) for t in tensors], out=flat)
+    return comm.all_reduce(flat, consume=True)
+
+
+def bucket_wait(work: Any, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The sums, as views of one flat tensor."""
+    flat = work.wait()
+    sizes = [math.prod(shape) for shape in shapes]
+    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+def bucket_gradients(graph: Graph, bucket_bytes: int, first_bytes: int = 1 << 20) -> Graph:
+    """Join all-reduces whose results only leave the graph. Changes `graph` and returns it."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    groups: dict[Any, list[Node]] = {}
+    for node in graph.nodes:
+        if node.target is ops.all_reduce and node.args[3] == "sum" and all(u.op == "output" for u in node.users):
+            key = (node.args[2], node.meta["val"].dtype, tuple(sorted(node.meta.get("only", {}).items())))
+            groups.setdefault(key, []).append(node)
+    end = output_node(graph)
+    world = next(node for node in graph.nodes if node.name == WORLD)
+    for (axis, _, _), nodes in groups.items():
+        nodes.sort(key=lambda n: order[n.args[1]])
+        sizes = [num_bytes(n.meta["val"]) for n in nodes]
+        for members in split_buckets(sizes, bucket_bytes, first_bytes):
+            _join(graph, world, axis, [nodes[i] for i in members], end)
+    return graph
+
+
+def _join(graph: Graph, world: Node, axis: str, nodes: list[Node], end: Node) -> None:
+    tensors = [node.args[1] for node in nodes]
+    meta = {k: v for k, v in nodes[-1].meta.items() if k != "val"}
+    with graph.inserting_after(tensors[-1]):  # type: ignore[arg-type]
+        start = graph.call_function(bucket_start, (world, axis, list(tensors)))
+    with graph.inserting_before(end):
+        shapes = [list(node.meta["val"].shape) for node in nodes]
+        done = graph.call_function(bucket_wait, (start, shapes))
+        for i, node in enumerate(nodes):
+            item = graph.call_function(operator.getitem, (done, i))
+            item.meta = dict(node.meta)
+            node.replace_all_uses_with(item)
+            graph.erase_node(node)
+    start.meta = {**meta, "val": None, "bytes": sum(num_bytes(n.meta["val"]) for n in tensors)}  # type: ignore[union-attr]
+    done.meta = {**meta, "val": [n.meta["val"] for n in tensors]}  # type: ignore[union-attr]
+
+
+def overlap(graph: Graph) -> Graph:
+    """Start each remaining all-reduce where its input is made and wait for it where its result is first read."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if node.target is not ops.all_reduce:
+            continue
+        reader = min(node.users, key=lambda user: order[user])
+        if order[reader] == order[node] + 1 and node.prev is node.args[1]:
+            continue  # nothing lies between
+        with graph.inserting_after(node.args[1]):
+            start = graph.call_function(ops.all_reduce_start, node.args)
+        start.meta = {**node.meta, "val": None}
+        with graph.inserting_before(reader):
+            done = graph.call_function(ops.wait, (start,))
+        done.meta = dict(node.meta)
+        node.replace_all_uses_with(done)
+        graph.erase_node(node)
+    graph.lint()
+    return graph

@@ -1,0 +1,162 @@
+"""The order of the transformations, in one place: from the captured step to the graph that ranks run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph
+
+from plait.errors import PlanError
+from plait.graph.bucket import bucket_gradients, overlap
+from plait.graph.calls import output_node, placeholders
+from plait.graph.capture import Captured
+from plait.graph.partition import partition
+from plait.graph.propagate import propagate
+from plait.graph.recipe import recipe
+from plait.spec.annotation import Annotations, resolve_annotations
+from plait.spec.layout import REPLICATE, Layout, Placement, Replicate, Shard
+from plait.spec.plan import Plan
+
+aten = torch.ops.aten
+BATCH_NORM = frozenset(
+    getattr(aten, name).default
+    for name in (
+        "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+        "_batch_norm_with_update", "_batch_norm_with_update_functional", "native_batch_norm_backward",
+        "batch_norm_backward", "cudnn_batch_norm", "cudnn_batch_norm_backward",
+    )
+    if hasattr(aten, name)
+)  # fmt: skip
+_SHORT = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.bool: "bool"}
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What every rank of a plan needs to know about one captured step."""
+
+    graph: Graph  # local; the same for all ranks but for parallel branches (see specialise)
+    captured: Captured
+    plan: Plan
+    layouts: dict[str, Layout]  # of parameters, buffers, constants and batch leaves, by name
+    origins: dict[str, str]  # of those of them that are sharded: the annotation or recipe
+    without_rule: frozenset[str]  # ops that ran on whole inputs for lack of a rule
+    batch_size: int
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name that layouts print: f32, bf16, int64..."""
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def lower(
+    captured: Captured,
+    plan: Plan,
+    annotations: Annotations | None = None,
+    settled: Mapping[str, Layout] | None = None,
+) -> Lowered:
+    """Lay out and partition a captured step along each axis of the plan, then place its collectives in time.
+
+    `settled` are layouts of parameters that an earlier capture of the same model decided: they are kept as they are.
+    Raises PlanError where an axis does not divide what it must split, LayoutError for a bad annotation.
+    """
+    graph = _copy(captured)
+    values = {node.name: node.meta["val"] for node in placeholders(graph)}
+    names = {i.node: i.name for i in captured.inputs}
+    nodes = {i.name: i.node for i in captured.inputs}
+    shapes = {i.name: tuple(values[i.node].shape) for i in captured.inputs if i.kind == "parameter"}
+    annotated = resolve_annotations(annotations or {}, shapes, plan.mesh)
+    placements: dict[str, list[tuple[str, Placement]]] = {name: [] for name in nodes}
+    origins: dict[str, str] = {}
+    without_rule: set[str] = set()
+    batch_size, split = _batch_leaves(captured, values)
+    if batch_size % plan.data:
+        raise PlanError(
+            f"data={plan.data} does not divide the batch of {batch_size}; give a batch size that is a multiple of"
+            f" {plan.data}, or a plan with data={_divisor_below(batch_size, plan.data)}"
+        )
+    chosen = _choose_parameters(graph, plan, annotated, settled, nodes)
+    for axis, size in plan.mesh.axes:
+        if size == 1:
+            continue
+        fixed, origin = chosen[axis]
+        if axis == "data":
+            fixed |= {nodes[name]: Shard(0) for name in split}
+            origin |= {nodes[name]: f"batch: {name}" for name in split}
+        wanted = tuple(fixed.get(nodes[o.name], REPLICATE) if o.kind == "gradient" else REPLICATE for o in captured.outputs)
+        laid_out = propagate(graph, size, fixed, wanted, origin, BATCH_NORM if _local_norm(plan, axis) else frozenset())
+        if _local_norm(plan, axis):
+            laid_out.broadcast_outputs = frozenset(i for i, o in enumerate(captured.outputs) if o.kind == "buffer")
+        graph = partition(laid_out, axis)
+        without_rule |= laid_out.without_rule
+        for node, placement in fixed.items():
+            if not isinstance(placement, Replicate):
+                placements[names[node]].append((axis, placement))
+                origins[names[node]] = origin.get(node, "")
+    overlap(bucket_gradients(graph, plan.bucket_bytes))
+    layouts = {
+        i.name: Layout(dtype_name(values[i.node].dtype), tuple(values[i.node].shape), tuple(placements[i.name]))
+        for i in captured.inputs
+        if isinstance(values[i.node], torch.Tensor)
+    }
+    return Lowered(graph, captured, plan, layouts, origins, frozenset(without_rule), batch_size)
+
+
+def _choose_parameters(
+    graph: Graph,
+    plan: Plan,
+    annotated: Mapping[str, Mapping[str, Placement]],
+    settled: Mapping[str, Layout] | None,
+    nodes: Mapping[str, str],
+) -> dict[str, tuple[dict[str, Placement], dict[str, str]]]:
+    """Placement of parameters along each axis, by node, and where it came from. Recipes read the graph as captured,
+    before any axis has changed it."""
+    chosen = {}
+    names = {node: name for name, node in nodes.items()}
+    for axis, size in plan.mesh.axes:
+        if settled is not None:
+            chosen[axis] = ({nodes[name]: layout.on(axis) for name, layout in settled.items()}, dict[str, str]())
+            continue
+        fixed = {nodes[name]: on[axis] for name, on in annotated.items() if axis in on}
+        origin = {nodes[name]: f"layouts: {name}" for name in annotated}
+        if axis != "data" and size > 1:
+            found = recipe(graph, size, fixed, axis)
+            origin |= {node: f"recipe: {names[node]}" for node in found}
+            fixed |= found
+        chosen[axis] = (fixed, origin)
+    return chosen
+
+
+def _local_norm(plan: Plan, axis: str) -> bool:
+    return axis == "data" and plan.batchnorm == "local"
+
+
+def _copy(captured: Captured) -> Graph:
+    """A copy whose placeholders know their kind."""
+    graph = Graph()
+    source = captured.graph.graph
+    graph.output(graph.graph_copy(source, {}))
+    output_node(graph).meta = dict(output_node(source).meta)
+    kinds = {i.node: i.kind for i in captured.inputs}
+    for node in placeholders(graph):
+        node.meta["kind"] = kinds[node.name]
+    return graph
+
+
+def _batch_leaves(captured: Captured, values: dict[str, object]) -> tuple[int, list[str]]:
+    """The size of the batch, which is the first size that most of its tensors share, and the leaves that have it."""
+    sizes = {
+        i.name: v.shape[0]
+        for i in captured.inputs
+        if i.kind == "batch" and isinstance(v := values[i.node], torch.Tensor) and v.ndim > 0
+    }
+    if not sizes:
+        return 0, []
+    batch_size = Counter(sizes.values()).most_common(1)[0][0]
+    return batch_size, [name for name, n in sizes.items() if n == batch_size]
+
+
+def _divisor_below(number: int, limit: int) -> int:
+    return max((d for d in range(1, limit + 1) if number % d == 0), default=1)

@@ -1,0 +1,259 @@
+"""Propagation: a placement for every value of a graph along one mesh axis.
+
+What is fixed comes in with the placeholders (annotated parameters, the batch). Forward along the graph each op takes
+the strategy of its rule that moves the fewest bytes; then backward, a value that all its readers want in one sharded
+form is computed in that form, if that costs nothing (a mask, a table of positions, a random draw).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch.fx import Graph, Node
+
+from plait.graph.calls import (
+    NO_RULE, call_of, is_item, num_bytes, output_node, output_values, placeholders, rule_of, tensor_inputs,
+)  # fmt: skip
+from plait.graph.cost import IMPOSSIBLE, conversion_bytes
+from plait.graph.decompose import decompose_node
+from plait.graph.rules import Call, Rule, Strategy, strategies_of
+from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Shard, divides
+
+# Moving a parameter that somebody sharded would undo the decision: only where nothing else works.
+PARAMETER_WEIGHT = 1000.0
+
+
+@dataclass
+class Propagation:
+    """The strategy of every op and the placement of every value, along one axis of `size` ranks."""
+
+    graph: Graph
+    size: int
+    strategies: dict[Node, Strategy] = field(default_factory=dict)
+    placements: dict[Node, tuple[Placement, ...]] = field(default_factory=dict)  # one an output
+    required: tuple[Placement, ...] = ()  # of the graph's outputs
+    origin: dict[Node, str] = field(default_factory=dict)  # which annotation a placement came from
+    without_rule: set[str] = field(default_factory=set)
+    broadcast_outputs: frozenset[int] = frozenset()  # outputs that are rank 0's word (local batch norm's statistics)
+
+    def placement(self, node: Node) -> Placement:
+        """Of a node's single output; of a node that picks an output, that output's."""
+        if is_item(node):
+            source, index = node.args
+            return self.placements[source][index]  # type: ignore[index]
+        return self.placements[node][0]
+
+
+class Propagator:
+    """One walk over a graph. `local_ops` are ops whose data stays local by the user's wish (batchnorm=local)."""
+
+    def __init__(self, graph: Graph, size: int, local_ops: frozenset[object] = frozenset()) -> None:
+        self.found = Propagation(graph, size)
+        self.size = size
+        self.local_ops = local_ops
+        self.calls: dict[Node, Call] = {}
+        self.available: dict[Node, set[Placement]] = {}  # forms in which a value exists already
+        self.from_parameter: set[Node] = set()
+
+    def run(
+        self, fixed: Mapping[str, Placement], origin: Mapping[str, str], required: tuple[Placement, ...]
+    ) -> Propagation:
+        found = self.found
+        found.required = required
+        for node in placeholders(found.graph):
+            placement = fixed.get(node.name, REPLICATE)
+            found.placements[node] = (placement,)
+            if not isinstance(placement, Replicate):
+                found.origin[node] = origin.get(node.name, node.name)
+            if node.meta.get("kind") == "parameter":
+                self.from_parameter.add(node)
+        node = next(iter(found.graph.nodes))
+        while node.op != "output":
+            node = self._visit(node)
+        self._sink(required)
+        if found.without_rule:
+            names = ", ".join(sorted(found.without_rule))
+            warnings.warn(f"plait has no rule for {names}: it runs on whole inputs on every rank", stacklevel=2)
+        return found
+
+    def _visit(self, node: Node) -> Node:
+        """Decide for one node and return the next one to visit."""
+        if node.op != "call_function" or is_item(node):
+            return node.next
+        inputs = tensor_inputs(node)
+        given = tuple(self.found.placement(i) for i in inputs)
+        if all(isinstance(p, Replicate) for p in given):  # by far the most common: nothing to decide
+            self._set(node, inputs, whole_strategy(given, node))
+            return node.next
+        call = self.call(node)
+        rule = rule_of(node)
+        if rule is None:
+            self.found.without_rule.add(str(node.target))
+        strategy, cost, sharded = self.best(node, rule or NO_RULE, call, inputs, given)
+        if cost > 0 and sharded and rule is not None and rule.decompose is not None:
+            return decompose_node(node, rule.decompose)
+        self._set(node, inputs, strategy)
+        return node.next
+
+    def call(self, node: Node) -> Call:
+        if node not in self.calls:
+            self.calls[node] = call_of(node)
+        return self.calls[node]
+
+    def best(
+        self, node: Node, rule: Rule, call: Call, inputs: list[Node], given: tuple[Placement, ...]
+    ) -> tuple[Strategy, float, bool]:
+        """The cheapest strategy, its bytes, and whether it gives up a shard that an input has."""
+        if node.target in self.local_ops:
+            return local_strategy(call, given), 0.0, False
+        options = [s for s in strategies_of(rule, call, given, self.size) if fits(s, call, self.size)]
+        options += only_strategies(call, given)
+        bytes_in = [num_bytes(i.meta["val"]) for i in inputs]
+        bytes_out = sum(num_bytes(v) for v in output_values(node) if hasattr(v, "numel"))
+        best = min(options, key=lambda s: self._rank(s, inputs, given, bytes_in, bytes_out))
+        cost = self._move(best, inputs, given, bytes_in)
+        sharded = any(isinstance(have, Shard) and have != want for have, want in zip(given, best.inputs, strict=True))
+        return best, cost, sharded
+
+    def _move(
+        self, strategy: Strategy, inputs: list[Node], given: tuple[Placement, ...], bytes_in: list[int]
+    ) -> float:
+        total = 0.0
+        any_shard = any(isinstance(p, Shard) for p in given)
+        for node, have, want, size in zip(inputs, given, strategy.inputs, bytes_in, strict=True):
+            if have == want or want in self.available.get(node, ()):
+                continue
+            cost = conversion_bytes(have, want, size, self.size)
+            if isinstance(have, Partial) and isinstance(want, Shard) and not any_shard:
+                cost *= 2.02  # nothing else is cut here: what a reduce-scatter saves, a gather soon costs
+            if REPLICATE in self.available.get(node, ()):
+                cost = min(cost, conversion_bytes(REPLICATE, want, size, self.size))
+            total += cost * (PARAMETER_WEIGHT if node in self.from_parameter else 1.0)
+        return total
+
+    def _rank(
+        self,
+        strategy: Strategy,
+        inputs: list[Node],
+        given: tuple[Placement, ...],
+        bytes_in: list[int],
+        bytes_out: int,
+    ) -> tuple[float, int, int]:
+        cost = self._move(strategy, inputs, given, bytes_in)
+        terms = sum(isinstance(p, Partial) for p in strategy.inputs)
+        if terms:
+            # The sum that is put off still has to be paid; a hair more where another operand joins in, so that a
+            # value that is read again is summed once.
+            put_off = 2 * bytes_out * (self.size - 1) / self.size
+            cost += put_off * (1.01 if len(inputs) > 1 and terms == 1 else 1.0)
+        changes = sum(have != want for have, want in zip(given, strategy.inputs, strict=True))
+        whole = all(isinstance(p, Replicate) for p in strategy.outputs)
+        return cost, changes, int(whole)
+
+    def _set(self, node: Node, inputs: list[Node], strategy: Strategy) -> None:
+        found = self.found
+        found.strategies[node] = strategy
+        found.placements[node] = strategy.outputs
+        for source, want in zip(inputs, strategy.inputs, strict=True):
+            self.available.setdefault(source, set()).add(want)
+            if source in found.origin and node not in found.origin and not isinstance(want, Replicate):
+                found.origin[node] = found.origin[source]
+        sources = [i for i in inputs if i in self.from_parameter]
+        if len(inputs) == 1 and sources and num_bytes(sources[0].meta["val"]) == sum(
+            num_bytes(v) for v in output_values(node) if hasattr(v, "numel")
+        ):
+            self.from_parameter.add(node)  # a view or cast of a parameter
+
+    def _sink(self, required: tuple[Placement, ...]) -> None:
+        """Compute in sharded form what every reader wants so."""
+        found = self.found
+        wanted: dict[Node, set[Placement]] = {}
+        (results,) = output_node(found.graph).args
+        for result, want in zip(results, required, strict=True):  # type: ignore[arg-type]
+            if isinstance(result, Node):
+                wanted.setdefault(result, set()).add(want)
+        for node in reversed(found.graph.nodes):
+            if node.op != "call_function" or is_item(node):
+                continue
+            inputs = tensor_inputs(node)
+            strategy = found.strategies[node]
+            want = wanted.get(node, set())
+            if len(want) == 1 and strategy.outputs == (REPLICATE,) and isinstance(next(iter(want)), Shard):
+                if better := self._free(node, inputs, next(iter(want))):
+                    found.strategies[node] = strategy = better
+                    found.placements[node] = better.outputs
+                    readers = [user for user in node.users if user in found.origin]
+                    if readers:
+                        found.origin[node] = found.origin[readers[0]]
+            for source, placement in zip(inputs, strategy.inputs, strict=True):
+                wanted.setdefault(source, set()).add(placement)
+
+    def _free(self, node: Node, inputs: list[Node], want: Placement) -> Strategy | None:
+        """A strategy with this output whose inputs all cost nothing."""
+        rule = rule_of(node)
+        if rule is None:
+            return None
+        call = self.call(node)
+        given = tuple(self.found.placement(i) for i in inputs)
+        for strategy in strategies_of(rule, call, given, self.size):
+            if strategy.outputs == (want,) and fits(strategy, call, self.size):
+                sizes = [num_bytes(i.meta["val"]) for i in inputs]
+                moves = map(conversion_bytes, given, strategy.inputs, sizes, [self.size] * len(sizes))
+                if sum(moves) == 0:
+                    return strategy
+        return None
+
+
+def whole_strategy(given: tuple[Placement, ...], node: Node) -> Strategy:
+    return Strategy((REPLICATE,) * len(given), (REPLICATE,) * len(output_values(node)))
+
+
+def only_strategies(call: Call, given: tuple[Placement, ...]) -> list[Strategy]:
+    """Run where an input lies, if all the others are there too."""
+    places = {p for p in given if isinstance(p, Only)}
+    if len(places) != 1 or not all(isinstance(p, (Only, Replicate)) for p in given):
+        return []
+    (place,) = places
+    return [Strategy((place,) * len(given), (place,) * len(call.outputs))]
+
+
+def local_strategy(call: Call, given: tuple[Placement, ...]) -> Strategy:
+    """Batch-sharded tensors stay as they are; what a rank works out from its own part counts as whole (its statistics)
+    or as a term (gradients of parameters)."""
+    batch = call.inputs[0].shape
+    backward = sum(isinstance(p, Shard) for p in given) > 1
+    rest: Placement = Partial() if backward else REPLICATE
+    inputs = tuple(p if isinstance(p, Shard) else REPLICATE for p in given)
+    return Strategy(inputs, tuple(given[0] if o is not None and o.shape == batch else rest for o in call.outputs))
+
+
+def fits(strategy: Strategy, call: Call, size: int) -> bool:
+    """Whether every shard of the strategy divides evenly."""
+    return all(
+        not isinstance(p, Shard) or (spec is not None and divides(spec.shape, p, size))
+        for spec, p in (
+            *zip(call.inputs, strategy.inputs, strict=True),
+            *zip(call.outputs, strategy.outputs, strict=True),
+        )
+    )
+
+
+def propagate(
+    graph: Graph,
+    size: int,
+    fixed: Mapping[str, Placement],
+    required: tuple[Placement, ...],
+    origin: Mapping[str, str] | None = None,
+    local_ops: frozenset[object] = frozenset(),
+) -> Propagation:
+    """Placements along one axis of `size` ranks.
+
+    `fixed`: placement of placeholders by node name (others are whole). `required`: of each output of the graph.
+    `graph` may be changed: an op that is sharded where its rule cannot go is replaced by simpler ones.
+    """
+    return Propagator(graph, size, local_ops).run(fixed, origin or {}, required)
+
+
+__all__ = ["IMPOSSIBLE", "Propagation", "Propagator", "fits", "propagate"]

@@ -1,0 +1,113 @@
+"""The first values of parameters: the same on every plan, and from the meta device one module at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm.protocol import World
+from plait.errors import PlaitError
+from plait.run.state import lies_here, local_part
+from plait.spec.layout import Layout
+
+
+def initial_parameters(
+    model: nn.Module, layouts: Mapping[str, Layout], world: World, seed: int
+) -> dict[str, Tensor | None]:
+    """This rank's part of every parameter, by its first name. None for one that lies on other ranks only.
+
+    A model with values gives rank 0's to all. One on the meta device is initialised module by module, by the
+    module's own `reset_parameters` (or the `_init_weights` of a transformers model) with a seed that depends on the
+    module's name: no rank ever holds more than one module whole.
+    """
+    if any(p.is_meta for p in model.parameters()):
+        return _from_meta(model, layouts, world, seed)
+    found: dict[str, Tensor | None] = {}
+    everyone = world.everyone()
+    for name, parameter in model.named_parameters():
+        value = parameter.detach()
+        if everyone.size > 1:
+            value.copy_(everyone.broadcast(value.contiguous(), 0).wait())
+        found[name] = local_part(value, layouts[name], world) if lies_here(layouts[name], world) else None
+    return found
+
+
+def initial_buffers(model: nn.Module, world: World) -> dict[str, Tensor]:
+    """Every buffer, as rank 0 has it."""
+    everyone = world.everyone()
+    found = {}
+    for name, buffer in model.named_buffers():
+        if everyone.size > 1:
+            buffer.copy_(everyone.broadcast(buffer.contiguous(), 0).wait())
+        found[name] = buffer
+    return found
+
+
+def _from_meta(
+    model: nn.Module, layouts: Mapping[str, Layout], world: World, seed: int
+) -> dict[str, Tensor | None]:
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, Tensor | None] = {}
+    for path, module in model.named_modules():
+        mine = {k: p for k, p in module.named_parameters(recurse=False) if p.is_meta}
+        buffers = {k: b for k, b in module.named_buffers(recurse=False) if b.is_meta}
+        if not mine and not buffers:
+            continue
+        _fill(model, module, path, world.device, seed)
+        for key, meta in mine.items():
+            name = names[id(meta)]
+            if name not in found:
+                whole = module._parameters[key]
+                assert whole is not None
+                here = lies_here(layouts[name], world)
+                found[name] = local_part(whole.detach(), layouts[name], world) if here else None
+            module._parameters[key] = meta  # type: ignore[assignment]
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            here = lies_here(layouts[name], world)
+            found[name] = local_part(parameter.detach(), layouts[name], world) if here else None
+    return found
+
+
+def _fill(model: nn.Module, module: nn.Module, path: str, device: torch.device, seed: int) -> None:
+    """Give the module's own parameters and buffers memory and values."""
+    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    module.to_empty(device=device, recurse=False)
+    floats = [
+        (key, t)
+        for key, _ in tensors
+        if (t := getattr(module, key)) is not None and t.is_floating_point()
+    ]
+    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for _, tensor in floats:
+            tensor.fill_(float("nan"))  # what nobody fills is found below
+        torch.manual_seed(_seed(seed, path))
+        owner = _initialiser(model, path)
+        reset = getattr(module, "reset_parameters", None)
+        if owner is not None:
+            owner._init_weights(module)  # type: ignore[operator]
+        elif callable(reset):
+            reset()
+    for key, tensor in floats:
+        if bool(tensor.isnan().any()):
+            raise PlaitError(
+                f"{path + '.' if path else ''}{key} is on the meta device and {type(module).__name__} does not"
+                " initialise it; give the module a reset_parameters() that does, or build the model on the CPU"
+            )
+
+
+def _initialiser(model: nn.Module, path: str) -> nn.Module | None:
+    """The nearest module around `path` that knows how to initialise others (transformers' convention)."""
+    parts = path.split(".") if path else []
+    for end in range(len(parts), -1, -1):
+        around = model.get_submodule(".".join(parts[:end]))
+        if callable(getattr(around, "_init_weights", None)):
+            return around
+    return None
+
+
+def _seed(seed: int, path: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:8], "little") >> 1

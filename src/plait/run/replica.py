@@ -1,0 +1,135 @@
+"""What one rank holds and runs: its parameters and buffers, and the programs for the batches it meets."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm.protocol import World
+from plait.graph.batch import batch_leaves, batch_signature
+from plait.graph.lower import Lowered
+from plait.run.compiler import Compiler
+from plait.run.initialise import initial_buffers, initial_parameters
+from plait.run.local_batch import LocalBatch, global_like
+from plait.run.program import Program, StepResult
+from plait.run.state import gather_whole, is_whole, local_part, summed_square_axes
+from plait.spec.layout import Layout
+
+
+class Replica:
+    """The state of one rank of a plan.
+
+    Built from the first batch, because what is sharded is found in the graph of the step. With `adopt`, parameters
+    that stay whole are the model's own tensors, so that training changes the user's model; the model's copies of
+    sharded ones are let go.
+    """
+
+    def __init__(self, compiler: Compiler, world: World, batch: Any, seed: int = 0, adopt: bool = False) -> None:
+        self.compiler = compiler
+        self.world = world
+        self._programs: dict[tuple[str, bool], Program] = {}
+        self.with_gradient: tuple[str, ...] = ()  # parameters that the last step gave gradients of, on any rank
+        model = compiler.model
+        lowered = self._lowered(batch, train=True)
+        names = [name for name, _ in model.named_parameters()]
+        self.layouts: dict[str, Layout] = {name: lowered.layouts[name] for name in names}
+        self.dtypes = {name: p.dtype for name, p in model.named_parameters()}
+        frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+        initial = initial_parameters(model, self.layouts, world, seed)
+        own = dict(model.named_parameters())
+        self.parameters: dict[str, nn.Parameter] = {}
+        for name, value in initial.items():
+            if value is None:
+                continue
+            if adopt and is_whole(self.layouts[name]) and not own[name].is_meta:
+                self.parameters[name] = own[name]
+            else:
+                mine = value.to(world.device)
+                mine = mine.clone() if mine.data_ptr() == own[name].data_ptr() else mine
+                self.parameters[name] = nn.Parameter(mine, requires_grad=name not in frozen)
+        buffers = initial_buffers(model, world)
+        self.buffers = buffers if adopt else {name: b.detach().clone().to(world.device) for name, b in buffers.items()}
+        if adopt:
+            _release(model, {name for name, layout in self.layouts.items() if not is_whole(layout)})
+
+    def program(self, batch: Any, train: bool) -> Program:
+        """The program for a batch of this structure and shape."""
+        whole = global_like(batch) if isinstance(batch, LocalBatch) else batch
+        key = (batch_signature(whole), train)
+        if key not in self._programs:
+            self._programs[key] = Program(self._lowered(batch, train), self.world)
+        return self._programs[key]
+
+    def _lowered(self, batch: Any, train: bool) -> Lowered:
+        return self.compiler.lowered(global_like(batch) if isinstance(batch, LocalBatch) else batch, train)
+
+    def run(self, batch: Any, key: int, train: bool = True) -> StepResult:
+        """Forward (and with `train` backward) of one batch; buffers take their new values, parameters do not."""
+        program = self.program(batch, train)
+        self.with_gradient = tuple(o.name for o in program.lowered.captured.outputs if o.kind == "gradient")
+        result = program.run(key, self.parameters, self.buffers, self._leaves(batch, program.lowered))
+        for name, value in result.buffers.items():
+            self.buffers[name].copy_(value)
+        return result
+
+    def _leaves(self, batch: Any, lowered: Lowered) -> dict[str, Tensor]:
+        """This rank's part of every tensor of the batch, on its device."""
+        local = isinstance(batch, LocalBatch)
+        found = {}
+        for name, leaf in batch_leaves(batch.tree if local else batch).items():
+            layout = lowered.layouts.get(name)
+            part = leaf if local or layout is None else local_part(leaf, layout, self.world)
+            found[name] = part.to(self.world.device, non_blocking=True)
+        return found
+
+    def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.grad = gradients.get(name)
+
+    def gradient_norm(self) -> float:
+        """The 2-norm of all gradients together, of the whole tensors and the same on every rank."""
+        by_axes: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
+        axes = summed_square_axes(self.layouts)
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                by_axes[axes[name]].append(parameter.grad)
+        groups = sorted(set(axes.values()))  # the same on every rank, also where a rank holds none of a group
+        total = 0.0
+        for group in groups:
+            norms = torch._foreach_norm(by_axes[group]) if by_axes[group] else []
+            squares = sum((n.double().square() for n in norms), start=torch.zeros((), dtype=torch.float64))
+            for axis in group:
+                squares = self.world.comm(axis).all_reduce(squares.reshape(1)).wait()[0]
+            total += float(squares)
+        return math.sqrt(total)
+
+    def whole(self, name: str, local: Tensor | None) -> Tensor:
+        """A parameter-shaped tensor put together from the ranks' parts; every rank calls it."""
+        return gather_whole(local, self.layouts[name], self.world, self.dtypes[name])
+
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """Every gradient of the last `run` as a whole tensor of its own; every rank calls it."""
+        found = {}
+        for name in self.with_gradient:
+            parameter = self.parameters.get(name)
+            found[name] = self.whole(name, None if parameter is None else parameter.grad).clone()
+        return found
+
+
+def _release(model: nn.Module, names: set[str]) -> None:
+    """Let go of the model's own copy of parameters that now live in parts."""
+    renamed: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        first = renamed.get(id(parameter))
+        if first is None and name in names:
+            first = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+            renamed[id(parameter)] = first
+        if first is not None:
+            path, _, key = name.rpartition(".")
+            model.get_submodule(path)._parameters[key] = first

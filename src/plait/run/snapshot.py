@@ -1,0 +1,199 @@
+"""The state of a training run as one nested dict that does not depend on the plan, and back.
+
+    {"model": {name: tensor}, "optimizer": {"state": {name: {key: tensor}}, "groups": [...]}, "scheduler": {...},
+     "step": int}
+
+Optimizer state that has its parameter's shape is laid out like the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm.protocol import World
+from plait.errors import CheckpointError
+from plait.run import checkpoint
+from plait.run.boundary import from_boundary, to_boundary
+from plait.run.replica import Replica
+from plait.spec.plan import Plan
+
+
+class Run(Protocol):
+    """What a snapshot needs of a trainer."""
+
+    plan: Plan
+    world: World
+    step_number: int
+    scheduler: Any
+    optimizer: torch.optim.Optimizer | None
+
+    @property
+    def replica(self) -> Replica: ...
+
+
+def take(run: Run) -> dict[str, Any]:
+    """The state as DTensors (whole tensors in the threads world). Every rank calls it."""
+    replica, world = run.replica, run.world
+    model: dict[str, Tensor] = {
+        name: to_boundary(_data(replica.parameters.get(name)), layout, world, replica.dtypes[name])
+        for name, layout in replica.layouts.items()
+    }
+    persistent = persistent_buffers(replica.compiler.model)
+    model |= {name: buffer for name, buffer in replica.buffers.items() if name in persistent}
+    state: dict[str, Any] = {
+        "model": model,
+        "optimizer": {"state": _optimizer_state(run), "groups": _groups(run)},
+        "step": run.step_number,
+    }
+    if run.scheduler is not None:
+        state["scheduler"] = run.scheduler.state_dict()
+    return state
+
+
+def restore(run: Run, state: Mapping[str, Any]) -> None:
+    """Take over a state made under any plan; names or shapes that differ are a CheckpointError, before any change."""
+    replica, world = run.replica, run.world
+    model = state["model"]
+    check_model(replica, model)
+    for name, layout in replica.layouts.items():
+        local = from_boundary(model[name], layout, world)
+        if name in replica.parameters:
+            with torch.no_grad():
+                replica.parameters[name].copy_(local)
+    for name, buffer in replica.buffers.items():
+        if name in model:
+            buffer.copy_(model[name])
+    if "optimizer" in state:
+        _restore_optimizer(run, state["optimizer"])
+    if run.scheduler is not None and "scheduler" in state:
+        run.scheduler.load_state_dict(state["scheduler"])
+    run.step_number = int(state["step"])
+
+
+def full_model(replica: Replica) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer as a whole CPU tensor, tied ones under each of their names."""
+    found = {
+        name: replica.whole(name, _data(replica.parameters.get(name))).detach().cpu().clone()
+        for name in replica.layouts
+    }
+    persistent = persistent_buffers(replica.compiler.model)
+    found |= {name: b.detach().cpu().clone() for name, b in replica.buffers.items() if name in persistent}
+    first: dict[int, str] = {}
+    for name, parameter in replica.compiler.model.named_parameters(remove_duplicate=False):
+        found[name] = found[first.setdefault(id(parameter), name)]
+    return found
+
+
+def check_model(replica: Replica, model: Mapping[str, Tensor]) -> None:
+    mine = replica.layouts
+    missing = sorted(set(mine) - set(model))
+    if missing:
+        raise CheckpointError(f"the state was made by another model: it lacks {', '.join(missing[:5])}")
+    known = {name for name, _ in replica.compiler.model.named_parameters(remove_duplicate=False)} | set(replica.buffers)
+    extra = sorted(set(model) - known)
+    if extra:
+        raise CheckpointError(f"the state was made by another model: this one has no {', '.join(extra[:5])}")
+    for name, layout in mine.items():
+        if tuple(model[name].shape) != layout.shape:
+            raise CheckpointError(
+                f"the state was made by another model: {name} has shape {list(model[name].shape)} there and"
+                f" {list(layout.shape)} here"
+            )
+
+
+def persistent_buffers(model: nn.Module) -> set[str]:
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        keys = set(module._buffers) - module._non_persistent_buffers_set
+        found |= {f"{path}.{key}" if path else key for key in keys}
+    return found
+
+
+def save(run: Run, path: str | Path, extra: Mapping[str, Any]) -> None:
+    checkpoint.save(path, take(run), world=run.world, plan=str(run.plan), extra=dict(extra))
+
+
+def load(run: Run, path: str | Path) -> dict[str, Any]:
+    replica = run.replica
+    _start_optimizer(run)
+    state = take(run)
+    extra = checkpoint.load(path, state, world=run.world)
+    check_model(replica, state["model"])
+    restore(run, state)
+    return extra
+
+
+def _data(parameter: nn.Parameter | None) -> Tensor | None:
+    return None if parameter is None else parameter.detach()
+
+
+def _optimizer_state(run: Run) -> dict[str, dict[str, Any]]:
+    """By parameter name. On a rank that lacks a parameter the keys are those of the first one it has."""
+    replica, world, optimizer = run.replica, run.world, run.optimizer
+    assert optimizer is not None
+    found: dict[str, dict[str, Any]] = {}
+    keys = next((dict(s) for s in optimizer.state.values() if s), {})
+    for name, layout in replica.layouts.items():
+        parameter = replica.parameters.get(name)
+        mine = optimizer.state.get(parameter, {}) if parameter is not None else keys
+        if not mine:
+            continue
+        found[name] = {}
+        for key, value in mine.items():
+            if torch.is_tensor(value) and parameter is not None and value.shape == parameter.shape and value.ndim:
+                value = to_boundary(value, layout, world, value.dtype)
+            elif torch.is_tensor(value) and parameter is None and value.ndim:
+                value = to_boundary(None, layout, world, value.dtype)
+            found[name][key] = value
+    return found
+
+
+def _groups(run: Run) -> list[dict[str, Any]]:
+    """The parameter groups with names in place of tensors."""
+    assert run.optimizer is not None
+    names = {id(p): name for name, p in run.replica.parameters.items()}
+    return [
+        {**{k: v for k, v in group.items() if k not in ("params", "param_names")},
+         "params": [names[id(p)] for p in group["params"]]}
+        for group in run.optimizer.param_groups
+    ]  # fmt: skip
+
+
+def _restore_optimizer(run: Run, saved: Mapping[str, Any]) -> None:
+    replica, world, optimizer = run.replica, run.world, run.optimizer
+    assert optimizer is not None
+    for name, values in saved["state"].items():
+        layout, parameter = replica.layouts[name], replica.parameters.get(name)
+        for key, value in values.items():
+            if torch.is_tensor(value) and value.ndim and tuple(value.shape) == layout.shape:
+                value = from_boundary(value, layout, world)
+            if parameter is not None:
+                optimizer.state[parameter][key] = value.clone() if torch.is_tensor(value) else value
+    if len(saved["groups"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the state has {len(saved['groups'])} parameter groups and this optimizer {len(optimizer.param_groups)}"
+        )
+    for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update({k: v for k, v in values.items() if k != "params"})
+
+
+def _start_optimizer(run: Run) -> None:
+    """Have the optimizer make its state, by a step of length zero, so that there is something to load into."""
+    optimizer = run.optimizer
+    assert optimizer is not None
+    if optimizer.state:
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if torch.is_tensor(group["lr"]) else 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

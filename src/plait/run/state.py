@@ -1,0 +1,55 @@
+"""Parameters and buffers of one rank: local tensors with their layouts, whole or DTensor at the boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from plait.comm.protocol import World
+from plait.graph import ops
+from plait.spec.layout import Layout, Only, Replicate, Shard
+
+
+def lies_here(layout: Layout, world: World) -> bool:
+    """Whether this rank holds any part of the tensor."""
+    here = world.mesh.coordinates(world.rank)
+    return all(here[axis] == p.index for axis, p in layout.placements if isinstance(p, Only))
+
+
+def is_whole(layout: Layout) -> bool:
+    return all(isinstance(p, Replicate) for _, p in layout.placements)
+
+
+def local_part(whole: Tensor, layout: Layout, world: World) -> Tensor:
+    """This rank's part of a whole tensor, as a tensor of its own memory unless it is the whole."""
+    here = world.mesh.coordinates(world.rank)
+    part = whole
+    for axis, placement in layout.placements:
+        if isinstance(placement, Shard):
+            part = ops.take(part, here[axis], world.mesh.axis_size(axis), placement.dim, placement.blocks)
+    return part if part is whole else part.clone(memory_format=torch.contiguous_format)
+
+
+def gather_whole(local: Tensor | None, layout: Layout, world: World, dtype: torch.dtype) -> Tensor:
+    """The whole tensor on every rank, from the parts. Every rank of the mesh calls it."""
+    tensor = local
+    for axis, placement in reversed(layout.placements):
+        if isinstance(placement, Shard):
+            assert tensor is not None
+            tensor = ops.all_gather(world, tensor, axis, placement.dim, placement.blocks)
+        elif isinstance(placement, Only):
+            if tensor is None:
+                tensor = torch.zeros(layout.shape, dtype=dtype, device=world.device)
+            tensor = ops.broadcast(world, tensor, axis, placement.index)
+    assert tensor is not None
+    return tensor
+
+
+def summed_square_axes(layouts: Mapping[str, Layout]) -> dict[str, tuple[str, ...]]:
+    """For each parameter the axes over which the squares of its local parts must be added to get those of the whole."""
+    return {
+        name: tuple(axis for axis, p in layout.placements if isinstance(p, (Shard, Only)))
+        for name, layout in layouts.items()
+    }

@@ -1,0 +1,251 @@
+"""The Trainer: one training step of a plan, with everything the user sees global."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm.process import process_world
+from plait.comm.protocol import World
+from plait.errors import BatchError, CaptureError, LossError, PlanError
+from plait.run import snapshot
+from plait.run.compiler import Compiler, LossFn
+from plait.run.eager import EagerReplica, refuse_unless_data_only
+from plait.run.local_batch import LocalBatch, num_rows
+from plait.run.replica import Replica
+from plait.spec.annotation import Annotations
+from plait.spec.layout import Layout
+from plait.spec.plan import Plan
+
+OptimizerFactory = Callable[..., torch.optim.Optimizer]
+# Optimizers whose update of one element depends on others: their result would change with the cut.
+_NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon")
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """What a callback gets after each step. All values are global."""
+
+    step: int
+    loss: float
+    gradient_norm: float | None  # before clipping; None where no clip_norm was given
+
+
+class Trainer:
+    """Trains `model` under `plan`; the same script runs on one process, on many, and on many machines.
+
+    model      any nn.Module, on any device or on the meta device; its code is not touched
+    loss_fn    (model, batch) -> the mean loss over the batch, or (sum, weight) for a loss normalised by a count
+    optimizer  parameters -> torch.optim.Optimizer, such as functools.partial(torch.optim.AdamW, lr=3e-4); if its first
+               argument is called `named_parameters` it gets (name, parameter) pairs
+    plan       a Plan or its text; by default the environment's PLAIT_PLAN, or data parallel over all processes
+    layouts    annotations of parameters by name pattern (spec.annotation); the recipes decide on the others
+    clip_norm  clip the 2-norm of all gradients to this
+    scheduler  optimizer -> torch.optim.lr_scheduler.LRScheduler, stepped after each step
+    callbacks  called with a StepEnd after each step, on every rank
+    on_nan     "raise" LossError when the loss is not finite (nothing is updated), or "warn" and go on
+
+    What a plan splits, such as tensor-parallel weights, lives in the trainer, and the model's own copy is let go.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        optimizer: OptimizerFactory,
+        plan: Plan | str | None = None,
+        *,
+        layouts: Annotations | None = None,
+        seed: int = 0,
+        clip_norm: float | None = None,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        callbacks: Sequence[Callable[[StepEnd], None]] = (),
+        on_nan: Literal["raise", "warn"] = "raise",
+        world: World | None = None,
+        compiler: Compiler | None = None,
+    ) -> None:
+        self.plan = resolve_plan(plan)
+        self.seed = seed
+        self.clip_norm = clip_norm
+        self.step_number = 0
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.scheduler: Any = None
+        self._adopt = world is None
+        self.world = world if world is not None else process_world(self.plan.mesh, algorithm=self.plan.allreduce)
+        self.compiler = compiler or Compiler(model, loss_fn, self.plan, layouts)
+        self._factories = (optimizer, scheduler)
+        self._callbacks = tuple(callbacks)
+        self._on_nan = on_nan
+        self._replica: Replica | EagerReplica | None = None
+        self._pending: Mapping[str, Any] | None = None  # a state loaded before the first batch
+
+    @property
+    def replica(self) -> Replica | EagerReplica:
+        if self._replica is None:
+            raise PlanError("the trainer has not seen a batch yet; call prepare(batch) or step(batch) first")
+        return self._replica
+
+    def prepare(self, batch: Any) -> None:
+        """Capture the step, lay it out and place the parameters, as the first `step` would."""
+        if self._replica is not None:
+            return
+        self._replica = self._build_replica(batch)
+        make_optimizer, make_scheduler = self._factories
+        self.optimizer = _build_optimizer(make_optimizer, self._replica)
+        self.scheduler = make_scheduler(self.optimizer) if make_scheduler else None
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self.load_state_dict(pending)
+
+    def _build_replica(self, batch: Any) -> Replica | EagerReplica:
+        try:
+            return Replica(self.compiler, self.world, batch, self.seed, adopt=self._adopt)
+        except CaptureError as error:
+            refuse_unless_data_only(error, self.plan, self.world)
+            if self.world.rank == 0:
+                warnings.warn(f"the model runs as it is, under PyTorch's DDP: {error}", stacklevel=4)
+            return EagerReplica(self.compiler.model, self.compiler.loss_fn, self.plan, self.world)
+
+    def step(self, batch: Any) -> Tensor:
+        """One training step on a global batch (or this rank's LocalBatch); returns the global loss, a 0-d tensor."""
+        return self.step_with_gradients(batch, want=False)[0]
+
+    def step_with_gradients(self, batch: Any, want: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
+        """As `step`, and with `want` also the gradients before clipping, as whole tensors by name."""
+        self.prepare(batch)
+        replica, optimizer = self.replica, self.optimizer
+        assert optimizer is not None
+        result = replica.run(batch, step_key(self.seed, self.step_number))
+        self._check_finite(result.loss, result.gradients)
+        replica.set_gradients(result.gradients)
+        wanted = replica.whole_gradients() if want else {}
+        norm = self._clip() if self.clip_norm is not None else None
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.step_number += 1
+        for callback in self._callbacks:
+            callback(StepEnd(self.step_number, float(result.loss), norm))
+        return result.loss, wanted
+
+    def evaluate(self, data: Any) -> float:
+        """The loss without gradients, in evaluation mode: of one batch, or over a loader of them."""
+        total, weight = 0.0, 0.0
+        for batch in data if _is_loader(data) else [data]:
+            self.prepare(batch)
+            result = self.replica.run(batch, step_key(self.seed, self.step_number), train=False)
+            if result.parts is not None:
+                total += float(result.parts[0])
+                weight += float(result.parts[1])
+            else:
+                rows = num_rows(batch)
+                total += float(result.loss) * rows
+                weight += rows
+        if weight == 0:
+            raise BatchError("there was no batch to evaluate on")
+        return total / weight
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of every parameter, by name."""
+        return dict(self.replica.layouts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizer, scheduler and step; tensors are DTensors in the process world. Every rank calls it."""
+        return snapshot.take(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state made under any plan. Before the first batch it is kept until then."""
+        if self._replica is None:
+            self._pending = state
+            return
+        snapshot.restore(self, state)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model as plain CPU tensors by name, as `model.state_dict()` has it. Every rank calls it."""
+        return snapshot.full_model(self.replica)
+
+    def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint that loads under any plan; `extra` is JSON-like, such as the data's position."""
+        snapshot.save(self, path, extra or {})
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Read a checkpoint, of which a batch must be known (`prepare`); returns its `extra`."""
+        return snapshot.load(self, path)
+
+    def close(self) -> None:
+        """Leave the world that the trainer joined."""
+        if self._adopt:
+            self.world.close()
+
+    def _clip(self) -> float:
+        assert self.clip_norm is not None
+        norm = self.replica.gradient_norm()
+        scale = self.clip_norm / (norm + 1e-6)
+        if scale < 1:
+            gradients = [p.grad for p in self.replica.parameters.values() if p.grad is not None]
+            torch._foreach_mul_(gradients, scale)
+        return norm
+
+    def _check_finite(self, loss: Tensor, gradients: Mapping[str, Tensor]) -> None:
+        if math.isfinite(float(loss)):
+            return
+        bad = next((n for n, p in self.replica.parameters.items() if not bool(p.isfinite().all())), None)
+        where = f"parameter {bad} is not finite" if bad else "all parameters are finite"
+        if bad is None:
+            bad = next((n for n, g in gradients.items() if not bool(g.isfinite().all())), None)
+            where += f"; the first bad gradient is that of {bad}" if bad else ""
+        message = f"the loss of step {self.step_number + 1} is {float(loss)}: {where}"
+        if self._on_nan == "raise":
+            raise LossError(f"{message}; lower the learning rate, set clip_norm, or pass on_nan='warn' to go on")
+        warnings.warn(message, stacklevel=3)
+
+
+def step_key(seed: int, step: int) -> int:
+    """The key of a step's random draws."""
+    return (seed * 0x9E3779B1 + step) & ((1 << 62) - 1)
+
+
+def resolve_plan(plan: Plan | str | None) -> Plan:
+    """The plan given; the command line's (PLAIT_PLAN) has the last word; without either, data parallel over all."""
+    text = os.environ.get("PLAIT_PLAN")
+    if text is not None:
+        return Plan.parse(text)
+    if plan is None:
+        return Plan.for_processes(int(os.environ.get("WORLD_SIZE", "1")))
+    return Plan.parse(plan) if isinstance(plan, str) else plan
+
+
+def _build_optimizer(factory: OptimizerFactory, replica: Replica | EagerReplica) -> torch.optim.Optimizer:
+    trainable = [(name, p) for name, p in replica.parameters.items() if p.requires_grad]
+    try:
+        first = next(iter(inspect.signature(factory).parameters), "")
+    except (TypeError, ValueError):
+        first = ""
+    optimizer = factory(trainable if first == "named_parameters" else [p for _, p in trainable])
+    kind = type(optimizer).__name__
+    split = [name for name, layout in replica.layouts.items() if layout.local_shape(replica.world.mesh) != layout.shape]
+    if kind in _NOT_ELEMENTWISE and split:
+        raise PlanError(
+            f"{kind} updates an element by what others are, so its result would change with the cut of {split[0]};"
+            " use an elementwise optimizer such as AdamW or SGD, or a plan with tensor=1"
+        )
+    return optimizer
+
+
+def _is_loader(data: Any) -> bool:
+    """Whether `data` yields batches, rather than being one."""
+    return isinstance(data, Iterable) and not isinstance(data, (LocalBatch, Tensor, Mapping, tuple, list))
+
+
+__all__ = ["StepEnd", "Trainer", "resolve_plan", "step_key"]

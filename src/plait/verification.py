@@ -1,0 +1,232 @@
+"""verify: run a plan with ranks as threads and compare it with the unmodified model on one device."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm.protocol import World
+from plait.comm.threads import run_ranks
+from plait.graph.random import GlobalRandom
+from plait.run.compiler import Compiler, LossFn
+from plait.run.references import one_device_loss
+from plait.spec.annotation import Annotations
+from plait.spec.plan import Plan
+from plait.trainer import OptimizerFactory, Trainer, step_key
+
+# A tensor whose true value is zero (the bias of keys in attention) holds nothing but rounding: differences are taken
+# relative to the tensor's largest value, but to no less than this part of the largest value of all tensors.
+FLOOR = 1e-4
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one tensor is from the one-device run: largest absolute difference over largest value."""
+
+    name: str
+    relative: float
+
+    def __str__(self) -> str:
+        return f"{self.relative:.2e}  {self.name}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found. `ok` says whether every difference is within the tolerance."""
+
+    plan: str
+    steps: int
+    tolerance: float
+    losses: tuple[tuple[float, float], ...]  # (one device, plan) of each step
+    gradients: tuple[Difference, ...]  # of the first step, in the model's order
+    parameters: tuple[Difference, ...]  # after the last step, in the model's order
+    buffers: tuple[Difference, ...]
+    without_rule: tuple[str, ...] = ()
+
+    @property
+    def loss(self) -> float:
+        """The largest relative difference of a loss."""
+        return max(abs(a - b) / max(abs(a), 1e-12) for a, b in self.losses)
+
+    @property
+    def worst_gradient(self) -> Difference:
+        return _worst(self.gradients)
+
+    @property
+    def worst_parameter(self) -> Difference:
+        return _worst(self.parameters)
+
+    @property
+    def first_bad(self) -> Difference | None:
+        """The first tensor that differs: the loss, else a gradient, else a parameter, else a buffer."""
+        if not self.loss <= self.tolerance:
+            return Difference("loss", self.loss)
+        every = (*self.gradients, *self.parameters, *self.buffers)
+        return next((d for d in every if not d.relative <= self.tolerance), None)
+
+    @property
+    def ok(self) -> bool:
+        return self.first_bad is None
+
+    def __str__(self) -> str:
+        one, plan = self.losses[-1]
+        lines = [
+            f"plan             {self.plan}",
+            f"steps            {self.steps}, tolerance {self.tolerance:g} of each tensor's largest value",
+            f"loss             {self.loss:.2e}  (last step: one device {one:.6f}, plan {plan:.6f})",
+            f"worst gradient   {self.worst_gradient}",
+            f"worst parameter  {self.worst_parameter}",
+        ]
+        if self.buffers:
+            lines.append(f"worst buffer     {_worst(self.buffers)}")
+        if self.without_rule:
+            lines.append(f"without a rule   {', '.join(self.without_rule)} (run whole on every rank)")
+        bad = self.first_bad
+        lines.append("ok" if bad is None else f"NOT EQUAL: {bad.name} differs by {bad.relative:.2e}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Run:
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def verify(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    plan: Plan | str,
+    *,
+    layouts: Annotations | None = None,
+    optimizer: OptimizerFactory = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    steps: int = 2,
+    seed: int = 0,
+    clip_norm: float | None = None,
+    tolerance: float = 1e-4,
+) -> Report:
+    """Compare `steps` steps under `plan`, ranks as threads of this process, with one device.
+
+    The reference is the user's own model under ordinary autograd and `optimizer`, on the whole `batch`; only its
+    random draws are those that the plan makes. Gradients are compared after the first step; parameters and buffers
+    after the last. The model given is left as it was.
+
+    With batchnorm=local the reference runs the model on each rank's part of the batch in turn, and cannot draw the
+    same dropout masks: verify such a plan with dropout off.
+    """
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    compiler = Compiler(model, loss_fn, plan, layouts)
+    lowered = compiler.lowered(batch)
+    mine = _run_plan(compiler, optimizer, batch, plan, steps, seed, clip_norm)
+    reference = _run_one_device(model, loss_fn, optimizer, batch, plan, steps, seed, clip_norm)
+    return Report(
+        plan=plan.title,
+        steps=steps,
+        tolerance=tolerance,
+        losses=tuple(zip(reference.losses, mine.losses, strict=True)),
+        gradients=_differences(reference.gradients, mine.gradients),
+        parameters=_differences(reference.parameters, mine.parameters),
+        buffers=_differences(reference.buffers, mine.buffers),
+        without_rule=tuple(sorted(lowered.without_rule)),
+    )
+
+
+def _run_plan(
+    compiler: Compiler,
+    optimizer: OptimizerFactory,
+    batch: Any,
+    plan: Plan,
+    steps: int,
+    seed: int,
+    clip_norm: float | None,
+) -> _Run:
+    def rank(world: World) -> _Run:
+        trainer = Trainer(
+            compiler.model, compiler.loss_fn, optimizer, plan,
+            seed=seed, clip_norm=clip_norm, world=world, compiler=compiler, on_nan="warn",
+        )  # fmt: skip
+        trainer.prepare(batch)
+        gradients: dict[str, Tensor] = {}
+        losses = []
+        for step in range(steps):
+            loss, found = trainer.step_with_gradients(batch, want=step == 0)
+            losses.append(float(loss))
+            gradients = found or gradients
+        replica = trainer.replica
+        parameters = {n: replica.whole(n, _detached(replica.parameters.get(n))).clone() for n in replica.layouts}
+        return _Run(losses, gradients, parameters, replica.buffers)
+
+    return run_ranks(plan.mesh, rank, algorithm=plan.allreduce)[0]
+
+
+def _run_one_device(
+    model: nn.Module,
+    loss_fn: LossFn,
+    optimizer: OptimizerFactory,
+    batch: Any,
+    plan: Plan,
+    steps: int,
+    seed: int,
+    clip_norm: float | None,
+) -> _Run:
+    twin = copy.deepcopy(model).train()
+    named = dict(twin.named_parameters())
+    optim = optimizer([p for p in named.values() if p.requires_grad])
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    for step in range(steps):
+        optim.zero_grad(set_to_none=True)
+        with GlobalRandom(step_key(seed, step)):
+            loss = one_device_loss(twin, loss_fn, batch, plan)
+            loss.backward()
+        losses.append(float(loss.detach()))
+        if step == 0:
+            gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_([p for p in named.values() if p.grad is not None], clip_norm)
+        optim.step()
+    buffers = dict(twin.named_buffers())
+    return _Run(losses, gradients, {n: p.detach() for n, p in named.items()}, buffers)
+
+
+def _detached(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.detach()
+
+
+def _differences(reference: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> tuple[Difference, ...]:
+    largest = {name: _largest(tensor) for name, tensor in reference.items()}
+    floor = FLOOR * max(largest.values(), default=0.0)
+    found = []
+    for name, tensor in reference.items():
+        if name not in mine:
+            # autograd gives an unused parameter no gradient, or zeros; both mean the same
+            relative = 0.0 if largest[name] == 0 else float("inf")
+        else:
+            other = mine[name].detach().to(tensor.device)
+            apart = _largest(other.double() - tensor.detach().double())
+            relative = apart / max(largest[name], floor, 1e-30) if apart else 0.0
+        found.append(Difference(name, relative))
+    found += [Difference(name, float("inf")) for name in mine if name not in reference and _largest(mine[name]) > 0]
+    return tuple(found)
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.detach().double().abs().max()) if tensor.numel() else 0.0
+
+
+def _worst(differences: tuple[Difference, ...]) -> Difference:
+    return max(differences, key=_badness, default=Difference("(none)", 0.0))
+
+
+def _badness(difference: Difference) -> float:
+    return difference.relative if difference.relative == difference.relative else float("inf")
+
+
