@@ -1,0 +1,32 @@
+"""Op rules, one file a family. A new op is one row in the file of its family; `rule_for` finds it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from plait.graph.rules import (  # noqa: F401  (each registers its rules)
+    attention, batch_norm, collective, conv, create, index, index_list, loss, matmul, norm, pieces, pointwise, pool,
+    reduce, reshape, softmax, strided, view,
+)  # fmt: skip
+from plait.graph.rules.base import (
+    RULES, Builder, Call, Emit, Factor, Partial, Placement, Replicate, Rule, Shard, Spec, Strategy, einsum, register,
+    strategies_of,
+)  # fmt: skip
+
+# Ops of other libraries, by name: they are not there before the library is imported.
+NAMED: dict[str, Rule] = {
+    "transformers.grouped_mm_fallback.default": matmul.GROUPED,
+    "transformers.grouped_mm_fallback_backward.default": matmul.GROUPED_BACKWARD,
+}
+
+
+def rule_for(op: Any) -> Rule | None:
+    """The rule of an op, None if it has none: such an op runs on whole inputs."""
+    rule = RULES.get(op)
+    return rule if rule is not None else NAMED.get(str(op))
+
+
+__all__ = [
+    "NAMED", "RULES", "Builder", "Call", "Emit", "Factor", "Partial", "Placement", "Replicate", "Rule", "Shard",
+    "Spec", "Strategy", "einsum", "register", "rule_for", "strategies_of",
+]  # fmt: skip

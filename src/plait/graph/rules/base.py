@@ -94,7 +94,7 @@ class Strategy:
 Placements = tuple[Placement, ...]
 
 
-def no_strategies(call: Call, given: Placements) -> Sequence[Strategy]:
+def no_strategies(call: Call, given: Placements, size: int) -> Sequence[Strategy]:
     return ()
 
 
@@ -109,7 +109,8 @@ class Rule:
     factors     index ranges that may be sharded
     linear      groups of inputs in which the op is jointly linear: if all inputs of a group are partial sums and the
                 others whole, so is each output (add: ((0, 1),); mul: ((0,), (1,)); a view: ((0,),))
-    strategies  further ways that factors cannot say, given the placements that the inputs have now
+    strategies  further ways that factors cannot say, given the placements that the inputs have now and the number of
+                ranks
     sizes       position of an argument that holds the output's shape, to be made local
     emit        how the local op is written, when it is not the same op with the same arguments
     decompose   a function of the op's arguments that computes the same from simpler ops, used when an input is sharded
@@ -118,7 +119,7 @@ class Rule:
 
     factors: Callable[[Call], Sequence[Factor]] = field(default=lambda call: ())
     linear: Callable[[Call], Sequence[tuple[int, ...]]] = no_groups
-    strategies: Callable[[Call, Placements], Sequence[Strategy]] = no_strategies
+    strategies: Callable[[Call, Placements, int], Sequence[Strategy]] = no_strategies
     sizes: int | None = None
     emit: Emit | None = None
     decompose: Callable[..., Any] | None = None
@@ -147,8 +148,8 @@ def einsum(text: str) -> Callable[[Call], Sequence[Factor]]:
     return lambda call: fixed
 
 
-def strategies_of(rule: Rule, call: Call, given: Placements) -> list[Strategy]:
-    """Every way to run `call` along one axis, the fully replicated one first.
+def strategies_of(rule: Rule, call: Call, given: Placements, size: int) -> list[Strategy]:
+    """Every way to run `call` along one axis of `size` ranks, the fully replicated one first.
 
     `given` are the placements that the inputs have now; they say which numbers of blocks are worth trying.
     """
@@ -167,7 +168,7 @@ def strategies_of(rule: Rule, call: Call, given: Placements) -> list[Strategy]:
     for group in rule.linear(call):
         inputs = tuple(Partial() if i in group else REPLICATE for i in range(len(call.inputs)))
         found.append(Strategy(inputs, (Partial(),) * len(call.outputs)))
-    found += rule.strategies(call, given)
+    found += rule.strategies(call, given, size)
     return found
 
 
