@@ -1,0 +1,199 @@
+"""The command line: plait train | verify | explain | run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from plait import __version__
+from plait.errors import PlaitError, PlanError
+from plait.run.environment import num_processes, rank, resolve_plan, under_launcher
+from plait.spec.plan import Plan
+
+# torch is imported inside the commands: a plan or a config that cannot be read is refused without waiting for it.
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"max_content_width": 100},
+)
+
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The job's TOML file.")]
+PlanOption = Annotated[str | None, typer.Option("--plan", help='How the step is spread, such as "data=2 tensor=2".')]
+ProcessesOption = Annotated[
+    int | None,
+    typer.Option("--processes", min=1, help="Processes on this machine; by default as many as the plan has."),
+]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a value: --set train.steps=10.")]
+
+
+def main() -> None:
+    """The entry point of `plait` and `python -m plait.cli`."""
+    app()
+
+
+@app.callback(invoke_without_command=True)
+def plait(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and leave.")] = False,
+) -> None:
+    """Train any PyTorch model on any number of devices: a line of plan says how the step is spread."""
+    if version:
+        print(f"plait {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    config: ConfigArgument,
+    plan: PlanOption = None,
+    processes: ProcessesOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    changes: SetOption = None,
+) -> None:
+    """Train as a config file says, on processes of this machine; under torchrun, join it as one rank."""
+    with _errors_shown_once():
+        from plait.train.config import load_config
+
+        chosen = _choose_plan(plan, processes)
+        job = load_config(config, changes or [])
+        from plait.train.build import check_job
+
+        if not _launched_here():
+            check_job(job, chosen, resume)
+        if not under_launcher() and chosen.num_processes > 1:
+            arguments = ["train", str(config), *(["--resume"] if resume else [])]
+            arguments += [word for change in changes or [] for word in ("--set", change)]
+            _launch(arguments, chosen)
+        from plait.train.job import run_job
+
+        if run_job(job, chosen, resume).stopped:
+            raise typer.Exit(128 + signal.SIGINT)
+
+
+@app.command()
+def verify(
+    config: ConfigArgument,
+    plan: PlanOption = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to compare.")] = 2,
+    changes: SetOption = None,
+) -> None:
+    """Prove that a plan gives the numbers of one device, with ranks as threads; status 1 if it does not."""
+    with _errors_shown_once():
+        from plait.train.config import load_config
+
+        chosen, job = _plan_of(plan), load_config(config, changes or [])
+        from plait.train.build import check_job, first_batch, make_data, make_model
+        from plait.verification import verify as compare
+
+        check_job(job, chosen, writes=False)
+        model, loss_fn = make_model(job)
+        batch = first_batch(job, make_data(job))
+        report = compare(
+            model, loss_fn, batch, chosen, layouts=job.layouts, steps=steps, seed=job.train.seed,
+            clip_norm=job.train.clip_norm,
+        )  # fmt: skip
+        print(report)
+        if not report.ok:
+            raise typer.Exit(1)
+
+
+@app.command()
+def explain(
+    config: ConfigArgument,
+    plan: PlanOption = None,
+    tensor: Annotated[str | None, typer.Option("--tensor", help="Only this tensor: its layout and why.")] = None,
+    changes: SetOption = None,
+) -> None:
+    """Show the layout of every parameter and each collective of a step, with its bytes. Nothing is run."""
+    with _errors_shown_once():
+        from plait.train.config import load_config
+
+        chosen, job = _plan_of(plan), load_config(config, changes or [])
+        from plait.explaining import explain as explain_step
+        from plait.train.build import check_job, first_batch, make_data, make_model
+
+        check_job(job, chosen, writes=False)
+        model, loss_fn = make_model(job)
+        found = explain_step(model, loss_fn, first_batch(job, make_data(job)), chosen, layouts=job.layouts)
+        print(found if tensor is None else found.tensor(tensor))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python file; what follows is passed to it.")],
+    plan: PlanOption = None,
+    processes: ProcessesOption = None,
+) -> None:
+    """Run your own script on processes of this machine. Its Trainer takes the plan given here."""
+    with _errors_shown_once():
+        if not script.is_file():
+            raise PlanError(f"there is no script {str(script)!r} (looked for {script.absolute()})")
+        chosen = _choose_plan(plan, processes)
+        if not under_launcher() and chosen.num_processes > 1:
+            _launch(["run", str(script), "--", *context.args], chosen)
+        if plan is not None or processes is not None:
+            os.environ["PLAIT_PLAN"] = str(chosen)
+        from plait.script import run_script
+
+        run_script(script, context.args)
+
+
+def _choose_plan(text: str | None, processes: int | None) -> Plan:
+    """The plan to train by, checked against the number of processes."""
+    if under_launcher():
+        chosen = _plan_of(text) if text is not None else resolve_plan(None)
+        chosen.check_processes(num_processes())
+        os.environ["PLAIT_PLAN"] = str(chosen)
+        return chosen
+    if text is None:
+        return Plan.for_processes(processes or 1) if processes or "PLAIT_PLAN" not in os.environ else resolve_plan(None)
+    chosen = _plan_of(text)
+    if processes is not None:
+        chosen.check_processes(processes)
+    return chosen
+
+
+def _plan_of(text: str | None) -> Plan:
+    return Plan.parse(text) if text is not None else resolve_plan(None)
+
+
+def _launched_here() -> bool:
+    """Whether this rank was started by `_launch`, which has checked everything."""
+    from plait.comm.launch import FAILURE_FILE
+
+    return under_launcher() and FAILURE_FILE in os.environ
+
+
+def _launch(arguments: list[str], plan: Plan) -> None:
+    from plait.comm.launch import launch
+
+    raise typer.Exit(launch(["-m", "plait.cli", *arguments], plan.num_processes, {"PLAIT_PLAN": str(plan)}))
+
+
+@contextmanager
+def _errors_shown_once() -> Iterator[None]:
+    """Print a PlaitError as one message and leave with status 2. Of several ranks only the first to fail speaks."""
+    try:
+        yield
+    except PlaitError as error:
+        from plait.comm.launch import first_to_fail
+
+        if first_to_fail():
+            from rich.console import Console
+
+            who = f"rank {rank()} failed: {type(error).__name__}: " if under_launcher() else ""
+            Console(stderr=True, highlight=False).print(
+                f"plait: {who}{error}", markup=False, style="red", soft_wrap=True
+            )
+        raise typer.Exit(2) from None
+
+
+if __name__ == "__main__":
+    main()

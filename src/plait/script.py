@@ -1,0 +1,52 @@
+"""Running a user's own script as one rank."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from plait.comm.launch import first_to_fail
+from plait.errors import PlaitError
+from plait.run.environment import num_processes, rank
+
+
+def run_script(script: Path, arguments: Sequence[str]) -> None:
+    """Run the script as `python SCRIPT ARGUMENTS` would; of several ranks only the first to fail speaks."""
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.absolute().parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except KeyboardInterrupt:
+        _leave(130)
+    except PlaitError as error:
+        if num_processes() == 1:
+            raise
+        if first_to_fail():
+            print(f"plait: rank {rank()} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        _leave(2)
+    except Exception as error:
+        if first_to_fail():
+            print(_own_traceback(error, script), end="", file=sys.stderr)
+            if num_processes() > 1:
+                print(f"plait: rank {rank()} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        _leave(1)
+
+
+def _own_traceback(error: Exception, script: Path) -> str:
+    """The traceback from the script's first line on, without what ran it."""
+    frames = error.__traceback__
+    while frames is not None and Path(frames.tb_frame.f_code.co_filename).name != script.name:
+        frames = frames.tb_next
+    shown = error.with_traceback(frames) if frames is not None else error
+    return "".join(traceback.format_exception(shown))
+
+
+def _leave(status: int) -> None:
+    """Leave at once: a process whose group is broken would wait for the other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,186 @@
+"""From a config to what it names: model, loss, data, optimizer, scheduler; and their check without training."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from plait.errors import BatchError, CheckpointError, ConfigError, DataError, PlaitError
+from plait.run import checkpoint
+from plait.spec.annotation import resolve_annotations
+from plait.spec.plan import Plan
+from plait.train.config import Config, SchedulerSection
+from plait.train.gpt import bytes_gpt
+from plait.train.refer import call, check_arguments, import_reference, is_reference
+from plait.train.text import ByteText, read_text, split_text
+
+LossFn = Callable[[nn.Module, Any], Any]
+_MODELS = {"bytes_gpt": bytes_gpt}
+
+
+@dataclass(frozen=True)
+class Data:
+    """Map-style datasets; `held_out` is None where there is nothing to evaluate on."""
+
+    train: Any
+    held_out: Any
+
+
+def make_model(config: Config) -> tuple[nn.Module, LossFn]:
+    """The model, initialised from `train.seed`, and its loss."""
+    name = config.model.name
+    function: Callable[..., Any]
+    if name in _MODELS:
+        function = _MODELS[name]
+    elif is_reference(name):
+        function = import_reference(name, "model.name")
+    else:
+        raise ConfigError(f"model.name = {name!r}; it should be {', '.join(_MODELS)} or 'module:function'")
+    torch.manual_seed(config.train.seed)
+    found = call(function, config.model.arguments, "model")
+    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], nn.Module) or not callable(found[1]):
+        raise ConfigError(f"model.name = {name!r} returned {type(found).__name__}; it should return (model, loss_fn)")
+    return found
+
+
+def make_data(config: Config) -> Data:
+    """The datasets that [data] names."""
+    section = config.data
+    if is_reference(section.source) and not Path(section.source).exists():
+        found = call(import_reference(section.source, "data.source"), section.arguments, "data")
+        train, held_out = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    else:
+        if section.arguments:
+            keys = ", ".join(f"data.{key}" for key in section.arguments)
+            raise ConfigError(f"unknown key {keys}; a text takes source, held_out and workers")
+        if config.model.name != "bytes_gpt":
+            raise ConfigError(
+                f"data.source = {section.source!r} is text, which is for the bytes_gpt model; give {config.model.name}"
+                " its data as 'module:function', a function that returns a Dataset"
+            )
+        sequence = config.model.arguments.get("sequence", 128)
+        train_text, held_out_text = split_text(read_text(section.source), section.held_out)
+        train, held_out = ByteText(train_text, sequence), ByteText(held_out_text, sequence)
+    size = config.train.batch_size
+    for dataset, name in ((train, "training"), (held_out, "held-out")):
+        if dataset is None:
+            continue
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise DataError(
+                f"data.source = {section.source!r} gave {type(dataset).__name__}, which is no map-style Dataset"
+            )
+        if len(dataset) < size and name == "training":
+            raise DataError(
+                f"data.source = {section.source!r} has {len(dataset)} items to train on, fewer than train.batch_size ="
+                f" {size}"
+            )
+    return Data(train, held_out if held_out is not None and len(held_out) >= size else None)
+
+
+def first_batch(config: Config, data: Data) -> Any:
+    """A global batch: the first items of the training data."""
+    return default_collate([data.train[index] for index in range(config.train.batch_size)])
+
+
+def optimizer_factory(config: Config) -> Callable[..., torch.optim.Optimizer]:
+    """Parameters -> the optimizer that [optimizer] names."""
+    section = config.optimizer
+    found = getattr(torch.optim, section.name, None)
+    if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
+        names = [n for n, o in vars(torch.optim).items() if isinstance(o, type) and n != "Optimizer"]
+        raise ConfigError(f"optimizer.name = {section.name!r}; torch.optim has {', '.join(sorted(names))}")
+    arguments = {"lr": section.lr, **section.arguments}
+    check_arguments(found, arguments, "optimizer", skip=1)
+    try:
+        found([nn.Parameter(torch.zeros(1))], **arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"[optimizer] {section.name}: {error}") from None
+    return functools.partial(found, **arguments)
+
+
+def scheduler_factory(config: Config) -> Callable[[torch.optim.Optimizer], Any] | None:
+    section = config.scheduler
+    if section is None:
+        return None
+    rate = functools.partial(learning_rate, section=section, steps=config.train.steps)
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+
+def learning_rate(step: int, section: SchedulerSection, steps: int) -> float:
+    """The learning rate of a step, counted from 0, as a part of its peak."""
+    if step < section.warmup:
+        return (step + 1) / section.warmup
+    if section.name == "constant":
+        return 1.0
+    done = min((step - section.warmup) / max(steps - section.warmup, 1), 1.0)
+    return section.final + (1 - section.final) * (1 + math.cos(math.pi * done)) / 2
+
+
+def checkpoint_folder(config: Config) -> Path:
+    return Path(config.train.out) / "checkpoints"
+
+
+def check_job(config: Config, plan: Plan, resume: bool = False, writes: bool = True) -> None:
+    """Everything about a job that can be known before a process starts; raises the PlaitError of what is wrong.
+
+    The model is built on the meta device, so this takes no memory for it. Nothing is written. With `writes` false the
+    job will write nothing either, and its folder is not looked at.
+    """
+    size = config.train.batch_size
+    if size % plan.data:
+        near = max(size // plan.data, 1) * plan.data
+        raise BatchError(
+            f"train.batch_size = {size} does not split over data={plan.data}; choose a multiple, such as {near}"
+        )
+    optimizer_factory(config)
+    if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "train.tensorboard = true, but TensorBoard is not installed: pip install 'plait[tensorboard]'"
+        )
+    model = _on_meta(config)
+    data = make_data(config)
+    if config.train.evaluate_every and data.held_out is None:
+        raise ConfigError(
+            f"train.evaluate_every = {config.train.evaluate_every}, but no held-out data of at least one batch;"
+            " set it to 0, raise data.held_out, or return (train, held-out) from the data function"
+        )
+    resolve_annotations(config.layouts, {name: tuple(p.shape) for name, p in model.named_parameters()}, plan.mesh)
+    if writes:
+        _check_out(config, resume)
+
+
+def _on_meta(config: Config) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            return make_model(config)[0]
+    except PlaitError:
+        raise
+    except Exception:  # a constructor that needs values; on a real device it may work
+        return make_model(config)[0]
+
+
+def _check_out(config: Config, resume: bool) -> None:
+    out, folder = Path(config.train.out), checkpoint_folder(config)
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"train.out = {config.train.out!r} is a file; name a folder")
+    if resume:
+        step = checkpoint.check(folder).step
+        if step >= config.train.steps:
+            raise ConfigError(
+                f"the run in {config.train.out} has done {step} steps and train.steps = {config.train.steps};"
+                " raise train.steps to go on"
+            )
+    elif found := checkpoint.checkpoints(folder):
+        raise CheckpointError(
+            f"{folder} holds checkpoints of an earlier run ({found[-1].name}); go on with --resume, name another"
+            " train.out, or remove the folder"
+        )

@@ -1,0 +1,205 @@
+"""The training job: what every rank of `plait train` runs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from plait.comm.failure import guard
+from plait.comm.stop import StopVote
+from plait.run.loader import Loader
+from plait.run.local_batch import LocalBatch
+from plait.spec.plan import Plan
+from plait.train.build import (
+    Data,
+    checkpoint_folder,
+    make_data,
+    make_model,
+    optimizer_factory,
+    scheduler_factory,
+)
+from plait.train.config import Config
+from plait.train.gpt import BytesGPT
+from plait.train.metrics import MetricsLog
+from plait.train.progress import Reporter
+from plait.train.sample import sample_text
+from plait.trainer import StepEnd, Trainer
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: after its last step, or stopped before."""
+
+    step: int
+    loss: float
+    stopped: bool
+
+
+def run_job(config: Config, plan: Plan, resume: bool = False) -> Outcome:
+    """Train as `config` says, as one rank of `plan`; every rank calls it. The config was checked (`check_job`)."""
+    model, loss_fn = make_model(config)
+    train = config.train
+    ends: list[StepEnd] = []
+    trainer = Trainer(
+        model,
+        loss_fn,
+        optimizer_factory(config),
+        plan,
+        layouts=config.layouts,
+        seed=train.seed,
+        clip_norm=train.clip_norm,
+        scheduler=scheduler_factory(config),
+        on_nan=train.on_nan,
+        callbacks=[ends.append],
+    )
+    try:
+        with guard(trainer.world):
+            return _Job(config, trainer, make_data(config), ends).run(resume)
+    finally:
+        trainer.close()
+
+
+class _Job:
+    """One rank's run through the steps. Rank 0 has the log and the reporter."""
+
+    def __init__(self, config: Config, trainer: Trainer, data: Data, ends: list[StepEnd]) -> None:
+        self.config, self.trainer, self.data, self.ends = config, trainer, data, ends
+        self.folder = checkpoint_folder(config)
+        self.log: MetricsLog | None = None
+        self.reporter: Reporter | None = None
+
+    def run(self, resume: bool) -> Outcome:
+        try:
+            with StopVote(self.trainer.world) as vote:
+                loader = self._start(resume)
+                return self._steps(loader, vote)
+        finally:
+            if self.log is not None:
+                self.log.close()
+            if self.reporter is not None:
+                self.reporter.close()
+
+    def _start(self, resume: bool) -> Loader:
+        """Capture the step, place or load the parameters, open the log; returns the loader at its position."""
+        config, trainer = self.config, self.trainer
+        started = time.monotonic()
+        loader = self._loader(self.data.train, shuffle=True)
+        trainer.prepare(next(iter(self._loader(self.data.train, shuffle=True))))
+        if resume:
+            loader.load_state_dict(trainer.load(self.folder)["data"])
+        first = trainer.step_number
+        if trainer.world.rank == 0:
+            out = Path(config.train.out)
+            out.mkdir(parents=True, exist_ok=True)
+            self.log = MetricsLog(out, first + 1, config.train.tensorboard)
+            self.reporter = Reporter(config.train.steps, first)
+            parameters = sum(torch.Size(layout.shape).numel() for layout in trainer.layouts.values())
+            self.reporter.say(
+                f"{parameters:,} parameters, plan {trainer.plan.title}, ready after {time.monotonic() - started:.1f} s"
+                + (f"; going on after step {first}" if resume else "")
+            )
+        return loader
+
+    def _steps(self, loader: Loader, vote: StopVote) -> Outcome:
+        train, trainer = self.config.train, self.trainer
+        batches = _endless(loader)
+        loss, saved_at = float("nan"), -1
+        while trainer.step_number < train.steps:
+            if vote.should_stop(trainer.step_number):
+                if trainer.step_number == 0:
+                    self._say("stopped before the first step; nothing was saved")
+                else:
+                    self._save(loader)
+                    self._say(f"stopped after step {trainer.step_number}; --resume goes on from there")
+                return Outcome(trainer.step_number, loss, stopped=True)
+            start = time.perf_counter()
+            batch = next(batches)
+            waited = time.perf_counter() - start
+            assert trainer.optimizer is not None
+            rate = float(trainer.optimizer.param_groups[0]["lr"])  # of this step; the scheduler moves it after
+            loss = float(trainer.step(batch))
+            seconds = time.perf_counter() - start
+            step, tokens = trainer.step_number, num_tokens(batch)
+            values: dict[str, float | int] = {
+                "step": step,
+                "loss": loss,
+                "lr": rate,
+                "tokens_per_s": tokens / seconds,
+                "seconds": seconds,
+                "data_seconds": waited,
+            }
+            if (norm := self.ends.pop().gradient_norm) is not None:
+                values["gradient_norm"] = norm
+            last = step == train.steps
+            if self.data.held_out is not None and train.evaluate_every and (last or step % train.evaluate_every == 0):
+                values["held_out_loss"] = self._evaluate()
+            if self.log is not None and self.reporter is not None:
+                self.log.write(values)
+                self.reporter.step(step, loss, tokens, seconds)
+                if "held_out_loss" in values:
+                    self.reporter.say(f"step {step}  held-out loss {values['held_out_loss']:.3f}")
+            if train.save_every and step % train.save_every == 0:
+                self._save(loader)
+                saved_at = step
+        if saved_at != trainer.step_number:
+            self._save(loader)
+        self._finish()
+        return Outcome(trainer.step_number, loss, stopped=False)
+
+    def _loader(self, dataset: Any, shuffle: bool) -> Loader:
+        return Loader(
+            dataset,
+            self.config.train.batch_size,
+            shuffle=shuffle,
+            seed=self.config.train.seed,
+            world=self.trainer.world,
+            num_workers=self.config.data.workers,
+        )
+
+    def _evaluate(self) -> float:
+        """The loss on the first batches of the held-out data, the same ones each time."""
+        batches = iter(self._loader(self.data.held_out, shuffle=False))
+        return self.trainer.evaluate(islice(batches, self.config.train.evaluate_batches))
+
+    def _save(self, loader: Loader) -> None:
+        self.trainer.save(self.folder, extra={"data": loader.state_dict()})
+
+    def _finish(self) -> None:
+        """Where the results are, and a sample of text from the whole model on rank 0."""
+        section = self.config.sample
+        self._say(f"done: checkpoint and metrics are in {self.config.train.out}")
+        if self.config.model.name != "bytes_gpt" or not section.length:
+            return
+        weights = self.trainer.full_state_dict()
+        if self.reporter is None:
+            return
+        model, _ = make_model(self.config)
+        assert isinstance(model, BytesGPT)
+        model.load_state_dict(weights)
+        text = sample_text(model, section.prompt, section.length, section.temperature, self.config.train.seed)
+        (Path(self.config.train.out) / "sample.txt").write_text(text)
+        self._say(f"a sample of what it learned:\n{text}")
+
+    def _say(self, text: str) -> None:
+        if self.reporter is not None:
+            self.reporter.close()
+            self.reporter.say(text)
+
+
+def _endless(loader: Loader) -> Any:
+    """Batch after batch, epoch after epoch."""
+    while True:
+        yield from loader
+
+
+def num_tokens(batch: LocalBatch) -> int:
+    """Tokens of the global batch: the elements of its widest integer tensor, or its rows where it has none."""
+    leaves = [leaf for leaf in pytree.tree_leaves(batch.tree) if torch.is_tensor(leaf)]
+    widest = max((leaf.numel() for leaf in leaves if leaf.ndim > 1 and not leaf.is_floating_point()), default=0)
+    return (widest or batch.local_size) * batch.global_size // batch.local_size

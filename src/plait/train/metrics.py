@@ -1,0 +1,62 @@
+"""What a job measures: a line of JSON for each step, and TensorBoard where it is asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class MetricsLog:
+    """Writes `metrics.jsonl`; only rank 0 makes one.
+
+    A line has `step` (counted from 1), `loss`, `lr`, `tokens_per_s`, `seconds` of the step, `data_seconds` of them
+    spent on waiting for data, `gradient_norm` where gradients are clipped, and `held_out_loss` where it was evaluated.
+    """
+
+    def __init__(self, folder: Path, first_step: int, tensorboard: bool = False) -> None:
+        self.path = folder / "metrics.jsonl"
+        kept = _lines_before(self.path, first_step)
+        self._file = open(self.path, "w", buffering=1)
+        self._file.writelines(kept)
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(folder / "tensorboard", purge_step=first_step)
+
+    def write(self, values: dict[str, float | int]) -> None:
+        self._file.write(json.dumps({key: _rounded(value) for key, value in values.items()}) + "\n")
+        if self._board is not None:
+            for key, value in values.items():
+                if key != "step":
+                    self._board.add_scalar(key, value, values["step"])
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Every line of a metrics file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _lines_before(path: Path, step: int) -> list[str]:
+    """The lines of the steps before `step`: a run that goes on from a checkpoint does the later ones again."""
+    if step <= 1 or not path.exists():
+        return []
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] < step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):  # the last line of a run that was killed
+            continue
+    return kept
+
+
+def _rounded(value: float | int) -> float | int:
+    """Times and rates need no 17 digits; losses keep 9, which tell any two float32 numbers apart."""
+    return value if isinstance(value, int) else float(f"{value:.9g}")

@@ -1,0 +1,85 @@
+"""`module:function` in a config, and the arguments that a table gives to what it names."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from plait.errors import ConfigError, PlaitError
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes"}
+
+
+def is_reference(text: str) -> bool:
+    """Whether the text is `module:function`, rather than a name or a path."""
+    module, colon, name = text.partition(":")
+    return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def import_reference(text: str, key: str) -> Callable[..., Any]:
+    """What `module:function` names; modules are also looked for in the working folder."""
+    module_name, _, name = text.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise ConfigError(f"{key} = {text!r}: importing {module_name} failed: {error}") from error
+        raise ConfigError(
+            f"{key} = {text!r}: there is no module {module_name} (looked in {os.getcwd()} and the installed ones)"
+        ) from None
+    except Exception as error:
+        raise ConfigError(f"{key} = {text!r}: importing {module_name} failed: {error!r}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        near = difflib.get_close_matches(name, dir(module), n=2)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ConfigError(f"{key} = {text!r}: {module_name} has no function {name}{hint}")
+    return typing.cast(Callable[..., Any], found)
+
+
+def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], table: str, skip: int = 0) -> None:
+    """Raise ConfigError for an argument that `function` does not take, or takes as another plain type.
+
+    The first `skip` parameters are not for the config to give.
+    """
+    try:
+        parameters = dict(list(inspect.signature(function).parameters.items())[skip:])
+    except (TypeError, ValueError):
+        return
+    try:
+        types = typing.get_type_hints(function)
+    except Exception:  # annotations that cannot be resolved say nothing
+        types = {}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    known = [name for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    for name, value in arguments.items():
+        if name not in known and not takes_any:
+            near = difflib.get_close_matches(name, known, n=2)
+            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            raise ConfigError(f"unknown key {table}.{name}; {hint}it takes {', '.join(known) or 'no arguments'}")
+        wanted = types.get(name)
+        fits = type(value) is wanted or (wanted is float and type(value) is int)
+        if wanted in _WORDS and not fits:
+            raise ConfigError(f"{table}.{name} = {value!r}; it should be {_WORDS[wanted]}")
+    missing = [name for name in known if parameters[name].default is inspect.Parameter.empty and name not in arguments]
+    if missing:
+        raise ConfigError(f"[{table}] lacks {', '.join(missing)}")
+
+
+def call(function: Callable[..., Any], arguments: Mapping[str, Any], table: str, *first: Any) -> Any:
+    """Call with the table's arguments, once checked; what it raises for a bad one becomes a ConfigError."""
+    check_arguments(function, arguments, table, skip=len(first))
+    try:
+        return function(*first, **arguments)
+    except PlaitError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"[{table}]: {error}") from error
