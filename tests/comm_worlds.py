@@ -29,7 +29,7 @@ def run(transport: str, num_ranks: int | Mesh, fn: Fn) -> list[Any]:
     if kind == "threads":
         return run_ranks(mesh, fn, algorithm=algorithm)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "plait.comm.process"])
+    context.set_forkserver_preload(["torch", "plait.comm.process", "pytest"])
     port = free_port()
     pipes, processes = [], []
     for rank in range(mesh.size):
@@ -63,7 +63,7 @@ def _rank(pipe: Any, rank: int, port: int, mesh: Mesh, algorithm: str, shared_me
         world.everyone().barrier()
         pipe.send((True, result))
         world.close()
-    except BaseException:
+    except Exception:  # noqa: BLE001 - shown by the parent
         pipe.send((False, traceback.format_exc()))
 
 

@@ -1,8 +1,8 @@
 """All-reduce algorithms that a plan can name (`allreduce=ring`), written on send and recv of any transport.
 
-    backend   the transport's own
-    ring      N-1 rounds that add a chunk and pass it on, N-1 that hand the sums round: 2(N-1)/N of the bytes a rank
-    naive     everyone sends everything to everyone and adds: N-1 times the bytes a rank; for teaching
+backend   the transport's own
+ring      N-1 rounds that add a chunk and pass it on, N-1 that hand the sums round: 2(N-1)/N of the bytes a rank
+naive     everyone sends everything to everyone and adds: N-1 times the bytes a rank; for teaching
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ def _ring(comm: Comm, tensor: torch.Tensor, op: str, consume: bool, tag: int) ->
 
 def _naive(comm: Comm, tensor: torch.Tensor, op: str, consume: bool, tag: int) -> Rounds:
     terms = {comm.rank: tensor}
-    works = {
-        (comm.rank - step) % comm.size: _swap(comm, tensor, tensor, step, tag) for step in range(1, comm.size)
-    }
+    works = {(comm.rank - step) % comm.size: _swap(comm, tensor, tensor, step, tag) for step in range(1, comm.size)}
     yield
     terms.update((source, work.wait()) for source, work in works.items())
     result = tensor if consume else torch.empty_like(tensor)

@@ -24,7 +24,7 @@ from plait.errors import PlaitError, RankFailed
 
 _FAILURE = "failure"
 _LOOK_SECONDS = 1.0
-_GRACE_SECONDS = 1.0  # for a rank to leave by itself, once it knows of a failure
+_GRACE_SECONDS = 1.0  # for a rank that knows of a failure to leave by itself, through its `finally` blocks
 _LAST_SECONDS = 60.0  # that rank 0, which may hold the board, waits at the end for the others
 
 
@@ -40,7 +40,7 @@ def watch(board: Board, key: str, call: Callable[[str], None]) -> Callable[[], N
         while not over.wait(_LOOK_SECONDS):
             try:
                 found = board.get(key)
-            except Exception:  # a store raises several kinds once its host is gone
+            except RuntimeError:  # what a store raises once its host is gone
                 found = ""
             if found is not None and not over.is_set():
                 call(found)
@@ -59,8 +59,7 @@ def guard(world: World) -> Iterator[None]:
     if not isinstance(world, ProcessWorld) or world.mesh.size == 1:
         yield
         return
-    # What another rank's failure brings about here is not worth a word; but give `finally` blocks their turn.
-    end_watch = watch(world.board, _FAILURE, lambda _: (time.sleep(_GRACE_SECONDS), _exit()))
+    end_watch = watch(world.board, _FAILURE, _leave)
     try:
         yield
     except BaseException as error:
@@ -76,6 +75,11 @@ def guard(world: World) -> Iterator[None]:
         end_watch()
 
 
+def _leave(report: str) -> None:
+    time.sleep(_GRACE_SECONDS)
+    _exit()
+
+
 def _report(world: ProcessWorld, error: BaseException) -> None:
     """Print the failure, if it is the first."""
     rank = error.rank if isinstance(error, RankFailed) else world.rank
@@ -86,7 +90,7 @@ def _report(world: ProcessWorld, error: BaseException) -> None:
     report = json.dumps({"by": world.rank, "rank": rank, "message": message, "traceback": trace})
     try:
         first = world.board.first(_FAILURE, report) == report
-    except Exception:  # the board's host is gone, which is rank 0's unless torchrun keeps it: let one rank speak
+    except RuntimeError:  # the board's host is gone, which is rank 0's unless torchrun keeps it: let one rank speak
         first = world.rank == min(1, world.mesh.size - 1)
     if first:
         print(f"{trace}plait: {message}", file=sys.stderr, flush=True)
@@ -98,7 +102,7 @@ def _finish(world: ProcessWorld) -> None:
         world.board.set(f"finished/{world.rank}", "")
         if world.rank == 0:
             world.board.missing([f"finished/{rank}" for rank in range(world.mesh.size)], _LAST_SECONDS)
-    except Exception:  # the board's host was done first
+    except RuntimeError:  # the board's host was done first
         return
 
 

@@ -20,6 +20,7 @@ from plait.errors import WorldError
 _NUM_LETTERS = 32  # under way from one rank to another
 _LINE = 8  # words of a cache line
 
+
 def num_mail_words(size: int) -> int:
     """What the mailbox of a rank takes of its header."""
     return size * (2 * _LINE + 4 * _NUM_LETTERS)

@@ -131,7 +131,9 @@ class Meetings:
             waiting = dict(self._waiting)
             if len(waiting) + len(self._left) < self._num_ranks or any(m.done.is_set() for m in waiting.values()):
                 return
-            lines = "; ".join(f"rank {r} in {_text(m.call)} for {_ranks(m.absent())}" for r, m in sorted(waiting.items()))
+            lines = "; ".join(
+                f"rank {r} in {_text(m.call)} for {_ranks(m.absent())}" for r, m in sorted(waiting.items())
+            )
             waiting[rank].break_up(f"all ranks wait for each other: {lines}")
 
 
@@ -192,7 +194,9 @@ class ThreadComm(GroupComm):
     def barrier(self) -> None:
         self._meet("barrier", "", torch.empty(0), lambda tensors: tensors[0]).wait()
 
-    def _meet(self, name: str, detail: str, tensor: torch.Tensor, combine: Combine, pick: int | None = None) -> ThreadWork:
+    def _meet(
+        self, name: str, detail: str, tensor: torch.Tensor, combine: Combine, pick: int | None = None
+    ) -> ThreadWork:
         tensor = tensor.detach()
         key = (self.ranks, self._axis, self._num_calls[""])
         self._num_calls[""] += 1

@@ -175,7 +175,9 @@ def _share_memory(world: ProcessWorld, groups: dict[str, tuple[tuple[int, ...], 
     try:
         for axis in axes if not why else []:
             opened[axis] = [
-                own[axis] if i == rank else Segment.open(notes[i]["pid"], notes[i]["fds"][axis], num_words(len(mine[axis])))
+                own[axis]
+                if i == rank
+                else Segment.open(notes[i]["pid"], notes[i]["fds"][axis], num_words(len(mine[axis])))
                 for i in mine[axis]
             ]
     except OSError as error:
@@ -203,7 +205,9 @@ def _exchange(board: Board, key: str, note: Any, rank: int, size: int) -> list[A
     board.set(f"{key}/{rank}", json.dumps(note))
     keys = [f"{key}/{i}" for i in range(size)]
     if absent := board.missing(keys, _JOIN_SECONDS):
-        raise WorldError(f"ranks {[key.rpartition('/')[2] for key in absent]} did not join within {_JOIN_SECONDS:.0f} s")
+        raise WorldError(
+            f"ranks {[key.rpartition('/')[2] for key in absent]} did not join within {_JOIN_SECONDS:.0f} s"
+        )
     return [json.loads(board.get(key) or "null") for key in keys]
 
 

@@ -28,6 +28,7 @@ from plait.comm.steps import Reader, Steps
 from plait.comm.waiting import Patience
 from plait.errors import WorldError
 
+
 class _Pending:
     """A collective that this rank has started."""
 
@@ -152,7 +153,13 @@ class ShmComm(GroupComm):
     # Starting.
 
     def _describe(
-        self, name: str, op: str, flat: torch.Tensor, num_bytes: int, block: tuple[int, int] | None = None, root: int = 0
+        self,
+        name: str,
+        op: str,
+        flat: torch.Tensor,
+        num_bytes: int,
+        block: tuple[int, int] | None = None,
+        root: int = 0,
     ) -> tuple[int, int]:
         """Number the next collective, find a block for what peers will read, describe both: (seq, offset)."""
         seq = self._num_started + 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 import signal
 import threading
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from plait.comm.failure import watch
 from plait.comm.process import ProcessWorld
@@ -71,7 +71,7 @@ class StopVote:
             signal.signal(number, handler)
         self._handlers = {}
 
-    def __enter__(self) -> StopVote:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

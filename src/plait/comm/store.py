@@ -16,7 +16,7 @@ class StoreBoard:
 
     def __init__(self, name: str, store: Any = None) -> None:
         self._name = name
-        self._store = dist.distributed_c10d._get_default_store() if store is None else store
+        self._store: Any = dist.distributed_c10d._get_default_store() if store is None else store
 
     def set(self, key: str, text: str) -> None:
         self._store.set(self._key(key), text)

@@ -66,6 +66,7 @@ def run_ranks(
     """
     meetings = Meetings(mesh.size)
     where = torch.device(device)
+    worlds = [ThreadWorld(mesh, rank, where, meetings, algorithm) for rank in range(mesh.size)]
     results: list[T | None] = [None] * mesh.size
     grad = torch.is_grad_enabled()
 
@@ -74,8 +75,8 @@ def run_ranks(
             with torch.set_grad_enabled(grad):
                 if where.type == "cuda":
                     torch.cuda.set_device(where)
-                results[rank] = fn(ThreadWorld(mesh, rank, where, meetings, algorithm))
-        except BaseException as error:  # SystemExit and KeyboardInterrupt too: the others must not wait for this rank
+                results[rank] = fn(worlds[rank])
+        except BaseException as error:  # noqa: BLE001 - SystemExit too: the others must not wait for this rank
             meetings.fail(rank, error)
         meetings.leave(rank)
 

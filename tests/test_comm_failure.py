@@ -1,0 +1,219 @@
+"""What happens when ranks fail, disagree or are told to stop: all of them end, and one message says why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from comm_worlds import run, start_script
+
+from plait.comm.agree import agree
+from plait.comm.process import device_mesh, process_world
+from plait.comm.protocol import World
+from plait.comm.stop import StopVote
+from plait.comm.threads import run_ranks
+from plait.errors import PlanError, RankFailed, WorldError
+from plait.spec.mesh import Mesh
+
+_SCRIPT = """
+import os, signal, sys, time, torch
+from plait.comm.failure import guard
+from plait.comm.process import process_world
+from plait.comm.stop import StopVote
+from plait.spec.mesh import Mesh
+world = process_world(Mesh((("data", int(os.environ["WORLD_SIZE"])),)), device="cpu", shared_memory={shared})
+comm = world.everyone()
+with guard(world):
+    {body}
+world.close()
+"""
+_STUCK = (
+    "comm.barrier(); print('ready', flush=True); {act}; [comm.all_reduce(torch.ones(8)).wait() for _ in range(10**9)]"
+)
+
+
+def mesh(size: int) -> Mesh:
+    return Mesh((("data", size),))
+
+
+def processes(body: str, size: int, shared: bool = True) -> list[subprocess.Popen[str]]:
+    return start_script(_SCRIPT.format(body=body, shared=shared), size)
+
+
+def outcomes(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Exit status, what it printed, what it complained of."""
+    try:
+        texts = [rank.communicate(timeout=20) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, *text) for rank, text in zip(ranks, texts, strict=True)]
+
+
+# Threads.
+
+
+def test_first_exception_stops_all_threads() -> None:
+    def fail(world: World) -> None:
+        if world.rank == 2:
+            raise ValueError("no such luck")
+        world.everyone().barrier()
+
+    with pytest.raises(RankFailed, match="rank 2 failed: ValueError: no such luck") as caught:
+        run_ranks(mesh(4), fail)
+    assert caught.value.rank == 2
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_threads_name_both_calls_that_do_not_match() -> None:
+    def mismatch(world: World) -> None:
+        world.comm("data").all_reduce(torch.ones(world.rank + 1)).wait()
+
+    with pytest.raises(WorldError, match=r"all_reduce\(sum\) over data of float32\[[12]\], rank [01] all_reduce"):
+        run_ranks(mesh(2), mismatch)
+
+
+def test_threads_that_would_wait_for_ever() -> None:
+    def leave(world: World) -> None:
+        if world.rank:
+            world.everyone().barrier()
+
+    def cross(world: World) -> None:
+        world.everyone().recv(torch.ones(1), 1 - world.rank).wait()
+
+    with pytest.raises(WorldError, match="rank 0 finished while rank 1 waited in barrier"):
+        run_ranks(mesh(2), leave)
+    with pytest.raises(WorldError, match="all ranks wait for each other"):
+        run_ranks(mesh(2), cross)
+
+
+def test_many_ranks_keep_the_callers_grad_mode() -> None:
+    def total(world: World) -> tuple[float, bool]:
+        return world.comm("data").all_reduce(torch.tensor(1.0)).wait().item(), torch.is_grad_enabled()
+
+    num_threads = torch.get_num_threads()
+    with torch.no_grad():
+        assert run_ranks(Mesh((("data", 32), ("tensor", 2))), total) == [(32.0, False)] * 64
+    assert torch.get_num_threads() == num_threads
+
+
+# Processes.
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_one_exception_is_shown_once(shared: bool) -> None:
+    act = "exec('if world.rank == 1: raise ValueError(\"no such luck\")')"
+    began = time.monotonic()
+    results = outcomes(processes(_STUCK.format(act=act), 3, shared))
+    assert time.monotonic() - began < 15
+    assert [status for status, _, _ in results] == [1, 1, 1]
+    complaints = "".join(text for _, _, text in results)
+    assert complaints.count("plait: rank 1 failed: ValueError: no such luck") == 1
+    assert complaints.count("Traceback") == 1
+
+
+def test_killed_rank_ends_the_others() -> None:
+    ranks = processes(_STUCK.format(act="pass"), 3)
+    assert all(rank.stdout is not None and rank.stdout.readline() == "ready\n" for rank in ranks)
+    time.sleep(0.1)
+    ranks[1].kill()
+    began = time.monotonic()
+    results = outcomes(ranks)
+    assert time.monotonic() - began < 10
+    assert [status for status, _, _ in results] == [1, -signal.SIGKILL, 1]
+    complaints = "".join(text for _, _, text in results)
+    assert complaints.count("plait: rank 1 failed: its process ended without a word") == 1
+    assert "Traceback" not in complaints
+
+
+def test_signal_to_one_rank_stops_all_at_one_step() -> None:
+    body = (
+        "vote = StopVote(world); step = 0; print('ready', flush=True)\n"
+        "    while not vote.should_stop(step): comm.all_reduce(torch.ones(1)).wait(); time.sleep(0.01); step += 1\n"
+        "    print(step)"
+    )
+    ranks = processes(body, 3)
+    assert all(rank.stdout is not None and rank.stdout.readline() == "ready\n" for rank in ranks)
+    os.kill(ranks[2].pid, signal.SIGTERM)
+    results = outcomes(ranks)
+    assert [status for status, _, _ in results] == [0, 0, 0], results
+    steps = {int(text) for _, text, _ in results}
+    assert len(steps) == 1, steps
+
+
+def vote_in_threads(world: World) -> int:
+    step = 0
+    with StopVote(world) as vote:
+        while not vote.should_stop(step):
+            if world.rank == 1 and step == 5:
+                vote.request()
+            world.everyone().barrier()
+            step += 1
+    return step
+
+
+def test_threads_stop_at_one_step() -> None:
+    assert len(set(run_ranks(mesh(3), vote_in_threads))) == 1
+
+
+def disagreements(world: World) -> list[str]:
+    agree(world, "same")
+    texts = []
+    try:
+        agree(world, f"[8, {world.rank // 2}]", "batch shape")
+    except WorldError as error:
+        texts.append(str(error))
+    if world.rank == 2:
+        try:
+            agree(world, "[4]", "batch shape", seconds=0.2)
+        except WorldError as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.parametrize("transport", ["threads", "shm"])
+def test_disagreement_names_the_ranks(transport: str) -> None:
+    results = run(transport, 3, disagreements)
+    assert all("the batch shape: ranks 0, 1: [8, 0]; rank 2: [8, 1]" in texts[0] for texts in results)
+    assert "rank 2 has a new batch shape, [4], but ranks 0, 1 did not come" in results[2][1]
+
+
+def mismatch(world: World) -> str:
+    try:
+        world.comm("data").all_reduce(torch.ones(world.rank + 1)).wait()
+    except WorldError as error:
+        return str(error)
+    return ""
+
+
+def test_shared_memory_names_both_calls_that_do_not_match() -> None:
+    for rank, text in enumerate(run("shm", 2, mismatch)):
+        ours, theirs = rank + 1, 2 - rank
+        assert text == (
+            f"rank {rank} called all_reduce(sum) of {ours} float32, rank {1 - rank} all_reduce(sum) of {theirs} float32"
+        )
+
+
+def test_worlds_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WorldError, match=r"data=4\) is of 4 ranks but there are 1 processes.*--processes 4"):
+        process_world(mesh(4))
+    with pytest.raises(PlanError, match="allreduce=tree is unknown; choose backend, ring or naive"):
+        run_ranks(mesh(2), mismatch, algorithm="tree")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(WorldError, match="RANK, MASTER_ADDR, MASTER_PORT is not"):
+        process_world(mesh(2))
+
+
+def mesh_names(world: World) -> tuple[tuple[str, ...], int]:
+    found = device_mesh(world)
+    assert found.mesh_dim_names is not None
+    return found.mesh_dim_names, found.get_local_rank("tensor")
+
+
+def test_device_mesh() -> None:
+    names = ("data", "tensor")
+    assert run("shm", Mesh((("data", 1), ("tensor", 2))), mesh_names) == [(names, 0), (names, 1)]
