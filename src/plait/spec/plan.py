@@ -159,9 +159,9 @@ class Plan:
         product = " x ".join(f"{name}={size}" for name, size in self.mesh.axes if size > 1)
         sum_text = f"{product} = {need}" if " x " in product else f"{need}"
         raise PlanError(
-            f"the plan {self.title!r} is for {sum_text} {'process' if need == 1 else 'processes'}, but"
-            f" {num_processes} {'was' if num_processes == 1 else 'were'} started; start {need} (--processes {need}),"
-            f" or give a plan whose sizes multiply to {num_processes}, such as data={num_processes}"
+            f"the plan {self.title!r} is for {sum_text} {'process' if need == 1 else 'processes'}, not {num_processes};"
+            f" start {need} (--processes {need}), or give a plan whose sizes multiply to {num_processes}, such as"
+            f" data={num_processes}"
         )
 
 
