@@ -17,6 +17,7 @@ _HOME = {
     "LocalBatch": "plait.run.local_batch",
     "loader": "plait.run.loader",
     "verify": "plait.verification",
+    "Verifier": "plait.verification",
     "Report": "plait.verification",
     "explain": "plait.explaining",
     "run_ranks": "plait.comm.threads",

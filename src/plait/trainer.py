@@ -18,10 +18,11 @@ from plait.comm.process import process_world
 from plait.comm.protocol import World
 from plait.errors import BatchError, CaptureError, LossError, PlanError
 from plait.run import snapshot
-from plait.run.compiler import Compiler, LossFn
+from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.eager import EagerReplica, refuse_unless_data_only
 from plait.run.local_batch import LocalBatch, num_rows
 from plait.run.replica import Replica
+from plait.run.tuning import keep_freed_memory, prefer_fused
 from plait.spec.annotation import Annotations
 from plait.spec.layout import Layout
 from plait.spec.plan import Plan
@@ -81,7 +82,9 @@ class Trainer:
         self.scheduler: Any = None
         self._adopt = world is None
         self.world = world if world is not None else process_world(self.plan.mesh, algorithm=self.plan.allreduce)
-        self.compiler = compiler or Compiler(model, loss_fn, self.plan, layouts)
+        if self._adopt and self.world.device.type == "cpu":
+            keep_freed_memory()
+        self.compiler = compiler or Compiler(Captures(model, loss_fn), self.plan, layouts)
         self._factories = (optimizer, scheduler)
         self._callbacks = tuple(callbacks)
         self._on_nan = on_nan
@@ -233,6 +236,7 @@ def _build_optimizer(factory: OptimizerFactory, replica: Replica | EagerReplica)
     except (TypeError, ValueError):
         first = ""
     optimizer = factory(trainable if first == "named_parameters" else [p for _, p in trainable])
+    prefer_fused(optimizer)
     kind = type(optimizer).__name__
     split = [name for name, layout in replica.layouts.items() if layout.local_shape(replica.world.mesh) != layout.shape]
     if kind in _NOT_ELEMENTWISE and split:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
 from plait.graph.random import GlobalRandom
-from plait.run.compiler import Compiler, LossFn
+from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.references import one_device_loss
 from plait.spec.annotation import Annotations
 from plait.spec.plan import Plan
@@ -100,6 +100,91 @@ class _Run:
     buffers: dict[str, Tensor]
 
 
+class Verifier:
+    """Verifies plans of one model and batch; the capture and the one-device run are made once and serve every plan."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        batch: Any,
+        *,
+        optimizer: OptimizerFactory = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        steps: int = 2,
+        seed: int = 0,
+        clip_norm: float | None = None,
+    ) -> None:
+        self.captures = Captures(model, loss_fn)
+        self.batch = batch
+        self.optimizer = optimizer
+        self.steps = steps
+        self.seed = seed
+        self.clip_norm = clip_norm
+        self._references: dict[int, _Run] = {}
+
+    def verify(self, plan: Plan | str, *, layouts: Annotations | None = None, tolerance: float = 1e-4) -> Report:
+        """Compare `steps` steps under `plan` with one device; see the function `verify`."""
+        plan = Plan.parse(plan) if isinstance(plan, str) else plan
+        compiler = Compiler(self.captures, plan, layouts)
+        lowered = compiler.lowered(self.batch)
+        mine = self._run_plan(compiler)
+        reference = self._reference(plan)
+        return Report(
+            plan=plan.title,
+            steps=self.steps,
+            tolerance=tolerance,
+            losses=tuple(zip(reference.losses, mine.losses, strict=True)),
+            gradients=_differences(reference.gradients, mine.gradients),
+            parameters=_differences(reference.parameters, mine.parameters),
+            buffers=_differences(reference.buffers, mine.buffers),
+            without_rule=tuple(sorted(lowered.without_rule)),
+        )
+
+    def _run_plan(self, compiler: Compiler) -> _Run:
+        def rank(world: World) -> _Run:
+            trainer = Trainer(
+                compiler.model, compiler.loss_fn, self.optimizer, compiler.plan,
+                seed=self.seed, clip_norm=self.clip_norm, world=world, compiler=compiler, on_nan="warn",
+            )  # fmt: skip
+            gradients: dict[str, Tensor] = {}
+            losses = []
+            for step in range(self.steps):
+                loss, found = trainer.step_with_gradients(self.batch, want=step == 0)
+                losses.append(float(loss))
+                gradients = found or gradients
+            replica = trainer.replica
+            parameters = {n: replica.whole(n, _detached(replica.parameters.get(n))).clone() for n in replica.layouts}
+            return _Run(losses, gradients, parameters, replica.buffers)
+
+        return run_ranks(compiler.plan.mesh, rank, algorithm=compiler.plan.allreduce)[0]
+
+    def _reference(self, plan: Plan) -> _Run:
+        """The run on one device; with batchnorm=local it depends on the number of parts."""
+        num_parts = plan.data if plan.batchnorm == "local" else 1
+        if num_parts not in self._references:
+            self._references[num_parts] = self._run_one_device(num_parts)
+        return self._references[num_parts]
+
+    def _run_one_device(self, num_parts: int) -> _Run:
+        twin = copy.deepcopy(self.captures.model).train()
+        named = dict(twin.named_parameters())
+        optimizer = self.optimizer([p for p in named.values() if p.requires_grad])
+        losses: list[float] = []
+        gradients: dict[str, Tensor] = {}
+        for step in range(self.steps):
+            optimizer.zero_grad(set_to_none=True)
+            with GlobalRandom(step_key(self.seed, step)):
+                loss = one_device_loss(twin, self.captures.loss_fn, self.batch, num_parts)
+                loss.backward()
+            losses.append(float(loss.detach()))
+            if step == 0:
+                gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
+            if self.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_([p for p in named.values() if p.grad is not None], self.clip_norm)
+            optimizer.step()
+        return _Run(losses, gradients, {n: p.detach() for n, p in named.items()}, dict(twin.named_buffers()))
+
+
 def verify(
     model: nn.Module,
     loss_fn: LossFn,
@@ -122,79 +207,8 @@ def verify(
     With batchnorm=local the reference runs the model on each rank's part of the batch in turn, and cannot draw the
     same dropout masks: verify such a plan with dropout off.
     """
-    plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    compiler = Compiler(model, loss_fn, plan, layouts)
-    lowered = compiler.lowered(batch)
-    mine = _run_plan(compiler, optimizer, batch, plan, steps, seed, clip_norm)
-    reference = _run_one_device(model, loss_fn, optimizer, batch, plan, steps, seed, clip_norm)
-    return Report(
-        plan=plan.title,
-        steps=steps,
-        tolerance=tolerance,
-        losses=tuple(zip(reference.losses, mine.losses, strict=True)),
-        gradients=_differences(reference.gradients, mine.gradients),
-        parameters=_differences(reference.parameters, mine.parameters),
-        buffers=_differences(reference.buffers, mine.buffers),
-        without_rule=tuple(sorted(lowered.without_rule)),
-    )
-
-
-def _run_plan(
-    compiler: Compiler,
-    optimizer: OptimizerFactory,
-    batch: Any,
-    plan: Plan,
-    steps: int,
-    seed: int,
-    clip_norm: float | None,
-) -> _Run:
-    def rank(world: World) -> _Run:
-        trainer = Trainer(
-            compiler.model, compiler.loss_fn, optimizer, plan,
-            seed=seed, clip_norm=clip_norm, world=world, compiler=compiler, on_nan="warn",
-        )  # fmt: skip
-        trainer.prepare(batch)
-        gradients: dict[str, Tensor] = {}
-        losses = []
-        for step in range(steps):
-            loss, found = trainer.step_with_gradients(batch, want=step == 0)
-            losses.append(float(loss))
-            gradients = found or gradients
-        replica = trainer.replica
-        parameters = {n: replica.whole(n, _detached(replica.parameters.get(n))).clone() for n in replica.layouts}
-        return _Run(losses, gradients, parameters, replica.buffers)
-
-    return run_ranks(plan.mesh, rank, algorithm=plan.allreduce)[0]
-
-
-def _run_one_device(
-    model: nn.Module,
-    loss_fn: LossFn,
-    optimizer: OptimizerFactory,
-    batch: Any,
-    plan: Plan,
-    steps: int,
-    seed: int,
-    clip_norm: float | None,
-) -> _Run:
-    twin = copy.deepcopy(model).train()
-    named = dict(twin.named_parameters())
-    optim = optimizer([p for p in named.values() if p.requires_grad])
-    losses: list[float] = []
-    gradients: dict[str, Tensor] = {}
-    for step in range(steps):
-        optim.zero_grad(set_to_none=True)
-        with GlobalRandom(step_key(seed, step)):
-            loss = one_device_loss(twin, loss_fn, batch, plan)
-            loss.backward()
-        losses.append(float(loss.detach()))
-        if step == 0:
-            gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
-        if clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_([p for p in named.values() if p.grad is not None], clip_norm)
-        optim.step()
-    buffers = dict(twin.named_buffers())
-    return _Run(losses, gradients, {n: p.detach() for n, p in named.items()}, buffers)
+    verifier = Verifier(model, loss_fn, batch, optimizer=optimizer, steps=steps, seed=seed, clip_norm=clip_norm)
+    return verifier.verify(plan, layouts=layouts, tolerance=tolerance)
 
 
 def _detached(parameter: Tensor | None) -> Tensor | None:

@@ -19,3 +19,9 @@ def split_buckets(sizes: Sequence[int], bucket_bytes: int, first_bytes: int) -> 
     if members:
         buckets.append(members)
     return buckets
+
+
+def bucket_limit(total_bytes: int, bucket_bytes: int) -> int:
+    """Size at which a bucket is closed: a sixteenth of all, so that most of the sum overlaps with backward and little
+    memory is under way at a time, but between 1 MiB and `bucket_bytes`."""
+    return min(bucket_bytes, max(1 << 20, total_bytes // 16))

@@ -11,25 +11,30 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from plait.decide.buckets import split_buckets
+from plait.decide.buckets import bucket_limit, split_buckets
 from plait.graph import ops
 from plait.graph.calls import num_bytes, output_node
 from plait.graph.partition import WORLD
 
 
-def bucket_start(world: Any, axis: str, tensors: Sequence[Tensor]) -> Any:
-    """Begin the sum of several tensors of one dtype over the axis."""
-    comm = world.comm(axis)
-    total = sum(t.numel() for t in tensors)
-    flat = comm.buffer(total, tensors[0].dtype) if hasattr(comm, "buffer") else None
-    if flat is None:
-        flat = tensors[0].new_empty(total)
-    torch.cat([t.reshape(-1) for t in tensors], out=flat)
-    return comm.all_reduce(flat, consume=True)
+def bucket_new(world: Any, axis: str, num_elements: int, like: Tensor) -> Tensor:
+    """An empty flat buffer, in memory that the transport sends from if it has such."""
+    flat = world.comm(axis).buffer(num_elements, like.dtype)
+    return like.new_empty(num_elements) if flat is None else flat
+
+
+def bucket_put(flat: Tensor, offset: int, tensor: Tensor) -> Tensor:
+    """Copy a tensor into the buffer, so that its own memory is free at once. Returns the buffer."""
+    flat.narrow(0, offset, tensor.numel()).view(tensor.shape).copy_(tensor)
+    return flat
+
+
+def bucket_start(world: Any, flat: Tensor, axis: str) -> Any:
+    """Begin the sum of a full buffer over the axis."""
+    return world.comm(axis).all_reduce(flat, consume=True)
 
 
 def bucket_wait(work: Any, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -47,31 +52,45 @@ def bucket_gradients(graph: Graph, bucket_bytes: int, first_bytes: int = 1 << 20
         if node.target is ops.all_reduce and node.args[3] == "sum" and all(u.op == "output" for u in node.users):
             key = (node.args[2], node.meta["val"].dtype, tuple(sorted(node.meta.get("only", {}).items())))
             groups.setdefault(key, []).append(node)
+    if not groups:
+        return graph
     end = output_node(graph)
     world = next(node for node in graph.nodes if node.name == WORLD)
     for (axis, _, _), nodes in groups.items():
         nodes.sort(key=lambda n: order[n.args[1]])
         sizes = [num_bytes(n.meta["val"]) for n in nodes]
-        for members in split_buckets(sizes, bucket_bytes, first_bytes):
+        for members in split_buckets(sizes, bucket_limit(sum(sizes), bucket_bytes), first_bytes):
             _join(graph, world, axis, [nodes[i] for i in members], end)
     return graph
 
 
 def _join(graph: Graph, world: Node, axis: str, nodes: list[Node], end: Node) -> None:
-    tensors = [node.args[1] for node in nodes]
+    values = [node.meta["val"] for node in nodes]
     meta = {k: v for k, v in nodes[-1].meta.items() if k != "val"}
-    with graph.inserting_after(tensors[-1]):  # type: ignore[arg-type]
-        start = graph.call_function(bucket_start, (world, axis, list(tensors)))
+    total = sum(value.numel() for value in values)
+    flat: Any = None
+    offset = 0
+    for node, value in zip(nodes, values, strict=True):
+        tensor: Any = node.args[1]
+        if flat is None:
+            with graph.inserting_after(tensor):
+                flat = graph.call_function(bucket_new, (world, axis, total, tensor))
+                flat.meta = {**meta, "val": None}
+        with graph.inserting_after(max(flat, tensor)):
+            flat = graph.call_function(bucket_put, (flat, offset, tensor))
+            flat.meta = {**meta, "val": None}
+        offset += value.numel()
+    with graph.inserting_after(flat):
+        start = graph.call_function(bucket_start, (world, flat, axis))
+        start.meta = {**meta, "val": None, "bytes": sum(map(num_bytes, values)), "num": len(nodes)}
     with graph.inserting_before(end):
-        shapes = [list(node.meta["val"].shape) for node in nodes]
-        done = graph.call_function(bucket_wait, (start, shapes))
+        done = graph.call_function(bucket_wait, (start, [list(value.shape) for value in values]))
+        done.meta = {**meta, "val": values}
         for i, node in enumerate(nodes):
             item = graph.call_function(operator.getitem, (done, i))
             item.meta = dict(node.meta)
             node.replace_all_uses_with(item)
             graph.erase_node(node)
-    start.meta = {**meta, "val": None, "bytes": sum(num_bytes(n.meta["val"]) for n in tensors)}  # type: ignore[union-attr]
-    done.meta = {**meta, "val": [n.meta["val"] for n in tensors]}  # type: ignore[union-attr]
 
 
 def overlap(graph: Graph) -> Graph:

@@ -13,6 +13,7 @@ from plait.errors import PlanError
 from plait.graph.bucket import bucket_gradients, overlap
 from plait.graph.calls import output_node, placeholders
 from plait.graph.capture import Captured
+from plait.graph.inplace import reuse_dead_operands
 from plait.graph.partition import partition
 from plait.graph.propagate import propagate
 from plait.graph.recipe import recipe
@@ -95,7 +96,7 @@ def lower(
             if not isinstance(placement, Replicate):
                 placements[names[node]].append((axis, placement))
                 origins[names[node]] = origin.get(node, "")
-    overlap(bucket_gradients(graph, plan.bucket_bytes))
+    graph = reuse_dead_operands(overlap(bucket_gradients(graph, plan.bucket_bytes)))
     layouts = {
         i.name: Layout(dtype_name(values[i.node].dtype), tuple(values[i.node].shape), tuple(placements[i.name]))
         for i in captured.inputs

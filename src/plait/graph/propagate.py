@@ -140,7 +140,7 @@ class Propagator:
         given: tuple[Placement, ...],
         bytes_in: list[int],
         bytes_out: int,
-    ) -> tuple[float, int, int]:
+    ) -> tuple[float, int]:
         cost = self._move(strategy, inputs, given, bytes_in)
         terms = sum(isinstance(p, Partial) for p in strategy.inputs)
         if terms:
@@ -149,8 +149,7 @@ class Propagator:
             put_off = 2 * bytes_out * (self.size - 1) / self.size
             cost += put_off * (1.01 if len(inputs) > 1 and terms == 1 else 1.0)
         changes = sum(have != want for have, want in zip(given, strategy.inputs, strict=True))
-        whole = all(isinstance(p, Replicate) for p in strategy.outputs)
-        return cost, changes, int(whole)
+        return cost, changes
 
     def _set(self, node: Node, inputs: list[Node], strategy: Strategy) -> None:
         found = self.found

@@ -40,8 +40,8 @@ def _is_start(node: Node) -> bool:
 
 def _describe(node: Node, sizes: Mapping[str, int]) -> Collective:
     if node.target is bucket_start:
-        axis, held = str(node.args[1]), int(node.meta["bytes"])
-        value = f"{len(node.args[2])} gradients"  # type: ignore[arg-type]
+        axis, held = str(node.args[2]), int(node.meta["bytes"])
+        value = f"{node.meta['num']} gradients"
     else:
         axis = str(node.args[2])
         source = node.args[1]

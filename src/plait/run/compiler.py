@@ -1,4 +1,4 @@
-"""Captures and lowers a step once for each shape of batch; ranks that are threads share one compiler."""
+"""Captures and lowers a step once for each shape of batch; plans share captures, ranks that are threads a compiler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from plait.graph.batch import batch_signature
-from plait.graph.capture import capture
+from plait.graph.capture import Captured, capture
 from plait.graph.lower import Lowered, lower
 from plait.spec.annotation import Annotations
 from plait.spec.layout import Layout
@@ -18,27 +18,50 @@ from plait.spec.plan import Plan
 LossFn = Callable[[Any, Any], Any]
 
 
-class Compiler:
-    """From (model, loss, plan) and a batch to the lowered step, cached by the batch's structure and shapes."""
+class Captures:
+    """The captured steps of one model and loss, by the batch's structure and shapes; plans may share them."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, plan: Plan, annotations: Annotations | None = None) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFn) -> None:
         self.model = model
         self.loss_fn = loss_fn
+        self._found: dict[tuple[str, bool], Captured] = {}
+
+    def captured(self, batch: Any, train: bool) -> Captured:
+        """The step on a global batch; `train=False` is the forward of evaluation. CaptureError if it cannot be had."""
+        key = (batch_signature(batch), train)
+        if key not in self._found:
+            self._found[key] = capture(self.model, self.loss_fn, batch, train=train, differentiate=train)
+        return self._found[key]
+
+
+class Compiler:
+    """From captures and a plan to the lowered step, cached by the batch's structure and shapes.
+
+    Layouts of parameters are decided with the first batch and kept from then on.
+    """
+
+    def __init__(self, captures: Captures, plan: Plan, annotations: Annotations | None = None) -> None:
+        self.captures = captures
         self.plan = plan
         self.annotations = annotations
         self._found: dict[tuple[str, bool], Lowered] = {}
         self._settled: Mapping[str, Layout] | None = None
         self._lock = threading.Lock()
 
-    def knows(self, signature: str, train: bool) -> bool:
-        return (signature, train) in self._found
+    @property
+    def model(self) -> nn.Module:
+        return self.captures.model
+
+    @property
+    def loss_fn(self) -> LossFn:
+        return self.captures.loss_fn
 
     def lowered(self, batch: Any, train: bool = True) -> Lowered:
-        """The lowered step for a global batch; `train=False` is the forward of evaluation."""
+        """The lowered step for a global batch."""
         key = (batch_signature(batch), train)
         with self._lock:
             if key not in self._found:
-                captured = capture(self.model, self.loss_fn, batch, train=train, differentiate=train)
+                captured = self.captures.captured(batch, train)
                 found = lower(captured, self.plan, self.annotations, self._settled)
                 if self._settled is None:
                     parameters = {i.name for i in captured.inputs if i.kind == "parameter"}

@@ -9,26 +9,26 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from plait.run.compiler import LossFn
-from plait.spec.plan import Plan
 
 
-def one_device_loss(model: nn.Module, loss_fn: LossFn, batch: Any, plan: Plan) -> Tensor:
-    """The loss on the whole batch by the model itself; with batchnorm=local, part after part, as replicas see it."""
-    if plan.batchnorm == "global" or plan.data == 1:
+def one_device_loss(model: nn.Module, loss_fn: LossFn, batch: Any, num_parts: int = 1) -> Tensor:
+    """The loss on the whole batch by the model itself; with several parts, part after part, as local batch norm has it."""
+    if num_parts == 1:
         total, weight = as_pair(loss_fn(model, batch))
         return total / weight
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     parts = []
     kept: dict[str, Tensor] = {}
-    for index in range(plan.data):
+    for index in range(num_parts):
         for name, buffer in model.named_buffers():
             buffer.data.copy_(buffers[name])
-        parts.append(as_pair(loss_fn(model, rows_of(batch, index, plan.data))))
+        parts.append(as_pair(loss_fn(model, rows_of(batch, index, num_parts))))
         if index == 0:  # running statistics are rank 0's
             kept = {name: b.clone() for name, b in model.named_buffers()}
     for name, buffer in model.named_buffers():
         buffer.data.copy_(kept[name])
-    return torch.stack([s for s, _ in parts]).sum() / sum(torch.as_tensor(w) for _, w in parts)
+    total = torch.stack([s for s, _ in parts]).sum()
+    return total / sum(torch.as_tensor(w) for _, w in parts)
 
 
 def as_pair(loss: Any) -> tuple[Tensor, Any]:

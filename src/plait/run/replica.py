@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.comm.agree import agree
 from plait.comm.protocol import World
 from plait.graph.batch import batch_leaves, batch_signature
 from plait.graph.lower import Lowered
@@ -35,7 +36,7 @@ class Replica:
         self._programs: dict[tuple[str, bool], Program] = {}
         self.with_gradient: tuple[str, ...] = ()  # parameters that the last step gave gradients of, on any rank
         model = compiler.model
-        lowered = self._lowered(batch, train=True)
+        lowered = self.program(batch, train=True).lowered
         names = [name for name, _ in model.named_parameters()]
         self.layouts: dict[str, Layout] = {name: lowered.layouts[name] for name in names}
         self.dtypes = {name: p.dtype for name, p in model.named_parameters()}
@@ -62,6 +63,7 @@ class Replica:
         whole = global_like(batch) if isinstance(batch, LocalBatch) else batch
         key = (batch_signature(whole), train)
         if key not in self._programs:
+            agree(self.world, key[0], "shape of batch")  # a rank with a shape of its own would wait for the others for ever
             self._programs[key] = Program(self._lowered(batch, train), self.world)
         return self._programs[key]
 
