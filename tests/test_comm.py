@@ -171,6 +171,20 @@ def test_a_comm_for_each_axis(transport: str) -> None:
     ]  # fmt: skip
 
 
+def crossed(world: World) -> tuple[float, float]:
+    """Ranks wait for two groups in different orders: waiting for one must not hold up the other."""
+    comms = [world.comm("data"), world.everyone()]
+    works = [comm.all_reduce(torch.tensor(1.0)) for comm in comms]
+    order = (0, 1) if world.rank % 2 else (1, 0)
+    sums = {i: works[i].wait().item() for i in order}
+    return sums[0], sums[1]
+
+
+@pytest.mark.parametrize("transport", ["threads", "gloo", "shm"])
+def test_groups_do_not_hold_each_other_up(transport: str) -> None:
+    assert run(transport, 3, crossed) == [(3.0, 3.0)] * 3
+
+
 def alone(world: World) -> None:
     for comm in (world.comm("data"), world.comm("tensor"), world.everyone()):
         tensor = torch.arange(3.0)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from plait.comm.board import Board
+from plait.comm.launch import first_to_fail
 from plait.comm.process import ProcessWorld
 from plait.comm.protocol import World
 from plait.errors import PlaitError, RankFailed
@@ -92,7 +93,7 @@ def _report(world: ProcessWorld, error: BaseException) -> None:
         first = world.board.first(_FAILURE, report) == report
     except RuntimeError:  # the board's host is gone, which is rank 0's unless torchrun keeps it: let one rank speak
         first = world.rank == min(1, world.mesh.size - 1)
-    if first:
+    if first and first_to_fail():
         print(f"{trace}plait: {message}", file=sys.stderr, flush=True)
 
 

@@ -96,7 +96,9 @@ def process_world(
     world = ProcessWorld(mesh, rank, where, StoreBoard(str(_num_worlds)), owns_group=not started)
     groups = {axis: mesh.groups(axis) for axis in mesh.names} | {"": (tuple(range(size)),)}
     shared = _share_memory(world, groups) if shared_memory and where.type == "cpu" else {}
-    world._shared = [comm for comm in shared.values()]
+    world._shared = list(shared.values())
+    for one in world._shared:
+        one.siblings = [other for other in world._shared if other is not one]
     for axis, all_ranks in groups.items():
         ranks = next(ranks for ranks in all_ranks if rank in ranks)
         comm: Comm

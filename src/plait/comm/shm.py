@@ -69,6 +69,7 @@ class ShmComm(GroupComm):
         self._blocks: deque[tuple[int, int, int]] = deque()  # of unconsumed collectives: (seq, offset, bytes)
         self._buffers: dict[int, tuple[int, int]] = {}  # address -> (offset, bytes)
         self._error: WorldError | None = None
+        self.siblings: list[ShmComm] = []  # this rank's other groups, which a long wait here must not hold up
         self._mailbox = Mailbox(self, segments, rank, MAIL)
         self._reader = Reader(self, segments)
         self._patience = Patience(ranks, self._peers, pids, self._needs, self._failed, crowded)
@@ -221,6 +222,9 @@ class ShmComm(GroupComm):
         while not done():
             if self._patience.pause():
                 self._mailbox.read_all()
+                for other in self.siblings:
+                    other.progress()
+                    other._mailbox.read_all()
             self.progress()
 
     def _least(self, word: int) -> int:
