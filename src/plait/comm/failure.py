@@ -1,7 +1,7 @@
 """One rank's failure stops all, and is shown once.
 
-The first rank to raise puts its report on the board. Every other rank learns of it from a thread that looks at the board
-once a second, or from the errors of its own collectives, and leaves without a word.
+The first rank to raise puts its report on the board. Every other rank learns of it from a thread that looks at the
+board once a second, or from the errors of its own collectives, and leaves without a word.
 """
 
 from __future__ import annotations
