@@ -26,13 +26,20 @@ class Access:
     kept: dict[int, int]  # other dims of x -> dims of the result
 
 
+def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    if len(shapes) == 1:
+        return shapes[0]
+    padded = [(1,) * (max(map(len, shapes)) - len(shape)) + shape for shape in shapes]
+    return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
+
+
 def _access(call: Call) -> Access | None:
     """None for masks, whose result has a size that depends on data."""
     x, indices = call.inputs[0], call.args[1]
     if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
         return None
     indexed = tuple(d for d, i in enumerate(indices) if i is not None)
-    shape = tuple(torch.broadcast_shapes(*(indices[d].shape for d in indexed)))
+    shape = _broadcast([indices[d].shape for d in indexed])
     together = indexed == tuple(range(indexed[0], indexed[-1] + 1))
     first = indexed[0] if together else 0
     others = [d for d in range(x.ndim) if d not in indexed]

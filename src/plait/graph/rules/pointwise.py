@@ -112,7 +112,8 @@ def _like(call: Call, given: Placements, size: int) -> list[Strategy]:
     return [Strategy(given, (REPLICATE,))] if isinstance(given[0], Partial) else []
 
 
-for _op in dict.fromkeys([*tagged(), *_EXTRAS]):
+OPS = tuple(dict.fromkeys([*tagged(), *_EXTRAS]))
+for _op in OPS:
     register(_op, rule=Rule(factors=pointwise_factors, linear=_LINEAR.get(_op, no_groups)))
 register(*overloads("_prelu_kernel_backward"), rule=Rule(factors=pointwise_factors, linear=first_operand))
 register(
