@@ -41,6 +41,7 @@ def test_public_surface() -> None:
         "Report",
         "StepEnd",
         "Trainer",
+        "Verifier",
         "WorldError",
         "__version__",
         "explain",
