@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -183,16 +185,26 @@ def _errors_shown_once() -> Iterator[None]:
     try:
         yield
     except PlaitError as error:
-        from plait.comm.launch import first_to_fail
-
-        if first_to_fail():
+        if _may_speak():
             from rich.console import Console
 
             who = f"rank {rank()} failed: {type(error).__name__}: " if under_launcher() else ""
-            Console(stderr=True, highlight=False).print(
-                f"plait: {who}{error}", markup=False, style="red", soft_wrap=True
-            )
+            console = Console(stderr=True, highlight=False)
+            console.print(f"plait: {who}{error}", markup=False, style="red", soft_wrap=True)
         raise typer.Exit(2) from None
+    except Exception as error:
+        if not under_launcher() or isinstance(error, typer.Exit):
+            raise
+        if _may_speak():
+            traceback.print_exc()
+            print(f"plait: rank {rank()} failed: {type(error).__name__}: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def _may_speak() -> bool:
+    from plait.comm.launch import first_to_fail
+
+    return first_to_fail()
 
 
 if __name__ == "__main__":

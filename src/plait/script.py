@@ -39,7 +39,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
 def _own_traceback(error: Exception, script: Path) -> str:
     """The traceback from the script's first line on, without what ran it."""
     frames = error.__traceback__
-    while frames is not None and Path(frames.tb_frame.f_code.co_filename).name != script.name:
+    while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
         frames = frames.tb_next
     shown = error.with_traceback(frames) if frames is not None else error
     return "".join(traceback.format_exception(shown))

@@ -1,0 +1,142 @@
+"""The command line: what it refuses before anything starts, and real runs on two processes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from plait.cli import app
+from plait.comm.launch import first_to_fail
+from plait.train.metrics import read_metrics
+
+SMALL = """
+[model]
+layers = 1
+width = 16
+heads = 2
+sequence = 16
+dropout = 0.1
+[data]
+source = "text.txt"
+[train]
+steps = 4
+batch_size = 4
+clip_norm = 1.0
+out = "run"
+[sample]
+length = 8
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("RANK", "WORLD_SIZE", "PLAIT_PLAN", "PLAIT_FAILURE_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text(SMALL)
+    (tmp_path / "text.txt").write_text(
+        "It was a bright cold day in April, and the clocks were striking thirteen. " * 40
+    )
+    return tmp_path
+
+
+def plait(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "plait.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["train", "job.toml", "--plan", "data=3", "--processes", "4"], ["'data=3' is for 3 processes, not 4"]),
+        (["train", "job.toml", "--plan", "dta=3"], ["unknown key 'dta'", "did you mean data?"]),
+        (["train", "job.toml", "--plan", "data=3"], ["4 does not split over data=3"]),
+        (["train", "job.toml", "--set", "train.steps=x"], ["--set: train.steps = 'x'", "a whole number"]),
+        (["train", "none.toml"], ["there is no config file 'none.toml'"]),
+        (["train", "job.toml", "--set", "data.source=none"], ["there is no text file or folder 'none'"]),
+        (["train", "job.toml", "--resume"], ["there is no checkpoint in run/checkpoints"]),
+        (["verify", "job.toml", "--plan", "schedule=foo"], ["unknown schedule 'foo'", "gpipe"]),
+        (["explain", "job.toml", "--plan", "data=0"], ["'data=0'", "1 or more"]),
+        (["run", "none.py"], ["there is no script 'none.py'"]),
+        (["run", "text.txt", "--processes", "2", "--plan", "tensor=3"], ["'tensor=3' is for 3 processes, not 2"]),
+    ],
+)
+def test_bad_input_is_one_message(folder: Path, arguments: list[str], parts: list[str]) -> None:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("plait: ") and "Traceback" not in result.stderr
+    for part in parts:
+        assert part in result.stderr
+    assert not (folder / "run").exists()
+
+
+def test_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).stdout.startswith("plait 0.")
+
+
+def test_only_one_rank_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLAIT_FAILURE_FILE", str(tmp_path / "failure"))
+    assert first_to_fail() and not first_to_fail()
+    monkeypatch.delenv("PLAIT_FAILURE_FILE")
+    assert first_to_fail()
+
+
+def test_run_shows_the_first_exception_once(folder: Path) -> None:
+    (folder / "script.py").write_text(
+        "import os, sys, time\n"
+        "print('arguments', sys.argv[1:], os.environ['PLAIT_PLAN'], flush=True)\n"
+        "if os.environ['RANK'] == '1':\n    raise ValueError('boom')\n"
+        "time.sleep(60)\n"
+    )
+    start = time.monotonic()
+    process = plait("run", "script.py", "--plan", "data=2", "--lr", "3")
+    out, error = process.communicate()
+    assert process.returncode == 1 and time.monotonic() - start < 40
+    assert "arguments ['--lr', '3'] data=2" in out
+    assert error.count("ValueError: boom") == 2 and error.count("Traceback") == 1
+    assert error.rstrip().endswith("plait: rank 1 failed: ValueError: boom")
+    assert "runpy" not in error and "elastic" not in error
+
+
+def test_train_on_two_processes_stop_and_resume_under_another_plan(folder: Path) -> None:
+    process = plait("train", "job.toml", "--plan", "data=2", "--set", "train.steps=100000")
+    metrics = folder / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, error = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM, error
+    assert "--resume goes on from there" in out and error == ""
+    done = len(read_metrics(metrics))
+    steps = f"train.steps={done + 5}"
+    process = plait("train", "job.toml", "--plan", "tensor=2", "--set", steps, "--resume")
+    out, error = process.communicate()
+    assert process.returncode == 0, error
+    assert f"going on after step {done}" in out and (folder / "run" / "sample.txt").exists()
+    alone = CliRunner().invoke(app, ["train", "job.toml", "--set", steps, "--set", "train.out=one"])
+    assert alone.exit_code == 0, alone.output
+    losses, wanted = (read_losses(folder / out) for out in ("run", "one"))
+    assert losses[:20] == pytest.approx(wanted[:20], rel=1e-5)  # rounding grows with the steps
+    assert losses == pytest.approx(wanted, rel=1e-2)
+
+
+def read_losses(out: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(out / "metrics.jsonl")]
+
+
+def test_verify_and_explain(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["verify", "job.toml", "--plan", "data=2 tensor=2"])
+    assert result.exit_code == 0, result.output
+    assert "data=2 tensor=2" in result.stdout
+    result = CliRunner().invoke(app, ["explain", "job.toml", "--plan", "data=2 tensor=2"])
+    assert result.exit_code == 0 and "blocks.0.query.weight" in result.stdout
+    result = CliRunner().invoke(app, ["explain", "job.toml", "--plan", "tensor=2", "--tensor", "blocks.0.query.weight"])
+    assert result.exit_code == 0 and "16@tensor" in result.stdout
+    assert not (folder / "run").exists()

@@ -1,0 +1,122 @@
+"""The training loop, on one process: its files, its losses, stopping and going on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from plait.errors import CheckpointError, LossError
+from plait.run import checkpoint
+from plait.spec.plan import Plan
+from plait.train.build import check_job
+from plait.train.config import Config, load_config
+from plait.train.job import Outcome, run_job
+from plait.train.metrics import read_metrics
+
+JOB = """
+[model]
+layers = 1
+width = 16
+heads = 2
+sequence = 16
+dropout = 0.2
+[data]
+source = "text.txt"
+[optimizer]
+lr = 1e-2
+[scheduler]
+warmup = 2
+[train]
+steps = 8
+batch_size = 4
+clip_norm = 1.0
+out = "run"
+save_every = 3
+evaluate_every = 4
+[sample]
+length = 8
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("RANK", "WORLD_SIZE", "PLAIT_PLAN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog while it rains. " * 40)
+    return tmp_path
+
+
+def config(*changes: str) -> Config:
+    return load_config("job.toml", changes)
+
+
+def train(*changes: str, resume: bool = False) -> Outcome:
+    check_job(config(*changes), Plan(), resume)
+    return run_job(config(*changes), Plan(), resume)
+
+
+def losses(out: str) -> list[float]:
+    return [line["loss"] for line in read_metrics(Path(out) / "metrics.jsonl")]
+
+
+def test_what_a_run_leaves(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("train.steps=22").step == 22
+    lines = read_metrics(folder / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 23))
+    assert set(lines[0]) == {"step", "loss", "lr", "tokens_per_s", "seconds", "data_seconds", "gradient_norm"}
+    assert [line["step"] for line in lines if "held_out_loss" in line] == [4, 8, 12, 16, 20, 22]
+    assert lines[0]["lr"] == pytest.approx(5e-3) and lines[1]["lr"] == pytest.approx(1e-2)
+    assert lines[-1]["loss"] < lines[0]["loss"] - 1
+    assert [path.name for path in checkpoint.checkpoints("run/checkpoints")] == ["step-00000021", "step-00000022"]
+    assert (folder / "run" / "sample.txt").read_text().startswith("The ")
+    assert "a sample of what it learned:" in capsys.readouterr().out
+
+
+def test_stop_by_signal_and_resume(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # an epoch has 35 batches: the stop falls into the second one
+    train("train.out=whole", "train.steps=40")
+    from plait.train import job
+
+    original, calls = job.num_tokens, []
+
+    def stop_at_37(batch: object) -> int:
+        calls.append(1)
+        if len(calls) == 37:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(job, "num_tokens", stop_at_37)
+    outcome = train("train.steps=40")
+    assert outcome.stopped and outcome.step == 37
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    outcome = train("train.steps=40", resume=True)
+    assert not outcome.stopped and outcome.step == 40
+    assert losses("run") == losses("whole")
+
+
+def test_resume_of_a_damaged_checkpoint_is_refused_before_the_start(folder: Path) -> None:
+    train("train.steps=3")
+    with pytest.raises(CheckpointError, match="holds checkpoints of an earlier run"):
+        train("train.steps=5")
+    with pytest.raises(Exception, match="has done 3 steps and train.steps = 3"):
+        train("train.steps=3", resume=True)
+    file = next(folder.glob("run/checkpoints/step-00000003/*.distcp"))
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=f"{file.name} has"):
+        train("train.steps=5", resume=True)
+
+
+def test_resume_with_another_model_is_refused(folder: Path) -> None:
+    train("train.steps=2")
+    with pytest.raises(CheckpointError, match=r"shape \[256, 16\] there and \[256, 32\] here"):
+        train("train.steps=3", "model.width=32", resume=True)
+
+
+def test_loss_that_is_not_finite_stops_the_run(folder: Path) -> None:
+    with pytest.raises(LossError, match="step"):
+        train("optimizer.lr=1e30", "train.clip_norm=1e30")
