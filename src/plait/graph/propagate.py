@@ -210,9 +210,9 @@ def whole_strategy(given: tuple[Placement, ...], node: Node) -> Strategy:
 
 
 def only_strategies(call: Call, given: tuple[Placement, ...]) -> list[Strategy]:
-    """Run where an input lies, if all the others are there too."""
+    """Run where an input lies, all of them if they lie in one place."""
     places = {p for p in given if isinstance(p, Only)}
-    if len(places) != 1 or not all(isinstance(p, (Only, Replicate)) for p in given):
+    if len(places) != 1:
         return []
     (place,) = places
     return [Strategy((place,) * len(given), (place,) * len(call.outputs))]

@@ -91,7 +91,11 @@ class Replica:
 
     def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         for name, parameter in self.parameters.items():
-            parameter.grad = gradients.get(name)
+            gradient = gradients.get(name)
+            if gradient is not None and gradient.stride() != parameter.stride():
+                # Fused optimizers walk both memories side by side; autograd keeps this contract too.
+                gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+            parameter.grad = gradient
 
     def gradient_norm(self) -> float:
         """The 2-norm of all gradients together, of the whole tensors and the same on every rank."""
