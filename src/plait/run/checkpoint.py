@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from plait.comm.protocol import World
 from plait.errors import CheckpointError
 from plait.run.manifest import NAME, Manifest, file_entry
 
+# torch.distributed.checkpoint takes a second to import, which a look at the manifests should not cost: it is imported
+# where tensors are moved.
 KEEP = 2
 _PREFIX = "step-"
 
@@ -76,6 +76,8 @@ def load(path: str | Path, state: dict[str, Any], *, world: World) -> dict[str, 
     manifest = Manifest.read(folder)
     tensors, _ = _split(state)
     _check_same(tensors, manifest, folder)
+    import torch.distributed.checkpoint as dcp
+
     reader = dcp.FileSystemReader(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -169,6 +171,8 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _write(tensors: dict[str, Tensor], folder: Path, alone: bool) -> None:
+    import torch.distributed.checkpoint as dcp
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=alone)
@@ -191,6 +195,8 @@ def _replace(aside: Path, final: Path) -> None:
 
 def _in_parts(tensors: Mapping[str, Tensor]) -> bool:
     """Whether each rank writes its own part; where ranks are threads the tensors are whole and rank 0 writes them."""
+    from torch.distributed.tensor import DTensor
+
     return any(isinstance(tensor, DTensor) for tensor in tensors.values())
 
 
