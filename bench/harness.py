@@ -6,6 +6,7 @@ what counts is the ratio within a round. Memory is measured apart, in fresh proc
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ import resource
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -272,3 +273,19 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def arguments(doc: str | None, workloads: Iterable[str] = ()) -> argparse.Namespace:
+    """The command line that benchmarks share."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if workloads:
+        parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(workloads)}; default: all")
+        parser.add_argument("--rounds", type=int, default=9, help="turns of each variant")
+        parser.add_argument("--steps", type=int, default=3, help="steps a turn")
+    parser.add_argument("--write", action="store_true", help="keep the table in docs/bench/")
+    given = parser.parse_args()
+    if workloads:
+        given.workloads = given.workloads or list(workloads)
+        if unknown := set(given.workloads) - set(workloads):
+            parser.error(f"unknown workload {', '.join(sorted(unknown))}; there are {', '.join(workloads)}")
+    return given

@@ -1,0 +1,91 @@
+"""How each contender sets up its step: `build(workload, ...)` in a process with torchrun's variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.megatron import split_gpt
+from bench.workloads import WORKLOADS, loss_fn, optimizer
+from plait import Plan, Trainer
+from plait.comm.process import process_world
+
+Step = Callable[[], Any]
+
+
+def independent(workload: str, fused: bool | None = None) -> Step:
+    """No communication at all: each rank trains its half of the batch alone. The ideal of data parallelism."""
+    rank, size = _place()
+    return _eager(WORKLOADS[workload].model(), WORKLOADS[workload].batch(rank, size), fused)
+
+
+def one_device(workload: str) -> Step:
+    """The whole batch on one rank."""
+    return _eager(WORKLOADS[workload].model(), WORKLOADS[workload].batch())
+
+
+def torch_ddp(workload: str, fused: bool | None = None) -> Step:
+    """torch's DistributedDataParallel with its default settings."""
+    rank, size = _join()
+    return _eager(DistributedDataParallel(WORKLOADS[workload].model()), WORKLOADS[workload].batch(rank, size), fused)
+
+
+def torch_parallelize(workload: str) -> Step:
+    """torch's parallelize_module: column and row parallel linears on DTensor."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    _, size = _join()
+    model = WORKLOADS[workload].model()
+    mesh = init_device_mesh("cpu", (size,))
+    columns, rows = ("query", "key", "value", "up"), ("out", "down")
+    for block in model.blocks:
+        parallelize_module(
+            block, mesh, {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
+        )
+    return _eager(model, WORKLOADS[workload].batch())
+
+
+def megatron(workload: str) -> Step:
+    """The split written by hand (bench/megatron.py)."""
+    rank, size = _join()
+    return _eager(split_gpt(WORKLOADS[workload].model(), rank, size), WORKLOADS[workload].batch())
+
+
+def plait(workload: str, plan: str, shared_memory: bool = True) -> Step:
+    """plait's Trainer; every rank gives the global batch."""
+    trainer = plait_trainer(workload, plan, shared_memory)
+    batch = WORKLOADS[workload].batch()
+    return lambda: trainer.step(batch)
+
+
+def plait_trainer(workload: str, plan: str, shared_memory: bool = True) -> Trainer:
+    world = None if shared_memory else process_world(Plan.parse(plan).mesh, shared_memory=False)
+    return Trainer(WORKLOADS[workload].model(), loss_fn, optimizer, plan, world=world)
+
+
+def _eager(model: nn.Module, batch: dict[str, Tensor], fused: bool | None = None) -> Step:
+    updates = optimizer(model.parameters(), fused=fused)
+
+    def step() -> Tensor:
+        loss = loss_fn(model, batch)
+        loss.backward()
+        updates.step()
+        updates.zero_grad()
+        return loss
+
+    return step
+
+
+def _place() -> tuple[int, int]:
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _join() -> tuple[int, int]:
+    dist.init_process_group("gloo")
+    return _place()
