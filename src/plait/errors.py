@@ -16,7 +16,10 @@ class LayoutError(PlaitError, ValueError):
 
 
 class CaptureError(PlaitError):
-    """A model whose training step cannot be captured as a graph."""
+    """A model whose training step cannot be captured as a graph; `file` and `line` say where, if that is known."""
+
+    file: str = ""
+    line: int = 0
 
 
 class BatchError(PlaitError, ValueError):

@@ -1,0 +1,116 @@
+"""Batches: any nesting of dicts, lists, tuples and dataclasses around tensors. Each tensor gets a name: its path."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from plait.errors import BatchError
+
+_PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
+
+
+def map_batch(function: Callable[[str, Any], Any], batch: Any) -> Any:
+    """A batch of the same structure and types, each leaf replaced by function(name, leaf), in order.
+
+    Names are paths: `x`, `inputs.ids`, `0`; a batch that is one tensor is called `batch`.
+    """
+    return _map(function, "", batch)
+
+
+def batch_leaves(batch: Any) -> dict[str, Tensor]:
+    """The tensors of the batch by name, in order. Raises BatchError for a leaf that is neither tensor nor constant."""
+    found: dict[str, Tensor] = {}
+
+    def collect(name: str, leaf: Any) -> Any:
+        if torch.is_tensor(leaf):
+            found[name] = leaf
+        else:
+            _check_plain(name, leaf)
+        return leaf
+
+    map_batch(collect, batch)
+    return found
+
+
+def batch_signature(batch: Any) -> str:
+    """Structure, shapes and dtypes, and the values of what is not a tensor: two batches of one signature share a graph.
+
+    >>> batch_signature({"x": torch.zeros(2, 3), "n": 4})
+    'dict(n=4, x=float32[2, 3])'
+    """
+    return _signature("", batch)
+
+
+def _signature(name: str, batch: Any) -> str:
+    if torch.is_tensor(batch):
+        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
+    children = _children(batch)
+    if children is None:
+        _check_plain(name or "batch", batch)
+        return repr(batch)
+    if isinstance(batch, Mapping):  # the order in which a dict was filled changes nothing
+        children = sorted(children, key=lambda item: repr(item[0]))
+    inside = ", ".join(f"{key}={_signature(_join(name, key), child)}" for key, child in children)
+    return f"{type(batch).__qualname__}({inside})"
+
+
+def _map(function: Callable[[str, Any], Any], name: str, batch: Any) -> Any:
+    children = _children(batch)
+    if children is None:
+        return function(name or "batch", batch)
+    new = [(key, _map(function, _join(name, key), child)) for key, child in children]
+    if dataclasses.is_dataclass(batch):
+        made = copy.copy(batch)
+        for key, child in new:
+            object.__setattr__(made, key, child)  # also where the dataclass is frozen
+        return made
+    if isinstance(batch, MutableMapping):  # keeps the class, and what else the object holds (BatchEncoding)
+        made = copy.copy(batch)
+        for key, child in new:
+            made[key] = child
+        return made
+    values = [child for _, child in new]
+    if isinstance(batch, Mapping):
+        return type(batch)(zip([key for key, _ in new], values, strict=True))  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*values)
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(values)
+    _, spec = pytree.tree_flatten(batch, is_leaf=lambda node: node is not batch)
+    return pytree.tree_unflatten(values, spec)
+
+
+def _children(batch: Any) -> list[tuple[Any, Any]] | None:
+    """The parts of a container with their keys, None for a leaf."""
+    if torch.is_tensor(batch) or isinstance(batch, type):
+        return None
+    if isinstance(batch, Mapping):
+        return list(batch.items())
+    if dataclasses.is_dataclass(batch):
+        return [(f.name, getattr(batch, f.name)) for f in dataclasses.fields(batch)]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return list(zip(batch._fields, batch, strict=True))
+    if isinstance(batch, (list, tuple)):
+        return list(enumerate(batch))
+    leaves, spec = pytree.tree_flatten(batch, is_leaf=lambda node: node is not batch)
+    return None if spec.is_leaf() else list(enumerate(leaves))
+
+
+def _join(name: str, key: Any) -> str:
+    return f"{name}.{key}" if name else str(key)
+
+
+def _check_plain(name: str, leaf: Any) -> None:
+    if not isinstance(leaf, _PLAIN):
+        raise BatchError(
+            f"{name} of the batch is a {type(leaf).__module__}.{type(leaf).__qualname__}; a batch holds tensors, and"
+            " numbers, strings or None that stay the same: turn it into a tensor in the data loader"
+        )

@@ -1,0 +1,84 @@
+"""Finds the line of the user's code that stopped a capture, and says why in one sentence."""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import os
+import sysconfig
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from plait.errors import CaptureError
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_PLAIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STANDARD = tuple(os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("stdlib", "platstdlib"))
+_PACKAGES = tuple(
+    {os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("purelib", "platlib")}
+    | {os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep}
+)
+
+
+def capture_error(error: Exception, model: Any, loss_fn: Callable[..., Any], doing: str) -> CaptureError:
+    """A CaptureError for what was raised while `doing` something, with file, line and source of the user's code."""
+    place = _place(error.__traceback__, model) or _start(loss_fn)
+    reason = _reason(error)
+    if place is None:
+        return CaptureError(f"cannot capture the training step {doing}: {reason}")
+    file, line = place
+    source = linecache.getline(file, line).strip()
+    found = CaptureError(f'cannot capture the training step: {file}:{line}: "{source}": {reason}')
+    found.file, found.line = file, line
+    return found
+
+
+def _place(trace: TracebackType | None, model: Any) -> tuple[str, int] | None:
+    """The innermost frame of the user's own code, or else of the library that the model comes from."""
+    frames = [(os.path.abspath(f.filename), f.lineno or 0) for f in traceback.extract_tb(trace)]
+    frames = [f for f in frames if not f[0].startswith((_TORCH, _PLAIT)) and os.path.exists(f[0])]
+    home = _home(model)
+    own = [f for f in frames if not _library(f[0]) or f[0] in home]
+    return own[-1] if own else frames[-1] if frames else None
+
+
+def _home(model: Any) -> set[str]:
+    """Files in which the classes of the model's modules are written."""
+    found = set()
+    for kind in {type(module) for module in model.modules()}:
+        try:
+            found.add(os.path.abspath(inspect.getfile(kind)))
+        except (TypeError, OSError):
+            continue
+    return {f for f in found if not f.startswith(_TORCH)}
+
+
+def _library(file: str) -> bool:
+    return any(part in file for part in _PACKAGES) or file.startswith(_STANDARD)
+
+
+def _start(loss_fn: Callable[..., Any]) -> tuple[str, int] | None:
+    code = getattr(inspect.unwrap(loss_fn), "__code__", None)
+    return (code.co_filename, code.co_firstlineno) if code is not None else None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, CaptureError):
+        return str(error)
+    if isinstance(error, DataDependentOutputException):
+        return (
+            f"Python needs the number that a tensor holds ({error.func}) to go on, and a graph has to be the same for"
+            " every batch; use torch.where, or train with data=N alone, which runs the model as it is"
+        )
+    if isinstance(error, DynamicOutputShapeException):
+        return (
+            f"the shape of a result depends on the numbers in a tensor ({error.func}), and a graph has fixed shapes;"
+            " use a mask, or train with data=N alone, which runs the model as it is"
+        )
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"

@@ -1,0 +1,204 @@
+"""Capture: the training step of an unmodified model as one graph of ATen ops on global shapes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Node
+
+from plait.errors import LossError
+from plait.graph.batch import batch_leaves, map_batch
+from plait.graph.blame import capture_error
+from plait.graph.cleanup import clean
+from plait.graph.functional import functionalise
+from plait.graph.modules import BackwardModules, ForwardModules
+from plait.graph.random import VisibleDropout
+from plait.graph.record import Recorder
+from plait.graph.standin import StandIns, standing_in
+
+LossFn = Callable[[Any, Any], Any]
+_one_at_a_time = threading.Lock()  # a capture puts stand-ins into the model
+
+
+@dataclass(frozen=True)
+class Input:
+    """A placeholder of the graph. kind: parameter, buffer, batch, constant or key (an int that changes every step)."""
+
+    kind: str
+    name: str
+    node: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """An element of the graph's output. kind: loss, sum, weight, gradient or buffer (its new value)."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A step as a graph: `inputs` are its placeholders in order, `outputs` the elements of the tuple it returns.
+
+    Each node's meta has `val` (a fake tensor, or a tuple of them), `module` (name of the module whose forward made it,
+    or '') and `phase` (forward or backward).
+    """
+
+    graph: GraphModule
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)  # further name of a parameter or buffer -> its first name
+    unused: tuple[str, ...] = ()  # parameters that train but do not reach the loss
+    frozen: tuple[str, ...] = ()  # parameters with requires_grad=False
+
+
+def capture(
+    model: nn.Module, loss_fn: LossFn, batch: Any, *, train: bool = True, differentiate: bool = True
+) -> Captured:
+    """The step `loss_fn(model, batch)`, and with `differentiate` its gradients, as a graph on the global batch.
+
+    The model may be on the meta device; it is as before afterwards. Raises CaptureError, with the line of the model
+    that stopped the capture, LossError for a loss that is neither a scalar nor (sum, weight), BatchError for a batch
+    that holds something else than tensors and constants.
+    """
+    leaves = batch_leaves(batch)
+    with _one_at_a_time:
+        return _capture(model, loss_fn, batch, leaves, train, differentiate)
+
+
+def _capture(
+    model: nn.Module, loss_fn: LossFn, batch: Any, leaves: dict[str, Tensor], train: bool, differentiate: bool
+) -> Captured:
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = Recorder(fake_mode)
+    device = _device(model, leaves)
+    with ExitStack() as stack:
+        stand = stack.enter_context(standing_in(model, fake_mode, device, train))
+        fake_leaves = {name: _fake_leaf(leaf, fake_mode) for name, leaf in leaves.items()}
+        nodes: dict[Node, tuple[str, str]] = {}
+        for kind, values in (("parameter", stand.parameters), ("buffer", stand.buffers), ("batch", fake_leaves)):
+            for name, value in values.items():
+                nodes[recorder.placeholder(f"{kind}_{_identifier(name)}", value)] = (kind, name)
+        for name, parameter in stand.parameters.items():
+            recorder.protect(parameter, f"the step changes the parameter {name} in place; only buffers may change so")
+        fake_batch = map_batch(lambda name, leaf: fake_leaves.get(name, leaf), batch)
+        stack.enter_context(_plain_kernels())
+        stack.enter_context(fake_mode)
+        stack.enter_context(recorder)
+        stack.enter_context(VisibleDropout())
+        forward = stack.enter_context(ForwardModules(model, recorder))
+        stack.enter_context(torch.set_grad_enabled(differentiate))
+        try:
+            results = _losses(loss_fn(model, fake_batch))
+        except LossError:
+            raise
+        except Exception as error:
+            raise capture_error(error, model, loss_fn, "in the forward pass") from error
+        gradients: dict[str, Tensor] = {}
+        if differentiate:
+            gradients = _differentiate(results[0][1], stand, recorder, forward, model, loss_fn)
+        results += [(Output("gradient", name), g) for name, g in gradients.items()]
+        written = {name: b for name, b in stand.buffers.items() if recorder.was_written(b)}
+        results += [(Output("buffer", name), b) for name, b in written.items()]
+        recorder.graph.output(tuple(recorder.node_of(value) for _, value in results))
+    graph = recorder.graph
+    kinds = {node.name: kind for node, kind in nodes.items()}
+    kinds |= {node.name: ("constant", name) for node, name in zip(recorder.constant_nodes, recorder.constants, strict=True)}
+    if recorder.key is not None:
+        kinds[recorder.key.name] = ("key", "key")
+    if recorder.mutating:
+        graph = functionalise(graph, fake_mode)
+    graph = clean(graph)
+    inputs = tuple(Input(*kinds[n.name], n.name) for n in graph.nodes if n.op == "placeholder")
+    trained = [name for name, p in stand.parameters.items() if p.requires_grad]
+    return Captured(
+        graph=GraphModule({}, graph),
+        inputs=inputs,
+        outputs=tuple(output for output, _ in results),
+        constants=recorder.constants,
+        tied=stand.tied,
+        unused=tuple(name for name in trained if name not in gradients) if differentiate else (),
+        frozen=tuple(name for name, p in stand.parameters.items() if not p.requires_grad),
+    )
+
+
+def _losses(value: Any) -> list[tuple[Output, Tensor]]:
+    """The outputs loss, or loss, sum and weight. Raises LossError for anything else than the two forms."""
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        total = _scalar(value[0], "the sum of (sum, weight)")
+        weight = value[1]
+        if isinstance(weight, (int, float)):
+            weight = torch.full((), float(weight), dtype=total.dtype, device=total.device)
+        weight = _scalar(weight, "the weight of (sum, weight)", floating=False)
+        return [(Output("loss", "loss"), total / weight), (Output("sum", "sum"), total), (Output("weight", "weight"), weight)]
+    return [(Output("loss", "loss"), _scalar(value, "the loss"))]
+
+
+def _scalar(value: Any, what: str, floating: bool = True) -> Tensor:
+    remedy = "loss_fn(model, batch) returns a scalar tensor, or (sum, weight) for a loss normalised by a count"
+    if not isinstance(value, Tensor):
+        raise LossError(f"{what} is a {type(value).__module__}.{type(value).__qualname__}, not a tensor; {remedy}")
+    if value.numel() != 1:
+        raise LossError(f"{what} has shape {list(value.shape)}, not one element; {remedy}")
+    if floating and not value.dtype.is_floating_point:
+        raise LossError(f"{what} has dtype {value.dtype}, which has no gradient; {remedy}")
+    return value.reshape(()) if value.ndim else value
+
+
+def _differentiate(
+    loss: Tensor, stand: StandIns, recorder: Recorder, forward: ForwardModules, model: nn.Module, loss_fn: LossFn
+) -> dict[str, Tensor]:
+    """Gradients of the parameters that reach the loss."""
+    wanted = {name: p for name, p in stand.parameters.items() if p.requires_grad}
+    if not loss.requires_grad or not wanted:
+        raise LossError(
+            "the loss does not depend on any parameter with requires_grad=True, so there is nothing to train; check"
+            " for .detach(), .item() or torch.no_grad() between the model and the loss"
+        )
+    recorder.phase = "backward"
+    try:
+        with BackwardModules(loss, forward, recorder), torch.autograd.set_multithreading_enabled(False):
+            found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    except Exception as error:
+        raise capture_error(error, model, loss_fn, "in the backward pass") from error
+    recorder.module = ""
+    return {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
+
+
+def _device(model: nn.Module, leaves: dict[str, Tensor]) -> torch.device:
+    """Where stand-ins for tensors on the meta device are: with the batch."""
+    return next((leaf.device for leaf in leaves.values() if not leaf.is_meta), torch.device("cpu"))
+
+
+def _fake_leaf(leaf: Tensor, fake_mode: FakeTensorMode) -> Tensor:
+    """Contiguous, so that batches which share shapes share the graph."""
+    with fake_mode:
+        device = torch.device("cpu") if leaf.is_meta else leaf.device
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+
+
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() and c.isascii() else "_" for c in name)
+
+
+@contextmanager
+def _plain_kernels() -> Iterator[None]:
+    """No kernels that fuse a whole recurrent or transformer layer, or hide batch-norm state: these come as plain ops."""
+    mkldnn, fast = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.backends.cudnn.flags(enabled=False):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(mkldnn)
+        torch.backends.mha.set_fastpath_enabled(fast)

@@ -1,0 +1,136 @@
+"""Clean-ups of a captured graph: what autograd and tracing leave behind that computes nothing.
+
+Every node is kept functional; nothing here moves a computation, so values live no longer than before but for views.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from plait.graph.random import draw
+
+aten = torch.ops.aten
+
+_ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
+_SAME_IF_EQUAL = {  # give their first argument back where shape, strides, dtype and device do not change
+    aten.view.default, aten._unsafe_view.default, aten.expand.default, aten._to_copy.default, aten.clone.default,
+    aten.permute.default, aten.slice.Tensor, aten.contiguous.default,
+}  # fmt: skip
+_VIEWS = {
+    aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.slice.Tensor,
+    aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, operator.getitem,
+}  # fmt: skip
+
+
+def clean(graph: Graph) -> Graph:
+    """Clean up in place, and return the graph."""
+    graph.eliminate_dead_code()
+    _each(graph, _normal_name)
+    _each(graph, _shorter)
+    _share(graph)
+    _each(graph, _shorter)
+    graph.eliminate_dead_code()
+    graph.lint()
+    return graph
+
+
+def _each(graph: Graph, replace: Callable[[Node], Node | None]) -> None:
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            other = replace(node)
+            if other is not None and other is not node:
+                node.replace_all_uses_with(other)
+                graph.erase_node(node)
+
+
+def _normal_name(node: Node) -> None:
+    """One name where ATen has two for the same op."""
+    if node.target is aten._unsafe_view.default:
+        node.target = aten.view.default
+    elif node.target is aten.zero.default:
+        node.target = aten.zeros_like.default
+    elif node.target is aten.fill.Scalar:
+        node.target = aten.full_like.default
+
+
+def _shorter(node: Node) -> Node | None:
+    """A node that has the value of `node` already; or `node` changed to take its input from further up."""
+    if node.target in _ALIASES:
+        return _first(node)
+    if node.target in _SAME_IF_EQUAL and _same(node, _first(node)):
+        return _first(node)
+    if node.target is aten.copy.default and _same(node, node.args[1]):
+        return node.args[1]  # type: ignore[return-value]
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node) or source.op != "call_function":
+        return None
+    if node.target is aten.t.default and source.target is aten.t.default:
+        return _first(source)
+    if node.target is aten.view.default and source.target is aten.view.default:
+        node.update_arg(0, _first(source))
+        return _first(node) if _same(node, _first(node)) else None
+    if node.target is aten.transpose.int and source.target is aten.transpose.int:
+        ndim = node.meta["val"].ndim
+        if {d % ndim for d in node.args[1:]} == {d % ndim for d in source.args[1:]}:  # type: ignore[operator]
+            return _first(source)
+    if node.target is aten.permute.default and source.target is aten.permute.default:
+        ndim = node.meta["val"].ndim
+        inner = [d % ndim for d in source.args[1]]  # type: ignore[union-attr]
+        if [inner[d % ndim] for d in node.args[1]] == list(range(ndim)):  # type: ignore[union-attr]
+            return _first(source)
+    return None
+
+
+def _share(graph: Graph) -> None:
+    """Common subexpressions. From forward to backward only views are shared: their base lives that long anyway."""
+    seen: dict[Any, Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is draw or _impure(node):
+            continue
+        phase = "" if node.target in _VIEWS else node.meta["phase"]
+        key = (phase, node.target, _frozen(node.args), _frozen(node.kwargs))
+        other = seen.setdefault(key, node)
+        if other is not node:
+            node.replace_all_uses_with(other)
+            graph.erase_node(node)
+
+
+def _impure(node: Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags and "scaled_dot_product" not in str(node.target)
+
+
+def _frozen(value: Any) -> Any:
+    """A hashable stand-in that tells 1 from 1.0 and True."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _frozen(v)) for k, v in value.items())
+    if isinstance(value, slice):
+        return ("slice", _frozen(value.start), _frozen(value.stop), _frozen(value.step))
+    if isinstance(value, float):
+        return (float, value.hex())
+    return value if isinstance(value, Node) else (type(value), value)
+
+
+def _first(node: Node) -> Node:
+    first = node.args[0]
+    assert isinstance(first, Node)
+    return first
+
+
+def _same(node: Node, other: Any) -> bool:
+    one, two = node.meta["val"], other.meta["val"] if isinstance(other, Node) else None
+    return (
+        isinstance(one, Tensor)
+        and isinstance(two, Tensor)
+        and (one.shape, one.dtype, one.device) == (two.shape, two.dtype, two.device)
+        and one.stride() == two.stride()
+    )

@@ -1,0 +1,195 @@
+"""Every random ATen op in terms of one function, `draw(shape, dtype, device, kind, params) -> Tensor`.
+
+One table for the captured graph and for eager code, so that both draw the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.errors import CaptureError
+
+aten = torch.ops.aten
+Draw = Callable[..., Tensor]
+
+_WITHOUT_DROPOUT = {  # position of the dropout rate in attention ops that count as random
+    "_scaled_dot_product_flash_attention": 3,
+    "_scaled_dot_product_flash_attention_for_cpu": 3,
+    "_scaled_dot_product_efficient_attention": 5,
+    "_scaled_dot_product_cudnn_attention": 5,
+    "_scaled_dot_product_fused_attention_overrideable": 4,
+}
+
+
+def check_random(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise CaptureError for an op that draws random numbers and has no row here."""
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+        return
+    position = _WITHOUT_DROPOUT.get(op._schema.name.removeprefix("aten::"))
+    if position is not None:
+        rate = args[position] if len(args) > position else kwargs.get("dropout_p", 0.0)
+        if not rate:
+            return
+    if op is aten.rrelu_with_noise.default and not (args[4] if len(args) > 4 else kwargs.get("training", False)):
+        return
+    raise CaptureError(
+        f"the random op {op} is not supported: its numbers would depend on the plan; draw with torch.rand, randn,"
+        " randint, bernoulli or dropout and compute from that"
+    )
+
+
+def _fill(kind: str, *defaults: float) -> Callable[..., Tensor]:
+    """x.kind_(*params)"""
+
+    def fill(draw: Draw, x: Tensor, *params: float, generator: Any = None, **named: float) -> Tensor:
+        values = (*params, *named.values(), *defaults[len(params) + len(named) :])
+        return x.copy_(draw(x.shape, x.dtype, x.device, kind, tuple(float(v) for v in values)))
+
+    return fill
+
+
+def _functional(kind: str, *defaults: float) -> Callable[..., Tensor]:
+    """kind(x, *params): numbers of the shape of x"""
+
+    def functional(draw: Draw, x: Tensor, *params: float, generator: Any = None, **named: float) -> Tensor:
+        values = (*params, *named.values(), *defaults[len(params) + len(named) :])
+        return draw(x.shape, x.dtype, x.device, kind, tuple(float(v) for v in values))
+
+    return functional
+
+
+def _created(kind: str, params: tuple[float, ...]) -> Callable[..., Tensor]:
+    """rand(size), randn(size)"""
+
+    def create(draw: Draw, size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return draw(size, dtype or torch.get_default_dtype(), _device(device), kind, params)
+
+    return create
+
+
+def _alike(kind: str, params: tuple[float, ...]) -> Callable[..., Tensor]:
+    """rand_like(x), randn_like(x)"""
+
+    def create(draw: Draw, x: Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        return draw(x.shape, dtype or x.dtype, device or x.device, kind, params)
+
+    return create
+
+
+def _device(device: Any) -> torch.device:
+    return torch.device(device) if device is not None else torch.get_default_device()
+
+
+def _randint(draw: Draw, high: int, size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    return draw(size, dtype or torch.int64, _device(device), "randint", (0, high))
+
+
+def _randint_low(
+    draw: Draw, low: int, high: int, size: Any, *, dtype: Any = None, device: Any = None, **_: Any
+) -> Tensor:
+    return draw(size, dtype or torch.int64, _device(device), "randint", (low, high))
+
+
+def _randint_like(draw: Draw, x: Tensor, *ends: int, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    low, high = ends if len(ends) == 2 else (0, ends[0])
+    return draw(x.shape, dtype or x.dtype, device or x.device, "randint", (low, high))
+
+
+def _random(draw: Draw, x: Tensor, *ends: int | None, **_: Any) -> Tensor:
+    low = ends[0] if len(ends) == 2 and ends[0] is not None else 0
+    high = ends[-1] if ends else None
+    if high is None:
+        limit = 1 << {torch.float32: 24, torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}.get(x.dtype, 0)
+        high = limit + 1 if x.dtype.is_floating_point else 2 if x.dtype == torch.bool else torch.iinfo(x.dtype).max
+    return x.copy_(draw(x.shape, x.dtype, x.device, "randint", (low, high)))
+
+
+def _where_below(draw: Draw, shape: Any, p: Tensor) -> Tensor:
+    return draw(shape, p.dtype if p.dtype.is_floating_point else torch.float32, p.device, "uniform", (0.0, 1.0)) < p
+
+
+def _bernoulli(draw: Draw, p: Tensor, *, generator: Any = None) -> Tensor:
+    return _where_below(draw, p.shape, p).to(p.dtype)
+
+
+def _bernoulli_p(draw: Draw, x: Tensor, p: float | Tensor = 0.5, *, generator: Any = None) -> Tensor:
+    if isinstance(p, Tensor):
+        return _where_below(draw, x.shape, p).to(x.dtype)
+    return draw(x.shape, x.dtype, x.device, "bernoulli", (p,))
+
+
+def _bernoulli_inplace(draw: Draw, x: Tensor, p: float | Tensor = 0.5, *, generator: Any = None) -> Tensor:
+    return x.copy_(_bernoulli_p(draw, x, p))
+
+
+def _normal(draw: Draw, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
+    like = mean if isinstance(mean, Tensor) else std
+    shape = torch.broadcast_shapes(getattr(mean, "shape", ()), getattr(std, "shape", ()))
+    return draw(shape, like.dtype, like.device, "normal", (0.0, 1.0)) * std + mean
+
+
+def _normal_sized(
+    draw: Draw, mean: float, std: float, size: Any, *, dtype: Any = None, device: Any = None, **_: Any
+) -> Tensor:
+    return draw(size, dtype or torch.get_default_dtype(), _device(device), "normal", (mean, std))
+
+
+def _native_dropout(draw: Draw, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    if train is False or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    kept = draw(x.shape, torch.bool, x.device, "bernoulli", (1 - p,))
+    return x * kept * (1 / (1 - p) if p < 1 else 0.0), kept
+
+
+def _rrelu(
+    draw: Draw, x: Tensor, noise: Tensor, low: float = 1 / 8, high: float = 1 / 3, training: bool = False, _: Any = None
+) -> Tensor:
+    if not training:
+        return torch.where(x > 0, x, x * ((low + high) / 2))
+    slope = torch.where(x > 0, 1.0, draw(x.shape, x.dtype, x.device, "uniform", (low, high)))
+    noise.copy_(slope)
+    return x * slope
+
+
+RANDOM: dict[Any, Callable[..., Any]] = {
+    aten.bernoulli.default: _bernoulli,
+    aten.bernoulli.p: _bernoulli_p,
+    aten.bernoulli.Tensor: _bernoulli_p,
+    aten.bernoulli_.Tensor: _bernoulli_inplace,
+    aten.bernoulli_.float: _bernoulli_inplace,
+    aten.uniform.default: _functional("uniform", 0.0, 1.0),
+    aten.uniform_.default: _fill("uniform", 0.0, 1.0),
+    aten.normal_functional.default: _functional("normal", 0.0, 1.0),
+    aten.normal_.default: _fill("normal", 0.0, 1.0),
+    aten.exponential.default: _functional("exponential", 1.0),
+    aten.exponential_.default: _fill("exponential", 1.0),
+    aten.geometric.default: _functional("geometric"),
+    aten.geometric_.default: _fill("geometric"),
+    aten.cauchy_.default: _fill("cauchy", 0.0, 1.0),
+    aten.log_normal_.default: _fill("log_normal", 1.0, 2.0),
+    aten.normal.Tensor_float: _normal,
+    aten.normal.float_Tensor: _normal,
+    aten.normal.Tensor_Tensor: _normal,
+    aten.normal.float_float: _normal_sized,
+    aten.rand.default: _created("uniform", (0.0, 1.0)),
+    aten.rand.generator: _created("uniform", (0.0, 1.0)),
+    aten.randn.default: _created("normal", (0.0, 1.0)),
+    aten.randn.generator: _created("normal", (0.0, 1.0)),
+    aten.rand_like.default: _alike("uniform", (0.0, 1.0)),
+    aten.randn_like.default: _alike("normal", (0.0, 1.0)),
+    aten.randint.default: _randint,
+    aten.randint.generator: _randint,
+    aten.randint.low: _randint_low,
+    aten.randint.low_generator: _randint_low,
+    aten.randint_like.default: _randint_like,
+    aten.randint_like.low_dtype: _randint_like,
+    getattr(aten.random_, "from"): _random,
+    aten.random_.to: _random,
+    aten.random_.default: _random,
+    aten.native_dropout.default: _native_dropout,
+    aten.rrelu_with_noise.default: _rrelu,
+}

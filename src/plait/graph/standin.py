@@ -1,0 +1,86 @@
+"""Puts fake tensors in the place of a model's parameters and buffers for a while, and puts everything back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+@dataclass
+class StandIns:
+    """Fake tensors by name; `tied` maps a further name of a tensor to its first one."""
+
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def standing_in(
+    model: nn.Module, fake_mode: FakeTensorMode, device: torch.device, train: bool
+) -> Iterator[StandIns]:
+    """Stand-ins for the model's tensors while the context lasts; a tensor on the meta device gets one on `device`.
+
+    Nothing of the model's size is allocated, and whatever the forward leaves behind on a module is undone. A model
+    that is in the mode asked for, training or not, keeps the mode of each submodule; another is switched as a whole.
+    """
+    before = [(module, dict(module.__dict__), _contents(module)) for module in model.modules()]
+    found = StandIns()
+    names: dict[int, str] = {}  # by the id of a real tensor, and of its stand-in
+    made: dict[int, Tensor] = {}
+    try:
+        for prefix, module in list(model.named_modules(remove_duplicate=False)):
+            for own, where in ((module._parameters, found.parameters), (module._buffers, found.buffers)):
+                for key, real in list(own.items()):
+                    if real is None:
+                        continue
+                    name = f"{prefix}.{key}" if prefix else key
+                    if id(real) in names:
+                        if names[id(real)] != name:
+                            found.tied[name] = names[id(real)]
+                        own[key] = made.get(id(real), real)  # type: ignore[assignment]
+                        continue
+                    fake = _stand_in(real, fake_mode, device)
+                    own[key] = where[name] = fake  # type: ignore[assignment]
+                    made[id(real)] = fake
+                    names[id(real)] = names[id(fake)] = name
+        if model.training != train:
+            model.train(train)
+        yield found
+    finally:
+        for module, attributes, contents in before:
+            for key in [key for key in module.__dict__ if key not in attributes]:
+                del module.__dict__[key]
+            module.__dict__.update(attributes)
+            for container, content in contents:
+                _restore(container, content)
+
+
+def _stand_in(real: Tensor, fake_mode: FakeTensorMode, device: torch.device) -> Tensor:
+    where = device if real.is_meta else real.device
+    with fake_mode:
+        fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=where)
+    if not isinstance(real, nn.Parameter):
+        return fake
+    parameter = nn.Parameter(fake, requires_grad=real.requires_grad)
+    parameter.__dict__.update({k: v for k, v in getattr(real, "__dict__", {}).items() if k not in parameter.__dict__})
+    return parameter
+
+
+def _contents(module: nn.Module) -> list[tuple[Any, Any]]:
+    """What the module's own dicts, lists and sets hold."""
+    return [(v, v.copy()) for v in module.__dict__.values() if isinstance(v, (dict, list, set))]
+
+
+def _restore(container: Any, content: Any) -> None:
+    if isinstance(container, list):
+        container[:] = content
+    elif container != content if isinstance(container, set) else True:
+        container.clear()
+        container.update(content)
