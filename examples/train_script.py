@@ -1,8 +1,8 @@
 """Your own training script: plain Python, one process or many.
 
-    python examples/train_script.py
-    plait run examples/train_script.py --processes 2 --plan "data=2"
-    torchrun --nproc-per-node 2 examples/train_script.py
+python examples/train_script.py
+plait run examples/train_script.py --processes 2 --plan "data=2"
+torchrun --nproc-per-node 2 examples/train_script.py
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ def on_ranks(num_ranks: int, fn: Callable[[Any], Any]) -> Any:
     try:
         return run_ranks(Plan(data=num_ranks).mesh, fn)[0]
     except RankFailed as failed:
-        assert failed.__cause__ is not None
-        raise failed.__cause__ from None
+        raise failed.__cause__ or failed from None
 
 
 def save(path: Path, step: int, num_ranks: int = 1, extra: dict[str, Any] | None = None) -> Path:

@@ -94,9 +94,7 @@ def test_direct_values_are_checked() -> None:
 
 def test_processes() -> None:
     Plan.parse("data=2 tensor=2").check_processes(4)
-    with pytest.raises(
-        PlanError, match=r"'data=2 tensor=2' is for data=2 x tensor=2 = 4 processes, not 3"
-    ) as error:
+    with pytest.raises(PlanError, match=r"'data=2 tensor=2' is for data=2 x tensor=2 = 4 processes, not 3") as error:
         Plan.parse("data=2 tensor=2").check_processes(3)
     assert "--processes 4" in str(error.value) and "data=3" in str(error.value)
     with pytest.raises(PlanError, match="'one device' is for 1 process, not 2"):

@@ -142,7 +142,7 @@ class Plan:
 
     @property
     def mesh(self) -> Mesh:
-        """Every axis, outermost first, those of size 1 too, so that a layout may name an axis that a plan leaves out."""
+        """Every axis, outermost first; those of size 1 too, so that layouts may name what a plan leaves out."""
         return Mesh(
             tuple((key_name(row), getattr(self, row.name)) for row in fields(self) if isinstance(_kind(row), Axis))
         )

@@ -17,7 +17,7 @@ class MetricsLog:
     def __init__(self, folder: Path, first_step: int, tensorboard: bool = False) -> None:
         self.path = folder / "metrics.jsonl"
         kept = _lines_before(self.path, first_step)
-        self._file = open(self.path, "w", buffering=1)
+        self._file = open(self.path, "w", buffering=1)  # noqa: SIM115  (closed by `close`)
         self._file.writelines(kept)
         self._board: Any = None
         if tensorboard:
