@@ -26,11 +26,13 @@ def losses() -> dict[str, list[Args]]:
         ("mse_loss", (), False),
         ("smooth_l1_loss", (0.7,), False),
         ("huber_loss", (0.7,), False),
+        ("soft_margin_loss", (), False),
         ("binary_cross_entropy", (), True),
     ):
         weight = (u(6, 12),) if weighted else ()
         found[name] = [(x, y, *weight, r, *extra) for r in range(3)]
         found[f"{name}_backward"] = [(f(6, 12) if r == 0 else f(), x, y, *weight, r, *extra) for r in range(3)]
+    found["binary_cross_entropy_with_logits"] = [(f(6, 12), y, None, u(12), r) for r in range(3)]
     for suffix, scores, target in (("", _SCORES, _TARGET), ("2d", _SCORES2, _TARGET2)):
         forward, backward = found.setdefault(f"nll_loss{suffix}_forward", []), []
         for weight in (None, u(12)):

@@ -62,6 +62,8 @@ def table() -> dict[str, list[Args]]:
         "linear": [(f(6, 2, 12), f(18, 12), f(18)), (f(6, 12), f(18, 12))],
         "matmul": [(f(6, 12), f(12, 6)), (f(6, 2, 4, 12), f(2, 12, 6)), (f(1, 2, 4, 12), f(6, 1, 12, 6))],
         "_trilinear": [(f(6, 12), f(4, 12, 18), f(6, 18), [1, 3], [0], [1, 2], [2, 3])],
+        "glu": [(f(6, 36, 4), 1), (f(6, 12),)],
+        "glu_backward": [(f(6, 18, 4), f(6, 36, 4), 1)],
         # views
         **dict.fromkeys(
             ("view", "_unsafe_view", "reshape"),
@@ -168,6 +170,7 @@ def table() -> dict[str, list[Args]]:
             [(*NORM, True, 0.1, 1e-5), (*NORM, False, 0.1, 1e-5)],
         ),
         "_native_batch_norm_legit.no_stats": [(*NORM[:3], True, 0.1, 1e-5)],
+        "_native_batch_norm_legit_no_training": [(*NORM, 0.1, 1e-5)],
         "_batch_norm_with_update_functional": [(*NORM, 0.1, 1e-5)],
         "_batch_norm_no_update": [(*NORM, 0.1, 1e-5)],
         "native_batch_norm_backward": [

@@ -35,6 +35,37 @@ def _rms_backward(
     return (*found, None)[:2]
 
 
+def _lstm_cell(x: Tensor, h: Tensor, cx: Tensor, bx: Tensor, bh: Tensor) -> Args:
+    gates = x + h + bx + bh
+    i, f, g, o = gates.chunk(4, -1)
+    cy = f.sigmoid() * cx + i.sigmoid() * g.tanh()
+    return o.sigmoid() * cy.tanh(), cy, gates
+
+
+def _lstm_cell_backward(hy: Tensor, cy: Tensor, cx: Tensor, new_cx: Tensor, gates: Tensor, has_bias: bool) -> Args:
+    leaves = [gates.detach().requires_grad_(), cx.detach().requires_grad_()]
+    zero = torch.zeros_like(gates[0])
+    outs = _lstm_cell(leaves[0], torch.zeros_like(gates), leaves[1], zero, zero)[:2]
+    dgates, dcx = torch.autograd.grad(outs, leaves, (hy, cy))
+    return dgates, dcx, dgates.sum(0)
+
+
+def _gru_cell(x: Tensor, h: Tensor, hx: Tensor, bx: Tensor, bh: Tensor) -> Args:
+    (rx, zx, nx), (rh, zh, nh) = (x + bx).chunk(3, -1), (h + bh).chunk(3, -1)
+    reset, keep = (rx + rh).sigmoid(), (zx + zh).sigmoid()
+    new = (nx + reset * nh).tanh()
+    return new + keep * (hx - new), torch.cat([reset, keep, new, hx, nh], -1)
+
+
+def _gru_cell_backward(grad: Tensor, workspace: Tensor, has_bias: bool) -> Args:
+    reset, keep, new, hx, nh = workspace.chunk(5, -1)
+    dkeep = grad * (hx - new) * keep * (1 - keep)
+    dnew = grad * (1 - keep) * (1 - new * new)
+    dreset = dnew * nh * reset * (1 - reset)
+    dx, dh = torch.cat([dreset, dkeep, dnew], -1), torch.cat([dreset, dkeep, dnew * reset], -1)
+    return dx, dh, grad * keep, dx.sum(0), dh.sum(0)
+
+
 def gpu_samples() -> dict[str, list[Sample]]:
     out, lse = _attend(Q, K, V, None, False)
     none, bias = torch.zeros(2, dtype=torch.int64), f(6, 1, 6, 4).expand(6, 12, 6, 4)
@@ -71,6 +102,11 @@ def gpu_samples() -> dict[str, list[Sample]]:
                  lambda x, g, *rest: aten.native_batch_norm_backward(g, x, *rest[:5], True, rest[5], ALL)),
             twin("batch_norm_backward", (f(6, 12, 4), x, u(12), *STATS, mean, invstd, True, 1e-5, ALL, reserve),
                  lambda *args: aten.native_batch_norm_backward(*args[:-1])),
+            twin("_thnn_fused_lstm_cell", (f(6, 24), f(6, 24), f(6, 6), f(24), f(24)), _lstm_cell),
+            twin("_thnn_fused_lstm_cell_backward_impl", (f(6, 6), f(6, 6), f(6, 6), f(6, 6), f(6, 24), True),
+                 _lstm_cell_backward),
+            twin("_thnn_fused_gru_cell", (f(6, 18), f(6, 18), f(6, 6), f(18), f(18)), _gru_cell),
+            twin("_thnn_fused_gru_cell_backward", (f(6, 6), f(6, 30), True), _gru_cell_backward),
             twin("_grouped_mm", (f(6, 12), f(2, 12, 6), torch.tensor([2, 6])), _grouped),
         ]
     )  # fmt: skip

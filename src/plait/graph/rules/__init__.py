@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from plait.graph.rules import (  # noqa: F401  (each registers its rules)
-    attention, batch_norm, collective, conv, create, index, index_list, loss, matmul, norm, pieces, pointwise, pool,
-    reduce, reshape, softmax, strided, view,
+    attention, batch_norm, cell, collective, conv, create, index, index_list, loss, matmul, norm, pieces, pointwise,
+    pool, reduce, reshape, softmax, strided, view,
 )  # fmt: skip
 from plait.graph.rules.base import (
     RULES, Builder, Call, Emit, Factor, Partial, Placement, Replicate, Rule, Shard, Spec, Strategy, einsum, register,

@@ -148,6 +148,12 @@ def _no_stats(
     return _native(x, weight, bias, None, None, training, momentum, eps)
 
 
+def _no_training(
+    x: Tensor, weight: Any, bias: Any, running_mean: Tensor, running_var: Tensor, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    return _native(x, weight, bias, running_mean, running_var, False, momentum, eps)
+
+
 def _cudnn(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return (*_native(x, *rest), _reserve(x))
 
@@ -214,6 +220,7 @@ def _rule(decompose: Callable[..., Any], position: int | None = None, always: bo
 register(*overloads("native_batch_norm", "_native_batch_norm_legit"), rule=_rule(_native, 5))
 register(*overloads("_native_batch_norm_legit_functional"), rule=_rule(_functional, 5))
 register(*overloads("_native_batch_norm_legit.no_stats"), rule=_rule(_no_stats, 3))
+register(*overloads("_native_batch_norm_legit_no_training"), rule=_rule(_no_training, always=False))
 register(*overloads("cudnn_batch_norm"), rule=_rule(_cudnn, 5))
 register(*overloads("_batch_norm_with_update_functional"), rule=_rule(_updating))
 register(*overloads("_batch_norm_no_update"), rule=Rule(strategies=_strategies(lambda call: False)))

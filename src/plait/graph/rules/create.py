@@ -6,7 +6,9 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from plait.graph.rules.base import REPLICATE, Builder, Call, Partial, Placements, Rule, Shard, Strategy, register
+from plait.graph.rules.base import (
+    REPLICATE, Builder, Call, Partial, Placements, Replicate, Rule, Shard, Strategy, register,
+)  # fmt: skip
 from plait.graph.rules.dims import aten, overloads
 
 _TRIED = (1, 2, 3, 4)  # numbers of blocks that a reader may want
@@ -32,7 +34,7 @@ def _new(call: Call, given: Placements, size: int) -> list[Strategy]:
     if isinstance(have, Shard):
         if have.dim < out.ndim and out.shape[have.dim] == call.inputs[0].shape[have.dim]:
             found.append(Strategy(given, (have,)))
-    elif not isinstance(have, Partial):
+    elif isinstance(have, Replicate):
         found = [Strategy(given, (part,)) for part in _parts(out.shape, size)]
     if isinstance(have, Shard | Partial):
         found.append(Strategy(given, (REPLICATE,)))
@@ -81,6 +83,8 @@ register(*overloads("arange", "arange.start", "arange.start_step"), rule=Rule(st
 
 
 def _anything(call: Call, given: Placements, size: int) -> list[Strategy]:
+    if not all(isinstance(p, Shard | Partial | Replicate) for p in given):
+        return []
     return [Strategy(given, (REPLICATE,) * len(call.outputs), _emit_assert)]
 
 

@@ -40,6 +40,14 @@ def broadcast_dim(shape: Sequence[int], dim: int, out: Sequence[int]) -> int | N
     return own if own >= 0 and shape[own] == out[dim] else None
 
 
+def broadcast_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of tensors broadcast together; unlike torch's own function cheap enough to call for every node."""
+    if len(shapes) == 1:
+        return shapes[0]
+    padded = [(1,) * (max(map(len, shapes)) - len(shape)) + shape for shape in shapes]
+    return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
+
+
 def pointwise_factors(call: Call) -> list[Factor]:
     """One factor a dim of the output; operands are broadcast."""
     first = call.outputs[0]

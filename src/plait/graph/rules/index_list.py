@@ -12,7 +12,9 @@ from torch.fx import Node
 from plait.graph.rules.base import (
     REPLICATE, Builder, Call, Factor, Partial, Placements, Rule, Shard, Spec, Strategy, register,
 )  # fmt: skip
-from plait.graph.rules.dims import aten, blocks_of, broadcast_dim, first_operand, is_floating, overloads, put
+from plait.graph.rules.dims import (
+    aten, blocks_of, broadcast_dim, broadcast_shape, first_operand, is_floating, overloads, put,
+)  # fmt: skip
 from plait.graph.rules.index import counted_once, local_index, masked, with_spare_row
 
 
@@ -26,20 +28,13 @@ class Access:
     kept: dict[int, int]  # other dims of x -> dims of the result
 
 
-def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    if len(shapes) == 1:
-        return shapes[0]
-    padded = [(1,) * (max(map(len, shapes)) - len(shape)) + shape for shape in shapes]
-    return tuple(next((n for n in sizes if n != 1), 1) for sizes in zip(*padded, strict=True))
-
-
 def _access(call: Call) -> Access | None:
     """None for masks, whose result has a size that depends on data."""
     x, indices = call.inputs[0], call.args[1]
     if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
         return None
     indexed = tuple(d for d, i in enumerate(indices) if i is not None)
-    shape = _broadcast([indices[d].shape for d in indexed])
+    shape = broadcast_shape([indices[d].shape for d in indexed])
     together = indexed == tuple(range(indexed[0], indexed[-1] + 1))
     first = indexed[0] if together else 0
     others = [d for d in range(x.ndim) if d not in indexed]

@@ -12,7 +12,9 @@ from torch.fx import Node
 from plait.graph.rules.base import (
     REPLICATE, Builder, Call, Factor, Partial, Placement, Placements, Rule, Shard, Strategy, register,
 )  # fmt: skip
-from plait.graph.rules.dims import aten, blocks_of, first_operand, overloads, pointwise_factors
+from plait.graph.rules.dims import (
+    aten, blocks_of, broadcast_dim, broadcast_shape, first_operand, overloads, pointwise_factors,
+)  # fmt: skip
 from plait.graph.rules.index import local_index, masked
 
 MEAN = 1
@@ -26,10 +28,12 @@ def _loss_factors(at: int) -> Callable[[Call], Sequence[Factor]]:
     def factors(call: Call) -> Sequence[Factor]:
         if call.arg(at, "reduction", MEAN) == 0:
             return pointwise_factors(call)
-        shapes = {s.shape for s in call.inputs}
-        if len(shapes) > 1:  # broadcast operands: their dims do not all run along
-            return []
-        return [Factor((d,) * len(call.inputs), (None,)) for d in range(call.inputs[0].ndim)]
+        shape = broadcast_shape([s.shape for s in call.inputs])
+        return [
+            Factor(tuple([broadcast_dim(s.shape, d, shape) for s in call.inputs]), (None,))
+            for d, n in enumerate(shape)
+            if n > 1
+        ]
 
     return factors
 
@@ -55,7 +59,10 @@ def _loss_backward_factors(call: Call) -> list[Factor]:
     return [Factor(tuple(None if s.ndim == 0 else d for s in call.inputs), (d,)) for d in dims]
 
 
-for _name, _at in {"mse_loss": 2, "smooth_l1_loss": 2, "huber_loss": 2, "binary_cross_entropy": 3}.items():
+for _name, _at in {
+    "mse_loss": 2, "smooth_l1_loss": 2, "huber_loss": 2, "soft_margin_loss": 2, "binary_cross_entropy": 3,
+    "binary_cross_entropy_with_logits": 4,
+}.items():  # fmt: skip
     register(*overloads(_name), rule=Rule(factors=_loss_factors(_at), emit=_emit_mean(_at)))
     register(
         *overloads(f"{_name}_backward"),
