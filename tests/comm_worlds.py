@@ -5,8 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
-import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +28,7 @@ def run(transport: str, num_ranks: int | Mesh, fn: Fn) -> list[Any]:
     algorithm = algorithm or "backend"
     if kind == "threads":
         return run_ranks(mesh, fn, algorithm=algorithm)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "plait.comm.process", "pytest"])
+    context = _forkserver()
     port = free_port()
     pipes, processes = [], []
     for rank in range(mesh.size):
@@ -63,7 +62,7 @@ def _rank(pipe: Any, rank: int, port: int, mesh: Mesh, algorithm: str, shared_me
         world.everyone().barrier()
         pipe.send((True, result))
         world.close()
-    except Exception:  # noqa: BLE001 - shown by the parent
+    except Exception:  # shown by the parent
         pipe.send((False, traceback.format_exc()))
 
 
@@ -85,17 +84,47 @@ def free_port() -> int:
         return port
 
 
-def start_script(source: str, size: int) -> list[subprocess.Popen[str]]:
-    """Run the source as a program on `size` ranks, each with pipes of its own."""
+class Script:
+    """A source that runs as a rank in a process of its own; what it prints and complains of goes to files."""
+
+    def __init__(self, source: str, rank: int, size: int, port: int, folder: Path) -> None:
+        self._out, self._complaints = folder / f"{rank}.out", folder / f"{rank}.err"
+        arguments = (source, environment(rank, size, port), str(self._out), str(self._complaints))
+        self.process = _forkserver().Process(target=_run_script, args=arguments)
+        self.process.start()
+
+    def wait_ready(self) -> None:
+        """Until it has printed its first line."""
+        end = time.monotonic() + 60
+        while not (self._out.exists() and "\n" in self._out.read_text()):
+            assert time.monotonic() < end, self._complaints.read_text()
+            time.sleep(0.01)
+
+    def outcome(self) -> tuple[int | None, str, str]:
+        """Exit status, what it printed, what it complained of. None as status: it had to be ended."""
+        self.process.join(30)
+        status = self.process.exitcode
+        self.process.kill()
+        return status, self._out.read_text(), self._complaints.read_text()
+
+
+def start_scripts(source: str, size: int, folder: Path) -> list[Script]:
     port = free_port()
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", source],
-            env=os.environ | environment(rank, size, port) | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-            cwd=Path(__file__).parent,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    return [Script(source, rank, size, port, folder) for rank in range(size)]
+
+
+def _run_script(source: str, variables: dict[str, str], out: str, complaints: str) -> None:
+    import torch
+
+    for path, fd in ((out, 1), (complaints, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), fd)
+    torch.set_num_threads(1)
+    os.environ |= variables
+    exec(source, {})
+    sys.stdout.flush()
+
+
+def _forkserver() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "plait.comm.process", "plait.comm.stop", "pytest"])
+    return context

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from comm_worlds import run, start_script
+from comm_worlds import Script, run, start_scripts
 
 from plait.comm.agree import agree
 from plait.comm.process import device_mesh, process_world
@@ -40,18 +39,8 @@ def mesh(size: int) -> Mesh:
     return Mesh((("data", size),))
 
 
-def processes(body: str, size: int, shared: bool = True) -> list[subprocess.Popen[str]]:
-    return start_script(_SCRIPT.format(body=body, shared=shared), size)
-
-
-def outcomes(ranks: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
-    """Exit status, what it printed, what it complained of."""
-    try:
-        texts = [rank.communicate(timeout=20) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [(rank.returncode, *text) for rank, text in zip(ranks, texts, strict=True)]
+def processes(folder: Path, body: str, size: int, shared: bool = True) -> list[Script]:
+    return start_scripts(_SCRIPT.format(body=body, shared=shared), size, folder)
 
 
 # Threads.
@@ -105,43 +94,41 @@ def test_many_ranks_keep_the_callers_grad_mode() -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_one_exception_is_shown_once(shared: bool) -> None:
+def test_one_exception_is_shown_once(shared: bool, tmp_path: Path) -> None:
     act = "exec('if world.rank == 1: raise ValueError(\"no such luck\")')"
-    began = time.monotonic()
-    results = outcomes(processes(_STUCK.format(act=act), 3, shared))
-    assert time.monotonic() - began < 15
+    results = [rank.outcome() for rank in processes(tmp_path, _STUCK.format(act=act), 3, shared)]
     assert [status for status, _, _ in results] == [1, 1, 1]
     complaints = "".join(text for _, _, text in results)
     assert complaints.count("plait: rank 1 failed: ValueError: no such luck") == 1
     assert complaints.count("Traceback") == 1
 
 
-def test_killed_rank_ends_the_others() -> None:
-    ranks = processes(_STUCK.format(act="pass"), 3)
-    assert all(rank.stdout is not None and rank.stdout.readline() == "ready\n" for rank in ranks)
+def test_killed_rank_ends_the_others(tmp_path: Path) -> None:
+    ranks = processes(tmp_path, _STUCK.format(act="pass"), 3)
+    for rank in ranks:
+        rank.wait_ready()
     time.sleep(0.1)
-    ranks[1].kill()
-    began = time.monotonic()
-    results = outcomes(ranks)
-    assert time.monotonic() - began < 10
+    ranks[1].process.kill()
+    results = [rank.outcome() for rank in ranks]
     assert [status for status, _, _ in results] == [1, -signal.SIGKILL, 1]
     complaints = "".join(text for _, _, text in results)
     assert complaints.count("plait: rank 1 failed: its process ended without a word") == 1
     assert "Traceback" not in complaints
 
 
-def test_signal_to_one_rank_stops_all_at_one_step() -> None:
+def test_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
     body = (
         "vote = StopVote(world); step = 0; print('ready', flush=True)\n"
         "    while not vote.should_stop(step): comm.all_reduce(torch.ones(1)).wait(); time.sleep(0.01); step += 1\n"
         "    print(step)"
     )
-    ranks = processes(body, 3)
-    assert all(rank.stdout is not None and rank.stdout.readline() == "ready\n" for rank in ranks)
-    os.kill(ranks[2].pid, signal.SIGTERM)
-    results = outcomes(ranks)
+    ranks = processes(tmp_path, body, 3)
+    for rank in ranks:
+        rank.wait_ready()
+    ranks[2].process.terminate()
+    results = [rank.outcome() for rank in ranks]
     assert [status for status, _, _ in results] == [0, 0, 0], results
-    steps = {int(text) for _, text, _ in results}
+    steps = {text for _, text, _ in results}
     assert len(steps) == 1, steps
 
 

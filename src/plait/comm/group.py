@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from plait.comm.links import Links
 
-REDUCERS: dict[str, Any] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+REDUCERS: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def chunk(num: int, size: int, index: int) -> tuple[int, int]:

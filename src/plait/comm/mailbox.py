@@ -40,7 +40,7 @@ class Letter:
         dtype, shape = self._like
         if flat.dtype != dtype or flat.numel() != shape.numel():
             self._error = WorldError(
-                f"rank {source} sent {flat.numel()} elements of {flat.dtype} where {list(shape)} of {dtype} were expected"
+                f"rank {source} sent {flat.numel()} elements of {flat.dtype}, but {list(shape)} of {dtype} was expected"
             )
         else:
             self._result = flat.view(shape)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.comm.algorithms import choose
@@ -117,11 +118,11 @@ def process_world(
 
 
 def device_mesh(world: World) -> DeviceMesh:
-    """The same mesh for DTensor, at the boundary: state dicts, optimizers, checkpoints. Collective at its first call."""
+    """The same mesh for DTensor, at the boundary: state dicts, optimizers, checkpoints. All ranks call it together."""
     assert isinstance(world, ProcessWorld)
     if world._device_mesh is None:
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
             world._owns_group = True
         names = world.mesh.names or ("world",)
         sizes = [world.mesh.axis_size(axis) for axis in world.mesh.names] or [1]
@@ -196,10 +197,11 @@ def _share_memory(world: ProcessWorld, groups: dict[str, tuple[tuple[int, ...], 
     num_local = hosts.count(hosts[rank])
     limit = max(_available_memory() // (4 * num_local), _ROOM)
     crowded = num_local > len(os.sched_getaffinity(0))
-    return {
-        axis: ShmComm(mine[axis], mine[axis].index(rank), opened[axis], [notes[i]["pid"] for i in mine[axis]], limit, crowded)
-        for axis in axes
-    }  # fmt: skip
+    shared = {}
+    for axis in axes:
+        pids = [notes[i]["pid"] for i in mine[axis]]
+        shared[axis] = ShmComm(mine[axis], mine[axis].index(rank), opened[axis], pids, limit, crowded)
+    return shared
 
 
 def _exchange(board: Board, key: str, note: Any, rank: int, size: int) -> list[Any]:

@@ -30,9 +30,8 @@ class Reader:
         peer, own = self.segments[i].words, self.segments[self.rank].words
         offset = offset_of(peer, own, seq)
         if offset is None:
-            raise WorldError(
-                f"rank {self.ranks[self.rank]} called {call_text(own, seq)}, rank {self.ranks[i]} {call_text(peer, seq)}"
-            )
+            here, there = self.ranks[self.rank], self.ranks[i]
+            raise WorldError(f"rank {here} called {call_text(own, seq)}, rank {there} {call_text(peer, seq)}")
         return self.segments[i].view(offset, num_elements, dtype)
 
     def count(self, i: int, num_bytes: int) -> None:

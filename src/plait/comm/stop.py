@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
@@ -34,7 +35,7 @@ class StopVote:
         self._posted = False
         self._stop_before: int | None = None
         self._handlers: dict[int, Any] = {}
-        self._end_watch = lambda: None
+        self._end_watch: Callable[[], None] | None = None
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         self._watched = isinstance(world, ProcessWorld) and world.mesh.size > 1
@@ -66,7 +67,8 @@ class StopVote:
 
     def close(self) -> None:
         """Give the signals back."""
-        self._end_watch()
+        if self._end_watch is not None:
+            self._end_watch()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}

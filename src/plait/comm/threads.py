@@ -76,7 +76,7 @@ def run_ranks(
                 if where.type == "cuda":
                     torch.cuda.set_device(where)
                 results[rank] = fn(worlds[rank])
-        except BaseException as error:  # noqa: BLE001 - SystemExit too: the others must not wait for this rank
+        except BaseException as error:  # SystemExit too: the others must not wait for this rank
             meetings.fail(rank, error)
         meetings.leave(rank)
 
