@@ -73,9 +73,7 @@ def call_of(sample: Sample, results: tuple[Any, ...]) -> Call:
 
     args, kwargs = tree_map(spec, sample.args), tree_map(spec, sample.kwargs)
     inputs = tuple(x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Spec))
-    outputs = tuple(
-        Spec(tuple(r.shape), r.dtype, i) if isinstance(r, Tensor) else None for i, r in enumerate(results)
-    )
+    outputs = tuple(Spec(tuple(r.shape), r.dtype, i) if isinstance(r, Tensor) else None for i, r in enumerate(results))
     return Call(sample.op, args, kwargs, inputs, outputs)
 
 

@@ -76,6 +76,7 @@ _SPECIAL = {
     }.items()
 }
 
+
 def all_samples() -> dict[Any, list[Sample]]:
     found = {op: pointwise_samples(op) for op in pointwise.OPS}
     for name, cases in table().items():

@@ -24,6 +24,11 @@ def _attention(causal: bool, **mask: Tensor) -> Args:
     return (f(*Q.shape), Q, K, V, out, lse, 0.0, causal, kwargs)
 
 
+def alike(names: tuple[str, ...], samples: list[Args]) -> dict[str, list[Args]]:
+    """One list of samples for several ops."""
+    return {name: samples for name in names}
+
+
 def table() -> dict[str, list[Args]]:
     """By op name: arguments, with keyword arguments in a dict at the end."""
     x = f(6, 12, 4)
@@ -65,7 +70,7 @@ def table() -> dict[str, list[Args]]:
         "glu": [(f(6, 36, 4), 1), (f(6, 12),)],
         "glu_backward": [(f(6, 18, 4), f(6, 36, 4), 1)],
         # views
-        **dict.fromkeys(
+        **alike(
             ("view", "_unsafe_view", "reshape"),
             [
                 (f(6, 12, 4), [72, 4]), (f(72, 4), [6, 12, 4]), (f(6, 36), [6, 3, 12]), (f(36, 6), [3, 12, 6]),
@@ -136,7 +141,7 @@ def table() -> dict[str, list[Args]]:
             (b(6, 12), [i(6, 6, 1), i(12, 1, 12)]),
         ],
         "_unsafe_index.Tensor": [(f(12, 6), [i(12, 6)])],
-        **dict.fromkeys(
+        **alike(
             ("index_put", "_unsafe_index_put"),
             [
                 (f(12, 6), [i(12, 18)], f(18, 6), True), (f(36, 6), [grid % 6], f(6, 12, 6), True),
@@ -165,7 +170,7 @@ def table() -> dict[str, list[Args]]:
             (f(6, 12, 4), x, *aten.native_group_norm(x, None, None, 6, 12, 4, 6, 1e-5)[1:], None, 6, 12, 4, 6,
              [True, False, False]),
         ],
-        **dict.fromkeys(
+        **alike(
             ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
             [(*NORM, True, 0.1, 1e-5), (*NORM, False, 0.1, 1e-5)],
         ),

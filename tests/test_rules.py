@@ -77,7 +77,7 @@ def test_views_carry_shards_by_the_flat_index(source: Any, target: Any, shard: S
 
 
 def test_views_lead_back_from_what_a_reader_wants() -> None:
-    sample = [s for s in SAMPLES[aten.view.default] if s.args[1] == [6, 36]][0]
+    sample = next(s for s in SAMPLES[aten.view.default] if s.args[1] == [6, 36])
     call = call_of(sample, run_whole(sample))
     assert call.inputs[0].shape == (6, 3, 12)
     found = strategies(RULES[aten.view.default], call, 2)

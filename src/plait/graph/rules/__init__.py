@@ -5,13 +5,44 @@ from __future__ import annotations
 from typing import Any
 
 from plait.graph.rules import (  # noqa: F401  (each registers its rules)
-    attention, batch_norm, cell, collective, conv, create, index, index_list, loss, matmul, norm, pieces, pointwise,
-    pool, reduce, reshape, softmax, strided, view,
-)  # fmt: skip
+    attention,
+    batch_norm,
+    cell,
+    collective,
+    conv,
+    create,
+    index,
+    index_list,
+    loss,
+    matmul,
+    norm,
+    pieces,
+    pointwise,
+    pool,
+    random,
+    reduce,
+    reshape,
+    softmax,
+    strided,
+    view,
+)
 from plait.graph.rules.base import (
-    RULES, Builder, Call, Emit, Factor, Partial, Placement, Replicate, Rule, Shard, Spec, Strategy, einsum, register,
+    RULES,
+    Builder,
+    Call,
+    Emit,
+    Factor,
+    Partial,
+    Placement,
+    Replicate,
+    Rule,
+    Shard,
+    Spec,
+    Strategy,
+    einsum,
+    register,
     strategies_of,
-)  # fmt: skip
+)
 
 # Ops of other libraries, by name: they are not there before the library is imported.
 NAMED: dict[str, Rule] = {

@@ -9,8 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from plait.graph.rules.base import (
-    REPLICATE, Call, Partial, Placement, Placements, Rule, Shard, Spec, Strategy, no_groups, register,
-)  # fmt: skip
+    REPLICATE,
+    Call,
+    Partial,
+    Placement,
+    Placements,
+    Rule,
+    Shard,
+    Spec,
+    Strategy,
+    no_groups,
+    register,
+)
 from plait.graph.rules.dims import blocks_of, broadcast_dim, first_operand, overloads
 
 SAMPLES, HEADS, QUERIES = 0, 1, 2
@@ -75,9 +85,7 @@ def _strategies(signature: Signature) -> Callable[[Call, Placements, int], Seque
                 )
                 absent = Partial() if backward else REPLICATE
                 outputs = tuple(
-                    REPLICATE
-                    if s is None or look == OTHER
-                    else _placement(s, look, factor, b, scores) or absent
+                    REPLICATE if s is None or look == OTHER else _placement(s, look, factor, b, scores) or absent
                     for s, look in results
                 )
                 found.append(Strategy(inputs, outputs))

@@ -173,6 +173,6 @@ def strategies_of(rule: Rule, call: Call, given: Placements, size: int) -> list[
 
 
 __all__ = [
-    "RULES", "Builder", "Call", "Emit", "Factor", "Partial", "Placement", "Replicate", "Rule", "Shard", "Spec",
-    "Strategy", "einsum", "register", "strategies_of",
+    "REPLICATE", "RULES", "Builder", "Call", "Emit", "Factor", "Partial", "Placement", "Replicate", "Rule", "Shard",
+    "Spec", "Strategy", "einsum", "register", "strategies_of",
 ]  # fmt: skip

@@ -12,8 +12,17 @@ import torch
 from torch import Tensor
 
 from plait.graph.rules.base import (
-    REPLICATE, Call, Partial, Placement, Placements, Rule, Shard, Spec, Strategy, register,
-)  # fmt: skip
+    REPLICATE,
+    Call,
+    Partial,
+    Placement,
+    Placements,
+    Rule,
+    Shard,
+    Spec,
+    Strategy,
+    register,
+)
 from plait.graph.rules.dims import overloads, widened
 from plait.graph.rules.norm import statistics_dtype
 
@@ -30,9 +39,7 @@ def _strategies(is_training: Callable[[Call], bool]) -> Callable[[Call, Placemen
         x = call.inputs[0]
         blocks = {1} | {p.blocks for p in given if isinstance(p, Shard)}
         found = [
-            Strategy(
-                tuple(_channel(s, x, b) for s in call.inputs), tuple(_channel(s, x, b) for s in call.outputs)
-            )
+            Strategy(tuple(_channel(s, x, b) for s in call.inputs), tuple(_channel(s, x, b) for s in call.outputs))
             for b in sorted(blocks)
         ]
         for d in () if is_training(call) else (0, *range(2, x.ndim)):

@@ -6,8 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from plait.graph.rules.base import (
-    REPLICATE, Builder, Call, Partial, Placement, Placements, Rule, Shard, Strategy, register,
-)  # fmt: skip
+    REPLICATE,
+    Builder,
+    Call,
+    Partial,
+    Placement,
+    Placements,
+    Rule,
+    Shard,
+    Strategy,
+    register,
+)
 from plait.graph.rules.dims import aten, first_operand, overloads, put
 
 BATCH, FILTERS, CHANNELS, GROUPS = "batch", "filters", "channels", "groups"

@@ -7,8 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from plait.graph.rules.base import (
-    REPLICATE, Builder, Call, Partial, Placements, Replicate, Rule, Shard, Strategy, register,
-)  # fmt: skip
+    REPLICATE,
+    Builder,
+    Call,
+    Partial,
+    Placements,
+    Replicate,
+    Rule,
+    Shard,
+    Strategy,
+    register,
+)
 from plait.graph.rules.dims import aten, overloads
 
 _TRIED = (1, 2, 3, 4)  # numbers of blocks that a reader may want
@@ -74,9 +83,7 @@ def _emit_arange(builder: Builder, call: Call, strategy: Strategy, args: Any, kw
     return builder.call(aten.add.Scalar, first, builder.call(operator.mul, builder.coordinate(), step * count))
 
 
-register(
-    *overloads("full", "zeros", "ones", "empty.memory_format"), rule=Rule(strategies=_constant, sizes=0)
-)
+register(*overloads("full", "zeros", "ones", "empty.memory_format"), rule=Rule(strategies=_constant, sizes=0))
 register(*overloads("scalar_tensor"), rule=Rule())
 register(*overloads("new_zeros", "new_ones", "new_full", "new_empty"), rule=Rule(strategies=_new, emit=_emit_new))
 register(*overloads("arange", "arange.start", "arange.start_step"), rule=Rule(strategies=_arange, emit=_emit_arange))

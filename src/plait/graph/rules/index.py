@@ -14,8 +14,17 @@ import torch
 from torch.fx import Node
 
 from plait.graph.rules.base import (
-    REPLICATE, Builder, Call, Factor, Partial, Placements, Rule, Shard, Strategy, register,
-)  # fmt: skip
+    REPLICATE,
+    Builder,
+    Call,
+    Factor,
+    Partial,
+    Placements,
+    Rule,
+    Shard,
+    Strategy,
+    register,
+)
 from plait.graph.rules.dims import aten, blocks_of, first_operand, is_floating, overloads, positive, put
 
 
@@ -64,9 +73,7 @@ def _embedding_factors(call: Call) -> list[Factor]:
 
 
 def _embedding_rows(call: Call, given: Placements, size: int) -> list[Strategy]:
-    return [
-        Strategy((Shard(0, b), REPLICATE), (Partial(),), _emit_embedding_rows) for b in blocks_of(given, (0, None))
-    ]
+    return [Strategy((Shard(0, b), REPLICATE), (Partial(),), _emit_embedding_rows) for b in blocks_of(given, (0, None))]
 
 
 def _emit_embedding_rows(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
@@ -107,9 +114,7 @@ def _emit_embedding_backward_rows(builder: Builder, call: Call, strategy: Strate
 
 register(
     *overloads("embedding_dense_backward"),
-    rule=Rule(
-        factors=_embedding_backward_factors, strategies=_embedding_backward_rows, linear=first_operand
-    ),
+    rule=Rule(factors=_embedding_backward_factors, strategies=_embedding_backward_rows, linear=first_operand),
 )
 
 # ---- gather, index_select: one index tensor along one dim ----
@@ -151,9 +156,7 @@ def _emit_gather_along(builder: Builder, call: Call, strategy: Strategy, args: A
 
 
 register(*overloads("gather"), rule=Rule(factors=_gather_factors, strategies=_gather_along, linear=first_operand))
-register(
-    *overloads("index_select"), rule=Rule(factors=_select_factors, strategies=_gather_along, linear=first_operand)
-)
+register(*overloads("index_select"), rule=Rule(factors=_select_factors, strategies=_gather_along, linear=first_operand))
 
 # ---- scatter, index_add: writes by one index tensor along one dim ----
 
@@ -162,7 +165,7 @@ _ADDING = frozenset(overloads("scatter_add", "index_add"))
 
 def _scatter_factors(call: Call) -> list[Factor]:
     """(x, dim, index, src or value): dims in which all are of one size."""
-    x, index = call.inputs[:2]
+    x = call.inputs[0]
     dim = positive(call.args[1], x.ndim)
     return [
         Factor((d,) * len(call.inputs), (d,))

@@ -10,11 +10,28 @@ import torch
 from torch.fx import Node
 
 from plait.graph.rules.base import (
-    REPLICATE, Builder, Call, Factor, Partial, Placements, Rule, Shard, Spec, Strategy, register,
-)  # fmt: skip
+    REPLICATE,
+    Builder,
+    Call,
+    Factor,
+    Partial,
+    Placements,
+    Rule,
+    Shard,
+    Spec,
+    Strategy,
+    register,
+)
 from plait.graph.rules.dims import (
-    aten, blocks_of, broadcast_dim, broadcast_shape, first_operand, is_floating, overloads, put,
-)  # fmt: skip
+    aten,
+    blocks_of,
+    broadcast_dim,
+    broadcast_shape,
+    first_operand,
+    is_floating,
+    overloads,
+    put,
+)
 from plait.graph.rules.index import counted_once, local_index, masked, with_spare_row
 
 
@@ -79,9 +96,7 @@ def _localised(builder: Builder, call: Call, args: Any, part: Shard, spare: int)
     length = call.inputs[0].shape[part.dim]
     index = builder.call(aten.remainder.Scalar, args[1][part.dim], length)  # counted from the left
     local, outside = local_index(builder, index, length, part.blocks)
-    return [
-        masked(builder, local, outside, spare) if d == part.dim else i for d, i in enumerate(args[1])
-    ], outside
+    return [masked(builder, local, outside, spare) if d == part.dim else i for d, i in enumerate(args[1])], outside
 
 
 def _emit_along(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:

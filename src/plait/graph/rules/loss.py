@@ -10,11 +10,27 @@ from torch import Tensor
 from torch.fx import Node
 
 from plait.graph.rules.base import (
-    REPLICATE, Builder, Call, Factor, Partial, Placement, Placements, Rule, Shard, Strategy, register,
-)  # fmt: skip
+    REPLICATE,
+    Builder,
+    Call,
+    Factor,
+    Partial,
+    Placement,
+    Placements,
+    Rule,
+    Shard,
+    Strategy,
+    register,
+)
 from plait.graph.rules.dims import (
-    aten, blocks_of, broadcast_dim, broadcast_shape, first_operand, overloads, pointwise_factors,
-)  # fmt: skip
+    aten,
+    blocks_of,
+    broadcast_dim,
+    broadcast_shape,
+    first_operand,
+    overloads,
+    pointwise_factors,
+)
 from plait.graph.rules.index import local_index, masked
 
 MEAN = 1
@@ -126,9 +142,7 @@ def _weights(builder: Builder, target: Node, weight: Node | None, ignored: Node,
     return builder.call(aten.masked_fill.Scalar, found, ignored, 0)
 
 
-def _nll(
-    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
-) -> tuple[Tensor, Tensor]:
+def _nll(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor]:
     dim = min(1, x.ndim - 1)
     ignored = target == ignore_index
     safe = target.masked_fill(ignored, 0)
@@ -175,9 +189,7 @@ def _emit_nll_backward_classes(builder: Builder, call: Call, strategy: Strategy,
     return builder.call(aten.scatter.src, zeros, part.dim, index, values)
 
 
-register(
-    *overloads("nll_loss_forward", "nll_loss2d_forward"), rule=Rule(strategies=_nll_strategies, decompose=_nll)
-)
+register(*overloads("nll_loss_forward", "nll_loss2d_forward"), rule=Rule(strategies=_nll_strategies, decompose=_nll))
 register(
     *overloads("nll_loss_backward", "nll_loss2d_backward"),
     rule=Rule(strategies=_nll_backward_strategies, linear=first_operand),

@@ -6,11 +6,29 @@ from collections.abc import Sequence
 from typing import Any
 
 from plait.graph.rules.base import (
-    RULES, Builder, Call, Factor, Partial, Placements, Rule, Shard, Strategy, einsum, register,
-)  # fmt: skip
+    RULES,
+    Builder,
+    Call,
+    Factor,
+    Partial,
+    Placements,
+    Rule,
+    Shard,
+    Strategy,
+    einsum,
+    register,
+)
 from plait.graph.rules.dims import (
-    aten, blocks_of, broadcast_dim, each_operand, is_floating, overloads, positive, put, sharded_strategy,
-)  # fmt: skip
+    aten,
+    blocks_of,
+    broadcast_dim,
+    each_operand,
+    is_floating,
+    overloads,
+    positive,
+    put,
+    sharded_strategy,
+)
 
 _PRODUCTS = {
     "mm": "m k, k n -> m n",

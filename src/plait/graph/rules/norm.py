@@ -15,7 +15,7 @@ from plait.graph.rules.dims import blocks_of, first_operand, overloads, put, sha
 def statistics_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
     """Of means and inverse deviations: a CPU keeps them like x, unless the weights are wider."""
     like = x.device.type == "cpu" and (weight is None or weight.dtype == x.dtype)
-    return x.dtype if like or not x.dtype.itemsize == 2 else torch.float32
+    return x.dtype if like or x.dtype.itemsize != 2 else torch.float32
 
 
 def _row_strategies(call: Call, given: Placements, size: int, normalized: Sequence[int]) -> list[Strategy]:
@@ -183,7 +183,5 @@ register(
 )
 register(
     *_GROUP_BACKWARD,
-    rule=Rule(
-        strategies=_group_strategies, emit=_emit_group, linear=first_operand, decompose=_group_norm_backward
-    ),
+    rule=Rule(strategies=_group_strategies, emit=_emit_group, linear=first_operand, decompose=_group_norm_backward),
 )

@@ -51,9 +51,7 @@ def _emit_slice(builder: Builder, call: Call, strategy: Strategy, args: Any, kwa
     return builder.call(call.op, args[0], dim, first // builder.size, last // builder.size)
 
 
-register(
-    *overloads("slice.Tensor"), rule=Rule(factors=_others(1), strategies=_slice_strategies, linear=first_operand)
-)
+register(*overloads("slice.Tensor"), rule=Rule(factors=_others(1), strategies=_slice_strategies, linear=first_operand))
 
 
 def _split_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
@@ -97,9 +95,7 @@ def _cat_factors(call: Call) -> list[Factor]:
     dim = positive(call.arg(1, "dim", 0), out.ndim)
     # An empty tensor of one dim may stand among the others: it has nothing to cut.
     return [
-        Factor(tuple(d if s.ndim == out.ndim else None for s in call.inputs), (d,))
-        for d in range(out.ndim)
-        if d != dim
+        Factor(tuple(d if s.ndim == out.ndim else None for s in call.inputs), (d,)) for d in range(out.ndim) if d != dim
     ]
 
 
@@ -164,9 +160,7 @@ def _select_backward_factors(call: Call) -> list[Factor]:
     return [Factor((d,), (d + (d >= dim),)) for d in range(ndim)]
 
 
-register(
-    *overloads("select_backward"), rule=Rule(factors=_select_backward_factors, linear=first_operand, sizes=1)
-)
+register(*overloads("select_backward"), rule=Rule(factors=_select_backward_factors, linear=first_operand, sizes=1))
 
 
 def _diagonal_backward_factors(call: Call) -> list[Factor]:
@@ -183,9 +177,7 @@ def _unfold_backward_factors(call: Call) -> list[Factor]:
     return [Factor((d,), (d,)) for d in range(ndim) if d != dim]
 
 
-register(
-    *overloads("diagonal_backward"), rule=Rule(factors=_diagonal_backward_factors, linear=first_operand, sizes=1)
-)
+register(*overloads("diagonal_backward"), rule=Rule(factors=_diagonal_backward_factors, linear=first_operand, sizes=1))
 register(*overloads("unfold_backward"), rule=Rule(factors=_unfold_backward_factors, linear=first_operand, sizes=1))
 
 

@@ -8,9 +8,16 @@ import torch
 
 from plait.graph.rules.base import REPLICATE, Call, Partial, Placements, Rule, Strategy, no_groups, register
 from plait.graph.rules.dims import (
-    aten, blocks_of, broadcast_dim, each_operand, first_operand, is_floating, overloads, pointwise_factors,
+    aten,
+    blocks_of,
+    broadcast_dim,
+    each_operand,
+    first_operand,
+    is_floating,
+    overloads,
+    pointwise_factors,
     sharded_strategy,
-)  # fmt: skip
+)
 
 
 def tagged() -> list[Any]:

@@ -11,7 +11,7 @@ from plait.graph.random import draw
 from plait.graph.rules.base import Builder, Call, Placements, Rule, Shard, Strategy, register
 
 
-def _parts(call: Call, given: Placements) -> Sequence[Strategy]:
+def _parts(call: Call, given: Placements, size: int) -> Sequence[Strategy]:
     """Sharded along any dim, in one block."""
     shape, cuts = call.arg(2), call.arg(7, "cuts", ())
     local = list(shape)

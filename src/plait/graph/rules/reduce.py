@@ -53,9 +53,7 @@ def _emit_mean(builder: Builder, call: Call, strategy: Strategy, args: Any, kwar
 
 
 def _mean_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
-    return [
-        Strategy((Shard(d, b),), (Partial(),), _emit_mean) for d in _reduced(call) for b in blocks_of(given, (d,))
-    ]
+    return [Strategy((Shard(d, b),), (Partial(),), _emit_mean) for d in _reduced(call) for b in blocks_of(given, (d,))]
 
 
 def _any(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:

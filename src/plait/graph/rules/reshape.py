@@ -69,8 +69,8 @@ def _view_strategies(source: Shape, target: Shape, given: Shard | None, size: in
         if source[shard.dim] % (shard.blocks * size) == 0 and (out := carry(source, target, shard, size)) is not None:
             found[shard, out] = Strategy((shard,), (out,))
     for out in wanted:
-        if target[out.dim] % (out.blocks * size) == 0 and (shard := carry(target, source, out, size)) is not None:
-            found.setdefault((shard, out), Strategy((shard,), (out,)))
+        if target[out.dim] % (out.blocks * size) == 0 and (back := carry(target, source, out, size)) is not None:
+            found.setdefault((back, out), Strategy((back,), (out,)))
     return tuple(found.values())
 
 

@@ -19,7 +19,7 @@ from plait.graph.rules.dims import first_operand, overloads
 
 def _memory_order(x: Tensor) -> list[int]:
     """Dims of x from the one of the widest stride to the narrowest. Raises CaptureError if its memory has holes."""
-    order = sorted(range(x.ndim), key=lambda d: (-x.stride(d), -x.shape[d]))
+    order = sorted(range(x.ndim), key=lambda d: (x.stride(d), x.shape[d]), reverse=True)
     if not x.permute(order).is_contiguous():
         raise CaptureError(
             f"as_strided of a tensor of shape {list(x.shape)} and strides {list(x.stride())}, whose memory has holes or"

@@ -6,8 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from plait.graph.rules.base import (
-    REPLICATE, Builder, Call, Factor, Placements, Rule, Shard, Strategy, register,
-)  # fmt: skip
+    REPLICATE,
+    Builder,
+    Call,
+    Factor,
+    Placements,
+    Rule,
+    Shard,
+    Strategy,
+    register,
+)
 from plait.graph.rules.dims import blocks_of, dims_of, first_operand, overloads, positive, put
 
 DimMap = Callable[[Call], Sequence[int | None]]  # for each dim of the output the input's; None where it has none
@@ -134,9 +142,7 @@ register(*overloads("diagonal"), rule=_existing(_diagonal))
 register(*overloads("unfold"), rule=_existing(_sliding))
 register(
     *overloads("expand"),
-    rule=Rule(
-        factors=_existing(_expand).factors, strategies=_expand_strategies, linear=first_operand, sizes=1
-    ),
+    rule=Rule(factors=_existing(_expand).factors, strategies=_expand_strategies, linear=first_operand, sizes=1),
 )
 register(*overloads("flip"), rule=_keeping(_flipped))
 register(*overloads("roll"), rule=_keeping(_rolled))
