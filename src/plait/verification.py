@@ -24,7 +24,7 @@ from plait.trainer import OptimizerFactory, Trainer, step_key
 # Rounding alone moves some tensors by much of their value: the gradient of a bias in front of a normalisation is zero
 # but for rounding, and a ReLU near zero may turn. How far is measured: the one-device run is repeated with the last few
 # bits of every weight changed. A difference of up to this many times that effect is rounding, too.
-ROUNDING_MARGIN = 5.0
+ROUNDING_MARGIN = 20.0
 _LAST_BITS = 1e-6
 
 

@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 from plait.graph import ops
 from plait.graph.calls import NO_RULE, call_of, is_item, output_node, rule_of, tensor_inputs
 from plait.graph.propagate import Propagation
+from plait.graph.record import SHAPES
 from plait.graph.rules import Call, Strategy
 from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Shard, local_shape
 
@@ -36,7 +37,7 @@ class LocalBuilder:
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
         real = map_arg((args, kwargs), lambda n: n.meta["val"])
         try:
-            value = op(*real[0], **real[1])
+            value = SHAPES.get(op, op)(*real[0], **real[1])
         except (RuntimeError, ValueError):
             if op not in _VIEWS:
                 raise

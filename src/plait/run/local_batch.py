@@ -1,0 +1,45 @@
+"""A rank's own part of a global batch, as a type: it can not be taken for the whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from plait.errors import BatchError
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """`tree` holds this rank's rows; `global_size` is the number of rows over all ranks, `local_size` of these here."""
+
+    tree: Any
+    local_size: int
+    global_size: int
+
+    def __post_init__(self) -> None:
+        sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(self.tree) if torch.is_tensor(leaf) and leaf.ndim]
+        if self.local_size not in sizes:
+            raise BatchError(f"a local batch of {self.local_size} rows holds no tensor of that size: {sizes}")
+
+
+def global_like(batch: LocalBatch) -> Any:
+    """A stand-in for the global batch that has its shapes and takes no memory."""
+
+    def widen(leaf: Any) -> Any:
+        if torch.is_tensor(leaf) and leaf.ndim and leaf.shape[0] == batch.local_size:
+            return leaf[:1].expand(batch.global_size, *leaf.shape[1:])
+        return leaf
+
+    return pytree.tree_map(widen, batch.tree)
+
+
+def num_rows(batch: Any) -> int:
+    """Rows of the global batch: the first dim that most of its tensors share."""
+    if isinstance(batch, LocalBatch):
+        return batch.global_size
+    sizes = Counter(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if torch.is_tensor(leaf) and leaf.ndim)
+    return sizes.most_common(1)[0][0] if sizes else 1

@@ -1,0 +1,235 @@
+"""verify: plans equal one device, on models nobody prepared and on every part of a plan."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from zoo import ZOO
+
+import plait
+from plait.errors import LayoutError, LossError, PlanError, RankFailed
+from plait.train.gpt import BytesGPT, loss_fn
+
+PLANS = ["data=2", "tensor=2", "data=2 tensor=2", "data=3"]
+
+
+@pytest.mark.parametrize("family", sorted(ZOO))
+def test_families_nobody_prepared(family: str) -> None:
+    model, loss, batch = ZOO[family].make()
+    verifier = plait.Verifier(model, loss, batch)
+    for plan in PLANS:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="plait has no rule")
+            report = verifier.verify(plan)
+        assert report.ok, f"{family}\n{report}"
+
+
+def gpt_batch(rows: int = 8, sequence: int = 16) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    symbols = torch.randint(0, 256, (rows, sequence + 1), generator=generator)
+    return {"x": symbols[:, :-1].contiguous(), "y": symbols[:, 1:].contiguous()}
+
+
+def gpt(**options: float) -> BytesGPT:
+    torch.manual_seed(0)
+    return BytesGPT(**{"layers": 2, "width": 64, "heads": 4, "sequence": 16, **options})  # type: ignore[arg-type]
+
+
+def masked_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The sum over bytes below 100 and their number: very uneven over the rows."""
+    logits = model(batch["x"])
+    keep = (batch["y"] < 100) & (torch.arange(batch["y"].shape[0])[:, None] > 2)
+    losses = F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten(), reduction="none")
+    return (losses * keep.flatten()).sum(), keep.sum()
+
+
+class Tied(BytesGPT):
+    def __init__(self) -> None:
+        super().__init__(layers=2, width=64, heads=4, sequence=16, dropout=0.1)
+        self.head.weight = self.symbols.weight
+
+
+@pytest.mark.parametrize("plan", ["data=4", "tensor=4", "data=2 tensor=4", "data=2 tensor=2 allreduce=ring bucket=4KiB"])
+def test_dropout_draws_by_global_position(plan: str) -> None:
+    report = plait.verify(gpt(dropout=0.2), loss_fn, gpt_batch(), plan, steps=3)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("plan", ["data=2 tensor=2", "data=8 allreduce=naive"])
+def test_a_weighted_loss_is_exact_over_uneven_parts(plan: str) -> None:
+    report = plait.verify(gpt(), masked_loss, gpt_batch(), plan)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("plan", ["data=2", "tensor=2", "data=2 tensor=2"])
+def test_tied_weights(plan: str) -> None:
+    torch.manual_seed(0)
+    report = plait.verify(Tied(), loss_fn, gpt_batch(), plan)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("plan", ["data=2", "tensor=4", "data=2 tensor=2"])
+def test_global_norm_clipping(plan: str) -> None:
+    report = plait.verify(gpt(), loss_fn, gpt_batch(), plan, clip_norm=0.05, steps=3)
+    assert report.ok, report
+
+
+def test_adamw_and_annotations() -> None:
+    report = plait.verify(
+        gpt(), loss_fn, gpt_batch(), "tensor=2",
+        layouts={"blocks.0.*": "-", "*.up.weight": "tensor, -", "*.up.bias": "tensor", "*.down.weight": "-, tensor"},
+        optimizer=functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4),
+    )  # fmt: skip
+    assert report.ok, report
+
+
+class BatchNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).mean((2, 3)))
+
+
+def image_batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {"x": torch.randn(8, 3, 12, 12, generator=generator), "y": torch.randint(0, 5, (8,), generator=generator)}
+
+
+def image_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+@pytest.mark.parametrize("plan", ["data=4", "data=2 tensor=2", "data=4 batchnorm=local", "data=2 tensor=2 batchnorm=local"])
+def test_batch_norm_over_all_ranks_or_each_alone(plan: str) -> None:
+    torch.manual_seed(0)
+    report = plait.verify(BatchNorm(), image_loss, image_batch(), plan, steps=3)
+    assert report.ok, report
+
+
+class Branches(nn.Module):
+    """Two branches of different shape, joined by concatenation, as in an Inception block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.narrow = nn.Sequential(nn.Conv2d(8, 6, 1), nn.BatchNorm2d(6), nn.ReLU())
+        self.wide = nn.Sequential(nn.Conv2d(8, 4, 1), nn.ReLU(), nn.Conv2d(4, 10, 5, padding=2), nn.ReLU())
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        stem = F.relu(self.stem(x))
+        return self.head(torch.cat([self.narrow(stem), self.wide(stem)], dim=1).mean((2, 3)))
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", "data=2 tensor=2", "tensor=3"])
+def test_branches_run_on_different_ranks(plan: str) -> None:
+    torch.manual_seed(0)
+    layouts = {"narrow.*": "only:tensor=0", "wide.*": "only:tensor=1", "head.*": "-"}
+    report = plait.verify(Branches(), image_loss, image_batch(), plan, layouts=layouts)
+    assert report.ok, report
+    page = str(plait.explain(Branches(), image_loss, image_batch(), plan, layouts=layouts))
+    assert "f32[10, 4, 5, 5] only:tensor=1" in page
+
+
+def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check can fail: an all-reduce that forgets to add is caught, and the tensor named."""
+    from plait.graph import bucket
+
+    monkeypatch.setattr(bucket, "bucket_wait", bucket.bucket_wait)
+    right = plait.verify(gpt(), loss_fn, gpt_batch(), "data=2")
+    assert right.ok
+    from plait.comm import meeting
+
+    monkeypatch.setitem(meeting.REDUCERS, "sum", torch.maximum)
+    wrong = plait.verify(gpt(), loss_fn, gpt_batch(), "data=2")
+    assert not wrong.ok
+    assert "NOT EQUAL" in str(wrong)
+
+
+def test_the_logits_are_never_gathered() -> None:
+    rows, sequence, vocab = 8, 16, 256
+    found = plait.explain(gpt(), loss_fn, gpt_batch(rows, sequence), "tensor=2")
+    assert "f32[256@tensor, 64]" in found.tensor("head.weight")
+    largest = max(c.tensor_bytes for c in found.collectives)
+    assert largest == rows * sequence * 64 * 4  # the stream; logits have 256 where it has 64
+    assert largest < rows * sequence * vocab * 4
+
+
+def test_megatron_pattern_costs_four_all_reduces_a_block() -> None:
+    found = plait.explain(gpt(layers=3), loss_fn, gpt_batch(), "tensor=2")
+    stream = [c for c in found.collectives if c.tensor_bytes == 8 * 16 * 64 * 4]
+    assert {c.kind for c in stream} == {"all_reduce"}
+    assert len(stream) == 4 * 3 + 2  # and the embedding's rows, and the head's gradient
+
+
+def test_data_parallel_sends_what_the_formula_says() -> None:
+    model = gpt()
+    found = plait.explain(model, loss_fn, gpt_batch(), "data=4")
+    gradients = 4 * sum(p.numel() for p in model.parameters())
+    assert found.sent_bytes["data"] == pytest.approx(2 * 3 / 4 * gradients, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("plan", "layouts", "error", "text"),
+    [
+        ("data=3", None, PlanError, "data=3 does not divide the batch of 8"),
+        ("tensor=3", None, PlanError, "tensor=3 divides no pair of weights"),
+        ("tensor=8", None, PlanError, r"tensor=8 does not divide .*use tensor=4"),
+        ("tensor=2", {"*.querry.weight": "tensor, -"}, LayoutError, "matches no parameter; did you mean"),
+        ("tensor=3", {"*.query.weight": "tensor, -"}, LayoutError, r"tensor=3 does not divide dim 0 of blocks.0.query.weight: 64"),
+    ],
+)
+def test_bad_plans_are_refused_before_anything_runs(plan, layouts, error, text) -> None:
+    with pytest.raises(error, match=text):
+        plait.verify(gpt(), loss_fn, gpt_batch(), plan, layouts=layouts)
+
+
+def test_a_loss_that_is_not_a_scalar() -> None:
+    with pytest.raises(LossError, match="scalar"):
+        plait.verify(gpt(), lambda m, b: m(b["x"]), gpt_batch(), "data=2")
+
+
+def test_nan_names_the_step_and_the_tensor() -> None:
+    model = gpt()
+    with torch.no_grad():
+        model.blocks[1].up.weight[0, 0] = float("nan")
+    make = functools.partial(torch.optim.SGD, lr=0.1)
+    trainer = plait.Trainer(model, loss_fn, make, "")
+    with pytest.raises(LossError, match=r"loss of step 1 is nan: parameter blocks\.1\.up\.weight is not finite"):
+        trainer.step(gpt_batch())
+    assert trainer.step_number == 0
+    with pytest.warns(UserWarning, match="loss of step 1 is nan"):
+        plait.Trainer(model, loss_fn, make, "", on_nan="warn").step(gpt_batch())
+
+
+def test_one_rank_raising_stops_all() -> None:
+    from plait.spec.mesh import Mesh
+
+    def rank(world) -> None:
+        trainer = plait.Trainer(gpt(), loss_fn, functools.partial(torch.optim.SGD, lr=0.1), "data=4", world=world)
+        trainer.step(gpt_batch())
+        if world.rank == 2:
+            raise RuntimeError("out of luck")
+        trainer.step(gpt_batch())
+
+    with pytest.raises(RankFailed, match="rank 2 failed: RuntimeError: out of luck"):
+        plait.run_ranks(Mesh((("data", 4), ("tensor", 1))), rank)
+
+
+def test_a_batch_whose_shape_changes_on_one_rank_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from plait.spec.mesh import Mesh
+
+    def rank(world) -> None:
+        trainer = plait.Trainer(gpt(), loss_fn, functools.partial(torch.optim.SGD, lr=0.1), "data=2", world=world)
+        trainer.step(gpt_batch(8, 8 if world.rank == 1 else 16))
+
+    with pytest.raises(RankFailed, match="do not agree on the shape of batch"):
+        plait.run_ranks(Mesh((("data", 2), ("tensor", 1))), rank)
