@@ -81,7 +81,7 @@ def _rms_norm(
 ) -> tuple[Tensor, Tensor]:
     dims = list(range(x.ndim - len(normalized_shape), x.ndim))
     wide = widened(x)
-    rstd = (wide.square().mean(dims, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
+    rstd = (wide.square().mean(dims, keepdim=True) + (torch.finfo(wide.dtype).eps if eps is None else eps)).rsqrt()
     out = wide * rstd
     return (out if weight is None else out * weight).to(x.dtype), rstd
 
