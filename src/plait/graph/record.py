@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from plait.errors import CaptureError
@@ -248,10 +249,17 @@ class Recorder(TorchDispatchMode):
         return fake
 
     def _describe(self, node: Node, value: Any) -> None:
-        with _disable_current_modes():  # a copy, as the value may hold on to autograd's graph, or change in place
-            node.meta["val"] = map_aggregate(value, lambda v: v.detach() if isinstance(v, Tensor) else v)
+        node.meta["val"] = map_aggregate(value, self._copy)
         node.meta["module"] = self.module
         node.meta["phase"] = self.phase
+
+    def _copy(self, value: Any) -> Any:
+        """A fake tensor like `value`, which itself may hold on to autograd's graph, or change in place."""
+        if not isinstance(value, Tensor):
+            return value
+        with no_dispatch():
+            bare = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            return FakeTensor(self._fake_mode, bare, value.device)
 
 
 def _batch_norm(
