@@ -1,0 +1,192 @@
+"""What the ranks of test_process.py run: functions of a module, as processes need them."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import plait
+from plait.comm.protocol import World
+from plait.errors import PlanError
+from plait.train.gpt import BytesGPT, loss_fn
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
+
+
+def symbols(rows: int = 8, sequence: int = 17, seed: int = 7) -> Tensor:
+    return torch.randint(0, 256, (rows, sequence), generator=torch.Generator().manual_seed(seed))
+
+
+def batch(rows: int = 8, sequence: int = 17, seed: int = 7) -> dict[str, Tensor]:
+    found = symbols(rows, sequence, seed)
+    return {"x": found[:, :-1].contiguous(), "y": found[:, 1:].contiguous()}
+
+
+def gpt(seed: int = 0) -> BytesGPT:
+    torch.manual_seed(seed)
+    return BytesGPT(layers=2, width=32, heads=4, sequence=16)
+
+
+def text(world: World) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in world.mesh.axes if size > 1)
+
+
+def state_is_dtensors(world: World) -> dict[str, Any]:
+    """Two steps under one plan; what the state looks like, and the whole model."""
+    trainer = plait.Trainer(gpt(), loss_fn, ADAMW, text(world), world=world)
+    losses = [float(trainer.step(batch(seed=i))) for i in range(2)]
+    state = trainer.state_dict()
+    model = state["model"]
+    moments = state["optimizer"]["state"]["blocks.0.up.weight"]["exp_avg"]
+    whole = trainer.full_state_dict()
+    again = plait.Trainer(gpt(1), loss_fn, ADAMW, text(world), world=world)
+    again.load_state_dict(state)
+    again.prepare(batch())
+    same = all(torch.equal(a, b) for a, b in zip(again.full_state_dict().values(), whole.values(), strict=True))
+    return {
+        "losses": losses,
+        "dtensors": all(isinstance(value, DTensor) for value in model.values()),
+        "local": tuple(model["blocks.0.up.weight"].to_local().shape),
+        "moments": (tuple(moments.shape), tuple(moments.to_local().shape)),
+        "whole": {name: value.numpy() for name, value in whole.items()},
+        "same": same,
+        "next": (float(trainer.step(batch(seed=5))), float(again.step(batch(seed=5)))),
+    }
+
+
+def save(world: World, path: Path) -> list[float]:
+    trainer = plait.Trainer(gpt(), loss_fn, ADAMW, text(world), world=world)
+    for i in range(2):
+        trainer.step(batch(seed=i))
+    trainer.save(path, {"note": "two steps"})
+    return [float(trainer.step(batch(seed=i))) for i in range(2, 5)]
+
+
+def resume(world: World, path: Path) -> list[float]:
+    trainer = plait.Trainer(gpt(3), loss_fn, ADAMW, text(world), world=world)
+    trainer.prepare(batch())
+    assert trainer.load(path) == {"note": "two steps"}
+    assert trainer.step_number == 2
+    return [float(trainer.step(batch(seed=i))) for i in range(2, 5)]
+
+
+def adopts_the_users_model(world: World) -> bool:
+    """With data parallelism the user's own model is what is trained."""
+    model = gpt(seed=world.rank)  # every rank its own values: rank 0's count
+    before = model.head.weight.detach().clone()
+    trainer = plait.Trainer(model, loss_fn, ADAMW, text(world))
+    trainer.step(batch())
+    assert not torch.equal(model.head.weight, before)
+    whole = trainer.full_state_dict()
+    return all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
+
+
+def from_meta(world: World) -> dict[str, Any]:
+    """The first values of a model that never had any."""
+    with torch.device("meta"):
+        model = BytesGPT(layers=2, width=32, heads=4, sequence=16)
+    trainer = plait.Trainer(model, loss_fn, ADAMW, text(world), world=world, seed=4)
+    trainer.prepare(batch())
+    return {name: value.numpy() for name, value in trainer.full_state_dict().items()}
+
+
+def loader_and_global_batches(world: World) -> list[float]:
+    """A rank that reads only its own rows trains as one that is given the whole batch."""
+    rows = symbols(rows=24)
+
+    class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+        def __len__(self) -> int:
+            return len(rows)
+
+        def __getitem__(self, i: int) -> dict[str, Tensor]:
+            return {"x": rows[i, :-1], "y": rows[i, 1:]}
+
+    local = plait.loader(Rows(), batch_size=8, shuffle=False, world=world, plan=text(world))
+    trainer = plait.Trainer(gpt(), loss_fn, ADAMW, text(world), world=world)
+    losses = []
+    for part in local:
+        assert isinstance(part, plait.LocalBatch)
+        losses.append(float(trainer.step(part)))
+    other = plait.Trainer(gpt(), loss_fn, ADAMW, text(world), world=world)
+    whole = [float(other.step({"x": b[:, :-1], "y": b[:, 1:]})) for (b,) in DataLoader(TensorDataset(rows), batch_size=8)]
+    assert losses == whole, (losses, whole)
+    return losses
+
+
+def evaluates(world: World) -> tuple[float, float, float]:
+    torch.manual_seed(0)
+    model = BytesGPT(layers=1, width=32, heads=4, sequence=16, dropout=0.5)
+    trainer = plait.Trainer(model, loss_fn, ADAMW, text(world), world=world)
+    one = trainer.evaluate(batch())
+    loop = trainer.evaluate(iter([batch(seed=1), batch(4, seed=2)]))
+    with torch.no_grad():
+        model.eval()
+        expected = float(loss_fn(model, batch()))
+    return one, expected, loop
+
+
+def second_shape(world: World) -> list[float]:
+    trainer = plait.Trainer(gpt(), loss_fn, ADAMW, text(world), world=world)
+    return [float(trainer.step(batch(rows, length))) for rows, length in ((8, 17), (4, 9), (8, 17))]
+
+
+class Stops(nn.Module):
+    """Looks at a number to decide what to do: no graph can hold that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.sum()) > 1e9:  # the line that the message must name
+            x = self.first(x)
+        return self.second(self.first(x))
+
+
+def stops_loss(model: nn.Module, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    keep = rows["keep"]
+    return ((model(rows["x"])[:, 0] - rows["y"]).square() * keep).sum(), keep.sum()
+
+
+def stops_batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "x": torch.randn(8, 8, generator=generator),
+        "y": torch.randn(8, generator=generator),
+        "keep": torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1]),
+    }
+
+
+def under_ddp(world: World) -> list[float]:
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = plait.Trainer(Stops(), stops_loss, functools.partial(torch.optim.SGD, lr=0.1), text(world), world=world)
+        losses = [float(trainer.step(stops_batch())) for _ in range(3)]
+    if world.rank == 0:
+        assert any("process_ranks.py" in str(w.message) for w in caught)
+    return losses
+
+
+def refused_elsewhere(world: World) -> str:
+    trainer = plait.Trainer(Stops(), stops_loss, functools.partial(torch.optim.SGD, lr=0.1), text(world), world=world)
+    try:
+        trainer.step(stops_batch())
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def wire_bytes(world: World) -> tuple[int, int]:
+    trainer = plait.Trainer(gpt(), loss_fn, ADAMW, text(world), world=world)
+    trainer.step(batch())
+    before = world.comm("data").links.total()
+    trainer.step(batch())
+    return world.comm("data").links.total() - before, 4 * sum(p.numel() for p in gpt().parameters())

@@ -1,0 +1,116 @@
+"""The Trainer among real processes: state, checkpoints, first values, data, fallback, bytes."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import numpy as np
+import process_ranks as ranks
+import pytest
+import torch
+from comm_worlds import run
+
+from plait.spec.plan import Plan
+
+
+def on(plan: str, fn, transport: str = "shm"):
+    return run(transport, Plan.parse(plan).mesh, fn)
+
+
+def one_device_losses(num: int) -> list[float]:
+    model = ranks.gpt()
+    optimizer = ranks.ADAMW(model.parameters())
+    losses = []
+    for i in range(num):
+        optimizer.zero_grad()
+        loss = ranks.loss_fn(model, ranks.batch(seed=i))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_state_is_dtensors_of_global_shape(transport: str) -> None:
+    found = on("data=2 tensor=2", ranks.state_is_dtensors, transport)
+    for result in found:
+        assert result["losses"] == pytest.approx(one_device_losses(2), rel=1e-5)
+        assert result["dtensors"]
+        assert result["local"] == (64, 32)
+        assert result["moments"] == ((128, 32), (64, 32))
+        assert result["same"]
+        assert result["next"][0] == result["next"][1]
+        assert result["whole"]["blocks.0.up.weight"].shape == (128, 32)
+    assert set(found[0]["whole"]) == set(ranks.gpt().state_dict())
+
+
+@pytest.mark.parametrize(("first", "second"), [("data=2 tensor=2", "data=2"), ("data=2", "tensor=4"), ("tensor=2", "")])
+def test_a_checkpoint_loads_under_another_plan(first: str, second: str, tmp_path: Path) -> None:
+    unbroken = on(first, functools.partial(ranks.save, path=tmp_path))[0]
+    resumed = on(second, functools.partial(ranks.resume, path=tmp_path))[0]
+    assert resumed == pytest.approx(unbroken, rel=1e-5)
+
+
+def test_the_same_plan_resumes_bit_for_bit(tmp_path: Path) -> None:
+    unbroken = on("data=2", functools.partial(ranks.save, path=tmp_path))[0]
+    assert on("data=2", functools.partial(ranks.resume, path=tmp_path))[0] == unbroken
+
+
+def test_data_parallel_trains_the_users_own_model() -> None:
+    assert all(on("data=2", ranks.adopts_the_users_model))
+
+
+def test_values_from_the_meta_device_are_those_of_every_plan() -> None:
+    (one,) = run("threads", Plan().mesh, ranks.from_meta)
+    for plan in ("data=2", "tensor=2"):
+        for result in on(plan, ranks.from_meta):
+            assert result.keys() == one.keys()
+            assert all(np.array_equal(result[name], one[name]) for name in one)
+    assert 0.01 < one["symbols.weight"].std()
+
+
+def test_a_rank_may_read_its_own_rows_or_the_whole_batch() -> None:
+    first, second = on("data=2", ranks.loader_and_global_batches)
+    assert first == second
+
+
+def test_evaluation_has_no_dropout_and_weighs_batches() -> None:
+    for one, expected, loop in on("data=2", ranks.evaluates):
+        assert one == pytest.approx(expected, rel=1e-5)
+        assert 4 < loop < 8
+
+
+def test_a_second_batch_shape_is_another_capture() -> None:
+    first, second = on("data=2", ranks.second_shape)
+    assert first == second
+    assert all(loss == loss for loss in first)
+
+
+def test_a_model_that_cannot_be_captured_trains_under_ddp() -> None:
+    torch.manual_seed(0)
+    model = ranks.Stops()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        total, weight = ranks.stops_loss(model, ranks.stops_batch())
+        (total / weight).backward()
+        optimizer.step()
+        expected.append(float((total / weight).detach()))
+    for losses in on("data=2", ranks.under_ddp):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_model_that_cannot_be_captured_is_refused_elsewhere_with_its_line() -> None:
+    source = Path(ranks.__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(source, start=1) if "the line that the message must name" in text)
+    for message in on("tensor=2", ranks.refused_elsewhere):
+        assert f"process_ranks.py:{line}" in message
+        assert "data=2" in message
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo", "shm-ring"])
+def test_bytes_on_the_wire_are_what_the_formula_says(transport: str) -> None:
+    for sent, gradients in on("data=2", ranks.wire_bytes, transport):
+        assert sent == pytest.approx(2 * (2 - 1) / 2 * gradients, rel=0.03)
