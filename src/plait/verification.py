@@ -52,14 +52,10 @@ class Report:
     tolerance: float
     losses: tuple[tuple[float, float], ...]  # (one device, plan) of each step
     gradients: tuple[Difference, ...]  # of the first step, in the model's order
+    loss: float  # the largest difference of a loss, as in Difference
     parameters: tuple[Difference, ...]  # after the last step, in the model's order
     buffers: tuple[Difference, ...]
     without_rule: tuple[str, ...] = ()
-
-    @property
-    def loss(self) -> float:
-        """The largest relative difference of a loss."""
-        return max(abs(a - b) / max(abs(a), 1e-12) for a, b in self.losses)
 
     @property
     def worst_gradient(self) -> Difference:
@@ -141,6 +137,10 @@ class Verifier:
             steps=self.steps,
             tolerance=tolerance,
             losses=tuple(zip(reference.losses, mine.losses, strict=True)),
+            loss=max(
+                _relative(abs(there - here), abs(here), abs(rounding - here), tolerance)
+                for here, there, rounding in zip(reference.losses, mine.losses, rounded.losses, strict=True)
+            ),
             gradients=_differences(reference.gradients, mine.gradients, rounded.gradients, tolerance),
             parameters=_differences(reference.parameters, mine.parameters, rounded.parameters, tolerance),
             buffers=_differences(reference.buffers, mine.buffers, rounded.buffers, tolerance),
@@ -238,11 +238,14 @@ def _differences(
             continue
         apart = _apart(mine[name], tensor)
         rounding = _apart(rounded[name], tensor)
-        scale = max(_largest(tensor), ROUNDING_MARGIN * rounding / tolerance)
-        relative = 0.0 if apart == 0 else apart / scale if scale else math.inf
-        found.append(Difference(name, relative))
+        found.append(Difference(name, _relative(apart, _largest(tensor), rounding, tolerance)))
     found += [Difference(name, math.inf) for name in mine if name not in reference and _largest(mine[name]) > 0]
     return tuple(found)
+
+
+def _relative(apart: float, largest: float, rounding: float, tolerance: float) -> float:
+    scale = max(largest, ROUNDING_MARGIN * rounding / tolerance)
+    return 0.0 if apart == 0 else apart / scale if scale else math.inf
 
 
 def _apart(one: Tensor, other: Tensor) -> float:

@@ -15,7 +15,7 @@ _FRESH = frozenset(
         aten.gelu.default, aten.gelu_backward.default, aten.embedding.default, aten.sum.dim_IntList,
     }
 )  # fmt: skip
-_VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
+_VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 
 
 def reuse_dead_operands(graph: Graph) -> Graph:

@@ -31,6 +31,7 @@ BATCH_NORM = frozenset(
     )
     if hasattr(aten, name)
 )  # fmt: skip
+_VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
 _SHORT = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.bool: "bool"}
 
 
@@ -135,7 +136,7 @@ def _local_norm(plan: Plan, axis: str) -> bool:
 
 
 def _copy(captured: Captured) -> Graph:
-    """A copy whose placeholders know their kind."""
+    """A copy whose placeholders know their kind, and whose views do not rely on the strides of one device."""
     graph = Graph()
     source = captured.graph.graph
     graph.output(graph.graph_copy(source, {}))
@@ -143,6 +144,9 @@ def _copy(captured: Captured) -> Graph:
     kinds = {i.node: i.kind for i in captured.inputs}
     for node in placeholders(graph):
         node.meta["kind"] = kinds[node.name]
+    for node in graph.nodes:
+        if node.target in _VIEWS:
+            node.target = aten.reshape.default
     return graph
 
 

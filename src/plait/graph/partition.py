@@ -19,7 +19,6 @@ from plait.graph.record import SHAPES
 from plait.graph.rules import Call, Strategy
 from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Shard, local_shape
 
-_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
 WORLD = "world"  # name of the placeholder that stands for the rank's World
 
 
@@ -36,13 +35,7 @@ class LocalBuilder:
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
         real = map_arg((args, kwargs), lambda n: n.meta["val"])
-        try:
-            value = SHAPES.get(op, op)(*real[0], **real[1])
-        except (RuntimeError, ValueError):
-            if op not in _VIEWS:
-                raise
-            op = torch.ops.aten.reshape.default  # the local strides differ from the global ones
-            value = op(*real[0], **real[1])
+        value = SHAPES.get(op, op)(*real[0], **real[1])
         return self.node(op, args, kwargs, value)
 
     def node(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Node:

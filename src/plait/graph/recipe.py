@@ -215,13 +215,6 @@ class Recipe:
             free = not any(isinstance(want, Partial) for want in strategy.inputs)
             if keeps and free and fits(strategy, call, self.size):
                 return strategy
-        if node.target is aten.addmm.default and isinstance(given[1], Shard) and given[1].dim == 1:
-            k = given[1]  # addmm whose sum is cut: its bias is added afterwards
-            return Strategy((REPLICATE, k, Shard(0, k.blocks)), (Partial(),))
-        if node.target is aten.convolution.default and isinstance(given[0], Shard) and given[0].dim == 1:
-            k = given[0]
-            if node.args[8] == 1:
-                return Strategy((k, Shard(1, k.blocks), *[REPLICATE] * (len(inputs) - 2)), (Partial(),))
         return None
 
     def _wanted(self, node: Node, region: Region) -> list[tuple[Node, Placement]]:
