@@ -76,12 +76,13 @@ def load(path: str | Path, state: dict[str, Any], *, world: World) -> dict[str, 
     manifest = Manifest.read(folder)
     tensors, _ = _split(state)
     _check_same(tensors, manifest, folder)
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load as read
 
-    reader = dcp.FileSystemReader(folder)
+    reader = FileSystemReader(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(tensors, storage_reader=reader, no_dist=not _in_parts(tensors))
+        read(tensors, storage_reader=reader, no_dist=not _in_parts(tensors))
     rest = torch.load(folder / "rest.pt", weights_only=True)
     _fill(state, tensors, rest)
     return manifest.extra
@@ -171,11 +172,12 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _write(tensors: dict[str, Tensor], folder: Path, alone: bool) -> None:
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save as write
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=alone)
+        write(tensors, storage_writer=FileSystemWriter(folder), no_dist=alone)
 
 
 def _replace(aside: Path, final: Path) -> None:

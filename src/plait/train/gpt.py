@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,7 +27,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop(self._attention(self.attention_norm(x)))
-        return x + self.drop(self.down(F.gelu(self.up(self.mlp_norm(x)))))
+        added: Tensor = self.drop(self.down(F.gelu(self.up(self.mlp_norm(x)))))
+        return x + added
 
     def _attention(self, x: Tensor) -> Tensor:
         size = x.shape[-1] // self.heads
@@ -33,7 +36,8 @@ class Block(nn.Module):
         mixed = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
         )
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        added: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return added
 
 
 class BytesGPT(nn.Module):
@@ -67,8 +71,16 @@ class BytesGPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
-        for table in (self.symbols, self.places):
-            nn.init.normal_(table.weight, std=0.02)
+        self._initialise(layers)
+
+    def _initialise(self, layers: int) -> None:
+        """Small weights; smaller still where a block adds to the stream, whose variance grows with the layers."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                adds = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if adds else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
 
     def forward(self, symbols: Tensor) -> Tensor:
         x = self.symbols(symbols) + self.places(torch.arange(symbols.shape[1], device=symbols.device))
