@@ -115,7 +115,9 @@ def loader_and_global_batches(world: World) -> list[float]:
         assert isinstance(part, plait.LocalBatch)
         losses.append(float(trainer.step(part)))
     other = plait.Trainer(gpt(), loss_fn, ADAMW, text(world), world=world)
-    whole = [float(other.step({"x": b[:, :-1], "y": b[:, 1:]})) for (b,) in DataLoader(TensorDataset(rows), batch_size=8)]
+    whole = [
+        float(other.step({"x": b[:, :-1], "y": b[:, 1:]})) for (b,) in DataLoader(TensorDataset(rows), batch_size=8)
+    ]
     assert losses == whole, (losses, whole)
     return losses
 
@@ -168,7 +170,9 @@ def under_ddp(world: World) -> list[float]:
     torch.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = plait.Trainer(Stops(), stops_loss, functools.partial(torch.optim.SGD, lr=0.1), text(world), world=world)
+        trainer = plait.Trainer(
+            Stops(), stops_loss, functools.partial(torch.optim.SGD, lr=0.1), text(world), world=world
+        )
         losses = [float(trainer.step(stops_batch())) for _ in range(3)]
     if world.rank == 0:
         assert any("process_ranks.py" in str(w.message) for w in caught)

@@ -54,7 +54,9 @@ class Tied(BytesGPT):
         self.head.weight = self.symbols.weight
 
 
-@pytest.mark.parametrize("plan", ["data=4", "tensor=4", "data=2 tensor=4", "data=2 tensor=2 allreduce=ring bucket=4KiB"])
+@pytest.mark.parametrize(
+    "plan", ["data=4", "tensor=4", "data=2 tensor=4", "data=2 tensor=2 allreduce=ring bucket=4KiB"]
+)
 def test_dropout_draws_by_global_position(plan: str) -> None:
     report = plait.verify(gpt(dropout=0.2), loss_fn, gpt_batch(), plan, steps=3)
     assert report.ok, report
@@ -91,7 +93,9 @@ def test_adamw_and_annotations() -> None:
 class BatchNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+        )
         self.head = nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -107,7 +111,9 @@ def image_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
-@pytest.mark.parametrize("plan", ["data=4", "data=2 tensor=2", "data=4 batchnorm=local", "data=2 tensor=2 batchnorm=local"])
+@pytest.mark.parametrize(
+    "plan", ["data=4", "data=2 tensor=2", "data=4 batchnorm=local", "data=2 tensor=2 batchnorm=local"]
+)
 def test_batch_norm_over_all_ranks_or_each_alone(plan: str) -> None:
     torch.manual_seed(0)
     report = plait.verify(BatchNorm(), image_loss, image_batch(), plan, steps=3)
@@ -184,7 +190,12 @@ def test_data_parallel_sends_what_the_formula_says() -> None:
         ("tensor=3", None, PlanError, "tensor=3 divides no pair of weights"),
         ("tensor=8", None, PlanError, r"tensor=8 does not divide .*use tensor=4"),
         ("tensor=2", {"*.querry.weight": "tensor, -"}, LayoutError, "matches no parameter; did you mean"),
-        ("tensor=3", {"*.query.weight": "tensor, -"}, LayoutError, r"tensor=3 does not divide dim 0 of blocks.0.query.weight: 64"),
+        (
+            "tensor=3",
+            {"*.query.weight": "tensor, -"},
+            LayoutError,
+            r"tensor=3 does not divide dim 0 of blocks.0.query.weight: 64",
+        ),
     ],
 )
 def test_bad_plans_are_refused_before_anything_runs(plan, layouts, error, text) -> None:

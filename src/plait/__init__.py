@@ -34,7 +34,7 @@ _HOME = {
     "RankFailed": "plait.errors",
 }
 
-__all__ = [*sorted(_HOME), "__version__"]  # noqa: PLE0604
+__all__ = [*sorted(_HOME), "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -262,5 +262,3 @@ def _worst(differences: tuple[Difference, ...]) -> Difference:
 
 def _badness(difference: Difference) -> float:
     return math.inf if math.isnan(difference.relative) else difference.relative
-
-

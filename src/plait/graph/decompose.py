@@ -74,4 +74,6 @@ def _trace(node: Node, function: Callable[..., Any], sources: list[Node], values
     return traced
 
 
-_ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh_copy.default})
+_ALIASES = frozenset(
+    {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh_copy.default}
+)

@@ -87,7 +87,9 @@ def lower(
         if axis == "data":
             fixed |= {nodes[name]: Shard(0) for name in split}
             origin |= {nodes[name]: f"batch: {name}" for name in split}
-        wanted = tuple(fixed.get(nodes[o.name], REPLICATE) if o.kind == "gradient" else REPLICATE for o in captured.outputs)
+        wanted = tuple(
+            fixed.get(nodes[o.name], REPLICATE) if o.kind == "gradient" else REPLICATE for o in captured.outputs
+        )
         laid_out = propagate(graph, size, fixed, wanted, origin, BATCH_NORM if _local_norm(plan, axis) else frozenset())
         if _local_norm(plan, axis):
             laid_out.broadcast_outputs = frozenset(i for i, o in enumerate(captured.outputs) if o.kind == "buffer")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 World = Any  # comm.protocol.World; graph/ lies below comm/ and knows it only by its methods

@@ -15,7 +15,15 @@ import torch
 from torch.fx import Graph, Node
 
 from plait.graph.calls import (
-    NO_RULE, call_of, is_item, num_bytes, output_node, output_values, placeholders, rule_of, tensor_inputs,
+    NO_RULE,
+    call_of,
+    is_item,
+    num_bytes,
+    output_node,
+    output_values,
+    placeholders,
+    rule_of,
+    tensor_inputs,
 )  # fmt: skip
 from plait.graph.cost import IMPOSSIBLE, conversion_bytes
 from plait.graph.decompose import decompose_node
@@ -122,9 +130,7 @@ class Propagator:
         sharded = any(isinstance(have, Shard) and have != want for have, want in zip(given, best.inputs, strict=True))
         return best, cost, sharded
 
-    def _move(
-        self, strategy: Strategy, inputs: list[Node], given: tuple[Placement, ...], bytes_in: list[int]
-    ) -> float:
+    def _move(self, strategy: Strategy, inputs: list[Node], given: tuple[Placement, ...], bytes_in: list[int]) -> float:
         total = 0.0
         any_shard = any(isinstance(p, Shard) for p in given)
         for node, have, want, size in zip(inputs, given, strategy.inputs, bytes_in, strict=True):
@@ -165,8 +171,11 @@ class Propagator:
             if source in found.origin and node not in found.origin and not isinstance(want, Replicate):
                 found.origin[node] = found.origin[source]
         sources = [i for i in inputs if i in self.from_parameter]
-        if len(inputs) == 1 and sources and num_bytes(sources[0].meta["val"]) == sum(
-            num_bytes(v) for v in output_values(node) if hasattr(v, "numel")
+        if (
+            len(inputs) == 1
+            and sources
+            and num_bytes(sources[0].meta["val"])
+            == sum(num_bytes(v) for v in output_values(node) if hasattr(v, "numel"))
         ):
             self.from_parameter.add(node)  # a view or cast of a parameter
 
@@ -184,20 +193,21 @@ class Propagator:
             inputs = tensor_inputs(node)
             strategy = found.strategies[node]
             want = wanted.get(node, set())
-            if len(want) == 1 and strategy.outputs == (REPLICATE,) and isinstance(next(iter(want)), Shard):
-                if better := self._free(node, inputs, next(iter(want))):
-                    found.strategies[node] = strategy = better
-                    found.placements[node] = better.outputs
-                    readers = [user for user in node.users if user in found.origin]
-                    if readers:
-                        found.origin[node] = found.origin[readers[0]]
+            better = self._free(node, inputs, want) if strategy.outputs == (REPLICATE,) else None
+            if better is not None:
+                found.strategies[node] = strategy = better
+                found.placements[node] = better.outputs
+                readers = [user for user in node.users if user in found.origin]
+                if readers:
+                    found.origin[node] = found.origin[readers[0]]
             for source, placement in zip(inputs, strategy.inputs, strict=True):
                 wanted.setdefault(source, set()).add(placement)
 
-    def _free(self, node: Node, inputs: list[Node], want: Placement) -> Strategy | None:
-        """A strategy with this output whose inputs all cost nothing."""
+    def _free(self, node: Node, inputs: list[Node], wanted: set[Placement]) -> Strategy | None:
+        """If there is one form that all readers want, and it is a shard: a strategy for it whose inputs cost nothing."""
+        want = next(iter(wanted), REPLICATE)
         rule = rule_of(node)
-        if rule is None:
+        if rule is None or len(wanted) != 1 or not isinstance(want, Shard):
             return None
         call = self.call(node)
         given = tuple(self.found.placement(i) for i in inputs)

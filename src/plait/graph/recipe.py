@@ -156,9 +156,8 @@ class Recipe:
             return None if strategy is None else strategy.outputs[node.args[1]]  # type: ignore[index]
         inputs = tensor_inputs(node)
         given = tuple(region.placements.get(i, REPLICATE) for i in inputs)
-        if node.target in _SOFTMAX and given and isinstance(given[0], Shard):
-            if given[0].dim == node.args[1] % node.meta["val"].ndim:  # type: ignore[operator]
-                return given[0]  # worked out with two small sums over the axis
+        if node.target in _SOFTMAX and isinstance(given[0], Shard) and given[0].dim == _softmax_dim(node):
+            return given[0]  # worked out with two small sums over the axis
         if node.target in _LOSS and isinstance(given[0], Shard) and given[0].dim == 1:
             region.ends += 1
             return REPLICATE
@@ -209,8 +208,7 @@ class Recipe:
         call = self.calls[node]
         for strategy in strategies_of(rule, call, given, self.size):
             keeps = all(
-                isinstance(have, Replicate) or have == want
-                for have, want in zip(given, strategy.inputs, strict=True)
+                isinstance(have, Replicate) or have == want for have, want in zip(given, strategy.inputs, strict=True)
             )
             free = not any(isinstance(want, Partial) for want in strategy.inputs)
             if keeps and free and fits(strategy, call, self.size):
@@ -278,6 +276,12 @@ class Recipe:
             if strategy.outputs == (want,) and fits(strategy, call, self.size):
                 return strategy
         return None
+
+
+def _softmax_dim(node: Node) -> int:
+    dim, ndim = node.args[1], node.meta["val"].ndim
+    assert isinstance(dim, int)
+    return dim % ndim  # type: ignore[no-any-return]
 
 
 def recipe(graph: Graph, size: int, taken: Mapping[str, Placement], axis: str) -> dict[str, Placement]:

@@ -50,7 +50,9 @@ class EagerReplica:
         self.dtypes = {name: p.dtype for name, p in model.named_parameters()}
         self.parameters = dict(model.named_parameters())
         self.buffers = dict(model.named_buffers())
-        self.layouts = {n: Layout(str(p.dtype).removeprefix("torch."), tuple(p.shape)) for n, p in self.parameters.items()}
+        self.layouts = {
+            n: Layout(str(p.dtype).removeprefix("torch."), tuple(p.shape)) for n, p in self.parameters.items()
+        }
         self._forward: nn.Module = _Loss(model, loss_fn)
         if has_process_group(world):
             group = device_mesh(world).get_group("data")

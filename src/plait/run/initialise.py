@@ -46,9 +46,7 @@ def initial_buffers(model: nn.Module, world: World) -> dict[str, Tensor]:
     return found
 
 
-def _from_meta(
-    model: nn.Module, layouts: Mapping[str, Layout], world: World, seed: int
-) -> dict[str, Tensor | None]:
+def _from_meta(model: nn.Module, layouts: Mapping[str, Layout], world: World, seed: int) -> dict[str, Tensor | None]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, Tensor | None] = {}
     for path, module in model.named_modules():
@@ -76,11 +74,7 @@ def _fill(model: nn.Module, module: nn.Module, path: str, device: torch.device, 
     """Give the module's own parameters and buffers memory and values."""
     tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     module.to_empty(device=device, recurse=False)
-    floats = [
-        (key, t)
-        for key, _ in tensors
-        if (t := getattr(module, key)) is not None and t.is_floating_point()
-    ]
+    floats = [(key, t) for key, _ in tensors if (t := getattr(module, key)) is not None and t.is_floating_point()]
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for _, tensor in floats:
             tensor.fill_(float("nan"))  # what nobody fills is found below

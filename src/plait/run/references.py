@@ -12,7 +12,7 @@ from plait.run.compiler import LossFn
 
 
 def one_device_loss(model: nn.Module, loss_fn: LossFn, batch: Any, num_parts: int = 1) -> Tensor:
-    """The loss on the whole batch by the model itself; with several parts, part after part, as local batch norm has it."""
+    """The loss on the whole batch by the model itself; with several parts, part after part, for local batch norm."""
     if num_parts == 1:
         total, weight = as_pair(loss_fn(model, batch))
         return total / weight

@@ -63,7 +63,9 @@ class Replica:
         whole = global_like(batch) if isinstance(batch, LocalBatch) else batch
         key = (batch_signature(whole), train)
         if key not in self._programs:
-            agree(self.world, key[0], "shape of batch")  # a rank with a shape of its own would wait for the others for ever
+            agree(
+                self.world, key[0], "shape of batch"
+            )  # a rank with a shape of its own would wait for the others for ever
             self._programs[key] = Program(self._lowered(batch, train), self.world)
         return self._programs[key]
 
@@ -117,7 +119,6 @@ class Replica:
     def whole(self, name: str, local: Tensor | None) -> Tensor:
         """A parameter-shaped tensor put together from the ranks' parts; every rank calls it."""
         return gather_whole(local, self.layouts[name], self.world, self.dtypes[name])
-
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """Every gradient of the last `run` as a whole tensor of its own; every rank calls it."""

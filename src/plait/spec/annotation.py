@@ -70,7 +70,8 @@ def resolve_annotations(
 
 def _check_axis(axis: str, mesh: Mesh, text: str, name: str) -> None:
     if axis not in mesh.names:
-        raise LayoutError(f"{text!r} for {name} names the axis {axis!r}; the plan has {', '.join(mesh.names) or 'none'}")
+        known = ", ".join(mesh.names) or "none"
+        raise LayoutError(f"{text!r} for {name} names the axis {axis!r}; the plan has {known}")
 
 
 def _hint(pattern: str, names: Iterable[str]) -> str:

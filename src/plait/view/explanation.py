@@ -70,7 +70,9 @@ class Explanation:
             size = mesh.axis_size("data")
             held = sum(c.tensor_bytes for c in self.collectives if c.axis == "data" and c.value.endswith("gradients"))
             formula = 2 * (size - 1) / size * held
-            lines.append(f"  gradients over data: 2 x ({size} - 1)/{size} x {human_bytes(held)} = {human_bytes(formula)}")
+            lines.append(
+                f"  gradients over data: 2 x ({size} - 1)/{size} x {human_bytes(held)} = {human_bytes(formula)}"
+            )
         return lines
 
 
@@ -91,7 +93,9 @@ def human_bytes(number: float) -> str:
 def _row(item: Collective) -> str:
     place = f" in {item.module}" if item.module else ""
     origin = f"   <- {item.origin}" if item.origin else ""
-    return f"{item.phase:8} {item.kind:14} {item.axis:7} {human_bytes(item.sent_bytes):>10}  {item.value}{place}{origin}"
+    return (
+        f"{item.phase:8} {item.kind:14} {item.axis:7} {human_bytes(item.sent_bytes):>10}  {item.value}{place}{origin}"
+    )
 
 
 def _describe(node: Node) -> str:
