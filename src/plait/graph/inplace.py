@@ -12,7 +12,8 @@ aten = torch.ops.aten
 _FRESH = frozenset(
     {
         aten.mm.default, aten.addmm.default, aten.bmm.default, aten.add.Tensor, aten.mul.Tensor,
-        aten.convolution.default, aten.gelu.default, aten.gelu_backward.default, aten.embedding.default, aten.sum.dim_IntList,
+        aten.convolution.default, aten.gelu.default, aten.gelu_backward.default, aten.embedding.default,
+        aten.sum.dim_IntList,
     }
 )  # fmt: skip
 _VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})

@@ -204,7 +204,7 @@ class Propagator:
                 wanted.setdefault(source, set()).add(placement)
 
     def _free(self, node: Node, inputs: list[Node], wanted: set[Placement]) -> Strategy | None:
-        """If there is one form that all readers want, and it is a shard: a strategy for it whose inputs cost nothing."""
+        """A strategy for the one sharded form that all readers want, if its inputs cost nothing."""
         want = next(iter(wanted), REPLICATE)
         rule = rule_of(node)
         if rule is None or len(wanted) != 1 or not isinstance(want, Shard):
