@@ -62,28 +62,41 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, loss_fn: LossFn, batch: Any, *, train: bool = True, differentiate: bool = True
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    *,
+    train: bool = True,
+    differentiate: bool = True,
+    device: torch.device | None = None,
 ) -> Captured:
     """The step `loss_fn(model, batch)`, and with `differentiate` its gradients, as a graph on the global batch.
 
-    The model may be on the meta device; it is as before afterwards. Raises CaptureError, with the line of the model
+    The model may be on the meta device; it is as before afterwards. The graph runs on `device`, wherever model and
+    batch are now (by default: where they are). Raises CaptureError, with the line of the model
     that stopped the capture, LossError for a loss that is neither a scalar nor (sum, weight), BatchError for a batch
     that holds something else than tensors and constants.
     """
     leaves = batch_leaves(batch)
     with _one_at_a_time:
-        return _capture(model, loss_fn, batch, leaves, train, differentiate)
+        return _capture(model, loss_fn, batch, leaves, train, differentiate, device)
 
 
 def _capture(
-    model: nn.Module, loss_fn: LossFn, batch: Any, leaves: dict[str, Tensor], train: bool, differentiate: bool
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    leaves: dict[str, Tensor],
+    train: bool,
+    differentiate: bool,
+    device: torch.device | None,
 ) -> Captured:
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fake_mode)
-    device = _device(model, leaves)
+    where = device or _device(leaves)
     with ExitStack() as stack:
-        stand = stack.enter_context(standing_in(model, fake_mode, device, train))
-        fake_leaves = {name: _fake_leaf(leaf, fake_mode) for name, leaf in leaves.items()}
+        stand = stack.enter_context(standing_in(model, fake_mode, where, train, move=device is not None))
+        fake_leaves = {name: _fake_leaf(leaf, fake_mode, device) for name, leaf in leaves.items()}
         nodes: dict[Node, tuple[str, str]] = {}
         for kind, values in (("parameter", stand.parameters), ("buffer", stand.buffers), ("batch", fake_leaves)):
             for name, value in values.items():
@@ -109,7 +122,7 @@ def _capture(
         results += [(Output("gradient", name), g) for name, g in gradients.items()]
         written = {name: b for name, b in stand.buffers.items() if recorder.was_written(b)}
         results += [(Output("buffer", name), b) for name, b in written.items()]
-        recorder.graph.output(tuple(recorder.node_of(value) for _, value in results))
+        recorder.output([value for _, value in results])
     graph = recorder.graph
     kinds = {node.name: kind for node, kind in nodes.items()}
     kinds |= {node.name: ("constant", name) for node, name in zip(recorder.constant_nodes, recorder.constants, strict=True)}
@@ -174,16 +187,16 @@ def _differentiate(
     return {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
 
 
-def _device(model: nn.Module, leaves: dict[str, Tensor]) -> torch.device:
+def _device(leaves: dict[str, Tensor]) -> torch.device:
     """Where stand-ins for tensors on the meta device are: with the batch."""
     return next((leaf.device for leaf in leaves.values() if not leaf.is_meta), torch.device("cpu"))
 
 
-def _fake_leaf(leaf: Tensor, fake_mode: FakeTensorMode) -> Tensor:
+def _fake_leaf(leaf: Tensor, fake_mode: FakeTensorMode, device: torch.device | None) -> Tensor:
     """Contiguous, so that batches which share shapes share the graph."""
     with fake_mode:
-        device = torch.device("cpu") if leaf.is_meta else leaf.device
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+        where = device or (torch.device("cpu") if leaf.is_meta else leaf.device)
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=where)
 
 
 def _identifier(name: str) -> str:

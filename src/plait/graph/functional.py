@@ -16,7 +16,7 @@ from plait.graph.record import Recorder
 
 def functionalise(graph: Graph, fake_mode: FakeTensorMode) -> Graph:
     """A graph of the same inputs and outputs in which no op changes its arguments."""
-    recorder = Recorder(fake_mode)
+    recorder = Recorder(fake_mode, functionalised=True)
     inner: dict[Node, Any] = {}  # what the recorder sees of an input, or of random numbers, which need no input
     key: Node | None = None
     for node in graph.nodes:
@@ -49,6 +49,6 @@ def functionalise(graph: Graph, fake_mode: FakeTensorMode) -> Graph:
     tensors = [node for node, value in inner.items() if isinstance(value, Tensor)]
     with fake_mode, recorder, torch.no_grad():
         results = torch.func.functionalize(replay, remove="mutations")(*(inner[node] for node in tensors))
-        recorder.graph.output(tuple(recorder.node_of(value) for value in results))
+        recorder.output(list(results))
     assert not recorder.mutating
     return recorder.graph

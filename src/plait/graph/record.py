@@ -33,11 +33,13 @@ _PLAIN_ATTRIBUTE = (
 class Recorder(TorchDispatchMode):
     """Write into `graph` while the mode is entered, innermost but for the fake mode.
 
-    `module` and `phase` go into the meta of each node written; whoever drives the recorder sets them.
+    `module` and `phase` go into the meta of each node written; whoever drives the recorder sets them. With
+    `functionalised` only an input may still change, at the end, when nobody reads a view of its old value.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, fake_mode: FakeTensorMode, functionalised: bool = False) -> None:
         super().__init__()
+        self._functionalised = functionalised
         self.graph = Graph()
         self.module = ""
         self.phase = "forward"
@@ -99,6 +101,12 @@ class Recorder(TorchDispatchMode):
         node = self.graph.call_function(target, args, kwargs)
         self._describe(node, value)
         return node
+
+    def output(self, values: list[Tensor]) -> None:
+        """End the graph: it returns the tuple of these values."""
+        self.module = ""
+        nodes = tuple(self.node_of(value) for value in values)
+        self._describe(self.graph.output(nodes), tuple(values))
 
     def draw(
         self, shape: Any, dtype: torch.dtype, device: torch.device, kind: str, params: tuple[float, ...]
@@ -189,7 +197,7 @@ class Recorder(TorchDispatchMode):
             result = func(*args, **kwargs)
             self.bind(target, self.call(functional, node_args, node_kwargs, target))
             return result
-        peers = self._groups[self._group_of[id(target)]]
+        peers = [target] if self._functionalised else self._groups[self._group_of[id(target)]]
         if any(_geometry(peer) != _geometry(target) for peer in peers):
             return self._as_it_is(func, args, kwargs)
         with self:

@@ -23,9 +23,10 @@ class StandIns:
 
 @contextmanager
 def standing_in(
-    model: nn.Module, fake_mode: FakeTensorMode, device: torch.device, train: bool
+    model: nn.Module, fake_mode: FakeTensorMode, device: torch.device, train: bool, move: bool = False
 ) -> Iterator[StandIns]:
-    """Stand-ins for the model's tensors while the context lasts; a tensor on the meta device gets one on `device`.
+    """Stand-ins for the model's tensors while the context lasts; a tensor on the meta device gets one on `device`,
+    with `move` every tensor does.
 
     Nothing of the model's size is allocated, and whatever the forward leaves behind on a module is undone. A model
     that is in the mode asked for, training or not, keeps the mode of each submodule; another is switched as a whole.
@@ -46,7 +47,7 @@ def standing_in(
                             found.tied[name] = names[id(real)]
                         own[key] = made.get(id(real), real)  # type: ignore[assignment]
                         continue
-                    fake = _stand_in(real, fake_mode, device)
+                    fake = _stand_in(real, fake_mode, device if move or real.is_meta else real.device)
                     own[key] = where[name] = fake  # type: ignore[assignment]
                     made[id(real)] = fake
                     names[id(real)] = names[id(fake)] = name
@@ -63,9 +64,8 @@ def standing_in(
 
 
 def _stand_in(real: Tensor, fake_mode: FakeTensorMode, device: torch.device) -> Tensor:
-    where = device if real.is_meta else real.device
     with fake_mode:
-        fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=where)
+        fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
     if not isinstance(real, nn.Parameter):
         return fake
     parameter = nn.Parameter(fake, requires_grad=real.requires_grad)

@@ -11,13 +11,15 @@ from plait.graph.random import draw
 from plait.graph.rules.base import Builder, Call, Placements, Rule, Shard, Strategy, register
 
 
+_BLOCKS = (1, 2, 3, 4)  # numbers of blocks that a reader may want
+
+
 def _parts(call: Call, given: Placements, size: int) -> Sequence[Strategy]:
-    """Sharded along any dim, in one block."""
-    shape, cuts = call.arg(2), call.arg(7, "cuts", ())
-    local = list(shape)
-    for _, size, dim, _ in cuts:
-        local[dim] //= size
-    return [Strategy((), (Shard(dim),)) for dim, n in enumerate(local) if n > 1]
+    """Sharded along any dim, in any number of blocks."""
+    local = list(call.arg(2))
+    for _, parts, dim, _ in call.arg(7, "cuts", ()):
+        local[dim] //= parts
+    return [Strategy((), (Shard(d, b),)) for d, n in enumerate(local) for b in _BLOCKS if n and n % (b * size) == 0]
 
 
 def emit_draw(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:

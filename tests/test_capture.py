@@ -1,0 +1,346 @@
+"""The captured step is the eager step, for every family; and what else capture promises."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import gc
+import linecache
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+from zoo import EXTRA, ZOO
+
+from plait.errors import BatchError, CaptureError, LossError
+from plait.graph.batch import batch_leaves, batch_signature
+from plait.graph.capture import Captured, capture
+from plait.graph.random import GlobalRandom, draw
+
+KEY = 11
+FAMILIES = {**ZOO, **EXTRA}
+
+
+def run(captured: Captured, model, batch):
+    """What the graph gives for these values: (kind, name) -> tensor."""
+    sources = {
+        "parameter": dict(model.named_parameters()), "buffer": dict(model.named_buffers()), "batch": batch_leaves(batch),
+        "constant": captured.constants, "key": {"key": KEY},
+    }  # fmt: skip
+    with torch.no_grad():
+        values = captured.graph(*(sources[i.kind][i.name] for i in captured.inputs))
+    return {(o.kind, o.name): v for o, v in zip(captured.outputs, values, strict=True)}
+
+
+def eager(model, loss_fn, batch):
+    """The same from autograd; changes the model's buffers and gradients."""
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    with GlobalRandom(KEY):
+        loss = loss_fn(model, batch)
+        found = {("sum", "sum"): loss[0], ("weight", "weight"): loss[1]} if isinstance(loss, tuple) else {}
+        loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+        loss.backward()
+    found[("loss", "loss")] = loss
+    found |= {("gradient", n): p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return found | {("buffer", n): b for n, b in model.named_buffers() if not torch.equal(b, before[n])}
+
+
+def same(got, expected, tolerance=1e-5):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].shape == value.shape and got[name].dtype == value.dtype, name
+        assert torch.isfinite(value).all(), name
+        limit = tolerance * max(value.double().abs().max().item(), 1e-12)
+        assert (got[name].double() - value.double()).abs().max().item() <= limit, name
+
+
+def check(model, loss_fn, batch, tolerance=1e-5) -> Captured:
+    captured = capture(model, loss_fn, batch)
+    same(run(captured, model, batch), eager(model, loss_fn, batch), tolerance)
+    return captured
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family(name):
+    model, loss_fn, batch = FAMILIES[name].make()
+    captured = check(model, loss_fn, batch)
+    phases = []
+    for node in captured.graph.graph.nodes:
+        if node.op == "call_function":
+            assert "val" in node.meta and node.meta["phase"] in ("forward", "backward")
+            assert not getattr(getattr(node.target, "_schema", None), "is_mutable", False), node
+            assert node.target is draw or torch.Tag.nondeterministic_seeded not in getattr(
+                node.target, "tags", ()
+            ) or "scaled_dot_product" in str(node.target), node
+            phases.append(node.meta["phase"])
+    assert phases == sorted(phases, reverse=True)
+    assert {n.meta["module"] for n in captured.graph.graph.nodes} <= {n for n, _ in model.named_modules()}
+
+
+def linear_loss(model, x):
+    return model(x).square().mean()
+
+
+def test_nodes_know_the_module_that_made_them():
+    model, loss_fn, batch = ZOO["llama"].make()
+    nodes = capture(model, loss_fn, batch).graph.graph.nodes
+    of = [n for n in nodes if n.meta["module"] == "model.layers.1.mlp.up_proj" and "mm" in str(n.target)]
+    assert [n.meta["phase"] for n in of] == ["forward", "backward", "backward"]
+    assert all(n.meta["module"] for n in nodes if "rsqrt" in str(n.target))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+        self.spare, self.fixed = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("history", torch.zeros(4, 8))
+        self.table = torch.arange(8.0)
+
+    def forward(self, ids):
+        x = self.fixed(self.embed(ids)) + self.table
+        self.steps += 1
+        with torch.no_grad():
+            self.history[1:] = self.history[:-1].clone()
+            self.history[0] = x.mean((0, 1))
+        self.cache = x
+        return self.head(x)
+
+
+def ids_loss(model, ids):
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+def test_tied_unused_frozen_buffers_and_constants():
+    model, ids = Tied(), torch.randint(0, 16, (4, 6))
+    captured = check(model, ids_loss, ids)
+    assert captured.tied == {"head.weight": "embed.weight"}
+    assert captured.unused == ("spare.weight", "spare.bias")
+    assert captured.frozen == ("fixed.weight", "fixed.bias")
+    assert [o.name for o in captured.outputs if o.kind == "gradient"] == ["embed.weight"]
+    assert [o.name for o in captured.outputs if o.kind == "buffer"] == ["steps", "history"]
+    assert [i.name for i in captured.inputs if i.kind == "batch"] == ["batch"]
+    (constant,) = captured.constants.values()
+    assert torch.equal(constant, model.table)
+
+
+def test_the_model_is_as_before():
+    model, ids = Tied(), torch.randint(0, 16, (4, 6))
+    lstm, loss_fn, tokens = ZOO["lstm"].make()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    parameters, weights = dict(model.named_parameters()), list(lstm.lstm._flat_weights)
+    capture(model, ids_loss, ids, train=False, differentiate=False)
+    capture(lstm, loss_fn, tokens)
+    assert torch.equal(torch.get_rng_state(), state) and model.training and not hasattr(model, "cache")
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+    assert all(p is parameters[n] and p.grad is None for n, p in model.named_parameters())
+    assert model.head.weight is model.embed.weight and not model.fixed.weight.requires_grad
+    assert all(a is b for a, b in zip(lstm.lstm._flat_weights, weights, strict=True))
+    with pytest.raises(CaptureError):
+        capture(model, lambda m, b: m(b).sum().item(), ids)
+    assert all(p is parameters[n] for n, p in model.named_parameters())
+
+
+Pair = collections.namedtuple("Pair", "x y")
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    inputs: dict
+    scale: float = 2.0
+
+
+def structured(x, y):
+    return {
+        "tensor": (x, lambda b: b, ["batch"]),
+        "dict": ({"x": x, "n": 3, "none": None}, lambda b: b["x"] * b["n"], ["x"]),
+        "tuple": ((x, [y, "word"]), lambda b: b[0] + b[1][0], ["0", "1.0"]),
+        "named": (Pair(x, y), lambda b: b.x + b.y, ["x", "y"]),
+        "dataclass": (Batch({"a": x, "b": [y]}), lambda b: b.scale * b.inputs["a"], ["inputs.a", "inputs.b.0"]),
+        "encoding": (transformers.BatchEncoding({"x": x, "y": y}), lambda b: b.x + b["y"], ["x", "y"]),
+        "ordered": (collections.OrderedDict(x=x), lambda b: b["x"], ["x"]),
+    }
+
+
+@pytest.mark.parametrize("kind", structured(None, None))
+def test_batches(kind):
+    batch, read, names = structured(torch.randn(4, 8), torch.randn(4, 8))[kind]
+    captured = check(nn.Linear(8, 8), lambda m, b: linear_loss(m, read(b)), batch)
+    assert [i.name for i in captured.inputs if i.kind == "batch"] == names == list(batch_leaves(batch))
+
+
+def test_signatures():
+    x, y = torch.zeros(2, 3), torch.ones(2, 3)
+    assert batch_signature({"x": x, "n": 1}) == batch_signature({"n": 1, "x": y}) == "dict(n=1, x=float32[2, 3])"
+    others = [{"x": x}, {"x": x, "n": 2}, {"x": x.int(), "n": 1}, {"x": x[:1], "n": 1}, (x, 1), [x, 1]]
+    assert len({batch_signature(b) for b in [*others, {"x": x, "n": 1}]}) == 7
+    with pytest.raises(BatchError, match="inputs.n of the batch is a numpy.ndarray"):
+        capture(nn.Linear(3, 3), linear_loss, {"inputs": {"x": x, "n": x.numpy()}})
+
+
+def test_sum_and_weight():
+    x, mask = torch.randn(6, 8), torch.tensor([1, 1, 0, 1, 0, 1])
+
+    def loss_fn(model, batch):
+        return (model(batch[0]).square().sum(1) * batch[1]).sum(), batch[1].sum()
+
+    captured = check(nn.Linear(8, 8), loss_fn, (x, mask))
+    assert [o.kind for o in captured.outputs] == ["loss", "sum", "weight", "gradient", "gradient"]
+    captured = capture(nn.Linear(8, 8), lambda m, b: (m(b).sum(), b.shape[0]), x)
+    assert run(captured, nn.Linear(8, 8), x)[("weight", "weight")] == 6
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda y: y, r"the loss has shape \[4, 8\]"),
+        (lambda y: None, "the loss is a builtins.NoneType"),
+        (lambda y: {"loss": y.mean()}, "the loss is a builtins.dict"),
+        (lambda y: (y.sum(), y), r"the weight of \(sum, weight\) has shape \[4, 8\]"),
+        (lambda y: (y.sum(), y.sum(), y.sum()), "the loss is a builtins.tuple"),
+        (lambda y: y.argmax(), "dtype torch.int64"),
+        (lambda y: y.detach().mean(), "does not depend on any parameter"),
+    ],
+)
+def test_wrong_losses(loss, message):
+    with pytest.raises(LossError, match=message):
+        capture(nn.Linear(8, 8), lambda m, b: loss(m(b)), torch.randn(4, 8))
+
+
+class Branches(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.linear, self.what = nn.Linear(8, 8), what
+        self.state = torch.zeros(8)
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.what == "if":
+            return y if y.sum() > 0 else -y
+        if self.what == "nonzero":
+            return y[y > 0]
+        if self.what == "shape":
+            return y @ torch.ones(7, 7)
+        self.state.add_(y.detach().mean(0))
+        return y
+
+
+@pytest.mark.parametrize(
+    ("what", "line", "reason"),
+    [
+        ("if", "return y if y.sum() > 0 else -y", "the number that a tensor holds"),
+        ("nonzero", "return y[y > 0]", "the shape of a result depends on"),
+        ("shape", "return y @ torch.ones(7, 7)", "RuntimeError"),
+        ("state", "self.state.add_(y.detach().mean(0))", "make it a buffer"),
+    ],
+)
+def test_a_model_that_cannot_be_captured_is_named_with_its_line(what, line, reason):
+    with pytest.raises(CaptureError, match=reason) as caught:
+        capture(Branches(what), linear_loss, torch.randn(4, 8))
+    assert caught.value.file == __file__ and linecache.getline(__file__, caught.value.line).strip() == line
+    assert f'{__file__}:{caught.value.line}: "{line}"' in str(caught.value)
+
+
+def test_a_library_model_is_named_with_the_line_of_the_library():
+    model, loss_fn, batch = ZOO["mixtral"].make()
+    model.set_experts_implementation("eager")
+    with pytest.raises(CaptureError, match="modeling_mixtral.py") as caught:
+        capture(model, loss_fn, batch)
+    assert caught.value.file.endswith("modeling_mixtral.py") and caught.value.line
+
+
+def test_a_model_without_storage_is_captured_without_allocating():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1 << 17, 1 << 17), nn.BatchNorm1d(1 << 17), nn.Linear(1 << 17, 4))
+    gc.collect()
+    captured = capture(model, linear_loss, torch.empty(8, 1 << 17, device="meta"))
+    assert len([o for o in captured.outputs if o.kind == "gradient"]) == 6 and model[0].weight.is_meta
+    values = [n.meta["val"] for n in captured.graph.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    assert all(v.device.type == "cpu" for v in values)
+
+
+def test_dtypes():
+    model, loss_fn, batch = ZOO["gpt2"].make()
+    captured = check(model.bfloat16(), loss_fn, batch, tolerance=1e-2)
+    assert all(p.dtype == torch.bfloat16 for (kind, _), p in run(captured, model, batch).items() if kind == "gradient")
+
+    def loss_fn(model, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x).float().square().mean()
+
+    captured = check(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), loss_fn, torch.randn(4, 8), 1e-2)
+    products = [n.meta["val"].dtype for n in captured.graph.graph.nodes if "mm" in str(n.target)]
+    assert set(products) == {torch.bfloat16}
+
+
+def test_evaluation():
+    for name in ("resnet", "bert"):
+        model, loss_fn, batch = ZOO[name].make()
+        captured = capture(model, loss_fn, batch, train=False, differentiate=False)
+        assert [o.kind for o in captured.outputs] == ["loss"] and model.training
+        assert not any(i.kind == "key" for i in captured.inputs)
+        with torch.no_grad():
+            expected = loss_fn(model.eval(), batch)
+        same(run(captured, model, batch), {("loss", "loss"): expected})
+    encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    captured = capture(encoder, linear_loss, torch.randn(2, 4, 16), train=False, differentiate=False)
+    assert not any("_transformer_encoder_layer_fwd" in str(n.target) for n in captured.graph.graph.nodes)
+
+
+def test_submodules_keep_their_mode_and_batch_norm_is_functional():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4).eval(), nn.BatchNorm2d(4, track_running_stats=False))
+    captured = check(model, linear_loss, torch.randn(4, 3, 8, 8))
+    names = [str(n.target) for n in captured.graph.graph.nodes if "batch_norm" in str(n.target) and "backward" not in str(n.target)]
+    assert names == [
+        "aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit_no_training.default",
+        "aten._native_batch_norm_legit.no_stats",
+    ]  # fmt: skip
+    assert [o.name for o in captured.outputs if o.kind == "buffer"] == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+
+
+class InPlace(nn.Module):
+    """Views that change in place, one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        y = self.linear(x)
+        y[:, :4] *= self.scale
+        y.t()[2].add_(1.0)
+        z = torch.zeros_like(y)
+        z[1:, ::2] = y[:-1, 1::2]
+        z.unsqueeze_(0)
+        return F.dropout(z.view(-1, 4), 0.3) + y.flatten().view(-1, 4).relu_()
+
+
+def test_mutated_views():
+    check(InPlace(), linear_loss, torch.randn(4, 8))
+
+
+def test_clean_ups():
+    model, loss_fn, batch = ZOO["gpt2"].make()
+    nodes = list(capture(model, loss_fn, batch).graph.graph.nodes)
+    aten = torch.ops.aten
+    assert not [n for n in nodes if n.target in (aten.detach.default, aten.alias.default, aten._unsafe_view.default)]
+    assert not [n for n in nodes if n.target is aten.t.default and n.args[0].target is aten.t.default]
+    assert not [n for n in nodes if n.op == "call_function" and not n.users]
+    draws = [n.args[1] for n in nodes if n.target is draw]
+    assert draws == list(range(7))
+
+
+def test_the_cost_of_a_layer_is_constant():
+    def size(num_layers):
+        config = transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=num_layers, n_head=2, n_positions=8)
+        ids = torch.randint(0, 32, (2, 8))
+        captured = capture(transformers.GPT2LMHeadModel(config), lambda m, b: m(b, labels=b).loss, ids)
+        return len(captured.graph.graph.nodes)
+
+    one, two, four = size(1), size(2), size(4)
+    assert four - two == 2 * (two - one)

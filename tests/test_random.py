@@ -1,0 +1,174 @@
+"""Random numbers by global position: any sharding draws the same ones."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from plait.errors import CaptureError
+from plait.graph.capture import capture
+from plait.graph.ops import take
+from plait.graph.random import CHUNK, GlobalRandom, chunking, draw
+from plait.graph.rules import random as rule
+from plait.graph.rules.base import RULES, Call, Shard, Spec, Strategy, strategies_of
+
+CPU = torch.device("cpu")
+KINDS = {
+    "bernoulli": (0.75,), "uniform": (-1.0, 2.0), "normal": (1.0, 3.0), "randint": (2, 9), "exponential": (2.0,),
+    "geometric": (0.25,), "cauchy": (0.0, 1.0), "log_normal": (0.0, 0.5),
+}  # fmt: skip
+
+
+def numbers(shape, cuts=(), key=3, index=0, kind="normal", dtype=torch.float32):
+    return draw(key, index, shape, dtype, CPU, kind, KINDS[kind], cuts)
+
+
+@st.composite
+def sharded_draws(draw_):
+    """A shape, and cuts that divide it."""
+    cuts, factors = [], [1, 1, 1]
+    for _ in range(draw_(st.integers(0, 3))):
+        dim, size, blocks = draw_(st.integers(0, 2)), draw_(st.integers(2, 3)), draw_(st.integers(1, 2))
+        cuts.append((draw_(st.integers(0, size - 1)), size, dim, blocks))
+        factors[dim] *= size * blocks
+    sizes = draw_(st.sampled_from([(1, 1, 1), (2, 3, 1), (1, 5, 70), (70, 1, 40), (1, 1, 9000)]))
+    return tuple(f * n for f, n in zip(factors, sizes, strict=True)), tuple(cuts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sharded_draws(), st.sampled_from(["bernoulli", "normal", "randint"]))
+def test_a_part_is_the_part_of_the_whole(case, kind):
+    shape, cuts = case
+    whole = numbers(shape, kind=kind)
+    for coordinate, size, dim, blocks in cuts:
+        whole = take(whole, coordinate, size, dim, blocks)
+    assert torch.equal(numbers(shape, cuts, kind=kind), whole)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3 * CHUNK + 5,), (5, CHUNK // 2 + 1), (2, 3, CHUNK + 7), (7, 300, 300)])
+def test_chunks_cover_every_shape(shape):
+    whole = numbers(shape, kind="uniform")
+    assert whole.shape == shape and whole.min() >= -1 and whole.max() <= 2
+    assert whole.unique().numel() > 0.95 * whole.numel()
+    for dim, n in enumerate(shape):
+        size = next((s for s in (2, 3, 5, 7) if n % s == 0), 1)
+        parts = [numbers(shape, ((i, size, dim, 1),), kind="uniform") for i in range(size)]
+        assert torch.equal(torch.cat(parts, dim), whole)
+
+
+def test_chunks_are_bounded():
+    for shape in [(12, 8, 128, 128), (1 << 22,), (3, 1 << 20), (1 << 20, 3)]:
+        lead, rows = chunking(shape)
+        assert rows * torch.Size(shape[lead + 1 :]).numel() <= CHUNK
+
+
+def test_numbers_depend_on_key_and_index_alone():
+    one = numbers((64, 64))
+    torch.manual_seed(99)
+    assert torch.equal(one, numbers((64, 64)))
+    assert not torch.equal(one, numbers((64, 64), key=4))
+    assert not torch.equal(one, numbers((64, 64), index=1))
+    assert not torch.equal(numbers((64, 64), key=-1), numbers((64, 64), key=1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_distributions(kind):
+    x = numbers((400, 500), kind=kind).double()
+    expected = {
+        "bernoulli": (0.75, 0.1875), "uniform": (0.5, 0.75), "normal": (1.0, 9.0), "randint": (5.0, 4.0),
+        "exponential": (0.5, 0.25), "geometric": (4.0, 12.0), "log_normal": (1.1331, 0.3647),
+    }  # fmt: skip
+    if kind == "cauchy":
+        assert abs(x.median()) < 0.02
+        return
+    mean, variance = expected[kind]
+    assert abs(x.mean() - mean) < 0.03 * max(mean, 1) and abs(x.var() - variance) < 0.05 * max(variance, 0.2)
+
+
+def test_dtypes():
+    assert numbers((8, 8), kind="bernoulli", dtype=torch.bool).dtype == torch.bool
+    assert numbers((8, 8), kind="randint", dtype=torch.int64).dtype == torch.int64
+    assert numbers((8, 8), kind="normal", dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_threads_draw_at_once():
+    shape, found = (64, 4096), {}
+    threads = [
+        threading.Thread(target=lambda i=i: found.__setitem__(i, numbers(shape, ((i, 8, 0, 1),)))) for i in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(torch.cat([found[i] for i in range(8)]), numbers(shape))
+
+
+def test_the_rule_offers_every_dim_and_appends_a_cut():
+    shape = (4, 6, 1)
+    call = Call(draw, ("key", 0, shape, torch.float32, CPU, "normal", (0.0, 1.0), ()), {}, (), (Spec(shape, torch.float32),))
+    offered = strategies_of(RULES[draw], call, (), 2)
+    assert [s.outputs[0] for s in offered[1:]] == [Shard(0), Shard(0, 2), Shard(1), Shard(1, 3)]
+
+    class Builder:  # the coordinate is a number at once
+        size = 2
+
+        def coordinate(self):
+            return 1
+
+        def call(self, op, *args):
+            return op(*args)
+
+    args = (3, *call.args[1:])
+    part = rule.emit_draw(Builder(), call, Strategy((), (Shard(1, 3),)), args, {})
+    assert torch.equal(part, take(draw(*args), 1, 2, 1, 3))
+
+
+class Noisy(nn.Module):
+    """One of every random op that has a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.drop, self.drop2d, self.alpha = nn.Linear(8, 8), nn.Dropout(0.3), nn.Dropout2d(0.5), nn.AlphaDropout(0.2)
+
+    def forward(self, x):
+        x = F.dropout(self.linear(x), 0.2, inplace=True)
+        x = self.alpha(self.drop(x)) + self.drop2d(x[:, None, :, None])[:, 0, :, 0]
+        x = x * torch.rand(x.shape) + torch.randn_like(x) * torch.rand_like(x)
+        x = x + torch.bernoulli(torch.sigmoid(x)) + torch.randint(0, 5, x.shape) + torch.randint_like(x, 3)
+        x = x + torch.normal(x.detach(), 2.0) + torch.normal(0.0, 1.0, x.shape) + torch.empty_like(x).exponential_()
+        x = x + torch.empty_like(x).uniform_(1, 2) + torch.randn(8).t() + torch.bernoulli(x.detach(), p=0.5)
+        x = x + F.rrelu(x, training=True) + F.gumbel_softmax(x, dim=-1) + torch.empty_like(x).random_(2, 7)
+        q = x.view(-1, 1, 2, 4)
+        return F.scaled_dot_product_attention(q, q, q, dropout_p=0.4, is_causal=True).sum()
+
+
+def test_every_random_op_draws_the_same_in_eager_code_and_in_the_graph():
+    model, batch = Noisy(), torch.randn(6, 8)
+    captured = capture(model, lambda m, b: m(b), batch)
+    sources = {"parameter": dict(model.named_parameters()), "batch": {"batch": batch}}
+    values = [5 if i.kind == "key" else sources[i.kind][i.name] for i in captured.inputs]
+    loss, *gradients = captured.graph(*values)
+    with GlobalRandom(5):
+        model(batch).backward()
+    with GlobalRandom(5):
+        assert torch.allclose(loss, model(batch), rtol=1e-6)
+    with GlobalRandom(6):
+        assert not torch.allclose(loss, model(batch), rtol=1e-3)
+    for output, gradient in zip(captured.outputs[1:], gradients, strict=True):
+        assert torch.allclose(gradient, model.get_parameter(output.name).grad, rtol=1e-5, atol=1e-5)
+
+
+def test_a_random_op_without_a_row_is_refused():
+    def loss_fn(model, x):
+        return (model(x) * torch.randperm(8)).sum()
+
+    with pytest.raises(CaptureError, match=r"test_random.py:\d+.*randperm"):
+        capture(nn.Linear(8, 8), loss_fn, torch.randn(2, 8))
+    with pytest.raises(CaptureError, match="randperm"), GlobalRandom(0):
+        torch.randperm(8)
