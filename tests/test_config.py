@@ -145,6 +145,13 @@ def test_optimizer_arguments(tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.1 and optimizer.param_groups[0]["momentum"] == 0.5
 
 
+def test_tensorboard_that_is_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"not installed: pip install 'plait\[tensorboard\]'"):
+        check_job(load_config(write(tmp_path, SMALL + "[train]\ntensorboard = true")), Plan())
+
+
 def test_learning_rate() -> None:
     section = SchedulerSection(warmup=4, final=0.1)
     rates = [learning_rate(step, section, 10) for step in range(11)]
