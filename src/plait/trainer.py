@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from plait.errors import BatchError, CaptureError, LossError, PlanError
 from plait.run import snapshot
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.eager import EagerReplica, refuse_unless_data_only
+from plait.run.environment import resolve_plan
 from plait.run.local_batch import LocalBatch, num_rows
 from plait.run.replica import Replica
 from plait.run.tuning import keep_freed_memory, prefer_fused
@@ -84,7 +84,7 @@ class Trainer:
         self.world = world if world is not None else process_world(self.plan.mesh, algorithm=self.plan.allreduce)
         if self._adopt and self.world.device.type == "cpu":
             keep_freed_memory()
-        self.compiler = compiler or Compiler(Captures(model, loss_fn), self.plan, layouts)
+        self.compiler = compiler or Compiler(Captures(model, loss_fn, self.world.device), self.plan, layouts)
         self._factories = (optimizer, scheduler)
         self._callbacks = tuple(callbacks)
         self._on_nan = on_nan
@@ -219,16 +219,6 @@ def step_key(seed: int, step: int) -> int:
     return (seed * 0x9E3779B1 + step) & ((1 << 62) - 1)
 
 
-def resolve_plan(plan: Plan | str | None) -> Plan:
-    """The plan given; the command line's (PLAIT_PLAN) has the last word; without either, data parallel over all."""
-    text = os.environ.get("PLAIT_PLAN")
-    if text is not None:
-        return Plan.parse(text)
-    if plan is None:
-        return Plan.for_processes(int(os.environ.get("WORLD_SIZE", "1")))
-    return Plan.parse(plan) if isinstance(plan, str) else plan
-
-
 def _build_optimizer(factory: OptimizerFactory, replica: Replica | EagerReplica) -> torch.optim.Optimizer:
     trainable = [(name, p) for name, p in replica.parameters.items() if p.requires_grad]
     try:
@@ -252,4 +242,4 @@ def _is_loader(data: Any) -> bool:
     return isinstance(data, Iterable) and not isinstance(data, (LocalBatch, Tensor, Mapping, tuple, list))
 
 
-__all__ = ["StepEnd", "Trainer", "resolve_plan", "step_key"]
+__all__ = ["StepEnd", "Trainer", "step_key"]

@@ -125,7 +125,9 @@ def _capture(
         recorder.output([value for _, value in results])
     graph = recorder.graph
     kinds = {node.name: kind for node, kind in nodes.items()}
-    kinds |= {node.name: ("constant", name) for node, name in zip(recorder.constant_nodes, recorder.constants, strict=True)}
+    kinds |= {
+        node.name: ("constant", name) for node, name in zip(recorder.constant_nodes, recorder.constants, strict=True)
+    }
     if recorder.key is not None:
         kinds[recorder.key.name] = ("key", "key")
     if recorder.mutating:
@@ -152,7 +154,11 @@ def _losses(value: Any) -> list[tuple[Output, Tensor]]:
         if isinstance(weight, (int, float)):
             weight = torch.full((), float(weight), dtype=total.dtype, device=total.device)
         weight = _scalar(weight, "the weight of (sum, weight)", floating=False)
-        return [(Output("loss", "loss"), total / weight), (Output("sum", "sum"), total), (Output("weight", "weight"), weight)]
+        return [
+            (Output("loss", "loss"), total / weight),
+            (Output("sum", "sum"), total),
+            (Output("weight", "weight"), weight),
+        ]
     return [(Output("loss", "loss"), _scalar(value, "the loss"))]
 
 
@@ -205,7 +211,7 @@ def _identifier(name: str) -> str:
 
 @contextmanager
 def _plain_kernels() -> Iterator[None]:
-    """No kernels that fuse a whole recurrent or transformer layer, or hide batch-norm state: these come as plain ops."""
+    """No kernels that fuse a recurrent or transformer layer, or hide batch-norm state: these come as plain ops."""
     mkldnn, fast = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
     torch._C._set_mkldnn_enabled(False)
     torch.backends.mha.set_fastpath_enabled(False)

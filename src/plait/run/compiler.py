@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from plait.graph.batch import batch_signature
@@ -21,16 +22,19 @@ LossFn = Callable[[Any, Any], Any]
 class Captures:
     """The captured steps of one model and loss, by the batch's structure and shapes; plans may share them."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFn, device: torch.device | None = None) -> None:
         self.model = model
         self.loss_fn = loss_fn
+        self.device = device  # where the steps will run, if not where the model is
         self._found: dict[tuple[str, bool], Captured] = {}
 
     def captured(self, batch: Any, train: bool) -> Captured:
         """The step on a global batch; `train=False` is the forward of evaluation. CaptureError if it cannot be had."""
         key = (batch_signature(batch), train)
         if key not in self._found:
-            self._found[key] = capture(self.model, self.loss_fn, batch, train=train, differentiate=train)
+            self._found[key] = capture(
+                self.model, self.loss_fn, batch, train=train, differentiate=train, device=self.device
+            )
         return self._found[key]
 
 
