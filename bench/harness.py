@@ -7,6 +7,7 @@ what counts is the ratio within a round. Memory is measured apart, in fresh proc
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import multiprocessing
 import os
@@ -51,10 +52,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak resident MiB of one rank: over its whole life, and over steps only (the first step not counted)."""
+    """Peak resident MiB of one rank: over its whole life, over steps other than the first, and before any step."""
 
     life: float
     steps: float
+    start: float
 
 
 class Group:
@@ -141,7 +143,7 @@ def compare(variants: Sequence[Variant], num_rounds: int, num_steps: int, memory
     finally:
         for group in groups:
             group.close()
-    peaks = [_peak(variant) if memory else None for variant in variants]
+    peaks = [peak(variant) if memory else None for variant in variants]
     return [
         Result(
             variant.name,
@@ -191,13 +193,14 @@ def publish(title: str, body: str, name: str, write: bool) -> None:
         print(f"written to {path}")
 
 
-def _peak(variant: Variant) -> Memory:
+def peak(variant: Variant) -> Memory:
+    """Of the fullest of its ranks, in fresh processes."""
     group = Group(variant)
     try:
         peaks = group.memory(4)
     finally:
         group.close()
-    return Memory(max(p.life for p in peaks), max(p.steps for p in peaks))
+    return Memory(*(max(column) for column in zip(*map(dataclasses.astuple, peaks), strict=True)))
 
 
 def _serve(pipe: Connection, variant: Variant) -> None:
@@ -232,13 +235,14 @@ def _turn(step: Callable[[], Any], num_steps: int) -> Turn:
 
 
 def _memory(step: Callable[[], Any], num_steps: int) -> Memory:
+    start = _high_water()
     step()
     life = _high_water()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; ru_maxrss would count the parent's memory
     for _ in range(num_steps):
         step()
     steps = _high_water()
-    return Memory(max(life, steps), steps)
+    return Memory(max(life, steps), steps, start)
 
 
 def _high_water() -> float:

@@ -57,16 +57,22 @@ def megatron(workload: str) -> Step:
     return _eager(split_gpt(WORKLOADS[workload].model(), rank, size), WORKLOADS[workload].batch())
 
 
+class PlaitStep:
+    """A step of plait's Trainer; every rank gives the global batch."""
+
+    def __init__(self, workload: str, plan: str, shared_memory: bool) -> None:
+        given = Plan.parse(plan)
+        gloo = None if shared_memory else process_world(given.mesh, algorithm=given.allreduce, shared_memory=False)
+        self.trainer = Trainer(WORKLOADS[workload].model(), loss_fn, optimizer, given, world=gloo)
+        self.batch = WORKLOADS[workload].batch()
+
+    def __call__(self) -> Tensor:
+        return self.trainer.step(self.batch)
+
+
 def plait(workload: str, plan: str, shared_memory: bool = True) -> Step:
-    """plait's Trainer; every rank gives the global batch."""
-    trainer = plait_trainer(workload, plan, shared_memory)
-    batch = WORKLOADS[workload].batch()
-    return lambda: trainer.step(batch)
-
-
-def plait_trainer(workload: str, plan: str, shared_memory: bool = True) -> Trainer:
-    world = None if shared_memory else process_world(Plan.parse(plan).mesh, shared_memory=False)
-    return Trainer(WORKLOADS[workload].model(), loss_fn, optimizer, plan, world=world)
+    """plait; without `shared_memory` over Gloo, as between hosts."""
+    return PlaitStep(workload, plan, shared_memory)
 
 
 def _eager(model: nn.Module, batch: dict[str, Tensor], fused: bool | None = None) -> Step:
