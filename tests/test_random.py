@@ -111,7 +111,9 @@ def test_threads_draw_at_once():
 
 def test_the_rule_offers_every_dim_and_appends_a_cut():
     shape = (4, 6, 1)
-    call = Call(draw, ("key", 0, shape, torch.float32, CPU, "normal", (0.0, 1.0), ()), {}, (), (Spec(shape, torch.float32),))
+    call = Call(
+        draw, ("key", 0, shape, torch.float32, CPU, "normal", (0.0, 1.0), ()), {}, (), (Spec(shape, torch.float32),)
+    )
     offered = strategies_of(RULES[draw], call, (), 2)
     assert [s.outputs[0] for s in offered[1:]] == [Shard(0), Shard(0, 2), Shard(1), Shard(1, 3)]
 
@@ -134,7 +136,8 @@ class Noisy(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.linear, self.drop, self.drop2d, self.alpha = nn.Linear(8, 8), nn.Dropout(0.3), nn.Dropout2d(0.5), nn.AlphaDropout(0.2)
+        self.linear, self.drop = nn.Linear(8, 8), nn.Dropout(0.3)
+        self.drop2d, self.alpha = nn.Dropout2d(0.5), nn.AlphaDropout(0.2)
 
     def forward(self, x):
         x = F.dropout(self.linear(x), 0.2, inplace=True)

@@ -112,15 +112,20 @@ def case(model: str, config: str, options: dict[str, Any], batch: Callable[[], A
 ZOO: dict[str, Case] = {
     "llama": case("LlamaForCausalLM", "LlamaConfig", GROUPED, masked_text),
     "qwen3": case("Qwen3ForCausalLM", "Qwen3Config", GROUPED, text),
-    "gemma3": case("Gemma3ForCausalLM", "Gemma3TextConfig", {**GROUPED, "sliding_window": 8, "query_pre_attn_scalar": 16}, text),
-    "gpt2": case("GPT2LMHeadModel", "GPT2Config", {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}, text),
+    "gemma3": case("Gemma3ForCausalLM", "Gemma3TextConfig", {
+        **GROUPED, "sliding_window": 8, "query_pre_attn_scalar": 16,
+    }, text),
+    "gpt2": case("GPT2LMHeadModel", "GPT2Config", {
+        "vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32,
+    }, text),
     "bert": case("BertForMaskedLM", "BertConfig", ENCODER, masked_text),
     "t5": case("T5ForConditionalGeneration", "T5Config", {
         "vocab_size": VOCAB, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, **SPECIAL,
     }, sequence_to_sequence),
     "vit": case("ViTForImageClassification", "ViTConfig", {**ENCODER, **IMAGE}, images),
     "swin": case("SwinForImageClassification", "SwinConfig", {
-        "image_size": 32, "patch_size": 2, "embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4, "hidden_dropout_prob": 0.1,
+        "image_size": 32, "patch_size": 2, "embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4,
+        "hidden_dropout_prob": 0.1,
         "attention_probs_dropout_prob": 0.1, "drop_path_rate": 0.1, "num_labels": 8,
     }, images),
     "convnext": case("ConvNextForImageClassification", "ConvNextConfig", {
@@ -153,31 +158,39 @@ EXTRA: dict[str, Case] = {
         "vocab_size": VOCAB, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
         "max_position_embeddings": 32, "word_embed_proj_dim": 64, "dropout": 0.1, "attention_dropout": 0.1,
     }, masked_text),
-    "gpt_neox": case("GPTNeoXForCausalLM", "GPTNeoXConfig", {**DECODER, "hidden_dropout": 0.1, "attention_dropout": 0.1}, text),
+    "gpt_neox": case("GPTNeoXForCausalLM", "GPTNeoXConfig", {
+        **DECODER, "hidden_dropout": 0.1, "attention_dropout": 0.1,
+    }, text),
     "distilbert": case("DistilBertForMaskedLM", "DistilBertConfig", {
         "vocab_size": VOCAB, "dim": 64, "hidden_dim": 96, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 32,
     }, masked_text),
     "roberta": case("RobertaForMaskedLM", "RobertaConfig", {**ENCODER, "max_position_embeddings": 40}, text),
     "deit": case("DeiTForImageClassification", "DeiTConfig", {**ENCODER, **IMAGE}, images),
     "phi": case("PhiForCausalLM", "PhiConfig", {**DECODER, "resid_pdrop": 0.1, "attention_dropout": 0.1}, text),
-    "falcon": case("FalconForCausalLM", "FalconConfig", {**DECODER, "hidden_dropout": 0.1, "attention_dropout": 0.1}, text),
+    "falcon": case("FalconForCausalLM", "FalconConfig", {
+        **DECODER, "hidden_dropout": 0.1, "attention_dropout": 0.1,
+    }, text),
     "bloom": case("BloomForCausalLM", "BloomConfig", {
         "vocab_size": VOCAB, "hidden_size": 64, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.1,
     }, text),
-    "gemma2": case("Gemma2ForCausalLM", "Gemma2Config", {**GROUPED, "sliding_window": 8, "query_pre_attn_scalar": 16}, text),
+    "gemma2": case("Gemma2ForCausalLM", "Gemma2Config", {
+        **GROUPED, "sliding_window": 8, "query_pre_attn_scalar": 16,
+    }, text),
     "clip": case("CLIPModel", "CLIPConfig", {
         "text_config": {**DECODER, "attention_dropout": 0.1, "eos_token_id": 2}, "vision_config": {**DECODER, **IMAGE},
         "projection_dim": 32,
     }, image_and_text),
     "wav2vec2": case("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", {
         **DECODER, "conv_dim": (32, 32), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2,
-        "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "layerdrop": 0.0, "apply_spec_augment": False, "num_labels": 8,
+        "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4,
+        "layerdrop": 0.0, "apply_spec_augment": False, "num_labels": 8,
         "classifier_proj_size": 32,
     }, waves),
     "deepseek_v2": case("DeepseekV2ForCausalLM", "DeepseekV2Config", {
         **DECODER, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_shared_experts": 1,
         "num_experts_per_tok": 2, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "head_dim": 8,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+        "topk_method": "greedy", "n_group": 1, "topk_group": 1, "head_dim": 8,
     }, text),
     "deepseek_v3": case("DeepseekV3ForCausalLM", "DeepseekV3Config", {
         **DECODER, "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_shared_experts": 1,
@@ -216,5 +229,8 @@ EXTRA: dict[str, Case] = {
     "gpt_oss": case("GptOssForCausalLM", "GptOssConfig", {
         **GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "output_router_logits": True,
     }, text),
-    "deberta_v2": case("DebertaV2ForMaskedLM", "DebertaV2Config", {**ENCODER, "relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"], "norm_rel_ebd": "layer_norm", "share_att_key": True}, text),
+    "deberta_v2": case("DebertaV2ForMaskedLM", "DebertaV2Config", {
+        **ENCODER, "relative_attention": True, "position_buckets": 8, "pos_att_type": ["p2c", "c2p"],
+        "norm_rel_ebd": "layer_norm", "share_att_key": True,
+    }, text),
 }  # fmt: skip

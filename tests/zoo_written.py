@@ -20,8 +20,10 @@ class UNet(nn.Module):
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.first, self.second, self.bottom = DoubleConv(3, width), DoubleConv(width, 2 * width), DoubleConv(2 * width, 4 * width)
-        self.up_second, self.up_first = nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), nn.Upsample(scale_factor=2, mode="bilinear")
+        self.first, self.second = DoubleConv(3, width), DoubleConv(width, 2 * width)
+        self.bottom = DoubleConv(2 * width, 4 * width)
+        self.up_second = nn.ConvTranspose2d(4 * width, 2 * width, 2, 2)
+        self.up_first = nn.Upsample(scale_factor=2, mode="bilinear")
         self.back_second, self.back_first = DoubleConv(4 * width, 2 * width), DoubleConv(3 * width, width)
         self.drop, self.head = nn.Dropout2d(0.1), nn.Conv2d(width, 4, 1)
 
@@ -58,7 +60,8 @@ class Inception(nn.Module):
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.stem, self.first, self.second = ConvNorm(3, width, 3), InceptionBlock(width, width), InceptionBlock(4 * width, width)
+        self.stem = ConvNorm(3, width, 3)
+        self.first, self.second = InceptionBlock(width, width), InceptionBlock(4 * width, width)
         self.pool, self.drop, self.head = nn.AvgPool2d(2), nn.Dropout(0.1), nn.Linear(4 * width, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,8 +73,12 @@ class MixerBlock(nn.Module):
     def __init__(self, tokens: int, width: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.across = nn.Sequential(nn.Linear(tokens, 2 * tokens), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * tokens, tokens))
-        self.within = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * width, width))
+        self.across = nn.Sequential(
+            nn.Linear(tokens, 2 * tokens), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * tokens, tokens)
+        )
+        self.within = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * width, width)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.across(self.norm1(x).transpose(1, 2)).transpose(1, 2)

@@ -22,6 +22,7 @@ _SAME_IF_EQUAL = {  # give their first argument back where shape, strides, dtype
     aten.view.default, aten._unsafe_view.default, aten.expand.default, aten._to_copy.default, aten.clone.default,
     aten.permute.default, aten.slice.Tensor, aten.contiguous.default,
 }  # fmt: skip
+_FILLED = {aten.full_like.default, aten.zeros_like.default, aten.ones_like.default}
 _VIEWS = {
     aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default,
     aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.slice.Tensor,
@@ -71,6 +72,8 @@ def _shorter(node: Node) -> Node | None:
     source = node.args[0] if node.args else None
     if not isinstance(source, Node) or source.op != "call_function":
         return None
+    if node.target in _FILLED and source.target is aten.empty_like.default and _same(source, _first(source)):
+        node.update_arg(0, _first(source))
     if node.target is aten.t.default and source.target is aten.t.default:
         return _first(source)
     if node.target is aten.view.default and source.target is aten.view.default:
