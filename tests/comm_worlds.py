@@ -126,5 +126,7 @@ def _run_script(source: str, variables: dict[str, str], out: str, complaints: st
 
 def _forkserver() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "plait.comm.process", "plait.comm.stop", "plait.trainer", "pytest"])
+    context.set_forkserver_preload(
+        ["torch", "torch._dynamo", "plait.comm.process", "plait.comm.stop", "plait.trainer", "pytest"]
+    )
     return context
