@@ -11,6 +11,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
@@ -18,6 +19,10 @@ from plait.decide.buckets import bucket_limit, split_buckets
 from plait.graph import ops
 from plait.graph.calls import num_bytes, output_node
 from plait.graph.partition import WORLD
+
+
+aten = torch.ops.aten
+_VIEWS = frozenset({aten.reshape.default, aten.t.default, aten.transpose.int, aten.permute.default})
 
 
 def bucket_new(world: Any, axis: str, num_elements: int, like: Tensor) -> Tensor:
@@ -93,14 +98,22 @@ def _join(graph: Graph, world: Node, axis: str, nodes: list[Node], end: Node) ->
             graph.erase_node(node)
 
 
+def _hoist_views(node: Any) -> None:
+    """Move a view, and what it views, up to where the memory is made."""
+    if node.target in _VIEWS:
+        source = node.args[0]
+        _hoist_views(source)
+        source.append(node)
+
+
 def overlap(graph: Graph) -> Graph:
     """Start each remaining all-reduce where its input is made and wait for it where its result is first read."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.target is not ops.all_reduce:
             continue
-        reader = min(node.users, key=lambda user: order[user])
-        if order[reader] == order[node] + 1 and node.prev is node.args[1]:
+        _hoist_views(node.args[1])
+        reader = min(node.users)
+        if reader.prev is node and node.prev is node.args[1]:
             continue  # nothing lies between
         with graph.inserting_after(node.args[1]):
             start = graph.call_function(ops.all_reduce_start, node.args)

@@ -155,10 +155,13 @@ class Propagator:
         cost = self._move(strategy, inputs, given, bytes_in)
         terms = sum(isinstance(p, Partial) for p in strategy.inputs)
         if terms:
-            # The sum that is put off still has to be paid; a hair more where another operand joins in, so that a
-            # value that is read again is summed once.
+            # The sum that is put off still has to be paid; a hair more where the value is read elsewhere too, so that
+            # it is summed once.
             put_off = 2 * bytes_out * (self.size - 1) / self.size
-            cost += put_off * (1.01 if len(inputs) > 1 and terms == 1 else 1.0)
+            again = any(
+                isinstance(p, Partial) and len(node.users) > 1 for node, p in zip(inputs, strategy.inputs, strict=True)
+            )
+            cost += put_off * (1.01 if again and len(inputs) > 1 and terms == 1 else 1.0)
         changes = sum(have != want for have, want in zip(given, strategy.inputs, strict=True))
         return cost, changes
 
