@@ -20,7 +20,6 @@ from plait.graph import ops
 from plait.graph.calls import num_bytes, output_node
 from plait.graph.partition import WORLD
 
-
 aten = torch.ops.aten
 _VIEWS = frozenset({aten.reshape.default, aten.t.default, aten.transpose.int, aten.permute.default})
 
