@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from zoo import EXTRA, ZOO
 
 from plait.errors import BatchError, CaptureError, LossError
@@ -350,3 +351,21 @@ def test_the_cost_of_a_layer_is_constant():
 
     one, two, four = size(1), size(2), size(4)
     assert four - two == 2 * (two - one)
+
+
+class Recomputed(nn.Module):
+    """Checkpoints its own activations, with dropout among them."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(dropout), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False).mean()
+
+
+def test_masks_that_would_be_drawn_twice_are_refused() -> None:
+    batch = torch.randn(4, 8)
+    capture(Recomputed(0.0), lambda m, b: m(b), batch)
+    with pytest.raises(CaptureError, match="draws random numbers anew"):
+        capture(Recomputed(0.5), lambda m, b: m(b), batch)

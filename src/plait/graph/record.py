@@ -112,6 +112,11 @@ class Recorder(TorchDispatchMode):
         self, shape: Any, dtype: torch.dtype, device: torch.device, kind: str, params: tuple[float, ...]
     ) -> Tensor:
         """Random numbers as a call of `draw`; see random.py."""
+        if self.phase == "backward":
+            raise CaptureError(
+                "the backward pass draws random numbers anew, as activation checkpointing inside the model does with"
+                " dropout, and they would not be those of the forward pass; turn checkpointing or dropout off"
+            )
         if self.key is None:
             self.key = self.placeholder("key", 0)
         shape = tuple(int(n) for n in shape)
