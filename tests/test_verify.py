@@ -203,6 +203,36 @@ def test_bad_plans_are_refused_before_anything_runs(plan, layouts, error, text) 
         plait.verify(gpt(), loss_fn, gpt_batch(), plan, layouts=layouts)
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_half_precision_parameters_move_as_they_do_in_torch(make) -> None:
+    torch.manual_seed(0)
+    mine, theirs = nn.Linear(64, 64).bfloat16(), nn.Linear(64, 64).bfloat16()
+    theirs.load_state_dict(mine.state_dict())
+    batch = torch.randn(8, 64).bfloat16()
+    trainer = plait.Trainer(mine, lambda m, b: m(b).square().mean(), functools.partial(make, lr=0.1), "")
+    optimizer = make(theirs.parameters(), lr=0.1)
+    for _ in range(3):
+        trainer.step(batch)
+        optimizer.zero_grad()
+        theirs(batch).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close(mine.weight, theirs.weight)
+
+
+def test_what_is_not_a_factory_is_refused() -> None:
+    model = gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(PlanError, match=r"the optimizer is a SGD, .* such as functools\.partial"):
+        plait.Trainer(model, loss_fn, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="loss_fn is a NoneType"):
+        plait.Trainer(model, None, torch.optim.SGD)  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_nan_on_one_device_cannot_be_compared() -> None:
+    with pytest.raises(LossError, match="nan on one device"):
+        plait.verify(gpt(), lambda m, b: loss_fn(m, b) * float("nan"), gpt_batch(), "data=2")
+
+
 def test_a_loss_that_is_not_a_scalar() -> None:
     with pytest.raises(LossError, match="scalar"):
         plait.verify(gpt(), lambda m, b: m(b["x"]), gpt_batch(), "data=2")

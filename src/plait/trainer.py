@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from plait.comm.process import process_world
 from plait.comm.protocol import World
-from plait.errors import BatchError, CaptureError, LossError, PlanError
+from plait.errors import BatchError, CaptureError, CheckpointError, LossError, PlanError
 from plait.run import snapshot
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.eager import EagerReplica, refuse_unless_data_only
@@ -55,6 +55,10 @@ class Trainer:
     callbacks  called with a StepEnd after each step, on every rank
     on_nan     "raise" LossError when the loss is not finite (nothing is updated), or "warn" and go on
 
+    A step trains in training mode: a model given in evaluation mode is switched as a whole, as `model.train()` would;
+    one in training mode keeps the mode of each of its submodules. Python values that model or loss read, such as a
+    weight that a schedule changes, are fixed when the step is captured: put what changes into the batch.
+
     What a plan splits, such as tensor-parallel weights, lives in the trainer, and the model's own copy is let go.
     """
 
@@ -74,6 +78,14 @@ class Trainer:
         world: World | None = None,
         compiler: Compiler | None = None,
     ) -> None:
+        if not callable(loss_fn):
+            raise PlanError(f"loss_fn is a {type(loss_fn).__name__}; give a function of (model, batch)")
+        if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+            kind = type(optimizer).__name__
+            raise PlanError(
+                f"the optimizer is a {kind}, but the trainer makes its own from the parameters that a rank holds:"
+                " give a function of them, such as functools.partial(torch.optim.AdamW, lr=3e-4)"
+            )
         self.plan = resolve_plan(plan)
         self.seed = seed
         self.clip_norm = clip_norm
@@ -164,11 +176,16 @@ class Trainer:
         return dict(self.replica.layouts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer, scheduler and step; tensors are DTensors in the process world. Every rank calls it."""
+        """Model, optimizer, scheduler and step; tensors are DTensors in the process world. Every rank calls it.
+
+        As in PyTorch the tensors are those that train on: copy them, or `save`, to come back to this step later.
+        """
         return snapshot.take(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state made under any plan. Before the first batch it is kept until then."""
+        if not {"model", "step"} <= set(state):
+            raise CheckpointError(f"a trainer's state has model, optimizer and step; this one has {sorted(state)}")
         if self._replica is None:
             self._pending = state
             return

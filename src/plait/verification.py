@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
+from plait.errors import LossError
 from plait.graph.random import GlobalRandom
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.references import one_device_loss
@@ -130,8 +131,8 @@ class Verifier:
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         compiler = Compiler(self.captures, plan, layouts)
         lowered = compiler.lowered(self.batch)
-        mine = self._run_plan(compiler)
         reference, rounded = self._reference(plan)
+        mine = self._run_plan(compiler)
         return Report(
             plan=plan.title,
             steps=self.steps,
@@ -189,6 +190,10 @@ class Verifier:
                 loss = one_device_loss(twin, self.captures.loss_fn, self.batch, num_parts)
                 loss.backward()
             losses.append(float(loss.detach()))
+            if not math.isfinite(losses[-1]):
+                raise LossError(
+                    f"the loss of step {step + 1} is {losses[-1]} on one device: there is nothing to compare"
+                )
             if step == 0:
                 gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
             if self.clip_norm is not None:

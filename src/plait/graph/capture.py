@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -78,8 +79,19 @@ def capture(
     that holds something else than tensors and constants.
     """
     leaves = batch_leaves(batch)
-    with _one_at_a_time:
+    with _one_at_a_time, _quiet_log():
         return _capture(model, loss_fn, batch, leaves, train, differentiate, device)
+
+
+@contextmanager
+def _quiet_log() -> Iterator[None]:
+    """What stops a capture is raised; torch also logs a traceback of its own internals."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
 
 
 def _capture(

@@ -292,7 +292,8 @@ def recipe(graph: Graph, size: int, taken: Mapping[str, Placement], axis: str) -
     found = Recipe(graph, size, taken, axis).run()
     if not found and not any(not isinstance(p, Replicate) for p in taken.values()):
         raise PlanError(
-            f"{axis}={size} divides no pair of weights of this model; choose a size that divides its heads and widths,"
-            f" say by layouts={{...}} what to split, or leave {axis} out of the plan"
+            f"{axis}={size} divides no pair of weights of this model: no weight's output dim divides by {size} and"
+            f" reaches a weight that sums it. Choose a size that divides its heads and widths, say by layouts={{...}}"
+            f" what to split, or leave {axis} out of the plan"
         )
     return found

@@ -32,6 +32,9 @@ def prefer_fused(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         unsaid = group.get("fused", True) is None and group.get("foreach", True) is None
         plain = not group.get("differentiable") and not group.get("capturable")
-        floats = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in group["params"])
+        # In half precision the fused SGD of torch 2.13 leaves all but the smallest tensors on CPU as they are.
+        floats = all(
+            p.dtype in (torch.float32, torch.float64) and p.device.type in ("cpu", "cuda") for p in group["params"]
+        )
         if unsaid and plain and floats and not torch.is_tensor(group.get("lr")):
             group["fused"] = True
