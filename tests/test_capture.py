@@ -202,10 +202,10 @@ def test_sum_and_weight():
     ("loss", "message"),
     [
         (lambda y: y, r"the loss has shape \[4, 8\]"),
-        (lambda y: None, "the loss is a builtins.NoneType"),
-        (lambda y: {"loss": y.mean()}, "the loss is a builtins.dict"),
+        (lambda y: None, "the loss is a NoneType"),
+        (lambda y: {"loss": y.mean()}, "the loss is a dict"),
         (lambda y: (y.sum(), y), r"the weight of \(sum, weight\) has shape \[4, 8\]"),
-        (lambda y: (y.sum(), y.sum(), y.sum()), "the loss is a builtins.tuple"),
+        (lambda y: (y.sum(), y.sum(), y.sum()), "the loss is a tuple of 3 elements"),
         (lambda y: y.argmax(), "dtype torch.int64"),
         (lambda y: y.detach().mean(), "does not depend on any parameter"),
     ],

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from plait.comm.agree import agree
 from plait.comm.process import process_world
 from plait.comm.protocol import World
 from plait.errors import BatchError, CaptureError, CheckpointError, LossError, PlanError
@@ -90,6 +91,7 @@ class Trainer:
         self.seed = seed
         self.clip_norm = clip_norm
         self.step_number = 0
+        self._num_taken = 0  # batches that this trainer was given
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: Any = None
         self._adopt = world is None
@@ -116,7 +118,7 @@ class Trainer:
         self._replica = self._build_replica(batch)
         make_optimizer, make_scheduler = self._factories
         self.optimizer = _build_optimizer(make_optimizer, self._replica)
-        self.scheduler = make_scheduler(self.optimizer) if make_scheduler else None
+        self.scheduler = _build_scheduler(make_scheduler, self.optimizer)
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self.load_state_dict(pending)
@@ -139,6 +141,11 @@ class Trainer:
         self.prepare(batch)
         replica, optimizer = self.replica, self.optimizer
         assert optimizer is not None
+        if isinstance(batch, LocalBatch) and self._num_taken & (self._num_taken - 1) == 0:
+            # Ranks out of step with each other stay so: looking at steps 0, 1, 2, 4, 8... finds it.
+            remedy = "give plait.loader the same arguments on every rank, and take the same number of batches from it"
+            agree(self.world, batch.place, "place in the data", remedy=remedy)
+        self._num_taken += 1
         result = replica.run(batch, step_key(self.seed, self.step_number))
         self._check_finite(result.loss, result.gradients)
         replica.set_gradients(result.gradients)
@@ -243,8 +250,14 @@ def _build_optimizer(factory: OptimizerFactory, replica: Replica | EagerReplica)
     except (TypeError, ValueError):
         first = ""
     optimizer = factory(trainable if first == "named_parameters" else [p for _, p in trainable])
-    prefer_fused(optimizer)
     kind = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise PlanError(f"the optimizer's function returned a {kind}, not a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise PlanError(
+            "LBFGS runs the model several times a step, from a closure; use AdamW, SGD or another optimizer"
+        )
+    prefer_fused(optimizer)
     split = [name for name, layout in replica.layouts.items() if layout.local_shape(replica.world.mesh) != layout.shape]
     if kind in _NOT_ELEMENTWISE and split:
         raise PlanError(
@@ -252,6 +265,16 @@ def _build_optimizer(factory: OptimizerFactory, replica: Replica | EagerReplica)
             " use an elementwise optimizer such as AdamW or SGD, or a plan with tensor=1"
         )
     return optimizer
+
+
+def _build_scheduler(factory: Callable[[torch.optim.Optimizer], Any] | None, optimizer: torch.optim.Optimizer) -> Any:
+    scheduler = factory(optimizer) if factory is not None else None
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise PlanError(
+            "ReduceLROnPlateau steps by a metric, which a training step does not have; leave scheduler out, make it"
+            " from trainer.optimizer after prepare(batch), and step it yourself with what evaluate() returns"
+        )
+    return scheduler
 
 
 def _is_loader(data: Any) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
-from plait.errors import LossError
+from plait.errors import CaptureError, LossError
 from plait.graph.random import GlobalRandom
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.references import one_device_loss
@@ -130,7 +130,14 @@ class Verifier:
         """Compare `steps` steps under `plan` with one device; see the function `verify`."""
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         compiler = Compiler(self.captures, plan, layouts)
-        lowered = compiler.lowered(self.batch)
+        try:
+            lowered = compiler.lowered(self.batch)
+        except CaptureError as error:
+            error.args = (
+                f"{error}\nverify compares what the graph computes, so it cannot check this model; with data=N alone"
+                " the model trains as it is, under PyTorch's DDP",
+            )
+            raise
         reference, rounded = self._reference(plan)
         mine = self._run_plan(compiler)
         return Report(

@@ -81,8 +81,9 @@ def process_world(
     started = dist.is_initialized()
     size = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
     if mesh.size != size:
+        there = "is 1 process" if size == 1 else f"are {size} processes"
         raise WorldError(
-            f"the plan's mesh ({mesh or 'one rank'}) is of {mesh.size} ranks but there are {size} processes; start it"
+            f"the plan's mesh ({mesh or 'one rank'}) is of {mesh.size} ranks but there {there}; start it"
             f" with `plait run --processes {mesh.size}` or `torchrun --nproc-per-node {mesh.size}`, or change the plan"
         )
     where = _local_device(device)

@@ -73,12 +73,12 @@ def _reason(error: Exception) -> str:
     if isinstance(error, DataDependentOutputException):
         return (
             f"Python needs the number that a tensor holds ({error.func}) to go on, and a graph has to be the same for"
-            " every batch; use torch.where, or train with data=N alone, which runs the model as it is"
+            " every batch; use torch.where instead"
         )
     if isinstance(error, DynamicOutputShapeException):
         return (
             f"the shape of a result depends on the numbers in a tensor ({error.func}), and a graph has fixed shapes;"
-            " use a mask, or train with data=N alone, which runs the model as it is"
+            " use a mask instead"
         )
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"

@@ -60,15 +60,21 @@ def bucket_gradients(graph: Graph, bucket_bytes: int, first_bytes: int = 1 << 20
         return graph
     end = output_node(graph)
     world = next(node for node in graph.nodes if node.name == WORLD)
+    summed: dict[Node, Node] = {}
     for (axis, _, _), nodes in groups.items():
         nodes.sort(key=lambda n: order[n.args[1]])
         sizes = [num_bytes(n.meta["val"]) for n in nodes]
         for members in split_buckets(sizes, bucket_limit(sum(sizes), bucket_bytes), first_bytes):
-            _join(graph, world, axis, [nodes[i] for i in members], end)
+            summed |= _join(graph, world, axis, [nodes[i] for i in members], end)
+    (results,) = end.args
+    end.args = (tuple(summed.get(r, r) for r in results),)  # type: ignore[union-attr,arg-type]
+    for node in summed:
+        graph.erase_node(node)
     return graph
 
 
-def _join(graph: Graph, world: Node, axis: str, nodes: list[Node], end: Node) -> None:
+def _join(graph: Graph, world: Node, axis: str, nodes: list[Node], end: Node) -> dict[Node, Node]:
+    """One all-reduce for the nodes; returns what takes each one's place."""
     values = [node.meta["val"] for node in nodes]
     meta = {k: v for k, v in nodes[-1].meta.items() if k != "val"}
     total = sum(value.numel() for value in values)
@@ -90,11 +96,11 @@ def _join(graph: Graph, world: Node, axis: str, nodes: list[Node], end: Node) ->
     with graph.inserting_before(end):
         done = graph.call_function(bucket_wait, (start, [list(value.shape) for value in values]))
         done.meta = {**meta, "val": values}
+        found = {}
         for i, node in enumerate(nodes):
-            item = graph.call_function(operator.getitem, (done, i))
-            item.meta = dict(node.meta)
-            node.replace_all_uses_with(item)
-            graph.erase_node(node)
+            found[node] = graph.call_function(operator.getitem, (done, i))
+            found[node].meta = dict(node.meta)
+    return found
 
 
 def _hoist_views(node: Any) -> None:

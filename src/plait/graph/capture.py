@@ -14,17 +14,19 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
-from plait.errors import LossError
+from plait.errors import BatchError, LossError
 from plait.graph.batch import batch_leaves, map_batch
 from plait.graph.blame import capture_error
 from plait.graph.cleanup import clean
 from plait.graph.functional import functionalise
 from plait.graph.modules import BackwardModules, ForwardModules
+from plait.graph.pause import collection_paused
 from plait.graph.random import VisibleDropout
 from plait.graph.record import Recorder
 from plait.graph.standin import StandIns, standing_in
 
 LossFn = Callable[[Any, Any], Any]
+_FORMS = "loss_fn(model, batch) returns a scalar tensor, or (sum, weight) for a loss normalised by a count"
 _one_at_a_time = threading.Lock()  # a capture puts stand-ins into the model
 
 
@@ -79,7 +81,9 @@ def capture(
     that holds something else than tensors and constants.
     """
     leaves = batch_leaves(batch)
-    with _one_at_a_time, _quiet_log():
+    if not leaves:
+        raise BatchError(f"the batch holds no tensor: it is {_brief(batch)}")
+    with _one_at_a_time, _quiet_log(), collection_paused():
         return _capture(model, loss_fn, batch, leaves, train, differentiate, device)
 
 
@@ -171,17 +175,20 @@ def _losses(value: Any) -> list[tuple[Output, Tensor]]:
             (Output("sum", "sum"), total),
             (Output("weight", "weight"), weight),
         ]
+    if isinstance(value, (tuple, list)):
+        raise LossError(f"the loss is a {type(value).__name__} of {len(value)} elements; {_FORMS}")
     return [(Output("loss", "loss"), _scalar(value, "the loss"))]
 
 
 def _scalar(value: Any, what: str, floating: bool = True) -> Tensor:
-    remedy = "loss_fn(model, batch) returns a scalar tensor, or (sum, weight) for a loss normalised by a count"
     if not isinstance(value, Tensor):
-        raise LossError(f"{what} is a {type(value).__module__}.{type(value).__qualname__}, not a tensor; {remedy}")
+        kind = type(value)
+        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+        raise LossError(f"{what} is a {name}, not a tensor; {_FORMS}")
     if value.numel() != 1:
-        raise LossError(f"{what} has shape {list(value.shape)}, not one element; {remedy}")
+        raise LossError(f"{what} has shape {list(value.shape)}, not one element; {_FORMS}")
     if floating and not value.dtype.is_floating_point:
-        raise LossError(f"{what} has dtype {value.dtype}, which has no gradient; {remedy}")
+        raise LossError(f"{what} has dtype {value.dtype}, which has no gradient; {_FORMS}")
     return value.reshape(()) if value.ndim else value
 
 
@@ -215,6 +222,11 @@ def _fake_leaf(leaf: Tensor, fake_mode: FakeTensorMode, device: torch.device | N
     with fake_mode:
         where = device or (torch.device("cpu") if leaf.is_meta else leaf.device)
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=where)
+
+
+def _brief(batch: Any) -> str:
+    text = repr(batch)
+    return text if len(text) <= 60 else f"a {type(batch).__name__}"
 
 
 def _identifier(name: str) -> str:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
+from plait.graph.calls import output_node
 from plait.graph.random import draw
 
 aten = torch.ops.aten
@@ -43,12 +45,25 @@ def clean(graph: Graph) -> Graph:
 
 
 def _each(graph: Graph, replace: Callable[[Node], Node | None]) -> None:
+    """Put another node in the place of each for which `replace` gives one."""
+    end = output_node(graph)
+    replaced: dict[Node, Node] = {}
     for node in list(graph.nodes):
         if node.op == "call_function":
             other = replace(node)
             if other is not None and other is not node:
-                node.replace_all_uses_with(other)
-                graph.erase_node(node)
+                # Of a deep model thousands of values leave the graph: the output is written once, at the end.
+                node.replace_all_uses_with(other, delete_user_cb=lambda user: user is not end)
+                replaced[node] = other
+
+    def last(node: Node) -> Node:
+        while node in replaced:
+            node = replaced[node]
+        return node
+
+    end.args = map_arg(end.args, last)
+    for node in reversed(replaced):
+        graph.erase_node(node)
 
 
 def _normal_name(node: Node) -> None:
@@ -94,15 +109,14 @@ def _shorter(node: Node) -> Node | None:
 def _share(graph: Graph) -> None:
     """Common subexpressions. From forward to backward only views are shared: their base lives that long anyway."""
     seen: dict[Any, Node] = {}
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is draw or _impure(node):
-            continue
+
+    def earlier(node: Node) -> Node | None:
+        if node.target is draw or _impure(node):
+            return None
         phase = "" if node.target in _VIEWS else node.meta["phase"]
-        key = (phase, node.target, _frozen(node.args), _frozen(node.kwargs))
-        other = seen.setdefault(key, node)
-        if other is not node:
-            node.replace_all_uses_with(other)
-            graph.erase_node(node)
+        return seen.setdefault((phase, node.target, _frozen(node.args), _frozen(node.kwargs)), node)
+
+    _each(graph, earlier)
 
 
 def _impure(node: Node) -> bool:

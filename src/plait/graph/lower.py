@@ -15,6 +15,7 @@ from plait.graph.calls import output_node, placeholders
 from plait.graph.capture import Captured
 from plait.graph.inplace import reuse_dead_operands
 from plait.graph.partition import partition
+from plait.graph.pause import collection_paused
 from plait.graph.propagate import propagate
 from plait.graph.recipe import recipe
 from plait.spec.annotation import Annotations, resolve_annotations
@@ -53,6 +54,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
+@collection_paused()
 def lower(
     captured: Captured,
     plan: Plan,
@@ -138,14 +140,14 @@ def _local_norm(plan: Plan, axis: str) -> bool:
 
 
 def _copy(captured: Captured) -> Graph:
-    """A copy whose placeholders know their kind, and whose views do not rely on the strides of one device."""
+    """A copy whose placeholders know their kind and name, and whose views do not rely on the strides of one device."""
     graph = Graph()
     source = captured.graph.graph
     graph.output(graph.graph_copy(source, {}))
     output_node(graph).meta = dict(output_node(source).meta)
-    kinds = {i.node: i.kind for i in captured.inputs}
+    inputs = {i.node: i for i in captured.inputs}
     for node in placeholders(graph):
-        node.meta["kind"] = kinds[node.name]
+        node.meta["kind"], node.meta["name"] = inputs[node.name].kind, inputs[node.name].name
     for node in graph.nodes:
         if node.target in _VIEWS:
             node.target = aten.reshape.default

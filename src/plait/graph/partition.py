@@ -17,6 +17,7 @@ from plait.graph.calls import NO_RULE, call_of, is_item, output_node, rule_of, t
 from plait.graph.propagate import Propagation
 from plait.graph.record import SHAPES
 from plait.graph.rules import Call, Strategy
+from plait.graph.shapes import ShapeMemo
 from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Shard, local_shape
 
 WORLD = "world"  # name of the placeholder that stands for the rank's World
@@ -32,16 +33,23 @@ class LocalBuilder:
         self.meta: dict[str, Any] = {}  # of the node being written, less its value
         self.world = self.graph.placeholder(WORLD)
         self._coordinate: Node | None = None
+        self._memo = ShapeMemo()
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
         real = map_arg((args, kwargs), lambda n: n.meta["val"])
-        value = SHAPES.get(op, op)(*real[0], **real[1])
+        run = SHAPES.get(op, op)
+        schema = getattr(op, "_schema", None)
+        value = run(*real[0], **real[1]) if schema is None else self._memo.call(op, *real, run)
         return self.node(op, args, kwargs, value)
 
     def node(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Node:
         node = self.graph.call_function(op, args, kwargs)
         node.meta = {**self.meta, "val": value}
         return node
+
+    def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """A fake tensor of that shape."""
+        return self._memo.call("empty", (like, shape), {}, torch.Tensor.new_empty)  # type: ignore[no-any-return]
 
     def shape(self, node: Node) -> tuple[int, ...]:
         return tuple(node.meta["val"].shape)
@@ -61,7 +69,7 @@ class LocalBuilder:
         value, axis, size = node.meta["val"], self.axis, self.size
 
         def emit(op: Any, shape: tuple[int, ...], *args: Any) -> Node:
-            return self.node(op, (self.world, node, axis, *args), {}, value.new_empty(shape))
+            return self.node(op, (self.world, node, axis, *args), {}, self.empty(value, shape))
 
         shape = tuple(value.shape)
         match have, want:
@@ -132,7 +140,7 @@ class Partitioner:
         value = node.meta["val"]
         if isinstance(value, torch.Tensor):
             shape = local_shape(tuple(value.shape), self.found.placement(node), self.found.size)
-            value = value.new_empty(shape) if shape != tuple(value.shape) else value
+            value = self.builder.empty(value, shape) if shape != tuple(value.shape) else value
         new = self.builder.graph.placeholder(node.name)
         new.meta = {**self.builder.meta, "val": value}
         placement = self.found.placement(node)
@@ -222,7 +230,7 @@ def _localise_sizes(call: Call, strategy: Strategy, args: Any, position: int, si
 def _collective_of_earlier_axis(builder: LocalBuilder, node: Node, strategy: Strategy, args: Any) -> Node:
     """A collective over an axis partitioned before: the same, on what this axis leaves of the tensor."""
     shape = local_shape(tuple(node.meta["val"].shape), strategy.outputs[0], builder.size)
-    return builder.node(node.target, tuple(args), {}, node.meta["val"].new_empty(shape))
+    return builder.node(node.target, tuple(args), {}, builder.empty(node.meta["val"], shape))
 
 
 _LOCALISE = dict.fromkeys(

@@ -108,7 +108,7 @@ class Recipe:
     def _refuse(self, parameter: Node, node: Node, works: int) -> None:
         size = self.size
         shape = list(node.meta["val"].shape)
-        name = parameter.meta.get("name", parameter.name)
+        name = parameter.meta["name"]
         raise PlanError(
             f"{self.axis}={size} does not divide the dim that {name} is split into (such as heads): shape {shape} in"
             f" {node.meta.get('module') or 'the model'}; use {self.axis}={works}, or leave the weight whole with"

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from plait.errors import CaptureError
 from plait.graph.random import draw
 from plait.graph.random_ops import RANDOM, check_random
+from plait.graph.shapes import ShapeMemo, fake_of, spec_of
 
 aten = torch.ops.aten
 _PLAIN_ATTRIBUTE = (
@@ -48,6 +48,8 @@ class Recorder(TorchDispatchMode):
         self.constant_nodes: list[Node] = []
         self.key: Node | None = None
         self._fake_mode = fake_mode
+        self._memo = ShapeMemo()
+        self._values: dict[Any, FakeTensor] = {}  # by geometry: what nodes carry as their value
         self._draws = 0
         self._nodes: dict[int, Node] = {}
         self._kept: list[Tensor] = []  # ids stay unique while the tensors live
@@ -153,8 +155,9 @@ class Recorder(TorchDispatchMode):
         args, kwargs = map_aggregate((args, kwargs), self._lift)
         if func._schema.is_mutable:
             return self._mutate(func, args, kwargs)
-        known = SHAPES.get(func)
-        result = known(*args, **kwargs) if known is not None else func(*args, **kwargs)
+        run = SHAPES.get(func, func)
+        own = all(r.alias_info is None for r in func._schema.returns)
+        result = self._memo.call(func, args, kwargs, run, self._fake_mode) if own else run(*args, **kwargs)
         self._record(func, args, kwargs, result)
         return result
 
@@ -270,9 +273,10 @@ class Recorder(TorchDispatchMode):
         """A fake tensor like `value`, which itself may hold on to autograd's graph, or change in place."""
         if not isinstance(value, Tensor):
             return value
-        with no_dispatch():
-            bare = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-            return FakeTensor(self._fake_mode, bare, value.device)
+        spec = spec_of(value)
+        if spec not in self._values:
+            self._values[spec] = fake_of(spec, self._fake_mode)
+        return self._values[spec]
 
 
 def _batch_norm(

@@ -42,7 +42,9 @@ class Loader:
         mesh = world.mesh if world is not None else resolve_plan(plan).mesh
         self._part = mesh.coordinates(world.rank if world is not None else rank())["data"]
         self._num_parts = mesh.axis_size("data")
-        if batch_size < 1 or batch_size % self._num_parts:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise BatchError(f"batch_size={batch_size!r}: a batch has a whole number of rows, 1 or more")
+        if batch_size % self._num_parts:
             near = max(batch_size // self._num_parts, 1) * self._num_parts
             raise BatchError(
                 f"the global batch of {batch_size} does not split over data={self._num_parts};"
@@ -73,7 +75,9 @@ class Loader:
         )
         for tree in rows:
             self._position += 1
-            yield LocalBatch(tree, self.batch_size // self._num_parts, self.batch_size)
+            order = f"shuffled by seed {self._seed}" if self._shuffle else "in order"
+            place = f"batch {self._position} of epoch {self.epoch}, {order}, of {len(self.dataset)} items"
+            yield LocalBatch(tree, self.batch_size // self._num_parts, self.batch_size, place)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, in items, so that it holds under any plan."""

@@ -14,11 +14,15 @@ from plait.errors import BatchError
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """`tree` holds this rank's rows; `global_size` is the number of rows over all ranks, `local_size` of these here."""
+    """`tree` holds this rank's rows; `global_size` is the number of rows over all ranks, `local_size` of these here.
+
+    `place` says in words which global batch it is a part of, so that ranks can compare.
+    """
 
     tree: Any
     local_size: int
     global_size: int
+    place: str = ""
 
     def __post_init__(self) -> None:
         sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(self.tree) if torch.is_tensor(leaf) and leaf.ndim]

@@ -63,9 +63,10 @@ class Replica:
         whole = global_like(batch) if isinstance(batch, LocalBatch) else batch
         key = (batch_signature(whole), train)
         if key not in self._programs:
-            agree(
-                self.world, key[0], "shape of batch"
-            )  # a rank with a shape of its own would wait for the others for ever
+            # A rank with a shape of its own would wait for the others for ever.
+            before = ", ".join(signature for signature, mode in self._programs if mode == train)
+            remedy = "give every rank rows of the same shapes at every step"
+            agree(self.world, key[0], "shape of batch", remedy=f"{remedy} (so far: {before})" if before else remedy)
             self._programs[key] = Program(self._lowered(batch, train), self.world)
         return self._programs[key]
 

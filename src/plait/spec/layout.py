@@ -51,6 +51,16 @@ _MARK = {"sum": "+", "max": "^", "min": "_"}
 _OP = {mark: op for op, mark in _MARK.items()}
 
 
+def part_bounds(num: int, size: int, index: int) -> tuple[int, int]:
+    """Where part `index` of `num` rows cut into `size` parts begins and ends.
+
+    Equal parts where that is possible; otherwise the first parts are as long as they would be with the rows rounded up
+    and the last ones shorter or empty, which is how torch.chunk and DTensor cut.
+    """
+    length = -(-num // size)
+    return min(index * length, num), min((index + 1) * length, num)
+
+
 def local_shape(shape: tuple[int, ...], placement: Placement, size: int) -> tuple[int, ...]:
     """The shape of one rank's part of a tensor of `shape` under one axis of `size` ranks."""
     if not isinstance(placement, Shard):

@@ -123,7 +123,8 @@ class Plan:
                 found[row.name] = _kind(row).parse(value)
                 _kind(row).check(found[row.name])
             except ValueError as error:
-                raise PlanError(f"bad value {value!r} in {word!r} ({place}): {error}") from None
+                spaces = "; separate the words of a plan with spaces" if "," in value and "=" in value else ""
+                raise PlanError(f"bad value {value!r} in {word!r} ({place}): {error}{spaces}") from None
         return cls(**found)
 
     @classmethod

@@ -5,11 +5,14 @@ from __future__ import annotations
 import difflib
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from plait.errors import LayoutError
+from plait.graph.bucket import bucket_wait
+from plait.graph.calls import is_item, output_node
 from plait.graph.lower import Lowered, dtype_name
 from plait.graph.wire import Collective, collectives
 from plait.spec.layout import Layout
@@ -47,14 +50,34 @@ class Explanation:
     def tensor(self, name: str) -> str:
         """One tensor: a parameter, a leaf of the batch, or a value of the graph by its node's name."""
         if name in self.lowered.layouts:
-            related = [c for c in self.collectives if name in c.value or name in c.origin]
-            return "\n".join([f"{name}  {self.lowered.layouts[name]}{self._origin(name)}", *map(_row, related)])
+            return self._input(name)
         nodes = {node.name: node for node in self.lowered.graph.nodes if node.op == "call_function"}
         if name not in nodes:
             near = difflib.get_close_matches(name, [*self.lowered.layouts, *nodes], n=5, cutoff=0.4)
             hint = f"did you mean {', '.join(near)}?" if near else "run explain without a tensor to see the names"
             raise LayoutError(f"the step has no tensor {name!r}; {hint}")
         return _describe(nodes[name])
+
+    def _input(self, name: str) -> str:
+        """A parameter, buffer or leaf of the batch: its layout, its readers, what becomes of its gradient."""
+        lowered = self.lowered
+        layout, captured = lowered.layouts[name], lowered.captured
+        local = list(layout.local_shape(lowered.plan.mesh))
+        part = (
+            "the whole tensor on every rank" if local == list(layout.shape) else f"{layout.dtype}{local} on each rank"
+        )
+        lines = [f"{name}  {layout}{self._origin(name)}", f"  local     {part}"]
+        placeholder = next((i.node for i in captured.inputs if i.name == name), "")
+        node = next((n for n in lowered.graph.nodes if n.op == "placeholder" and n.name == placeholder), None)
+        if node is not None:
+            modules = sorted({u.meta.get("module") or "the loss" for u in node.users if u.op == "call_function"})
+            lines.append(f"  read by   {', '.join(modules) or 'nothing'}")
+        index = next((i for i, o in enumerate(captured.outputs) if (o.kind, o.name) == ("gradient", name)), None)
+        if index is not None:
+            (results,) = output_node(lowered.graph).args
+            lines.append(f"  gradient  {_way_of_gradient(results[index])}")  # type: ignore[index]
+        related = [c for c in self.collectives if name in c.value or name in c.origin]
+        return "\n".join([*lines, *(f"  {_row(item)}" for item in related)])
 
     def _origin(self, name: str) -> str:
         origin = self.lowered.origins.get(name)
@@ -96,6 +119,16 @@ def _row(item: Collective) -> str:
     return (
         f"{item.phase:8} {item.kind:14} {item.axis:7} {human_bytes(item.sent_bytes):>10}  {item.value}{place}{origin}"
     )
+
+
+def _way_of_gradient(node: Any) -> str:
+    """How a gradient is summed, from the node that leaves the graph."""
+    if isinstance(node, Node) and is_item(node) and node.args[0].target is bucket_wait:  # type: ignore[union-attr]
+        start = node.args[0].args[0]  # type: ignore[union-attr]
+        assert isinstance(start, Node)
+        held = human_bytes(start.meta["bytes"])
+        return f"summed over {start.args[2]} in a bucket of {start.meta['num']} gradients, {held}"
+    return "made on each rank, not summed over any axis"
 
 
 def _describe(node: Node) -> str:

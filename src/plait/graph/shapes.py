@@ -1,0 +1,71 @@
+"""Shapes of results, worked out once: layers repeat, and a call on tensors of known geometry gives one already seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
+
+_Spec = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+
+
+def spec_of(tensor: Tensor) -> _Spec:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def fake_of(spec: _Spec, mode: FakeTensorMode) -> FakeTensor:
+    """A new fake tensor of that geometry, with a memory of its own."""
+    shape, stride, dtype, device = spec
+    with no_dispatch():
+        return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
+
+
+class ShapeMemo:
+    """Remembers what calls on fake tensors give. Only for ops whose results are memory of their own."""
+
+    def __init__(self) -> None:
+        self._found: dict[Any, Any] = {}
+
+    def call(
+        self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any], mode: FakeTensorMode | None = None
+    ) -> Any:
+        """`run(*args, **kwargs)`, or what it gave before on the same geometry.
+
+        With a mode every call gets tensors of its own; without, calls share them, and nobody may change or bind them.
+        """
+        key = (func, _frozen(args), _frozen(kwargs))
+        if key not in self._found:
+            result = run(*args, **kwargs)
+            self._found[key] = result if mode is None else _map(result, spec_of)
+            return result
+        found = self._found[key]
+        return found if mode is None else _unmap(found, mode)
+
+
+def _map(result: Any, change: Callable[[Tensor], Any]) -> Any:
+    if isinstance(result, (tuple, list)):
+        return [_map(part, change) for part in result]
+    return change(result) if isinstance(result, Tensor) else result
+
+
+def _unmap(found: Any, mode: FakeTensorMode) -> Any:
+    if isinstance(found, list):
+        return tuple(_unmap(part, mode) for part in found)
+    return fake_of(found, mode) if isinstance(found, tuple) else found
+
+
+def _frozen(value: Any) -> Any:
+    """A hashable stand-in that tells 1 from 1.0 and True."""
+    if isinstance(value, Tensor):
+        return spec_of(value)
+    if isinstance(value, (tuple, list)):
+        return tuple([_frozen(part) for part in value])
+    if isinstance(value, dict):
+        return tuple([(key, _frozen(part)) for key, part in value.items()])
+    if isinstance(value, float):
+        return (float, value.hex())
+    return (type(value), value)

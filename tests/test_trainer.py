@@ -1,0 +1,114 @@
+"""The Trainer on ranks that are threads: what it refuses before it starts, and what its ranks must agree on."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+from plait.comm.protocol import World
+from plait.errors import BatchError, CaptureError, LossError, PlanError, RankFailed
+from plait.run.local_batch import LocalBatch
+from plait.trainer import Trainer
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch["x"]).square().mean()
+
+
+def rows(num: int = 4) -> dict[str, Tensor]:
+    return {"x": torch.randn(num, 8, generator=torch.Generator().manual_seed(num))}
+
+
+def plateau(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"optimizer": functools.partial(torch.optim.LBFGS, lr=1.0)}, "LBFGS runs the model several times a step"),
+        ({"optimizer": lambda parameters: list(parameters)}, "returned a list, not a torch.optim.Optimizer"),
+        ({"optimizer": SGD, "scheduler": plateau}, "ReduceLROnPlateau steps by a metric"),
+    ],
+)
+def test_refuses_what_cannot_step(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Trainer(mlp(), loss_fn, plan="", **more).step(rows())
+
+
+@pytest.mark.parametrize("batch", [None, [], {"n": 3}])
+def test_a_batch_without_a_tensor_is_named(batch: Any) -> None:
+    trainer = Trainer(mlp(), loss_fn, SGD, "")
+    with pytest.raises(BatchError, match="the batch holds no tensor"):
+        trainer.step(batch)
+    with pytest.raises(BatchError, match="the batch holds no tensor"):
+        trainer.evaluate(batch)
+
+
+def test_ranks_that_read_different_batches_are_stopped() -> None:
+    def rank(world: World) -> None:
+        trainer = Trainer(mlp(), loss_fn, SGD, "data=2", world=world)
+        for number in range(4):
+            skipped = number + (world.rank == 1 and number > 0)
+            trainer.step(LocalBatch(rows(), 4, 8, f"batch {skipped} of epoch 0"))
+
+    with pytest.raises(RankFailed, match="do not agree on the place in the data: rank 0: batch 1 .* rank 1: batch 2"):
+        plait.run_ranks(plait.Plan.parse("data=2").mesh, rank)
+
+
+def test_a_shape_of_one_rank_only_names_the_shapes() -> None:
+    def rank(world: World) -> None:
+        trainer = Trainer(mlp(), loss_fn, SGD, "data=2", world=world)
+        trainer.step(rows(4))
+        trainer.step(rows(6 + 2 * world.rank))
+
+    with pytest.raises(RankFailed, match=r"shape of batch.*\[6, 8\].*\[8, 8\].*so far: .*\[4, 8\]"):
+        plait.run_ranks(plait.Plan.parse("data=2").mesh, rank)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y if y.sum() > 0 else -y
+
+
+def test_verify_says_that_it_cannot_check_what_it_cannot_capture() -> None:
+    with pytest.raises(CaptureError, match=r"test_trainer.py:\d+: (?s:.*)verify compares what the graph computes"):
+        plait.verify(Branches(), loss_fn, rows(), "data=2")
+
+
+def test_a_loss_of_three_is_counted() -> None:
+    with pytest.raises(LossError, match="a tuple of 3 elements"):
+        Trainer(mlp(), lambda m, b: (m(b["x"]).sum(), 4, {}), SGD, "").step(rows())
+
+
+def test_explains_one_parameter() -> None:
+    page = plait.explain(mlp(), loss_fn, rows(), "data=2").tensor("0.weight")
+    assert "the whole tensor on every rank" in page
+    assert "read by   0" in page
+    assert "gradient  summed over data in a bucket of" in page
+    page = plait.explain(mlp(), loss_fn, rows(), "tensor=2").tensor("0.weight")
+    assert "f32[8, 8] on each rank" in page and "not summed over any axis" in page
+
+
+def test_commas_in_a_plan_and_empty_batches_of_a_loader() -> None:
+    with pytest.raises(PlanError, match="separate the words of a plan with spaces"):
+        plait.Plan.parse("data=2,tensor=2")
+    with pytest.raises(BatchError, match="batch_size=0"):
+        plait.loader([1, 2, 3], 0)
