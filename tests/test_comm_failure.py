@@ -186,7 +186,7 @@ def test_shared_memory_names_both_calls_that_do_not_match() -> None:
 
 
 def test_worlds_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WorldError, match=r"data=4\) is of 4 ranks but there are 1 processes.*--processes 4"):
+    with pytest.raises(WorldError, match=r"data=4\) is of 4 ranks but there is 1 process.*--processes 4"):
         process_world(mesh(4))
     with pytest.raises(PlanError, match="allreduce=tree is unknown; choose backend, ring or naive"):
         run_ranks(mesh(2), mismatch, algorithm="tree")

@@ -9,14 +9,21 @@ from hypothesis import strategies as st
 from plait.errors import PlanError
 from plait.spec.mesh import Mesh
 from plait.spec.plan import Plan, describe_keys
+from plait.spec.recompute import Recompute
 from plait.spec.refusals import NOT_YET
 
 
 def test_reads_every_key() -> None:
-    plan = Plan.parse("data=2 tensor=3 batchnorm=local allreduce=ring bucket=512KiB")
-    assert plan == Plan(2, 3, "local", "ring", 512 * 1024)
-    assert plan.mesh == Mesh((("data", 2), ("tensor", 3)))
-    assert plan.num_processes == 6
+    plan = Plan.parse(
+        "replica=2 data=2 tensor=3 zero=3 micro=4 recompute=layer precision=bf16 precision.*.norm=fp32"
+        " batchnorm=local allreduce=ring bucket=512KiB"
+    )
+    assert plan == Plan(
+        replica=2, data=2, tensor=3, zero=3, micro=4, recompute=Recompute("layer"), precision="bf16",
+        exceptions=(("*.norm", "fp32"),), batchnorm="local", allreduce="ring", bucket_bytes=512 * 1024,
+    )  # fmt: skip
+    assert plan.mesh == Mesh((("replica", 2), ("data", 2), ("tensor", 3)))
+    assert plan.num_processes == 12
 
 
 @pytest.mark.parametrize(
@@ -37,7 +44,15 @@ def test_prints_canonically(text: str, canonical: str) -> None:
 @given(
     st.builds(
         Plan,
+        replica=st.integers(1, 4),
         data=st.integers(1, 64),
+        zero=st.integers(0, 3),
+        micro=st.integers(1, 64),
+        recompute=st.sampled_from(
+            [Recompute(), Recompute("layer"), Recompute("budget", 3 << 30), Recompute("pattern", pattern="*.mlp")]
+        ),
+        precision=st.sampled_from(["fp32", "bf16", "fp16"]),
+        exceptions=st.sampled_from([(), (("*.norm", "fp32"), ("head", "bf16"))]),
         tensor=st.integers(1, 64),
         batchnorm=st.sampled_from(["global", "local"]),
         allreduce=st.sampled_from(["backend", "ring", "naive"]),
@@ -60,11 +75,16 @@ def test_text_parses_back(plan: Plan) -> None:
         ("=2", ["cannot read '=2'"]),
         ("dta=2", ["unknown key 'dta'", "did you mean data?"]),
         ("pipline=2", ["unknown key 'pipline'", "did you mean pipeline?"]),
-        ("xyzzy=2", ["unknown key 'xyzzy'", "the keys are data, tensor"]),
+        ("xyzzy=2", ["unknown key 'xyzzy'", "the keys are replica, data, tensor"]),
         ("batchnorm=globl", ["'globl'", "global, local"]),
         ("allreduce=tree", ["'tree'", "backend, ring, naive"]),
         ("bucket=25", ["'25'", "MiB"]),
         ("bucket=0MiB", ["1B or more"]),
+        ("zero=4", ["'zero=4'", "0 to 3"]),
+        ("micro=0", ["'micro=0'", "1 or more"]),
+        ("recompute=budget=4", ["'budget=4'", "GiB"]),
+        ("precision=f8", ["'f8'", "fp32, bf16, fp16"]),
+        ("precision.head=bf16 precision.head=fp32", ["precision.head is given twice", "word 2"]),
         ("schedule=foo", ["unknown schedule 'foo'", "gpipe, 1f1b"]),
         ("home.optimizer=host", ["home.optimizer=host", "does not do yet"]),
     ],

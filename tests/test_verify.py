@@ -152,9 +152,9 @@ def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bucket, "bucket_wait", bucket.bucket_wait)
     right = plait.verify(gpt(), loss_fn, gpt_batch(), "data=2")
     assert right.ok
-    from plait.comm import meeting
+    from plait.comm import group
 
-    monkeypatch.setitem(meeting.REDUCERS, "sum", torch.maximum)
+    monkeypatch.setitem(group.REDUCERS, "sum", torch.maximum)
     wrong = plait.verify(gpt(), loss_fn, gpt_batch(), "data=2")
     assert not wrong.ok
     assert "NOT EQUAL" in str(wrong)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from plait.run.compiler import Captures, Compiler, LossFn
+from plait.run.microbatch import microbatches
 from plait.spec.annotation import Annotations
 from plait.spec.plan import Plan
 from plait.view.explanation import Explanation, explanation
@@ -20,4 +21,5 @@ def explain(
     Raises PlanError, LayoutError or CaptureError as the Trainer would.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    return explanation(Compiler(Captures(model, loss_fn), plan, layouts).lowered(batch))
+    part = microbatches(batch, plan.micro)[0]
+    return explanation(Compiler(Captures(model, loss_fn), plan, layouts).lowered(part))

@@ -152,6 +152,7 @@ class Trainer:
         wanted = replica.whole_gradients() if want else {}
         norm = self._clip() if self.clip_norm is not None else None
         optimizer.step()
+        replica.updated()
         optimizer.zero_grad(set_to_none=True)
         if self.scheduler is not None:
             self.scheduler.step()

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
 from plait.errors import CaptureError, LossError
-from plait.graph.random import GlobalRandom
 from plait.run.compiler import Captures, Compiler, LossFn
-from plait.run.references import one_device_loss
+from plait.run.microbatch import microbatches
+from plait.run.references import one_device_step
 from plait.spec.annotation import Annotations
 from plait.spec.plan import Plan
 from plait.trainer import OptimizerFactory, Trainer, step_key
@@ -26,7 +26,7 @@ from plait.trainer import OptimizerFactory, Trainer, step_key
 # but for rounding, and a ReLU near zero may turn. How far is measured: the one-device run is repeated with the last few
 # bits of every weight changed. A difference of up to this many times that effect is rounding, too.
 ROUNDING_MARGIN = 20.0
-_LAST_BITS = 1e-6
+_LAST_BITS = {"fp32": 1e-6, "bf16": 2.0**-9, "fp16": 2.0**-12}
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,14 @@ class Verifier:
         self.steps = steps
         self.seed = seed
         self.clip_norm = clip_norm
-        self._references: dict[int, tuple[_Run, _Run]] = {}
+        self._references: dict[Any, tuple[_Run, _Run]] = {}
 
     def verify(self, plan: Plan | str, *, layouts: Annotations | None = None, tolerance: float = 1e-4) -> Report:
         """Compare `steps` steps under `plan` with one device; see the function `verify`."""
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         compiler = Compiler(self.captures, plan, layouts)
         try:
-            lowered = compiler.lowered(self.batch)
+            lowered = compiler.lowered(microbatches(self.batch, plan.micro)[0])
         except CaptureError as error:
             error.args = (
                 f"{error}\nverify compares what the graph computes, so it cannot check this model; with data=N alone"
@@ -174,13 +174,18 @@ class Verifier:
         return run_ranks(compiler.plan.mesh, rank, algorithm=compiler.plan.allreduce)[0]
 
     def _reference(self, plan: Plan) -> tuple[_Run, _Run]:
-        """The run on one device, and again with weights that differ by rounding; batchnorm=local has its own."""
-        num_parts = plan.data if plan.batchnorm == "local" else 1
-        if num_parts not in self._references:
-            self._references[num_parts] = (self._run_one_device(num_parts), self._run_one_device(num_parts, _LAST_BITS))
-        return self._references[num_parts]
+        """The run on one device, and again with weights that differ by rounding; local batch norm, microbatches and
+        precision have their own."""
+        num_parts = plan.num_batch_parts if plan.batchnorm == "local" else 1
+        key = (num_parts, plan.micro, plan.precision, plan.exceptions)
+        if key not in self._references:
+            rounding = _LAST_BITS[plan.precision]
+            self._references[key] = (
+                self._run_one_device(plan, num_parts), self._run_one_device(plan, num_parts, rounding)
+            )  # fmt: skip
+        return self._references[key]
 
-    def _run_one_device(self, num_parts: int, rounding: float = 0.0) -> _Run:
+    def _run_one_device(self, plan: Plan, num_parts: int, rounding: float = 0.0) -> _Run:
         twin = copy.deepcopy(self.captures.model).train()
         named = dict(twin.named_parameters())
         if rounding:
@@ -193,10 +198,8 @@ class Verifier:
         gradients: dict[str, Tensor] = {}
         for step in range(self.steps):
             optimizer.zero_grad(set_to_none=True)
-            with GlobalRandom(step_key(self.seed, step)):
-                loss = one_device_loss(twin, self.captures.loss_fn, self.batch, num_parts)
-                loss.backward()
-            losses.append(float(loss.detach()))
+            key = step_key(self.seed, step)
+            losses.append(float(one_device_step(twin, self.captures.loss_fn, self.batch, plan, key, num_parts)))
             if not math.isfinite(losses[-1]):
                 raise LossError(
                     f"the loss of step {step + 1} is {losses[-1]} on one device: there is nothing to compare"

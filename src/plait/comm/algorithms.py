@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 
 import torch
 
-from plait.comm.group import REDUCERS, chunk
+from plait.comm.group import REDUCERS, Take, chunk
 from plait.comm.links import Links
 from plait.comm.protocol import Comm, Work
 from plait.errors import PlanError
@@ -130,11 +130,11 @@ class _WithAlgorithm:
     def buffer(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor | None:
         return None  # sent in pieces, so there is no copy to save
 
-    def all_gather(self, tensor: torch.Tensor) -> Work:
-        return self._comm.all_gather(tensor)
+    def all_gather(self, tensor: torch.Tensor, *, take: Take | None = None) -> Work:
+        return self._comm.all_gather(tensor, take=take)
 
-    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> Work:
-        return self._comm.reduce_scatter(tensor, op)
+    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> Work:
+        return self._comm.reduce_scatter(tensor, op, consume=consume)
 
     def all_to_all(self, tensor: torch.Tensor) -> Work:
         return self._comm.all_to_all(tensor)

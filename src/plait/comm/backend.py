@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait.comm.group import Done, GroupComm
+from plait.comm.group import Done, GroupComm, Take
+from plait.comm.meeting import taking
 from plait.comm.protocol import Work
 from plait.errors import WorldError
 
@@ -54,13 +55,15 @@ class BackendComm(GroupComm):
         data, op = _reducible(result, op)
         return self._run("all_reduce", result, lambda: dist.all_reduce(data, _OPS[op], self._group, async_op=True))
 
-    def all_gather(self, tensor: torch.Tensor) -> Work:
+    def all_gather(self, tensor: torch.Tensor, *, take: Take | None = None) -> Work:
+        if take is not None:
+            return taking(self.all_gather(tensor), take)
         result = tensor.new_empty((self.size, *tensor.shape))
         flat = tensor.detach().view(-1)
         self.count_ring(tensor.nbytes * (self.size - 1))
         return self._run("all_gather", result, lambda: _all_gather(result.view(-1), flat, self._group, async_op=True))
 
-    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> Work:
+    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> Work:
         result = tensor.new_empty(tensor.shape[1:])
         self.count_ring(result.nbytes * (self.size - 1))
         data, op = _reducible(tensor.detach().view(-1), op)

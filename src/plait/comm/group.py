@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from plait.comm.links import Links
 
+Take = Callable[[int, torch.Tensor], None]
+
 REDUCERS: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def reduce_terms(terms: Sequence[torch.Tensor], op: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The terms' sum (max, min), in their order; of half precision in float32, rounded once. `out` is none of them."""
+    first, second, *others = terms
+    reduce = REDUCERS[op]
+    if not others or first.dtype not in (torch.bfloat16, torch.float16):
+        out = reduce(first, second, out=out)
+        for term in others:
+            reduce(out, term, out=out)
+        return out
+    wide = reduce(first.float(), second)
+    for term in others:
+        reduce(wide, term, out=wide)
+    return wide.to(first.dtype) if out is None else out.copy_(wide)
 
 
 def chunk(num: int, size: int, index: int) -> tuple[int, int]:
@@ -63,10 +80,13 @@ class AloneComm(GroupComm):
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> Done:
         return Done(tensor if consume else tensor.detach().clone())
 
-    def all_gather(self, tensor: torch.Tensor) -> Done:
+    def all_gather(self, tensor: torch.Tensor, *, take: Take | None = None) -> Done:
+        if take is not None:
+            take(0, tensor.detach().view(-1))
+            return Done(tensor)
         return Done(tensor.detach().clone().unsqueeze(0))
 
-    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> Done:
+    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> Done:
         return Done(tensor.detach()[0].clone())
 
     def all_to_all(self, tensor: torch.Tensor) -> Done:

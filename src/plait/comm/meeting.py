@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from plait.comm.board import LocalBoard
-from plait.comm.group import REDUCERS, Done, GroupComm
+from plait.comm.group import Done, GroupComm, Take, reduce_terms
 from plait.errors import RankFailed, WorldError
 
 Call = tuple[Any, ...]  # name, detail, dtype, shape: equal on all ranks of a collective
@@ -150,6 +150,18 @@ class ThreadWork:
         return self._result
 
 
+def taking(work: Any, take: Take) -> ThreadWork:
+    """Work that hands the rows of an all-gather on when it is waited for."""
+
+    def finish() -> torch.Tensor:
+        rows: torch.Tensor = work.wait()
+        for rank, row in enumerate(rows):
+            take(rank, row.reshape(-1))
+        return rows
+
+    return ThreadWork(finish)
+
+
 class ThreadComm(GroupComm):
     """One group of ranks that are threads of this process."""
 
@@ -161,15 +173,16 @@ class ThreadComm(GroupComm):
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> ThreadWork:
         self.count_ring_all_reduce(tensor)
-        return self._meet("all_reduce", op, tensor, lambda tensors: _reduce(tensors, op))
+        return self._meet("all_reduce", op, tensor, lambda tensors: reduce_terms(tensors, op))
 
-    def all_gather(self, tensor: torch.Tensor) -> ThreadWork:
+    def all_gather(self, tensor: torch.Tensor, *, take: Take | None = None) -> ThreadWork:
         self.count_ring(tensor.nbytes * (self.size - 1))
-        return self._meet("all_gather", "", tensor, torch.stack)
+        work = self._meet("all_gather", "", tensor, torch.stack)
+        return work if take is None else taking(work, take)
 
-    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> ThreadWork:
+    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> ThreadWork:
         self.count_ring(tensor.nbytes // self.size * (self.size - 1))
-        return self._meet("reduce_scatter", op, tensor, lambda tensors: _reduce(tensors, op), pick=self.rank)
+        return self._meet("reduce_scatter", op, tensor, lambda tensors: reduce_terms(tensors, op), pick=self.rank)
 
     def all_to_all(self, tensor: torch.Tensor) -> ThreadWork:
         for rank in self.ranks:
@@ -224,14 +237,6 @@ class ThreadComm(GroupComm):
         if index == 0:
             self._meetings.let_go(key, meeting)
         return key, meeting
-
-
-def _reduce(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
-    reduce = REDUCERS[op]
-    result = reduce(tensors[0], tensors[1])
-    for tensor in tensors[2:]:
-        reduce(result, tensor, out=result)
-    return result
 
 
 def _text(call: Call) -> str:

@@ -5,6 +5,7 @@ Nothing here is global: a rank gets its World, a World gives a Comm for each axi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from plait.comm.board import Board
 from plait.comm.links import Links
 from plait.spec.mesh import Mesh
+
+Take = Callable[[int, torch.Tensor], None]
 
 
 class Work(Protocol):
@@ -25,7 +28,7 @@ class Comm(Protocol):
 
     Inputs are contiguous and left as they were, unless `consume` says that the callee may overwrite them; the caller
     does not change them before `wait` has returned. What is reduced is summed in one order on all ranks, so that every
-    rank gets the same bits. Sums of bool are "or".
+    rank gets the same bits; half precision is summed in float32. Sums of bool are "or".
     """
 
     rank: int
@@ -33,18 +36,23 @@ class Comm(Protocol):
     links: Links  # bytes sent to each peer so far
 
     def buffer(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """A flat tensor from which `all_reduce` need not copy, for one all_reduce, which ends its life.
+        """A flat tensor that a collective need not copy from: one all_reduce, all_gather, or reduce_scatter with
+        `consume`, which ends its life.
 
-        None where the transport has no such place. Each buffer taken must be all-reduced, from its first element on.
+        None where the transport has no such place. Each buffer taken must be so used, from its first element on.
         """
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> Work:
         """Sum (or `max`, `min`) of every rank's tensor, on every rank. Shape as given."""
 
-    def all_gather(self, tensor: torch.Tensor) -> Work:
-        """Every rank's tensor, stacked in rank order: [size, *shape]."""
+    def all_gather(self, tensor: torch.Tensor, *, take: Take | None = None) -> Work:
+        """Every rank's tensor, stacked in rank order: [size, *shape].
 
-    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> Work:
+        With `take` nothing is stacked: it is called with (rank, its tensor, flat) for every rank of the group, before
+        `wait` returns, and must not keep the tensor.
+        """
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> Work:
         """Of the sum of [size, *shape] tensors, this rank's row: [*shape]."""
 
     def all_to_all(self, tensor: torch.Tensor) -> Work:

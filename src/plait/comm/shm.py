@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 
 from plait.comm import steps
-from plait.comm.group import Done, GroupComm, chunk
+from plait.comm.group import Done, GroupComm, Take, chunk
 from plait.comm.header import CONSUMED, FAILED, MAIL, NUM_CALLS, POSTED, REDUCED, describe
 from plait.comm.mailbox import Letter, Mailbox
 from plait.comm.segment import Arena, Segment
@@ -104,13 +104,15 @@ class ShmComm(GroupComm):
             term = flat[mine].clone()  # its place in the block is where the sum goes
         return self._start(seq, steps.add_chunks(self._reader, seq, op, own, term, bounds, into, tensor.shape))
 
-    def all_gather(self, tensor: torch.Tensor) -> _Pending:
+    def all_gather(self, tensor: torch.Tensor, *, take: Take | None = None) -> _Pending:
         flat = tensor.detach().view(-1)
-        seq, offset = self._describe("all_gather", "", flat, flat.nbytes)
-        self._own.view(offset, flat.numel(), flat.dtype).copy_(flat)
-        return self._start(seq, steps.gather(self._reader, seq, flat, tensor.shape))
+        block = self._buffers.pop(flat.data_ptr(), None) if self._buffers else None
+        seq, offset = self._describe("all_gather", "", flat, flat.nbytes, block)
+        if block is None:
+            self._own.view(offset, flat.numel(), flat.dtype).copy_(flat)
+        return self._start(seq, steps.gather(self._reader, seq, flat, tensor.shape, take))
 
-    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum") -> _Pending:
+    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> _Pending:
         rows = tensor.detach().view(self.size, -1)
         seq = self._describe_rows("reduce_scatter", op, rows)
         return self._start(seq, steps.add_rows(self._reader, seq, op, rows, tensor.shape[1:]))
@@ -179,7 +181,10 @@ class ShmComm(GroupComm):
 
     def _describe_rows(self, name: str, op: str, rows: torch.Tensor) -> int:
         """Describe a tensor of which every rank reads its row, and copy it in, but for the row that nobody reads."""
-        seq, offset = self._describe(name, op, rows, rows.nbytes)
+        block = self._buffers.pop(rows.data_ptr(), None) if self._buffers else None
+        seq, offset = self._describe(name, op, rows, rows.nbytes, block)
+        if block is not None:
+            return seq
         own = self._own.view(offset, rows.numel(), rows.dtype).view(rows.shape)
         own[: self.rank].copy_(rows[: self.rank])
         own[self.rank + 1 :].copy_(rows[self.rank + 1 :])

@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 import torch
 
-from plait.comm.group import REDUCERS, GroupComm
+from plait.comm.group import REDUCERS, GroupComm, Take, reduce_terms
 from plait.comm.header import POSTED, REDUCED, call_text, offset_of
 from plait.comm.segment import Segment
 from plait.errors import WorldError
@@ -59,7 +59,7 @@ def add_chunks(
     blocks = [own if i == reader.rank else reader.block(i, seq, own.numel(), own.dtype) for i in range(reader.size)]
     start, end = bounds[reader.rank]
     terms = [term if i == reader.rank else blocks[i][start:end] for i in range(reader.size)]
-    _reduce(terms, op, own[start:end])
+    reduce_terms(terms, op, own[start:end])
     reader.segments[reader.rank].words[REDUCED] = seq
     yield REDUCED
     out = torch.empty_like(own) if into is None else into
@@ -70,8 +70,14 @@ def add_chunks(
     return out.view(shape)
 
 
-def gather(reader: Reader, seq: int, flat: torch.Tensor, shape: torch.Size) -> Steps:
+def gather(reader: Reader, seq: int, flat: torch.Tensor, shape: torch.Size, take: Take | None) -> Steps:
     yield POSTED
+    if take is not None:
+        for i in range(reader.size):
+            take(i, flat if i == reader.rank else reader.block(i, seq, flat.numel(), flat.dtype))
+            if i != reader.rank:
+                reader.count(i, flat.nbytes)
+        return flat
     out = flat.new_empty((reader.size, flat.numel()))
     out[reader.rank].copy_(flat)
     for i in reader.peers:
@@ -84,7 +90,7 @@ def add_rows(reader: Reader, seq: int, op: str, rows: torch.Tensor, shape: torch
     """Reduce-scatter: row `rank` of every rank's block."""
     yield POSTED
     terms = [_row(reader, i, seq, rows) for i in range(reader.size)]
-    return _reduce(terms, op, torch.empty_like(terms[0])).view(shape)
+    return reduce_terms(terms, op, torch.empty_like(terms[0])).view(shape)
 
 
 def exchange(reader: Reader, seq: int, rows: torch.Tensor, shape: torch.Size) -> Steps:
@@ -116,11 +122,3 @@ def _row(reader: Reader, i: int, seq: int, rows: torch.Tensor) -> torch.Tensor:
         return rows[i]
     reader.count(i, rows[i].nbytes)
     return reader.block(i, seq, rows.numel(), rows.dtype).view(rows.shape)[reader.rank]
-
-
-def _reduce(terms: list[torch.Tensor], op: str, out: torch.Tensor) -> torch.Tensor:
-    """Terms in rank order. `out` is none of them."""
-    REDUCERS[op](terms[0], terms[1], out=out)
-    for term in terms[2:]:
-        REDUCERS[op](out, term, out=out)
-    return out

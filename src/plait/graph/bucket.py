@@ -1,14 +1,15 @@
-"""Sum gradients while backward still runs: the all-reduces that only feed the step's results are joined in buckets.
+"""Sum gradients while backward still runs: the sums that only leave the step are joined in buckets.
 
 As in PyTorch DDP (Li et al. 2020, "PyTorch Distributed"), a bucket leaves as soon as its last gradient is there, and
-the first one is small so that the wire starts early. Each bucket is one all-reduce over one flat buffer.
+the first one is small so that the wire starts early. A bucket is one flat buffer: of whole gradients, which are
+all-reduced, or of the parts of each rank (Rajbhandari et al. 2020, "ZeRO"), which are reduce-scattered.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from torch.fx import Graph, Node
 from plait.decide.buckets import bucket_limit, split_buckets
 from plait.graph import ops
 from plait.graph.calls import num_bytes, output_node
+from plait.graph.leaving import Leaving, leaving
 from plait.graph.partition import WORLD
+from plait.graph.rows import Cut, PlainRows, Rows, rows_of
 
 aten = torch.ops.aten
 _VIEWS = frozenset({aten.reshape.default, aten.t.default, aten.transpose.int, aten.permute.default})
@@ -36,71 +39,141 @@ def bucket_put(flat: Tensor, offset: int, tensor: Tensor) -> Tensor:
     return flat
 
 
-def bucket_start(world: Any, flat: Tensor, axis: str) -> Any:
-    """Begin the sum of a full buffer over the axis."""
-    return world.comm(axis).all_reduce(flat, consume=True)
+def bucket_start(world: Any, flat: Tensor, axes: Sequence[str]) -> Any:
+    """Begin the sum of a full buffer over the first of the axes."""
+    return world.comm(axes[0]).all_reduce(flat, consume=True)
 
 
-def bucket_wait(work: Any, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The sums, as views of one flat tensor."""
-    flat = work.wait()
+def bucket_wait(
+    world: Any, work: Any, axes: Sequence[str], dtype: torch.dtype, shapes: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """The sums over all axes, as views of one flat tensor."""
+    flat = _sum_on(world, work.wait(), axes[1:]).to(dtype)
     sizes = [math.prod(shape) for shape in shapes]
     return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
 
 
-def bucket_gradients(graph: Graph, bucket_bytes: int, first_bytes: int = 1 << 20) -> Graph:
-    """Join all-reduces whose results only leave the graph. Changes `graph` and returns it."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    groups: dict[Any, list[Node]] = {}
-    for node in graph.nodes:
-        if node.target is ops.all_reduce and node.args[3] == "sum" and all(u.op == "output" for u in node.users):
-            key = (node.args[2], node.meta["val"].dtype, tuple(sorted(node.meta.get("only", {}).items())))
-            groups.setdefault(key, []).append(node)
-    if not groups:
-        return graph
+def rows_put(flat: Tensor, plain: PlainRows, index: int, tensor: Tensor) -> Tensor:
+    """Copy every rank's part of member `index` into the buffer. Returns the buffer."""
+    rows = rows_of(plain)
+    rows.put(flat.view(rows.num_ranks, rows.length), index, tensor)
+    return flat
+
+
+def rows_start(world: Any, flat: Tensor, axes: Sequence[str]) -> Any:
+    """Begin the sum of a full buffer of rows, of which each rank gets its own."""
+    comm = world.comm(axes[0])
+    return comm.reduce_scatter(flat.view(comm.size, -1), consume=True)
+
+
+def rows_wait(world: Any, work: Any, axes: Sequence[str], dtype: torch.dtype, plain: PlainRows) -> list[Tensor]:
+    """This rank's parts of the sums over all axes, as views of one flat tensor."""
+    rows = rows_of(plain)
+    flat = _sum_on(world, work.wait(), axes[1:]).to(dtype)
+    return [rows.place(flat, index, world.comm(axes[0]).rank) for index in range(len(rows.cuts))]
+
+
+def keep_part(world: Any, tensor: Tensor, axis: str, plain: PlainRows) -> Tensor:
+    """This rank's part of a tensor that every rank has whole."""
+    (cut,) = rows_of(plain).cuts
+    return cut.part(tensor, world.comm(axis).rank).clone(memory_format=torch.contiguous_format)
+
+
+def _sum_on(world: Any, flat: Tensor, axes: Sequence[str]) -> Tensor:
+    for axis in axes:
+        flat = world.comm(axis).all_reduce(flat, consume=True).wait()
+    return flat
+
+
+def bucket_gradients(
+    graph: Graph, bucket_bytes: int, cuts: Mapping[int, Cut] | None = None, first_bytes: int = 1 << 20
+) -> Graph:
+    """Join the sums that only leave the graph. Changes `graph` and returns it.
+
+    `cuts` says of which outputs this rank keeps only its part along `data`.
+    """
+    cuts = cuts or {}
+    groups: dict[Any, list[Leaving]] = {}
+    for one in leaving(graph, cuts):
+        only = tuple(sorted(one.sums[-1].meta.get("only", {}).items()))
+        dtypes = (one.sent.meta["val"].dtype, one.term.meta["val"].dtype)
+        groups.setdefault((one.axes, one.cut is not None, dtypes, only), []).append(one)
     end = output_node(graph)
-    world = next(node for node in graph.nodes if node.name == WORLD)
+    world = next((node for node in graph.nodes if node.name == WORLD), None)
     summed: dict[Node, Node] = {}
-    for (axis, _, _), nodes in groups.items():
-        nodes.sort(key=lambda n: order[n.args[1]])
-        sizes = [num_bytes(n.meta["val"]) for n in nodes]
-        for members in split_buckets(sizes, bucket_limit(sum(sizes), bucket_bytes), first_bytes):
-            summed |= _join(graph, world, axis, [nodes[i] for i in members], end)
+    for members in groups.values():
+        assert world is not None
+        sizes = [num_bytes(one.sent.meta["val"]) for one in members]
+        for bucket in split_buckets(sizes, bucket_limit(sum(sizes), bucket_bytes), first_bytes):
+            summed |= _join(graph, world, [members[i] for i in bucket], end)
     (results,) = end.args
-    end.args = (tuple(summed.get(r, r) for r in results),)  # type: ignore[union-attr,arg-type]
-    for node in summed:
-        graph.erase_node(node)
+    results = [summed.get(r, r) for r in results]  # type: ignore[union-attr,arg-type]
+    scattered = {one.index for members in groups.values() for one in members if one.cut is not None}
+    for index, cut in cuts.items():
+        if index not in scattered and isinstance(results[index], Node):
+            results[index] = _kept(graph, world, results[index], cut, end)
+    end.args = (tuple(results),)
+    for members in groups.values():
+        for one in members:
+            for node in reversed(one.sums):
+                graph.erase_node(node)
+    graph.eliminate_dead_code()
     return graph
 
 
-def _join(graph: Graph, world: Node, axis: str, nodes: list[Node], end: Node) -> dict[Node, Node]:
-    """One all-reduce for the nodes; returns what takes each one's place."""
-    values = [node.meta["val"] for node in nodes]
-    meta = {k: v for k, v in nodes[-1].meta.items() if k != "val"}
-    total = sum(value.numel() for value in values)
+def _kept(graph: Graph, world: Node | None, node: Node, cut: Cut, end: Node) -> Node:
+    with graph.inserting_before(end):
+        part = graph.call_function(keep_part, (world, node, "data", Rows((cut,)).plain))
+    part.meta = {**node.meta, "val": node.meta["val"].new_empty(cut.part_shape(0))}
+    return part
+
+
+def _join(graph: Graph, world: Node, members: list[Leaving], end: Node) -> dict[Node, Node]:
+    """One collective for the members; returns what takes the place of each one's sum."""
+    axes = members[0].axes
+    rows = Rows(tuple(one.cut for one in members)) if members[0].cut is not None else None  # type: ignore[misc]
+    values = [one.sums[-1].meta["val"] for one in members]
+    sent = [one.sent for one in members]
+    meta = {k: v for k, v in members[-1].sums[-1].meta.items() if k != "val"}
+    total = rows.length * rows.num_ranks if rows else sum(value.numel() for value in values)
     flat: Any = None
     offset = 0
-    for node, value in zip(nodes, values, strict=True):
-        tensor: Any = node.args[1]
+    for index, tensor in enumerate(sent):
         if flat is None:
-            with graph.inserting_after(tensor):
-                flat = graph.call_function(bucket_new, (world, axis, total, tensor))
+            with graph.inserting_after(_settled(tensor)):
+                flat = graph.call_function(bucket_new, (world, axes[0], total, tensor))
                 flat.meta = {**meta, "val": None}
         with graph.inserting_after(max(flat, tensor)):
-            flat = graph.call_function(bucket_put, (flat, offset, tensor))
+            if rows is not None:
+                flat = graph.call_function(rows_put, (flat, rows.plain, index, tensor))
+            else:
+                flat = graph.call_function(bucket_put, (flat, offset, tensor))
             flat.meta = {**meta, "val": None}
-        offset += value.numel()
+        offset += tensor.meta["val"].numel()
     with graph.inserting_after(flat):
-        start = graph.call_function(bucket_start, (world, flat, axis))
-        start.meta = {**meta, "val": None, "bytes": sum(map(num_bytes, values)), "num": len(nodes)}
+        start = graph.call_function(rows_start if rows is not None else bucket_start, (world, flat, axes))
+        held = total * sent[0].meta["val"].element_size()
+        start.meta = {**meta, "val": None, "bytes": held, "num": len(members)}
+    dtype = values[0].dtype
     with graph.inserting_before(end):
-        done = graph.call_function(bucket_wait, (start, [list(value.shape) for value in values]))
+        if rows is not None:
+            done = graph.call_function(rows_wait, (world, start, axes, dtype, rows.plain))
+            values = [v.new_empty(c.part_shape(0)) for v, c in zip(values, rows.cuts, strict=True)]
+        else:
+            done = graph.call_function(bucket_wait, (world, start, axes, dtype, [list(v.shape) for v in values]))
         done.meta = {**meta, "val": values}
         found = {}
-        for i, node in enumerate(nodes):
-            found[node] = graph.call_function(operator.getitem, (done, i))
-            found[node].meta = dict(node.meta)
+        for index, one in enumerate(members):
+            item = found[one.sums[-1]] = graph.call_function(operator.getitem, (done, index))
+            item.meta = {**one.sums[-1].meta, "val": values[index]}
     return found
+
+
+def _settled(node: Node) -> Node:
+    """The node after which calls on it may stand: of a placeholder the last of them all."""
+    while node.op == "placeholder" and node.next.op == "placeholder":
+        node = node.next
+    return node
 
 
 def _hoist_views(node: Any) -> None:

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
-from plait.errors import BatchError, LossError
+from plait.errors import BatchError, LossError, PlanError
 from plait.graph.batch import batch_leaves, map_batch
 from plait.graph.blame import capture_error
 from plait.graph.cleanup import clean
 from plait.graph.functional import functionalise
 from plait.graph.modules import BackwardModules, ForwardModules
 from plait.graph.pause import collection_paused
+from plait.graph.precision import FULL, Precision
 from plait.graph.random import VisibleDropout
 from plait.graph.record import Recorder
 from plait.graph.standin import StandIns, standing_in
@@ -32,7 +33,11 @@ _one_at_a_time = threading.Lock()  # a capture puts stand-ins into the model
 
 @dataclass(frozen=True)
 class Input:
-    """A placeholder of the graph. kind: parameter, buffer, batch, constant or key (an int that changes every step)."""
+    """A placeholder of the graph.
+
+    kind: parameter, buffer, batch, constant, key (an int that changes every step) or scale (a scalar tensor, by which
+    the loss is multiplied before it is differentiated).
+    """
 
     kind: str
     name: str
@@ -72,11 +77,16 @@ def capture(
     train: bool = True,
     differentiate: bool = True,
     device: torch.device | None = None,
+    precision: Precision = FULL,
+    normalised: bool = True,
 ) -> Captured:
     """The step `loss_fn(model, batch)`, and with `differentiate` its gradients, as a graph on the global batch.
 
     The model may be on the meta device; it is as before afterwards. The graph runs on `device`, wherever model and
-    batch are now (by default: where they are). Raises CaptureError, with the line of the model
+    batch are now (by default: where they are), in that precision; where gradients could underflow, of the loss times a
+    scale. Of a loss given as (sum, weight) the gradients are those of sum / weight, or, not `normalised`, of the sum.
+
+    Raises CaptureError, with the line of the model
     that stopped the capture, LossError for a loss that is neither a scalar nor (sum, weight), BatchError for a batch
     that holds something else than tensors and constants.
     """
@@ -84,7 +94,7 @@ def capture(
     if not leaves:
         raise BatchError(f"the batch holds no tensor: it is {_brief(batch)}")
     with _one_at_a_time, _quiet_log(), collection_paused():
-        return _capture(model, loss_fn, batch, leaves, train, differentiate, device)
+        return _capture(model, loss_fn, batch, leaves, train, differentiate, device, precision, normalised)
 
 
 @contextmanager
@@ -106,6 +116,8 @@ def _capture(
     train: bool,
     differentiate: bool,
     device: torch.device | None,
+    precision: Precision,
+    normalised: bool,
 ) -> Captured:
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fake_mode)
@@ -127,14 +139,22 @@ def _capture(
         forward = stack.enter_context(ForwardModules(model, recorder))
         stack.enter_context(torch.set_grad_enabled(differentiate))
         try:
-            results = _losses(loss_fn(model, fake_batch))
-        except LossError:
+            with precision.computing(model, where.type):
+                results = _losses(loss_fn(model, fake_batch))
+        except (LossError, PlanError):
             raise
         except Exception as error:
             raise capture_error(error, model, loss_fn, "in the forward pass") from error
         gradients: dict[str, Tensor] = {}
         if differentiate:
-            gradients = _differentiate(results[0][1], stand, recorder, forward, model, loss_fn)
+            loss = results[0][1]
+            if len(results) > 1 and not normalised:
+                loss = _sum_alone(results)
+            if precision.scaled:
+                scale = torch.empty((), device=where)
+                nodes[recorder.placeholder("scale", scale)] = ("scale", "scale")
+                loss = loss.float() * scale
+            gradients = _differentiate(loss, stand, recorder, forward, model, loss_fn)
         results += [(Output("gradient", name), g) for name, g in gradients.items()]
         written = {name: b for name, b in stand.buffers.items() if recorder.was_written(b)}
         results += [(Output("buffer", name), b) for name, b in written.items()]
@@ -190,6 +210,16 @@ def _scalar(value: Any, what: str, floating: bool = True) -> Tensor:
     if floating and not value.dtype.is_floating_point:
         raise LossError(f"{what} has dtype {value.dtype}, which has no gradient; {_FORMS}")
     return value.reshape(()) if value.ndim else value
+
+
+def _sum_alone(results: list[tuple[Output, Tensor]]) -> Tensor:
+    (_, total), (_, weight) = results[1:]
+    if weight.requires_grad:
+        raise LossError(
+            "the weight of (sum, weight) depends on parameters, so microbatches cannot be added up; detach it, or leave"
+            " micro out of the plan"
+        )
+    return total
 
 
 def _differentiate(

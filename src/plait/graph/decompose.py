@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from plait.graph.calls import is_item, is_tensor, output_values
+from plait.graph.shapes import fake_of, spec_of
 
 
 def decompose_node(node: Node, function: Callable[..., Any]) -> Node:
@@ -25,7 +26,8 @@ def decompose_node(node: Node, function: Callable[..., Any]) -> Node:
         return arg
 
     map_arg((node.args, node.kwargs), collect)
-    values = [source.meta["val"] for source in sources]
+    # Tracing tells inputs apart by identity, and nodes of one geometry may share a value.
+    values = [fake_of(spec_of(source.meta["val"]), source.meta["val"].fake_mode) for source in sources]
     traced = _trace(node, function, sources, values)
     inner: dict[Node, Any] = {}
     holders = [n for n in traced.graph.nodes if n.op == "placeholder"]

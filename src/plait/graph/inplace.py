@@ -36,6 +36,11 @@ def reuse_dead_operands(graph: Graph) -> Graph:
     return graph
 
 
+def is_fresh(node: Node) -> bool:
+    """Whether the node's result is memory of its own."""
+    return node.target in _FRESH
+
+
 def _reusable(operand: Node, node: Node) -> bool:
     """Whether nobody else can see the operand's memory and it has the result's form."""
     result, value = node.meta["val"], operand.meta["val"]

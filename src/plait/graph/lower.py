@@ -10,17 +10,19 @@ import torch
 from torch.fx import Graph
 
 from plait.errors import PlanError
-from plait.graph.bucket import bucket_gradients, overlap
 from plait.graph.calls import output_node, placeholders
 from plait.graph.capture import Captured
-from plait.graph.inplace import reuse_dead_operands
 from plait.graph.partition import partition
 from plait.graph.pause import collection_paused
 from plait.graph.propagate import propagate
 from plait.graph.recipe import recipe
+from plait.graph.recompute import recompute
+from plait.graph.rows import Cut
+from plait.graph.turns import graphs_of_turns, turns_of
+from plait.graph.zero import cut_of, state_layouts
 from plait.spec.annotation import Annotations, resolve_annotations
 from plait.spec.layout import REPLICATE, Layout, Placement, Replicate, Shard
-from plait.spec.plan import Plan
+from plait.spec.plan import BATCH_AXES, Plan
 
 aten = torch.ops.aten
 BATCH_NORM = frozenset(
@@ -40,18 +42,46 @@ _SHORT = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torc
 class Lowered:
     """What every rank of a plan needs to know about one captured step."""
 
-    graph: Graph  # local; the same for all ranks but for parallel branches (see specialise)
+    graphs: dict[str, Graph]  # local; the same for all ranks but for parallel branches (see specialise)
     captured: Captured
     plan: Plan
-    layouts: dict[str, Layout]  # of parameters, buffers, constants and batch leaves, by name
+    layouts: dict[str, Layout]  # of parameters, buffers, constants and batch leaves, by name, as the graph reads them
+    states: dict[str, Layout]  # of parameters, as the optimizer holds them
+    dtypes: dict[str, str]  # in which the graph reads parameters, where that is not their own
     origins: dict[str, str]  # of those of them that are sharded: the annotation or recipe
     without_rule: frozenset[str]  # ops that ran on whole inputs for lack of a rule
-    batch_size: int
+    batch_size: int  # of one microbatch
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of a step's last microbatch, in which gradients are summed over ranks."""
+        return self.graphs[self.turns[-1]]
+
+    @property
+    def cuts(self) -> dict[str, Cut]:
+        """How zero cuts this rank's parameters over `data`."""
+        pairs = {name: cut_of(self.layouts[name], state, self.plan) for name, state in self.states.items()}
+        return {name: cut for name, cut in pairs.items() if cut is not None}
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Of a parameter, as the model has it."""
+        return dtype_named(self.layouts[name].dtype)
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """Which graph runs each microbatch of a step, in order."""
+        return turns_of(self.plan.micro, self.graphs.keys())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The short name that layouts print: f32, bf16, int64..."""
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The inverse of `dtype_name`."""
+    found = next((dtype for dtype, short in _SHORT.items() if short == name), None)
+    return getattr(torch, name) if found is None else found  # type: ignore[no-any-return]
 
 
 @collection_paused()
@@ -76,17 +106,15 @@ def lower(
     origins: dict[str, str] = {}
     without_rule: set[str] = set()
     batch_size, split = _batch_leaves(captured, values)
-    if batch_size % plan.data:
-        raise PlanError(
-            f"data={plan.data} does not divide the batch of {batch_size}; give a batch size that is a multiple of"
-            f" {plan.data}, or a plan with data={_divisor_below(batch_size, plan.data)}"
-        )
+    if batch_size % plan.num_batch_parts:
+        raise PlanError(_uneven_batch(batch_size, plan))
     chosen = _choose_parameters(graph, plan, annotated, settled, nodes)
-    for axis, size in plan.mesh.axes:
+    for axis in (*BATCH_AXES, *(axis for axis in plan.mesh.names if axis not in BATCH_AXES)):
+        size = plan.mesh.axis_size(axis)
         if size == 1:
             continue
         fixed, origin = chosen[axis]
-        if axis == "data":
+        if axis in BATCH_AXES:
             fixed |= {nodes[name]: Shard(0) for name in split}
             origin |= {nodes[name]: f"batch: {name}" for name in split}
         wanted = tuple(
@@ -101,13 +129,15 @@ def lower(
             if not isinstance(placement, Replicate):
                 placements[names[node]].append((axis, placement))
                 origins[names[node]] = origin.get(node, "")
-    graph = reuse_dead_operands(overlap(bucket_gradients(graph, plan.bucket_bytes)))
     layouts = {
         i.name: Layout(dtype_name(values[i.node].dtype), tuple(values[i.node].shape), tuple(placements[i.name]))
         for i in captured.inputs
         if isinstance(values[i.node], torch.Tensor)
     }
-    return Lowered(graph, captured, plan, layouts, origins, frozenset(without_rule), batch_size)
+    states = state_layouts(captured, layouts, plan)
+    graph = recompute(graph, plan.recompute)
+    graphs, dtypes = graphs_of_turns(graph, captured, plan, layouts, states)
+    return Lowered(graphs, captured, plan, layouts, states, dtypes, origins, frozenset(without_rule), batch_size)
 
 
 def _choose_parameters(
@@ -127,7 +157,7 @@ def _choose_parameters(
             continue
         fixed = {nodes[name]: on[axis] for name, on in annotated.items() if axis in on}
         origin = {nodes[name]: f"layouts: {name}" for name in annotated}
-        if axis != "data" and size > 1:
+        if axis not in BATCH_AXES and size > 1:
             found = recipe(graph, size, fixed, axis)
             origin |= {node: f"recipe: {names[node]}" for node in found}
             fixed |= found
@@ -136,7 +166,7 @@ def _choose_parameters(
 
 
 def _local_norm(plan: Plan, axis: str) -> bool:
-    return axis == "data" and plan.batchnorm == "local"
+    return axis in BATCH_AXES and plan.batchnorm == "local"
 
 
 def _copy(captured: Captured) -> Graph:
@@ -165,6 +195,16 @@ def _batch_leaves(captured: Captured, values: dict[str, object]) -> tuple[int, l
         return 0, []
     batch_size = Counter(sizes.values()).most_common(1)[0][0]
     return batch_size, [name for name, n in sizes.items() if n == batch_size]
+
+
+def _uneven_batch(batch_size: int, plan: Plan) -> str:
+    parts = plan.num_batch_parts
+    axes = " x ".join(f"{axis}={n}" for axis, n in plan.mesh.axes if axis in BATCH_AXES and n > 1)
+    what = "the batch" if plan.micro == 1 else "a microbatch"
+    return (
+        f"{axes} does not divide {what} of {batch_size}; give a batch size that is a multiple of {parts * plan.micro},"
+        f" or a plan with data={_divisor_below(batch_size, parts)}"
+    )
 
 
 def _divisor_below(number: int, limit: int) -> int:

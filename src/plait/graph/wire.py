@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,10 +10,13 @@ import torch
 from torch.fx import Graph, Node
 
 from plait.graph import ops
-from plait.graph.bucket import bucket_start
+from plait.graph.bucket import bucket_start, rows_start
 from plait.graph.calls import num_bytes
+from plait.graph.gather import gather_start
+from plait.graph.lower import Lowered
 
-_WAYS = {ops.all_reduce: 2.0, ops.all_reduce_start: 2.0, bucket_start: 2.0}
+_WAYS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "broadcast": 1.0}
+_BUCKETS = {bucket_start: "all_reduce", rows_start: "reduce_scatter", gather_start: "all_gather"}
 
 
 @dataclass(frozen=True)
@@ -31,38 +35,69 @@ class Collective:
 
 def collectives(graph: Graph, sizes: Mapping[str, int]) -> list[Collective]:
     """Every collective of the graph in order. `sizes`: ranks along each axis."""
-    return [_describe(node, sizes) for node in graph.nodes if _is_start(node)]
+    found: list[Collective] = []
+    for node in graph.nodes:
+        if node.target in _BUCKETS:
+            found += _bucket(node, sizes)
+        elif node.target in ops.COMMUNICATING and node.target is not ops.wait:
+            found.append(_single(node, sizes))
+    return found
 
 
-def _is_start(node: Node) -> bool:
-    return node.target is bucket_start or (node.target in ops.COMMUNICATING and node.target is not ops.wait)
+def step_collectives(lowered: Lowered) -> list[Collective]:
+    """Every collective of a step: of all its microbatches, and of the update."""
+    sizes = dict(lowered.plan.mesh.axes)
+    by_turn = {turn: collectives(graph, sizes) for turn, graph in lowered.graphs.items()}
+    found = [one for turn in lowered.turns for one in by_turn[turn]]
+    cuts = lowered.cuts
+    if cuts and lowered.plan.zero < 3:
+        held = 0
+        for name, cut in cuts.items():
+            dtype = getattr(torch, lowered.dtypes[name]) if name in lowered.dtypes else lowered.dtype_of(name)
+            held += math.prod(cut.part_shape(0)) * dtype.itemsize
+        value = f"{len(cuts)} parameters"
+        found.append(_collective("all_gather", "data", held, sizes, phase="update", value=value, origin="zero"))
+    return found
 
 
-def _describe(node: Node, sizes: Mapping[str, int]) -> Collective:
-    if node.target is bucket_start:
-        axis, held = str(node.args[2]), int(node.meta["bytes"])
-        value = f"{node.meta['num']} gradients"
-    else:
-        axis = str(node.args[2])
-        source = node.args[1]
-        assert isinstance(source, Node)
-        held = num_bytes(_value(source))
-        value = str(node.meta.get("source", source.name))
-    size = sizes[axis]
+def _bucket(node: Node, sizes: Mapping[str, int]) -> list[Collective]:
+    kind = _BUCKETS[node.target]  # type: ignore[index]
+    meta = node.meta
+    if kind == "all_gather":
+        value = f"{meta['num']} parameters"
+        return [_collective(kind, str(node.args[1]), meta["bytes"], sizes, node=node, value=value)]
+    first, *others = node.args[2]  # type: ignore[misc]
+    value = f"{meta['num']} gradients"
+    found = [_collective(kind, str(first), meta["bytes"], sizes, node=node, value=value)]
+    held = meta["bytes"] // (sizes[str(first)] if kind == "reduce_scatter" else 1)
+    return found + [_collective("all_reduce", str(axis), held, sizes, node=node, value=value) for axis in others]
+
+
+def _single(node: Node, sizes: Mapping[str, int]) -> Collective:
+    source = node.args[1]
+    assert isinstance(source, Node)
     kind = node.target.__name__.removesuffix("_start")  # type: ignore[union-attr]
-    whole = held * size if node.target in (ops.all_gather, ops.all_to_all) else held
-    sent = _WAYS.get(node.target, 1.0) * whole * (size - 1) / size  # type: ignore[arg-type]
-    if node.target is ops.all_to_all:
-        sent /= size
+    value = str(node.meta.get("source", source.name))
+    return _collective(kind, str(node.args[2]), num_bytes(_value(source)), sizes, node=node, value=value)
+
+
+def _collective(
+    kind: str, axis: str, held: int, sizes: Mapping[str, int], *, node: Node | None = None, value: str = "",
+    phase: str = "", origin: str = "",
+) -> Collective:  # fmt: skip
+    size = sizes[axis]
+    meta = node.meta if node is not None else {"phase": phase, "origin": origin}
+    whole = held * size if kind in ("all_gather", "all_to_all") else held
+    sent = _WAYS[kind] * whole * (size - 1) / size
     return Collective(
-        kind="all_reduce" if kind == "bucket" else kind,
+        kind=kind,
         axis=axis,
         tensor_bytes=held,
-        sent_bytes=sent,
-        phase=node.meta.get("phase", ""),
-        module=node.meta.get("module", "") or "",
+        sent_bytes=sent / size if kind == "all_to_all" else sent,
+        phase=meta.get("phase", ""),
+        module=meta.get("module", "") or "",
         value=value,
-        origin=node.meta.get("origin", "") or "",
+        origin=meta.get("origin", "") or "",
     )
 
 

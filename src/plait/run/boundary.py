@@ -36,7 +36,9 @@ def to_boundary(local: Tensor | None, layout: Layout, world: World, dtype: torch
     plain = plain_layout(layout)
     if local is None or plain != layout:
         local = local_part(gather_whole(local, layout, world, dtype), plain, world)
-    return DTensor.from_local(local, device_mesh(world), torch_placements(plain, world), run_check=False)
+    mesh, placements = device_mesh(world), torch_placements(plain, world)
+    stride = torch.empty(layout.shape, device="meta").stride()  # parts may be uneven: the whole's geometry is given
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(layout.shape), stride=stride)
 
 
 def from_boundary(value: Tensor, layout: Layout, world: World) -> Tensor:

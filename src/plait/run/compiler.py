@@ -12,6 +12,7 @@ from torch import nn
 from plait.graph.batch import batch_signature
 from plait.graph.capture import Captured, capture
 from plait.graph.lower import Lowered, lower
+from plait.graph.precision import FULL, Precision
 from plait.spec.annotation import Annotations
 from plait.spec.layout import Layout
 from plait.spec.plan import Plan
@@ -26,14 +27,21 @@ class Captures:
         self.model = model
         self.loss_fn = loss_fn
         self.device = device  # where the steps will run, if not where the model is
-        self._found: dict[tuple[str, bool], Captured] = {}
+        self._found: dict[tuple[str, bool, Precision, bool], Captured] = {}
 
-    def captured(self, batch: Any, train: bool) -> Captured:
+    def captured(self, batch: Any, train: bool, precision: Precision = FULL, normalised: bool = True) -> Captured:
         """The step on a global batch; `train=False` is the forward of evaluation. CaptureError if it cannot be had."""
-        key = (batch_signature(batch), train)
+        key = (batch_signature(batch), train, precision, normalised)
         if key not in self._found:
             self._found[key] = capture(
-                self.model, self.loss_fn, batch, train=train, differentiate=train, device=self.device
+                self.model,
+                self.loss_fn,
+                batch,
+                train=train,
+                differentiate=train,
+                device=self.device,
+                precision=precision,
+                normalised=normalised,
             )
         return self._found[key]
 
@@ -61,11 +69,12 @@ class Compiler:
         return self.captures.loss_fn
 
     def lowered(self, batch: Any, train: bool = True) -> Lowered:
-        """The lowered step for a global batch."""
+        """The lowered step for a global microbatch."""
         key = (batch_signature(batch), train)
         with self._lock:
             if key not in self._found:
-                captured = self.captures.captured(batch, train)
+                precision = Precision(self.plan.precision, self.plan.exceptions)
+                captured = self.captures.captured(batch, train, precision, self.plan.micro == 1)
                 found = lower(captured, self.plan, self.annotations, self._settled)
                 if self._settled is None:
                     parameters = {i.name for i in captured.inputs if i.kind == "parameter"}

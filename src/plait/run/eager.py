@@ -80,6 +80,9 @@ class EagerReplica:
     def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """DDP has put them in place."""
 
+    def updated(self) -> None:
+        """Every rank has updated all parameters."""
+
     def gradient_norm(self) -> float:
         norms = [p.grad.norm() for p in self.parameters.values() if p.grad is not None]
         return float(torch.stack(norms).norm()) if norms else 0.0

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from plait.comm.protocol import World
+from plait.graph.calls import placeholders
 from plait.graph.lower import Lowered
 from plait.graph.partition import WORLD
 from plait.graph.specialise import specialise
@@ -34,20 +35,35 @@ class Program:
         self.lowered = lowered
         self.world = world
         captured = lowered.captured
-        self._inputs = [(i.kind, i.name) for i in captured.inputs]
         self._outputs = [(o.kind, o.name) for o in captured.outputs]
         self._constants = {name: value.to(world.device) for name, value in captured.constants.items()}
-        coordinates = world.mesh.coordinates(world.rank)
-        self._forward = _compile(specialise(lowered.graph, coordinates))
+        self._coordinates = world.mesh.coordinates(world.rank)
+        self._turns: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
 
     def run(
-        self, key: int, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Mapping[str, Tensor]
+        self,
+        key: int,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        batch: Mapping[str, Tensor],
+        *,
+        turn: str = "alone",
+        sums: Mapping[str, Tensor] | None = None,
+        scale: Tensor | None = None,
     ) -> StepResult:
-        """Run on local tensors; `key` seeds the step's random draws and is the same on every rank."""
-        sources = {"parameter": parameters, "buffer": buffers, "batch": batch, "constant": self._constants}
-        args = [key if kind == "key" else sources[kind].get(name) for kind, name in self._inputs]
+        """Run on local tensors; `key` seeds the random draws and is the same on every rank.
+
+        `turn` is one of graph/turns.py, `sums` are the gradients so far, which are taken over; `scale` multiplies the
+        loss that is differentiated.
+        """
+        forward, inputs = self._turn(turn)
+        sources = {
+            "parameter": parameters, "buffer": buffers, "batch": batch, "constant": self._constants, "sum": sums or {}
+        }  # fmt: skip
+        single = {"key": key, "scale": scale}
+        args = [single[kind] if kind in single else sources[kind].get(name) for kind, name in inputs]
         with torch.no_grad():
-            values = self._forward(self.world, *args)
+            values = forward(self.world, *args)
         found: dict[str, dict[str, Any]] = {"loss": {}, "sum": {}, "weight": {}, "gradient": {}, "buffer": {}}
         for (kind, name), value in zip(self._outputs, values, strict=True):
             if value is not None:
@@ -57,6 +73,19 @@ class Program:
             parts = (next(iter(found["sum"].values())), next(iter(found["weight"].values())))
         (loss,) = found["loss"].values()
         return StepResult(loss, parts, found["gradient"], found["buffer"])
+
+    def _turn(self, turn: str) -> tuple[Any, list[tuple[str, str]]]:
+        """The turn's function, and (kind, name) of what it takes after the world."""
+        if turn not in self._turns:
+            graph = specialise(self.lowered.graphs[turn], self._coordinates)
+            captured = {i.node: (i.kind, i.name) for i in self.lowered.captured.inputs}
+            inputs = [
+                captured.get(node.name) or (node.meta["kind"], node.meta["name"])
+                for node in placeholders(graph)
+                if node.name != WORLD
+            ]
+            self._turns[turn] = (_compile(graph), inputs)
+        return self._turns[turn]
 
 
 _one_at_a_time = threading.Lock()  # torch.fx writes code with the help of globals

@@ -8,7 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from plait.graph.precision import Precision
+from plait.graph.random import GlobalRandom
 from plait.run.compiler import LossFn
+from plait.run.microbatch import micro_key, microbatches
+from plait.spec.plan import Plan
 
 
 def one_device_loss(model: nn.Module, loss_fn: LossFn, batch: Any, num_parts: int = 1) -> Tensor:
@@ -29,6 +33,37 @@ def one_device_loss(model: nn.Module, loss_fn: LossFn, batch: Any, num_parts: in
         buffer.data.copy_(kept[name])
     total = torch.stack([s for s, _ in parts]).sum()
     return total / sum(torch.as_tensor(w) for _, w in parts)
+
+
+def one_device_step(
+    model: nn.Module, loss_fn: LossFn, batch: Any, plan: Plan, key: int, num_parts: int = 1, scale: float = 1.0
+) -> Tensor:
+    """Loss and gradients of a whole step on one device: the plan's microbatches one after the other, in its precision.
+
+    Gradients are those of the mean of the losses, or of the sum of sums over the sum of weights.
+    """
+    precision = Precision(plan.precision, plan.exceptions)
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    losses: list[Tensor] = []
+    total: Tensor | float = 0.0
+    weights: Tensor | float = 0.0
+    for index, part in enumerate(microbatches(batch, plan.micro)):
+        with GlobalRandom(micro_key(key, index)):
+            with precision.computing(model, device):
+                if plan.micro == 1:
+                    loss = one_device_loss(model, loss_fn, part, num_parts)
+                    pair = (loss, 1.0)
+                else:
+                    found = loss_fn(model, part) if num_parts == 1 else one_device_loss(model, loss_fn, part, num_parts)
+                    pair = as_pair(found)
+            (pair[0].float() * scale).backward()
+        losses.append(pair[0].detach())
+        weights = weights + torch.as_tensor(pair[1]).detach()
+    total = torch.stack([one.float() for one in losses]).sum()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= torch.as_tensor(weights * scale, dtype=parameter.grad.dtype)
+    return total / weights
 
 
 def as_pair(loss: Any) -> tuple[Tensor, Any]:

@@ -15,10 +15,12 @@ from plait.comm.protocol import World
 from plait.graph.batch import batch_leaves, batch_signature
 from plait.graph.lower import Lowered
 from plait.run.compiler import Compiler
-from plait.run.initialise import initial_buffers, initial_parameters
+from plait.run.initialise import initial_buffers
 from plait.run.local_batch import LocalBatch, global_like
+from plait.run.microbatch import joined, micro_key, microbatches
 from plait.run.program import Program, StepResult
-from plait.run.state import gather_whole, is_whole, local_part, summed_square_axes
+from plait.run.state import gather_whole, local_part, summed_square_axes
+from plait.run.variables import Variables
 from plait.spec.layout import Layout
 
 
@@ -27,7 +29,7 @@ class Replica:
 
     Built from the first batch, because what is sharded is found in the graph of the step. With `adopt`, parameters
     that stay whole are the model's own tensors, so that training changes the user's model; the model's copies of
-    sharded ones are let go.
+    others are let go.
     """
 
     def __init__(self, compiler: Compiler, world: World, batch: Any, seed: int = 0, adopt: bool = False) -> None:
@@ -37,26 +39,16 @@ class Replica:
         self.with_gradient: tuple[str, ...] = ()  # parameters that the last step gave gradients of, on any rank
         model = compiler.model
         lowered = self.program(batch, train=True).lowered
-        names = [name for name, _ in model.named_parameters()]
-        self.layouts: dict[str, Layout] = {name: lowered.layouts[name] for name in names}
+        self.layouts: dict[str, Layout] = {name: lowered.states[name] for name, _ in model.named_parameters()}
         self.dtypes = {name: p.dtype for name, p in model.named_parameters()}
-        frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-        initial = initial_parameters(model, self.layouts, world, seed)
-        own = dict(model.named_parameters())
-        self.parameters: dict[str, nn.Parameter] = {}
-        for name, value in initial.items():
-            if value is None:
-                continue
-            if adopt and is_whole(self.layouts[name]) and not own[name].is_meta:
-                self.parameters[name] = own[name]
-            else:
-                mine = value.to(world.device)
-                mine = mine.clone() if mine.data_ptr() == own[name].data_ptr() else mine
-                self.parameters[name] = nn.Parameter(mine, requires_grad=name not in frozen)
+        self.variables = Variables(model, lowered, world, seed, adopt)
         buffers = initial_buffers(model, world)
         self.buffers = buffers if adopt else {name: b.detach().clone().to(world.device) for name, b in buffers.items()}
-        if adopt:
-            _release(model, {name for name, layout in self.layouts.items() if not is_whole(layout)})
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What the optimizer updates: this rank's part of each parameter, by name."""
+        return self.variables.parameters
 
     def program(self, batch: Any, train: bool) -> Program:
         """The program for a batch of this structure and shape."""
@@ -73,14 +65,35 @@ class Replica:
     def _lowered(self, batch: Any, train: bool) -> Lowered:
         return self.compiler.lowered(global_like(batch) if isinstance(batch, LocalBatch) else batch, train)
 
-    def run(self, batch: Any, key: int, train: bool = True) -> StepResult:
-        """Forward (and with `train` backward) of one batch; buffers take their new values, parameters do not."""
-        program = self.program(batch, train)
-        self.with_gradient = tuple(o.name for o in program.lowered.captured.outputs if o.kind == "gradient")
-        result = program.run(key, self.parameters, self.buffers, self._leaves(batch, program.lowered))
-        for name, value in result.buffers.items():
-            self.buffers[name].copy_(value)
-        return result
+    def run(self, batch: Any, key: int, train: bool = True, scale: Tensor | None = None) -> StepResult:
+        """Forward (and with `train` backward) of one batch, microbatch after microbatch.
+
+        Buffers take their new values, parameters do not. Gradients are of the loss, also where a scale was given.
+        """
+        num = self.compiler.plan.micro if train else 1
+        results: list[StepResult] = []
+        sums: dict[str, Tensor] = {}
+        for index, part in enumerate(microbatches(batch, num)):
+            program = self.program(part, train)
+            turn = program.lowered.turns[index]
+            leaves = self._leaves(part, program.lowered)
+            result = program.run(
+                micro_key(key, index), self.variables.inputs, self.buffers, leaves, turn=turn, sums=sums, scale=scale
+            )
+            for name, value in result.buffers.items():
+                self.buffers[name].copy_(value)
+            if turn == "alone" and sums:
+                torch._foreach_add_([sums[name] for name in result.gradients], list(result.gradients.values()))
+            else:
+                sums = result.gradients
+            results.append(StepResult(result.loss, result.parts, sums, result.buffers))
+        captured = program.lowered.captured
+        self.with_gradient = tuple(o.name for o in captured.outputs if o.kind == "gradient")
+        return joined(results, scale)
+
+    def updated(self) -> None:
+        """The optimizer has stepped."""
+        self.variables.updated()
 
     def _leaves(self, batch: Any, lowered: Lowered) -> dict[str, Tensor]:
         """This rank's part of every tensor of the batch, on its device."""
@@ -128,16 +141,3 @@ class Replica:
             parameter = self.parameters.get(name)
             found[name] = self.whole(name, None if parameter is None else parameter.grad).clone()
         return found
-
-
-def _release(model: nn.Module, names: set[str]) -> None:
-    """Let go of the model's own copy of parameters that now live in parts."""
-    renamed: dict[int, nn.Parameter] = {}
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        first = renamed.get(id(parameter))
-        if first is None and name in names:
-            first = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-            renamed[id(parameter)] = first
-        if first is not None:
-            path, _, key = name.rpartition(".")
-            model.get_submodule(path)._parameters[key] = first

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plait.comm.protocol import World
 from plait.graph import ops
-from plait.spec.layout import Layout, Only, Replicate, Shard
+from plait.spec.layout import Layout, Only, Replicate, Shard, part_bounds
 
 
 def lies_here(layout: Layout, world: World) -> bool:
@@ -28,7 +28,7 @@ def local_part(whole: Tensor, layout: Layout, world: World) -> Tensor:
     part = whole
     for axis, placement in layout.placements:
         if isinstance(placement, Shard):
-            part = ops.take(part, here[axis], world.mesh.axis_size(axis), placement.dim, placement.blocks)
+            part = _take(part, here[axis], world.mesh.axis_size(axis), placement)
     return part if part is whole else part.clone(memory_format=torch.contiguous_format)
 
 
@@ -38,13 +38,33 @@ def gather_whole(local: Tensor | None, layout: Layout, world: World, dtype: torc
     for axis, placement in reversed(layout.placements):
         if isinstance(placement, Shard):
             assert tensor is not None
-            tensor = ops.all_gather(world, tensor, axis, placement.dim, placement.blocks)
+            tensor = _gather(world, tensor, axis, placement, layout)
         elif isinstance(placement, Only):
             if tensor is None:
                 tensor = torch.zeros(layout.shape, dtype=dtype, device=world.device)
             tensor = ops.broadcast(world, tensor, axis, placement.index)
     assert tensor is not None
     return tensor
+
+
+def _take(whole: Tensor, rank: int, size: int, placement: Shard) -> Tensor:
+    """Part `rank` of `size`; one that does not divide evenly is cut as spec.layout.part_bounds says."""
+    num = whole.shape[placement.dim]
+    if num % (size * placement.blocks) == 0:
+        return ops.take(whole, rank, size, placement.dim, placement.blocks)
+    start, stop = part_bounds(num, size, rank)
+    return whole.narrow(placement.dim, start, stop - start)
+
+
+def _gather(world: World, part: Tensor, axis: str, placement: Shard, layout: Layout) -> Tensor:
+    """The inverse of `_take` on every rank; no other axis cuts an uneven dim."""
+    dim, size, num = placement.dim, world.mesh.axis_size(axis), layout.shape[placement.dim]
+    if num % (size * placement.blocks) == 0:
+        return ops.all_gather(world, part, axis, dim, placement.blocks)
+    longest = part_bounds(num, size, 0)[1]
+    padding = part.new_zeros((*part.shape[:dim], longest - part.shape[dim], *part.shape[dim + 1 :]))
+    rows = world.comm(axis).all_gather(torch.cat([part, padding], dim)).wait()
+    return torch.cat(list(rows), dim).narrow(dim, 0, num)
 
 
 def summed_square_axes(layouts: Mapping[str, Layout]) -> dict[str, tuple[str, ...]]:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from plait.errors import LayoutError
@@ -109,12 +110,18 @@ class Layout:
     def on(self, axis: str) -> Placement:
         return dict(self.placements).get(axis, REPLICATE)
 
-    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+    def local_shape(self, mesh: Mesh, coordinates: Mapping[str, int] | None = None) -> tuple[int, ...]:
+        """The shape of the part that the rank at these coordinates holds; without them, where all parts are equal."""
         shape = self.shape
         for axis, placement in self.placements:
+            size = mesh.axis_size(axis)
+            if isinstance(placement, Shard) and coordinates is not None and not divides(shape, placement, size):
+                start, stop = part_bounds(shape[placement.dim], size, coordinates[axis])
+                shape = tuple(stop - start if dim == placement.dim else n for dim, n in enumerate(shape))
+                continue
             if isinstance(placement, Shard):
-                check_shard(shape, placement, mesh.axis_size(axis), axis)
-            shape = local_shape(shape, placement, mesh.axis_size(axis))
+                check_shard(shape, placement, size, axis)
+            shape = local_shape(shape, placement, size)
         return shape
 
     def __str__(self) -> str:

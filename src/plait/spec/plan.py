@@ -8,72 +8,19 @@ Each key is one row, a field of `Plan`: its kind reads, checks and prints it, an
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, cast
 
 from plait.errors import PlanError
+from plait.spec.kinds import Axis, Bytes, Choice, Family, Kind, Number, Recomputes
 from plait.spec.mesh import Mesh
+from plait.spec.recompute import NO_RECOMPUTE, Recompute
 from plait.spec.refusals import names_not_yet, refuse_key
 
-_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
-@dataclass(frozen=True)
-class Axis:
-    """The size of a mesh axis: 1, 2, 3..."""
-
-    def parse(self, word: str) -> int:
-        try:
-            return int(word)
-        except ValueError:
-            raise ValueError("a size is a whole number, 1 or more") from None
-
-    def check(self, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError("a size is a whole number, 1 or more")
-
-    def show(self, value: Any) -> str:
-        return str(value)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One of a few words."""
-
-    words: tuple[str, ...]
-
-    def parse(self, word: str) -> str:
-        return word
-
-    def check(self, value: Any) -> None:
-        if value not in self.words:
-            raise ValueError(f"it is one of {', '.join(self.words)}")
-
-    def show(self, value: Any) -> str:
-        return str(value)
-
-
-@dataclass(frozen=True)
-class Bytes:
-    """A number of bytes with its unit: 512KiB, 25MiB."""
-
-    def parse(self, word: str) -> int:
-        if (found := re.fullmatch(r"(\d+)([A-Za-z]+)", word)) and found[2] in _UNITS:
-            return int(found[1]) * _UNITS[found[2]]
-        raise ValueError(f"a size has a number and a unit of {', '.join(_UNITS)}, like 25MiB")
-
-    def check(self, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError("a size is 1B or more")
-
-    def show(self, value: Any) -> str:
-        unit = max((unit for unit in _UNITS if value % _UNITS[unit] == 0), key=lambda unit: _UNITS[unit])
-        return f"{value // _UNITS[unit]}{unit}"
-
-
-Kind = Axis | Choice | Bytes  # parse(word) and check(value) raise ValueError saying what was expected
+# The batch is cut over `data` first: gradients, which `zero` splits over data, then are summed over replicas in parts.
+BATCH_AXES = ("data", "replica")
 
 
 def _key(kind: Kind, default: object, doc: str, name: str = "") -> Any:
@@ -89,8 +36,16 @@ class Plan:
     'data=4 tensor=2'
     """
 
+    replica: int = _key(Axis(), 1, "copies of the data ranks, each with its part of the batch and all that zero splits")
     data: int = _key(Axis(), 1, "ranks that each take a part of the batch")
     tensor: int = _key(Axis(), 1, "ranks that each take a part of the weights")
+    zero: int = _key(Number(0, 3), 0, "split over data: 1 optimizer state, 2 and gradients, 3 and parameters")
+    micro: int = _key(Number(1), 1, "parts of the batch that run one after the other, with one update at the end")
+    recompute: Recompute = _key(Recomputes(), NO_RECOMPUTE, "activations that are dropped and worked out again")
+    precision: str = _key(Choice(("fp32", "bf16", "fp16")), "fp32", "in which products are computed and sent")
+    exceptions: tuple[tuple[str, str], ...] = _key(
+        Family("precision.", Choice(("fp32", "bf16", "fp16"))), (), "precision of modules, by name pattern"
+    )
     batchnorm: str = _key(Choice(("global", "local")), "global", "batch statistics over all ranks, or over each alone")
     allreduce: str = _key(Choice(("backend", "ring", "naive")), "backend", "the algorithm that sums gradients")
     bucket_bytes: int = _key(Bytes(), 25 * 2**20, "gradients are summed in buckets of this size", name="bucket")
@@ -113,18 +68,27 @@ class Plan:
             key, equals, value = word.partition("=")
             if not equals or not key or not value:
                 raise PlanError(f"cannot read {word!r} ({place}): a plan is made of key=value, like data=2 tensor=2")
+            if "." in key and (family := key.partition(".")[0] + ".") in rows:
+                key, value = family, word.removeprefix(family)
             if key not in rows:
                 refuse_key(key, value, place)
                 raise PlanError(f"unknown key {key!r} ({place}); {_hint(key, rows)}")
-            row = rows[key]
-            if row.name in found:
-                raise PlanError(f"{key} is given twice, the second time as {word!r} ({place}); give it once")
+            row, kind = rows[key], _kind(rows[key])
             try:
-                found[row.name] = _kind(row).parse(value)
-                _kind(row).check(found[row.name])
+                read = kind.parse(value)
+                kind.check(read)
             except ValueError as error:
                 spaces = "; separate the words of a plan with spaces" if "," in value and "=" in value else ""
                 raise PlanError(f"bad value {value!r} in {word!r} ({place}): {error}{spaces}") from None
+            earlier = found.get(row.name)
+            name = key
+            if isinstance(kind, Family):
+                name += read[0][0]
+                earlier = dict(found.get(row.name, ())).get(read[0][0])
+                read = (*found.get(row.name, ()), *read)
+            if earlier is not None:
+                raise PlanError(f"{name} is given twice, the second time as {word!r} ({place}); give it once")
+            found[row.name] = read
         return cls(**found)
 
     @classmethod
@@ -134,7 +98,7 @@ class Plan:
 
     def __str__(self) -> str:
         given = [row for row in fields(self) if getattr(self, row.name) != row.default]
-        return " ".join(f"{key_name(row)}={_kind(row).show(getattr(self, row.name))}" for row in given)
+        return " ".join(_words(row, getattr(self, row.name)) for row in given)
 
     @property
     def title(self) -> str:
@@ -153,6 +117,18 @@ class Plan:
         """Ranks that the plan runs on: the product of its axes."""
         return self.mesh.size
 
+    @property
+    def num_batch_parts(self) -> int:
+        """Into how many parts each microbatch is cut: the product of the batch axes."""
+        return math.prod(self.mesh.axis_size(axis) for axis in BATCH_AXES)
+
+    def batch_part(self, coordinates: Mapping[str, int]) -> int:
+        """Which of those parts the rank at these coordinates has."""
+        part = 0
+        for axis in BATCH_AXES:
+            part = part * self.mesh.axis_size(axis) + coordinates[axis]
+        return part
+
     def check_processes(self, num_processes: int) -> None:
         """Raise PlanError unless the axes multiply to the number of processes."""
         if (need := self.num_processes) == num_processes:
@@ -166,9 +142,15 @@ class Plan:
         )
 
 
+def _words(row: Field[Any], value: Any) -> str:
+    kind = _kind(row)
+    return kind.show(value) if isinstance(kind, Family) else f"{key_name(row)}={kind.show(value)}"
+
+
 def key_name(row: Field[Any]) -> str:
     """The key's name in a plan's text."""
-    return cast(str, row.metadata["name"]) or row.name
+    kind = _kind(row)
+    return kind.prefix if isinstance(kind, Family) else cast(str, row.metadata["name"]) or row.name
 
 
 def describe_keys() -> list[tuple[str, str, str]]:

@@ -11,10 +11,10 @@ import torch
 from torch.fx import Node
 
 from plait.errors import LayoutError
-from plait.graph.bucket import bucket_wait
+from plait.graph.bucket import bucket_wait, rows_start, rows_wait
 from plait.graph.calls import is_item, output_node
 from plait.graph.lower import Lowered, dtype_name
-from plait.graph.wire import Collective, collectives
+from plait.graph.wire import Collective, step_collectives
 from plait.spec.layout import Layout
 
 
@@ -100,8 +100,7 @@ class Explanation:
 
 
 def explanation(lowered: Lowered) -> Explanation:
-    sizes = dict(lowered.plan.mesh.axes)
-    return Explanation(lowered, tuple(collectives(lowered.graph, sizes)))
+    return Explanation(lowered, tuple(step_collectives(lowered)))
 
 
 def human_bytes(number: float) -> str:
@@ -123,11 +122,14 @@ def _row(item: Collective) -> str:
 
 def _way_of_gradient(node: Any) -> str:
     """How a gradient is summed, from the node that leaves the graph."""
-    if isinstance(node, Node) and is_item(node) and node.args[0].target is bucket_wait:  # type: ignore[union-attr]
-        start = node.args[0].args[0]  # type: ignore[union-attr]
+    if isinstance(node, Node) and is_item(node) and node.args[0].target in (bucket_wait, rows_wait):  # type: ignore[union-attr]
+        start = node.args[0].args[1]  # type: ignore[union-attr]
         assert isinstance(start, Node)
-        held = human_bytes(start.meta["bytes"])
-        return f"summed over {start.args[2]} in a bucket of {start.meta['num']} gradients, {held}"
+        axes = " and ".join(start.args[2])  # type: ignore[arg-type]
+        kept = ", of which each rank keeps its part" if start.target is rows_start else ""
+        return (
+            f"summed over {axes} in a bucket of {start.meta['num']} gradients, {human_bytes(start.meta['bytes'])}{kept}"
+        )
     return "made on each rank, not summed over any axis"
 
 

@@ -1,0 +1,80 @@
+"""Which values to keep from forward to backward, and which to work out again: an integer program.
+
+Least seconds spent again, within a number of bytes. A value that is worked out again needs its sources, kept or worked
+out again too (Jain et al. 2020, "Checkmate", with each value worked out again at most once). Solved by HiGHS (scipy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_GAP = 1e-3  # of the optimum, at which the solver may stop
+_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value of the forward pass. `sources` are indices of values that may be dropped as well."""
+
+    bytes: int
+    seconds: float
+    needed: bool  # by the backward pass
+    keepable: bool = True  # a view is not: it is worked out again from its memory, for nothing
+    sources: tuple[int, ...] = ()
+
+
+def choose_kept(values: Sequence[Value], budget_bytes: int | None) -> set[int] | None:
+    """Indices of the values to keep; None if no choice fits the budget. Without a budget: the fewest bytes."""
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import coo_array
+
+    num = len(values)
+    if num == 0:
+        return set() if budget_bytes is None or budget_bytes >= 0 else None
+    # Variables: kept[0..num), again[0..num).
+    size = np.array([v.bytes if v.keepable else 0 for v in values], dtype=float)
+    total = max(size.sum(), 1.0)
+    seconds = np.array([v.seconds for v in values])
+    scale = max(seconds.sum(), 1e-12)
+    cost = np.concatenate([size / total, np.zeros(num)])
+    if budget_bytes is not None:
+        cost = np.concatenate([1e-6 * size / total, seconds / scale])
+    rows: list[int] = []
+    columns: list[int] = []
+    entries: list[float] = []
+    low: list[float] = []
+
+    def at_least(terms: Sequence[tuple[int, float]], bound: float) -> None:
+        for column, entry in terms:
+            rows.append(len(low))
+            columns.append(column)
+            entries.append(entry)
+        low.append(bound)
+
+    for i, value in enumerate(values):
+        if value.needed:
+            at_least([(i, 1.0), (num + i, 1.0)], 1.0)
+        for source in value.sources:
+            at_least([(source, 1.0), (num + source, 1.0), (num + i, -1.0)], 0.0)
+    if budget_bytes is not None:
+        if budget_bytes < 0:
+            return None
+        at_least([(i, -size[i] / total) for i in range(num) if size[i]], -budget_bytes / total)
+    upper = np.ones(2 * num)
+    upper[:num] = [float(v.keepable) for v in values]
+    matrix = coo_array((entries, (rows, columns)), shape=(len(low), 2 * num)).tocsr()
+    found = milp(
+        cost,
+        integrality=np.ones(2 * num),
+        bounds=Bounds(np.zeros(2 * num), upper),
+        constraints=LinearConstraint(matrix, np.array(low), np.inf),
+        options={"mip_rel_gap": _GAP, "time_limit": _SECONDS},
+    )
+    if found.x is None:
+        return None
+    return {i for i in range(num) if found.x[i] > 0.5}
+
+
+__all__ = ["Value", "choose_kept"]

@@ -1,0 +1,86 @@
+"""Mixed precision as PyTorch does it: products in half precision by autocast, weights and sums in float32.
+
+(Micikevicius et al. 2018, "Mixed Precision Training".) Modules that a pattern names have a precision of their own.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from plait.errors import PlanError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """`name` is fp32, bf16 or fp16; `exceptions` are (pattern of module names, name), of which the first that fits
+    decides."""
+
+    name: str = "fp32"
+    exceptions: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def scaled(self) -> bool:
+        """Whether gradients could underflow, so that the loss is to be scaled."""
+        return "fp16" in (self.name, *(name for _, name in self.exceptions))
+
+    @contextmanager
+    def computing(self, model: nn.Module, device: str) -> Iterator[None]:
+        """Run the model's forward and the loss in this precision. PlanError for a pattern that fits no module."""
+        with ExitStack() as stack:
+            for module, name in self._exceptional(model):
+                stack.enter_context(_hooked(module, name, device))
+            if self.name != "fp32":
+                stack.enter_context(torch.autocast(device, DTYPES[self.name]))
+            yield
+
+    def _exceptional(self, model: nn.Module) -> list[tuple[nn.Module, str]]:
+        found: dict[str, tuple[nn.Module, str]] = {}
+        for pattern, name in self.exceptions:
+            here = [(path, module) for path, module in model.named_modules() if fnmatch.fnmatchcase(path, pattern)]
+            if not here:
+                some = ", ".join([path for path, _ in model.named_modules() if path][:5])
+                raise PlanError(f"precision.{pattern}={name} fits no module of the model; it has {some}, ...")
+            for path, module in here:
+                found.setdefault(path, (module, name))
+        return list(found.values())
+
+
+@contextmanager
+def _hooked(module: nn.Module, name: str, device: str) -> Iterator[None]:
+    dtype = DTYPES[name]
+    inside: list[Any] = []
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        context = torch.autocast(device, dtype if name != "fp32" else None, enabled=name != "fp32")
+        context.__enter__()
+        inside.append(context)
+        return pytree.tree_map((cast), (args, kwargs)) if name == "fp32" else None
+
+    def after(*_: Any) -> None:
+        inside.pop().__exit__(None, None, None)
+
+    handles = [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+FULL = Precision()

@@ -1,0 +1,98 @@
+"""Rows: several tensors, each cut over the ranks of an axis, packed so that one collective moves them all.
+
+    rank 0 | part 0 of a | part 0 of b | part 0 of c |
+    rank 1 | part 1 of a | part 1 of b | part 1 of c |
+
+All rows are as long as the first, which holds the largest parts; what is left over at the end of a row is not read.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from plait.spec.layout import part_bounds
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor of `shape`, cut along `dim` into `size` parts (see spec.layout.part_bounds)."""
+
+    shape: tuple[int, ...]
+    dim: int
+    size: int
+
+    def part_shape(self, rank: int) -> tuple[int, ...]:
+        start, stop = part_bounds(self.shape[self.dim], self.size, rank)
+        return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        """The view of a whole tensor that is part `rank`."""
+        start, stop = part_bounds(self.shape[self.dim], self.size, rank)
+        return whole.narrow(self.dim, start, stop - start)
+
+    @property
+    def even(self) -> bool:
+        return self.shape[self.dim] % self.size == 0
+
+
+PlainRows = tuple[tuple[tuple[int, ...], int, int], ...]  # (shape, dim, size) of each member
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The members of one buffer, in order."""
+
+    cuts: tuple[Cut, ...]
+
+    @cached_property
+    def num_ranks(self) -> int:
+        return self.cuts[0].size
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each member begins in a row, and the length of a row at the end."""
+        found = [0]
+        for cut in self.cuts:
+            found.append(found[-1] + math.prod(cut.part_shape(0)))
+        return tuple(found)
+
+    @property
+    def length(self) -> int:
+        return self.offsets[-1]
+
+    @property
+    def plain(self) -> PlainRows:
+        """As plain values, which code can be written of."""
+        return tuple((cut.shape, cut.dim, cut.size) for cut in self.cuts)
+
+    def put(self, buffer: Tensor, index: int, whole: Tensor) -> None:
+        """Write every part of member `index` into the buffer [ranks, length]."""
+        cut, offset = self.cuts[index], self.offsets[index]
+        if cut.dim == 0 and cut.even:
+            num = self.offsets[index + 1] - offset
+            buffer.narrow(1, offset, num).view(self.num_ranks, *cut.part_shape(0)).copy_(
+                whole.unflatten(0, (self.num_ranks, -1))
+            )
+            return
+        for rank in range(self.num_ranks):
+            self.place(buffer[rank], index, rank).copy_(cut.part(whole, rank))
+
+    def place(self, row: Tensor, index: int, rank: int) -> Tensor:
+        """Part `rank` of member `index`, as a view of that rank's row."""
+        shape = self.cuts[index].part_shape(rank)
+        return row.narrow(0, self.offsets[index], math.prod(shape)).view(shape)
+
+    def take(self, row: Tensor, rank: int, wholes: list[Tensor]) -> None:
+        """Write a rank's row into the whole tensors, where its parts belong."""
+        for index, (cut, whole) in enumerate(zip(self.cuts, wholes, strict=True)):
+            cut.part(whole, rank).copy_(self.place(row, index, rank))
+
+
+@functools.cache
+def rows_of(plain: PlainRows) -> Rows:
+    return Rows(tuple(Cut(tuple(shape), dim, size) for shape, dim, size in plain))

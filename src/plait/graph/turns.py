@@ -1,0 +1,134 @@
+"""The graphs of a step's microbatches: the first begins the sums of gradients, the others add to them.
+
+    turn     gradients that it returns                           runs
+    alone    summed over ranks (zero 2 and 3: parts of them)     every microbatch, or the only one
+    first    this rank's own, not yet summed                     the first of several
+    middle   the same, added to those given                      all between
+    last     added to those given, then summed over ranks        the last
+
+With zero=0 and 1 gradients are so summed over ranks once a step. With zero=2 and 3 a rank never holds more than its
+part of the sums, so each microbatch's gradients are summed over ranks as they come, and the parts are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch.fx import Graph, Node
+
+from plait.graph import ops
+from plait.graph.bucket import bucket_gradients, overlap
+from plait.graph.calls import output_node, placeholders
+from plait.graph.capture import Captured
+from plait.graph.gather import gather_parameters, narrow_parameters
+from plait.graph.inplace import is_fresh, reuse_dead_operands
+from plait.graph.zero import cut_of
+from plait.spec.layout import Layout
+from plait.spec.plan import Plan
+
+aten = torch.ops.aten
+SUM = "sum_of_"  # name of a placeholder that brings the sum so far of a gradient
+
+
+def turns_of(num_micro: int, graphs: Collection[str]) -> tuple[str, ...]:
+    """The graph of each microbatch in turn."""
+    if "alone" in graphs:
+        return ("alone",) * num_micro
+    return ("first", *["middle"] * (num_micro - 2), "last")
+
+
+def graphs_of_turns(
+    graph: Graph, captured: Captured, plan: Plan, layouts: Mapping[str, Layout], states: Mapping[str, Layout]
+) -> tuple[dict[str, Graph], dict[str, str]]:
+    """The graphs by turn, and in which dtype they read parameters, where that is not the parameters' own."""
+    cuts = {name: cut for name, state in states.items() if (cut := cut_of(layouts[name], state, plan)) is not None}
+    names = {i.node: i.name for i in captured.inputs}
+    parameters = [node for node in placeholders(graph) if names.get(node.name) in states]
+    dtypes: dict[str, str] = {}
+    if plan.zero == 3:
+        gather_parameters(graph, cuts, plan.bucket_bytes)
+    elif plan.zero:
+        narrow_parameters([node for node in parameters if names[node.name] in cuts])
+        dtypes = {
+            names[n.name]: str(n.meta["val"].dtype).removeprefix("torch.") for n in parameters if "held" in n.meta
+        }
+    gradients = {i: o.name for i, o in enumerate(captured.outputs) if o.kind == "gradient"}
+    keep = {i: cuts[name] for i, name in gradients.items() if name in cuts}
+    if plan.micro == 1 or plan.zero >= 2 or not gradients:
+        found = {"alone": graph}
+    else:
+        found = {"first": _unsummed(_copy(graph), gradients, add=False)}
+        if plan.micro > 2:
+            found["middle"] = _unsummed(_copy(graph), gradients, add=True)
+        found["last"] = _add_to(graph, gradients)
+    for turn, each in found.items():
+        kept = {} if turn in ("first", "middle") else keep
+        found[turn] = reuse_dead_operands(overlap(bucket_gradients(each, plan.bucket_bytes, kept)))
+    return found, dtypes
+
+
+def _copy(graph: Graph) -> Graph:
+    copy = Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    output_node(copy).meta = dict(output_node(graph).meta)
+    return copy
+
+
+def _term(result: Node) -> Node:
+    """What goes into the sums over ranks that only make this output."""
+    node = result
+    while node.target is ops.all_reduce and node.args[3] == "sum" and len(node.users) == 1:
+        node = node.args[1]  # type: ignore[assignment]
+    return node
+
+
+def _unsummed(graph: Graph, gradients: Mapping[int, str], add: bool) -> Graph:
+    """Let the gradients leave as this rank's own terms, added to those given or in memory of their own."""
+    end = output_node(graph)
+    results = list(end.args[0])  # type: ignore[arg-type]
+    terms = {i: _term(results[i]) for i in gradients if isinstance(results[i], Node)}
+    for index, term in terms.items():
+        if add:
+            results[index] = _added(graph, term, gradients[index])
+        else:
+            shared = sum(t is term for t in terms.values()) > 1 or len(term.users) > 1
+            results[index] = term if is_fresh(term) and not shared else _own(graph, term)
+    end.args = (tuple(results),)
+    graph.eliminate_dead_code()
+    return graph
+
+
+def _add_to(graph: Graph, gradients: Mapping[int, str]) -> Graph:
+    """Add the sums so far to each gradient's term, before it is summed over ranks."""
+    (results,) = output_node(graph).args
+    for index, name in gradients.items():
+        if isinstance(result := results[index], Node):  # type: ignore[index]
+            term = _term(result)
+            readers = [u for u in term.users if u.target is ops.all_reduce or u.op == "output"]
+            total = _added(graph, term, name)
+            for reader in readers:
+                reader.replace_input_with(term, total)
+    return graph
+
+
+def _added(graph: Graph, term: Node, name: str) -> Node:
+    value = term.meta["val"]
+    head = next(n for n in graph.nodes if n.op != "placeholder")
+    with graph.inserting_before(head):
+        given = graph.placeholder(SUM + "".join(c if c.isalnum() else "_" for c in name))
+    given.meta = {"val": value.new_empty(value.shape), "kind": "sum", "name": name}
+    if "only" in term.meta:
+        given.meta["only"] = term.meta["only"]
+    after = given if term.op == "placeholder" else term
+    with graph.inserting_after(after):
+        total = graph.call_function(aten.add_.Tensor, (given, term))
+    total.meta = {**term.meta, "val": given.meta["val"]}
+    return total
+
+
+def _own(graph: Graph, term: Node) -> Node:
+    with graph.inserting_before(output_node(graph)):
+        copy = graph.call_function(aten.clone.default, (term,), {"memory_format": torch.contiguous_format})
+    copy.meta = dict(term.meta)
+    return copy

@@ -1,0 +1,28 @@
+"""Which calls give a view of their first input: no memory of their own."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Node
+
+aten = torch.ops.aten
+
+VIEWS = frozenset(
+    {
+        aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default, aten.transpose.int,
+        aten.permute.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim,
+        aten.squeeze.dims, aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default,
+        aten.unbind.int, aten.detach.default, aten.alias.default, aten.diagonal.default, aten.unfold.default,
+        aten.as_strided.default,
+    }
+)  # fmt: skip
+
+
+def is_view(node: Node) -> bool:
+    """Whether the node's value lies in its input's memory. A reshape counts, though it may have to copy."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, Node) and source.target in VIEWS
+    return node.target in VIEWS

@@ -1,0 +1,75 @@
+"""A batch in microbatches, and their losses and gradients as those of the whole batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from plait.errors import BatchError
+from plait.run.local_batch import LocalBatch, num_rows
+from plait.run.program import StepResult
+
+
+def microbatches(batch: Any, num: int) -> list[Any]:
+    """The batch's rows in `num` equal parts, in order; of a LocalBatch this rank's rows of each."""
+    if num == 1:
+        return [batch]
+    local = isinstance(batch, LocalBatch)
+    tree = batch.tree if local else batch
+    rows = batch.local_size if local else num_rows(batch)
+    if rows % num:
+        whose = "each rank's part of the batch" if local else "the batch"
+        near = max(rows // num, 1) * num
+        raise BatchError(
+            f"micro={num} does not divide {whose} of {rows} rows; give a multiple of {num}, such as {near}"
+        )
+    step = rows // num
+    parts = []
+    for index in range(num):
+        start = index * step
+        part = pytree.tree_map(lambda leaf, start=start: _rows(leaf, rows, start, step), tree)
+        if local:
+            part = dataclasses.replace(batch, tree=part, local_size=step, global_size=batch.global_size // num)
+        parts.append(part)
+    return parts
+
+
+def micro_key(key: int, index: int) -> int:
+    """The key of the random draws of a step's microbatch; the first one's is the step's."""
+    return (key + index * 0x9E3779B97F4A7C15) & ((1 << 62) - 1)
+
+
+def joined(results: Sequence[StepResult], scale: Tensor | None = None) -> StepResult:
+    """The step's result from those of its microbatches, of which the last has the sums of the gradients.
+
+    Of losses given as (sum, weight), gradients are those of the sums, where there is more than one microbatch.
+    """
+    last = results[-1]
+    loss, parts, factor = last.loss, last.parts, None
+    if len(results) > 1:
+        if parts is None:
+            loss = torch.stack([r.loss for r in results]).mean()
+            factor = torch.full((), 1 / len(results), dtype=torch.float64)
+        else:
+            total = torch.stack([r.parts[0] for r in results if r.parts]).sum()
+            weight = torch.stack([r.parts[1] for r in results if r.parts]).sum()
+            loss, parts, factor = total / weight, (total, weight), 1 / weight.double()
+    if scale is not None:
+        factor = (1.0 if factor is None else factor) / scale.double()  # type: ignore[assignment]
+    if factor is not None and last.gradients:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in last.gradients.values():
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        for dtype, gradients in by_dtype.items():
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device, dtype))
+    return StepResult(loss, parts, last.gradients, last.buffers)
+
+
+def _rows(leaf: Any, rows: int, start: int, step: int) -> Any:
+    """Part of a tensor that has the batch's rows; anything else as it is."""
+    return leaf[start : start + step] if torch.is_tensor(leaf) and leaf.ndim and leaf.shape[0] == rows else leaf

@@ -1,0 +1,138 @@
+"""The kinds of a plan's values: each reads a word, checks a value and prints it.
+
+`parse` and `check` raise ValueError that says what was expected.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from plait.spec.recompute import Recompute
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The size of a mesh axis: 1, 2, 3..."""
+
+    def parse(self, word: str) -> int:
+        try:
+            return int(word)
+        except ValueError:
+            raise ValueError("a size is a whole number, 1 or more") from None
+
+    def check(self, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError("a size is a whole number, 1 or more")
+
+    def show(self, value: Any) -> str:
+        return str(value)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A whole number from `low` to `high` that is no axis."""
+
+    low: int
+    high: int | None = None
+
+    def parse(self, word: str) -> int:
+        try:
+            return int(word)
+        except ValueError:
+            raise ValueError(self._expected) from None
+
+    def check(self, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < self.low or value > (self.high or value):
+            raise ValueError(self._expected)
+
+    def show(self, value: Any) -> str:
+        return str(value)
+
+    @property
+    def _expected(self) -> str:
+        return f"it is a whole number, {self.low} {'or more' if self.high is None else f'to {self.high}'}"
+
+
+@dataclass(frozen=True)
+class Recomputes:
+    """`none`, `layer`, `budget=4GiB`, or a pattern of module names."""
+
+    def parse(self, word: str) -> Recompute:
+        if word in ("none", "layer"):
+            return Recompute(word)
+        if word.partition("=")[0] == "budget":
+            return Recompute("budget", budget_bytes=Bytes().parse(word.partition("=")[2]))
+        return Recompute("pattern", pattern=word)
+
+    def check(self, value: Any) -> None:
+        if not isinstance(value, Recompute):
+            raise ValueError("it is none, layer, budget=SIZE or a pattern of module names")
+
+    def show(self, value: Any) -> str:
+        if value.kind == "budget":
+            return f"budget={Bytes().show(value.budget_bytes)}"
+        return str(value.pattern or value.kind)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of a few words."""
+
+    words: tuple[str, ...]
+
+    def parse(self, word: str) -> str:
+        return word
+
+    def check(self, value: Any) -> None:
+        if value not in self.words:
+            raise ValueError(f"it is one of {', '.join(self.words)}")
+
+    def show(self, value: Any) -> str:
+        return str(value)
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A number of bytes with its unit: 512KiB, 25MiB."""
+
+    def parse(self, word: str) -> int:
+        if (found := re.fullmatch(r"(\d+)([A-Za-z]+)", word)) and found[2] in _UNITS:
+            return int(found[1]) * _UNITS[found[2]]
+        raise ValueError(f"a size has a number and a unit of {', '.join(_UNITS)}, like 25MiB")
+
+    def check(self, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError("a size is 1B or more")
+
+    def show(self, value: Any) -> str:
+        unit = max((unit for unit in _UNITS if value % _UNITS[unit] == 0), key=lambda unit: _UNITS[unit])
+        return f"{value // _UNITS[unit]}{unit}"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Several keys that share a prefix, `precision.PATTERN=fp32`: pairs of what follows the prefix and a word."""
+
+    prefix: str
+    value: Choice
+    members: tuple[str, ...] = ()  # what may follow the prefix; empty: any pattern
+
+    def parse(self, word: str) -> tuple[tuple[str, str], ...]:
+        member, _, value = word.partition("=")
+        return ((member, self.value.parse(value)),)
+
+    def check(self, value: Any) -> None:
+        for member, word in value:
+            if self.members and member not in self.members:
+                raise ValueError(f"{self.prefix} is followed by one of {', '.join(self.members)}")
+            self.value.check(word)
+
+    def show(self, value: Any) -> str:
+        return " ".join(f"{self.prefix}{member}={word}" for member, word in value)
+
+
+Kind = Axis | Number | Choice | Recomputes | Bytes | Family
