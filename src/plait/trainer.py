@@ -17,12 +17,14 @@ from plait.comm.agree import agree
 from plait.comm.process import process_world
 from plait.comm.protocol import World
 from plait.errors import BatchError, CaptureError, CheckpointError, LossError, PlanError
+from plait.graph.precision import Precision
 from plait.run import snapshot
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.eager import EagerReplica, refuse_unless_data_only
 from plait.run.environment import resolve_plan
 from plait.run.local_batch import LocalBatch, num_rows
 from plait.run.replica import Replica
+from plait.run.scaling import LossScale
 from plait.run.tuning import keep_freed_memory, prefer_fused
 from plait.spec.annotation import Annotations
 from plait.spec.layout import Layout
@@ -91,11 +93,15 @@ class Trainer:
         self.seed = seed
         self.clip_norm = clip_norm
         self.step_number = 0
+        precision = Precision(self.plan.precision, self.plan.exceptions)
+        self.loss_scale: LossScale | None = None  # made below, where fp16 needs one
         self._num_taken = 0  # batches that this trainer was given
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: Any = None
         self._adopt = world is None
         self.world = world if world is not None else process_world(self.plan.mesh, algorithm=self.plan.allreduce)
+        if precision.scaled:
+            self.loss_scale = LossScale(self.world)
         if self._adopt and self.world.device.type == "cpu":
             keep_freed_memory()
         self.compiler = compiler or Compiler(Captures(model, loss_fn, self.world.device), self.plan, layouts)
@@ -146,16 +152,19 @@ class Trainer:
             remedy = "give plait.loader the same arguments on every rank, and take the same number of batches from it"
             agree(self.world, batch.place, "place in the data", remedy=remedy)
         self._num_taken += 1
-        result = replica.run(batch, step_key(self.seed, self.step_number))
+        scale = self.loss_scale.tensor() if self.loss_scale is not None else None
+        result = replica.run(batch, step_key(self.seed, self.step_number), scale=scale)
         self._check_finite(result.loss, result.gradients)
         replica.set_gradients(result.gradients)
         wanted = replica.whole_gradients() if want else {}
-        norm = self._clip() if self.clip_norm is not None else None
-        optimizer.step()
-        replica.updated()
+        norm = None
+        if self.loss_scale is None or self.loss_scale.update(result.gradients.values()):
+            norm = self._clip() if self.clip_norm is not None else None
+            optimizer.step()
+            replica.updated()
+            if self.scheduler is not None:
+                self.scheduler.step()
         optimizer.zero_grad(set_to_none=True)
-        if self.scheduler is not None:
-            self.scheduler.step()
         self.step_number += 1
         for callback in self._callbacks:
             callback(StepEnd(self.step_number, float(result.loss), norm))

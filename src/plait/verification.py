@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
 from plait.errors import CaptureError, LossError
+from plait.graph.precision import Precision
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.microbatch import microbatches
 from plait.run.references import one_device_step
+from plait.run.scaling import FIRST_SCALE
 from plait.spec.annotation import Annotations
 from plait.spec.plan import Plan
 from plait.trainer import OptimizerFactory, Trainer, step_key
@@ -102,6 +104,7 @@ class _Run:
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    scale: float = 1.0  # of the loss, where precision needs one: the largest that did not overflow
 
 
 class Verifier:
@@ -139,7 +142,7 @@ class Verifier:
             )
             raise
         reference, rounded = self._reference(plan)
-        mine = self._run_plan(compiler)
+        mine = self._run_plan(compiler, min(reference.scale, rounded.scale))
         return Report(
             plan=plan.title,
             steps=self.steps,
@@ -155,12 +158,14 @@ class Verifier:
             without_rule=tuple(sorted(lowered.without_rule)),
         )
 
-    def _run_plan(self, compiler: Compiler) -> _Run:
+    def _run_plan(self, compiler: Compiler, scale: float) -> _Run:
         def rank(world: World) -> _Run:
             trainer = Trainer(
                 compiler.model, compiler.loss_fn, self.optimizer, compiler.plan,
                 seed=self.seed, clip_norm=self.clip_norm, world=world, compiler=compiler, on_nan="warn",
             )  # fmt: skip
+            if trainer.loss_scale is not None:
+                trainer.loss_scale.value = scale
             gradients: dict[str, Tensor] = {}
             losses = []
             for step in range(self.steps):
@@ -185,7 +190,10 @@ class Verifier:
             )  # fmt: skip
         return self._references[key]
 
-    def _run_one_device(self, plan: Plan, num_parts: int, rounding: float = 0.0) -> _Run:
+    def _run_one_device(self, plan: Plan, num_parts: int, rounding: float = 0.0, scale: float | None = None) -> _Run:
+        scaled = Precision(plan.precision, plan.exceptions).scaled
+        if scale is None:
+            scale = FIRST_SCALE if scaled else 1.0
         twin = copy.deepcopy(self.captures.model).train()
         named = dict(twin.named_parameters())
         if rounding:
@@ -199,17 +207,20 @@ class Verifier:
         for step in range(self.steps):
             optimizer.zero_grad(set_to_none=True)
             key = step_key(self.seed, step)
-            losses.append(float(one_device_step(twin, self.captures.loss_fn, self.batch, plan, key, num_parts)))
+            losses.append(float(one_device_step(twin, self.captures.loss_fn, self.batch, plan, key, num_parts, scale)))
             if not math.isfinite(losses[-1]):
                 raise LossError(
                     f"the loss of step {step + 1} is {losses[-1]} on one device: there is nothing to compare"
                 )
+            overflown = scaled and any(p.grad is not None and not p.grad.isfinite().all() for p in named.values())
+            if overflown and scale > 1:  # as the trainer's scale comes down, but before the first step
+                return self._run_one_device(plan, num_parts, rounding, scale / 2)
             if step == 0:
                 gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
             if self.clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_([p for p in named.values() if p.grad is not None], self.clip_norm)
             optimizer.step()
-        return _Run(losses, gradients, {n: p.detach() for n, p in named.items()}, dict(twin.named_buffers()))
+        return _Run(losses, gradients, {n: p.detach() for n, p in named.items()}, dict(twin.named_buffers()), scale)
 
 
 def verify(

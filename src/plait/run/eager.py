@@ -58,7 +58,7 @@ class EagerReplica:
             group = device_mesh(world).get_group("data")
             self._forward = DistributedDataParallel(self._forward, process_group=group, find_unused_parameters=True)
 
-    def run(self, batch: Any, key: int, train: bool = True) -> StepResult:
+    def run(self, batch: Any, key: int, train: bool = True, scale: Tensor | None = None) -> StepResult:
         rows = self._rows(batch)
         self.model.train(train)
         torch.manual_seed((key * self.plan.data + self.world.rank) & ((1 << 62) - 1))
