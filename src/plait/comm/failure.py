@@ -26,6 +26,7 @@ from plait.errors import PlaitError, RankFailed
 _FAILURE = "failure"
 _LOOK_SECONDS = 1.0
 _GRACE_SECONDS = 1.0  # for a rank that knows of a failure to leave by itself, through its `finally` blocks
+_END_SECONDS = 5.0
 _LAST_SECONDS = 60.0  # that rank 0, which may hold the board, waits at the end for the others
 
 
@@ -47,8 +48,15 @@ def watch(board: Board, key: str, call: Callable[[str], None]) -> Callable[[], N
                 call(found)
                 return
 
-    threading.Thread(target=look, name=f"watch {key}", daemon=True).start()
-    return over.set
+    thread = threading.Thread(target=look, name=f"watch {key}", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        over.set()
+        if thread is not threading.current_thread():
+            thread.join(_END_SECONDS)  # a thread that Python's end finds within C++ code brings the process down
+
+    return end
 
 
 @contextmanager
