@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -33,6 +34,48 @@ def torch_ddp(workload: str, fused: bool | None = None) -> Step:
     """torch's DistributedDataParallel with its default settings."""
     rank, size = _join()
     return _eager(DistributedDataParallel(WORKLOADS[workload].model()), WORKLOADS[workload].batch(rank, size), fused)
+
+
+def torch_fsdp2(workload: str, reshard: bool = True) -> Step:
+    """torch's fully_shard, each block and the whole; without `reshard` parameters stay whole till backward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    rank, size = _join()
+    model = WORKLOADS[workload].model()
+    mesh = init_device_mesh("cpu", (size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    return _eager(model, WORKLOADS[workload].batch(rank, size))
+
+
+def torch_zero1(workload: str) -> Step:
+    """torch's DistributedDataParallel with ZeroRedundancyOptimizer."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    rank, size = _join()
+    model = DistributedDataParallel(WORKLOADS[workload].model())
+    updates = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=optimizer.keywords["lr"])
+    return _eager(model, WORKLOADS[workload].batch(rank, size), updates=updates)
+
+
+def torch_autocast(workload: str) -> Step:
+    """torch's DistributedDataParallel under bf16 autocast."""
+    rank, size = _join()
+    model = DistributedDataParallel(WORKLOADS[workload].model())
+    batch = WORKLOADS[workload].batch(rank, size)
+    updates = optimizer(model.parameters())
+
+    def step() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_fn(model, batch)
+        loss.backward()
+        updates.step()
+        updates.zero_grad()
+        return loss
+
+    return step
 
 
 def torch_parallelize(workload: str) -> Step:
@@ -75,8 +118,8 @@ def plait(workload: str, plan: str, shared_memory: bool = True) -> Step:
     return PlaitStep(workload, plan, shared_memory)
 
 
-def _eager(model: nn.Module, batch: dict[str, Tensor], fused: bool | None = None) -> Step:
-    updates = optimizer(model.parameters(), fused=fused)
+def _eager(model: nn.Module, batch: dict[str, Tensor], fused: bool | None = None, updates: Any = None) -> Step:
+    updates = updates or optimizer(model.parameters(), fused=fused)
 
     def step() -> Tensor:
         loss = loss_fn(model, batch)

@@ -1,6 +1,5 @@
 """Dynamic loss scaling, so that gradients in fp16 do not underflow (Micikevicius et al. 2018).
 
-
 The scale halves when a gradient overflows, and that step updates nothing; it doubles after 2000 good steps in a row:
 the numbers of torch.amp.GradScaler.
 """

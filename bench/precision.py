@@ -1,0 +1,34 @@
+"""Step time in bf16 against float32, 2 processes, and against torch's DDP under autocast.
+
+python -m bench.precision [small wide] [--rounds 9] [--steps 3] [--write]
+"""
+
+from __future__ import annotations
+
+from bench import variants
+from bench.harness import Variant, arguments, compare, publish, table
+from bench.workloads import WORKLOADS
+
+TARGETS = "To reach on wide: bf16 at least 1.3 times as fast as float32, which is a ratio of at most 0.77."
+
+
+def contenders(workload: str) -> list[Variant]:
+    return [
+        Variant("plait data=2", variants.plait, (workload, "data=2")),
+        Variant("plait data=2 precision=bf16", variants.plait, (workload, "data=2 precision=bf16")),
+        Variant("plait data=2 zero=2 precision=bf16", variants.plait, (workload, "data=2 zero=2 precision=bf16")),
+        Variant("torch DDP, autocast to bf16", variants.torch_autocast, (workload,)),
+    ]
+
+
+def main() -> None:
+    given = arguments(__doc__, WORKLOADS)
+    parts = []
+    for workload in given.workloads:
+        results = compare(contenders(workload), given.rounds, given.steps)
+        parts.append(f"## {workload}\n\n{table(results, ['plait data=2'])}")
+    publish("Precision, 2 processes", "\n\n".join([TARGETS, *parts]), "precision", given.write)
+
+
+if __name__ == "__main__":
+    main()
