@@ -12,6 +12,7 @@ from torch.fx import Graph
 from plait.errors import PlanError
 from plait.graph.calls import output_node, placeholders
 from plait.graph.capture import Captured
+from plait.graph.owning import own_gradients
 from plait.graph.partition import partition
 from plait.graph.pause import collection_paused
 from plait.graph.propagate import propagate
@@ -170,7 +171,8 @@ def _local_norm(plan: Plan, axis: str) -> bool:
 
 
 def _copy(captured: Captured) -> Graph:
-    """A copy whose placeholders know their kind and name, and whose views do not rely on the strides of one device."""
+    """A copy whose placeholders know their kind and name, whose gradients have memory of their own, and whose views do
+    not rely on the strides of one device."""
     graph = Graph()
     source = captured.graph.graph
     graph.output(graph.graph_copy(source, {}))
@@ -181,7 +183,7 @@ def _copy(captured: Captured) -> Graph:
     for node in graph.nodes:
         if node.target in _VIEWS:
             node.target = aten.reshape.default
-    return graph
+    return own_gradients(graph, [i for i, o in enumerate(captured.outputs) if o.kind == "gradient"])
 
 
 def _batch_leaves(captured: Captured, values: dict[str, object]) -> tuple[int, list[str]]:

@@ -21,7 +21,7 @@ def microbatches(batch: Any, num: int) -> list[Any]:
         return [batch]
     local = isinstance(batch, LocalBatch)
     tree = batch.tree if local else batch
-    rows = batch.local_size if local else num_rows(batch)
+    rows = _num_here(batch)
     if rows % num:
         whose = "each rank's part of the batch" if local else "the batch"
         near = max(rows // num, 1) * num
@@ -37,6 +37,11 @@ def microbatches(batch: Any, num: int) -> list[Any]:
             part = dataclasses.replace(batch, tree=part, local_size=step, global_size=batch.global_size // num)
         parts.append(part)
     return parts
+
+
+def first_microbatch(batch: Any, num: int) -> Any:
+    """The first of `num` microbatches; the whole batch where it cannot be cut so, as one that is only evaluated."""
+    return batch if _num_here(batch) % num else microbatches(batch, num)[0]
 
 
 def micro_key(key: int, index: int) -> int:
@@ -68,6 +73,10 @@ def joined(results: Sequence[StepResult], scale: Tensor | None = None) -> StepRe
         for dtype, gradients in by_dtype.items():
             torch._foreach_mul_(gradients, factor.to(gradients[0].device, dtype))
     return StepResult(loss, parts, last.gradients, last.buffers)
+
+
+def _num_here(batch: Any) -> int:
+    return batch.local_size if isinstance(batch, LocalBatch) else num_rows(batch)
 
 
 def _rows(leaf: Any, rows: int, start: int, step: int) -> Any:

@@ -17,7 +17,7 @@ from plait.graph.lower import Lowered
 from plait.run.compiler import Compiler
 from plait.run.initialise import initial_buffers
 from plait.run.local_batch import LocalBatch, global_like
-from plait.run.microbatch import joined, micro_key, microbatches
+from plait.run.microbatch import first_microbatch, joined, micro_key, microbatches
 from plait.run.program import Program, StepResult
 from plait.run.state import gather_whole, local_part, summed_square_axes
 from plait.run.variables import Variables
@@ -38,7 +38,7 @@ class Replica:
         self._programs: dict[tuple[str, bool], Program] = {}
         self.with_gradient: tuple[str, ...] = ()  # parameters that the last step gave gradients of, on any rank
         model = compiler.model
-        lowered = self.program(batch, train=True).lowered
+        lowered = self.program(first_microbatch(batch, compiler.plan.micro), train=True).lowered
         self.layouts: dict[str, Layout] = {name: lowered.states[name] for name, _ in model.named_parameters()}
         self.dtypes = {name: p.dtype for name, p in model.named_parameters()}
         self.variables = Variables(model, lowered, world, seed, adopt)
