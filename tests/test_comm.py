@@ -132,8 +132,23 @@ def bytes_sent(world: World) -> dict[str, int]:
     return counts
 
 
+def results_are_each_ranks_own(world: World) -> None:
+    """A rank may change its result at once, while others still take theirs."""
+    comm = world.comm("data")
+    ones = torch.ones(200_000)
+    for _ in range(12):
+        for result, expected in (
+            (comm.all_reduce(ones).wait(), float(comm.size)),
+            (comm.all_gather(ones).wait(), 1.0),
+            (comm.broadcast(ones, 0).wait(), 1.0),
+        ):
+            assert torch.equal(result, torch.full_like(result, expected))
+            result.zero_()
+
+
 def contract(world: World) -> tuple[list[bytes], dict[str, int]]:
     interleaved(world)
+    results_are_each_ranks_own(world)
     if world.mesh.size == 2:
         messages(world)
     return every_collective(world), bytes_sent(world)

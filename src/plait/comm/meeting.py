@@ -15,6 +15,7 @@ from plait.errors import RankFailed, WorldError
 
 Call = tuple[Any, ...]  # name, detail, dtype, shape: equal on all ranks of a collective
 Combine = Callable[[list[torch.Tensor]], torch.Tensor]
+Own = Callable[[torch.Tensor], torch.Tensor]
 
 _LOOK_AROUND = 2.0  # seconds that a rank waits before it asks whether all ranks wait
 
@@ -99,8 +100,8 @@ class Meetings:
             meeting.done.set()
         return meeting
 
-    def take(self, key: Any, meeting: _Meeting, rank: int) -> tuple[torch.Tensor, bool]:
-        """Wait for the result; also says whether this rank is the last to take it."""
+    def take(self, key: Any, meeting: _Meeting, rank: int, own: Own = torch.clone) -> torch.Tensor:
+        """Wait for the result; `own` makes of it what this rank may change, before the others may change theirs."""
         if not meeting.done.is_set():
             self._waiting[rank] = meeting
             while not meeting.done.wait(_LOOK_AROUND):
@@ -111,15 +112,18 @@ class Meetings:
         if meeting.result is None:
             assert self.failure is not None
             raise self.failure
-        return meeting.result, self.let_go(key, meeting)
+        with self._lock:
+            last = meeting.num_left == 1
+        result = meeting.result if last and own is torch.clone else own(meeting.result)
+        self.let_go(key, meeting)
+        return result
 
-    def let_go(self, key: Any, meeting: _Meeting) -> bool:
-        """One rank less needs the result; True if it was the last."""
+    def let_go(self, key: Any, meeting: _Meeting) -> None:
+        """One rank less needs the result."""
         with self._lock:
             meeting.num_left -= 1
             if meeting.num_left == 0:
                 del self._open[key]
-            return meeting.num_left == 0
 
     def _check_absent(self, meeting: _Meeting) -> None:
         if gone := [rank for rank in meeting.absent() if rank in self._left]:
@@ -202,7 +206,7 @@ class ThreadComm(GroupComm):
     def recv(self, like: torch.Tensor, source: int, tag: int = 0) -> ThreadWork:
         key, meeting = self._pass(like, source, self.rank, tag)
         me = self.ranks[self.rank]
-        return ThreadWork(lambda: self._meetings.take(key, meeting, me)[0])
+        return ThreadWork(lambda: self._meetings.take(key, meeting, me))
 
     def barrier(self) -> None:
         self._meet("barrier", "", torch.empty(0), lambda tensors: tensors[0]).wait()
@@ -218,10 +222,8 @@ class ThreadComm(GroupComm):
         meeting = meetings.bring(key, call, self.ranks, self.rank, tensor, combine)
 
         def finish() -> torch.Tensor:
-            result, last = meetings.take(key, meeting, self.ranks[self.rank])
-            if pick is not None:
-                return result[pick].clone()
-            return result if last else result.clone()
+            own: Own = torch.clone if pick is None else lambda result: result[pick].clone()
+            return meetings.take(key, meeting, self.ranks[self.rank], own)
 
         return ThreadWork(finish)
 
