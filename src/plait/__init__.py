@@ -21,6 +21,7 @@ _HOME = {
     "Report": "plait.verification",
     "explain": "plait.explaining",
     "run_ranks": "plait.comm.threads",
+    "optim": "plait.optim",
     "PlaitError": "plait.errors",
     "PlanError": "plait.errors",
     "LayoutError": "plait.errors",
@@ -40,7 +41,8 @@ __all__ = [*sorted(_HOME), "__version__"]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'plait' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    module = importlib.import_module(_HOME[name])
+    value = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
     globals()[name] = value
     return value
 

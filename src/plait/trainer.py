@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,17 +22,13 @@ from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.eager import EagerReplica, refuse_unless_data_only
 from plait.run.environment import resolve_plan
 from plait.run.local_batch import LocalBatch, num_rows
+from plait.run.optimizers import OptimizerFactory, build_optimizer, build_scheduler
 from plait.run.replica import Replica
 from plait.run.scaling import LossScale
-from plait.run.tuning import keep_freed_memory, prefer_fused
+from plait.run.tuning import keep_freed_memory
 from plait.spec.annotation import Annotations
 from plait.spec.layout import Layout
 from plait.spec.plan import Plan
-
-OptimizerFactory = Callable[..., torch.optim.Optimizer]
-# Optimizers whose update of one element depends on others: their result would change with the cut.
-_NOT_ELEMENTWISE = ("LBFGS", "Adafactor", "Muon")
-
 
 @dataclass(frozen=True)
 class StepEnd:
@@ -123,8 +118,9 @@ class Trainer:
             return
         self._replica = self._build_replica(batch)
         make_optimizer, make_scheduler = self._factories
-        self.optimizer = _build_optimizer(make_optimizer, self._replica)
-        self.scheduler = _build_scheduler(make_scheduler, self.optimizer)
+        replica = self._replica
+        self.optimizer = build_optimizer(make_optimizer, replica.parameters, replica.layouts, self.world)
+        self.scheduler = build_scheduler(make_scheduler, self.optimizer)
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self.load_state_dict(pending)
@@ -251,40 +247,6 @@ class Trainer:
 def step_key(seed: int, step: int) -> int:
     """The key of a step's random draws."""
     return (seed * 0x9E3779B1 + step) & ((1 << 62) - 1)
-
-
-def _build_optimizer(factory: OptimizerFactory, replica: Replica | EagerReplica) -> torch.optim.Optimizer:
-    trainable = [(name, p) for name, p in replica.parameters.items() if p.requires_grad]
-    try:
-        first = next(iter(inspect.signature(factory).parameters), "")
-    except (TypeError, ValueError):
-        first = ""
-    optimizer = factory(trainable if first == "named_parameters" else [p for _, p in trainable])
-    kind = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise PlanError(f"the optimizer's function returned a {kind}, not a torch.optim.Optimizer")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise PlanError(
-            "LBFGS runs the model several times a step, from a closure; use AdamW, SGD or another optimizer"
-        )
-    prefer_fused(optimizer)
-    split = [name for name, layout in replica.layouts.items() if layout.local_shape(replica.world.mesh) != layout.shape]
-    if kind in _NOT_ELEMENTWISE and split:
-        raise PlanError(
-            f"{kind} updates an element by what others are, so its result would change with the cut of {split[0]};"
-            " use an elementwise optimizer such as AdamW or SGD, or a plan with tensor=1"
-        )
-    return optimizer
-
-
-def _build_scheduler(factory: Callable[[torch.optim.Optimizer], Any] | None, optimizer: torch.optim.Optimizer) -> Any:
-    scheduler = factory(optimizer) if factory is not None else None
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise PlanError(
-            "ReduceLROnPlateau steps by a metric, which a training step does not have; leave scheduler out, make it"
-            " from trainer.optimizer after prepare(batch), and step it yourself with what evaluate() returns"
-        )
-    return scheduler
 
 
 def _is_loader(data: Any) -> bool:

@@ -1,0 +1,129 @@
+"""torch.optim.Adafactor (Shazeer and Stern 2018, arXiv 1804.04235) where its tensors are cut over ranks.
+
+Row and column means, and the root mean squares of parameter and update, are those of the whole tensor. What it keeps of
+a matrix, the averages of its rows and columns, is whole on every rank, as it is on one device; what it keeps of a
+vector is cut like the vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.optim.parts import Parts, Whole
+
+
+@dataclass
+class _Update:
+    """One parameter's way through a step."""
+
+    parameter: Tensor
+    gradient: Tensor
+    group: dict[str, Any]
+    state: dict[str, Any]
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Of what is summed over ranks."""
+        return torch.float64 if self.parameter.dtype == torch.float64 else torch.float32
+
+    def square(self, tensor: Tensor) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(tensor, dtype=self.wide)
+        return norm.square()
+
+
+class CutAdafactor(torch.optim.Adafactor):
+    """torch.optim.Adafactor with the result of one device, whatever part of its parameters this rank has."""
+
+    _parts: Parts = Whole()
+
+    def bind(self, parts: Parts) -> None:
+        """Take the parameters to be parts of whole tensors."""
+        self._parts = parts
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        work = [self._begun(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        parts = self._parts
+        terms: list[tuple[Tensor, Tensor]] = []
+        for one in work:
+            terms.append((one.parameter, one.square(one.parameter)))
+            if one.gradient.ndim > 1:
+                for dim in (-1, -2):
+                    norms = torch.linalg.vector_norm(one.gradient, dim=dim, keepdim=True, dtype=one.wide)
+                    terms.append((one.parameter, parts.place(one.parameter, norms.square(), summed=(dim,))))
+        sums = iter(parts.sums(terms))
+        squares, updates = [], []
+        for one in work:
+            squares.append(next(sums))
+            updates.append(self._direction(one, (next(sums), next(sums)) if one.gradient.ndim > 1 else None))
+        moved = parts.sums([(one.parameter, one.square(update)) for one, update in zip(work, updates, strict=True)])
+        for one, update, *both in zip(work, updates, _numbers(squares), _numbers(moved), strict=True):
+            self._apply(one, update, *both)
+        return loss
+
+    def _begun(self, parameter: Tensor, group: dict[str, Any]) -> _Update:
+        """The parameter's gradient and state, at the next step."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if parameter.is_complex() or gradient.is_sparse:
+            kind = "sparse gradients" if gradient.is_sparse else "complex parameters"
+            raise RuntimeError(f"Adafactor does not support {kind}")
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            shape = self._parts.shape(parameter)
+            if gradient.ndim > 1:
+                state["row_var"] = gradient.new_zeros((*shape[:-1], 1))
+                state["col_var"] = gradient.new_zeros((*shape[:-2], 1, shape[-1]))
+            else:
+                state["variance"] = torch.zeros_like(gradient)
+        state["step"] += 1
+        return _Update(parameter, -gradient if group["maximize"] else gradient, group, state)
+
+    def _direction(self, one: _Update, sums: tuple[Tensor, Tensor] | None) -> Tensor:
+        """The gradient over the root of its variance; `sums` are of the squares in each row and column."""
+        state, eps = one.state, _eps(one)
+        weight = float(state["step"]) ** one.group["beta2_decay"]
+        if sums is None:
+            variance: Tensor = state["variance"].lerp_(one.gradient.square(), weight).clone()
+        else:
+            shape = self._parts.shape(one.parameter)
+            rows, columns = state["row_var"], state["col_var"]
+            rows.lerp_((sums[0] / shape[-1]).to(rows.dtype), weight)
+            columns.lerp_((sums[1] / shape[-2]).to(columns.dtype), weight)
+            scale = rows.mean(dim=-2, keepdim=True).clamp_(min=eps)
+            here = self._parts.take(one.parameter, rows, summed=(-1,))
+            variance = here @ self._parts.take(one.parameter, columns, summed=(-2,))
+            variance.div_(self._parts.take(one.parameter, scale, summed=(-1, -2)))
+        return variance.clamp_(min=eps * eps).rsqrt_().mul_(one.gradient)
+
+    def _apply(self, one: _Update, update: Tensor, square: float, square_update: float) -> None:
+        """Move the parameter, given the squared norms of all of it and of all of its update."""
+        group, num = one.group, prod(self._parts.shape(one.parameter))
+        rate = float(group["lr"])
+        time = float(one.state["step"])
+        length = max(group["eps"][1], (square / max(num, 1)) ** 0.5) * min(rate, time**-0.5)
+        if group["weight_decay"]:
+            one.parameter.mul_(1 - rate * group["weight_decay"])
+        one.parameter.add_(update, alpha=-length / max(1.0, (square_update / max(num, 1)) ** 0.5 / group["d"]))
+
+
+def _eps(one: _Update) -> float:
+    first = one.group["eps"][0]
+    return torch.finfo(one.parameter.dtype).eps if first is None else float(first)
+
+
+def _numbers(tensors: list[Tensor]) -> list[float]:
+    """The values of tensors of one element, read at once."""
+    found: list[float] = torch.stack([t.double() for t in tensors]).tolist() if tensors else []
+    return found
