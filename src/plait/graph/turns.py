@@ -1,7 +1,8 @@
 """The graphs of a step's microbatches: the first begins the sums of gradients, the others add to them.
 
     turn     gradients that it returns                           runs
-    alone    summed over ranks (zero 2 and 3: parts of them)     every microbatch, or the only one
+    alone    summed over ranks (zero 2 and 3: parts of them)     the only one; with zero 2 and 3 the first
+    more     the same, added to those given                      with zero 2 and 3 all others
     first    this rank's own, not yet summed                     the first of several
     middle   the same, added to those given                      all between
     last     added to those given, then summed over ranks        the last
@@ -33,8 +34,8 @@ SUM = "sum_of_"  # name of a placeholder that brings the sum so far of a gradien
 
 def turns_of(num_micro: int, graphs: Collection[str]) -> tuple[str, ...]:
     """The graph of each microbatch in turn."""
-    if "alone" in graphs:
-        return ("alone",) * num_micro
+    if "first" not in graphs:
+        return ("alone", *["more" if "more" in graphs else "alone"] * (num_micro - 1))
     return ("first", *["middle"] * (num_micro - 2), "last")
 
 
@@ -55,8 +56,10 @@ def graphs_of_turns(
         }
     gradients = {i: o.name for i, o in enumerate(captured.outputs) if o.kind == "gradient"}
     keep = {i: cuts[name] for i, name in gradients.items() if name in cuts}
-    if plan.micro == 1 or plan.zero >= 2 or not gradients:
+    if plan.micro == 1 or not gradients:
         found = {"alone": graph}
+    elif plan.zero >= 2:
+        found = {"alone": _copy(graph), "more": graph}
     else:
         found = {"first": _unsummed(_copy(graph), gradients, add=False)}
         if plan.micro > 2:
@@ -64,7 +67,10 @@ def graphs_of_turns(
         found["last"] = _add_to(graph, gradients)
     for turn, each in found.items():
         kept = {} if turn in ("first", "middle") else keep
-        found[turn] = reuse_dead_operands(overlap(bucket_gradients(each, plan.bucket_bytes, kept)))
+        each = bucket_gradients(each, plan.bucket_bytes, kept)
+        if turn == "more":
+            each = _add_parts(each, gradients)
+        found[turn] = reuse_dead_operands(overlap(each))
     return found, dtypes
 
 
@@ -112,7 +118,19 @@ def _add_to(graph: Graph, gradients: Mapping[int, str]) -> Graph:
     return graph
 
 
+def _add_parts(graph: Graph, gradients: Mapping[int, str]) -> Graph:
+    """Add each gradient, as it leaves the graph, to the sum so far."""
+    end = output_node(graph)
+    results = list(end.args[0])  # type: ignore[arg-type]
+    for index, name in gradients.items():
+        if isinstance(results[index], Node):
+            results[index] = _added(graph, results[index], name)
+    end.args = (tuple(results),)
+    return graph
+
+
 def _added(graph: Graph, term: Node, name: str) -> Node:
+    """The term added in place to the sum so far, right after it is there."""
     value = term.meta["val"]
     head = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(head):

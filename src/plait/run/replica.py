@@ -82,11 +82,8 @@ class Replica:
             )
             for name, value in result.buffers.items():
                 self.buffers[name].copy_(value)
-            if turn == "alone" and sums:
-                torch._foreach_add_([sums[name] for name in result.gradients], list(result.gradients.values()))
-            else:
-                sums = result.gradients
-            results.append(StepResult(result.loss, result.parts, sums, result.buffers))
+            sums = result.gradients
+            results.append(result)
         captured = program.lowered.captured
         self.with_gradient = tuple(o.name for o in captured.outputs if o.kind == "gradient")
         return joined(results, scale)
