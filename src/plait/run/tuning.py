@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+import warnings
 
 import torch
 
@@ -22,6 +23,19 @@ def keep_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_FROM_BYTES)
     libc.mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIM)
+
+
+def warn_of_slow_precision(precision: str, device: torch.device) -> None:
+    """Say so where half precision has no units of its own and is slower than float32."""
+    if device.type != "cpu" or precision == "fp32":
+        return
+    asks = {"bf16": "_is_avx512_bf16_supported", "fp16": "_is_amx_fp16_supported"}
+    supported = getattr(torch.cpu, asks[precision], lambda: True)
+    if platform.machine() in ("x86_64", "AMD64") and not supported():
+        warnings.warn(
+            f"this processor has no {precision} units: precision={precision} saves bytes but is slower than fp32 here",
+            stacklevel=4,
+        )
 
 
 def prefer_fused(optimizer: torch.optim.Optimizer) -> None:
