@@ -140,3 +140,8 @@ def test_verify_and_explain(folder: Path) -> None:
     result = CliRunner().invoke(app, ["explain", "job.toml", "--plan", "tensor=2", "--tensor", "blocks.0.query.weight"])
     assert result.exit_code == 0 and "16@tensor" in result.stdout
     assert not (folder / "run").exists()
+
+
+def test_runs_as_a_module_as_torchrun_starts_it() -> None:
+    done = subprocess.run([sys.executable, "-m", "plait", "--help"], capture_output=True, text=True, check=True)
+    assert "train" in done.stdout and "explain" in done.stdout
