@@ -32,3 +32,71 @@ def mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
 def test_parameters_that_share_a_gradient(plan: str) -> None:
     report = plait.verify(SharedGradients(), mean_loss, torch.randn(12, 8), plan, clip_norm=0.1, steps=3)
     assert report.ok, report
+
+
+class Odd(nn.Module):
+    """What does not divide evenly, or at all: sizes that neither 2 nor 3 divides, a scalar, one element, none; frozen
+    and unused parameters, one module in two places, batch statistics, parameters of other dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.frozen, self.twice, self.unused = (nn.Linear(7, 10), *(nn.Linear(10, 10) for _ in range(3)))
+        self.frozen.requires_grad_(False)
+        self.scale, self.one = nn.Parameter(torch.tensor(1.3)), nn.Parameter(torch.full((1,), 0.7))
+        self.none = nn.Parameter(torch.empty(0))
+        self.layer_norm, self.batch_norm, self.drop = nn.LayerNorm(10), nn.BatchNorm1d(10), nn.Dropout(0.2)
+        self.conv = nn.Conv1d(2, 5, 3, padding=1)
+        self.wide = nn.Parameter(torch.randn(11, dtype=torch.float64) * 0.3)
+        self.narrow = nn.Parameter((torch.randn(10, 5) * 0.3).bfloat16())
+        self.whole = nn.Parameter(torch.arange(5), requires_grad=False)
+        self.head = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.frozen(torch.tanh(self.stem(x)))) * self.scale + self.one
+        h = self.drop(self.batch_norm(self.layer_norm(self.twice(h)) + self.twice(torch.sin(h))))
+        h = h + self.conv(h.view(-1, 2, 5)).mean(1).repeat(1, 2)
+        h = h + (h.bfloat16() @ self.narrow).float().repeat(1, 2) + self.wide[1:].float() * h
+        return self.head(h + 0.01 * self.whole.repeat(2)) + self.none.sum()
+
+
+def odd_batch() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    rows = {"x": torch.randn(24, 7, generator=generator), "y": torch.randint(0, 4, (24,), generator=generator)}
+    return rows | {"weight": torch.rand(24, generator=generator).index_fill(0, torch.arange(5), 0.0)}
+
+
+def weighted_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    return (losses * batch["weight"]).sum(), batch["weight"].sum()
+
+
+@pytest.fixture(scope="module")
+def odd() -> plait.Verifier:
+    torch.manual_seed(0)
+    return plait.Verifier(Odd(), weighted_loss, odd_batch(), clip_norm=0.05, steps=3)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=2 zero=1 micro=3",
+        "data=3 zero=1 micro=2",
+        "data=3 zero=2 micro=2",
+        "data=4 zero=3 micro=2",
+        "data=3 zero=3 precision=bf16",
+        "data=6 zero=3 bucket=64B",
+        "replica=2 data=3 zero=3",
+        "replica=3 data=2 zero=2 micro=2 allreduce=ring",
+    ],
+)
+def test_parameters_of_every_kind(odd: plait.Verifier, plan: str) -> None:
+    report = odd.verify(plan)
+    assert report.ok, report
+
+
+def test_local_batch_norm_with_microbatches_of_a_weighted_loss() -> None:
+    torch.manual_seed(0)
+    model = Odd()
+    model.drop.p = 0.0
+    report = plait.verify(model, weighted_loss, odd_batch(), "replica=2 data=2 micro=2 zero=1 batchnorm=local")
+    assert report.ok, report

@@ -143,18 +143,19 @@ class Verifier:
             raise
         reference, rounded = self._reference(plan)
         mine = self._run_plan(compiler, min(reference.scale, rounded.scale))
+        bits = _half_bits(_last_bits(plan))
         return Report(
             plan=plan.title,
             steps=self.steps,
             tolerance=tolerance,
             losses=tuple(zip(reference.losses, mine.losses, strict=True)),
             loss=max(
-                _relative(abs(there - here), abs(here), abs(rounding - here), tolerance)
+                _relative(abs(there - here), abs(here), max(abs(rounding - here), bits * abs(here)), tolerance)
                 for here, there, rounding in zip(reference.losses, mine.losses, rounded.losses, strict=True)
             ),
-            gradients=_differences(reference.gradients, mine.gradients, rounded.gradients, tolerance),
-            parameters=_differences(reference.parameters, mine.parameters, rounded.parameters, tolerance),
-            buffers=_differences(reference.buffers, mine.buffers, rounded.buffers, tolerance),
+            gradients=_differences(reference.gradients, mine.gradients, rounded.gradients, tolerance, bits),
+            parameters=_differences(reference.parameters, mine.parameters, rounded.parameters, tolerance, bits),
+            buffers=_differences(reference.buffers, mine.buffers, rounded.buffers, tolerance, bits),
             without_rule=tuple(sorted(lowered.without_rule)),
         )
 
@@ -184,7 +185,7 @@ class Verifier:
         num_parts = plan.num_batch_parts if plan.batchnorm == "local" else 1
         key = (num_parts, plan.micro, plan.precision, plan.exceptions)
         if key not in self._references:
-            rounding = _LAST_BITS[plan.precision]
+            rounding = _last_bits(plan)
             self._references[key] = (
                 self._run_one_device(plan, num_parts), self._run_one_device(plan, num_parts, rounding)
             )  # fmt: skip
@@ -198,9 +199,10 @@ class Verifier:
         named = dict(twin.named_parameters())
         if rounding:
             generator = torch.Generator().manual_seed(self.seed)
-            for parameter in named.values():
+            for parameter in (p for p in named.values() if p.is_floating_point()):
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-                parameter.data.mul_(1 + rounding * noise)
+                last_bits = max(rounding, torch.finfo(parameter.dtype).eps / 4)
+                parameter.data.mul_(1 + last_bits * noise)
         optimizer = self.optimizer([p for p in named.values() if p.requires_grad])
         losses: list[float] = []
         gradients: dict[str, Tensor] = {}
@@ -254,7 +256,11 @@ def _detached(parameter: Tensor | None) -> Tensor | None:
 
 
 def _differences(
-    reference: Mapping[str, Tensor], mine: Mapping[str, Tensor], rounded: Mapping[str, Tensor], tolerance: float
+    reference: Mapping[str, Tensor],
+    mine: Mapping[str, Tensor],
+    rounded: Mapping[str, Tensor],
+    tolerance: float,
+    bits: float,
 ) -> tuple[Difference, ...]:
     found = []
     for name, tensor in reference.items():
@@ -263,10 +269,22 @@ def _differences(
             found.append(Difference(name, 0.0 if _largest(tensor) == 0 else math.inf))
             continue
         apart = _apart(mine[name], tensor)
-        rounding = _apart(rounded[name], tensor)
-        found.append(Difference(name, _relative(apart, _largest(tensor), rounding, tolerance)))
+        largest = _largest(tensor)
+        own_bits = _half_bits(torch.finfo(tensor.dtype).eps / 4) if tensor.is_floating_point() else 0.0
+        rounding = max(_apart(rounded[name], tensor), max(bits, own_bits) * largest)
+        found.append(Difference(name, _relative(apart, largest, rounding, tolerance)))
     found += [Difference(name, math.inf) for name in mine if name not in reference and _largest(mine[name]) > 0]
     return tuple(found)
+
+
+def _last_bits(plan: Plan) -> float:
+    return max(_LAST_BITS[name] for name in (plan.precision, *dict(plan.exceptions).values()))
+
+
+def _half_bits(last_bits: float) -> float:
+    """What rounding explains of a value in half precision, relative to the largest, whatever the one repetition shows:
+    of a scalar it may show nothing by chance."""
+    return last_bits / 4 if last_bits > _LAST_BITS["fp32"] else 0.0
 
 
 def _relative(apart: float, largest: float, rounding: float, tolerance: float) -> float:

@@ -15,11 +15,11 @@ from plait.run.microbatch import micro_key, microbatches
 from plait.spec.plan import Plan
 
 
-def one_device_loss(model: nn.Module, loss_fn: LossFn, batch: Any, num_parts: int = 1) -> Tensor:
-    """The loss on the whole batch by the model itself; with several parts, part after part, for local batch norm."""
+def one_device_pair(model: nn.Module, loss_fn: LossFn, batch: Any, num_parts: int = 1) -> tuple[Tensor, Any]:
+    """The loss on the whole batch by the model itself, as (sum, weight); with several parts, part after part, for local
+    batch norm."""
     if num_parts == 1:
-        total, weight = as_pair(loss_fn(model, batch))
-        return total / weight
+        return as_pair(loss_fn(model, batch))
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     parts = []
     kept: dict[str, Tensor] = {}
@@ -31,8 +31,7 @@ def one_device_loss(model: nn.Module, loss_fn: LossFn, batch: Any, num_parts: in
             kept = {name: b.clone() for name, b in model.named_buffers()}
     for name, buffer in model.named_buffers():
         buffer.data.copy_(kept[name])
-    total = torch.stack([s for s, _ in parts]).sum()
-    return total / sum(torch.as_tensor(w) for _, w in parts)
+    return torch.stack([s for s, _ in parts]).sum(), sum(torch.as_tensor(w) for _, w in parts)
 
 
 def one_device_step(
@@ -50,12 +49,9 @@ def one_device_step(
     for index, part in enumerate(microbatches(batch, plan.micro)):
         with GlobalRandom(micro_key(key, index)):
             with precision.computing(model, device):
+                pair = one_device_pair(model, loss_fn, part, num_parts)
                 if plan.micro == 1:
-                    loss = one_device_loss(model, loss_fn, part, num_parts)
-                    pair = (loss, 1.0)
-                else:
-                    found = loss_fn(model, part) if num_parts == 1 else one_device_loss(model, loss_fn, part, num_parts)
-                    pair = as_pair(found)
+                    pair = (pair[0] / pair[1], 1.0)
             (pair[0].float() * scale).backward()
         losses.append(pair[0].detach())
         weights = weights + torch.as_tensor(pair[1]).detach()
