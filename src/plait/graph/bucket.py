@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,11 +86,15 @@ def _sum_on(world: Any, flat: Tensor, axes: Sequence[str]) -> Tensor:
 
 
 def bucket_gradients(
-    graph: Graph, bucket_bytes: int, cuts: Mapping[int, Cut] | None = None, first_bytes: int = 1 << 20
+    graph: Graph,
+    bucket_bytes: int,
+    cuts: Mapping[int, Cut] | None = None,
+    gradients: Collection[int] = (),
+    first_bytes: int = 1 << 20,
 ) -> Graph:
     """Join the sums that only leave the graph. Changes `graph` and returns it.
 
-    `cuts` says of which outputs this rank keeps only its part along `data`.
+    `cuts` says of which outputs this rank keeps only its part along `data`; `gradients` which of them are gradients.
     """
     cuts = cuts or {}
     groups: dict[Any, list[Leaving]] = {}
@@ -105,7 +109,9 @@ def bucket_gradients(
         assert world is not None
         sizes = [num_bytes(one.sent.meta["val"]) for one in members]
         for bucket in split_buckets(sizes, bucket_limit(sum(sizes), bucket_bytes), first_bytes):
-            summed |= _join(graph, world, [members[i] for i in bucket], end)
+            chosen = [members[i] for i in bucket]
+            num = sum(one.index in gradients for one in chosen)
+            summed |= _join(graph, world, chosen, end, f"{num} gradients" if num else "the loss")
     (results,) = end.args
     results = [summed.get(r, r) for r in results]  # type: ignore[union-attr,arg-type]
     scattered = {one.index for members in groups.values() for one in members if one.cut is not None}
@@ -128,7 +134,7 @@ def _kept(graph: Graph, world: Node | None, node: Node, cut: Cut, end: Node) -> 
     return part
 
 
-def _join(graph: Graph, world: Node, members: list[Leaving], end: Node) -> dict[Node, Node]:
+def _join(graph: Graph, world: Node, members: list[Leaving], end: Node, what: str) -> dict[Node, Node]:
     """One collective for the members; returns what takes the place of each one's sum."""
     axes = members[0].axes
     rows = Rows(tuple(one.cut for one in members)) if members[0].cut is not None else None  # type: ignore[misc]
@@ -153,7 +159,7 @@ def _join(graph: Graph, world: Node, members: list[Leaving], end: Node) -> dict[
     with graph.inserting_after(flat):
         start = graph.call_function(rows_start if rows is not None else bucket_start, (world, flat, axes))
         held = total * sent[0].meta["val"].element_size()
-        start.meta = {**meta, "val": None, "bytes": held, "num": len(members)}
+        start.meta = {**meta, "val": None, "bytes": held, "what": what}
     dtype = values[0].dtype
     with graph.inserting_before(end):
         if rows is not None:

@@ -64,10 +64,9 @@ def _bucket(node: Node, sizes: Mapping[str, int]) -> list[Collective]:
     kind = _BUCKETS[node.target]  # type: ignore[index]
     meta = node.meta
     if kind == "all_gather":
-        value = f"{meta['num']} parameters"
-        return [_collective(kind, str(node.args[1]), meta["bytes"], sizes, node=node, value=value)]
+        return [_collective(kind, str(node.args[1]), meta["bytes"], sizes, node=node, value=meta["what"])]
     first, *others = node.args[2]  # type: ignore[misc]
-    value = f"{meta['num']} gradients"
+    value = meta["what"]
     found = [_collective(kind, str(first), meta["bytes"], sizes, node=node, value=value)]
     held = meta["bytes"] // (sizes[str(first)] if kind == "reduce_scatter" else 1)
     return found + [_collective("all_reduce", str(axis), held, sizes, node=node, value=value) for axis in others]

@@ -89,14 +89,23 @@ class Explanation:
         for axis, sent in self.sent_bytes.items():
             size = mesh.axis_size(axis)
             lines.append(f"  {axis:8} {size} ranks, each sends {human_bytes(sent)} a step")
-        if mesh.axis_size("data") > 1 and "data" in self.sent_bytes:
+        for kind, what, ways in _FORMULAS:
+            mine = [c for c in self.collectives if c.kind == kind and c.axis == "data" and c.value.endswith(what)]
+            if not mine:
+                continue
             size = mesh.axis_size("data")
-            held = sum(c.tensor_bytes for c in self.collectives if c.axis == "data" and c.value.endswith("gradients"))
-            formula = 2 * (size - 1) / size * held
-            lines.append(
-                f"  gradients over data: 2 x ({size} - 1)/{size} x {human_bytes(held)} = {human_bytes(formula)}"
-            )
+            held = sum(c.tensor_bytes for c in mine) * (size if kind == "all_gather" else 1)
+            formula = f"{ways}({size} - 1)/{size} x {human_bytes(held)}"
+            lines.append(f"  {what} over data, {kind}: {formula} = {human_bytes(sum(c.sent_bytes for c in mine))}")
         return lines
+
+
+# Kind of collective, of what, and how often the (N-1)/N of a ring go round.
+_FORMULAS = (
+    ("all_reduce", "gradients", "2 x "),
+    ("reduce_scatter", "gradients", ""),
+    ("all_gather", "parameters", ""),
+)
 
 
 def explanation(lowered: Lowered) -> Explanation:
@@ -127,9 +136,8 @@ def _way_of_gradient(node: Any) -> str:
         assert isinstance(start, Node)
         axes = " and ".join(start.args[2])  # type: ignore[arg-type]
         kept = ", of which each rank keeps its part" if start.target is rows_start else ""
-        return (
-            f"summed over {axes} in a bucket of {start.meta['num']} gradients, {human_bytes(start.meta['bytes'])}{kept}"
-        )
+        held = human_bytes(start.meta["bytes"])
+        return f"summed over {axes} in a bucket of {start.meta['what']}, {held}{kept}"
     return "made on each rank, not summed over any axis"
 
 
