@@ -76,7 +76,7 @@ def gather_parameters(graph: Graph, cuts: Mapping[str, Cut], bucket_bytes: int) 
     if not held:
         return graph
     narrow_parameters(held)
-    _repeat_views(graph, held)
+    repeat_views(graph, held)
     world = next(node for node in graph.nodes if node.name == WORLD)
     order = {node: i for i, node in enumerate(graph.nodes)}
     dtypes = {node: node.meta["val"].dtype for node in held}
@@ -126,7 +126,7 @@ def _phase(node: Node) -> str:
     return "forward" if node.meta.get("phase") == "forward" else "backward"
 
 
-def _repeat_views(graph: Graph, held: list[Node]) -> None:
+def repeat_views(graph: Graph, held: list[Node]) -> None:
     """Views of a parameter that both phases read: backward makes its own, so that forward's memory can go."""
     views: list[Node] = []
     stack = list(held)
@@ -167,7 +167,7 @@ def _place(
         with graph.inserting_before(ahead or reader):
             start = graph.call_function(gather_start, (world, "data", rows.plain, dtypes, *members))
             held = rows.length * values[0].element_size()
-            start.meta = {**meta, "val": None, "bytes": held, "num": len(members)}
+            start.meta = {**meta, "val": None, "bytes": held, "what": f"{len(members)} parameters"}
         with graph.inserting_before(reader):
             done = graph.call_function(gather_wait, (start,))
             done.meta = {**meta, "val": values}
