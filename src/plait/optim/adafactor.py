@@ -67,8 +67,10 @@ class CutAdafactor(torch.optim.Adafactor):
             squares.append(next(sums))
             updates.append(self._direction(one, (next(sums), next(sums)) if one.gradient.ndim > 1 else None))
         moved = parts.sums([(one.parameter, one.square(update)) for one, update in zip(work, updates, strict=True)])
-        for one, update, *both in zip(work, updates, _numbers(squares), _numbers(moved), strict=True):
-            self._apply(one, update, *both)
+        for one, update, factor in zip(work, updates, self._factors(work, squares, moved), strict=True):
+            if one.group["weight_decay"]:
+                one.parameter.mul_(1 - float(one.group["lr"]) * one.group["weight_decay"])
+            one.parameter.add_(update.mul_(factor))
         return loss
 
     def _begun(self, parameter: Tensor, group: dict[str, Any]) -> _Update:
@@ -93,7 +95,7 @@ class CutAdafactor(torch.optim.Adafactor):
     def _direction(self, one: _Update, sums: tuple[Tensor, Tensor] | None) -> Tensor:
         """The gradient over the root of its variance; `sums` are of the squares in each row and column."""
         state, eps = one.state, _eps(one)
-        weight = float(state["step"]) ** one.group["beta2_decay"]
+        weight = (state["step"].double() ** one.group["beta2_decay"]).to(one.gradient)
         if sums is None:
             variance: Tensor = state["variance"].lerp_(one.gradient.square(), weight).clone()
         else:
@@ -107,23 +109,23 @@ class CutAdafactor(torch.optim.Adafactor):
             variance.div_(self._parts.take(one.parameter, scale, summed=(-1, -2)))
         return variance.clamp_(min=eps * eps).rsqrt_().mul_(one.gradient)
 
-    def _apply(self, one: _Update, update: Tensor, square: float, square_update: float) -> None:
-        """Move the parameter, given the squared norms of all of it and of all of its update."""
-        group, num = one.group, prod(self._parts.shape(one.parameter))
-        rate = float(group["lr"])
-        time = float(one.state["step"])
-        length = max(group["eps"][1], (square / max(num, 1)) ** 0.5) * min(rate, time**-0.5)
-        if group["weight_decay"]:
-            one.parameter.mul_(1 - rate * group["weight_decay"])
-        one.parameter.add_(update, alpha=-length / max(1.0, (square_update / max(num, 1)) ** 0.5 / group["d"]))
+    def _factors(self, work: list[_Update], squares: list[Tensor], moved: list[Tensor]) -> list[Tensor]:
+        """What to scale each update by, given the squared norms of all of each parameter and all of its update."""
+        if not work:
+            return []
+
+        def each(values: list[Any]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float64, device=squares[0].device)
+
+        nums = each([max(prod(self._parts.shape(one.parameter)), 1) for one in work])
+        times = torch.stack([one.state["step"] for one in work]).to(nums)
+        length = (torch.stack(squares).double() / nums).sqrt().maximum(each([one.group["eps"][1] for one in work]))
+        rate = times.rsqrt().minimum(each([float(one.group["lr"]) for one in work]))
+        limit = (torch.stack(moved).double() / nums).sqrt() / each([one.group["d"] for one in work])
+        factors = -length * rate / limit.clamp(min=1.0)
+        return [f.to(one.parameter.dtype) for f, one in zip(factors.unbind(), work, strict=True)]
 
 
 def _eps(one: _Update) -> float:
     first = one.group["eps"][0]
     return torch.finfo(one.parameter.dtype).eps if first is None else float(first)
-
-
-def _numbers(tensors: list[Tensor]) -> list[float]:
-    """The values of tensors of one element, read at once."""
-    found: list[float] = torch.stack([t.double() for t in tensors]).tolist() if tensors else []
-    return found

@@ -67,13 +67,14 @@ class Lamb(torch.optim.Optimizer):
             if params:
                 updates = self._updates(params, group)
                 work.append((group, params, updates))
-                squares += zip(params, _squares(params), strict=True)
-                squares += zip(params, _squares(updates), strict=True)
-        sums = iter(self._parts.sums(squares))
+                for tensors in (params, updates):
+                    squares += zip(params, _squares(tensors), strict=True)
+        sums = self._parts.sums(squares)
         for group, params, updates in work:
-            own = [next(sums) for _ in params]
-            ratios = [_ratio(x, next(sums)) * -group["lr"] for x in own]
-            torch._foreach_mul_(updates, [r.to(u.dtype) for r, u in zip(ratios, updates, strict=True)])
+            num = len(params)
+            ratios = _ratios(torch.stack(sums[:num]), torch.stack(sums[num : 2 * num]))
+            sums = sums[2 * num :]
+            torch._foreach_mul_(updates, list((ratios * -group["lr"]).to(updates[0].dtype).unbind()))
             torch._foreach_add_(params, updates)
         return loss
 
@@ -96,11 +97,11 @@ class Lamb(torch.optim.Optimizer):
         torch._foreach_lerp_(first, grads, 1 - beta1)
         torch._foreach_mul_(second, beta2)
         torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
-        times = [float(step) for step in steps]
+        times = torch.stack(steps).double()
         denominators = torch._foreach_sqrt(second)
-        torch._foreach_div_(denominators, [(1 - beta2**t) ** 0.5 for t in times])
+        torch._foreach_div_(denominators, list((1 - beta2**times).sqrt().unbind()))
         torch._foreach_add_(denominators, group["eps"])
-        torch._foreach_mul_(denominators, [1 - beta1**t for t in times])
+        torch._foreach_mul_(denominators, list((1 - beta1**times).unbind()))
         updates = list(torch._foreach_div(first, denominators))
         if group["weight_decay"]:
             torch._foreach_add_(updates, params, alpha=group["weight_decay"])
@@ -109,11 +110,11 @@ class Lamb(torch.optim.Optimizer):
 
 def _squares(tensors: list[Tensor]) -> list[Tensor]:
     """The squared 2-norm of each."""
-    wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     return [norm.square() for norm in torch._foreach_norm(tensors, 2, dtype=wide)]
 
 
-def _ratio(square_x: Tensor, square_u: Tensor) -> Tensor:
+def _ratios(square_x: Tensor, square_u: Tensor) -> Tensor:
     """|x| / |u|, and 1 where either is 0."""
     usable = (square_x > 0) & (square_u > 0)
-    return torch.where(usable, (square_x / square_u).sqrt(), torch.ones_like(square_x))
+    return torch.where(usable, (square_x / square_u).sqrt(), 1.0)

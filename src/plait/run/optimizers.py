@@ -180,7 +180,7 @@ def _tried(
 ) -> Mapping[Tensor, Any]:
     """Step with each of the gradients on tensors of our own, as the optimizer does in this group; returns its state."""
     twin = object.__new__(type(optimizer))
-    twin.__dict__ = dict(optimizer.__dict__)
+    twin.__dict__ = {k: v for k, v in optimizer.__dict__.items() if k != "step"}  # a scheduler's wrapper calls ours
     for name, value in optimizer.__dict__.items():
         if name.startswith("_optimizer_") and name.endswith("_hooks"):
             twin.__dict__[name] = type(value)()  # hooks are for the user's steps
