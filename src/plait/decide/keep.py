@@ -11,16 +11,19 @@ from dataclasses import dataclass
 
 _GAP = 1e-3  # of the optimum, at which the solver may stop
 _SECONDS = 20.0
+_ROW = 1e5  # sum of a row of bytes, as the solver sees it
+_INFEASIBLE = 2  # as a status of scipy's milp
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value of the forward pass. `sources` are indices of values that may be dropped as well."""
+    """A value of the forward pass. `sources` are indices of the values that it is worked out again from."""
 
     bytes: int
     seconds: float
     needed: bool  # by the backward pass
     keepable: bool = True  # a view is not: it is worked out again from its memory, for nothing
+    droppable: bool = True  # a sum over ranks is not: it is not sent again, so it is kept if anything needs it
     sources: tuple[int, ...] = ()
 
 
@@ -37,10 +40,9 @@ def choose_kept(values: Sequence[Value], budget_bytes: int | None) -> set[int] |
     size = np.array([v.bytes if v.keepable else 0 for v in values], dtype=float)
     total = max(size.sum(), 1.0)
     seconds = np.array([v.seconds for v in values])
-    scale = max(seconds.sum(), 1e-12)
     cost = np.concatenate([size / total, np.zeros(num)])
     if budget_bytes is not None:
-        cost = np.concatenate([1e-6 * size / total, seconds / scale])
+        cost = np.concatenate([1e-6 * size / total, seconds / max(seconds.sum(), 1e-12)])
     rows: list[int] = []
     columns: list[int] = []
     entries: list[float] = []
@@ -61,9 +63,9 @@ def choose_kept(values: Sequence[Value], budget_bytes: int | None) -> set[int] |
     if budget_bytes is not None:
         if budget_bytes < 0:
             return None
-        at_least([(i, -size[i] / total) for i in range(num) if size[i]], -budget_bytes / total)
-    upper = np.ones(2 * num)
-    upper[:num] = [float(v.keepable) for v in values]
+        scale = _ROW / total  # the solver's tolerance is absolute
+        at_least([(i, -size[i] * scale) for i in range(num) if size[i]], -budget_bytes * scale)
+    upper = np.array([v.keepable for v in values] + [v.droppable for v in values], dtype=float)
     matrix = coo_array((entries, (rows, columns)), shape=(len(low), 2 * num)).tocsr()
     found = milp(
         cost,
@@ -72,8 +74,11 @@ def choose_kept(values: Sequence[Value], budget_bytes: int | None) -> set[int] |
         constraints=LinearConstraint(matrix, np.array(low), np.inf),
         options={"mip_rel_gap": _GAP, "time_limit": _SECONDS},
     )
-    if found.x is None:
+    if found.x is None and found.status == _INFEASIBLE:
         return None
+    if found.x is None:  # out of time without a choice that fits
+        least = choose_kept(values, None) if budget_bytes is not None else None
+        return least if least is not None and sum(values[i].bytes for i in least) <= (budget_bytes or 0) else None
     return {i for i in range(num) if found.x[i] > 0.5}
 
 

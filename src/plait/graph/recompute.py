@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch.fx import Graph, Node
 
@@ -21,6 +21,7 @@ from plait.graph import ops
 from plait.graph.calls import num_bytes, output_values
 from plait.graph.estimate import seconds_of
 from plait.graph.views import is_view
+from plait.spec.kinds import Bytes
 from plait.spec.recompute import Recompute
 
 
@@ -36,7 +37,7 @@ def recompute(graph: Graph, how: Recompute) -> Graph:
     kept_anyway = _handed_on(forward, layers)
     dropped = {n for n in forward if n in layers and n not in kept_anyway and n.target not in ops.COMMUNICATING}
     if how.kind == "budget":
-        dropped -= _kept_within(graph, forward, dropped, layers, how.budget_bytes)
+        dropped -= _kept_within(forward, dropped, how)
     _work_out_again(graph, dropped)
     graph.eliminate_dead_code()
     graph.lint()
@@ -45,7 +46,7 @@ def recompute(graph: Graph, how: Recompute) -> Graph:
 
 def saved_bytes(graph: Graph) -> int:
     """Bytes of forward values that the backward pass of a local graph reads, each memory counted once."""
-    return sum(num_bytes(node.meta["val"]) for node in _saved(graph))
+    return sum(num_bytes(node.meta["val"]) for node in saved_nodes(graph))
 
 
 def _layers(forward: list[Node], how: Recompute) -> dict[Node, str]:
@@ -88,7 +89,7 @@ def _handed_on(forward: list[Node], layers: dict[Node, str]) -> set[Node]:
     return found
 
 
-def _saved(graph: Graph) -> set[Node]:
+def saved_nodes(graph: Graph) -> set[Node]:
     """The forward nodes whose memory the backward pass reads."""
     found: set[Node] = set()
     for node in graph.nodes:
@@ -103,14 +104,11 @@ def _saved(graph: Graph) -> set[Node]:
     return found
 
 
-def _kept_within(
-    graph: Graph, forward: list[Node], droppable: set[Node], layers: dict[Node, str], budget: int
-) -> set[Node]:
+def _kept_within(forward: list[Node], droppable: set[Node], how: Recompute) -> set[Node]:
     """Which of the droppable nodes to keep so that all that is saved fits the budget."""
-    saved = _saved(graph)
-    fixed = sum(num_bytes(n.meta["val"]) for n in saved if n not in droppable)
-    needed = {n for n in forward if n in droppable and any(u.meta.get("phase") == "backward" for u in n.users)}
-    wanted = _with_sources(needed, droppable)
+    needed = {n for n in forward if any(u.meta.get("phase") == "backward" for u in n.users)}
+    fixed = {n for n in forward if n not in droppable and not is_view(n)}
+    wanted = _with_sources(needed, set(forward), fixed)
     order = [n for n in forward if n in wanted]
     index = {node: i for i, node in enumerate(order)}
     values = []
@@ -121,29 +119,37 @@ def _kept_within(
                 bytes=sum(num_bytes(v) for v in output_values(node) if hasattr(v, "numel")),
                 seconds=seconds_of(node),
                 needed=node in needed,
-                keepable=not several and not is_view(node),
-                sources=tuple(index[s] for s in node.all_input_nodes if s in index),
+                keepable=not is_view(node) and (node in fixed or not several),
+                droppable=node not in fixed,
+                sources=() if node in fixed else tuple(index[s] for s in node.all_input_nodes if s in index),
             )
         )
-    chosen = choose_kept(values, budget - fixed)
+    chosen = choose_kept(values, how.budget_bytes)
     if chosen is None:
-        least = fixed + sum(values[i].bytes for i in choose_kept(values, None) or ())
+        least = sum(values[i].bytes for i in choose_kept(values, None) or ())
         raise PlanError(
-            f"recompute=budget={budget >> 20}MiB cannot be met: with all that can be dropped worked out again,"
-            f" {-(-least // 2**20)} MiB of activations stay from forward to backward; give that much, a smaller batch,"
-            " or more of data, tensor or micro"
+            f"recompute=budget={Bytes().show(how.budget_bytes)} cannot be met: with all that can be dropped worked out"
+            f" again, {_rounded_up(least)} of activations stay from forward to backward; give that much, a smaller"
+            " batch, or more of data, tensor or micro"
         )
-    return {order[i] for i in chosen}
+    return {order[i] for i in chosen} & droppable
 
 
-def _with_sources(nodes: Iterable[Node], within: set[Node]) -> set[Node]:
+def _rounded_up(num_bytes: int) -> str:
+    """A size that a plan can name: no smaller, of few digits."""
+    unit = 2**20 if num_bytes >= 2**26 else 2**10
+    return Bytes().show(-(-num_bytes // unit) * unit)
+
+
+def _with_sources(nodes: Iterable[Node], within: Collection[Node], ends: Collection[Node] = ()) -> set[Node]:
+    """The nodes, and what they come from as far as it lies within; of `ends` not what they come from."""
     found: set[Node] = set()
     stack = list(nodes)
     while stack:
         node = stack.pop()
         if node not in found:
             found.add(node)
-            stack += [s for s in node.all_input_nodes if s in within]
+            stack += [s for s in node.all_input_nodes if s in within] if node not in ends else []
     return found
 
 
