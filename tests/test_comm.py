@@ -13,31 +13,60 @@ from plait.comm.protocol import Comm, World
 from plait.spec.mesh import Mesh
 
 SIZES = [(0,), (1,), (5,), (7, 3), (300_000,)]  # the last is larger than a segment is at first
-DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
+HALF = (torch.bfloat16, torch.float16)
 
 
 @functools.cache
 def value(shape: tuple[int, ...], dtype: torch.dtype, rank: int, salt: int = 0) -> torch.Tensor:
-    """What that rank brings: every rank can tell."""
+    """What that rank brings: every rank can tell. Sums of half precision are exact in float32, in any order."""
     generator = torch.Generator().manual_seed(100 * salt + rank)
+    if dtype in HALF:
+        return (torch.randint(-255, 256, shape, generator=generator) / 8).to(dtype)
     return (torch.randn(shape, generator=generator) * 8).to(dtype)
 
 
 def total(values: list[torch.Tensor], op: str) -> torch.Tensor:
-    result = values[0]
+    result = values[0].float() if values[0].dtype in HALF else values[0]
     for one in values[1:]:
         result = REDUCERS[op](result, one)
-    return result
+    return result.to(values[0].dtype)
 
 
 def check(result: torch.Tensor, expected: torch.Tensor) -> None:
     assert result.shape == expected.shape
     assert result.dtype == expected.dtype
-    if result.is_floating_point():
-        tolerance = 0.1 if result.dtype == torch.bfloat16 else 1e-5
-        assert torch.allclose(result, expected, rtol=tolerance, atol=tolerance)
+    if result.dtype == torch.float32:
+        assert torch.allclose(result, expected, rtol=1e-5, atol=1e-5)
     else:
         assert torch.equal(result, expected)
+
+
+def check_take(comm: Comm, values: list[torch.Tensor], given: torch.Tensor | None = None) -> None:
+    """Every rank's tensor is handed out once, flat, before `wait` returns."""
+    found: dict[int, torch.Tensor] = {}
+
+    def take(rank: int, row: torch.Tensor) -> None:
+        assert rank not in found
+        found[rank] = row.clone()
+
+    comm.all_gather(values[comm.rank] if given is None else given, take=take).wait()
+    for rank, one in enumerate(values):
+        check(found.pop(rank), one.view(-1))
+    assert not found
+
+
+def check_buffers(comm: Comm, values: list[torch.Tensor], rows: list[torch.Tensor]) -> None:
+    """Collectives from the transport's own memory, each of which ends a buffer's life."""
+    mine, mine_rows = values[comm.rank], rows[comm.rank]
+    for _ in range(2):
+        if (buffer := comm.buffer(mine.numel(), mine.dtype)) is not None:
+            check_take(comm, values, buffer.copy_(mine.view(-1)))
+        if (buffer := comm.buffer(mine.numel(), mine.dtype)) is not None:
+            check(comm.all_gather(buffer.copy_(mine.view(-1))).wait(), torch.stack(values).view(comm.size, -1))
+        if (buffer := comm.buffer(mine_rows.numel(), mine.dtype)) is not None:
+            work = comm.reduce_scatter(buffer.copy_(mine_rows.view(-1)).view(comm.size, -1), consume=True)
+            check(work.wait(), total([row[comm.rank].view(-1) for row in rows], "sum"))
 
 
 def every_collective(world: World) -> list[bytes]:
@@ -64,6 +93,8 @@ def every_collective(world: World) -> list[bytes]:
             sent.wait()
             assert torch.equal(mine, values[rank]), "an input was changed"
             assert torch.equal(mine_rows, rows[rank]), "an input was changed"
+            check_take(comm, values)
+            check_buffers(comm, values, rows)
             check(comm.all_reduce(mine, consume=True).wait(), total(values, "sum"))
         comm.barrier()
     scalar = comm.all_reduce(torch.tensor(float(rank))).wait()

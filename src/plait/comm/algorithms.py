@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 
 import torch
 
-from plait.comm.group import REDUCERS, Take, chunk
+from plait.comm.group import HALF, REDUCERS, Take, chunk, reduce_terms
 from plait.comm.links import Links
 from plait.comm.protocol import Comm, Work
 from plait.errors import PlanError
@@ -36,12 +36,16 @@ def _ring(comm: Comm, tensor: torch.Tensor, op: str, consume: bool, tag: int) ->
     rank, size = comm.rank, comm.size
     result = tensor if consume else tensor.clone()
     flat = result.view(-1)
-    chunks = [flat[slice(*chunk(flat.numel(), size, i))] for i in range(size)]
+    total = flat.float() if flat.dtype in HALF and size > 2 else flat  # what is rounded once may travel as it is
+    bounds = [slice(*chunk(flat.numel(), size, i)) for i in range(size)]
+    sums, chunks = [total[each] for each in bounds], [flat[each] for each in bounds]
     for round_ in range(size - 1):  # each chunk gathers one more rank's term as it travels
-        out, into = chunks[(rank - round_) % size], chunks[(rank - round_ - 1) % size]
+        out, into = sums[(rank - round_) % size], sums[(rank - round_ - 1) % size]
         received = _swap(comm, out, into, 1, tag)
         yield
         REDUCERS[op](received.wait(), into, out=into)
+    if total is not flat:
+        flat.copy_(total)
     for round_ in range(size - 1):  # each finished chunk goes round
         out, into = chunks[(rank + 1 - round_) % size], chunks[(rank - round_) % size]
         received = _swap(comm, out, into, 1, tag)
@@ -56,10 +60,7 @@ def _naive(comm: Comm, tensor: torch.Tensor, op: str, consume: bool, tag: int) -
     yield
     terms.update((source, work.wait()) for source, work in works.items())
     result = tensor if consume else torch.empty_like(tensor)
-    total = REDUCERS[op](terms[0], terms[1])
-    for source in range(2, comm.size):
-        total = REDUCERS[op](total, terms[source])
-    return result.copy_(total)
+    return result.copy_(reduce_terms([terms[source] for source in range(comm.size)], op))
 
 
 def _swap(comm: Comm, out: torch.Tensor, into: torch.Tensor, step: int, tag: int) -> _Swap:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plait.comm.group import Done, GroupComm, Take
+from plait.comm.group import HALF, Done, GroupComm, Take, reduce_terms
 from plait.comm.meeting import taking
 from plait.comm.protocol import Work
 from plait.errors import WorldError
@@ -21,17 +21,23 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class BackendWork:
-    """A collective of torch.distributed under way, and the tensor that it fills."""
+    """A collective of torch.distributed under way, and the tensor that it fills; `finish` is what is left to do then."""
 
-    def __init__(self, what: str, start: Callable[[], Any], result: torch.Tensor) -> None:
+    def __init__(
+        self, what: str, start: Callable[[], Any], result: torch.Tensor, finish: Callable[[], Any] | None = None
+    ) -> None:
         self._what = what
         self._result = result
+        self._finish = finish
         self._work: Any = self._guarded(start)
 
     def wait(self) -> torch.Tensor:
         if self._work is not None:
             self._guarded(self._work.wait)
             self._work = None
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
         return self._result
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
@@ -50,22 +56,43 @@ class BackendComm(GroupComm):
         self._group = group
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> Work:
+        if self._rounds(tensor, op):
+            return self._all_reduce_wide(tensor.detach(), op, consume)
         result = tensor.detach() if consume else tensor.detach().clone()
         self.count_ring_all_reduce(tensor)
         data, op = _reducible(result, op)
         return self._run("all_reduce", result, lambda: dist.all_reduce(data, _OPS[op], self._group, async_op=True))
 
+    def _all_reduce_wide(self, tensor: torch.Tensor, op: str, consume: bool) -> Work:
+        """In float32, since Gloo would round half precision at every hop: twice the bytes."""
+        result = tensor if consume else torch.empty_like(tensor)
+        wide = tensor.float()
+        self.count_ring_all_reduce(wide)
+
+        def start() -> Any:
+            return dist.all_reduce(wide, _OPS[op], self._group, async_op=True)
+
+        return self._run("all_reduce", result, start, lambda: result.copy_(wide))
+
     def all_gather(self, tensor: torch.Tensor, *, take: Take | None = None) -> Work:
         if take is not None:
             return taking(self.all_gather(tensor), take)
         result = tensor.new_empty((self.size, *tensor.shape))
-        flat = tensor.detach().view(-1)
+        flat, into = _bytes(tensor), _bytes(result)
         self.count_ring(tensor.nbytes * (self.size - 1))
-        return self._run("all_gather", result, lambda: _all_gather(result.view(-1), flat, self._group, async_op=True))
+        return self._run("all_gather", result, lambda: _all_gather(into, flat, self._group, async_op=True))
 
     def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> Work:
         result = tensor.new_empty(tensor.shape[1:])
         self.count_ring(result.nbytes * (self.size - 1))
+        if self._rounds(tensor, op):
+            rows = torch.empty_like(tensor)
+            into, flat = _bytes(rows), _bytes(tensor)
+
+            def swap() -> Any:
+                return _all_to_all(into, flat, group=self._group, async_op=True)
+
+            return self._run("reduce_scatter", result, swap, lambda: reduce_terms(list(rows), op, result))
         data, op = _reducible(tensor.detach().view(-1), op)
         out = result.view(-1).view(data.dtype)
 
@@ -79,14 +106,14 @@ class BackendComm(GroupComm):
         for i, rank in enumerate(self.ranks):
             if i != self.rank:
                 self.links.count(rank, tensor.nbytes // self.size)
-        out, flat = result.view(-1), tensor.detach().view(-1)
+        out, flat = _bytes(result), _bytes(tensor)
         return self._run("all_to_all", result, lambda: _all_to_all(out, flat, group=self._group, async_op=True))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         result = tensor.detach().clone()
         self.count_broadcast(tensor, root)
-        source = self.ranks[root]
-        return self._run("broadcast", result, lambda: dist.broadcast(result, source, self._group, async_op=True))
+        source, data = self.ranks[root], _bytes(result)
+        return self._run("broadcast", result, lambda: dist.broadcast(data, source, self._group, async_op=True))
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         self.links.count(self.ranks[to], tensor.nbytes)
@@ -100,10 +127,21 @@ class BackendComm(GroupComm):
     def barrier(self) -> None:
         BackendWork("barrier", lambda: dist.barrier(self._group, async_op=True), torch.empty(0)).wait()
 
-    def _run(self, name: str, result: torch.Tensor, start: Callable[[], Any]) -> Work:
+    def _rounds(self, tensor: torch.Tensor, op: str) -> bool:
+        """Whether Gloo would round the sum more than once. NCCL is left to sum as it does, at its speed."""
+        return tensor.dtype in HALF and op == "sum" and self.size > 2 and tensor.device.type == "cpu"
+
+    def _run(
+        self, name: str, result: torch.Tensor, start: Callable[[], Any], finish: Callable[[], Any] | None = None
+    ) -> Work:
         if result.numel() == 0:
             return Done(result)
-        return BackendWork(f"{name} of {list(result.shape)} among ranks {list(self.ranks)}", start, result)
+        return BackendWork(f"{name} of {list(result.shape)} among ranks {list(self.ranks)}", start, result, finish)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """As bytes: what is only moved may be of a dtype that the backend does not know."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _reducible(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:

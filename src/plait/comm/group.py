@@ -10,6 +10,7 @@ from plait.comm.links import Links
 
 Take = Callable[[int, torch.Tensor], None]
 
+HALF = (torch.bfloat16, torch.float16)
 REDUCERS: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
@@ -17,7 +18,7 @@ def reduce_terms(terms: Sequence[torch.Tensor], op: str, out: torch.Tensor | Non
     """The terms' sum (max, min), in their order; of half precision in float32, rounded once. `out` is none of them."""
     first, second, *others = terms
     reduce = REDUCERS[op]
-    if not others or first.dtype not in (torch.bfloat16, torch.float16):
+    if not others or first.dtype not in HALF:
         out = reduce(first, second, out=out)
         for term in others:
             reduce(out, term, out=out)

@@ -28,7 +28,8 @@ class Comm(Protocol):
 
     Inputs are contiguous and left as they were, unless `consume` says that the callee may overwrite them; the caller
     does not change them before `wait` has returned. What is reduced is summed in one order on all ranks, so that every
-    rank gets the same bits; half precision is summed in float32. Sums of bool are "or".
+    rank gets the same bits; half precision is summed in float32 and rounded once (by NCCL, as NCCL does). Sums of bool
+    are "or".
     """
 
     rank: int
