@@ -21,7 +21,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class BackendWork:
-    """A collective of torch.distributed under way, and the tensor that it fills; `finish` is what is left to do then."""
+    """A collective of torch.distributed under way, the tensor that it fills, and what is left to do when it has."""
 
     def __init__(
         self, what: str, start: Callable[[], Any], result: torch.Tensor, finish: Callable[[], Any] | None = None
