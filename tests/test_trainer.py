@@ -71,7 +71,8 @@ def test_ranks_that_read_different_batches_are_stopped() -> None:
 def test_a_shape_of_one_rank_only_names_the_shapes() -> None:
     def rank(world: World) -> None:
         trainer = Trainer(mlp(), loss_fn, SGD, "data=2", world=world)
-        trainer.step(rows(4))
+        for _ in range(3):
+            trainer.step(rows(4))
         trainer.step(rows(6 + 2 * world.rank))
 
     with pytest.raises(RankFailed, match=r"shape of batch.*\[6, 8\].*\[8, 8\].*so far: .*\[4, 8\]"):
@@ -112,3 +113,82 @@ def test_commas_in_a_plan_and_empty_batches_of_a_loader() -> None:
         plait.Plan.parse("data=2,tensor=2")
     with pytest.raises(BatchError, match="batch_size=0"):
         plait.loader([1, 2, 3], 0)
+
+
+class Average(nn.Module):
+    """Keeps a running average by assigning the buffer, not in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.register_buffer("average", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
+        return y * self.average
+
+
+def test_a_buffer_that_is_assigned_keeps_its_new_value() -> None:
+    torch.manual_seed(0)
+    report = plait.verify(Average(), loss_fn, rows(), "data=2", steps=3)
+    assert report.ok and [d.name for d in report.buffers] == ["average"], report
+
+
+class Counter(nn.Module):
+    def __init__(self, count: Any) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(8, 4), count
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        y: Tensor = self.linear(x) * self.count
+        return y
+
+
+def test_python_state_that_a_step_changes_is_named() -> None:
+    with pytest.warns(UserWarning, match="changes count from 0 to 1: Python values are fixed"):
+        Trainer(Counter(0), loss_fn, SGD, "").step(rows())
+    with pytest.raises(CaptureError, match="reads the tensor count and puts another in its place"):
+        plait.verify(Counter(torch.zeros(4)), loss_fn, rows(), "")
+
+
+def test_hooks_on_parameters_change_gradients() -> None:
+    model = mlp()
+    model[0].weight.register_hook(lambda gradient: gradient * 5)
+    assert plait.verify(model, loss_fn, rows(), "data=2").ok
+    trainer = Trainer(model, loss_fn, SGD, "")
+    _, found = trainer.step_with_gradients(rows())
+    _, plain = Trainer(mlp(), loss_fn, SGD, "").step_with_gradients(rows())
+    torch.testing.assert_close(found["0.weight"], plain["0.weight"] * 5)
+
+
+def test_ranks_that_are_given_different_global_batches_are_stopped() -> None:
+    def rank(world: World) -> None:
+        trainer = Trainer(mlp(), loss_fn, SGD, "data=2", world=world)
+        trainer.step({"x": rows()["x"] + world.rank})
+
+    with pytest.raises(RankFailed, match="do not agree on the numbers of the global batch.*plait.loader"):
+        plait.run_ranks(plait.Plan.parse("data=2").mesh, rank)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"clip_norm": 0.0}, "clip_norm=0.0: a norm to clip to is more than 0"),
+        ({"clip_norm": -1.0}, "clip_norm=-1.0"),
+        ({"steps": 0}, "steps=0: verify takes 1 step or more"),
+        ({"plan": None}, "the plan is a NoneType"),
+        ({"model": lambda x: x}, "the model is a function, not a torch.nn.Module"),
+        ({"loss_fn": 3}, "loss_fn is a int"),
+    ],
+)
+def test_what_verify_is_given_is_checked(given: dict[str, Any], message: str) -> None:
+    right = {"model": mlp(), "loss_fn": loss_fn, "batch": rows(), "plan": "data=2"}
+    with pytest.raises(PlanError, match=message):
+        plait.verify(**{**right, **given})
+
+
+def test_a_batch_of_no_rows_is_named() -> None:
+    with pytest.raises(BatchError, match=r"the batch has 0 rows: x has shape \[0, 8\]"):
+        plait.verify(mlp(), loss_fn, {"x": torch.zeros(0, 8)}, "data=2")

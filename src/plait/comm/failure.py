@@ -93,6 +93,11 @@ def _report(world: ProcessWorld, error: BaseException) -> None:
     """Print the failure, if it is the first."""
     rank = error.rank if isinstance(error, RankFailed) else world.rank
     message = str(error) if isinstance(error, RankFailed) else f"rank {rank} failed: {type(error).__name__}: {error}"
+    if isinstance(error, RankFailed) and _has_finished(world, rank):
+        message = (
+            f"rank {rank} has finished while rank {world.rank} still waits for it; give every rank the same number of"
+            " batches"
+        )
     trace = "" if isinstance(error, PlaitError | SystemExit | KeyboardInterrupt) else "".join(
         traceback.format_exception(error)
     )  # fmt: skip
@@ -103,6 +108,13 @@ def _report(world: ProcessWorld, error: BaseException) -> None:
         first = world.rank == min(1, world.mesh.size - 1)
     if first and first_to_fail():
         print(f"{trace}plait: {message}", file=sys.stderr, flush=True)
+
+
+def _has_finished(world: ProcessWorld, rank: int) -> bool:
+    try:
+        return world.board.get(f"finished/{rank}") is not None
+    except RuntimeError:  # the board's host is gone
+        return False
 
 
 def _finish(world: ProcessWorld) -> None:

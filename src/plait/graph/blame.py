@@ -35,6 +35,7 @@ def capture_error(error: Exception, model: Any, loss_fn: Callable[..., Any], doi
     source = linecache.getline(file, line).strip()
     found = CaptureError(f'cannot capture the training step: {file}:{line}: "{source}": {reason}')
     found.file, found.line = file, line
+    found.data_dependent = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
     return found
 
 

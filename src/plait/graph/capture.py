@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
-from plait.errors import BatchError, LossError, PlanError
+from plait.errors import BatchError, CaptureError, LossError, PlanError
 from plait.graph.batch import batch_leaves, map_batch
 from plait.graph.blame import capture_error
 from plait.graph.cleanup import clean
@@ -93,6 +94,8 @@ def capture(
     leaves = batch_leaves(batch)
     if not leaves:
         raise BatchError(f"the batch holds no tensor: it is {_brief(batch)}")
+    if empty := [name for name, leaf in leaves.items() if leaf.ndim and leaf.shape[0] == 0]:
+        raise BatchError(f"the batch has 0 rows: {empty[0]} has shape {list(leaves[empty[0]].shape)}")
     with _one_at_a_time, _quiet_log(), collection_paused():
         return _capture(model, loss_fn, batch, leaves, train, differentiate, device, precision, normalised)
 
@@ -157,6 +160,8 @@ def _capture(
             gradients = _differentiate(loss, stand, recorder, forward, model, loss_fn)
         results += [(Output("gradient", name), g) for name, g in gradients.items()]
         written = {name: b for name, b in stand.buffers.items() if recorder.was_written(b)}
+        written |= _replaced_buffers(stand)
+        _check_attributes(stand, recorder)
         results += [(Output("buffer", name), b) for name, b in written.items()]
         recorder.output([value for _, value in results])
     graph = recorder.graph
@@ -180,6 +185,34 @@ def _capture(
         unused=tuple(name for name in trained if name not in gradients) if differentiate else (),
         frozen=tuple(name for name, p in stand.parameters.items() if not p.requires_grad),
     )
+
+
+def _replaced_buffers(stand: StandIns) -> dict[str, Tensor]:
+    found = stand.replaced_buffers()
+    for name, new in found.items():
+        old = stand.buffers[name]
+        if (new.shape, new.dtype) != (old.shape, old.dtype):
+            raise CaptureError(
+                f"the step replaces the buffer {name}, {old.dtype} of shape {list(old.shape)}, by a tensor of"
+                f" {new.dtype} and shape {list(new.shape)}; a buffer keeps its type and shape"
+            )
+    return found
+
+
+def _check_attributes(stand: StandIns, recorder: Recorder) -> None:
+    """What the forward leaves on modules is undone; say so where the next step would have read it."""
+    for name, before, now in stand.changed_attributes():
+        if isinstance(before, Tensor) and recorder.was_lifted(before):
+            raise CaptureError(
+                f"the step reads the tensor {name} and puts another in its place; make it a buffer with"
+                " register_buffer, so that its new value is kept"
+            )
+        if type(before) in (int, float) and type(now) is type(before) and now != before:
+            warnings.warn(
+                f"the step changes {name} from {before} to {now}: Python values are fixed when the step is captured;"
+                " make it a buffer if the step reads it",
+                stacklevel=2,
+            )
 
 
 def _losses(value: Any) -> list[tuple[Output, Tensor]]:

@@ -98,6 +98,10 @@ class Recorder(TorchDispatchMode):
         """Whether an op changed this tensor, or a view of it, in place."""
         return self._group_of[id(tensor)] in self._written
 
+    def was_lifted(self, tensor: Tensor) -> bool:
+        """Whether the step reads this real tensor, which is none of its inputs, as a constant."""
+        return id(tensor) in self._lifted
+
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Node:
         """Append a call on nodes and constants whose result is `value`."""
         node = self.graph.call_function(target, args, kwargs)

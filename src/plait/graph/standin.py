@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from plait.errors import CaptureError
+
 
 @dataclass
 class StandIns:
@@ -19,6 +21,22 @@ class StandIns:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+    places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)  # of buffers: whose, under which key
+    attributes: list[tuple[str, nn.Module, dict[str, Any]]] = field(default_factory=list)  # of modules, as they were
+
+    def replaced_buffers(self) -> dict[str, Tensor]:
+        """Buffers that the forward has put another tensor in the place of: `self.ema = 0.9 * self.ema + ...`."""
+        now = {name: module._buffers.get(key) for name, (module, key) in self.places.items()}
+        return {name: new for name, new in now.items() if new is not None and new is not self.buffers[name]}
+
+    def changed_attributes(self) -> list[tuple[str, Any, Any]]:
+        """(name, before, now) of plain Python attributes of modules that the forward has assigned."""
+        return [
+            (f"{path}.{key}" if path else key, before, module.__dict__[key])
+            for path, module, attributes in self.attributes
+            for key, before in attributes.items()
+            if module.__dict__.get(key, before) is not before
+        ]
 
 
 @contextmanager
@@ -49,10 +67,13 @@ def standing_in(
                         continue
                     fake = _stand_in(real, fake_mode, device if move or real.is_meta else real.device)
                     own[key] = where[name] = fake  # type: ignore[assignment]
+                    if own is module._buffers:
+                        found.places[name] = (module, key)
                     made[id(real)] = fake
                     names[id(real)] = names[id(fake)] = name
         if model.training != train:
             model.train(train)
+        found.attributes = [(path, module, dict(module.__dict__)) for path, module in model.named_modules()]
         yield found
     finally:
         for module, attributes, contents in before:
@@ -70,6 +91,13 @@ def _stand_in(real: Tensor, fake_mode: FakeTensorMode, device: torch.device) -> 
         return fake
     parameter = nn.Parameter(fake, requires_grad=real.requires_grad)
     parameter.__dict__.update({k: v for k, v in getattr(real, "__dict__", {}).items() if k not in parameter.__dict__})
+    if getattr(real, "_post_accumulate_grad_hooks", None):
+        raise CaptureError(
+            "a parameter has a hook that runs after its gradient is accumulated, which no graph has; use register_hook,"
+            " or do it in the optimizer"
+        )
+    for hook in (real._backward_hooks or {}).values():
+        parameter.register_hook(hook)
     return parameter
 
 
