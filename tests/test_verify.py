@@ -187,7 +187,7 @@ def test_data_parallel_sends_what_the_formula_says() -> None:
     ("plan", "layouts", "error", "text"),
     [
         ("data=3", None, PlanError, "data=3 does not divide the batch of 8"),
-        ("tensor=3", None, PlanError, "tensor=3 divides no pair of weights"),
+        ("tensor=3", None, PlanError, "tensor=3 splits no pair of weights"),
         ("tensor=8", None, PlanError, r"tensor=8 does not divide .*use tensor=4"),
         ("tensor=2", {"*.querry.weight": "tensor, -"}, LayoutError, "matches no parameter; did you mean"),
         (

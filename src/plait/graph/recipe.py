@@ -166,6 +166,8 @@ class Recipe:
             self._note_stuck(node, region)
             return None
         if any(isinstance(p, Partial) for p in strategy.outputs):
+            if all(i in self.from_parameter for i in inputs if i in region.placements):
+                return REPLICATE  # a penalty on the weight or its norm: a small sum
             if not self._ends_here(node, inputs, region):
                 return None
             region.ends += 1
@@ -292,8 +294,8 @@ def recipe(graph: Graph, size: int, taken: Mapping[str, Placement], axis: str) -
     found = Recipe(graph, size, taken, axis).run()
     if not found and not any(not isinstance(p, Replicate) for p in taken.values()):
         raise PlanError(
-            f"{axis}={size} divides no pair of weights of this model: no weight's output dim divides by {size} and"
-            f" reaches a weight that sums it. Choose a size that divides its heads and widths, say by layouts={{...}}"
-            f" what to split, or leave {axis} out of the plan"
+            f"{axis}={size} splits no pair of weights of this model: no weight has an output dim that {size} divides and"
+            f" that reaches a weight which sums it with nothing on the way that needs it whole. Choose a size that"
+            f" divides its heads and widths, say by layouts={{...}} what to split, or leave {axis} out of the plan"
         )
     return found
