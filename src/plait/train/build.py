@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from plait.errors import BatchError, CheckpointError, ConfigError, DataError, PlaitError
+from plait.errors import CheckpointError, ConfigError, DataError, PlaitError
 from plait.run import checkpoint
+from plait.run.order import check_batch_size
 from plait.spec.annotation import resolve_annotations
 from plait.spec.plan import Plan
 from plait.train.config import Config, SchedulerSection
@@ -61,7 +62,7 @@ def make_data(config: Config) -> Data:
     else:
         if section.arguments:
             keys = ", ".join(f"data.{key}" for key in section.arguments)
-            raise ConfigError(f"unknown key {keys}; a text takes source, held_out and workers")
+            raise ConfigError(f"unknown key {keys}; a text takes source, held_out, workers and prefetch")
         if config.model.name != "bytes_gpt":
             raise ConfigError(
                 f"data.source = {section.source!r} is text, which is for the bytes_gpt model; give {config.model.name}"
@@ -135,12 +136,7 @@ def check_job(config: Config, plan: Plan, resume: bool = False, writes: bool = T
     The model is built on the meta device, so this takes no memory for it. Nothing is written. With `writes` false the
     job will write nothing either, and its folder is not looked at.
     """
-    size = config.train.batch_size
-    if size % plan.data:
-        near = max(size // plan.data, 1) * plan.data
-        raise BatchError(
-            f"train.batch_size = {size} does not split over data={plan.data}; choose a multiple, such as {near}"
-        )
+    check_batch_size(config.train.batch_size, plan, f"train.batch_size = {config.train.batch_size}")
     optimizer_factory(config)
     if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(

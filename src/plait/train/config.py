@@ -40,7 +40,8 @@ class DataSection(OpenSection):
 
     source: str = "python"
     held_out: float = Field(default=0.05, ge=0, le=0.5)  # of a text: the part to evaluate on
-    workers: int = Field(default=0, ge=0)  # processes per rank that read ahead
+    workers: int = Field(default=0, ge=0)  # processes per rank that read; 0: a thread of the rank
+    prefetch: int = Field(default=2, ge=0)  # batches that are made ready ahead of the step
 
 
 class OptimizerSection(OpenSection):

@@ -73,6 +73,8 @@ class _Job:
         self.folder = checkpoint_folder(config)
         self.log: MetricsLog | None = None
         self.reporter: Reporter | None = None
+        self.loaders: list[Loader] = []
+        self.held_out: Loader | None = None
 
     def run(self, resume: bool) -> Outcome:
         try:
@@ -80,6 +82,8 @@ class _Job:
                 loader = self._start(resume)
                 return self._steps(loader, vote)
         finally:
+            for loader in self.loaders:
+                loader.close()
             if self.log is not None:
                 self.log.close()
             if self.reporter is not None:
@@ -90,7 +94,7 @@ class _Job:
         config, trainer = self.config, self.trainer
         started = time.monotonic()
         loader = self._loader(self.data.train, shuffle=True)
-        trainer.prepare(next(iter(self._loader(self.data.train, shuffle=True))))
+        trainer.prepare(next(iter(self._loader(self.data.train, shuffle=True, ahead=False))))
         if resume:
             loader.load_state_dict(trainer.load(self.folder)["data"])
         first = trainer.step_number
@@ -120,7 +124,6 @@ class _Job:
                 return Outcome(trainer.step_number, loss, stopped=True)
             start = time.perf_counter()
             batch = next(batches)
-            waited = time.perf_counter() - start
             assert trainer.optimizer is not None
             rate = float(trainer.optimizer.param_groups[0]["lr"])  # of this step; the scheduler moves it after
             loss = float(trainer.step(batch))
@@ -132,7 +135,7 @@ class _Job:
                 "lr": rate,
                 "tokens_per_s": tokens / seconds,
                 "seconds": seconds,
-                "data_seconds": waited,
+                "data_seconds": loader.waited_seconds.last,
             }
             if (norm := self.ends.pop().gradient_norm) is not None:
                 values["gradient_norm"] = norm
@@ -152,20 +155,27 @@ class _Job:
         self._finish()
         return Outcome(trainer.step_number, loss, stopped=False)
 
-    def _loader(self, dataset: Any, shuffle: bool) -> Loader:
-        return Loader(
+    def _loader(self, dataset: Any, shuffle: bool, ahead: bool = True) -> Loader:
+        """A loader from the beginning of the data; without `ahead` one that reads only what it is asked for."""
+        loader = Loader(
             dataset,
             self.config.train.batch_size,
             shuffle=shuffle,
             seed=self.config.train.seed,
+            plan=self.trainer.plan,
             world=self.trainer.world,
-            num_workers=self.config.data.workers,
+            num_workers=self.config.data.workers if ahead else 0,
+            prefetch=self.config.data.prefetch if ahead else 0,
         )
+        self.loaders.append(loader)
+        return loader
 
     def _evaluate(self) -> float:
         """The loss on the first batches of the held-out data, the same ones each time."""
-        batches = iter(self._loader(self.data.held_out, shuffle=False))
-        return self.trainer.evaluate(islice(batches, self.config.train.evaluate_batches))
+        if self.held_out is None:
+            self.held_out = self._loader(self.data.held_out, shuffle=False)
+        self.held_out.load_state_dict(self.held_out.state_dict() | {"epoch": 0, "items": 0})
+        return self.trainer.evaluate(islice(self.held_out, self.config.train.evaluate_batches))
 
     def _save(self, loader: Loader) -> None:
         self.trainer.save(self.folder, extra={"data": loader.state_dict()})
