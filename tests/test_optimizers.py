@@ -16,7 +16,7 @@ import plait
 from plait.comm.protocol import World
 from plait.errors import PlanError, RankFailed
 from plait.optim import Lamb
-from plait.optim.adafactor import CutAdafactor
+from plait.optim.adafactor import Adafactor
 from plait.run.compiler import Captures, Compiler
 from plait.run.optimizers import state_layouts
 from plait.spec.layout import Layout, Only, Shard
@@ -328,7 +328,7 @@ def test_adafactor_keeps_its_groups_and_names() -> None:
     def rank(trainer: Trainer) -> None:
         trainer.prepare(batch())
         optimizer = trainer.optimizer
-        assert type(optimizer) is CutAdafactor
+        assert type(optimizer) is Adafactor
         first, second = optimizer.param_groups
         assert (first["lr"], first["weight_decay"], second["lr"], second["weight_decay"]) == (0.25, 0.5, 0.5, 0.0)
         assert second["param_names"] == ["conv.bias", "a.bias", "b.bias", "head.bias"]
@@ -348,7 +348,7 @@ def test_layouts_of_state_are_known_without_the_parameter() -> None:
     vector = Layout("f32", (8,), (("data", Shard(0)),))
     held = nn.Parameter(torch.zeros(4))
     layouts = {"absent": matrix, "bias": vector}
-    found = state_layouts(CutAdafactor([held]), {"bias": held}, layouts)
+    found = state_layouts(Adafactor([held]), {"bias": held}, layouts)
     assert found["bias"] == {"step": None, "variance": vector}
     whole = (("tensor", Only(1)),)
     assert found["absent"] == {

@@ -37,7 +37,7 @@ class _Update:
         return norm.square()
 
 
-class CutAdafactor(torch.optim.Adafactor):
+class Adafactor(torch.optim.Adafactor):
     """torch.optim.Adafactor with the result of one device, whatever part of its parameters this rank has."""
 
     _parts: Parts = Whole()

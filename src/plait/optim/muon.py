@@ -19,7 +19,7 @@ from plait.optim.parts import Parts, Whole
 _AT_ONCE = 32 << 20  # bytes of whole matrices that are put together with one all-reduce
 
 
-class CutMuon(torch.optim.Muon):
+class Muon(torch.optim.Muon):
     """torch.optim.Muon with the result of one device, whatever part of its parameters this rank has."""
 
     _parts: Parts = Whole()

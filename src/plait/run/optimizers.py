@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from plait.comm.protocol import World
 from plait.errors import PlanError
-from plait.optim.adafactor import CutAdafactor
-from plait.optim.muon import CutMuon
+from plait.optim.adafactor import Adafactor
+from plait.optim.muon import Muon
 from plait.optim.parts import Whole
 from plait.run.parts import LaidOutParts
 from plait.run.tuning import prefer_fused
 from plait.spec.layout import Layout, Shard
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
-EXACT: dict[type, type] = {torch.optim.Adafactor: CutAdafactor, torch.optim.Muon: CutMuon}
+EXACT: dict[type, type] = {torch.optim.Adafactor: Adafactor, torch.optim.Muon: Muon}
 
 _TRIED = (4, 6, 2, 2, 2, 2)  # of a tensor that an optimizer is tried on: as many of these as it has dims
 _SCALES = (1.0, 100.0, 0.01)  # of its gradients: limits on the length of an update bind at one of them
@@ -107,7 +107,7 @@ def state_layouts(
         index, ndim = groups.get(parameters.get(name), 0), len(layout.shape)
         if (index, ndim) not in found:
             toy = torch.ones(_TRIED[:ndim])
-            state = _tried(optimizer, optimizer.param_groups[index], [toy])[toy]
+            state = tried(optimizer, optimizer.param_groups[index], [toy])[toy]
             found[index, ndim] = {k: tuple(v.shape) if torch.is_tensor(v) else () for k, v in state.items()}
         result[name] = {key: _like(shape, layout) for key, shape in found[index, ndim].items()}
     return result
@@ -161,10 +161,10 @@ def _depends_on_the_cut(optimizer: torch.optim.Optimizer, group: Mapping[str, An
     gradients = [g * scale for g, scale in zip(gradients, _SCALES, strict=True)]
     whole = start.clone()
     try:
-        _tried(optimizer, group, [whole], [[g] for g in gradients])
+        tried(optimizer, group, [whole], [[g] for g in gradients])
         for dim in range(ndim):
             halves = [half.clone() for half in start.chunk(2, dim)]
-            _tried(optimizer, group, halves, [list(g.chunk(2, dim)) for g in gradients])
+            tried(optimizer, group, halves, [list(g.chunk(2, dim)) for g in gradients])
             if not (torch.cat(halves, dim) - whole).abs().max() <= 1e-2 * (whole - start).abs().max():
                 return "updates an element by what others of its tensor are"
     except Exception as error:
@@ -172,7 +172,7 @@ def _depends_on_the_cut(optimizer: torch.optim.Optimizer, group: Mapping[str, An
     return ""
 
 
-def _tried(
+def tried(
     optimizer: torch.optim.Optimizer,
     group: Mapping[str, Any],
     tensors: list[Tensor],
