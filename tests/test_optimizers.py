@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm.protocol import World
-from plait.errors import PlanError, RankFailed
+from plait.errors import ConfigError, PlanError, RankFailed
 from plait.optim import Lamb
 from plait.optim.adafactor import Adafactor
 from plait.run.compiler import Captures, Compiler
 from plait.run.optimizers import state_layouts
 from plait.spec.layout import Layout, Only, Shard
+from plait.train.build import optimizer_factory
+from plait.train.config import Config
 from plait.trainer import OptimizerFactory, Trainer
 
 STEPS = 4
@@ -371,3 +373,11 @@ def test_the_fused_update_is_used_where_there_is_one() -> None:
     assert fused(torch.optim.AdamW) is True
     assert fused(functools.partial(torch.optim.AdamW, foreach=True)) is None
     assert fused(Lamb) is None
+
+
+def test_a_job_may_name_lamb() -> None:
+    section = {"name": "Lamb", "lr": 0.02, "weight_decay": 0.1}
+    optimizer = optimizer_factory(Config.model_validate({"optimizer": section}))([nn.Parameter(torch.zeros(2))])
+    assert type(optimizer) is Lamb and optimizer.param_groups[0]["weight_decay"] == 0.1
+    with pytest.raises(ConfigError, match="optimizer.name = 'Lars'; torch.optim and plait.optim have .*, Lamb, Muon"):
+        optimizer_factory(Config.model_validate({"optimizer": {"name": "Lars"}}))

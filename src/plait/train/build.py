@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from plait import optim
 from plait.errors import CheckpointError, ConfigError, DataError, PlaitError
 from plait.run import checkpoint
 from plait.run.order import check_batch_size
@@ -95,10 +96,11 @@ def first_batch(config: Config, data: Data) -> Any:
 def optimizer_factory(config: Config) -> Callable[..., torch.optim.Optimizer]:
     """Parameters -> the optimizer that [optimizer] names."""
     section = config.optimizer
-    found = getattr(torch.optim, section.name, None)
+    found = getattr(optim, section.name, None) or getattr(torch.optim, section.name, None)
     if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
         names = [n for n, o in vars(torch.optim).items() if isinstance(o, type) and n != "Optimizer"]
-        raise ConfigError(f"optimizer.name = {section.name!r}; torch.optim has {', '.join(sorted(names))}")
+        known = ", ".join(sorted([*names, *optim.__all__]))
+        raise ConfigError(f"optimizer.name = {section.name!r}; torch.optim and plait.optim have {known}")
     arguments = {"lr": section.lr, **section.arguments}
     check_arguments(found, arguments, "optimizer", skip=1)
     try:

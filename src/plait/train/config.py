@@ -45,7 +45,7 @@ class DataSection(OpenSection):
 
 
 class OptimizerSection(OpenSection):
-    """[optimizer]: the name of a class in torch.optim; further keys are its arguments."""
+    """[optimizer]: the name of a class in torch.optim or plait.optim; further keys are its arguments."""
 
     name: str = "AdamW"
     lr: float = Field(default=1e-3, gt=0)
