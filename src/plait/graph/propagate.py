@@ -32,6 +32,7 @@ from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Sh
 
 # Moving a parameter that somebody sharded would undo the decision: only where nothing else works.
 PARAMETER_WEIGHT = 1000.0
+_ADDITIVE = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.reshape.default, torch.ops.aten.t.default})
 # Ops that speak of memory, which a rank may have laid out otherwise than one device: rewritten wherever they stand.
 _READS_MEMORY = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
 
@@ -125,6 +126,8 @@ class Propagator:
         options += only_strategies(call, given)
         bytes_in = [num_bytes(i.meta["val"]) for i in inputs]
         bytes_out = sum(num_bytes(v) for v in output_values(node) if hasattr(v, "numel"))
+        if node.target is torch.ops.aten._to_copy.default and bytes_in[0] < bytes_out and only_leaves(node):
+            bytes_out = bytes_in[0]
         best = min(options, key=lambda s: self._rank(s, inputs, given, bytes_in, bytes_out))
         cost = self._move(best, inputs, given, bytes_in)
         sharded = any(isinstance(have, Shard) and have != want for have, want in zip(given, best.inputs, strict=True))
@@ -221,6 +224,15 @@ class Propagator:
                 if sum(moves) == 0:
                     return strategy
         return None
+
+
+def only_leaves(node: Node) -> bool:
+    """Whether the node is only added to others and leaves the step: its sum can wait for the end, where a term that was
+    widened is sent as it was before."""
+    return all(
+        user.op == "output" or (user.target in _ADDITIVE and len(user.users) == 1 and only_leaves(user))
+        for user in node.users
+    )
 
 
 def whole_strategy(given: tuple[Placement, ...], node: Node) -> Strategy:
