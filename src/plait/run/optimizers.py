@@ -126,8 +126,8 @@ def _like(tried: tuple[int, ...], layout: Layout) -> Layout | None:
 def _refuse_what_cannot_step(optimizer: torch.optim.Optimizer, kind: str) -> None:
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise PlanError(
-            "SparseAdam takes only sparse gradients, and those of a training step are dense; use Adam, which has the"
-            " same update for every element"
+            "SparseAdam takes only sparse gradients, and those of a training step are dense; use Adam, which moves"
+            " every row at each step"
         )
     closure = next(iter(inspect.signature(optimizer.step).parameters.values()), None)
     if closure is not None and closure.default is closure.empty and closure.kind is closure.POSITIONAL_OR_KEYWORD:
