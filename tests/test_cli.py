@@ -64,6 +64,7 @@ def plait(*arguments: str) -> subprocess.Popen[str]:
         (["train", "job.toml", "--resume"], ["there is no checkpoint in run/checkpoints"]),
         (["verify", "job.toml", "--plan", "schedule=foo"], ["unknown schedule 'foo'", "gpipe"]),
         (["explain", "job.toml", "--plan", "data=0"], ["'data=0'", "1 or more"]),
+        (["memory", "job.toml", "--limit", "16G"], ["cannot read --limit '16G'", "KiB, MiB, GiB"]),
         (["run", "none.py"], ["there is no script 'none.py'"]),
         (["run", "text.txt", "--processes", "2", "--plan", "tensor=3"], ["'tensor=3' is for 3 processes, not 2"]),
     ],
@@ -145,3 +146,15 @@ def test_verify_and_explain(folder: Path) -> None:
 def test_runs_as_a_module_as_torchrun_starts_it() -> None:
     done = subprocess.run([sys.executable, "-m", "plait", "--help"], capture_output=True, text=True, check=True)
     assert "train" in done.stdout and "explain" in done.stdout
+
+
+def test_memory_says_whether_it_fits_and_what_would(folder: Path) -> None:
+    page = CliRunner().invoke(app, ["memory", "job.toml", "--plan", "data=2", "--limit", "1GiB"])
+    assert page.exit_code == 0, page.output
+    assert "plan data=2, " in page.stdout and "at the peak" in page.stdout and "fits: " in page.stdout
+    short = CliRunner().invoke(app, ["memory", "job.toml", "--plan", "data=2", "--limit", "325KiB"])
+    assert short.exit_code == 1, short.output
+    assert "does not fit: " in short.stdout and "with zero=1 it would: " in short.stdout
+    never = CliRunner().invoke(app, ["memory", "job.toml", "--plan", "data=2", "--limit", "1KiB"])
+    assert never.exit_code == 1 and "no single change of the plan would do" in never.stdout
+    assert not (folder / "run").exists()

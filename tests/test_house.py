@@ -46,6 +46,7 @@ def test_public_surface() -> None:
         "__version__",
         "explain",
         "loader",
+        "memory",
         "optim",
         "run_ranks",
         "verify",

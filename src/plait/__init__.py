@@ -20,6 +20,7 @@ _HOME = {
     "Verifier": "plait.verification",
     "Report": "plait.verification",
     "explain": "plait.explaining",
+    "memory": "plait.memory_estimate",
     "run_ranks": "plait.comm.threads",
     "optim": "plait.optim",
     "PlaitError": "plait.errors",

@@ -1,4 +1,4 @@
-"""The command line: plait train | verify | explain | run."""
+"""The command line: plait train | verify | explain | memory | run."""
 
 from __future__ import annotations
 
@@ -124,6 +124,24 @@ def explain(
         model, loss_fn = make_model(job)
         found = explain_step(model, loss_fn, first_batch(job, make_data(job)), chosen, layouts=job.layouts)
         print(found if tensor is None else found.tensor(tensor))
+
+
+@app.command()
+def memory(
+    config: ConfigArgument,
+    plan: PlanOption = None,
+    limit: Annotated[str | None, typer.Option("--limit", help="What a rank may take, such as 16GiB.")] = None,
+    changes: SetOption = None,
+) -> None:
+    """Predict the memory of each rank, class by class. Nothing is run; with --limit, status 1 if it does not fit."""
+    with _errors_shown_once():
+        from plait.train.config import load_config
+
+        chosen, job = _plan_of(plan), load_config(config, changes or [])
+        from plait.train.memory import print_memory
+
+        if not print_memory(job, chosen, limit):
+            raise typer.Exit(1)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -1,0 +1,108 @@
+"""memory: what a training step takes on each rank of a plan, before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.decide.memory import RankMemory, single_changes
+from plait.errors import PlanError
+from plait.graph.lower import Lowered
+from plait.run.compiler import Captures, Compiler, LossFn
+from plait.run.local_batch import num_rows
+from plait.run.microbatch import microbatches
+from plait.run.optimizers import OptimizerFactory
+from plait.run.rehearse import rehearse
+from plait.spec.annotation import Annotations
+from plait.spec.layout import Only
+from plait.spec.plan import Plan
+from plait.view.memory import MemoryEstimate
+
+_ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
+
+
+def memory(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    plan: Plan | str,
+    *,
+    optimizer: OptimizerFactory = _ADAMW,
+    layouts: Annotations | None = None,
+) -> MemoryEstimate:
+    """Bytes of tensors on each rank over a step on a global batch; print it, or ask `.peak` and `.fits(limit)`.
+
+    `optimizer` is as the Trainer takes it. The model may be on the meta device; nothing of its size is allocated. Not
+    counted are the runtime's own memory, what kernels take inside themselves, and what an allocator cannot reuse.
+
+    Raises PlanError, LayoutError or CaptureError as the Trainer would.
+    """
+    estimator = Estimator(model, loss_fn, batch, optimizer, layouts)
+    return estimator.estimate(Plan.parse(plan) if isinstance(plan, str) else plan)
+
+
+class Estimator:
+    """Estimates of several plans for one model and batch, which share captures; arguments as of `memory`.
+
+    `built` says whether every rank builds the model with its values; by default it does if this model has them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        batch: Any,
+        optimizer: OptimizerFactory = _ADAMW,
+        layouts: Annotations | None = None,
+        built: bool | None = None,
+    ) -> None:
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # as a process takes it
+        self._captures = Captures(model, loss_fn, self._device)
+        self._batch = batch
+        self._optimizer = optimizer
+        self._layouts = layouts
+        self._built = not any(p.is_meta for p in model.parameters()) if built is None else built
+
+    def estimate(self, plan: Plan) -> MemoryEstimate:
+        """What the plan takes on each of its ranks; what has its home elsewhere is counted as if on the device."""
+        model = self._captures.model
+        homes: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Plan) if f.name.startswith("home")}
+        given, plan = plan, dataclasses.replace(plan, **homes)
+        lowered = Compiler(self._captures, plan, self._layouts).lowered(microbatches(self._batch, plan.micro)[0])
+        found: dict[Any, tuple[list[int], RankMemory]] = {}
+        for rank in range(plan.mesh.size):
+            kind = _kind(lowered, rank)
+            if kind not in found:
+                shared = self._device.type == "cpu"  # the ranks of one host; several hosts take less
+                each = rehearse(lowered, model, self._batch, self._optimizer, self._device, rank, shared)
+                found[kind] = ([], each if self._built else each.without_start())
+            found[kind][0].append(rank)
+        num_parameters = sum(math.prod(layout.shape) for layout in lowered.states.values())
+        return MemoryEstimate(given, num_parameters, tuple((tuple(ranks), each) for ranks, each in found.values()))
+
+    def until_it_fits(self, plan: Plan, limit: int) -> list[MemoryEstimate]:
+        """Estimates of plans that differ from this one in one key, up to the first that stays within so many bytes on
+        every rank; all of them if none does."""
+        found = []
+        for other in single_changes(plan, num_rows(self._batch)):
+            try:
+                found.append(self.estimate(other))
+            except PlanError:  # such as recompute=layer of a model without layers
+                continue
+            if found[-1].fits(limit):
+                break
+        return found
+
+
+def _kind(lowered: Lowered, rank: int) -> Any:
+    """What two ranks that take the same memory have in common: the shapes of their parts, and what they run."""
+    mesh = lowered.plan.mesh
+    here = mesh.coordinates(rank)
+    shapes = tuple(layout.local_shape(mesh, here) for layout in lowered.states.values())
+    only = {axis for layout in lowered.layouts.values() for axis, p in layout.placements if isinstance(p, Only)}
+    return shapes, tuple(here[axis] for axis in sorted(only))

@@ -1,0 +1,75 @@
+"""What the ranks of test_memory.py run: training steps whose allocations are counted."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import plait
+from plait.comm.protocol import World
+from plait.run.compiler import Captures, Compiler
+from plait.run.local_batch import LocalBatch
+from plait.train.gpt import BytesGPT, loss_fn
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
+ROWS, SEQUENCE = 16, 32
+
+
+def gpt() -> BytesGPT:
+    torch.manual_seed(0)
+    return BytesGPT(layers=2, width=64, heads=4, sequence=SEQUENCE)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    symbols = torch.randint(0, 256, (ROWS, SEQUENCE + 1), generator=torch.Generator().manual_seed(7))
+    return {"x": symbols[:, :-1].contiguous(), "y": symbols[:, 1:].contiguous()}
+
+
+def peaks(world: World, plans: list[str]) -> list[int]:
+    """The most bytes of tensors that this rank has at a time in the second step under each plan."""
+    captures = Captures(gpt(), loss_fn, world.device)
+    return [_peak(world, Compiler(captures, plait.Plan.parse(plan))) for plan in plans]
+
+
+def _peak(world: World, compiler: Compiler) -> int:
+    arenas = [_Arena(comm) for comm in (world.comm("data"), world.everyone())]
+    trainer = plait.Trainer(compiler.model, loss_fn, ADAMW, compiler.plan, world=world, compiler=compiler)
+    rows = ROWS // world.comm("data").size
+    part = {key: value[world.comm("data").rank * rows :][:rows].clone() for key, value in batch().items()}
+    local = LocalBatch(part, rows, ROWS)
+    trainer.step(local)
+    replica, optimizer = trainer.replica, trainer.optimizer
+    assert optimizer is not None
+    held: list[Any] = [*part.values(), *replica.parameters.values(), *replica.variables.inputs.values()]
+    held += [value for state in optimizer.state.values() for value in state.values()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if torch.is_tensor(t)}
+    del held
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        trainer.step(local)
+    total = most = sum(storages.values())
+    for event in found.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            total += event.nbytes()
+            most = max(most, total)
+    return most + sum(arena.most for arena in arenas)
+
+
+class _Arena:
+    """How much of the shared memory from which this rank sends was ever used since."""
+
+    def __init__(self, comm: Any) -> None:
+        self.most = 0
+        if not hasattr(comm, "_arena"):
+            return
+        take, start = comm._arena.take, comm._own.arena_start
+
+        def watched(num_bytes: int) -> int | None:
+            offset = take(num_bytes)
+            if offset is not None:
+                self.most = max(self.most, offset + num_bytes - start)
+            return offset
+
+        comm._arena.take = watched
