@@ -28,6 +28,7 @@ from plait.trainer import OptimizerFactory, Trainer, step_key
 # but for rounding, and a ReLU near zero may turn. How far is measured: the one-device run is repeated with the last few
 # bits of every weight changed. A difference of up to this many times that effect is rounding, too.
 ROUNDING_MARGIN = 20.0
+_HEADROOM = 2.0**4  # of the loss scale in fp16: a rank's term of a sum may be larger than the sum
 _LAST_BITS = {"fp32": 1e-6, "bf16": 2.0**-9, "fp16": 2.0**-12}
 
 
@@ -142,7 +143,7 @@ class Verifier:
             )
             raise
         reference, rounded = self._reference(plan)
-        mine = self._run_plan(compiler, min(reference.scale, rounded.scale))
+        mine = self._run_plan(compiler, min(reference.scale, rounded.scale) / _HEADROOM)
         bits = _half_bits(_last_bits(plan))
         return Report(
             plan=plan.title,

@@ -35,7 +35,7 @@ class LossScale:
 
         Every rank calls it with its part of the gradients.
         """
-        found = list(gradients)
+        found = [g for g in gradients if g.numel()]  # of what does not divide evenly a rank may have nothing
         norms = torch._foreach_norm(found, float("inf")) if found else []
         bad = torch.stack([(~norm.isfinite()).to(torch.int32).to(self._world.device) for norm in norms] or
                           [torch.zeros((), dtype=torch.int32, device=self._world.device)]).amax()  # fmt: skip
