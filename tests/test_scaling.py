@@ -63,7 +63,7 @@ def test_an_overflow_skips_the_step_on_every_rank_and_halves_the_scale(plan: str
             trainer.step(rows())
             same = all(map(torch.equal, before, trainer.replica.parameters.values()))
             assert trainer.optimizer is not None and trainer.loss_scale is not None
-            assert bool(trainer.optimizer.state) != same or not same
+            assert not (same and trainer.optimizer.state)  # what is skipped leaves nothing
             found.append((trainer.loss_scale.value, same, trainer.scheduler.get_last_lr()[0]))
         assert trainer.step_number == 12
         return found

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
+from plait.comm.protocol import World
+from plait.errors import RankFailed
+
+SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 class SharedGradients(nn.Module):
@@ -100,3 +106,31 @@ def test_local_batch_norm_with_microbatches_of_a_weighted_loss() -> None:
     model.drop.p = 0.0
     report = plait.verify(model, weighted_loss, odd_batch(), "replica=2 data=2 micro=2 zero=1 batchnorm=local")
     assert report.ok, report
+
+
+class Branches(nn.Module):
+    """Which way it goes depends on the data: a step without one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return (y if y.sum() > 0 else -y).mean()
+
+
+@pytest.mark.parametrize(
+    "needs",
+    ["zero=2", "micro=2", "recompute=layer", "precision=bf16", "precision.linear=bf16", "replica=2", "tensor=2"],
+)
+def test_a_model_without_a_graph_gets_only_data_parallelism(needs: str) -> None:
+    plan = plait.Plan.parse(needs)
+
+    def rank(world: World) -> None:
+        plait.Trainer(Branches(), mean_loss, SGD, plan, world=world).step(torch.randn(4, 8))
+
+    with pytest.raises(
+        RankFailed, match=rf"(?s)needs the graph of the step for {needs}, and.*test_zero.py:\d+.*works is data="
+    ):
+        plait.run_ranks(plan.mesh, rank)

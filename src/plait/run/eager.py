@@ -7,6 +7,7 @@ those of each rank alone, as in DDP.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,16 +26,21 @@ from plait.run.references import as_pair, rows_of
 from plait.spec.layout import Layout
 from plait.spec.plan import Plan
 
+# Keys of a plan that DDP on the model as it is can do, or that only say how fast.
+_WITHOUT_GRAPH = ("data", "home_optimizer", "batchnorm", "allreduce", "bucket_bytes")
+
 
 def refuse_unless_data_only(error: CaptureError, plan: Plan, world: World) -> None:
     """Raise PlanError with the model's own file and line if the plan needs the graph that could not be had."""
+    rows = {row.name: row.default for row in dataclasses.fields(plan) if row.name not in _WITHOUT_GRAPH}
+    needs = {name: getattr(plan, name) for name, default in rows.items() if getattr(plan, name) != default}
+    if needs:
+        raise PlanError(
+            f"the plan {plan.title!r} needs the graph of the step for {Plan(**needs)}, and it could not be captured:"
+            f" {error}\nThe nearest plan that works is data={plan.num_processes}, which runs the model as it is."
+        ) from error
     if plan.data > 1 and not has_process_group(world):
         raise PlanError(f"a model that cannot be captured runs under DDP, which needs processes, not threads: {error}")
-    if plan.num_processes != plan.data:
-        raise PlanError(
-            f"the plan {plan.title!r} needs the graph of the step, which could not be captured: {error}\n"
-            f"The nearest plan that works is data={plan.num_processes}, which runs the model as it is."
-        ) from error
 
 
 class EagerReplica:
