@@ -83,6 +83,7 @@ def test_text_parses_back(plan: Plan) -> None:
         ("zero=4", ["'zero=4'", "0 to 3"]),
         ("micro=0", ["'micro=0'", "1 or more"]),
         ("recompute=budget=4", ["'budget=4'", "GiB"]),
+        ("recompute=budget=0MiB", ["'budget=0MiB'", "1B or more"]),
         ("precision=f8", ["'f8'", "fp32, bf16, fp16"]),
         ("precision.head=bf16 precision.head=fp32", ["precision.head is given twice", "word 2"]),
         ("schedule=foo", ["unknown schedule 'foo'", "gpipe, 1f1b"]),

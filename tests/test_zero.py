@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 import plait
 from plait.comm.protocol import World
-from plait.errors import RankFailed
+from plait.errors import BatchError, PlanError, RankFailed
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
@@ -134,3 +135,40 @@ def test_a_model_without_a_graph_gets_only_data_parallelism(needs: str) -> None:
         RankFailed, match=rf"(?s)needs the graph of the step for {needs}, and.*test_zero.py:\d+.*works is data="
     ):
         plait.run_ranks(plan.mesh, rank)
+
+
+class Distances(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pdist(x).float().mean()
+
+
+class Bessel(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.special.i1(x).float().mean()
+
+
+@pytest.mark.parametrize(("tail", "op"), [(Distances(), "aten._pdist_forward.default"), (Bessel(), "an op")])
+def test_an_op_without_a_kernel_in_half_precision(tail: nn.Module, op: str) -> None:
+    """Found when it runs, or when its backward is captured: the module is named and the plan that helps."""
+    model = nn.Sequential(OrderedDict(body=nn.Linear(8, 8), tail=tail))
+    batch = torch.randn(4, 8)
+    message = rf"{op} of tail has no kernel in half precision \(.*Half'\); .* precision\.tail=fp32"
+    with pytest.raises(PlanError, match=message):
+        plait.Trainer(model, mean_loss, SGD, "precision=fp16").step(batch)
+    report = plait.verify(model, mean_loss, batch, "precision=fp16 precision.tail=fp32")
+    assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    ("plan", "error", "message"),
+    [
+        ("micro=5", BatchError, "micro=5 does not divide the batch of 24 rows; give a multiple of 5, such as 20"),
+        ("data=2 micro=8", PlanError, "data=2 does not divide a microbatch of 3; give a batch .* multiple of 16"),
+        ("precision.hed=bf16", PlanError, r"precision\.hed=bf16 fits no module of the model; it has stem, frozen"),
+        ("recompute=hed.*", PlanError, r"recompute=hed\.\* matches no module of the model; it has .*batch_norm"),
+    ],
+)
+def test_plans_that_do_not_fit_the_model_or_the_batch(plan: str, error: type[Exception], message: str) -> None:
+    for check in (plait.verify, plait.explain):
+        with pytest.raises(error, match=message):
+            check(Odd(), weighted_loss, odd_batch(), plan)

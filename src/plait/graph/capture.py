@@ -147,7 +147,8 @@ def _capture(
         except (LossError, PlanError):
             raise
         except Exception as error:
-            raise capture_error(error, model, loss_fn, "in the forward pass") from error
+            refusal = precision.refusal(error, recorder.module)
+            raise refusal or capture_error(error, model, loss_fn, "in the forward pass") from error
         gradients: dict[str, Tensor] = {}
         if differentiate:
             loss = results[0][1]
@@ -157,7 +158,7 @@ def _capture(
                 scale = torch.empty((), device=where)
                 nodes[recorder.placeholder("scale", scale)] = ("scale", "scale")
                 loss = loss.float() * scale
-            gradients = _differentiate(loss, stand, recorder, forward, model, loss_fn)
+            gradients = _differentiate(loss, stand, recorder, forward, model, loss_fn, precision)
         results += [(Output("gradient", name), g) for name, g in gradients.items()]
         written = {name: b for name, b in stand.buffers.items() if recorder.was_written(b)}
         written |= _replaced_buffers(stand)
@@ -256,7 +257,13 @@ def _sum_alone(results: list[tuple[Output, Tensor]]) -> Tensor:
 
 
 def _differentiate(
-    loss: Tensor, stand: StandIns, recorder: Recorder, forward: ForwardModules, model: nn.Module, loss_fn: LossFn
+    loss: Tensor,
+    stand: StandIns,
+    recorder: Recorder,
+    forward: ForwardModules,
+    model: nn.Module,
+    loss_fn: LossFn,
+    precision: Precision,
 ) -> dict[str, Tensor]:
     """Gradients of the parameters that reach the loss."""
     wanted = {name: p for name, p in stand.parameters.items() if p.requires_grad}
@@ -270,7 +277,8 @@ def _differentiate(
         with BackwardModules(loss, forward, recorder), torch.autograd.set_multithreading_enabled(False):
             found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
     except Exception as error:
-        raise capture_error(error, model, loss_fn, "in the backward pass") from error
+        refusal = precision.refusal(error, recorder.module)
+        raise refusal or capture_error(error, model, loss_fn, "in the backward pass") from error
     recorder.module = ""
     return {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,15 @@ class Precision:
     def scaled(self) -> bool:
         """Whether gradients could underflow, so that the loss is to be scaled."""
         return "fp16" in (self.name, *(name for _, name in self.exceptions))
+
+    def refusal(self, error: Exception, module: str, op: str = "") -> PlanError | None:
+        """What to say of an op that has no kernel in half precision; None for any other error."""
+        said = (str(error).splitlines() or [""])[0]
+        if self == FULL or not re.search(r"\b(Half|BFloat16)\b", said):
+            return None
+        what = f"{op or 'an op'} of {module or 'the loss'} has no kernel in half precision ({said})"
+        remedy = f"compute it in float32: precision.{module}=fp32" if module else "cast what goes into it to float32"
+        return PlanError(f"{what}; {remedy}")
 
     @contextmanager
     def computing(self, model: nn.Module, device: str) -> Iterator[None]:

@@ -15,7 +15,9 @@ from plait.comm.protocol import World
 from plait.graph.calls import placeholders
 from plait.graph.lower import Lowered
 from plait.graph.partition import WORLD
+from plait.graph.precision import Precision
 from plait.graph.specialise import specialise
+from plait.run.missing import missing_kernel
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,15 @@ class Program:
         }  # fmt: skip
         single = {"key": key, "scale": scale}
         args = [single[kind] if kind in single else sources[kind].get(name) for kind, name in inputs]
-        with torch.no_grad():
-            values = forward(self.world, *args)
+        try:
+            with torch.no_grad():
+                values = forward(self.world, *args)
+        except RuntimeError as error:
+            plan = self.lowered.plan
+            refusal = missing_kernel(error, forward.__self__.graph, Precision(plan.precision, plan.exceptions))
+            if refusal is None:
+                raise
+            raise refusal from error
         found: dict[str, dict[str, Any]] = {"loss": {}, "sum": {}, "weight": {}, "gradient": {}, "buffer": {}}
         for (kind, name), value in zip(self._outputs, values, strict=True):
             if value is not None:

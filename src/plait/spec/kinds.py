@@ -71,6 +71,8 @@ class Recomputes:
     def check(self, value: Any) -> None:
         if not isinstance(value, Recompute):
             raise ValueError("it is none, layer, budget=SIZE or a pattern of module names")
+        if value.kind == "budget":
+            Bytes().check(value.budget_bytes)
 
     def show(self, value: Any) -> str:
         if value.kind == "budget":
