@@ -166,11 +166,10 @@ class Recipe:
             self._note_stuck(node, region)
             return None
         if any(isinstance(p, Partial) for p in strategy.outputs):
-            if all(i in self.from_parameter for i in inputs if i in region.placements):
-                return REPLICATE  # a penalty on the weight or its norm: a small sum
-            if not self._ends_here(node, inputs, region):
-                return None
-            region.ends += 1
+            if self._ends_here(node, inputs, region):
+                region.ends += 1
+            elif not all(i in self.from_parameter for i in inputs if i in region.placements):
+                return None  # else it is a penalty on the weight or its norm: a small sum
             return REPLICATE
         if len(strategy.outputs) == 1:
             return strategy.outputs[0]
