@@ -194,3 +194,75 @@ def wire_bytes(world: World) -> tuple[int, int]:
     before = world.comm("data").links.total()
     trainer.step(batch())
     return world.comm("data").links.total() - before, 4 * sum(p.numel() for p in gpt().parameters())
+
+
+def whole_state(trainer: plait.Trainer) -> dict[str, Any]:
+    """Model and optimizer state as whole arrays, and all else."""
+    state = trainer.state_dict()
+    found = {f"model/{name}": value for name, value in state["model"].items()}
+    for name, values in state["optimizer"]["state"].items():
+        found |= {f"{name}/{key}": value for key, value in values.items()}
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
+    return {name: value.cpu().numpy().copy() for name, value in whole.items()} | {"step": state["step"]}
+
+
+def save_state(world: World, plan: str, path: Path) -> dict[str, Any]:
+    trainer = plait.Trainer(gpt(), loss_fn, ADAMW, plan, world=world)
+    for i in range(2):
+        trainer.step(batch(12, seed=i))
+    trainer.save(path, wait=False)
+    found = whole_state(trainer)
+    trainer.step(batch(12, seed=2))
+    trainer.close()
+    return found
+
+
+def load_state(world: World, plan: str, path: Path, again: Path) -> dict[str, Any]:
+    trainer = plait.Trainer(gpt(4), loss_fn, ADAMW, plan, world=world)
+    trainer.prepare(batch(12))
+    trainer.load(path)
+    found = whole_state(trainer)
+    trainer.save(again)
+    return found
+
+
+def eager_state(world: World, path: Path) -> tuple[list[float], list[float]]:
+    """What a model that cannot be captured does after a save, and after it is loaded again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = plait.Trainer(
+            Stops(), stops_loss, functools.partial(torch.optim.Adam, lr=0.1), text(world), world=world
+        )
+        trainer.step(stops_batch())
+    trainer.save(path, wait=False)
+    first = [float(trainer.step(stops_batch())) for _ in range(3)]
+    trainer.load(path)
+    return first, [float(trainer.step(stops_batch())) for _ in range(3)]
+
+
+def train_until(folder: str, plan: str, steps: int) -> None:
+    """Go on from the last checkpoint in the folder, if there is one, and save each step in the background.
+
+    Every rank writes what it did: step, loss, and the rows it saw.
+    """
+    rows = TensorDataset(symbols(rows=48))
+    trainer = plait.Trainer(gpt(), loss_fn, ADAMW, plan)
+    data = plait.loader(rows, batch_size=8, seed=1, plan=plan, collate=_numbered)
+    trainer.prepare(next(iter(plait.loader(rows, batch_size=8, seed=1, plan=plan, collate=_numbered))))
+    if list(Path(folder).glob("step-*/manifest.json")):
+        data.load_state_dict(trainer.load(folder)["data"])
+    print("ready", flush=True)
+    with open(f"{folder}-{trainer.world.rank}.log", "a", buffering=1) as log:
+        while trainer.step_number < steps:
+            for part in data:
+                loss = float(trainer.step(part))
+                log.write(f"{trainer.step_number} {loss.hex()} {part.tree['x'].sum()}\n")
+                trainer.save(folder, {"data": data.state_dict()}, wait=False)
+                if trainer.step_number == steps:
+                    break
+    trainer.close()
+
+
+def _numbered(items: list[tuple[Tensor]]) -> dict[str, Tensor]:
+    found = torch.stack([item for (item,) in items])
+    return {"x": found[:, :-1].contiguous(), "y": found[:, 1:].contiguous()}

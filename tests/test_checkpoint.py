@@ -1,117 +1,233 @@
-"""Checkpoints: what is saved comes back, under any number of ranks; damage is named before anything is read."""
+"""Saving and loading of a trainer: in the background, to any place, in files that others read; damage is named."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpointing import (
+    assert_same_state,
+    batch,
+    on,
+    saved_once,
+    trainer_of,
+    whole_state,
+)
 
 from plait.comm.threads import run_ranks
-from plait.errors import CheckpointError, RankFailed
-from plait.run import checkpoint
+from plait.errors import CheckpointError
+from plait.run import image
+from plait.run.export import export_weights
+from plait.run.places import checkpoints, newest
+from plait.run.storage import folder_of
 from plait.spec.plan import Plan
+from plait.view.checkpoint import describe_checkpoint, verify_checkpoints
 
 
-def make_state(step: int, value: float = 1.0) -> dict[str, Any]:
-    return {
-        "model": {"head.weight": torch.full((4, 2), value), "head.bias": torch.full((4,), value)},
-        "optimizer": {"state": {"head.weight": {"step": torch.tensor(float(step))}}, "groups": [{"lr": 0.1 * value}]},
-        "step": step,
-    }
+class Gate:
+    """Lets the writing of files wait for a word."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: OSError | None = None) -> None:
+
+        self.open, self.error = threading.Event(), error
+        original = image.Image.write
+
+        def write(*arguments: Any) -> Any:
+            assert self.open.wait(30)
+            if self.error is not None:
+                raise self.error
+            return original(*arguments)
+
+        monkeypatch.setattr(image.Image, "write", write)
 
 
-def on_ranks(num_ranks: int, fn: Callable[[Any], Any]) -> Any:
-    """`fn(world)` on each thread rank; a rank's own error is raised as it was."""
-    try:
-        return run_ranks(Plan(data=num_ranks).mesh, fn)[0]
-    except RankFailed as failed:
-        raise failed.__cause__ or failed from None
+def test_training_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+
+    def run(world: Any) -> Any:
+        trainer = trainer_of("data=2 zero=1", world)
+        for i in range(2):
+            trainer.step(batch(i))
+        at_save = whole_state(trainer)
+        trainer.save(tmp_path, wait=False)
+        for i in range(3):
+            trainer.step(batch(i))
+        assert checkpoints(tmp_path) == []
+        world.everyone().barrier()
+        gate.open.set()
+        trainer.save(tmp_path, keep=1, wait=False)  # waits for the first
+        trainer.close()
+        later = whole_state(trainer)
+        assert trainer.load(tmp_path) == {} and trainer.step_number == 5
+        assert_same_state(whole_state(trainer), later)
+        return at_save
+
+    first = run_ranks(Plan.parse("data=2").mesh, run)[0]
+    gate.open.clear()
+    gate.open.set()
+    assert first["step"] == {"": 2}
+    assert [folder.name for folder in checkpoints(tmp_path)] == ["step-00000005"]
 
 
-def save(path: Path, step: int, num_ranks: int = 1, extra: dict[str, Any] | None = None) -> Path:
-    folder = on_ranks(
-        num_ranks,
-        lambda world: checkpoint.save(path, make_state(step, float(step)), world=world, plan="data=1", extra=extra),
-    )
-    assert isinstance(folder, Path)
-    return folder
+def test_what_is_saved_is_the_state_at_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+
+    def run(world: Any) -> None:
+        trainer = trainer_of("data=2 tensor=2", world)
+        trainer.step(batch(0))
+        at_save = whole_state(trainer)
+        trainer.save(tmp_path, wait=False)
+        trainer.step(batch(1))
+        world.everyone().barrier()
+        gate.open.set()
+        trainer.load(tmp_path)
+        assert_same_state(whole_state(trainer), at_save)
+
+    run_ranks(Plan.parse("data=2 tensor=2").mesh, run)
 
 
-def load(path: Path, state: dict[str, Any], num_ranks: int = 1) -> Any:
-    return on_ranks(num_ranks, lambda world: checkpoint.load(path, state if num_ranks == 1 else {**state}, world=world))
+@pytest.mark.parametrize("raised_by", ["step", "save", "load", "close"])
+def test_a_save_that_failed_is_raised_by_all_ranks_at_the_same_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised_by: str
+) -> None:
+    on("data=4", lambda world: saved_once(world, tmp_path))
+    gate = Gate(monkeypatch, OSError(28, "No space left on device"))
+
+    def run(world: Any) -> int:
+        trainer = trainer_of("data=4 zero=2", world)
+        trainer.step(batch(0))
+        trainer.step(batch(0))
+        trainer.save(tmp_path, wait=False)
+        gate.open.set()
+        calls = {
+            "step": lambda: [trainer.step(batch(0)) for _ in range(10_000)],
+            "save": lambda: trainer.save(tmp_path),
+            "load": lambda: trainer.load(tmp_path),
+            "close": trainer.close,
+        }
+        with pytest.raises(CheckpointError, match=r"part-0000\d-\w{8}.safetensors: No space left on device"):
+            calls[raised_by]()
+        step = trainer.step_number
+        trainer.step(batch(0))  # said once; training may go on
+        gate.error = None
+        trainer.load(tmp_path)
+        assert trainer.step_number == 1
+        return step
+
+    steps = run_ranks(Plan.parse("data=4").mesh, run)
+    assert len(set(steps)) == 1
 
 
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [(1, 1), (2, 1), (1, 2)])
-def test_round_trip_on_any_number_of_ranks(tmp_path: Path, saved_by: int, loaded_by: int) -> None:
-    save(tmp_path, 7, saved_by, extra={"data": {"items": 3}})
-    state = make_state(0, 0.0)
-    assert load(tmp_path, state, loaded_by) == {"data": {"items": 3}}
-    assert torch.equal(state["model"]["head.weight"], torch.full((4, 2), 7.0))
-    assert state["optimizer"]["state"]["head.weight"]["step"] == 7
-    if loaded_by == 1:
-        assert state["step"] == 7 and state["optimizer"]["groups"] == [{"lr": pytest.approx(0.7)}]
-
-
-def test_keeps_the_last_two_saved(tmp_path: Path) -> None:
-    for step in (30, 40, 10):
-        save(tmp_path, step)
-    assert [folder.name for folder in checkpoint.checkpoints(tmp_path)] == ["step-00000040", "step-00000010"]
-    assert checkpoint.newest(tmp_path).name == "step-00000010"
-    save(tmp_path, 10)
-    assert [folder.name for folder in checkpoint.checkpoints(tmp_path)] == ["step-00000040", "step-00000010"]
-
-
-def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "file_entry", lambda path: (_ for _ in ()).throw(OSError("disk full")))
-        with pytest.raises(CheckpointError, match="step-00000002 was not written: OSError: disk full"):
-            save(tmp_path, 2, num_ranks=2)
-    assert checkpoint.check(tmp_path).step == 1
-    save(tmp_path, 2)
-    assert checkpoint.check(tmp_path).step == 2
-
-
-@pytest.mark.parametrize("name", ["__0_0.distcp", "rest.pt", ".metadata", "manifest.json"])
+@pytest.mark.parametrize("name", ["part", "manifest.json"])
 @pytest.mark.parametrize("damage", ["missing", "truncated", "altered"])
-def test_damage_is_named(tmp_path: Path, name: str, damage: str) -> None:
-    file = save(tmp_path, 5) / name
-    data = file.read_bytes()
-    if damage == "missing":
-        file.unlink()
-    elif damage == "truncated":
-        file.write_bytes(data[: len(data) // 2])
-    else:
-        file.write_bytes(data[:50] + bytes([data[50] ^ 1]) + data[51:])
-    state = make_state(0, 0.0)
-    with pytest.raises(CheckpointError, match=name):
-        load(tmp_path, state)
-    assert torch.equal(state["model"]["head.weight"], torch.zeros(4, 2))
+def test_damage_is_named_before_anything_is_changed(tmp_path: Path, name: str, damage: str) -> None:
+    def run(world: Any) -> None:
+        trainer = trainer_of("data=2", world)
+        for _ in range(2):
+            trainer.step(batch(0))
+            trainer.save(tmp_path)
+        if world.rank == 0:
+            file = next(path for path in sorted((tmp_path / "step-00000002").iterdir()) if path.name.startswith(name))
+            data = file.read_bytes()
+            at = data.index(b"[0]") if name == "manifest.json" else len(data) - 100
+            if damage == "missing":
+                file.unlink()
+            else:
+                file.write_bytes(
+                    data[:at] if damage == "truncated" else data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+                )
+        before = whole_state(trainer)
+        if (name, damage) == ("manifest.json", "missing"):  # no checkpoint any more: the one before it is the last
+            assert trainer.load(tmp_path) == {} and trainer.step_number == 1
+            return
+        with pytest.raises(CheckpointError) as caught:
+            trainer.load(tmp_path)
+        assert str(caught.value).endswith("load an older one, " + str(tmp_path / "step-00000001")), caught.value
+        assert "step-00000002" in str(caught.value) and name in str(caught.value)
+        assert ("crc32" in str(caught.value)) if name == "part" else True
+        assert_same_state(whole_state(trainer), before)
+        trainer.load(tmp_path / "step-00000001")
+        assert trainer.step_number == 1
+
+    on("data=2", run)
+    if (name, damage) != ("manifest.json", "missing"):
+        with pytest.raises(
+            CheckpointError, match=rf"{name}[^\n]*\n.*step-00000001: \d files, .* every checksum is right"
+        ):
+            verify_checkpoints(str(tmp_path))
 
 
-def test_another_model_is_refused_before_any_change(tmp_path: Path) -> None:
-    save(tmp_path, 5)
-    for change, message in [
-        ({"head.weight": torch.zeros(4, 3)}, r"head.weight has shape \[4, 2\] there and \[4, 3\] here"),
-        ({"head.bias": torch.zeros(4, dtype=torch.float64)}, "head.bias is float32 there and float64 here"),
-        ({"tail.bias": torch.zeros(1)}, "it lacks tail.bias"),
-    ]:
-        state = make_state(0, 0.0)
-        state["model"] |= change
-        with pytest.raises(CheckpointError, match=message):
-            load(tmp_path, state)
-        assert torch.equal(state["optimizer"]["state"]["head.weight"]["step"], torch.tensor(0.0))
-    state = make_state(0, 0.0)
-    del state["model"]["head.bias"]
-    with pytest.raises(CheckpointError, match="it has head.bias, which this model has not"):
-        load(tmp_path, state)
+def test_torch_distributed_checkpoint_reads_them(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    from torch.distributed.checkpoint import load as dcp_load
+
+    def run(world: Any) -> Any:
+        trainer = trainer_of("data=2 tensor=2 zero=3", world)
+        trainer.step(batch(0))
+        trainer.save(tmp_path)
+        return trainer.full_state_dict()
+
+    expected = on("data=2 tensor=2", run)[0]
+    found = {f"model/{name}": torch.zeros_like(value) for name, value in expected.items() if name != "head.weight"}
+    reader = HuggingFaceStorageReader(str(tmp_path / "step-00000001"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp_load(found, storage_reader=reader, no_dist=True)
+    for name, value in found.items():
+        assert torch.equal(value, expected[name.removeprefix("model/")]), name
 
 
-def test_nothing_to_load(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
-        checkpoint.check(tmp_path / "none")
-    with pytest.raises(CheckpointError, match="there is no checkpoint .*step-00000009"):
-        checkpoint.check(tmp_path / "step-00000009")
+def test_nothing_is_pickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pickle
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise AssertionError("pickle")
+
+    def run(world: Any) -> None:
+        trainer = trainer_of("", world, scheduler=lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 3]))
+        trainer.step(batch(0))
+        with monkeypatch.context() as patch:
+            for name in ("dump", "dumps", "load", "loads", "Pickler", "Unpickler"):
+                patch.setattr(pickle, name, refuse)
+            patch.setattr(torch, "save", refuse)
+            patch.setattr(torch, "load", refuse)
+            trainer.save(tmp_path)
+            trainer.load(tmp_path)
+        assert isinstance(trainer.scheduler.milestones, Counter)
+
+    on("", run)
+
+
+def test_a_url_is_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = "memory://runs/one"
+
+    def run(world: Any) -> None:
+        trainer = trainer_of("data=2 zero=3", world)
+        for i in range(3):
+            trainer.step(batch(i))
+            trainer.save(url, {"i": i}, wait=False)
+        expected = whole_state(trainer)
+        trainer.step(batch(0))
+        assert trainer.load(url) == {"i": 2}
+        assert_same_state(whole_state(trainer), expected)
+
+    on("data=2", run)
+    assert [str(folder) for folder in checkpoints(url)] == [f"{url}/step-0000000{i}" for i in (2, 3)]
+    assert "data=2 zero=3" in describe_checkpoint(url)
+    folder = newest(url)
+    name = next(name for name in folder.names() if name.startswith("part"))
+    data = bytearray(folder.read(name))
+    data[-5] ^= 1
+    folder.put(name, [bytes(data)])
+    with pytest.raises(CheckpointError, match=f"memory://.*{name} .* was altered"):
+        verify_checkpoints(url)
+    export_weights(f"{url}/step-00000002", "memory://out/model.safetensors")
+    assert folder_of("memory://out").names() == ["model.safetensors"]
+    folder_of(url).remove_all()
+    with pytest.raises(CheckpointError, match="there is no checkpoint in memory://runs/one"):
+        newest(url)

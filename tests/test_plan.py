@@ -16,11 +16,11 @@ from plait.spec.refusals import NOT_YET
 def test_reads_every_key() -> None:
     plan = Plan.parse(
         "replica=2 data=2 tensor=3 zero=3 micro=4 recompute=layer precision=bf16 precision.*.norm=fp32"
-        " batchnorm=local allreduce=ring bucket=512KiB"
+        " home.optimizer=disk batchnorm=local allreduce=ring bucket=512KiB"
     )
     assert plan == Plan(
         replica=2, data=2, tensor=3, zero=3, micro=4, recompute=Recompute("layer"), precision="bf16",
-        exceptions=(("*.norm", "fp32"),), batchnorm="local", allreduce="ring", bucket_bytes=512 * 1024,
+        exceptions=(("*.norm", "fp32"),), home_optimizer="disk", batchnorm="local", allreduce="ring", bucket_bytes=512 * 1024,
     )  # fmt: skip
     assert plan.mesh == Mesh((("replica", 2), ("data", 2), ("tensor", 3)))
     assert plan.num_processes == 12
@@ -55,6 +55,7 @@ def test_prints_canonically(text: str, canonical: str) -> None:
         exceptions=st.sampled_from([(), (("*.norm", "fp32"), ("head", "bf16"))]),
         tensor=st.integers(1, 64),
         batchnorm=st.sampled_from(["global", "local"]),
+        home_optimizer=st.sampled_from(["device", "host", "disk"]),
         allreduce=st.sampled_from(["backend", "ring", "naive"]),
         bucket_bytes=st.integers(1, 2**40),
     )
@@ -87,7 +88,8 @@ def test_text_parses_back(plan: Plan) -> None:
         ("precision=f8", ["'f8'", "fp32, bf16, fp16"]),
         ("precision.head=bf16 precision.head=fp32", ["precision.head is given twice", "word 2"]),
         ("schedule=foo", ["unknown schedule 'foo'", "gpipe, 1f1b"]),
-        ("home.optimizer=host", ["home.optimizer=host", "does not do yet"]),
+        ("home.optimizer=ssd", ["'ssd'", "device, host, disk"]),
+        ("home.optimiser=disk", ["unknown key 'home.optimiser'", "did you mean home.optimizer"]),
     ],
 )
 def test_refuses_with_word_and_place(text: str, parts: list[str]) -> None:

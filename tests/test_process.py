@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import random
+import time
 from pathlib import Path
 
 import numpy as np
 import process_ranks as ranks
 import pytest
 import torch
-from comm_worlds import run
+from comm_worlds import Script, run, start_scripts
 
 from plait.spec.plan import Plan
 
@@ -55,6 +57,68 @@ def test_a_checkpoint_loads_under_another_plan(first: str, second: str, tmp_path
 def test_the_same_plan_resumes_bit_for_bit(tmp_path: Path) -> None:
     unbroken = on("data=2", functools.partial(ranks.save, path=tmp_path))[0]
     assert on("data=2", functools.partial(ranks.resume, path=tmp_path))[0] == unbroken
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("data=4 zero=3", "data=2 tensor=2 zero=1"), ("tensor=2", "data=3 zero=2"), ("replica=2 data=2 zero=3", "")],
+)
+def test_processes_load_the_bits_that_others_saved(first: str, second: str, tmp_path: Path) -> None:
+    saved = on(first, functools.partial(ranks.save_state, plan=first, path=tmp_path / "first"))[0]
+    loaded = on(
+        second, functools.partial(ranks.load_state, plan=second, path=tmp_path / "first", again=tmp_path / "second")
+    )
+    back = on(
+        "data=2", functools.partial(ranks.load_state, plan="data=2", path=tmp_path / "second", again=tmp_path / "x")
+    )
+    for found in (*loaded, *back):
+        assert found.keys() == saved.keys()
+        assert all(np.array_equal(found[name], saved[name]) for name in saved)
+
+
+def test_a_model_that_cannot_be_captured_is_saved_and_loaded(tmp_path: Path) -> None:
+    for first, again in on("data=2", functools.partial(ranks.eager_state, path=tmp_path)):
+        assert first == again
+
+
+STEPS = 24
+
+
+def start(folder: Path, plan: str) -> list[Script]:
+    source = f"import process_ranks; process_ranks.train_until({str(folder)!r}, {plan!r}, {STEPS})"
+    return start_scripts(source, 2, folder.parent)
+
+
+def logged(folder: Path) -> list[dict[int, set[str]]]:
+    """By rank, what was written of each step: once more after each kill that undid it."""
+    found: list[dict[int, set[str]]] = []
+    for rank in range(2):
+        found.append({})
+        for line in Path(f"{folder}-{rank}.log").read_text().splitlines(keepends=True):
+            step, _, rest = line.partition(" ")
+            if rest.endswith("\n") and rest.count(" ") == 1:
+                found[-1].setdefault(int(step), set()).add(rest)
+    return found
+
+
+@pytest.mark.parametrize("plan", ["data=2 zero=1", "data=2 zero=3"])
+def test_killed_at_random_moments_it_goes_on_as_if_it_had_not_been(plan: str, tmp_path: Path) -> None:
+    moments = random.Random(plan)
+    for script in start(tmp_path / "whole", plan):
+        assert script.outcome()[0] == 0, script.outcome()
+    expected = logged(tmp_path / "whole")
+    for _ in range(3):
+        scripts = start(tmp_path / "run", plan)
+        for script in scripts:
+            script.wait_ready()
+        time.sleep(moments.uniform(0, 0.15))
+        for script in scripts:
+            script.process.kill()
+            script.process.join()
+    for script in start(tmp_path / "run", plan):
+        assert script.outcome()[0] == 0, script.outcome()
+    assert logged(tmp_path / "run") == expected
+    assert [len(rank) for rank in expected] == [STEPS] * 2
 
 
 def test_data_parallel_trains_the_users_own_model() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.errors import CheckpointError, LossError
+from plait.errors import CheckpointError, ConfigError, LossError
 from plait.run import checkpoint
 from plait.spec.plan import Plan
 from plait.train.build import check_job
@@ -105,15 +105,26 @@ def test_resume_of_a_damaged_checkpoint_is_refused_before_the_start(folder: Path
         train("train.steps=5")
     with pytest.raises(Exception, match="has done 3 steps and train.steps = 3"):
         train("train.steps=3", resume=True)
-    file = next(folder.glob("run/checkpoints/step-00000003/*.distcp"))
+    file = next(folder.glob("run/checkpoints/step-00000003/part-*"))
     file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(CheckpointError, match=f"{file.name} has"):
+    with pytest.raises(CheckpointError, match=rf"{file.name} \(crc32 \w+\) has"):
         train("train.steps=5", resume=True)
+
+
+def test_checkpoints_elsewhere_and_as_many_as_asked_for(folder: Path) -> None:
+    train("train.steps=4", "train.save_every=1", "train.keep=3", "train.checkpoints=memory://job")
+    assert [path.name[-1] for path in checkpoint.checkpoints("memory://job")] == ["2", "3", "4"]
+    assert not (folder / "run" / "checkpoints").exists()
+    with pytest.raises(CheckpointError, match="memory://job holds checkpoints of an earlier run.*train.checkpoints"):
+        train("train.steps=5", "train.checkpoints=memory://job")
+    assert train("train.steps=5", "train.checkpoints=memory://job", resume=True).step == 5
+    with pytest.raises(ConfigError, match=r"train.keep = 0; it should be greater than or equal to 1"):
+        config("train.keep=0")
 
 
 def test_resume_with_another_model_is_refused(folder: Path) -> None:
     train("train.steps=2")
-    with pytest.raises(CheckpointError, match=r"shape \[256, 16\] there and \[256, 32\] here"):
+    with pytest.raises(CheckpointError, match=r"norm.bias has shape \[16\] there and \[32\] here"):
         train("train.steps=3", "model.width=32", resume=True)
 
 

@@ -1,4 +1,4 @@
-"""The command line: plait train | verify | explain | memory | run."""
+"""The command line: plait train | verify | explain | memory | checkpoint | run."""
 
 from __future__ import annotations
 
@@ -26,11 +26,17 @@ app = typer.Typer(
     context_settings={"max_content_width": 100},
 )
 
+checkpoint_app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, check them, export their weights.")
+app.add_typer(checkpoint_app, name="checkpoint")
+
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The job's TOML file.")]
 PlanOption = Annotated[str | None, typer.Option("--plan", help='How the step is spread, such as "data=2 tensor=2".')]
 ProcessesOption = Annotated[
     int | None,
     typer.Option("--processes", min=1, help="Processes on this machine; by default as many as the plan has."),
+]
+CheckpointArgument = Annotated[
+    str, typer.Argument(metavar="PATH", help="A checkpoint, or the folder or URL of a run, of which it is the last.")
 ]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a value: --set train.steps=10.")]
 
@@ -126,6 +132,36 @@ def explain(
         print(found if tensor is None else found.tensor(tensor))
 
 
+@checkpoint_app.command()
+def show(path: CheckpointArgument) -> None:
+    """Print what a checkpoint holds: step, plan, and name, shape, type and bytes of every tensor."""
+    with _errors_shown_once():
+        from plait.view.checkpoint import describe_checkpoint
+
+        print(describe_checkpoint(path))
+
+
+@checkpoint_app.command("verify")
+def verify_files(path: CheckpointArgument) -> None:
+    """Look at every byte of every checkpoint there; exit 1 with the names of files that are damaged."""
+    with _errors_shown_once(status=1):
+        from plait.view.checkpoint import verify_checkpoints
+
+        print(*verify_checkpoints(path), sep="\n")
+
+
+@checkpoint_app.command()
+def convert(
+    path: CheckpointArgument,
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A file named .safetensors, or a folder.")],
+) -> None:
+    """Write the weights as safetensors, one file or a folder as Hugging Face has it."""
+    with _errors_shown_once():
+        from plait.run.export import export_weights
+
+        print(*export_weights(path, out), sep="\n")
+
+
 @app.command()
 def memory(
     config: ConfigArgument,
@@ -198,8 +234,8 @@ def _launch(arguments: list[str], plan: Plan) -> None:
 
 
 @contextmanager
-def _errors_shown_once() -> Iterator[None]:
-    """Print a PlaitError as one message and leave with status 2. Of several ranks only the first to fail speaks."""
+def _errors_shown_once(status: int = 2) -> Iterator[None]:
+    """Print a PlaitError as one message and leave with `status`. Of several ranks only the first to fail speaks."""
     try:
         yield
     except PlaitError as error:
@@ -209,7 +245,7 @@ def _errors_shown_once() -> Iterator[None]:
             who = f"rank {rank()} failed: {type(error).__name__}: " if under_launcher() else ""
             console = Console(stderr=True, highlight=False)
             console.print(f"plait: {who}{error}", markup=False, style="red", soft_wrap=True)
-        raise typer.Exit(2) from None
+        raise typer.Exit(status) from None
     except Exception as error:
         if not under_launcher() or isinstance(error, typer.Exit):
             raise

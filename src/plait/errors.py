@@ -20,6 +20,7 @@ class CaptureError(PlaitError):
 
     file: str = ""
     line: int = 0
+    data_dependent: bool = False  # a branch on values, as opposed to a mistake: the model would run as it is
 
 
 class BatchError(PlaitError, ValueError):
@@ -40,6 +41,10 @@ class DataError(PlaitError):
 
 class CheckpointError(PlaitError):
     """A checkpoint that is damaged, incomplete or made for another model."""
+
+
+class HomeError(PlaitError):
+    """A place for what a plan keeps outside the device that is missing, too small, or that failed; names the file."""
 
 
 class WorldError(PlaitError):

@@ -12,23 +12,27 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from plait.comm.agree import agree
 from plait.comm.process import process_world
 from plait.comm.protocol import World
 from plait.errors import BatchError, CaptureError, CheckpointError, LossError, PlanError
 from plait.graph.precision import Precision
-from plait.run import snapshot
+from plait.run import loading, saving, snapshot
+from plait.run.checks import agree_on_data, check_given
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.eager import EagerReplica, refuse_unless_data_only
 from plait.run.environment import resolve_plan
+from plait.run.homes import Homes
 from plait.run.local_batch import LocalBatch, num_rows
 from plait.run.optimizers import OptimizerFactory, build_optimizer, build_scheduler
 from plait.run.replica import Replica
+from plait.run.saver import Saver
 from plait.run.scaling import LossScale
-from plait.run.tuning import keep_freed_memory
+from plait.run.tuning import keep_freed_memory, warn_of_slow_precision
+from plait.run.update import Update
 from plait.spec.annotation import Annotations
 from plait.spec.layout import Layout
 from plait.spec.plan import Plan
+
 
 @dataclass(frozen=True)
 class StepEnd:
@@ -52,6 +56,7 @@ class Trainer:
     scheduler  optimizer -> torch.optim.lr_scheduler.LRScheduler, stepped after each step
     callbacks  called with a StepEnd after each step, on every rank
     on_nan     "raise" LossError when the loss is not finite (nothing is updated), or "warn" and go on
+    scratch    the folder for what the plan keeps on disk; by default TMPDIR or /var/tmp. Nothing is left in it
 
     A step trains in training mode: a model given in evaluation mode is switched as a whole, as `model.train()` would;
     one in training mode keeps the mode of each of its submodules. Python values that model or loss read, such as a
@@ -73,17 +78,11 @@ class Trainer:
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         callbacks: Sequence[Callable[[StepEnd], None]] = (),
         on_nan: Literal["raise", "warn"] = "raise",
+        scratch: str | Path | None = None,
         world: World | None = None,
         compiler: Compiler | None = None,
     ) -> None:
-        if not callable(loss_fn):
-            raise PlanError(f"loss_fn is a {type(loss_fn).__name__}; give a function of (model, batch)")
-        if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
-            kind = type(optimizer).__name__
-            raise PlanError(
-                f"the optimizer is a {kind}, but the trainer makes its own from the parameters that a rank holds:"
-                " give a function of them, such as functools.partial(torch.optim.AdamW, lr=3e-4)"
-            )
+        check_given(model, loss_fn, optimizer, clip_norm)
         self.plan = resolve_plan(plan)
         self.seed = seed
         self.clip_norm = clip_norm
@@ -95,16 +94,20 @@ class Trainer:
         self.scheduler: Any = None
         self._adopt = world is None
         self.world = world if world is not None else process_world(self.plan.mesh, algorithm=self.plan.allreduce)
+        self.homes = Homes(self.plan, self.world, scratch)
         if precision.scaled:
             self.loss_scale = LossScale(self.world)
         if self._adopt and self.world.device.type == "cpu":
             keep_freed_memory()
+            if self.world.rank == 0:
+                warn_of_slow_precision(self.plan.precision, self.world.device)
         self.compiler = compiler or Compiler(Captures(model, loss_fn, self.world.device), self.plan, layouts)
         self._factories = (optimizer, scheduler)
         self._callbacks = tuple(callbacks)
         self._on_nan = on_nan
         self._replica: Replica | EagerReplica | None = None
         self._pending: Mapping[str, Any] | None = None  # a state loaded before the first batch
+        self._saver = Saver()
 
     @property
     def replica(self) -> Replica | EagerReplica:
@@ -121,13 +124,14 @@ class Trainer:
         replica = self._replica
         self.optimizer = build_optimizer(make_optimizer, replica.parameters, replica.layouts, self.world)
         self.scheduler = build_scheduler(make_scheduler, self.optimizer)
+        self.update = Update(self.optimizer, replica.parameters, replica.layouts, self.world, self.homes)
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self.load_state_dict(pending)
 
     def _build_replica(self, batch: Any) -> Replica | EagerReplica:
         try:
-            return Replica(self.compiler, self.world, batch, self.seed, adopt=self._adopt)
+            return Replica(self.compiler, self.world, batch, self.seed, adopt=self._adopt, homes=self.homes)
         except CaptureError as error:
             refuse_unless_data_only(error, self.plan, self.world)
             if self.world.rank == 0:
@@ -141,12 +145,10 @@ class Trainer:
     def step_with_gradients(self, batch: Any, want: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
         """As `step`, and with `want` also the gradients before clipping, as whole tensors by name."""
         self.prepare(batch)
+        self._saver.check(self.step_number)
         replica, optimizer = self.replica, self.optimizer
         assert optimizer is not None
-        if isinstance(batch, LocalBatch) and self._num_taken & (self._num_taken - 1) == 0:
-            # Ranks out of step with each other stay so: looking at steps 0, 1, 2, 4, 8... finds it.
-            remedy = "give plait.loader the same arguments on every rank, and take the same number of batches from it"
-            agree(self.world, batch.place, "place in the data", remedy=remedy)
+        agree_on_data(self.world, batch, self._num_taken)
         self._num_taken += 1
         scale = self.loss_scale.tensor() if self.loss_scale is not None else None
         result = replica.run(batch, step_key(self.seed, self.step_number), scale=scale)
@@ -154,9 +156,9 @@ class Trainer:
         replica.set_gradients(result.gradients)
         wanted = replica.whole_gradients() if want else {}
         norm = None
-        if self.loss_scale is None or self.loss_scale.update(result.gradients.values()):
+        if self.loss_scale is None or self.loss_scale.update([*result.gradients.values(), *self.homes.norms.values()]):
             norm = self._clip() if self.clip_norm is not None else None
-            optimizer.step()
+            self.update.step()
             replica.updated()
             if self.scheduler is not None:
                 self.scheduler.step()
@@ -208,32 +210,60 @@ class Trainer:
         """The whole model as plain CPU tensors by name, as `model.state_dict()` has it. Every rank calls it."""
         return snapshot.full_model(self.replica)
 
-    def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint that loads under any plan; `extra` is JSON-like, such as the data's position."""
-        snapshot.save(self, path, extra or {})
+    def save(
+        self, path: str | Path, extra: Mapping[str, Any] | None = None, *, keep: int = 2, wait: bool = True
+    ) -> None:
+        """Write a checkpoint that loads under any plan into a folder, or a URL such as s3://bucket/run.
+
+        extra  JSON-like values to get back from `load`, such as {"data": loader.state_dict()}
+        keep   how many checkpoints are left there, this one included
+        wait   whether to return only once it is on disk. If not, training goes on while it is written from a copy in
+               host memory; a save that failed is raised at the next step, save, load or close, on all ranks
+
+        CheckpointError names the file that could not be written; earlier checkpoints stay as they were.
+        """
+        saving.save(self, path, extra or {}, keep, self._saver, wait)
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Read a checkpoint, of which a batch must be known (`prepare`); returns its `extra`."""
-        return snapshot.load(self, path)
+        """Take over the newest checkpoint in a folder or URL, or the one that it is; returns its `extra`.
+
+        A batch must be known (`prepare`). Model, optimizer, scheduler, random numbers and step go on as they were,
+        whatever the plan. CheckpointError, with nothing changed, names a damaged file, or what differs in the model
+        or the optimizer.
+        """
+        self._saver.wait()
+        return loading.load(self, path)
+
+    def load_weights(self, path: str | Path) -> None:
+        """Take over the weights alone: of a checkpoint, a .safetensors file, or a folder as Hugging Face saves it.
+
+        A batch must be known (`prepare`). Names and shapes must be those of the model; types are converted.
+        """
+        self._saver.wait()
+        loading.load_weights(self, path)
 
     def close(self) -> None:
-        """Leave the world that the trainer joined."""
-        if self._adopt:
-            self.world.close()
+        """Wait for a save under way; leave the world that the trainer joined, and give up what is kept on disk."""
+        try:
+            self._saver.wait()
+        finally:
+            self.homes.close()
+            if self._adopt:
+                self.world.close()
 
     def _clip(self) -> float:
         assert self.clip_norm is not None
         norm = self.replica.gradient_norm()
         scale = self.clip_norm / (norm + 1e-6)
         if scale < 1:
-            gradients = [p.grad for p in self.replica.parameters.values() if p.grad is not None]
-            torch._foreach_mul_(gradients, scale)
+            self.replica.scale_gradients(scale)
         return norm
 
     def _check_finite(self, loss: Tensor, gradients: Mapping[str, Tensor]) -> None:
         if math.isfinite(float(loss)):
             return
-        bad = next((n for n, p in self.replica.parameters.items() if not bool(p.isfinite().all())), None)
+        parts = ((name, self.replica.local(name)) for name in self.replica.parameters)
+        bad = next((name for name, part in parts if part is not None and not bool(part.isfinite().all())), None)
         where = f"parameter {bad} is not finite" if bad else "all parameters are finite"
         if bad is None:
             bad = next((n for n, g in gradients.items() if not bool(g.isfinite().all())), None)

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
-from plait.errors import CaptureError, LossError
+from plait.errors import CaptureError, LossError, PlanError
 from plait.graph.precision import Precision
+from plait.run.checks import check_given
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.microbatch import microbatches
 from plait.run.references import one_device_step
@@ -122,6 +123,9 @@ class Verifier:
         seed: int = 0,
         clip_norm: float | None = None,
     ) -> None:
+        check_given(model, loss_fn, optimizer, clip_norm)
+        if steps < 1:
+            raise PlanError(f"steps={steps}: verify takes 1 step or more")
         self.captures = Captures(model, loss_fn)
         self.batch = batch
         self.optimizer = optimizer
@@ -133,10 +137,14 @@ class Verifier:
     def verify(self, plan: Plan | str, *, layouts: Annotations | None = None, tolerance: float = 1e-4) -> Report:
         """Compare `steps` steps under `plan` with one device; see the function `verify`."""
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
+        if not isinstance(plan, Plan):
+            raise PlanError(f"the plan is a {type(plan).__name__}; give a Plan or its text, such as 'data=2 tensor=2'")
         compiler = Compiler(self.captures, plan, layouts)
         try:
             lowered = compiler.lowered(microbatches(self.batch, plan.micro)[0])
         except CaptureError as error:
+            if not error.data_dependent:
+                raise
             error.args = (
                 f"{error}\nverify compares what the graph computes, so it cannot check this model; with data=N alone"
                 " the model trains as it is, under PyTorch's DDP",
@@ -175,7 +183,7 @@ class Verifier:
                 losses.append(float(loss))
                 gradients = found or gradients
             replica = trainer.replica
-            parameters = {n: replica.whole(n, _detached(replica.parameters.get(n))).clone() for n in replica.layouts}
+            parameters = {n: replica.whole(n, replica.local(n)).clone() for n in replica.layouts}
             return _Run(losses, gradients, parameters, replica.buffers)
 
         return run_ranks(compiler.plan.mesh, rank, algorithm=compiler.plan.allreduce)[0]
@@ -198,6 +206,9 @@ class Verifier:
             scale = FIRST_SCALE if scaled else 1.0
         twin = copy.deepcopy(self.captures.model).train()
         named = dict(twin.named_parameters())
+        for name, original in self.captures.model.named_parameters():
+            for hook in (original._backward_hooks or {}).values():  # which a copy does not have
+                named[name].register_hook(hook)
         if rounding:
             generator = torch.Generator().manual_seed(self.seed)
             for parameter in (p for p in named.values() if p.is_floating_point()):
@@ -250,10 +261,6 @@ def verify(
     """
     verifier = Verifier(model, loss_fn, batch, optimizer=optimizer, steps=steps, seed=seed, clip_norm=clip_norm)
     return verifier.verify(plan, layouts=layouts, tolerance=tolerance)
-
-
-def _detached(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.detach()
 
 
 def _differences(

@@ -152,10 +152,11 @@ class SharedRehearsal(BackendRehearsal):
         offset = self._buffers.pop(tensor.untyped_storage()._cdata, None)
         if offset is None:
             offset = self._take(tensor.nbytes)
-        num_bytes = tensor.nbytes
+        num_bytes, label = tensor.nbytes, self._meter.label
 
         def finish() -> torch.Tensor:
-            result = arrive()
+            with self._meter.labelled(label):
+                result = arrive()
             self._arena.give(offset, num_bytes)
             self._pending.popleft()
             return result

@@ -45,9 +45,9 @@ from plait.graph.record import SHAPES
 from plait.graph.views import is_view
 
 aten = torch.ops.aten
-_TRAVELS = frozenset(
-    {bucket_new, bucket_put, bucket_start, rows_put, rows_start, gather_start, gather_wait, *ops.COMMUNICATING}
-)
+_TRAVELS = frozenset({bucket_new, bucket_put, rows_put, gather_start, gather_wait, *ops.COMMUNICATING})
+# What is begun here makes its result when it is done, at whatever call that is.
+_BEGINS = {bucket_start: GRADIENTS, rows_start: GRADIENTS, ops.all_reduce_start: ACTIVATIONS}
 # What comes out of a collective, where it is not a buffer any more.
 _ARRIVES = {bucket_wait: GRADIENTS, rows_wait: GRADIENTS, keep_part: GRADIENTS} | dict.fromkeys(
     ops.COMMUNICATING - {ops.all_reduce_start}, ACTIVATIONS
@@ -112,6 +112,15 @@ class Meter(TorchDispatchMode):
         """All that lives is of that class from now on."""
         self._held = {key: (num_bytes, label, reference) for key, (num_bytes, _, reference) in self._held.items()}
         self.live = Counter({label: self.total})
+
+    @contextmanager
+    def labelled(self, label: str) -> Iterator[None]:
+        """What is made meanwhile is of that class."""
+        before, self.label = self.label, label
+        try:
+            yield
+        finally:
+            self.label = before
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -185,6 +194,8 @@ def claim(world: Any, values: Any, label: str) -> None:
 
 def _class_of(node: Node) -> str:
     """Of what a call makes."""
+    if node.target in _BEGINS:
+        return _BEGINS[node.target]  # type: ignore[index]
     if node.target in _TRAVELS or node.target in _ARRIVES:
         return BUFFERS
     if node.target is aten._to_copy.default:

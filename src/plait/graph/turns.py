@@ -18,12 +18,14 @@ from collections.abc import Collection, Mapping
 import torch
 from torch.fx import Graph, Node
 
-from plait.graph import ops
+from plait.graph import homes, ops
 from plait.graph.bucket import bucket_gradients, overlap
-from plait.graph.calls import output_node, placeholders
+from plait.graph.calls import is_tensor, output_node, placeholders
 from plait.graph.capture import Captured
+from plait.graph.fetch import fetch_parameters, fetch_sums, leave_early
 from plait.graph.gather import gather_parameters, narrow_parameters
 from plait.graph.inplace import is_fresh, reuse_dead_operands
+from plait.graph.stash import stash_activations
 from plait.graph.zero import cut_of
 from plait.spec.layout import Layout
 from plait.spec.plan import Plan
@@ -67,11 +69,27 @@ def graphs_of_turns(
         found["last"] = _add_to(graph, gradients)
     for turn, each in found.items():
         kept = {} if turn in ("first", "middle") else keep
-        each = bucket_gradients(each, plan.bucket_bytes, kept)
+        each = bucket_gradients(each, plan.bucket_bytes, kept, gradients.keys())
         if turn == "more":
             each = _add_parts(each, gradients)
-        found[turn] = reuse_dead_operands(overlap(each))
+        found[turn] = _with_homes(reuse_dead_operands(overlap(each)), turn, gradients, plan, states)
     return found, dtypes
+
+
+def _with_homes(
+    graph: Graph, turn: str, gradients: Mapping[int, str], plan: Plan, states: Mapping[str, Layout]
+) -> Graph:
+    """Let what has its home elsewhere come and go."""
+    device = next((n.meta["val"].device.type for n in placeholders(graph) if is_tensor(n)), "cpu")
+    large = homes.large(states)
+    if homes.activations_away(plan, device):
+        graph = stash_activations(graph, plan.bucket_bytes)
+    if homes.parameters_away(plan, device):
+        graph = fetch_parameters(graph, large, plan.bucket_bytes)
+    if homes.gradients_away(plan, device):
+        graph = leave_early(graph, "sum" if turn in ("first", "middle") else "gradient", gradients, large)
+        graph = fetch_sums(graph, "gradient" if turn == "more" else "sum", large, plan.bucket_bytes)
+    return graph
 
 
 def _copy(graph: Graph) -> Graph:

@@ -1,222 +1,215 @@
-"""Checkpoints: a folder of the last two, each written aside and then renamed, so that a killed save hides nothing.
+"""Checkpoints: a folder of the last few, each a folder in which every rank writes its part, and rank 0 the manifest.
 
-    runs/gpt/checkpoints/step-00000200/{manifest.json, rest.pt, .metadata, __0_0.distcp, __1_0.distcp}
+    runs/gpt/checkpoints/step-00000200/{part-00000-5f31c2d8.safetensors, part-00001-5f31c2d8.safetensors, manifest.json}
 
-Tensors are written by torch.distributed.checkpoint, each rank its own part, and read back under any plan; everything
-else is in rest.pt. On several machines the folder must be one that all of them see.
+The manifest comes last and in one go: a save that is killed leaves files that nothing names, which the next save
+removes. Each element of a tensor is written by one rank, which every rank works out alone; no collective is involved.
+On several machines the folder must be one that all of them see.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
+import contextlib
+import functools
+import json
+import re
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+import uuid
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from plait.comm.protocol import World
 from plait.errors import CheckpointError
-from plait.run.manifest import NAME, Manifest, file_entry
+from plait.run.consent import Consent
+from plait.run.holding import Holding, Piece, pieces
+from plait.run.image import Image, dtype_name
+from plait.run.manifest import NAME, FileEntry, Manifest, saved_at
+from plait.run.places import checkpoints, folders, newest
+from plait.run.plainvalues import encode
+from plait.run.safetensor import check_dtype
+from plait.run.saver import Saver
+from plait.run.storage import Folder, Location, folder_of
 
-# torch.distributed.checkpoint takes a second to import, which a look at the manifests should not cost: it is imported
-# where tensors are moved.
 KEEP = 2
-_PREFIX = "step-"
+_OURS = re.compile(r"\.?(part|record)-\d{5}-.*|\.manifest\.json\.aside")
+
+
+@dataclass(frozen=True)
+class State:
+    """`tensors` are what this rank holds, by name; `values` are alike on all ranks, `own` (by name) only where given.
+
+    Values are JSON-like, with tuples, bytes and small tensors; `values["step"]` is the step.
+    """
+
+    tensors: dict[str, Holding]
+    values: dict[str, Any]
+    own: dict[str, Any] = field(default_factory=dict)
 
 
 def save(
-    path: str | Path, state: Mapping[str, Any], *, world: World, plan: str, extra: Mapping[str, Any] | None = None
-) -> Path:
-    """Write `state` (nested dicts; `state["step"]` is the step) as the newest checkpoint of the folder `path`.
+    path: Location, state: State, *, world: World, plan: str, keep: int = KEEP, saver: Saver | None = None,
+    wait: bool = True,
+) -> Folder:  # fmt: skip
+    """Write `state` as the newest checkpoint of the folder or URL `path`, and leave only the last `keep` there.
 
-    Every rank calls it with the same structure. `extra` is JSON-like. Older checkpoints but the last one are removed.
-    Returns the new checkpoint's folder. CheckpointError says what kept it from being written.
+    Every rank calls it. Without `wait` it returns once the tensors are copied, and the rest is done in the background;
+    the saver's `wait` and `check` raise what kept it from being written. With `wait`, or where some tensors lie
+    outside memory, memory is needed for a few blocks only. CheckpointError names the file; earlier checkpoints stay as
+    they were.
     """
-    tensors, rest = _split(state)
-    step = int(state["step"])
-    final = Path(path) / f"{_PREFIX}{step:08d}"
-    aside = final.with_name(f".saving-{final.name}")
-
-    def start() -> None:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-
-    def finish() -> None:
-        torch.save(rest, aside / "rest.pt")
-        files = {file.name: file_entry(file) for file in sorted(aside.iterdir())}
-        shapes = {name: (list(t.shape), _dtype(t)) for name, t in tensors.items()}
-        Manifest(step, plan, time.time(), files, shapes, dict(extra or {})).write(aside)
-        _replace(aside, final)
-        for old in checkpoints(path)[:-KEEP]:
-            shutil.rmtree(old, ignore_errors=True)
-
-    what = f"the checkpoint {final} was not written"
-    _on_first_rank(world, start, what)
-    if _in_parts(tensors):
-        _together(world, lambda: _write(tensors, aside, alone=False), what)
-    else:
-        _on_first_rank(world, lambda: _write(tensors, aside, alone=True), what)
-    _on_first_rank(world, finish, what)
+    if keep < 1:
+        raise CheckpointError(f"keep={keep}: at least one checkpoint is kept")
+    saver = saver or Saver()
+    saver.wait()
+    consent = Consent(world)
+    final = folder_of(path).child(f"step-{int(state.values['step']):08d}")
+    job = _Save(folder_of(path), final, state, world, plan, keep, consent)
+    behind = not wait and all(image.in_memory for image in job.images)
+    memories = job.copied(saver) if behind else [None] * len(job.images)
+    saver.start(consent, functools.partial(job.run, memories, 1 if behind else 2))
+    if not behind:
+        saver.wait()
     return final
 
 
-def load(path: str | Path, state: dict[str, Any], *, world: World) -> dict[str, Any]:
-    """Read the newest checkpoint of the folder `path`, or the checkpoint `path` itself, into `state`; returns `extra`.
+class _Save:
+    """One rank's side of one save."""
 
-    `state` is changed in place: its tensors are filled, of whatever plan they are, and its other values replaced.
-    Every file is checked before anything is read, and names and shapes before anything is changed.
-    """
-    _on_first_rank(world, lambda: check(path), "")
-    folder = newest(path)
-    manifest = Manifest.read(folder)
-    tensors, _ = _split(state)
-    _check_same(tensors, manifest, folder)
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load as read
+    def __init__(
+        self, base: Folder, final: Folder, state: State, world: World, plan: str, keep: int, consent: Consent
+    ) -> None:
+        self._base, self._final, self._world, self._plan, self._keep = base, final, world, plan, keep
+        self._consent = consent
+        self._step = int(state.values["step"])
+        small: dict[str, torch.Tensor] = {}
+        self._values = encode(state.values, "values", small.__setitem__)
+        own = {name: encode(value, name, small.__setitem__) for name, value in state.own.items()}
+        held = dict(state.tensors)
+        if world.rank == 0:
+            held |= {name: Holding.whole(tensor) for name, tensor in small.items()}
+        layers: list[list[Piece]] = []
+        for name, holding in held.items():
+            for index, members in enumerate(pieces(name, holding)):
+                layers.extend([] for _ in range(index + 1 - len(layers)))
+                layers[index] += members
+        self.images = [Image(layer) for layer in layers]
+        shapes = {}
+        for name, holding in held.items():
+            if holding.data is not None:
+                check_dtype(name, dtype_name(holding.data.dtype))
+                shapes[name] = [list(holding.shape), dtype_name(holding.data.dtype)]
+        self._record = {"tensors": shapes, "own": own}
 
-    reader = FileSystemReader(folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        read(tensors, storage_reader=reader, no_dist=not _in_parts(tensors))
-    rest = torch.load(folder / "rest.pt", weights_only=True)
-    _fill(state, tensors, rest)
-    return manifest.extra
+    def copied(self, saver: Saver) -> list[torch.Tensor | None]:
+        """The images, copied into the saver's memory."""
+        device = self._world.device
+        pinned = device.type == "cuda"
+        memories: list[torch.Tensor | None] = []
+        for index, image in enumerate(self.images):
+            memories.append(saver.memory(index, image.size, pinned))
+            image.copy_into(memories[-1])
+        if pinned:
+            self._copies_done = torch.cuda.Event()
+            self._copies_done.record(torch.cuda.current_stream(device))
+        return memories
 
+    def run(self, memories: list[torch.Tensor | None], num_threads: int) -> None:
+        """All that may take long; the ranks agree at its beginning and at its end."""
+        written: list[str] = []
+        try:
+            name = self._consent.first_says("start", self._make_room)
+            self._consent.all_do("write", lambda: self._write(name, memories, num_threads, written))
+            self._consent.first_says("finish", lambda: self._finish(name))
+        except CheckpointError:
+            for file in written:
+                self._final.remove(file)
+            raise
+        finally:
+            self._consent.leave()
 
-def check(path: str | Path) -> Manifest:
-    """The manifest of the checkpoint that `load` would read, after checking every file of it; needs no model."""
-    folder = newest(path)
-    manifest = Manifest.read(folder)
-    manifest.check_files(folder)
-    return manifest
+    def _make_room(self) -> str:
+        """On rank 0: make the folder, remove what killed saves have left; returns the name of this save."""
+        try:
+            for folder in folders(self._base):
+                _sweep(folder)
+            self._final.make()
+        except OSError as error:
+            raise self._failure(str(error.filename or self._final), error) from None
+        return uuid.uuid4().hex[:8]
 
+    def _write(self, name: str, memories: list[torch.Tensor | None], num_threads: int, written: list[str]) -> None:
+        """This rank's files, and a record of them for rank 0."""
+        if hasattr(self, "_copies_done"):
+            self._copies_done.synchronize()
+        rank = f"{self._world.rank:05d}"
+        entries = {}
+        for index, (image, memory) in enumerate(zip(self.images, memories, strict=True)):
+            layer = f"-{index}" if index else ""
+            file = f"part-{rank}{layer}-{name}.safetensors"
+            written.append(file)
+            new = None
+            try:
+                new = self._final.create(file, image.size)
+                entries[file] = image.write(new, memory, num_threads).plain()
+            except OSError as error:
+                if new is not None:
+                    new.abandon()
+                raise self._failure(f"{self._final}/{file}", error) from None
+        record = f"record-{rank}-{name}.json"
+        written.append(record)
+        try:
+            self._final.put(record, [json.dumps(self._record | {"files": entries}).encode()])
+        except OSError as error:
+            raise self._failure(f"{self._final}/{record}", error) from None
 
-def newest(path: str | Path) -> Path:
-    """`path` if it is a checkpoint, or else the last one that was saved into it."""
-    path = Path(path)
-    if (path / NAME).exists() or path.name.startswith(_PREFIX):
-        if not path.is_dir():
-            raise CheckpointError(f"there is no checkpoint {path}")
-        return path
-    found = checkpoints(path)
-    if not found:
-        raise CheckpointError(f"there is no checkpoint in {path}; one is a folder named {_PREFIX}NUMBER")
-    return found[-1]
+    def _finish(self, name: str) -> str:
+        """On rank 0: join the records to the manifest, and remove what is not needed any more."""
+        records = [f"record-{rank:05d}-{name}.json" for rank in range(self._world.mesh.size)]
+        tensors: dict[str, Any] = {}
+        files: dict[str, FileEntry] = {}
+        own: dict[str, Any] = {}
+        try:
+            for record in records:
+                found = json.loads(self._final.read(record))
+                tensors = found["tensors"] | tensors
+                own = found["own"] | own
+                files |= {file: FileEntry.of(entry) for file, entry in found["files"].items()}
+            shapes = {tensor: (tuple(shape), dtype) for tensor, (shape, dtype) in tensors.items()}
+            values = {"common": self._values, "own": own}
+            Manifest(self._step, self._plan, time.time(), shapes, files, values).write(self._final)
+        except OSError as error:
+            raise self._failure(f"{self._final}/{NAME}", error) from None
+        with contextlib.suppress(OSError):  # what cannot be removed now is looked at again by the next save
+            _sweep(self._final)
+            others = [folder for folder in checkpoints(self._base) if folder.name != self._final.name]
+            others.sort(key=lambda folder: saved_at(folder) or 0.0)  # damaged ones are the first to go
+            for old in others[: max(len(others) + 1 - self._keep, 0)]:
+                old.remove_all()
+        return ""
 
-
-def checkpoints(path: str | Path) -> list[Path]:
-    """The checkpoints in the folder `path`, in the order in which they were saved."""
-
-    def age(folder: Path) -> tuple[float, str]:
-        manifest = folder / NAME
-        return (manifest.stat().st_mtime if manifest.exists() else folder.stat().st_mtime, folder.name)
-
-    path = Path(path)
-    return sorted((p for p in path.glob(f"{_PREFIX}*") if p.is_dir()), key=age) if path.is_dir() else []
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of nested dicts by its path; a dict is gone into only if all its keys are text."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value and all(isinstance(k, str) for k in value):
-            yield from _leaves(value, f"{prefix}{key}/")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _split(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    leaves = dict(_leaves(state))
-    tensors = {name: value for name, value in leaves.items() if torch.is_tensor(value)}
-    return tensors, {name: value for name, value in leaves.items() if name not in tensors}
-
-
-def _fill(tree: dict[str, Any], tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
-    for name, value in [*tensors.items(), *rest.items()]:
-        node = tree
-        *path, key = name.split("/")
-        for part in path:
-            node = node.setdefault(part, {})
-        node[key] = value
-
-
-def _check_same(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Path) -> None:
-    made = f"the checkpoint {folder} was made by another model or optimizer"
-    if missing := sorted(set(tensors) - set(manifest.tensors)):
-        raise CheckpointError(f"{made}: it lacks {_few(missing)}")
-    if extra := sorted(name for name in set(manifest.tensors) - set(tensors) if name.startswith("model/")):
-        raise CheckpointError(f"{made}: it has {_few(extra)}, which this model has not")
-    for name, tensor in tensors.items():
-        shape, dtype = manifest.tensors[name]
-        if list(tensor.shape) != shape:
-            raise CheckpointError(f"{made}: {_plain(name)} has shape {shape} there and {list(tensor.shape)} here")
-        if _dtype(tensor) != dtype:
-            raise CheckpointError(f"{made}: {_plain(name)} is {dtype} there and {_dtype(tensor)} here")
-
-
-def _few(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(_plain(name) for name in names[:3]) + more
-
-
-def _plain(name: str) -> str:
-    return name.removeprefix("model/")
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _write(tensors: dict[str, Tensor], folder: Path, alone: bool) -> None:
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save as write
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        write(tensors, storage_writer=FileSystemWriter(folder), no_dist=alone)
-
-
-def _replace(aside: Path, final: Path) -> None:
-    """Give the folder its name; one of that name from before is out of the way only for the rename."""
-    old = final.with_name(f".old-{final.name}")
-    if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-    aside.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
-    descriptor = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    def _failure(self, file: str, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint {self._final} was not written: {file}: {error.strerror or error}; earlier ones are as they"
+            " were"
+        )
 
 
-def _in_parts(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether each rank writes its own part; where ranks are threads the tensors are whole and rank 0 writes them."""
-    from torch.distributed.tensor import DTensor
+def _sweep(folder: Folder) -> None:
+    """Remove the files of saves that did not come to their end; the whole folder if it has nothing else."""
+    names = folder.names()
+    needed: set[str] = set()
+    if NAME in names:
+        try:
+            needed = {NAME, *Manifest.read(folder).files}
+        except CheckpointError:  # damaged: its files stay for whoever wants to look
+            return
+    ours = [name for name in names if name not in needed and _OURS.fullmatch(name)]
+    for name in ours:
+        folder.remove(name)
+    if len(ours) == len(names):
+        folder.remove_all()
 
-    return any(isinstance(tensor, DTensor) for tensor in tensors.values())
 
-
-def _on_first_rank(world: World, work: Callable[[], object], what: str) -> None:
-    """Do `work` on rank 0; every rank goes on after it, or raises what it raised."""
-    _together(world, work if world.rank == 0 else lambda: None, what)
-
-
-def _together(world: World, work: Callable[[], object], what: str) -> None:
-    """Do `work` on every rank; if any fails, every rank raises CheckpointError with the message of the first."""
-    message = b""
-    try:
-        work()
-    except Exception as error:
-        plain = isinstance(error, CheckpointError)
-        message = (str(error) if plain else f"{what}: {type(error).__name__}: {error}").encode()[:1000]
-    sent = torch.zeros(1000, dtype=torch.uint8, device=world.device)
-    sent[: len(message)] = torch.tensor(list(message), dtype=torch.uint8)
-    for row in world.everyone().all_gather(sent).wait().cpu():
-        if text := bytes(row.tolist()).rstrip(b"\0").decode(errors="replace"):
-            raise CheckpointError(text)
+__all__ = ["KEEP", "State", "checkpoints", "newest", "save"]

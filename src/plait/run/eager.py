@@ -89,6 +89,12 @@ class EagerReplica:
     def updated(self) -> None:
         """Every rank has updated all parameters."""
 
+    def local(self, name: str) -> Tensor:
+        return self.parameters[name].detach()
+
+    def scale_gradients(self, factor: float) -> None:
+        torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], factor)
+
     def gradient_norm(self) -> float:
         norms = [p.grad.norm() for p in self.parameters.values() if p.grad is not None]
         return float(torch.stack(norms).norm()) if norms else 0.0

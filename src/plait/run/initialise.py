@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -16,23 +16,22 @@ from plait.spec.layout import Layout
 
 def initial_parameters(
     model: nn.Module, layouts: Mapping[str, Layout], world: World, seed: int
-) -> dict[str, Tensor | None]:
-    """This rank's part of every parameter, by its first name. None for one that lies on other ranks only.
+) -> Iterator[tuple[str, Tensor | None]]:
+    """This rank's part of every parameter, with its first name. None for one that lies on other ranks only.
 
     A model with values gives rank 0's to all. One on the meta device is initialised module by module, by the
     module's own `reset_parameters` (or the `_init_weights` of a transformers model) with a seed that depends on the
     module's name: no rank ever holds more than one module whole.
     """
     if any(p.is_meta for p in model.parameters()):
-        return _from_meta(model, layouts, world, seed)
-    found: dict[str, Tensor | None] = {}
+        yield from _from_meta(model, layouts, world, seed)
+        return
     everyone = world.everyone()
     for name, parameter in model.named_parameters():
         value = parameter.detach()
         if everyone.size > 1:
             value.copy_(everyone.broadcast(value.contiguous(), 0).wait())
-        found[name] = local_part(value, layouts[name], world) if lies_here(layouts[name], world) else None
-    return found
+        yield name, local_part(value, layouts[name], world) if lies_here(layouts[name], world) else None
 
 
 def initial_buffers(model: nn.Module, world: World) -> dict[str, Tensor]:
@@ -46,28 +45,29 @@ def initial_buffers(model: nn.Module, world: World) -> dict[str, Tensor]:
     return found
 
 
-def _from_meta(model: nn.Module, layouts: Mapping[str, Layout], world: World, seed: int) -> dict[str, Tensor | None]:
+def _from_meta(
+    model: nn.Module, layouts: Mapping[str, Layout], world: World, seed: int
+) -> Iterator[tuple[str, Tensor | None]]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, Tensor | None] = {}
+    found: set[str] = set()
     for path, module in model.named_modules():
         mine = {k: p for k, p in module.named_parameters(recurse=False) if p.is_meta}
         buffers = {k: b for k, b in module.named_buffers(recurse=False) if b.is_meta}
         if not mine and not buffers:
             continue
         _fill(model, module, path, world.device, seed)
-        for key, meta in mine.items():
-            name = names[id(meta)]
+        wholes = {names[id(meta)]: module._parameters[key] for key, meta in mine.items()}
+        module._parameters.update(mine)
+        for name, whole in wholes.items():
             if name not in found:
-                whole = module._parameters[key]
+                found.add(name)
                 assert whole is not None
                 here = lies_here(layouts[name], world)
-                found[name] = local_part(whole.detach(), layouts[name], world) if here else None
-            module._parameters[key] = meta  # type: ignore[assignment]
+                yield name, local_part(whole.detach(), layouts[name], world) if here else None
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             here = lies_here(layouts[name], world)
-            found[name] = local_part(parameter.detach(), layouts[name], world) if here else None
-    return found
+            yield name, local_part(parameter.detach(), layouts[name], world) if here else None
 
 
 def _fill(model: nn.Module, module: nn.Module, path: str, device: torch.device, seed: int) -> None:

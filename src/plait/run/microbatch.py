@@ -72,7 +72,7 @@ def joined(results: Sequence[StepResult], scale: Tensor | None = None) -> StepRe
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for dtype, gradients in by_dtype.items():
             torch._foreach_mul_(gradients, factor.to(gradients[0].device, dtype))
-    return StepResult(loss, parts, last.gradients, last.buffers)
+    return StepResult(loss, parts, last.gradients, last.buffers, 1.0 if factor is None else float(factor))
 
 
 def _num_here(batch: Any) -> int:

@@ -17,25 +17,31 @@ from plait.graph.lower import Lowered
 from plait.graph.partition import WORLD
 from plait.graph.precision import Precision
 from plait.graph.specialise import specialise
+from plait.graph.stash import stashed_bytes
+from plait.run.homes import Homes
 from plait.run.missing import missing_kernel
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one run of the graph gave: local tensors by name. A gradient that lies on another rank is absent."""
+    """What one run of the graph gave: local tensors by name. A gradient that lies on another rank is absent, and one
+    that has left the device, which is still to be multiplied by `factor`."""
 
     loss: Tensor
     parts: tuple[Tensor, Tensor] | None  # (sum, weight) where the loss was given so
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    factor: float = 1.0
 
 
 class Program:
     """One lowered step, ready to run on one rank."""
 
-    def __init__(self, lowered: Lowered, world: World) -> None:
+    def __init__(self, lowered: Lowered, world: World, homes: Homes) -> None:
         self.lowered = lowered
         self.world = world
+        self._homes = homes
+        homes.make_room(max(stashed_bytes(graph) for graph in lowered.graphs.values()))
         captured = lowered.captured
         self._outputs = [(o.kind, o.name) for o in captured.outputs]
         self._constants = {name: value.to(world.device) for name, value in captured.constants.items()}
@@ -62,7 +68,7 @@ class Program:
         sources = {
             "parameter": parameters, "buffer": buffers, "batch": batch, "constant": self._constants, "sum": sums or {}
         }  # fmt: skip
-        single = {"key": key, "scale": scale}
+        single = {"key": key, "scale": scale, "homes": self._homes}
         args = [single[kind] if kind in single else sources[kind].get(name) for kind, name in inputs]
         try:
             with torch.no_grad():

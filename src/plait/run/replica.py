@@ -15,6 +15,7 @@ from plait.comm.protocol import World
 from plait.graph.batch import batch_leaves, batch_signature
 from plait.graph.lower import Lowered
 from plait.run.compiler import Compiler
+from plait.run.homes import Homes
 from plait.run.initialise import initial_buffers
 from plait.run.local_batch import LocalBatch, global_like
 from plait.run.microbatch import first_microbatch, joined, micro_key, microbatches
@@ -32,16 +33,25 @@ class Replica:
     others are let go.
     """
 
-    def __init__(self, compiler: Compiler, world: World, batch: Any, seed: int = 0, adopt: bool = False) -> None:
+    def __init__(
+        self,
+        compiler: Compiler,
+        world: World,
+        batch: Any,
+        seed: int = 0,
+        adopt: bool = False,
+        homes: Homes | None = None,
+    ) -> None:
         self.compiler = compiler
         self.world = world
+        self.homes = homes or Homes(compiler.plan, world)
         self._programs: dict[tuple[str, bool], Program] = {}
         self.with_gradient: tuple[str, ...] = ()  # parameters that the last step gave gradients of, on any rank
         model = compiler.model
         lowered = self.program(first_microbatch(batch, compiler.plan.micro), train=True).lowered
         self.layouts: dict[str, Layout] = {name: lowered.states[name] for name, _ in model.named_parameters()}
         self.dtypes = {name: p.dtype for name, p in model.named_parameters()}
-        self.variables = Variables(model, lowered, world, seed, adopt)
+        self.variables = Variables(model, lowered, world, self.homes, seed, adopt)
         buffers = initial_buffers(model, world)
         self.buffers = buffers if adopt else {name: b.detach().clone().to(world.device) for name, b in buffers.items()}
 
@@ -59,7 +69,7 @@ class Replica:
             before = ", ".join(signature for signature, mode in self._programs if mode == train)
             remedy = "give every rank rows of the same shapes at every step"
             agree(self.world, key[0], "shape of batch", remedy=f"{remedy} (so far: {before})" if before else remedy)
-            self._programs[key] = Program(self._lowered(batch, train), self.world)
+            self._programs[key] = Program(self._lowered(batch, train), self.world, self.homes)
         return self._programs[key]
 
     def _lowered(self, batch: Any, train: bool) -> Lowered:
@@ -73,6 +83,7 @@ class Replica:
         num = self.compiler.plan.micro if train else 1
         results: list[StepResult] = []
         sums: dict[str, Tensor] = {}
+        self.homes.begin_step()
         for index, part in enumerate(microbatches(batch, num)):
             program = self.program(part, train)
             turn = program.lowered.turns[index]
@@ -86,7 +97,9 @@ class Replica:
             results.append(result)
         captured = program.lowered.captured
         self.with_gradient = tuple(o.name for o in captured.outputs if o.kind == "gradient")
-        return joined(results, scale)
+        result = joined(results, scale)
+        self.homes.factor = result.factor
+        return result
 
     def updated(self) -> None:
         """The optimizer has stepped."""
@@ -108,7 +121,14 @@ class Replica:
             if gradient is not None and gradient.stride() != parameter.stride():
                 # Fused optimizers walk both memories side by side; autograd keeps this contract too.
                 gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
-            parameter.grad = gradient
+            parameter.grad = gradient if gradient is None else gradient.to(parameter.device)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients, wherever they are."""
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+        self.homes.factor *= factor
 
     def gradient_norm(self) -> float:
         """The 2-norm of all gradients together, of the whole tensors and the same on every rank."""
@@ -117,6 +137,8 @@ class Replica:
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 by_axes[axes[name]].append(parameter.grad)
+            elif name in self.homes.norms:
+                by_axes[axes[name]].append(self.homes.norms[name] * self.homes.factor)
         groups = sorted(set(axes.values()))  # the same on every rank, also where a rank holds none of a group
         total = 0.0
         for group in groups:
@@ -127,6 +149,10 @@ class Replica:
             total += float(squares)
         return math.sqrt(total)
 
+    def local(self, name: str) -> Tensor | None:
+        """This rank's part of a parameter, wherever its home is; None where another rank has it."""
+        return self.variables.local(name)
+
     def whole(self, name: str, local: Tensor | None) -> Tensor:
         """A parameter-shaped tensor put together from the ranks' parts; every rank calls it."""
         return gather_whole(local, self.layouts[name], self.world, self.dtypes[name])
@@ -136,5 +162,8 @@ class Replica:
         found = {}
         for name in self.with_gradient:
             parameter = self.parameters.get(name)
-            found[name] = self.whole(name, None if parameter is None else parameter.grad).clone()
+            mine = None if parameter is None else parameter.grad
+            if name in self.homes.norms:
+                mine = self.homes.get(f"gradient/{name}").to(self.world.device) * self.homes.factor
+            found[name] = self.whole(name, mine).clone()
         return found

@@ -1,15 +1,15 @@
-"""The state of a training run as one nested dict that does not depend on the plan, and back.
+"""The state of a training run as one nested dict of tensors that does not depend on the plan, and back.
 
     {"model": {name: tensor}, "optimizer": {"state": {name: {key: tensor}}, "groups": [...]}, "scheduler": {...},
-     "step": int}
+     "loss_scale": {...}, "step": int}
 
-Optimizer state that has its parameter's shape is laid out like the parameter.
+Optimizer state that has its parameter's shape is laid out like the parameter. Checkpoints do not come this way: see
+run/saving.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from plait.comm.protocol import World
 from plait.errors import CheckpointError
-from plait.run import checkpoint
 from plait.run.boundary import from_boundary, to_boundary
+from plait.run.eager import EagerReplica
 from plait.run.replica import Replica
+from plait.run.scaling import LossScale
+from plait.run.update import Update
 from plait.spec.plan import Plan
 
 
@@ -28,12 +30,19 @@ class Run(Protocol):
 
     plan: Plan
     world: World
+    seed: int
     step_number: int
     scheduler: Any
     optimizer: torch.optim.Optimizer | None
+    update: Update
+    loss_scale: LossScale | None
 
     @property
-    def replica(self) -> Replica: ...
+    def replica(self) -> Replica | EagerReplica: ...
+
+
+# Of a parameter group, what says how to compute and not what: a plan or a device has its own.
+_IMPLEMENTATION = ("foreach", "fused", "capturable")
 
 
 def take(run: Run) -> dict[str, Any]:
@@ -43,15 +52,17 @@ def take(run: Run) -> dict[str, Any]:
         name: to_boundary(_data(replica.parameters.get(name)), layout, world, replica.dtypes[name])
         for name, layout in replica.layouts.items()
     }
-    persistent = persistent_buffers(replica.compiler.model)
+    persistent = persistent_buffers(model_of(replica))
     model |= {name: buffer for name, buffer in replica.buffers.items() if name in persistent}
     state: dict[str, Any] = {
         "model": model,
-        "optimizer": {"state": _optimizer_state(run), "groups": _groups(run)},
+        "optimizer": {"state": _optimizer_state(run), "groups": group_options(run)},
         "step": run.step_number,
     }
     if run.scheduler is not None:
         state["scheduler"] = run.scheduler.state_dict()
+    if run.loss_scale is not None:
+        state["loss_scale"] = run.loss_scale.state_dict()
     return state
 
 
@@ -72,7 +83,10 @@ def restore(run: Run, state: Mapping[str, Any]) -> None:
         _restore_optimizer(run, state["optimizer"])
     if run.scheduler is not None and "scheduler" in state:
         run.scheduler.load_state_dict(state["scheduler"])
+    if run.loss_scale is not None and "loss_scale" in state:
+        run.loss_scale.load_state_dict(state["loss_scale"])
     run.step_number = int(state["step"])
+    replica.updated()
 
 
 def full_model(replica: Replica) -> dict[str, Tensor]:
@@ -81,10 +95,10 @@ def full_model(replica: Replica) -> dict[str, Tensor]:
         name: replica.whole(name, _data(replica.parameters.get(name))).detach().cpu().clone()
         for name in replica.layouts
     }
-    persistent = persistent_buffers(replica.compiler.model)
+    persistent = persistent_buffers(model_of(replica))
     found |= {name: b.detach().cpu().clone() for name, b in replica.buffers.items() if name in persistent}
     first: dict[int, str] = {}
-    for name, parameter in replica.compiler.model.named_parameters(remove_duplicate=False):
+    for name, parameter in model_of(replica).named_parameters(remove_duplicate=False):
         found[name] = found[first.setdefault(id(parameter), name)]
     return found
 
@@ -94,7 +108,7 @@ def check_model(replica: Replica, model: Mapping[str, Tensor]) -> None:
     missing = sorted(set(mine) - set(model))
     if missing:
         raise CheckpointError(f"the state was made by another model: it lacks {', '.join(missing[:5])}")
-    known = {name for name, _ in replica.compiler.model.named_parameters(remove_duplicate=False)} | set(replica.buffers)
+    known = {name for name, _ in model_of(replica).named_parameters(remove_duplicate=False)} | set(replica.buffers)
     extra = sorted(set(model) - known)
     if extra:
         raise CheckpointError(f"the state was made by another model: this one has no {', '.join(extra[:5])}")
@@ -114,20 +128,6 @@ def persistent_buffers(model: nn.Module) -> set[str]:
     return found
 
 
-def save(run: Run, path: str | Path, extra: Mapping[str, Any]) -> None:
-    checkpoint.save(path, take(run), world=run.world, plan=str(run.plan), extra=dict(extra))
-
-
-def load(run: Run, path: str | Path) -> dict[str, Any]:
-    replica = run.replica
-    _start_optimizer(run)
-    state = take(run)
-    extra = checkpoint.load(path, state, world=run.world)
-    check_model(replica, state["model"])
-    restore(run, state)
-    return extra
-
-
 def _data(parameter: nn.Parameter | None) -> Tensor | None:
     return None if parameter is None else parameter.detach()
 
@@ -140,7 +140,7 @@ def _optimizer_state(run: Run) -> dict[str, dict[str, Any]]:
     keys = next((dict(s) for s in optimizer.state.values() if s), {})
     for name, layout in replica.layouts.items():
         parameter = replica.parameters.get(name)
-        mine = optimizer.state.get(parameter, {}) if parameter is not None else keys
+        mine = run.update.state_of(parameter) if parameter is not None else keys
         if not mine:
             continue
         found[name] = {}
@@ -153,7 +153,7 @@ def _optimizer_state(run: Run) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _groups(run: Run) -> list[dict[str, Any]]:
+def group_options(run: Run) -> list[dict[str, Any]]:
     """The parameter groups with names in place of tensors."""
     assert run.optimizer is not None
     names = {id(p): name for name, p in run.replica.parameters.items()}
@@ -162,6 +162,27 @@ def _groups(run: Run) -> list[dict[str, Any]]:
          "params": [names[id(p)] for p in group["params"]]}
         for group in run.optimizer.param_groups
     ]  # fmt: skip
+
+
+def set_group_options(run: Run, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Give the parameter groups the options that they had; a tensor among them stays the one that it is."""
+    assert run.optimizer is not None
+    if len(saved) != len(run.optimizer.param_groups):
+        raise CheckpointError(
+            f"the state has {len(saved)} parameter groups and this optimizer {len(run.optimizer.param_groups)}"
+        )
+    for group, options in zip(run.optimizer.param_groups, saved, strict=True):
+        for key, value in options.items():
+            if key == "params" or key in _IMPLEMENTATION:
+                continue
+            if torch.is_tensor(value) and torch.is_tensor(group.get(key)):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+
+
+def model_of(replica: Replica | EagerReplica) -> nn.Module:
+    return replica.model if isinstance(replica, EagerReplica) else replica.compiler.model
 
 
 def _restore_optimizer(run: Run, saved: Mapping[str, Any]) -> None:
@@ -174,26 +195,6 @@ def _restore_optimizer(run: Run, saved: Mapping[str, Any]) -> None:
                 value = from_boundary(value, layout, world)
             if parameter is not None:
                 optimizer.state[parameter][key] = value.clone() if torch.is_tensor(value) else value
-    if len(saved["groups"]) != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"the state has {len(saved['groups'])} parameter groups and this optimizer {len(optimizer.param_groups)}"
-        )
-    for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
-        group.update({k: v for k, v in values.items() if k != "params"})
-
-
-def _start_optimizer(run: Run) -> None:
-    """Have the optimizer make its state, by a step of length zero, so that there is something to load into."""
-    optimizer = run.optimizer
-    assert optimizer is not None
-    if optimizer.state:
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if torch.is_tensor(group["lr"]) else 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        if parameter is not None:
+            run.update.settle(parameter)
+    set_group_options(run, saved["groups"])

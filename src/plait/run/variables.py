@@ -4,10 +4,15 @@ zero=0  the same tensors
 zero=1  the graph reads whole tensors; the optimizer has this rank's part of each, a view of the whole where that
 zero=2  is possible; after an update the parts are gathered
 zero=3  the same tensors: this rank's parts, which the graph gathers
+
+Large parameters whose home is elsewhere are kept there (run/homes.py): the optimizer's have the form of the tensor but
+no memory, and the graph fetches what it reads. Where the update runs on the host beside an accelerator, the optimizer
+has copies of its own in host memory, which go back after it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -16,22 +21,31 @@ from torch import Tensor, nn
 from plait.comm.protocol import World
 from plait.decide.buckets import bucket_limit, split_buckets
 from plait.graph.gather import Gathering
+from plait.graph.homes import large
 from plait.graph.lower import Lowered
 from plait.graph.rows import Cut, Rows
 from plait.graph.zero import cut_of
+from plait.run.disk import padded
+from plait.run.homes import Homes, hollow
 from plait.run.initialise import initial_parameters
-from plait.run.state import is_whole
+from plait.run.state import is_whole, lies_here
 
 
 class Variables:
-    """`parameters` are the optimizer's, `inputs` the graph's, both by name; absent where another rank has them.
+    """`parameters` are the optimizer's, `inputs` the graph's, both by name; absent where another rank has them, and of
+    the inputs those that the graph fetches.
 
     With `adopt`, tensors that are whole are the model's own; the model's copies of others are let go.
     """
 
-    def __init__(self, model: nn.Module, lowered: Lowered, world: World, seed: int, adopt: bool) -> None:
+    def __init__(self, model: nn.Module, lowered: Lowered, world: World, homes: Homes, seed: int, adopt: bool) -> None:
         plan = lowered.plan
         self._world = world
+        self._homes = homes
+        self._away = large(lowered.states) if homes.fetches_parameters else frozenset()
+        self._wholes: dict[
+            str, Tensor
+        ] = {}  # the form of what the graph reads, where parts are gathered after an update
         self._bucket_bytes = plan.bucket_bytes
         self.parameters: dict[str, nn.Parameter] = {}
         self.inputs: dict[str, Tensor] = {}
@@ -40,8 +54,15 @@ class Variables:
         names = list(own)
         held = {name: (lowered.states if plan.zero == 3 else lowered.layouts)[name] for name in names}
         adopted: set[str] = set()
-        for name, value in initial_parameters(model, held, world, seed).items():
+        self._promise(lowered)
+        for name, value in initial_parameters(model, held, world, seed):
             if value is None:
+                continue
+            if name in self._away or homes.updates_on_host:
+                cut = cut_of(held[name], lowered.states[name], plan) if plan.zero in (1, 2) else None
+                self._keep_elsewhere(
+                    name, value.to(world.device), cut, lowered.dtypes.get(name), own[name].requires_grad
+                )
                 continue
             if plan.zero in (1, 2):
                 cut = cut_of(held[name], lowered.states[name], plan)
@@ -73,31 +94,98 @@ class Variables:
             whole = whole.to(getattr(torch, narrow))
         self._cuts[name] = cut
         self.inputs[name] = whole
+        self._wholes[name] = torch.empty_like(whole, device="meta")
         self.parameters[name] = nn.Parameter(part.contiguous())
+
+    def _keep_elsewhere(self, name: str, value: Tensor, cut: Cut | None, narrow: str | None, trains: bool) -> None:
+        """The optimizer's tensor on the host or on disk, the graph's on the device or fetched from there."""
+        homes = self._homes
+        part = value if cut is None else cut.part(value, self._world.comm("data").rank).contiguous()
+        whole = value if narrow is None else value.to(getattr(torch, narrow))
+        if cut is not None:
+            self._cuts[name] = cut
+            self._wholes[name] = torch.empty_like(whole, device="meta")
+        if name not in self._away:
+            kept = homes.lane.host_like(part).copy_(part)
+            self.inputs[name] = whole
+        else:
+            homes.put(f"parameter/{name}", part)
+            kept = homes.in_memory(f"parameter/{name}")
+            kept = hollow(part) if kept is None else kept
+            if cut is not None:
+                homes.put(f"input/{name}", whole)
+            else:
+                homes.share(f"input/{name}", f"parameter/{name}")
+        self.parameters[name] = nn.Parameter(kept, requires_grad=trains)
+
+    def _promise(self, lowered: Lowered) -> None:
+        """Set room aside for what will be on disk, before anything is written."""
+        plan, here = lowered.plan, self._world.mesh.coordinates(self._world.rank)
+        if not self._away or plan.home_parameters != "disk":
+            return
+        num_bytes = 0
+        for name in self._away:
+            if not lies_here(lowered.states[name], self._world):
+                continue
+            size = lowered.dtype_of(name).itemsize
+            part = padded(math.prod(lowered.states[name].local_shape(self._world.mesh, here)) * size)
+            whole = padded(math.prod(lowered.layouts[name].local_shape(self._world.mesh, here)) * size)
+            cut = name in lowered.cuts and plan.zero in (1, 2)
+            num_bytes += 2 * part + (whole if cut else 0) + (whole if plan.micro > 1 and plan.zero < 2 else 0)
+        self._homes.file.promise(num_bytes, "parameters and gradients")
 
     def _make_buckets(self) -> Iterator[tuple[Rows, list[str]]]:
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name in self._cuts:
-            by_dtype.setdefault(self.inputs[name].dtype, []).append(name)
+            by_dtype.setdefault(self._wholes[name].dtype, []).append(name)
         for names in by_dtype.values():
-            sizes = [self.inputs[name].nbytes for name in names]
+            sizes = [self._wholes[name].nbytes for name in names]
             limit = bucket_limit(sum(sizes), self._bucket_bytes)
             for members in split_buckets(sizes, limit, limit):
                 bucket = [names[i] for i in members]
                 yield Rows(tuple(self._cuts[name] for name in bucket)), bucket
 
+    def local(self, name: str) -> Tensor | None:
+        """This rank's part of a parameter, wherever it is; from disk as a copy. None where another rank has it."""
+        parameter = self.parameters.get(name)
+        if parameter is None or name not in self._away:
+            return None if parameter is None else parameter.detach()
+        return self._homes.get(f"parameter/{name}")
+
+    def set_local(self, name: str, part: Tensor) -> None:
+        """Give this rank's part of a parameter new values. `updated` makes the graph read them."""
+        if name in self._away and self._homes.in_memory(f"parameter/{name}") is None:
+            self._homes.put(f"parameter/{name}", part)
+        else:
+            self.parameters[name].detach().copy_(part)
+
     def updated(self) -> None:
         """The optimizer has changed its parts: gather them, so that the graph reads the new values."""
-        ahead: list[Gathering] = []
-        comm = self._world.comm("data")
+        if self._homes.updates_on_host:
+            for name in self.inputs.keys() - self._cuts.keys():
+                self.inputs[name].copy_(self.parameters[name].detach(), non_blocking=True)
+        ahead: list[tuple[Gathering, list[str]]] = []
         for rows, names in self._buckets:
-            wholes = [self.inputs[name] for name in names]
-            parts = tuple(self.parameters[name].detach() for name in names)
-            ahead.append(Gathering(comm, rows.plain, tuple(w.dtype for w in wholes), parts, wholes))
+            ahead.append((self._gathering(rows, names), names))
             if len(ahead) > 1:
-                ahead.pop(0).wait()
-        for gathering in ahead:
-            gathering.wait()
+                self._gathered(*ahead.pop(0))
+        for each in ahead:
+            self._gathered(*each)
+
+    def _gathering(self, rows: Rows, names: list[str]) -> Gathering:
+        device = self._world.device
+        forms = [self._wholes[name] for name in names]
+        wholes = [
+            self.inputs[name] if name in self.inputs else torch.empty_like(form, device=device)
+            for name, form in zip(names, forms, strict=True)
+        ]
+        parts = tuple(self.local(name).to(device, non_blocking=True) for name in names)
+        return Gathering(self._world.comm("data"), rows.plain, tuple(form.dtype for form in forms), parts, wholes)
+
+    def _gathered(self, gathering: Gathering, names: list[str]) -> None:
+        for name, whole in zip(names, gathering.wait(), strict=True):
+            if name in self._away:
+                self._homes.put(f"input/{name}", whole)
 
 
 def _release(model: nn.Module, names: set[str]) -> None:

@@ -21,6 +21,7 @@ from plait.spec.refusals import names_not_yet, refuse_key
 
 # The batch is cut over `data` first: gradients, which `zero` splits over data, then are summed over replicas in parts.
 BATCH_AXES = ("data", "replica")
+_HOME = Choice(("device", "host", "disk"))
 
 
 def _key(kind: Kind, default: object, doc: str, name: str = "") -> Any:
@@ -46,6 +47,9 @@ class Plan:
     exceptions: tuple[tuple[str, str], ...] = _key(
         Family("precision.", Choice(("fp32", "bf16", "fp16"))), (), "precision of modules, by name pattern"
     )
+    home_parameters: str = _key(_HOME, "device", "where parameters and gradients are kept", name="home.parameters")
+    home_activations: str = _key(_HOME, "device", "where what backward reads is kept", name="home.activations")
+    home_optimizer: str = _key(_HOME, "device", "where the optimizer's state is kept", name="home.optimizer")
     batchnorm: str = _key(Choice(("global", "local")), "global", "batch statistics over all ranks, or over each alone")
     allreduce: str = _key(Choice(("backend", "ring", "naive")), "backend", "the algorithm that sums gradients")
     bucket_bytes: int = _key(Bytes(), 25 * 2**20, "gradients are summed in buckets of this size", name="bucket")
@@ -116,6 +120,11 @@ class Plan:
     def num_processes(self) -> int:
         """Ranks that the plan runs on: the product of its axes."""
         return self.mesh.size
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether anything has its home on disk."""
+        return "disk" in (self.home_optimizer, self.home_parameters, self.home_activations)
 
     @property
     def num_batch_parts(self) -> int:

@@ -10,7 +10,6 @@ NOT_YET: dict[str, tuple[str, str]] = {
     "stages": ("cuts the layers into stages", "use tensor=N to spread the layers' weights"),
     "chunks": ("gives each device several stages", "use tensor=N to spread the layers' weights"),
     "schedule": ("orders the microbatches of a pipeline", "use data=N and tensor=N, which need no schedule"),
-    "home.": ("keeps a class of tensors in host memory or on disk", "use tensor=N to split what does not fit"),
     "central": ("keeps one copy of the parameters in host memory", "use data=N with a copy on each rank"),
     "sync": ("lets replicas agree every n steps", "use data=N, which agrees at every step"),
     "outer": ("chooses the outer optimizer of local training", "use data=N, which agrees at every step"),

@@ -16,8 +16,10 @@ from torch.utils.data import default_collate
 
 from plait import optim
 from plait.errors import CheckpointError, ConfigError, DataError, PlaitError
-from plait.run import checkpoint
+from plait.run.checking import check_files
 from plait.run.order import check_batch_size
+from plait.run.places import INSIDE, folders, newest
+from plait.run.scratch import scratch_folder
 from plait.spec.annotation import resolve_annotations
 from plait.spec.plan import Plan
 from plait.train.config import Config, SchedulerSection
@@ -128,8 +130,9 @@ def learning_rate(step: int, section: SchedulerSection, steps: int) -> float:
     return section.final + (1 - section.final) * (1 + math.cos(math.pi * done)) / 2
 
 
-def checkpoint_folder(config: Config) -> Path:
-    return Path(config.train.out) / "checkpoints"
+def checkpoint_folder(config: Config) -> str:
+    """The folder or URL in which the run's checkpoints are."""
+    return config.train.checkpoints or str(Path(config.train.out) / INSIDE)
 
 
 def check_job(config: Config, plan: Plan, resume: bool = False, writes: bool = True) -> None:
@@ -139,6 +142,8 @@ def check_job(config: Config, plan: Plan, resume: bool = False, writes: bool = T
     job will write nothing either, and its folder is not looked at.
     """
     check_batch_size(config.train.batch_size, plan, f"train.batch_size = {config.train.batch_size}")
+    if plan.uses_disk:
+        scratch_folder(config.train.scratch)
     optimizer_factory(config)
     if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
@@ -171,14 +176,15 @@ def _check_out(config: Config, resume: bool) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(f"train.out = {config.train.out!r} is a file; name a folder")
     if resume:
-        step = checkpoint.check(folder).step
+        step = check_files(newest(folder)).step
         if step >= config.train.steps:
             raise ConfigError(
                 f"the run in {config.train.out} has done {step} steps and train.steps = {config.train.steps};"
                 " raise train.steps to go on"
             )
-    elif found := checkpoint.checkpoints(folder):
+    elif found := folders(folder):
+        key = "train.checkpoints" if config.train.checkpoints else "train.out"
         raise CheckpointError(
             f"{folder} holds checkpoints of an earlier run ({found[-1].name}); go on with --resume, name another"
-            " train.out, or remove the folder"
+            f" {key}, or remove the folder"
         )

@@ -75,10 +75,13 @@ class TrainSection(Section):
     clip_norm: float | None = Field(default=None, gt=0)
     seed: int = Field(default=0, ge=0)
     save_every: int = Field(default=0, ge=0)
+    keep: int = Field(default=2, ge=1)  # checkpoints that are left
+    checkpoints: str | None = None  # a folder, or a URL such as s3://bucket/run; by default in `out`
     evaluate_every: int = Field(default=0, ge=0)
     evaluate_batches: int = Field(default=8, ge=1)
     out: str = "runs/plait"
     on_nan: Literal["raise", "warn"] = "raise"
+    scratch: str | None = None  # the folder for what the plan keeps on disk
     tensorboard: bool = False
 
 

@@ -56,6 +56,7 @@ def run_job(config: Config, plan: Plan, resume: bool = False) -> Outcome:
         clip_norm=train.clip_norm,
         scheduler=scheduler_factory(config),
         on_nan=train.on_nan,
+        scratch=train.scratch,
         callbacks=[ends.append],
     )
     try:
@@ -148,7 +149,7 @@ class _Job:
                 if "held_out_loss" in values:
                     self.reporter.say(f"step {step}  held-out loss {values['held_out_loss']:.3f}")
             if train.save_every and step % train.save_every == 0:
-                self._save(loader)
+                self._save(loader, wait=last)
                 saved_at = step
         if saved_at != trainer.step_number:
             self._save(loader)
@@ -177,8 +178,8 @@ class _Job:
         self.held_out.load_state_dict(self.held_out.state_dict() | {"epoch": 0, "items": 0})
         return self.trainer.evaluate(islice(self.held_out, self.config.train.evaluate_batches))
 
-    def _save(self, loader: Loader) -> None:
-        self.trainer.save(self.folder, extra={"data": loader.state_dict()})
+    def _save(self, loader: Loader, wait: bool = True) -> None:
+        self.trainer.save(self.folder, {"data": loader.state_dict()}, keep=self.config.train.keep, wait=wait)
 
     def _finish(self) -> None:
         """Where the results are, and a sample of text from the whole model on rank 0."""

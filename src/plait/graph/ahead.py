@@ -1,0 +1,80 @@
+"""Reading ahead: values that come from elsewhere, in buckets in the order of their first readers.
+
+A bucket is asked for where the bucket before it is first read, and waited for where it is first read itself, so that at
+most two buckets are on the device or on their way.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from plait.decide.buckets import bucket_limit, split_buckets
+from plait.graph.calls import num_bytes
+from plait.graph.homes import coming_wait, phase_of
+
+Readers = Mapping[Node, Sequence[Node]]
+
+
+def readers_in(phase: str, nodes: Sequence[Node]) -> dict[Node, list[Node]]:
+    """The calls of one phase that read each node; nodes that none reads are left out."""
+    found = {node: [u for u in node.users if u.op != "output" and phase_of(u) == phase] for node in nodes}
+    return {node: users for node, users in found.items() if users}
+
+
+def in_buckets(graph: Graph, readers: Readers, bucket_bytes: int) -> list[list[Node]]:
+    """The nodes in the order of their first readers, in buckets; of one group of ranks each."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    first = {node: min(order[u] for u in users) for node, users in readers.items()}
+    members = sorted(first, key=first.__getitem__)
+    sizes = [num_bytes(node.meta["val"]) for node in members]
+    limit = bucket_limit(sum(sizes), bucket_bytes)
+    return [[members[i] for i in bucket] for bucket in split_buckets(sizes, limit, limit)]
+
+
+def read_ahead(
+    graph: Graph,
+    buckets: Sequence[Sequence[Node]],
+    readers: Readers,
+    start: Callable[[list[Node]], Node],
+    before: Node | None = None,
+) -> None:
+    """Have `readers` read what `start(members)` brings in place of the members of each bucket.
+
+    The first bucket is asked for at `before`, or else where it is read.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for bucket in buckets:
+        reader = min((u for node in bucket for u in readers[node]), key=order.__getitem__)
+        for members in _alike(bucket):
+            meta: dict[str, Any] = {
+                "phase": phase_of(reader),
+                "module": reader.meta.get("module", ""),
+                "origin": "home",
+            }
+            if only := members[0].meta.get("only"):
+                meta["only"] = only
+            values = [node.meta["val"] for node in members]
+            with graph.inserting_before(before if before is not None else reader):
+                begun = start(members)
+            begun.meta = {**meta, "val": None, "bytes": sum(num_bytes(v) for v in values), "num": len(members)}
+            with graph.inserting_before(reader):
+                done = graph.call_function(coming_wait, (begun,))
+                done.meta = {**meta, "val": values}
+                for index, node in enumerate(members):
+                    item = graph.call_function(operator.getitem, (done, index))
+                    item.meta = {**node.meta, **meta, "val": values[index]}
+                    for user in readers[node]:
+                        user.replace_input_with(node, item)
+        before = reader
+
+
+def _alike(bucket: Sequence[Node]) -> Iterator[list[Node]]:
+    """The members that lie on the same ranks."""
+    found: dict[Any, list[Node]] = {}
+    for node in bucket:
+        found.setdefault(tuple(sorted(node.meta.get("only", {}).items())), []).append(node)
+    yield from found.values()

@@ -1,0 +1,112 @@
+"""Boxes: which blocks of a whole tensor a rank holds under a layout, and who of several holders writes them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from plait.spec.layout import Layout, Only, Replicate, Shard, part_bounds
+from plait.spec.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block of a tensor: where it begins in the whole, and its shape."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Box:
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    def overlap(self, other: Box) -> Box | None:
+        """What the two have in common; None where that is nothing."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(
+            min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True)
+        )
+        if any(b <= a for a, b in zip(start, stop, strict=True)):
+            return None
+        return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+
+    def within(self, outer: Box) -> tuple[slice, ...]:
+        """Where this box lies in a tensor that holds `outer`."""
+        return tuple(slice(a - o, a - o + n) for a, o, n in zip(self.start, outer.start, self.shape, strict=True))
+
+    def rows(self, start: int, stop: int) -> Box:
+        """These rows along the first dim, counted from the box's own first."""
+        return Box((self.start[0] + start, *self.start[1:]), (stop - start, *self.shape[1:]))
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A box that a rank holds, and where it begins in the rank's own tensor."""
+
+    box: Box
+    at: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, a + n) for a, n in zip(self.at, self.box.shape, strict=True))
+
+
+def fragments(layout: Layout, mesh: Mesh, coordinates: Mapping[str, int]) -> tuple[Fragment, ...]:
+    """The boxes that the rank at these coordinates holds; more than one where a dim is cut block by block.
+
+    Together they are the tensor that run.state.local_part gives.
+    """
+    runs = [[(0, num)] for num in layout.shape]  # along each dim: (where it begins in the whole, length)
+    for axis, placement in layout.placements:
+        if isinstance(placement, Only) and coordinates[axis] != placement.index:
+            return ()
+        if isinstance(placement, Shard):
+            runs[placement.dim] = _cut(runs[placement.dim], mesh.axis_size(axis), coordinates[axis], placement.blocks)
+    places = []
+    for found in runs:
+        ends = itertools.accumulate(num for _, num in found)
+        places.append([(start, num, end - num) for (start, num), end in zip(found, ends, strict=True)])
+    boxes = []
+    for chosen in itertools.product(*places):
+        start, shape, at = zip(*chosen, strict=True) if chosen else ((), (), ())
+        if math.prod(shape):
+            boxes.append(Fragment(Box(start, shape), at))
+    return tuple(boxes)
+
+
+def copies(layout: Layout, mesh: Mesh, coordinates: Mapping[str, int]) -> tuple[int, int]:
+    """How many ranks hold the same as this one, and the place of this one among them."""
+    num, index = 1, 0
+    for axis, size in mesh.axes:
+        if isinstance(layout.on(axis), Replicate):
+            num, index = num * size, index * size + coordinates[axis]
+    return num, index
+
+
+def _cut(runs: list[tuple[int, int]], size: int, index: int, blocks: int) -> list[tuple[int, int]]:
+    num = sum(length for _, length in runs)
+    if num % (size * blocks) == 0:
+        length = num // (size * blocks)
+        wanted = [((block * size + index) * length, length) for block in range(blocks)]
+    else:
+        start, stop = part_bounds(num, size, index)
+        wanted = [(start, stop - start)]
+    found: list[tuple[int, int]] = []
+    for start, length in wanted:
+        before = 0
+        for first, here in runs:
+            low, high = max(start, before), min(start + length, before + here)
+            if low < high:
+                begin = first + low - before
+                if found and sum(found[-1]) == begin:
+                    found[-1] = (found[-1][0], found[-1][1] + high - low)
+                else:
+                    found.append((begin, high - low))
+            before += here
+    return found or [(0, 0)]

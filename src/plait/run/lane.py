@@ -1,0 +1,84 @@
+"""The lane between a device and memory of its host. On an accelerator it is a stream of its own, beside the one that
+computes, and host memory is pinned; on CPU both are the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Lane:
+    """Of one device. All calls are made by the thread that computes, but for those that say otherwise."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_host = device.type == "cpu"
+        self._stream: Any = None if self.is_host else torch.cuda.Stream(device)
+
+    def host_like(self, tensor: Tensor) -> Tensor:
+        """New host memory for a tensor of this form."""
+        return torch.empty_like(tensor, device="cpu", pin_memory=not self.is_host, requires_grad=False)
+
+    def down(self, tensor: Tensor, into: Tensor) -> Callable[[], None]:
+        """Begin to copy a tensor of the device into host memory; what is returned ends that, in any thread."""
+        if self.is_host:
+            return lambda: _copy(into, tensor)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            into.copy_(tensor, non_blocking=True)
+            tensor.record_stream(self._stream)
+            done = self._stream.record_event()
+        return lambda: done.synchronize()
+
+    def up(self, form: Tensor) -> Landing:
+        """Make ready for a tensor of this form that will come to the device."""
+        return Landing(self, form)
+
+
+class Landing:
+    """A tensor that comes to the device from host memory."""
+
+    def __init__(self, lane: Lane, form: Tensor) -> None:
+        self._lane = lane
+        self._tensor: Tensor | None = None
+        if not lane.is_host:
+            self._tensor = torch.empty_like(form, device=lane.device)
+            self._ready = torch.cuda.current_stream(lane.device).record_event()  # its memory was somebody's before
+            self._done: Any = None
+
+    def land(self, host: Tensor) -> None:
+        """Begin to copy; in any thread. On CPU the host memory becomes the tensor."""
+        if self._lane.is_host:
+            self._tensor = host
+            return
+        assert self._tensor is not None
+        stream = self._lane._stream
+        with torch.cuda.stream(stream):
+            stream.wait_event(self._ready)
+            self._tensor.copy_(host, non_blocking=True)
+            self._done = stream.record_event()
+
+    def take(self) -> Tensor:
+        """The tensor, which what is computed from now on may read. After `land`."""
+        assert self._tensor is not None
+        if not self._lane.is_host:
+            torch.cuda.current_stream(self._lane.device).wait_event(self._done)
+        tensor, self._tensor = self._tensor, None
+        return tensor
+
+
+def _copy(into: Tensor, tensor: Tensor) -> None:
+    """On one core, beside those that compute: torch would take them all."""
+    if into.stride() == tensor.stride() and into.dtype == tensor.dtype and tensor.numel():
+        _flat(into)[:] = _flat(tensor)
+    else:
+        into.copy_(tensor)
+
+
+def _flat(tensor: Tensor) -> Any:
+    """The bytes of a dense tensor, as numpy has them."""
+    return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).view(torch.uint8).numpy()

@@ -1,0 +1,52 @@
+"""The process's own random numbers, of torch, numpy and Python, in a checkpoint.
+
+A step draws by (seed, step number) and needs none of them; a user's data may. Where ranks are threads they share one
+state, which is rank 0's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.comm.process import ProcessWorld
+from plait.comm.protocol import World
+
+
+def has_own(world: World) -> bool:
+    """Whether the rank has random numbers of its own."""
+    return world.rank == 0 or isinstance(world, ProcessWorld)
+
+
+def take(world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The state of this process, as tensors and as values."""
+    version, words, gauss = random.getstate()
+    found: Any = np.random.get_state(legacy=False)
+    tensors = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(words, dtype=torch.int64),
+        "numpy": torch.from_numpy(found["state"]["key"].astype(np.int64)),
+    }
+    if world.device.type == "cuda":
+        tensors["cuda"] = torch.cuda.get_rng_state(world.device)
+    values = {
+        "python": (version, gauss),
+        "numpy": (found["bit_generator"], int(found["state"]["pos"]), int(found["has_gauss"]), float(found["gauss"])),
+    }
+    return tensors, values
+
+
+def restore(world: World, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """The inverse of `take`."""
+    torch.set_rng_state(tensors["torch"])
+    if world.device.type == "cuda" and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"], world.device)
+    version, gauss = values["python"]
+    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
+    kind, position, has_gauss, cached = values["numpy"]
+    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))

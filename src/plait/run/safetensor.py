@@ -1,0 +1,105 @@
+"""The safetensors format: 8 bytes with the length of the header, the header in JSON, then the tensors end to end.
+
+It is written and read here, as it takes a few lines, in blocks and from several threads, which the library does not do.
+Parts of tensors are marked as torch.distributed.checkpoint marks them (HuggingFaceStorageReader).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plait.errors import CheckpointError
+
+PAGE = 4096  # the tensors begin at a multiple of it
+_LENGTH = 8
+_LARGEST_HEADER = 1 << 30
+_TYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
+    "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
+}  # fmt: skip
+_NAMES = {short: name for name, short in _TYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file: dtype as torch names it, its shape, where it begins (for parts), and its first byte."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * item_bytes(self.dtype)
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element."""
+    short = _TYPES[dtype]
+    if short.startswith("F8"):
+        return 1
+    return 1 if short == "BOOL" else int(short.lstrip("BFIUC")) // 8
+
+
+def check_dtype(name: str, dtype: str) -> None:
+    if dtype not in _TYPES:
+        raise CheckpointError(f"{name} is {dtype}, which a checkpoint cannot hold; it holds {', '.join(_TYPES)}")
+
+
+def write_header(
+    tensors: Sequence[tuple[str, str, tuple[int, ...], tuple[int, ...]]], parts: bool = False
+) -> tuple[bytes, list[Entry]]:
+    """The header's bytes for (name, dtype, shape, start) in order, padded with spaces; and where each tensor lies.
+
+    With `parts`, tensors are parts that begin at `start` in their whole. To have all of them aligned, give those with
+    larger elements first.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    if parts:
+        marks = {name: {"saved_offsets": list(start)} for name, _, _, start in tensors}
+        header["__metadata__"] |= {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(marks)}
+    position = 0
+    for name, dtype, shape, _ in tensors:
+        check_dtype(name, dtype)
+        end = position + math.prod(shape) * item_bytes(dtype)
+        header[name] = {"dtype": _TYPES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + _LENGTH) % PAGE)
+    first = _LENGTH + len(text)
+    entries = [
+        Entry(name, dtype, shape, start, first + header[name]["data_offsets"][0])
+        for name, dtype, shape, start in tensors
+    ]
+    return len(text).to_bytes(_LENGTH, "little") + text, entries
+
+
+def read_header(file: str, size: int, read: Callable[[int, int], bytes]) -> list[Entry]:
+    """The tensors of a file of `size` bytes, of which `read(offset, num)` gives some; CheckpointError if it is none."""
+    try:
+        length = int.from_bytes(read(0, _LENGTH), "little")
+        if not 2 <= length <= min(size - _LENGTH, _LARGEST_HEADER):
+            raise ValueError("its header is too long for it")
+        header = json.loads(read(_LENGTH, length))
+        metadata = header.pop("__metadata__", {})
+        marks = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
+        found = []
+        for name, entry in header.items():
+            shape = tuple(entry["shape"])
+            start = tuple(marks[name]["saved_offsets"]) if name in marks else (0,) * len(shape)
+            first, end = entry["data_offsets"]
+            one = Entry(name, _NAMES[entry["dtype"]], shape, start, _LENGTH + length + first)
+            if end - first != one.num_bytes or _LENGTH + length + end > size:
+                raise ValueError(f"{name} does not lie within it")
+            found.append(one)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} is no whole safetensors file: {error}") from None
+    return found

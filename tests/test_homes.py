@@ -1,0 +1,197 @@
+"""Homes: what is kept on disk changes no number; what goes wrong with a disk is said with the file's name."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_verify import gpt, gpt_batch
+from torch import Tensor
+
+import plait
+from plait.errors import HomeError
+from plait.graph import homes
+from plait.run import update
+from plait.run.disk import DiskFile, page_memory
+from plait.train.gpt import loss_fn
+from plait.trainer import Trainer
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
+
+
+@pytest.fixture(autouse=True)
+def _all_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tests train is small, and would stay in memory."""
+    monkeypatch.setattr(homes, "SMALL", 1)
+    monkeypatch.setattr(update, "_CHUNK_BYTES", 1 << 14)
+
+
+def trained(plan: str, optimizer: Any = ADAMW, steps: int = 3, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+    trainer = Trainer(gpt(), loss_fn, optimizer, plan, **options)
+    losses = [float(trainer.step(gpt_batch())) for _ in range(steps)]
+    weights = trainer.full_state_dict()
+    trainer.close()
+    return losses, weights
+
+
+def assert_same(one: tuple[list[float], dict[str, Tensor]], other: tuple[list[float], dict[str, Tensor]]) -> None:
+    assert one[0] == other[0]
+    assert [name for name, tensor in one[1].items() if not torch.equal(tensor, other[1][name])] == []
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        ADAMW,
+        functools.partial(torch.optim.AdamW, lr=1e-2, foreach=False, amsgrad=True),
+        functools.partial(torch.optim.SGD, lr=1e-1, momentum=0.9),
+        functools.partial(torch.optim.Adagrad, lr=1e-2),
+        functools.partial(torch.optim.RMSprop, lr=1e-3, centered=True, momentum=0.5),
+        functools.partial(torch.optim.NAdam, lr=1e-3),
+        functools.partial(torch.optim.Adafactor, lr=1e-2),
+    ],
+    ids=["adamw", "amsgrad", "momentum", "adagrad", "rmsprop", "nadam", "adafactor"],
+)
+def test_optimizer_state_on_disk_is_that_in_memory_bit_for_bit(optimizer: Any) -> None:
+    assert_same(trained("", optimizer), trained("home.optimizer=disk", optimizer))
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts in its groups, as some optimizers do, and calls hooks."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2, "num": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["num"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 1 / group["num"])
+                    p.add_(state["mean"], alpha=-group["lr"])
+
+
+def test_an_optimizer_sees_one_step() -> None:
+    calls: list[str] = []
+
+    def make(named_parameters: Any) -> torch.optim.Optimizer:
+        every = [p for _, p in named_parameters]
+        optimizer = Counting([{"params": every[:5], "lr": 1e-1}, {"params": every[5:]}])
+        optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+        optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+        return optimizer
+
+    trainer = Trainer(gpt(), loss_fn, make, "home.optimizer=disk")
+    losses = [float(trainer.step(gpt_batch())) for _ in range(3)]
+    assert trainer.optimizer is not None
+    assert [group["num"] for group in trainer.optimizer.param_groups] == [3, 3]
+    assert sum(len(group["params"]) for group in trainer.optimizer.param_groups) == len(list(gpt().parameters()))
+    assert calls == ["pre", "post"] * 3
+    assert losses == trained("", make)[0]
+
+
+def test_no_state_is_left_in_memory_and_all_can_be_had() -> None:
+    inside = Trainer(gpt(), loss_fn, ADAMW, "")
+    outside = Trainer(gpt(), loss_fn, ADAMW, "home.optimizer=disk")
+    for trainer in (inside, outside):
+        trainer.step(gpt_batch())
+    assert inside.optimizer is not None and outside.optimizer is not None
+    assert {v.device.type for s in outside.optimizer.state.values() for v in s.values() if v.ndim} == {"meta"}
+    for one, other in zip(inside.optimizer.state.items(), outside.optimizer.state, strict=True):
+        found = outside.update.state_of(other)
+        assert {key: value.tolist() for key, value in one[1].items()} == {k: v.tolist() for k, v in found.items()}
+        outside.optimizer.state[other].update({key: value + 1 for key, value in found.items() if value.ndim})
+        outside.update.settle(other)
+        assert torch.equal(outside.update.state_of(other)["exp_avg"], found["exp_avg"] + 1)
+    assert {v.device.type for s in outside.optimizer.state.values() for v in s.values() if v.ndim} == {"meta"}
+
+
+@pytest.mark.parametrize("plan", ["data=2 zero=1", "data=2 tensor=2 zero=2 micro=2", "data=3 zero=3"])
+def test_optimizer_state_on_disk_with_zero(plan: str) -> None:
+    report = plait.verify(gpt(), loss_fn, gpt_batch(12), f"{plan} home.optimizer=disk", steps=3)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    ("folder", "message"),
+    [
+        ("nowhere", r"nowhere .* does not exist; make it, or give another folder as Trainer\(..., scratch="),
+        ("file", r"file .* is a file, not a folder"),
+        ("/proc", r"no file can be made in /proc"),
+    ],
+)
+def test_a_home_that_cannot_be_used_is_refused_before_start(folder: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(HomeError, match=message):
+        Trainer(gpt(), loss_fn, ADAMW, "home.optimizer=disk", scratch=tmp_path / folder)
+
+
+def test_a_disk_that_is_too_small_is_refused_before_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, size: int) -> None:
+        if offset:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    trainer = Trainer(gpt(), loss_fn, ADAMW, "home.optimizer=disk", scratch=tmp_path)
+    with pytest.raises(
+        HomeError, match=rf"{tmp_path}.* needs 1\.3 MiB more for the optimizer's state, and the disk has"
+    ):
+        trainer.prepare(gpt_batch())
+
+
+def test_a_file_cannot_be_larger_than_its_disk(tmp_path: Path) -> None:
+    with pytest.raises(HomeError, match=r"needs 1048576.00 GiB more for much, and the disk has .* GiB free"):
+        DiskFile(tmp_path, "rank0").promise(1 << 50, "much")
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_disk_that_fails_is_named_and_a_save_still_loads(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(gpt(), loss_fn, ADAMW, "home.optimizer=disk", scratch=tmp_path)
+    trainer.step(gpt_batch())
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, call, broken)
+    with pytest.raises(HomeError, match=rf"cannot .* {tmp_path}/plait.*Input/output error.*go on from the last one"):
+        [trainer.step(gpt_batch()) for _ in range(3)]
+
+
+def test_nothing_is_left_in_the_folder(tmp_path: Path) -> None:
+    trainer = Trainer(gpt(), loss_fn, ADAMW, "home.optimizer=disk", scratch=tmp_path)
+    trainer.step(gpt_batch())
+    assert list(tmp_path.iterdir()) == []  # not even while it trains
+    trainer.close()
+
+
+def test_buffered_where_direct_does_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DiskFile, "_try_direct", lambda self: False)
+    assert_same(trained(""), trained("home.optimizer=disk", scratch=tmp_path))
+
+
+def test_places_are_read_after_what_was_written_before(tmp_path: Path) -> None:
+    """Also in pieces, and of tensors that no page ends with."""
+    file = DiskFile(tmp_path, "rank0")
+    place = file.place(torch.empty(3, 1_000_003), "numbers")
+    for number in range(5):
+        memory = page_memory(place.num_bytes)
+        place.view(memory).fill_(number)
+        place.write(memory)
+        memory = page_memory(place.num_bytes)
+        place.read(memory).wait()
+        assert bool((place.view(memory) == number).all())
+    turned = torch.randn(8, 3, 5, 5).to(memory_format=torch.channels_last)
+    place = file.place(turned)
+    place.put(turned)
+    assert torch.equal(place.get(), turned)
+    assert place.get().stride() == turned.stride()
+    file.close()
