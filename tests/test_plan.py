@@ -20,7 +20,8 @@ def test_reads_every_key() -> None:
     )
     assert plan == Plan(
         replica=2, data=2, tensor=3, zero=3, micro=4, recompute=Recompute("layer"), precision="bf16",
-        exceptions=(("*.norm", "fp32"),), home_optimizer="disk", batchnorm="local", allreduce="ring", bucket_bytes=512 * 1024,
+        exceptions=(("*.norm", "fp32"),), home_optimizer="disk", batchnorm="local", allreduce="ring",
+        bucket_bytes=512 * 1024,
     )  # fmt: skip
     assert plan.mesh == Mesh((("replica", 2), ("data", 2), ("tensor", 3)))
     assert plan.num_processes == 12

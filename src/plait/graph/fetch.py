@@ -6,6 +6,7 @@ backward pass. Gradients leave as soon as they are there; sums that microbatches
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -90,7 +91,7 @@ def _wait_early(graph: Graph) -> None:
     """Move the wait for each bucket from the end to where the next one has left, with what reads only it."""
     starts = [node for node in graph.nodes if node.target in (bucket_start, rows_start)]
     waits = {node.args[1]: node for node in graph.nodes if node.target in (bucket_wait, rows_wait)}
-    for start, after in zip(starts, starts[1:], strict=False):
+    for start, after in itertools.pairwise(starts):
         wait = waits[start]
         after.append(wait)
         last = wait

@@ -293,8 +293,8 @@ def recipe(graph: Graph, size: int, taken: Mapping[str, Placement], axis: str) -
     found = Recipe(graph, size, taken, axis).run()
     if not found and not any(not isinstance(p, Replicate) for p in taken.values()):
         raise PlanError(
-            f"{axis}={size} splits no pair of weights of this model: no weight has an output dim that {size} divides and"
-            f" that reaches a weight which sums it with nothing on the way that needs it whole. Choose a size that"
+            f"{axis}={size} splits no pair of weights of this model: no weight has an output dim that {size} divides"
+            f" and that reaches a weight which sums it with nothing on the way that needs it whole. Choose a size that"
             f" divides its heads and widths, say by layouts={{...}} what to split, or leave {axis} out of the plan"
         )
     return found

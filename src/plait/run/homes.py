@@ -55,8 +55,8 @@ class Homes:
         self.updates_on_host = device != "cpu" and plan.home_optimizer != "device"
         if self.fetches_parameters and device != "cpu" and not self.updates_on_host:
             raise PlanError(
-                f"home.parameters={plan.home_parameters} has parameters updated on the host, where home.optimizer=device"
-                f" does not keep the optimizer's state; add home.optimizer={plan.home_parameters}"
+                f"home.parameters={plan.home_parameters} has parameters updated on the host, where home.optimizer="
+                f"device does not keep the optimizer's state; add home.optimizer={plan.home_parameters}"
             )
         self.lane = Lane(world.device)
         self.norms: dict[str, Tensor] = {}  # of the gradients that have left in this step, by name

@@ -79,7 +79,7 @@ class Plan:
                 raise PlanError(f"unknown key {key!r} ({place}); {_hint(key, rows)}")
             row, kind = rows[key], _kind(rows[key])
             try:
-                read = kind.parse(value)
+                read: Any = kind.parse(value)
                 kind.check(read)
             except ValueError as error:
                 spaces = "; separate the words of a plan with spaces" if "," in value and "=" in value else ""
