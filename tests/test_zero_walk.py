@@ -75,7 +75,7 @@ def test_every_pair_of_values(plan: str) -> None:
     assert report.ok, report
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     st.fixed_dictionaries({key: st.sampled_from(values) for key, values in VALUES.items()}),
     st.fixed_dictionaries(
