@@ -158,3 +158,9 @@ def test_memory_says_whether_it_fits_and_what_would(folder: Path) -> None:
     never = CliRunner().invoke(app, ["memory", "job.toml", "--plan", "data=2", "--limit", "1KiB"])
     assert never.exit_code == 1 and "no single change of the plan would do" in never.stdout
     assert not (folder / "run").exists()
+
+
+def test_a_run_below_a_file_is_refused_before_it_starts(folder: Path) -> None:
+    (folder / "file").write_text("")
+    result = CliRunner().invoke(app, ["train", "job.toml", "--set", "train.out=file/run"])
+    assert result.exit_code == 2 and "lies below file, which is a file; name a folder" in result.output

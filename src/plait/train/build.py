@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,8 +174,14 @@ def _on_meta(config: Config) -> nn.Module:
 
 def _check_out(config: Config, resume: bool) -> None:
     out, folder = Path(config.train.out), checkpoint_folder(config)
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"train.out = {config.train.out!r} is a file; name a folder")
+    there = next((place for place in (out, *out.parents) if place.exists()), out)
+    if not there.is_dir():
+        what = "is a file" if there == out else f"lies below {there}, which is a file"
+        raise ConfigError(f"train.out = {config.train.out!r} {what}; name a folder")
+    if not os.access(there, os.W_OK):
+        raise ConfigError(
+            f"train.out = {config.train.out!r} cannot be written: {there} is read-only; name another folder"
+        )
     if resume:
         step = check_files(newest(folder)).step
         if step >= config.train.steps:
