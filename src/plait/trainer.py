@@ -155,18 +155,22 @@ class Trainer:
         self._check_finite(result.loss, result.gradients)
         replica.set_gradients(result.gradients)
         wanted = replica.whole_gradients() if want else {}
+        loss, gradients = result.loss, [*result.gradients.values(), *self.homes.norms.values()]
+        steps = self.loss_scale is None or self.loss_scale.update(gradients)
+        del result, gradients  # an update needs the memory
         norm = None
-        if self.loss_scale is None or self.loss_scale.update([*result.gradients.values(), *self.homes.norms.values()]):
+        if steps:
             norm = self._clip() if self.clip_norm is not None else None
             self.update.step()
+        optimizer.zero_grad(set_to_none=True)
+        if steps:
             replica.updated()
             if self.scheduler is not None:
                 self.scheduler.step()
-        optimizer.zero_grad(set_to_none=True)
         self.step_number += 1
         for callback in self._callbacks:
-            callback(StepEnd(self.step_number, float(result.loss), norm))
-        return result.loss, wanted
+            callback(StepEnd(self.step_number, float(loss), norm))
+        return loss, wanted
 
     def evaluate(self, data: Any) -> float:
         """The loss without gradients, in evaluation mode: of one batch, or over a loader of them."""

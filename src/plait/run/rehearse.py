@@ -83,9 +83,10 @@ def _step(replica: Replica, optimizer: torch.optim.Optimizer, batch: Any) -> Non
     scaled = Precision(plan.precision, plan.exceptions).scaled
     result = replica.run(batch, 0, scale=torch.ones((), device=replica.world.device) if scaled else None)
     replica.set_gradients(result.gradients)
+    del result
     optimizer.step()
-    replica.updated()
     optimizer.zero_grad(set_to_none=True)
+    replica.updated()
 
 
 @contextmanager
