@@ -27,7 +27,7 @@ from plait.run.optimizers import OptimizerFactory, build_optimizer, build_schedu
 from plait.run.replica import Replica
 from plait.run.saver import Saver
 from plait.run.scaling import LossScale
-from plait.run.tuning import keep_freed_memory, warn_of_slow_precision
+from plait.run.tuning import give_freed_memory_back, keep_freed_memory, warn_of_slow_precision
 from plait.run.update import Update
 from plait.spec.annotation import Annotations
 from plait.spec.layout import Layout
@@ -98,7 +98,7 @@ class Trainer:
         if precision.scaled:
             self.loss_scale = LossScale(self.world)
         if self._adopt and self.world.device.type == "cpu":
-            keep_freed_memory()
+            give_freed_memory_back() if self.plan.uses_disk else keep_freed_memory()
             if self.world.rank == 0:
                 warn_of_slow_precision(self.plan.precision, self.world.device)
         self.compiler = compiler or Compiler(Captures(model, loss_fn, self.world.device), self.plan, layouts)

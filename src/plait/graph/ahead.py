@@ -44,7 +44,7 @@ def read_ahead(
 ) -> None:
     """Have `readers` read what `start(members)` brings in place of the members of each bucket.
 
-    The first bucket is asked for at `before`, or else where it is read.
+    The first bucket is asked for at `before` if that comes earlier than where it is read.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     for bucket in buckets:
@@ -58,7 +58,7 @@ def read_ahead(
             if only := members[0].meta.get("only"):
                 meta["only"] = only
             values = [node.meta["val"] for node in members]
-            with graph.inserting_before(before if before is not None else reader):
+            with graph.inserting_before(before if before is not None and before < reader else reader):
                 begun = start(members)
             begun.meta = {**meta, "val": None, "bytes": sum(num_bytes(v) for v in values), "num": len(members)}
             with graph.inserting_before(reader):

@@ -8,34 +8,46 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from plait.graph.ahead import in_buckets, read_ahead, readers_in
-from plait.graph.calls import num_bytes
-from plait.graph.gather import repeat_views
+from plait.graph.ahead import in_buckets, read_ahead
+from plait.graph.calls import is_tensor, num_bytes
 from plait.graph.homes import homes_of, is_large, stash, unstash_start
-from plait.graph.recompute import saved_nodes
+from plait.graph.views import is_view
 
 _ALIGN = 4096  # of offsets: a disk's page
 
 
 def stash_activations(graph: Graph, bucket_bytes: int) -> Graph:
-    """Let large values of the forward pass leave until backward reads them. Changes `graph` and returns it."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    saved = sorted(saved_nodes(graph), key=order.__getitem__)
-    saved = [node for node in saved if is_large(node.meta["val"].numel())]
-    repeat_views(graph, saved)
-    readers = readers_in("backward", saved)
+    """Let large values of the forward pass leave until backward reads them. Changes `graph` and returns it.
+
+    The graph is one in which nothing has been moved yet: backward begins with the first of its calls.
+    """
+    nodes = list(graph.nodes)
+    calls = [node for node in nodes if node.op == "call_function"]
+    begin = next((node for node in calls if node.meta.get("phase") == "backward"), None)
+    if begin is None:
+        return graph
+    late = set(nodes[nodes.index(begin) :])
+    early = [node for node in calls if node not in late]
+    _view_anew(graph, early, late)
+    readers = {
+        node: users
+        for node in early
+        if is_tensor(node) and is_large(node.meta["val"].numel()) and not is_view(node)
+        if (users := [u for u in node.users if u in late]) and all(u.op != "output" for u in users)
+    }
     first, *buckets = in_buckets(graph, readers, bucket_bytes) or [[]]
     if not buckets:
         return graph
     homes = homes_of(graph)
     tokens: dict[Node, Node] = {}
     offset = 0
-    for node in [node for node in saved if any(node in bucket for bucket in buckets)]:
+    leaving = {node for bucket in buckets for node in bucket}
+    for node in [node for node in early if node in leaving]:
         with graph.inserting_after(node):
             token = tokens[node] = graph.call_function(stash, (homes, offset, node))
         token.meta = {k: v for k, v in node.meta.items() if k in ("only", "module", "phase")}
         token.meta |= {"val": None, "bytes": num_bytes(node.meta["val"])}
-        offset += -(-num_bytes(node.meta["val"]) // _ALIGN) * _ALIGN
+        offset += _room(node.meta["val"].nbytes)
 
     def start(members: list[Node]) -> Node:
         return graph.call_function(unstash_start, (homes, *(tokens[node] for node in members)))
@@ -46,6 +58,24 @@ def stash_activations(graph: Graph, bucket_bytes: int) -> Graph:
 
 
 def stashed_bytes(graph: Graph) -> int:
-    """Bytes that a graph has away at once, each value rounded up to whole pages."""
-    found = [node for node in graph.nodes if node.target is stash]
-    return sum(-(-node.meta["bytes"] // _ALIGN) * _ALIGN for node in found)
+    """Bytes that a graph has away at once, each value in whole pages."""
+    return sum(_room(node.meta["bytes"]) for node in graph.nodes if node.target is stash)
+
+
+def _room(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGN) * _ALIGN
+
+
+def _view_anew(graph: Graph, early: list[Node], late: set[Node]) -> None:
+    """Have backward make its own views of what forward made, so that only what they view is carried over."""
+    for view in reversed(early):  # a view before what it views
+        readers = [u for u in view.users if u in late and u.op != "output"]
+        if not is_view(view) or not readers:
+            continue
+        reader = min(readers)
+        with graph.inserting_before(reader):
+            copy = graph.node_copy(view)
+        copy.meta = {**view.meta, "phase": "backward"}
+        late.add(copy)
+        for each in readers:
+            each.replace_input_with(view, copy)

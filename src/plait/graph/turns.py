@@ -45,6 +45,9 @@ def graphs_of_turns(
     graph: Graph, captured: Captured, plan: Plan, layouts: Mapping[str, Layout], states: Mapping[str, Layout]
 ) -> tuple[dict[str, Graph], dict[str, str]]:
     """The graphs by turn, and in which dtype they read parameters, where that is not the parameters' own."""
+    device = next((n.meta["val"].device.type for n in placeholders(graph) if is_tensor(n)), "cpu")
+    if homes.activations_away(plan, device):
+        graph = stash_activations(graph, plan.bucket_bytes)
     cuts = {name: cut for name, state in states.items() if (cut := cut_of(layouts[name], state, plan)) is not None}
     names = {i.node: i.name for i in captured.inputs}
     parameters = [node for node in placeholders(graph) if names.get(node.name) in states]
@@ -72,18 +75,15 @@ def graphs_of_turns(
         each = bucket_gradients(each, plan.bucket_bytes, kept, gradients.keys())
         if turn == "more":
             each = _add_parts(each, gradients)
-        found[turn] = _with_homes(reuse_dead_operands(overlap(each)), turn, gradients, plan, states)
+        found[turn] = _with_homes(reuse_dead_operands(overlap(each)), turn, gradients, plan, device, states)
     return found, dtypes
 
 
 def _with_homes(
-    graph: Graph, turn: str, gradients: Mapping[int, str], plan: Plan, states: Mapping[str, Layout]
+    graph: Graph, turn: str, gradients: Mapping[int, str], plan: Plan, device: str, states: Mapping[str, Layout]
 ) -> Graph:
-    """Let what has its home elsewhere come and go."""
-    device = next((n.meta["val"].device.type for n in placeholders(graph) if is_tensor(n)), "cpu")
+    """Let parameters and gradients come from their homes and leave for them."""
     large = homes.large(states)
-    if homes.activations_away(plan, device):
-        graph = stash_activations(graph, plan.bucket_bytes)
     if homes.parameters_away(plan, device):
         graph = fetch_parameters(graph, large, plan.bucket_bytes)
     if homes.gradients_away(plan, device):

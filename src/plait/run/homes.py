@@ -18,7 +18,7 @@ from plait.run.lane import Landing, Lane
 from plait.run.scratch import scratch_folder, warn_of_memory
 from plait.spec.plan import Plan
 
-_UNDER_WAY = 64 << 20  # bytes that may wait to be written
+_UNDER_WAY = 32 << 20  # bytes that may wait to be written
 
 
 @dataclass
@@ -59,6 +59,7 @@ class Homes:
                 f"device does not keep the optimizer's state; add home.optimizer={plan.home_parameters}"
             )
         self.lane = Lane(world.device)
+        self.forms: dict[str, Tensor] = {}  # of parameters that are updated elsewhere, by name
         self.norms: dict[str, Tensor] = {}  # of the gradients that have left in this step, by name
         self.factor = 1.0  # by which those are to be multiplied
         self._file: DiskFile | None = None
@@ -95,6 +96,8 @@ class Homes:
         kind, _, name = key.partition("/")
         if kind == "gradient":
             self.norms[name] = torch.linalg.vector_norm(tensor)
+            if tensor.stride() != (form := self.forms[name]).stride():  # fused optimizers walk both side by side
+                tensor = torch.empty_like(form, device=tensor.device).copy_(tensor)
         self.put(key, tensor)
 
     def stash(self, offset: int, tensor: Tensor) -> _Stashed:

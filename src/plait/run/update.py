@@ -26,7 +26,7 @@ from plait.run.foresee import Foresight
 from plait.run.homes import Homes, hollow
 from plait.spec.layout import Layout, Shard
 
-_CHUNK_BYTES = 32 << 20
+_CHUNK_BYTES = 16 << 20
 _NUM_BUFFERS = 3
 _VALUE, _GRADIENT = "parameter", "gradient"  # what else is read of a parameter, beside the keys of its state
 _Key = tuple[str, str]  # ("state", key), or one of the two and ""
@@ -61,6 +61,10 @@ class _Buffer:
 
     def written(self, transfers: list[Transfer]) -> None:
         self._writing += transfers
+
+    def drop(self) -> None:
+        """Let go of the memory, which those that still write from it hold."""
+        self._memory, self.members, self.found = page_memory(0), [], []
 
 
 class Update:
@@ -122,6 +126,8 @@ class Update:
                     p.grad = gradients.get(p, p.grad)
                 self._step(set(buffer.members), index == 0, index == len(chunks) - 1)
                 self._let_go(buffer)
+        for each in self._buffers:
+            each.drop()
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """A parameter's state as the optimizer would have it; what is on disk comes in memory of its own."""

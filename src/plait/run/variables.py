@@ -101,6 +101,7 @@ class Variables:
         """The optimizer's tensor on the host or on disk, the graph's on the device or fetched from there."""
         homes = self._homes
         part = value if cut is None else cut.part(value, self._world.comm("data").rank).contiguous()
+        homes.forms[name] = torch.empty_like(part, device="meta")
         whole = value if narrow is None else value.to(getattr(torch, narrow))
         if cut is not None:
             self._cuts[name] = cut
