@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -14,7 +14,6 @@ from plait.run.manifest import BLOCK, FileEntry, Manifest
 from plait.run.storage import Folder
 
 T = TypeVar("T")
-_AT_ONCE = 16 * BLOCK
 
 
 def damages(folder: Folder) -> list[str]:
@@ -27,7 +26,7 @@ def damages(folder: Folder) -> list[str]:
     for name, entry in manifest.files.items():
         try:
             _check_file(folder, name, entry)
-            _check_all(folder, name, entry)
+            check_blocks(folder, manifest.files, [(name, index) for index in range(len(entry.blocks))])
         except CheckpointError as error:
             found.append(str(error))
     return found
@@ -49,37 +48,30 @@ def _check_file(folder: Folder, name: str, entry: FileEntry) -> None:
     raise CheckpointError(f"the checkpoint {folder} is damaged: {name} (crc32 {entry.crc32:08x}) {what}")
 
 
-def read_checked(folder: Folder, name: str, entry: FileEntry | None, start: int, memory: memoryview) -> None:
-    """Fill the memory with a file's bytes from the beginning of a block on, after a look at the checksum of each block.
-
-    The memory holds whole blocks, or all up to the end of the file. Without an entry there are no checksums.
-    """
-    try:
-        num = folder.read_into(name, start, memory)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {folder}/{name}: {error.strerror or error}") from None
-    if num != len(memory):
-        raise CheckpointError(f"{folder}/{name} ends at byte {start + num}, before what is needed")
-    for at in range(0, len(memory) if entry is not None else 0, BLOCK):
-        assert entry is not None
-        found, expected = zlib.crc32(memory[at : at + BLOCK]), entry.blocks[(start + at) // BLOCK]
-        if found != expected:
-            stop = min(start + at + BLOCK, entry.bytes)
-            raise CheckpointError(
-                f"the checkpoint {folder} is damaged: {name} (crc32 {entry.crc32:08x}) was altered: its bytes from"
-                f" {start + at} to {stop} have crc32 {found:08x}, not {expected:08x}"
-            )
-
-
-def _check_all(folder: Folder, name: str, entry: FileEntry) -> None:
+def check_blocks(folder: Folder, files: Mapping[str, FileEntry], blocks: Iterable[tuple[str, int]]) -> None:
+    """Raise CheckpointError naming the first file of which one of these blocks was altered."""
     own = threading.local()
 
-    def check(start: int) -> None:
+    def check(block: tuple[str, int]) -> None:
+        name, index = block
+        if name not in files:
+            return
+        entry, start = files[name], index * BLOCK
         if not hasattr(own, "memory"):
-            own.memory = memoryview(bytearray(_AT_ONCE))
-        read_checked(folder, name, entry, start, own.memory[: min(_AT_ONCE, entry.bytes - start)])
+            own.memory = bytearray(BLOCK)
+        memory = memoryview(own.memory)[: min(BLOCK, entry.bytes - start)]
+        try:
+            num = folder.read_into(name, start, memory)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {folder}/{name}: {error.strerror or error}") from None
+        found = zlib.crc32(memory[:num])
+        if found != entry.blocks[index]:
+            raise CheckpointError(
+                f"the checkpoint {folder} is damaged: {name} (crc32 {entry.crc32:08x}) was altered: its bytes from"
+                f" {start} to {start + len(memory)} have crc32 {found:08x}, not {entry.blocks[index]:08x}"
+            )
 
-    in_threads(list(range(0, entry.bytes, _AT_ONCE)), check)
+    in_threads(list(blocks), check)
 
 
 def in_threads(items: list[T], work: Callable[[T], None]) -> None:

@@ -15,8 +15,6 @@ from plait.run.manifest import BLOCK, FileEntry
 from plait.run.safetensor import PAGE, Entry, write_header
 from plait.run.storage import NewFile
 
-_AT_ONCE = 8 * BLOCK  # bytes that are written at once
-
 
 def page_memory(num_bytes: int, pinned: bool = False) -> Tensor:
     """New memory, flat uint8, that begins at a page and is made of whole ones."""
@@ -37,6 +35,10 @@ class Image:
         last = self.entries[-1] if self.entries else Entry("", "uint8", (0,), (0,), len(self._header))
         self.size = last.offset + last.num_bytes
         self._recent: tuple[Piece, Tensor] | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.size // BLOCK)
 
     def copy_into(self, memory: Tensor) -> None:
         """Copy the whole file into page memory; of tensors on a GPU only in the order of its stream."""
@@ -69,33 +71,32 @@ class Image:
 
     def write(self, file: NewFile, memory: Tensor | None, num_threads: int) -> FileEntry:
         """Write the file, from memory it was copied into or as it is made; returns what the manifest says of it."""
-        crcs = [0] * -(-self.size // BLOCK)
-        turns = iter(range(0, self.size, _AT_ONCE))
+        crcs = [0] * self.num_blocks
+        turns = iter(range(self.num_blocks))
         turn = threading.Lock()
         errors: list[BaseException] = []
 
         def work() -> None:
-            own = page_memory(_AT_ONCE) if memory is None else None
+            own = page_memory(BLOCK) if memory is None else None
             while not errors:
                 try:
                     with turn:
-                        start = next(turns, None)
-                        if start is None:
+                        index = next(turns, None)
+                        if index is None:
                             return
-                        num = min(_AT_ONCE, self.size - start)
-                        some = memory[start : start + _AT_ONCE] if memory is not None else own
-                        assert some is not None
+                        start, stop = index * BLOCK, min(index * BLOCK + BLOCK, self.size)
+                        block = memory[start : start + BLOCK] if memory is not None else own
+                        assert block is not None
                         if memory is None:
-                            self.fill(start, some[:num])
-                    view = memoryview(some.numpy())
-                    for at in range(0, num, BLOCK):
-                        crcs[(start + at) // BLOCK] = zlib.crc32(view[at : min(at + BLOCK, num)])
-                    file.write(start, view[: -(-num // PAGE) * PAGE])
+                            self.fill(start, block[: stop - start])
+                    padded = -(-(stop - start) // PAGE) * PAGE
+                    view = memoryview(block.numpy())
+                    crcs[index] = zlib.crc32(view[: stop - start])
+                    file.write(start, view[:padded])
                 except BaseException as error:  # raised below, by the thread that asked for the file
                     errors.append(error)
 
-        num_threads = min(num_threads, -(-self.size // _AT_ONCE))
-        helpers = [threading.Thread(target=work) for _ in range(num_threads - 1)]
+        helpers = [threading.Thread(target=work) for _ in range(min(num_threads, self.num_blocks) - 1)]
         for helper in helpers if file.parallel else []:
             helper.start()
         work()

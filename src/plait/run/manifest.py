@@ -21,7 +21,7 @@ from plait.run.storage import Folder
 
 NAME = "manifest.json"
 FORMAT = 2
-BLOCK = 1 << 20  # bytes that have a checksum of their own, so that a rank can check what it reads
+BLOCK = 8 << 20  # bytes that have a checksum of their own, so that a rank can check what it reads
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -17,13 +16,12 @@ from torch import Tensor
 
 from plait.errors import CheckpointError
 from plait.run.boxes import Box, Fragment
-from plait.run.checking import in_threads, read_checked
+from plait.run.checking import check_blocks, in_threads
 from plait.run.manifest import BLOCK, FileEntry, Manifest, Part
 from plait.run.safetensor import item_bytes, read_header
 from plait.run.storage import Folder, Location, folder_of
 
-_AT_ONCE = 16 * BLOCK
-_NOWHERE = torch.empty(0)
+_CHUNK = 16 << 20
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -70,35 +68,18 @@ class Source:
         return cls(folder, tensors, parts, {})
 
     def check(self, needed: Mapping[str, tuple[Fragment, ...]]) -> None:
-        """Read what is needed and raise CheckpointError naming the first file that was altered there."""
-        self._read([job for name, held in needed.items() for job in self._jobs(name, Wanted(held, _NOWHERE))])
+        """Raise CheckpointError naming the first file of which a block that is needed was altered."""
+        blocks: dict[str, set[int]] = {}
+        for name, fragments in needed.items():
+            for part, _, common in self._overlaps(name, fragments):
+                first, last, row = self._rows(name, part, common)
+                start, stop = part.offset + first * row, part.offset + last * row
+                blocks.setdefault(part.file, set()).update(range(start // BLOCK, -(-stop // BLOCK)))
+        check_blocks(self.folder, self.files, [(file, i) for file in sorted(blocks) for i in sorted(blocks[file])])
 
     def fill(self, wanted: Mapping[str, Wanted]) -> None:
-        """Write what is wanted where it is wanted, after a look at its checksums."""
-        self._read([job for name, one in wanted.items() for job in self._jobs(name, one)])
-
-    def _read(self, jobs: list[_Job]) -> None:
-        """Do the jobs, those that lie side by side in a file after one read."""
-        groups: list[list[_Job]] = []
-        for job in sorted(jobs, key=lambda job: (job.file, job.start)):
-            near = groups and groups[-1][0].file == job.file and job.start - groups[-1][-1].stop < BLOCK
-            if not near or job.stop - groups[-1][0].start > _AT_ONCE:
-                groups.append([])
-            groups[-1].append(job)
-        own = threading.local()
-
-        def read(group: list[_Job]) -> None:
-            file, entry = group[0].file, self.files.get(group[0].file)
-            start, stop = group[0].start // BLOCK * BLOCK, max(job.stop for job in group)
-            if entry is not None:
-                stop = min(-(-stop // BLOCK) * BLOCK, entry.bytes)
-            if not hasattr(own, "memory") or own.memory.numel() < stop - start:
-                own.memory = torch.empty(stop - start, dtype=torch.uint8)
-            read_checked(self.folder, file, entry, start, memoryview(own.memory[: stop - start].numpy()))
-            for job in group:
-                job.put(own.memory[job.start - start : job.stop - start])
-
-        in_threads(groups, read)
+        """Write what is wanted where it is wanted."""
+        in_threads([job for name, one in wanted.items() for job in self._jobs(name, one)], lambda job: job())
 
     def _overlaps(self, name: str, fragments: tuple[Fragment, ...]) -> Iterator[tuple[Part, Fragment, Box]]:
         missing = sum(fragment.box.num_elements for fragment in fragments)
@@ -118,40 +99,47 @@ class Source:
         first = common.start[0] - part.box.start[0]
         return first, first + common.shape[0], row
 
-    def _jobs(self, name: str, one: Wanted) -> Iterator[_Job]:
+    def _jobs(self, name: str, one: Wanted) -> Iterator[Callable[[], None]]:
         dtype = getattr(torch, self.tensors[name][1])
         for part, fragment, common in self._overlaps(name, one.fragments):
-            target = None
-            if one.into is not _NOWHERE:
-                places = zip(fragment.at, fragment.box.start, common.start, common.shape, strict=True)
-                target = one.into.detach()[tuple(slice(at + c - b, at + c - b + n) for at, b, c, n in places)]
+            places = zip(fragment.at, fragment.box.start, common.start, common.shape, strict=True)
+            target = one.into.detach()[tuple(slice(at + c - b, at + c - b + n) for at, b, c, n in places)]
             first, last, row = self._rows(name, part, common)
             columns = common.within(part.box)[1:]
-            step = max(1, _AT_ONCE // 2 // max(row, 1))
+            step = max(1, _CHUNK // max(row, 1))
             for start in range(first, last, step):
                 stop = min(start + step, last)
-                shape = (stop - start, *part.box.shape[1:]) if part.box.shape else ()
-                into = target[start - first : stop - first] if target is not None and shape else target
-                yield _Job(part.file, part.offset + start * row, part.offset + stop * row, dtype, shape, columns, into)
+                some = target[start - first : stop - first] if common.shape else target
+                yield self._job(part, (start, stop), row, dtype, columns, some)
 
+    def _job(
+        self, part: Part, rows: tuple[int, int], row: int, dtype: torch.dtype, columns: tuple[slice, ...], into: Tensor
+    ) -> Callable[[], None]:
+        """Reads these rows of a part, and puts these columns of them into a tensor."""
+        offset, num = part.offset + rows[0] * row, (rows[1] - rows[0]) * row
 
-@dataclass(frozen=True)
-class _Job:
-    """Bytes of a file that are rows of `shape`, and the tensor that some columns of them are put into."""
-
-    file: str
-    start: int
-    stop: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    columns: tuple[slice, ...]
-    into: Tensor | None
-
-    def put(self, memory: Tensor) -> None:
-        if self.into is not None:
-            found = memory.view(self.dtype).view(self.shape)
+        def run() -> None:
+            plain = into.device.type == "cpu" and into.is_contiguous() and into.dtype == dtype
+            if plain and into.nbytes == num:
+                self._read(part.file, offset, into.view(-1).view(torch.uint8))
+                return
+            memory = torch.empty(num, dtype=torch.uint8)
+            self._read(part.file, offset, memory)
+            shape = (rows[1] - rows[0], *part.box.shape[1:]) if part.box.shape else ()
+            found = memory.view(dtype).view(shape)
             with torch.no_grad():
-                self.into.copy_(found[(slice(None), *self.columns)] if self.shape else found)
+                into.copy_(found[(slice(None), *columns)] if shape else found)
+
+        return run
+
+    def _read(self, file: str, offset: int, memory: Tensor) -> None:
+        view = memoryview(memory.numpy())
+        try:
+            num = self.folder.read_into(file, offset, view)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.folder}/{file}: {error.strerror or error}") from None
+        if num != len(view):
+            raise CheckpointError(f"{self.folder}/{file} ends at byte {offset + num}, before what is needed")
 
 
 def _reader(folder: Folder, name: str) -> Callable[[int, int], bytes]:
