@@ -139,11 +139,10 @@ def repeat_views(graph: Graph, held: list[Node]) -> None:
         readers = [u for u in view.users if _phase(u) == "backward"]
         if _phase(view) == "backward" or not readers:
             continue
-        reader = min(readers, key=order.__getitem__)
+        reader = min(readers)
         with graph.inserting_before(reader):
             copy = graph.node_copy(view)
         copy.meta = {**view.meta, "phase": "backward"}
-        order[copy] = order[reader]
         for each in readers:
             each.replace_input_with(view, copy)
     graph.eliminate_dead_code()
