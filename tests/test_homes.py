@@ -12,13 +12,16 @@ import pytest
 import torch
 from test_verify import Branches, Tied, gpt, gpt_batch, image_batch, image_loss
 from torch import Tensor
+from torch.fx import Node
 from zoo import ZOO
 
 import plait
 from plait.errors import HomeError
 from plait.graph import homes
+from plait.graph.bucket import bucket_wait
 from plait.optim import Lamb
 from plait.run import update
+from plait.run.compiler import Captures, Compiler
 from plait.run.disk import DiskFile, page_memory
 from plait.train.gpt import loss_fn
 from plait.trainer import Trainer
@@ -169,6 +172,47 @@ def test_norms_over_ranks_of_what_is_on_disk() -> None:
     assert report.ok, report
 
 
+def test_an_overflow_among_gradients_that_have_left_skips_the_step() -> None:
+    plan = f"precision=fp16 {ALL}"
+    trainer = Trainer(gpt(), loss_fn, ADAMW, plan)
+    before = trainer.prepare(gpt_batch()) or trainer.full_state_dict()
+    assert trainer.loss_scale is not None
+    trainer.loss_scale.value = 2.0**40
+    trainer.step(gpt_batch())
+    assert [name for name, tensor in trainer.full_state_dict().items() if not torch.equal(tensor, before[name])] == []
+    assert trainer.loss_scale.value == 2.0**39
+    report = plait.verify(gpt(), loss_fn, gpt_batch(), plan)
+    assert report.ok, report
+
+
+def test_evaluates_from_disk() -> None:
+    inside, outside = (Trainer(gpt(), loss_fn, ADAMW, plan) for plan in ("", ALL))
+    for trainer in (inside, outside):
+        trainer.step(gpt_batch())
+    assert inside.evaluate(gpt_batch()) == outside.evaluate(gpt_batch())
+
+
+def test_the_host_is_the_device_on_cpu() -> None:
+    plan = plait.Plan.parse("home.parameters=host home.optimizer=host home.activations=host")
+    graph = Compiler(Captures(gpt(), loss_fn), plan).lowered(gpt_batch()).graph
+    assert [node for node in graph.nodes if node.name == homes.HOMES] == []
+    assert_same(trained(""), trained(str(plan)))
+
+
+def test_at_most_two_buckets_are_here_and_gradients_leave_while_backward_runs() -> None:
+    plan = plait.Plan.parse("data=2 bucket=32KiB home.parameters=disk home.activations=disk")
+    nodes = list(Compiler(Captures(gpt(), loss_fn), plan).lowered(gpt_batch()).graph.nodes)
+    for op in (homes.fetch_start, homes.unstash_start):
+        starts = [i for i, node in enumerate(nodes) if node.target is op]
+        waits = [nodes.index(next(iter(nodes[i].users))) for i in starts]
+        assert len(starts) > 8 and waits == sorted(waits)
+        assert all(start > wait for start, wait in zip(starts[2:], waits, strict=False))
+    leaving = [i for i, node in enumerate(nodes) if node.target is homes.leave]
+    products = [i for i, node in enumerate(nodes) if node.target is torch.ops.aten.mm.default]
+    assert sum(i < products[-1] for i in leaving) > len(leaving) / 2
+    assert not any(isinstance(r, Node) and r.target is bucket_wait for r in nodes[-1].args[0])
+
+
 @pytest.mark.parametrize(
     ("folder", "message"),
     [
@@ -202,7 +246,7 @@ def test_a_file_cannot_be_larger_than_its_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
-def test_a_disk_that_fails_is_named(
+def test_a_disk_that_fails_is_named_and_a_save_still_loads(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(gpt(), loss_fn, ADAMW, "home.optimizer=disk", scratch=tmp_path)

@@ -92,6 +92,9 @@ class EagerReplica:
     def local(self, name: str) -> Tensor:
         return self.parameters[name].detach()
 
+    def set_local(self, name: str, part: Tensor) -> None:
+        self.parameters[name].detach().copy_(part)
+
     def scale_gradients(self, factor: float) -> None:
         torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], factor)
 

@@ -45,9 +45,12 @@ class _Coming:
 
 
 class Homes:
-    """The homes of one rank (see graph.homes). HomeError for a folder in which no file can be made."""
+    """The homes of one rank (see graph.homes). `scratch` is the folder of its file, which is opened when something is
+    first kept there, unless a `file` is given. HomeError for a folder in which no file can be made."""
 
-    def __init__(self, plan: Plan, world: World, scratch: str | Path | None = None) -> None:
+    def __init__(
+        self, plan: Plan, world: World, scratch: str | Path | None = None, file: DiskFile | None = None
+    ) -> None:
         device = world.device.type
         self.plan = plan
         self.world = world
@@ -55,21 +58,21 @@ class Homes:
         self.updates_on_host = device != "cpu" and plan.home_optimizer != "device"
         if self.fetches_parameters and device != "cpu" and not self.updates_on_host:
             raise PlanError(
-                f"home.parameters={plan.home_parameters} has parameters updated on the host, where home.optimizer="
-                f"device does not keep the optimizer's state; add home.optimizer={plan.home_parameters}"
+                f"home.parameters={plan.home_parameters} has parameters updated on the host, and home.optimizer=device"
+                f" keeps the optimizer's state on {world.device}; add home.optimizer={plan.home_parameters}"
             )
         self.lane = Lane(world.device)
         self.forms: dict[str, Tensor] = {}  # of parameters that are updated elsewhere, by name
         self.norms: dict[str, Tensor] = {}  # of the gradients that have left in this step, by name
         self.factor = 1.0  # by which those are to be multiplied
-        self._file: DiskFile | None = None
+        self._file = file
         self._folder: Path | None = None
         self._hosts: dict[str, Tensor] = {}  # by key; so are places
         self._places: dict[str, Place] = {}
         self._ends: dict[str, Callable[[], None]] = {}  # of copies to host memory under way
         self._under_way: deque[tuple[Transfer, int]] = deque()
         self._stash_start = self._stash_bytes = 0
-        if scratch is not None or plan.uses_disk:
+        if file is None and (scratch is not None or plan.uses_disk):
             self._folder = scratch_folder(scratch)
             if plan.uses_disk and world.rank == 0:
                 warn_of_memory(self._folder)

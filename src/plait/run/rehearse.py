@@ -26,9 +26,12 @@ from plait.graph.liveness import Meter, marked
 from plait.graph.lower import Lowered
 from plait.graph.precision import Precision
 from plait.run.compiler import Captures, Compiler
+from plait.run.disk import RehearsedFile
+from plait.run.homes import Homes
 from plait.run.local_batch import LocalBatch, num_rows
 from plait.run.optimizers import OptimizerFactory, build_optimizer
 from plait.run.replica import Replica
+from plait.run.update import Update
 from plait.spec.plan import Plan
 
 _NUM_MICRO = 3  # microbatches that are rehearsed: what is between the first and the last is all alike
@@ -53,13 +56,17 @@ def rehearse(
         twin = _skeleton(model, device)
         model_bytes = meter.total
         few = _with_few_microbatches(lowered, device)
-        replica = Replica(_Known(few, twin), world, _local(batch, plan, few.plan.micro, device), adopt=True)
+        homes = Homes(plan, world, file=RehearsedFile())
+        first = _local(batch, plan, few.plan.micro, device)
+        replica = Replica(_Known(few, twin), world, first, adopt=True, homes=homes)
+        del first
         meter.claim_all(PARAMETERS)
         adopted = sum(t.nbytes for t in [*twin.parameters(), *twin.buffers()] if not t.is_meta)
         start = model_bytes + meter.total - adopted
     updates = build_optimizer(optimizer, replica.parameters, replica.layouts, world)  # tries it on tensors with values
     with _without_memory(fake, meter):
-        _make_state(updates, replica.parameters, lowered)
+        update = Update(updates, replica.parameters, replica.layouts, world, homes)
+        _make_state(updates, update, replica.parameters, lowered)
         for state in updates.state.values():
             meter.count(list(state.values()), OPTIMIZER)
         updates.register_step_pre_hook(lambda *_: meter.at("the optimizer's step", BUFFERS))
@@ -68,7 +75,7 @@ def rehearse(
         local = _local(batch, plan, few.plan.micro, device)
         rest = torch.empty(_batch_bytes(batch, plan) - meter.live[ACTIVATIONS], dtype=torch.uint8, device=device)
         meter.begin()
-        _step(replica, updates, local)
+        _step(replica, updates, update, local)
         del rest
     updated = sum(p.numel() for p in replica.parameters.values() if p.requires_grad)
     most, at_peak = Counter(meter.most), Counter(meter.at_peak)
@@ -77,14 +84,14 @@ def rehearse(
     return RankMemory(most, at_peak, meter.peak_moment, meter.saved, start, updated)
 
 
-def _step(replica: Replica, optimizer: torch.optim.Optimizer, batch: Any) -> None:
+def _step(replica: Replica, optimizer: torch.optim.Optimizer, update: Update, batch: Any) -> None:
     """As the Trainer steps."""
     plan = replica.compiler.plan
     scaled = Precision(plan.precision, plan.exceptions).scaled
     result = replica.run(batch, 0, scale=torch.ones((), device=replica.world.device) if scaled else None)
     replica.set_gradients(result.gradients)
     del result
-    optimizer.step()
+    update.step()
     optimizer.zero_grad(set_to_none=True)
     replica.updated()
 
@@ -176,14 +183,16 @@ def _batch_bytes(batch: Any, plan: Plan) -> int:
     return total
 
 
-def _make_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], lowered: Lowered) -> None:
+def _make_state(
+    optimizer: torch.optim.Optimizer, update: Update, parameters: Mapping[str, Tensor], lowered: Lowered
+) -> None:
     """Let the optimizer make its state, as in its first step."""
     trained = {output.name for output in lowered.captured.outputs if output.kind == "gradient"}
     for name, parameter in parameters.items():
         if name in trained:
             parameter.grad = torch.empty_like(parameter, requires_grad=False)
     try:
-        optimizer.step()
+        update.step()
     except Exception as error:
         raise PlanError(
             f"the memory of {type(optimizer).__name__} cannot be predicted: its step failed on tensors without values"

@@ -153,6 +153,10 @@ class Replica:
         """This rank's part of a parameter, wherever its home is; None where another rank has it."""
         return self.variables.local(name)
 
+    def set_local(self, name: str, part: Tensor) -> None:
+        """Give this rank's part of a parameter new values, which the graph reads after `updated`."""
+        self.variables.set_local(name, part)
+
     def whole(self, name: str, local: Tensor | None) -> Tensor:
         """A parameter-shaped tensor put together from the ranks' parts; every rank calls it."""
         return gather_whole(local, self.layouts[name], self.world, self.dtypes[name])

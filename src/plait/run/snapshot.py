@@ -49,7 +49,7 @@ def take(run: Run) -> dict[str, Any]:
     """The state as DTensors (whole tensors in the threads world). Every rank calls it."""
     replica, world = run.replica, run.world
     model: dict[str, Tensor] = {
-        name: to_boundary(_data(replica.parameters.get(name)), layout, world, replica.dtypes[name])
+        name: to_boundary(replica.local(name), layout, world, replica.dtypes[name])
         for name, layout in replica.layouts.items()
     }
     persistent = persistent_buffers(model_of(replica))
@@ -74,8 +74,7 @@ def restore(run: Run, state: Mapping[str, Any]) -> None:
     for name, layout in replica.layouts.items():
         local = from_boundary(model[name], layout, world)
         if name in replica.parameters:
-            with torch.no_grad():
-                replica.parameters[name].copy_(local)
+            replica.set_local(name, local)
     for name, buffer in replica.buffers.items():
         if name in model:
             buffer.copy_(model[name])
@@ -91,10 +90,7 @@ def restore(run: Run, state: Mapping[str, Any]) -> None:
 
 def full_model(replica: Replica) -> dict[str, Tensor]:
     """Every parameter and persistent buffer as a whole CPU tensor, tied ones under each of their names."""
-    found = {
-        name: replica.whole(name, _data(replica.parameters.get(name))).detach().cpu().clone()
-        for name in replica.layouts
-    }
+    found = {name: replica.whole(name, replica.local(name)).detach().cpu().clone() for name in replica.layouts}
     persistent = persistent_buffers(model_of(replica))
     found |= {name: b.detach().cpu().clone() for name, b in replica.buffers.items() if name in persistent}
     first: dict[int, str] = {}
@@ -126,10 +122,6 @@ def persistent_buffers(model: nn.Module) -> set[str]:
         keys = set(module._buffers) - module._non_persistent_buffers_set
         found |= {f"{path}.{key}" if path else key for key in keys}
     return found
-
-
-def _data(parameter: nn.Parameter | None) -> Tensor | None:
-    return None if parameter is None else parameter.detach()
 
 
 def _optimizer_state(run: Run) -> dict[str, dict[str, Any]]:

@@ -223,6 +223,9 @@ class Update:
         for key, value in list(state.items()):
             if not torch.is_tensor(value) or value.is_meta or not is_large(value.numel()):
                 continue
+            form = self._homes.forms.get(self._names[parameter], parameter)
+            if value.shape == form.shape and value.stride() != form.stride():  # fused optimizers walk them side by side
+                value = torch.empty_like(form, dtype=value.dtype, device=value.device).copy_(value)
             place = places.get(key)
             if place is None or not place.fits(torch.empty_like(value, device="meta")):
                 place = places[key] = self._homes.file.place(value, "the optimizer's state")
