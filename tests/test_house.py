@@ -28,6 +28,7 @@ def test_public_surface() -> None:
         "CheckpointError",
         "ConfigError",
         "DataError",
+        "HomeError",
         "Layout",
         "LayoutError",
         "LocalBatch",

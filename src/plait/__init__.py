@@ -32,6 +32,7 @@ _HOME = {
     "ConfigError": "plait.errors",
     "DataError": "plait.errors",
     "CheckpointError": "plait.errors",
+    "HomeError": "plait.errors",
     "WorldError": "plait.errors",
     "RankFailed": "plait.errors",
 }
