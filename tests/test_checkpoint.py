@@ -21,10 +21,10 @@ from checkpointing import (
 
 from plait.comm.threads import run_ranks
 from plait.errors import CheckpointError
-from plait.run import image
-from plait.run.export import export_weights
-from plait.run.places import checkpoints, newest
-from plait.run.storage import folder_of
+from plait.run.saving import image
+from plait.run.saving.export import export_weights
+from plait.run.saving.places import checkpoints, newest
+from plait.run.saving.storage import folder_of
 from plait.spec.plan import Plan
 from plait.view.checkpoint import describe_checkpoint, verify_checkpoints
 

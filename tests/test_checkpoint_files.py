@@ -22,17 +22,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plait.errors import CheckpointError
-from plait.run import checkpoint
-from plait.run.boxes import Box, copies, fragments
-from plait.run.checking import check_files, damages
-from plait.run.crc import combine
-from plait.run.holding import Holding, pieces
-from plait.run.manifest import BLOCK, Manifest
-from plait.run.places import checkpoints, newest
-from plait.run.plainvalues import decode, encode
-from plait.run.safetensor import read_header
+from plait.run.saving import checkpoint
+from plait.run.saving.boxes import Box, copies, fragments
+from plait.run.saving.crc import combine
+from plait.run.saving.holding import Holding, pieces
+from plait.run.saving.integrity import check_files, damages
+from plait.run.saving.manifest import BLOCK, Manifest
+from plait.run.saving.places import checkpoints, newest
+from plait.run.saving.plainvalues import decode, encode
+from plait.run.saving.safetensor import read_header
+from plait.run.saving.storage import LocalFolder, folder_of
 from plait.run.state import lies_here, local_part
-from plait.run.storage import LocalFolder, folder_of
 from plait.spec.layout import Layout, Only, Shard
 from plait.spec.mesh import Mesh
 from plait.view.checkpoint import describe_checkpoint

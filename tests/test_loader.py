@@ -24,8 +24,8 @@ import plait
 from plait.comm.protocol import World
 from plait.errors import BatchError, DataError, PlanError
 from plait.run.compiler import Captures, Compiler
-from plait.run.gauge import WaitGauge
-from plait.run.loader import Loader, loader
+from plait.run.feeding.gauge import WaitGauge
+from plait.run.feeding.loader import Loader, loader
 from plait.run.local_batch import LocalBatch
 from plait.train.config import Config
 from plait.train.job import run_job

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from plait.errors import CheckpointError, ConfigError, LossError
-from plait.run import checkpoint
+from plait.run.saving import checkpoint
 from plait.spec.plan import Plan
 from plait.train.build import check_job
 from plait.train.config import Config, load_config

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.errors import CheckpointError
-from plait.run.export import export_weights
+from plait.run.saving.export import export_weights
 
 
 def test_weights_to_and_from_hugging_face(tmp_path: Path) -> None:

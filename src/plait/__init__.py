@@ -15,7 +15,7 @@ _HOME = {
     "Trainer": "plait.trainer",
     "StepEnd": "plait.trainer",
     "LocalBatch": "plait.run.local_batch",
-    "loader": "plait.run.loader",
+    "loader": "plait.run.feeding.loader",
     "verify": "plait.verification",
     "Verifier": "plait.verification",
     "Report": "plait.verification",

@@ -157,7 +157,7 @@ def convert(
 ) -> None:
     """Write the weights as safetensors, one file or a folder as Hugging Face has it."""
     with _errors_shown_once():
-        from plait.run.export import export_weights
+        from plait.run.saving.export import export_weights
 
         print(*export_weights(path, out), sep="\n")
 

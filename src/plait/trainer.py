@@ -16,16 +16,16 @@ from plait.comm.process import process_world
 from plait.comm.protocol import World
 from plait.errors import BatchError, CaptureError, CheckpointError, LossError, PlanError
 from plait.graph.precision import Precision
-from plait.run import loading, saving, snapshot
 from plait.run.checks import agree_on_data, check_given
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.eager import EagerReplica, refuse_unless_data_only
 from plait.run.environment import resolve_plan
-from plait.run.homes import Homes
+from plait.run.homes.homes import Homes
 from plait.run.local_batch import LocalBatch, num_rows
 from plait.run.optimizers import OptimizerFactory, build_optimizer, build_scheduler
 from plait.run.replica import Replica
-from plait.run.saver import Saver
+from plait.run.saving import load, save, snapshot
+from plait.run.saving.saver import Saver
 from plait.run.scaling import LossScale
 from plait.run.tuning import give_freed_memory_back, keep_freed_memory, warn_of_slow_precision
 from plait.run.update import Update
@@ -226,7 +226,7 @@ class Trainer:
 
         CheckpointError names the file that could not be written; earlier checkpoints stay as they were.
         """
-        saving.save(self, path, extra or {}, keep, self._saver, wait)
+        save.save(self, path, extra or {}, keep, self._saver, wait)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Take over the newest checkpoint in a folder or URL, or the one that it is; returns its `extra`.
@@ -236,7 +236,7 @@ class Trainer:
         or the optimizer.
         """
         self._saver.wait()
-        return loading.load(self, path)
+        return load.load(self, path)
 
     def load_weights(self, path: str | Path) -> None:
         """Take over the weights alone: of a checkpoint, a .safetensors file, or a folder as Hugging Face saves it.
@@ -244,7 +244,7 @@ class Trainer:
         A batch must be known (`prepare`). Names and shapes must be those of the model; types are converted.
         """
         self._saver.wait()
-        loading.load_weights(self, path)
+        load.load_weights(self, path)
 
     def close(self) -> None:
         """Wait for a save under way; leave the world that the trainer joined, and give up what is kept on disk."""

@@ -1,8 +1,8 @@
 """What of a step has its home outside the device, and the calls that a graph makes to fetch it and to let it go.
 
 A graph reaches what is away through one placeholder, `homes`, as it reaches other ranks through `world`. Its object
-speaks `Homes`; it is implemented where files are (run/homes.py). Keys are `input/NAME` for a parameter as the graph
-reads it, `gradient/NAME` for a gradient as the optimizer reads it, `sum/NAME` for one that microbatches add up.
+speaks `Homes`; it is implemented where files are (run/homes/homes.py). Keys are `input/NAME` for a parameter as the
+graph reads it, `gradient/NAME` for a gradient as the optimizer reads it, `sum/NAME` for one that microbatches add up.
 
 On CPU host memory is the device's memory, so that a home on the host is none of its own.
 """

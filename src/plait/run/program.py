@@ -18,7 +18,7 @@ from plait.graph.partition import WORLD
 from plait.graph.precision import Precision
 from plait.graph.specialise import specialise
 from plait.graph.stash import stashed_bytes
-from plait.run.homes import Homes
+from plait.run.homes.homes import Homes
 from plait.run.missing import missing_kernel
 
 

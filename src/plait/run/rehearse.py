@@ -26,8 +26,8 @@ from plait.graph.liveness import Meter, marked
 from plait.graph.lower import Lowered
 from plait.graph.precision import Precision
 from plait.run.compiler import Captures, Compiler
-from plait.run.disk import RehearsedFile
-from plait.run.homes import Homes
+from plait.run.homes.disk import RehearsedFile
+from plait.run.homes.homes import Homes
 from plait.run.local_batch import LocalBatch, num_rows
 from plait.run.optimizers import OptimizerFactory, build_optimizer
 from plait.run.replica import Replica

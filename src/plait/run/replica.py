@@ -15,7 +15,7 @@ from plait.comm.protocol import World
 from plait.graph.batch import batch_leaves, batch_signature
 from plait.graph.lower import Lowered
 from plait.run.compiler import Compiler
-from plait.run.homes import Homes
+from plait.run.homes.homes import Homes
 from plait.run.initialise import initial_buffers
 from plait.run.local_batch import LocalBatch, global_like
 from plait.run.microbatch import first_microbatch, joined, micro_key, microbatches

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from plait.comm.protocol import World
 from plait.graph.homes import is_large
-from plait.run.disk import Place, Transfer, padded, page_memory
 from plait.run.foresee import Foresight
-from plait.run.homes import Homes, hollow
+from plait.run.homes.disk import Place, Transfer, padded, page_memory
+from plait.run.homes.homes import Homes, hollow
 from plait.spec.layout import Layout, Shard
 
 _CHUNK_BYTES = 16 << 20

@@ -5,8 +5,8 @@ zero=1  the graph reads whole tensors; the optimizer has this rank's part of eac
 zero=2  is possible; after an update the parts are gathered
 zero=3  the same tensors: this rank's parts, which the graph gathers
 
-Large parameters whose home is elsewhere are kept there (run/homes.py): the optimizer's have the form of the tensor but
-no memory, and the graph fetches what it reads. Where the update runs on the host beside an accelerator, the optimizer
+Large parameters whose home is elsewhere are kept there (run/homes/homes.py): the optimizer's have the form of the
+tensor but no memory, and the graph fetches what it reads. Where the update runs on the host beside an accelerator, the optimizer
 has copies of its own in host memory, which go back after it.
 """
 
@@ -25,8 +25,8 @@ from plait.graph.homes import large
 from plait.graph.lower import Lowered
 from plait.graph.rows import Cut, Rows
 from plait.graph.zero import cut_of
-from plait.run.disk import padded
-from plait.run.homes import Homes, hollow
+from plait.run.homes.disk import padded
+from plait.run.homes.homes import Homes, hollow
 from plait.run.initialise import initial_parameters
 from plait.run.state import is_whole, lies_here
 

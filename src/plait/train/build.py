@@ -17,10 +17,10 @@ from torch.utils.data import default_collate
 
 from plait import optim
 from plait.errors import CheckpointError, ConfigError, DataError, PlaitError
-from plait.run.checking import check_files
-from plait.run.order import check_batch_size
-from plait.run.places import INSIDE, folders, newest
-from plait.run.scratch import scratch_folder
+from plait.run.feeding.order import check_batch_size
+from plait.run.homes.scratch import scratch_folder
+from plait.run.saving.integrity import check_files
+from plait.run.saving.places import INSIDE, folders, newest
 from plait.spec.annotation import resolve_annotations
 from plait.spec.plan import Plan
 from plait.train.config import Config, SchedulerSection

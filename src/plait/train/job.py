@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from plait.comm.failure import guard
 from plait.comm.stop import StopVote
-from plait.run.loader import Loader
+from plait.run.feeding.loader import Loader
 from plait.run.local_batch import LocalBatch
 from plait.spec.plan import Plan
 from plait.train.build import (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import datetime
 
 from plait.errors import CheckpointError
-from plait.run.checking import damages
-from plait.run.fitting import MODEL, STATE
-from plait.run.manifest import Manifest
-from plait.run.places import INSIDE, checkpoints, newest
-from plait.run.storage import Folder, folder_of
+from plait.run.saving.fitting import MODEL, STATE
+from plait.run.saving.integrity import damages
+from plait.run.saving.manifest import Manifest
+from plait.run.saving.places import INSIDE, checkpoints, newest
+from plait.run.saving.storage import Folder, folder_of
 
 
 def describe_checkpoint(path: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.protocol import World
-from plait.run.boxes import Box, Fragment, copies, fragments
+from plait.run.saving.boxes import Box, Fragment, copies, fragments
 from plait.spec.layout import Layout, part_bounds
 
 _SHARED = 64 << 10  # bytes from which on those who hold the same each write a part of it

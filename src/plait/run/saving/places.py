@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from plait.errors import CheckpointError
-from plait.run.manifest import NAME, saved_at
-from plait.run.storage import Folder, Location, folder_of
+from plait.run.saving.manifest import NAME, saved_at
+from plait.run.saving.storage import Folder, Location, folder_of
 
 _NAMED = re.compile(r"step-\d{8,}")
 INSIDE = "checkpoints"  # where `plait train` keeps them within train.out

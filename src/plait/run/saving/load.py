@@ -13,20 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import CheckpointError
-from plait.run import randomstate
-from plait.run.boxes import Fragment, fragments
-from plait.run.checking import check_files
-from plait.run.consent import Consent
-from plait.run.fitting import MODEL, STATE, Shapes, check_model, check_optimizer, saved_model, saved_state
-from plait.run.holding import is_away
-from plait.run.image import dtype_name
-from plait.run.manifest import Manifest
-from plait.run.places import has_checkpoints, newest, older_than
-from plait.run.plainvalues import decode, tensor_names
-from plait.run.saving import expected_state, state_layout
-from plait.run.snapshot import Run, model_of, persistent_buffers, set_group_options
-from plait.run.source import Source, Wanted, whole_of
-from plait.run.storage import Folder, Location, folder_of
+from plait.run.saving import randomstate
+from plait.run.saving.boxes import Fragment, fragments
+from plait.run.saving.consent import Consent
+from plait.run.saving.fitting import MODEL, STATE, Shapes, check_model, check_optimizer, saved_model, saved_state
+from plait.run.saving.holding import is_away
+from plait.run.saving.image import dtype_name
+from plait.run.saving.integrity import check_files
+from plait.run.saving.manifest import Manifest
+from plait.run.saving.places import has_checkpoints, newest, older_than
+from plait.run.saving.plainvalues import decode, tensor_names
+from plait.run.saving.save import expected_state, state_layout
+from plait.run.saving.snapshot import Run, model_of, persistent_buffers, set_group_options
+from plait.run.saving.source import Source, Wanted, whole_of
+from plait.run.saving.storage import Folder, Location, folder_of
 
 _AT_ONCE = 256 << 20  # bytes of optimizer state that are read before they are moved to where they are kept
 

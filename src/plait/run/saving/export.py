@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 import torch
 
 from plait.errors import CheckpointError
-from plait.run.boxes import Box, Fragment
-from plait.run.checking import check_files
-from plait.run.fitting import MODEL, saved_model
-from plait.run.manifest import Manifest
-from plait.run.places import newest
-from plait.run.safetensor import write_header
-from plait.run.source import INDEX, SINGLE, Source, Wanted
-from plait.run.storage import Folder, Location, folder_of
+from plait.run.saving.boxes import Box, Fragment
+from plait.run.saving.fitting import MODEL, saved_model
+from plait.run.saving.integrity import check_files
+from plait.run.saving.manifest import Manifest
+from plait.run.saving.places import newest
+from plait.run.saving.safetensor import write_header
+from plait.run.saving.source import INDEX, SINGLE, Source, Wanted
+from plait.run.saving.storage import Folder, Location, folder_of
 
 SHARD_BYTES = 5 << 30
 

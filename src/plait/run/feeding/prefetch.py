@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
-from plait.run.order import Rows
-from plait.run.reading import Failure, Reader
+from plait.run.feeding.order import Rows
+from plait.run.feeding.reading import Failure, Reader
 
 _reading = threading.Lock()  # datasets are written for one reader at a time: no two loaders of a process read at once
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from plait.errors import CheckpointError
-from plait.run.boxes import Box, Fragment
-from plait.run.checking import check_blocks, in_threads
-from plait.run.manifest import BLOCK, FileEntry, Manifest, Part
-from plait.run.safetensor import item_bytes, read_header
-from plait.run.storage import Folder, Location, folder_of
+from plait.run.saving.boxes import Box, Fragment
+from plait.run.saving.integrity import check_blocks, in_threads
+from plait.run.saving.manifest import BLOCK, FileEntry, Manifest, Part
+from plait.run.saving.safetensor import item_bytes, read_header
+from plait.run.saving.storage import Folder, Location, folder_of
 
 _CHUNK = 16 << 20
 INDEX = "model.safetensors.index.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 
 from plait.errors import CheckpointError
-from plait.run.manifest import Manifest
+from plait.run.saving.manifest import Manifest
 
 Shapes = Mapping[str, tuple[tuple[int, ...], str]]  # (shape, dtype) by name
 

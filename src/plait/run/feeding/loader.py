@@ -15,11 +15,11 @@ from torch.utils.data import IterableDataset, default_collate
 from plait.comm.protocol import World
 from plait.errors import BatchError, DataError, PlanError
 from plait.run.environment import rank, resolve_plan
-from plait.run.gauge import Waited, WaitGauge
+from plait.run.feeding.gauge import Waited, WaitGauge
+from plait.run.feeding.order import Order, check_batch_size
+from plait.run.feeding.prefetch import Feed
+from plait.run.feeding.reading import Reader
 from plait.run.local_batch import LocalBatch
-from plait.run.order import Order, check_batch_size
-from plait.run.prefetch import Feed
-from plait.run.reading import Reader
 from plait.spec.plan import Plan
 
 _END_SECONDS = 5.0  # to wait for an item that is being read when the loader is let go

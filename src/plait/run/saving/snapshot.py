@@ -4,7 +4,7 @@
      "loss_scale": {...}, "step": int}
 
 Optimizer state that has its parameter's shape is laid out like the parameter. Checkpoints do not come this way: see
-run/saving.py.
+run/saving/save.py.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from plait.errors import CheckpointError
-from plait.run.manifest import BLOCK, FileEntry, Manifest
-from plait.run.storage import Folder
+from plait.run.saving.manifest import BLOCK, FileEntry, Manifest
+from plait.run.saving.storage import Folder
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from plait.errors import CheckpointError
-from plait.run.safetensor import PAGE
+from plait.run.saving.safetensor import PAGE
 
 Location = str | Path | os.PathLike[str]
 

@@ -16,14 +16,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from plait.run import checkpoint, randomstate
-from plait.run.checkpoint import State
-from plait.run.fitting import MODEL, STATE
-from plait.run.holding import Holding, Kept, is_away
 from plait.run.optimizers import state_layouts
-from plait.run.saver import Saver
-from plait.run.snapshot import Run, group_options, model_of, persistent_buffers
-from plait.run.storage import Location
+from plait.run.saving import checkpoint, randomstate
+from plait.run.saving.checkpoint import State
+from plait.run.saving.fitting import MODEL, STATE
+from plait.run.saving.holding import Holding, Kept, is_away
+from plait.run.saving.saver import Saver
+from plait.run.saving.snapshot import Run, group_options, model_of, persistent_buffers
+from plait.run.saving.storage import Location
 from plait.spec.layout import Layout, Only
 
 _layouts: WeakKeyDictionary[torch.optim.Optimizer, dict[str, dict[str, Layout | None]]] = WeakKeyDictionary()

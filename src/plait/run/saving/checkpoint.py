@@ -22,15 +22,15 @@ import torch
 
 from plait.comm.protocol import World
 from plait.errors import CheckpointError
-from plait.run.consent import Consent
-from plait.run.holding import Holding, Piece, pieces
-from plait.run.image import Image, dtype_name
-from plait.run.manifest import NAME, FileEntry, Manifest, saved_at
-from plait.run.places import checkpoints, folders, newest
-from plait.run.plainvalues import encode
-from plait.run.safetensor import check_dtype
-from plait.run.saver import Saver
-from plait.run.storage import Folder, Location, folder_of
+from plait.run.saving.consent import Consent
+from plait.run.saving.holding import Holding, Piece, pieces
+from plait.run.saving.image import Image, dtype_name
+from plait.run.saving.manifest import NAME, FileEntry, Manifest, saved_at
+from plait.run.saving.places import checkpoints, folders, newest
+from plait.run.saving.plainvalues import encode
+from plait.run.saving.safetensor import check_dtype
+from plait.run.saving.saver import Saver
+from plait.run.saving.storage import Folder, Location, folder_of
 
 KEEP = 2
 _OURS = re.compile(r"\.?(part|record)-\d{5}-.*|\.manifest\.json\.aside")

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from plait.run.holding import Piece
-from plait.run.manifest import BLOCK, FileEntry
-from plait.run.safetensor import PAGE, Entry, write_header
-from plait.run.storage import NewFile
+from plait.run.saving.holding import Piece
+from plait.run.saving.manifest import BLOCK, FileEntry
+from plait.run.saving.safetensor import PAGE, Entry, write_header
+from plait.run.saving.storage import NewFile
 
 
 def page_memory(num_bytes: int, pinned: bool = False) -> Tensor:

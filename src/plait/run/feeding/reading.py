@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from plait.errors import DataError
-from plait.run.order import Rows
+from plait.run.feeding.order import Rows
 
 
 @dataclass(frozen=True)
