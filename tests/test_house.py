@@ -39,6 +39,7 @@ def test_public_surface() -> None:
         "PlanError",
         "RankFailed",
         "Report",
+        "ScheduleError",
         "StepEnd",
         "Trainer",
         "Verifier",

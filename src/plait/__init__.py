@@ -25,6 +25,7 @@ _HOME = {
     "optim": "plait.optim",
     "PlaitError": "plait.errors",
     "PlanError": "plait.errors",
+    "ScheduleError": "plait.errors",
     "LayoutError": "plait.errors",
     "CaptureError": "plait.errors",
     "BatchError": "plait.errors",

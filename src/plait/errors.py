@@ -11,6 +11,10 @@ class PlanError(PlaitError, ValueError):
     """A plan that cannot be read, or that does not fit the model, the batch or the number of processes."""
 
 
+class ScheduleError(PlanError):
+    """A schedule that cannot be read, that misses or repeats an action, or that deadlocks; the message has its grid."""
+
+
 class LayoutError(PlaitError, ValueError):
     """A layout that does not fit the mesh or the tensor's shape, or a pattern that matches nothing."""
 

@@ -1,0 +1,86 @@
+"""Action: one thing that a rank does in a pipeline's step, as a word that parses back.
+
+F3.1          forward of microbatch 3 through this rank's chunk 1; `.chunk` is left out where it is 0
+B3  W3        backward; where a rank also has W3, its B3 is the part for inputs and W3 that for weights
+SEND:F3.1>2   what F3.1 made and rank 2 needs, to rank 2
+RECV:F3.1<0   what F3.1 made on rank 0, where that is chunk 1, and this rank needs
+GATHER.1      the whole parameters of chunk 1
+REDUCE.1      sum the gradients of chunk 1 that other stages or copies have too
+STEP  STEP3   update the parameters; with a number, once microbatches up to that one have been through backward
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+FORWARD, BACKWARD, WEIGHT = "F", "B", "W"
+SEND, RECV, GATHER, REDUCE, STEP = "SEND", "RECV", "GATHER", "REDUCE", "STEP"
+COMPUTE = (FORWARD, BACKWARD, WEIGHT)
+TRANSFER = (SEND, RECV)
+
+_COMPUTE = re.compile(r"(?P<kind>[FBW])(?P<micro>\d+)(\.(?P<chunk>\d+))?")
+_TRANSFER = re.compile(r"(SEND|RECV):(?P<of>[FBW])(?P<micro>\d+)(\.(?P<chunk>\d+))?(?P<arrow>[<>])(?P<peer>\d+)")
+_CHUNK = re.compile(r"(?P<kind>GATHER|REDUCE)(\.(?P<chunk>\d+))?")
+_STEP = re.compile(r"STEP(?P<micro>\d+)?")
+
+
+@dataclass(frozen=True, order=True)
+class Action:
+    """What one rank does: a kind, the microbatch and the chunk that it is about, and for transfers the other rank.
+
+    `of` is the kind of the action whose result is sent: F, B or W; `chunk` is then that of the rank which made it.
+
+    >>> Action.parse("SEND:F3.1>2")
+    Action(kind='SEND', micro=3, chunk=1, peer=2, of='F')
+    """
+
+    kind: str
+    micro: int | None = None
+    chunk: int = 0
+    peer: int | None = None
+    of: str | None = None
+
+    def __post_init__(self) -> None:
+        transfer, known = self.kind in TRANSFER, (*COMPUTE, *TRANSFER, GATHER, REDUCE, STEP)
+        if self.kind not in known:
+            raise ValueError(f"unknown kind {self.kind!r}; it is one of {', '.join(known)}")
+        if (self.peer is None) == transfer or (self.of is None) == transfer:
+            raise ValueError(f"{self.kind} {'needs' if transfer else 'has no'} peer and `of`")
+        if self.kind != STEP and (self.micro is None) == (self.kind in (*COMPUTE, *TRANSFER)):
+            raise ValueError(f"{self.kind} {'has no' if self.micro is not None else 'needs a'} microbatch")
+        if self.of is not None and self.of not in COMPUTE:
+            raise ValueError(f"a result is that of F, B or W, not of {self.of!r}")
+        if min(self.micro or 0, self.chunk, self.peer or 0) < 0:
+            raise ValueError(f"negative number in {self.kind}")
+
+    @classmethod
+    def parse(cls, word: str) -> Action:
+        """Read one word; ValueError says what a word looks like."""
+        if found := _COMPUTE.fullmatch(word):
+            return cls(found["kind"], int(found["micro"]), int(found["chunk"] or 0))
+        if (found := _TRANSFER.fullmatch(word)) and (found["arrow"] == ">") == (found[1] == SEND):
+            return cls(found[1], int(found["micro"]), int(found["chunk"] or 0), int(found["peer"]), found["of"])
+        if found := _CHUNK.fullmatch(word):
+            return cls(found["kind"], chunk=int(found["chunk"] or 0))
+        if found := _STEP.fullmatch(word):
+            return cls(STEP, None if found["micro"] is None else int(found["micro"]))
+        raise ValueError("an action looks like F3, B3.1, W3, SEND:F3>1, RECV:F3<0, GATHER.1, REDUCE.1 or STEP")
+
+    def __str__(self) -> str:
+        micro = "" if self.micro is None else self.micro
+        chunk = f".{self.chunk}" if self.chunk else ""
+        if self.of is not None:
+            return f"{self.kind}:{self.of}{micro}{chunk}{'>' if self.kind == SEND else '<'}{self.peer}"
+        return f"{self.kind}{micro}{chunk}"
+
+    @property
+    def computes(self) -> bool:
+        """Whether this is forward, backward or the weight part of backward."""
+        return self.kind in COMPUTE
+
+    @property
+    def producer(self) -> Action:
+        """Of a transfer: the action whose result travels, as the sending rank names it."""
+        assert self.of is not None
+        return Action(self.of, self.micro, self.chunk)

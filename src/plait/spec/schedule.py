@@ -1,0 +1,176 @@
+"""Schedule: what each rank of a pipeline does in a step, in order; as text it is the file that a user may write.
+
+    # what stands after a hash is a comment
+    name=mine micro=2 stages=0|1
+    0: F0 F1 B0 B1
+    1: F0 B0 F1 B1
+
+The first line gives the name, the number of microbatches, and the stages of each rank, one for each of its chunks:
+`0,3|1,2` puts stages 0 and 3 on rank 0. Without `stages=` rank 0 has stage 0, and so on. A stage may stand on several
+ranks, which then take turns: `0|1|1|2` gives even microbatches of stage 1 to rank 1 and odd ones to rank 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from plait.errors import ScheduleError
+from plait.spec.action import BACKWARD, COMPUTE, FORWARD, WEIGHT, Action
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of every rank. `stages[rank][chunk]` is a stage of the whole pipeline, counted from 0.
+
+    >>> print(Schedule.parse("name=mine micro=1\\n0: F0 B0\\n1: F0 B0"))
+    name=mine micro=1 stages=0|1
+    0: F0 B0
+    1: F0 B0
+    """
+
+    name: str
+    num_micro: int
+    stages: tuple[tuple[int, ...], ...]
+    ranks: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.name or set(self.name) & set(" #=|\n\t"):
+            raise ScheduleError(f"the name of a schedule is one word, without = | #: {self.name!r}")
+        if self.num_micro < 1:
+            raise ScheduleError(f"the schedule {self.name} has {self.num_micro} microbatches; it needs 1 or more")
+        if len(self.ranks) != len(self.stages) or not self.ranks:
+            raise ScheduleError(
+                f"the schedule {self.name} has actions of {len(self.ranks)} ranks, but places stages on"
+                f" {len(self.stages)}; give one line for each rank"
+            )
+        placed = {stage for chunks in self.stages for stage in chunks}
+        if placed != set(range(len(placed))) or not all(self.stages):
+            missing = sorted(set(range(max(placed, default=0) + 1)) - placed)
+            raise ScheduleError(
+                f"the schedule {self.name} places stages {self.placement}"
+                f"{f', without stage {missing[0]}' if missing else ''}; each rank needs a stage, and each stage a rank"
+            )
+        for chunks in self.stages:
+            if len(set(chunks)) < len(chunks):
+                raise ScheduleError(f"the schedule {self.name} gives a rank the same stage twice: {self.placement}")
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Read a schedule; ScheduleError names the line and the word."""
+        lines = [(number, line.partition("#")[0].split()) for number, line in enumerate(text.splitlines(), start=1)]
+        lines = [(number, words) for number, words in lines if words]
+        if not lines:
+            raise ScheduleError("the schedule is empty: its first line is like name=mine micro=4 stages=0|1")
+        name, num_micro, stages = _header(*lines[0])
+        ranks: list[tuple[Action, ...]] = []
+        for number, (first, *words) in lines[1:]:
+            if first != f"{len(ranks)}:":
+                raise ScheduleError(
+                    f"line {number}: {first!r} stands where the actions of rank {len(ranks)} are expected, which start"
+                    f" with {f'{len(ranks)}:'!r}"
+                )
+            ranks.append(tuple(_action(number, word) for word in words))
+        return cls(name, num_micro, stages or tuple((rank,) for rank in range(len(ranks))), tuple(ranks))
+
+    def __str__(self) -> str:
+        lines = [f"name={self.name} micro={self.num_micro} stages={self.placement}"]
+        lines += [f"{rank}: {' '.join(map(str, actions))}".rstrip() for rank, actions in enumerate(self.ranks)]
+        return "\n".join(lines)
+
+    @property
+    def placement(self) -> str:
+        """The stages of each rank as text: `0,3|1,2`."""
+        return "|".join(",".join(map(str, chunks)) for chunks in self.stages)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def num_stages(self) -> int:
+        return len(self._holders)
+
+    @cached_property
+    def _holders(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        held: dict[int, tuple[tuple[int, int], ...]] = {}
+        for rank, chunks in enumerate(self.stages):
+            for chunk, stage in enumerate(chunks):
+                held[stage] = (*held.get(stage, ()), (rank, chunk))
+        return held
+
+    def holders(self, stage: int) -> tuple[tuple[int, int], ...]:
+        """(rank, chunk) of every rank that has the stage: more than one where it is replicated."""
+        return self._holders[stage]
+
+    def where(self, stage: int, micro: int = 0) -> tuple[int, int]:
+        """(rank, chunk) that a microbatch finds the stage at; replicas take turns."""
+        holders = self._holders[stage]
+        return holders[micro % len(holders)]
+
+    def stage_of(self, rank: int, action: Action) -> int:
+        """The stage that an action of this rank is about; of a RECV, the stage of the rank that sends."""
+        return self.stages[action.peer if action.kind == "RECV" and action.peer is not None else rank][action.chunk]
+
+    @cached_property
+    def _present(self) -> tuple[frozenset[Action], ...]:
+        return tuple(frozenset(actions) for actions in self.ranks)
+
+    def has(self, rank: int, action: Action) -> bool:
+        """Whether the rank does this at any time."""
+        return action in self._present[rank]
+
+    def splits(self, rank: int, action: Action) -> bool:
+        """Whether the backward of this microbatch and chunk comes in two parts: B for the inputs, W for the weights."""
+        return Action(WEIGHT, action.micro, action.chunk) in self._present[rank]
+
+    def last_backward(self, rank: int, micro: int, chunk: int) -> Action:
+        """The action after which the weight gradients of a microbatch are there: its W, or else its B."""
+        weight = Action(WEIGHT, micro, chunk)
+        return weight if weight in self._present[rank] else Action(BACKWARD, micro, chunk)
+
+    @cached_property
+    def forward_only(self) -> bool:
+        """Whether no rank has any backward: evaluation."""
+        return all(action.kind == FORWARD or not action.computes for actions in self.ranks for action in actions)
+
+    def cells(self) -> Iterator[tuple[int, Action]]:
+        """(rank, action) of all forward, backward and weight actions, rank after rank."""
+        for rank, actions in enumerate(self.ranks):
+            for action in actions:
+                if action.kind in COMPUTE:
+                    yield rank, action
+
+
+def _header(number: int, words: list[str]) -> tuple[str, int, tuple[tuple[int, ...], ...]]:
+    found: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key not in ("name", "micro", "stages") or key in found:
+            raise ScheduleError(
+                f"line {number}: cannot read {word!r}; the first line is like name=mine micro=4 stages=0|1, each once"
+            )
+        found[key] = value
+    if missing := [key for key in ("name", "micro") if key not in found]:
+        raise ScheduleError(f"line {number}: {missing[0]}= is missing; the first line is like name=mine micro=4")
+    try:
+        num_micro = int(found["micro"])
+    except ValueError:
+        raise ScheduleError(f"line {number}: micro={found['micro']}: it is a whole number, 1 or more") from None
+    if "stages" not in found:
+        return found["name"], num_micro, ()
+    try:
+        stages = tuple(tuple(int(stage) for stage in chunks.split(",")) for chunks in found["stages"].split("|"))
+    except ValueError:
+        raise ScheduleError(
+            f"line {number}: cannot read stages={found['stages']}; the stages of each rank are like 0,3|1,2"
+        ) from None
+    return found["name"], num_micro, stages
+
+
+def _action(number: int, word: str) -> Action:
+    try:
+        return Action.parse(word)
+    except ValueError as error:
+        raise ScheduleError(f"line {number}: cannot read {word!r}: {error}") from None

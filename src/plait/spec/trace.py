@@ -1,0 +1,158 @@
+"""Trace: what each rank did and when. A run measures one, the simulator predicts one; both are of this type."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+# What a span is of. The first three are compute; `wait` is for data of another rank, `data` for the next batch.
+COMPUTE_KINDS = ("forward", "backward", "weight")
+KINDS = (*COMPUTE_KINDS, "send", "wait", "gather", "reduce", "optimizer", "data")
+
+
+@dataclass(frozen=True)
+class Span:
+    """One thing that a rank did from `start` to `end`, in seconds since the trace began; `num_bytes` went over a link.
+
+    `name` is what a person reads: the action's text, where there is one.
+    """
+
+    rank: int
+    kind: str
+    name: str
+    start: float
+    end: float
+    num_bytes: int = 0
+    micro: int | None = None
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"unknown kind of span {self.kind!r}; it is one of {', '.join(KINDS)}")
+        if self.end < self.start:
+            raise ValueError(f"the span {self.name} of rank {self.rank} ends at {self.end}, before {self.start}")
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A number of a rank that holds from `time` on."""
+
+    rank: int
+    time: float
+    value: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Spans of all ranks, with the bytes that each holds over time and its microbatches in flight where known.
+
+    A microbatch is in flight on a rank from the end of its forward there to the end of its backward, both parts of it;
+    with several chunks each counts.
+    """
+
+    spans: tuple[Span, ...]
+    num_ranks: int
+    memory: tuple[Sample, ...] = ()
+    in_flight: tuple[Sample, ...] = ()
+
+    def __post_init__(self) -> None:
+        for item in (*self.spans, *self.memory, *self.in_flight):
+            if not 0 <= item.rank < self.num_ranks:
+                raise ValueError(f"rank {item.rank} in a trace of {self.num_ranks} ranks")
+
+    @cached_property
+    def _by_rank(self) -> dict[int, list[Span]]:
+        found = defaultdict(list)
+        for span in self.spans:
+            found[span.rank].append(span)
+        return found
+
+    def of_rank(self, rank: int) -> list[Span]:
+        """The spans of one rank, in the order in which they are given."""
+        return self._by_rank.get(rank, [])
+
+    @cached_property
+    def seconds(self) -> float:
+        """From the first start to the last end of all ranks."""
+        return max((s.end for s in self.spans), default=0.0) - min((s.start for s in self.spans), default=0.0)
+
+    @cached_property
+    def _busy(self) -> tuple[float, ...]:
+        spans = (self.of_rank(rank) for rank in range(self.num_ranks))
+        return tuple(sum(s.seconds for s in each if s.kind in COMPUTE_KINDS) for each in spans)
+
+    @cached_property
+    def cost(self) -> float:
+        """The longest time from a rank's own first compute to its own last: what a step costs when steps follow."""
+        costs = [0.0]
+        for rank in range(self.num_ranks):
+            if compute := [s for s in self.of_rank(rank) if s.kind in COMPUTE_KINDS]:
+                costs.append(max(s.end for s in compute) - min(s.start for s in compute))
+        return max(costs)
+
+    def busy(self, rank: int) -> float:
+        """Seconds that a rank computes."""
+        return self._busy[rank]
+
+    def utilisation(self, rank: int | None = None) -> float:
+        """The part of the whole time in which a rank, or the ranks on average, compute."""
+        return self._mean(rank) / self.seconds if self.seconds else 0.0
+
+    def bubble(self, rank: int | None = None) -> float:
+        """The part of `cost` in which a rank, or the ranks on average, do not compute (Qi et al. 2024, section 5.3)."""
+        return 1 - self._mean(rank) / self.cost if self.cost else 0.0
+
+    def _mean(self, rank: int | None) -> float:
+        return sum(self._busy) / self.num_ranks if rank is None else self._busy[rank]
+
+    def peak_bytes(self, rank: int) -> int:
+        """The most that a rank holds, as far as `memory` says."""
+        return max((s.value for s in self.memory if s.rank == rank), default=0)
+
+    def peak_in_flight(self, rank: int) -> int:
+        """The most microbatches of activations that a rank holds."""
+        return max((s.value for s in self.in_flight if s.rank == rank), default=0)
+
+    def shifted(self, seconds: float) -> Trace:
+        """The same, later by so many seconds."""
+        return replace(
+            self,
+            spans=tuple(replace(s, start=s.start + seconds, end=s.end + seconds) for s in self.spans),
+            memory=tuple(replace(s, time=s.time + seconds) for s in self.memory),
+            in_flight=tuple(replace(s, time=s.time + seconds) for s in self.in_flight),
+        )
+
+    def between(self, start: float, end: float) -> Trace:
+        """Only what starts from `start` on and before `end`: one step of a run, or a rank's steady state."""
+        return replace(
+            self,
+            spans=tuple(s for s in self.spans if start <= s.start < end),
+            memory=tuple(s for s in self.memory if start <= s.time < end),
+            in_flight=tuple(s for s in self.in_flight if start <= s.time < end),
+        )
+
+    def to_json(self) -> str:
+        """One line of JSON, a list for each span and sample; `from_json` reads it."""
+        rows: dict[str, Any] = {"num_ranks": self.num_ranks}
+        rows["spans"] = [[s.rank, s.kind, s.name, s.start, s.end, s.num_bytes, s.micro, s.chunk] for s in self.spans]
+        rows["memory"] = [[s.rank, s.time, s.value] for s in self.memory]
+        rows["in_flight"] = [[s.rank, s.time, s.value] for s in self.in_flight]
+        return json.dumps(rows, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        """Read what `to_json` wrote; ValueError when it is something else."""
+        try:
+            rows = json.loads(text)
+            spans = tuple(Span(*row) for row in rows["spans"])
+            samples = [tuple(Sample(*row) for row in rows[key]) for key in ("memory", "in_flight")]
+            return cls(spans, rows["num_ranks"], *samples)
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"this is no trace: {type(error).__name__}: {error}") from None
