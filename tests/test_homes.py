@@ -22,7 +22,8 @@ from plait.graph.bucket import bucket_wait
 from plait.optim import Lamb
 from plait.run import update
 from plait.run.compiler import Captures, Compiler
-from plait.run.homes.disk import DiskFile, page_memory
+from plait.run.homes.disk import DiskFile
+from plait.run.pages import page_memory
 from plait.train.gpt import loss_fn
 from plait.trainer import Trainer
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
+from plait.decide.pages import padded
 from plait.graph.ahead import in_buckets, read_ahead
 from plait.graph.calls import is_tensor, num_bytes
 from plait.graph.homes import homes_of, is_large, stash, unstash_start
 from plait.graph.views import is_view
-
-_ALIGN = 4096  # of offsets: a disk's page
 
 
 def stash_activations(graph: Graph, bucket_bytes: int) -> Graph:
@@ -47,7 +46,7 @@ def stash_activations(graph: Graph, bucket_bytes: int) -> Graph:
             token = tokens[node] = graph.call_function(stash, (homes, offset, node))
         token.meta = {k: v for k, v in node.meta.items() if k in ("only", "module", "phase")}
         token.meta |= {"val": None, "bytes": num_bytes(node.meta["val"])}
-        offset += _room(node.meta["val"].nbytes)
+        offset += padded(node.meta["val"].nbytes)
 
     def start(members: list[Node]) -> Node:
         return graph.call_function(unstash_start, (homes, *(tokens[node] for node in members)))
@@ -59,11 +58,7 @@ def stash_activations(graph: Graph, bucket_bytes: int) -> Graph:
 
 def stashed_bytes(graph: Graph) -> int:
     """Bytes that a graph has away at once, each value in whole pages."""
-    return sum(_room(node.meta["bytes"]) for node in graph.nodes if node.target is stash)
-
-
-def _room(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGN) * _ALIGN
+    return sum(padded(node.meta["bytes"]) for node in graph.nodes if node.target is stash)
 
 
 def _view_anew(graph: Graph, early: list[Node], late: set[Node]) -> None:

@@ -20,10 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm.protocol import World
+from plait.decide.pages import padded
 from plait.graph.homes import is_large
 from plait.run.foresee import Foresight
-from plait.run.homes.disk import Place, Transfer, padded, page_memory
+from plait.run.homes.disk import Place, Transfer
 from plait.run.homes.homes import Homes, hollow
+from plait.run.pages import page_memory
 from plait.spec.layout import Layout, Shard
 
 _CHUNK_BYTES = 16 << 20

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from plait.comm.protocol import World
 from plait.decide.buckets import bucket_limit, split_buckets
+from plait.decide.pages import padded
 from plait.graph.gather import Gathering
 from plait.graph.homes import large
 from plait.graph.lower import Lowered
 from plait.graph.rows import Cut, Rows
 from plait.graph.zero import cut_of
-from plait.run.homes.disk import padded
 from plait.run.homes.homes import Homes, hollow
 from plait.run.initialise import initial_parameters
 from plait.run.state import is_whole, lies_here

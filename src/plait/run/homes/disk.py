@@ -18,26 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from plait.decide.pages import PAGE, padded
 from plait.errors import HomeError
+from plait.run.pages import page_memory
 
-PAGE = 4096  # direct input and output wants addresses, offsets and lengths in multiples of it
 _PIECE = 8 << 20
 _NUM_THREADS = 4
 _GROW = 64 << 20
-
-
-def padded(num_bytes: int) -> int:
-    """Bytes that a tensor takes in a file or in page memory."""
-    return -(-num_bytes // PAGE) * PAGE
-
-
-def page_memory(num_bytes: int, pinned: bool = False) -> Tensor:
-    """New memory that files are read into and written from: flat uint8, of `padded(num_bytes)`."""
-    size = padded(num_bytes)
-    if size == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    memory = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=pinned)
-    return memory.narrow(0, -memory.data_ptr() % PAGE, size)
 
 
 class Transfer:

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from plait.comm.protocol import World
+from plait.decide.pages import padded
 from plait.errors import PlanError
 from plait.graph.homes import parameters_away
-from plait.run.homes.disk import DiskFile, Place, Transfer, padded, page_memory
+from plait.run.homes.disk import DiskFile, Place, Transfer
 from plait.run.homes.lane import Landing, Lane
 from plait.run.homes.scratch import scratch_folder, warn_of_memory
+from plait.run.pages import page_memory
 from plait.spec.plan import Plan
 
 _UNDER_WAY = 32 << 20  # bytes that may wait to be written

@@ -10,17 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from plait.decide.pages import padded
+from plait.run.pages import page_memory
 from plait.run.saving.holding import Piece
 from plait.run.saving.manifest import BLOCK, FileEntry
-from plait.run.saving.safetensor import PAGE, Entry, write_header
+from plait.run.saving.safetensor import Entry, write_header
 from plait.run.saving.storage import NewFile
-
-
-def page_memory(num_bytes: int, pinned: bool = False) -> Tensor:
-    """New memory, flat uint8, that begins at a page and is made of whole ones."""
-    size = -(-num_bytes // PAGE) * PAGE
-    memory = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=pinned)
-    return memory.narrow(0, -memory.data_ptr() % PAGE, size)
 
 
 class Image:
@@ -89,10 +84,9 @@ class Image:
                         assert block is not None
                         if memory is None:
                             self.fill(start, block[: stop - start])
-                    padded = -(-(stop - start) // PAGE) * PAGE
                     view = memoryview(block.numpy())
                     crcs[index] = zlib.crc32(view[: stop - start])
-                    file.write(start, view[:padded])
+                    file.write(start, view[: padded(stop - start)])
                 except BaseException as error:  # raised below, by the thread that asked for the file
                     errors.append(error)
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from plait.decide.pages import PAGE
 from plait.errors import CheckpointError
 
-PAGE = 4096  # the tensors begin at a multiple of it
 _LENGTH = 8
 _LARGEST_HEADER = 1 << 30
 _TYPES = {
@@ -73,7 +73,7 @@ def write_header(
         header[name] = {"dtype": _TYPES[dtype], "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + _LENGTH) % PAGE)
+    text += b" " * (-(len(text) + _LENGTH) % PAGE)  # so that the tensors begin at a page
     first = _LENGTH + len(text)
     entries = [
         Entry(name, dtype, shape, start, first + header[name]["data_offsets"][0])

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from plait.errors import CheckpointError
+from plait.run.pages import page_memory
 from plait.run.saving.consent import Consent
-from plait.run.saving.image import page_memory
 
 
 class Saver:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from plait.errors import CheckpointError
-from plait.run.saving.safetensor import PAGE
 
 Location = str | Path | os.PathLike[str]
 
@@ -288,6 +287,3 @@ def _sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-__all__ = ["PAGE", "Folder", "LocalFolder", "Location", "NewFile", "RemoteFolder", "folder_of"]
