@@ -53,7 +53,7 @@ class Sample:
 class Trace:
     """Spans of all ranks, with the bytes that each holds over time and its microbatches in flight where known.
 
-    A microbatch is in flight on a rank from the end of its forward there to the end of its backward, both parts of it;
+    A microbatch is in flight on a rank from the start of its forward there to the end of its backward, both parts of it;
     with several chunks each counts.
     """
 
@@ -63,9 +63,9 @@ class Trace:
     in_flight: tuple[Sample, ...] = ()
 
     def __post_init__(self) -> None:
-        for item in (*self.spans, *self.memory, *self.in_flight):
-            if not 0 <= item.rank < self.num_ranks:
-                raise ValueError(f"rank {item.rank} in a trace of {self.num_ranks} ranks")
+        ranks = {s.rank for s in self.spans} | {s.rank for s in (*self.memory, *self.in_flight)}
+        if strange := sorted(rank for rank in ranks if not 0 <= rank < self.num_ranks):
+            raise ValueError(f"rank {strange[0]} in a trace of {self.num_ranks} ranks")
 
     @cached_property
     def _by_rank(self) -> dict[int, list[Span]]:

@@ -1,0 +1,137 @@
+"""Where to cut a chain of work into stages: the exact optimum by dynamic programming.
+
+Items stand in the order in which they run. A stage is a run of items; what it costs is its work, and the time that
+values take on their way in and out. The cut chosen has the least cost of its dearest stage, and of those cuts the one
+that sends least. Values that skip stages are counted where they leave and where they arrive, and nowhere between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Matrix = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Item:
+    """A piece of work that is not cut: its seconds, forward and backward, and the bytes that its stage holds for it."""
+
+    seconds: float
+    state_bytes: int = 0  # parameters, gradients and optimizer state
+    activation_bytes: int = 0  # that one microbatch keeps from forward to backward
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A value from one item to later ones, and how long it takes from one stage to another."""
+
+    source: int
+    users: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What stages may hold: bytes, and how many microbatches each stage has in flight."""
+
+    limit: int
+    in_flight: tuple[int, ...]
+
+
+def stage_costs(items: Sequence[Item], flows: Sequence[Flow]) -> tuple[Matrix, Matrix]:
+    """Of every stage [i, j) of items: seconds in all, and those of them that are sends and receives.
+
+    Both [n + 1, n + 1]; entries with j <= i mean nothing.
+    """
+    n = len(items)
+    work = np.concatenate([[0.0], np.cumsum([item.seconds for item in items])])
+    moved = np.zeros((n + 2, n + 2))  # as differences along both axes
+
+    def add(first_i: int, last_i: int, first_j: int, last_j: int, seconds: float) -> None:
+        if first_i <= last_i and first_j <= last_j:
+            moved[first_i, first_j] += seconds
+            moved[last_i + 1, first_j] -= seconds
+            moved[first_i, last_j + 1] -= seconds
+            moved[last_i + 1, last_j + 1] += seconds
+
+    for flow in flows:
+        users = sorted({user for user in flow.users if user > flow.source})
+        if not users:
+            continue
+        add(0, flow.source, flow.source + 1, users[-1], flow.seconds)  # made in the stage, read after it
+        before = flow.source
+        for user in users:  # the stage's first reader: received for it
+            add(before + 1, user, user + 1, n, flow.seconds)
+            before = user
+    moved = moved.cumsum(0).cumsum(1)[: n + 1, : n + 1]
+    return work[None, :] - work[:, None] + moved, moved
+
+
+def choose_cut(
+    items: Sequence[Item],
+    flows: Sequence[Flow],
+    num_stages: int,
+    allowed: Sequence[Collection[int] | None] | None = None,
+    memory: Memory | None = None,
+) -> tuple[int, ...] | None:
+    """Where each stage but the first begins; None where there is no such cut.
+
+    `allowed` gives for each of these places the items that it may be, or None for any.
+    """
+    n = len(items)
+    costs, moved = stage_costs(items, flows)
+    costs[np.tril_indices(n + 1)] = np.inf  # no stage is empty
+    ends = [_mask(n, allowed[k] if allowed else None) for k in range(num_stages - 1)] + [_mask(n, {n}, last=True)]
+    too_large = [_too_large(items, memory, k) if memory else None for k in range(num_stages)]
+    dearest = _best(costs, ends, too_large, np.maximum)
+    if dearest is None:
+        return None
+    bottleneck = dearest[0]
+    cheap = np.where(costs <= bottleneck * (1 + 1e-9), moved, np.inf)
+    found = _best(cheap, ends, too_large, np.add)
+    assert found is not None
+    return found[1]
+
+
+def _mask(n: int, allowed: Collection[int] | None, last: bool = False) -> NDArray[np.bool_]:
+    mask = np.zeros(n + 1, dtype=bool)
+    if last:
+        mask[n] = True
+    elif allowed is None:
+        mask[1:n] = True
+    else:
+        mask[[i for i in allowed if 0 < i < n]] = True
+    return mask
+
+
+def _too_large(items: Sequence[Item], memory: Memory, stage: int) -> NDArray[np.bool_]:
+    held = np.array([i.state_bytes + i.activation_bytes * memory.in_flight[stage] for i in items], dtype=np.float64)
+    total = np.concatenate([[0.0], np.cumsum(held)])
+    large: NDArray[np.bool_] = total[None, :] - total[:, None] > memory.limit
+    return large
+
+
+def _best(
+    costs: Matrix, ends: Sequence[NDArray[np.bool_]], too_large: Sequence[NDArray[np.bool_] | None], join: np.ufunc
+) -> tuple[float, tuple[int, ...]] | None:
+    """The least joined cost of stages, and where each but the first begins."""
+    size = costs.shape[0]
+    reached = np.full(size, np.inf)
+    reached[0] = 0.0
+    came_from = []
+    for mask, large in zip(ends, too_large, strict=True):
+        stage = costs if large is None else np.where(large, np.inf, costs)
+        joined = join(reached[:, None], stage)
+        joined[~np.isfinite(reached)] = np.inf
+        came_from.append(joined.argmin(0))
+        reached = np.where(mask, joined.min(0), np.inf)
+    if not np.isfinite(reached[-1]):
+        return None
+    places = [size - 1]
+    for came in reversed(came_from):
+        places.append(int(came[places[-1]]))
+    return float(reached[-1]), tuple(reversed(places[1:-1]))

@@ -1,0 +1,106 @@
+"""What must be done before an action: the one rule that checker, simulator and executor share.
+
+A cell is (kind, stage): ("F", 2) is the forward of stage 2. An edge is a pair of cells, from the one that makes a value
+to the one that needs it, for the same microbatch. A chain has F0 -> F1 -> ... and ... B1 -> B0; a skip connection from
+stage 0 to stage 3 adds F0 -> F3 and B3 -> B0. That B of a stage needs its F, and W its B, goes without saying.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+from plait.spec.action import BACKWARD, FORWARD, RECV, REDUCE, SEND, STEP, WEIGHT, Action
+from plait.spec.schedule import Schedule
+
+Cell = tuple[str, int]
+Edges = frozenset[tuple[Cell, Cell]]
+Place = tuple[int, Action]  # a rank, and what it does
+
+
+def chain(num_stages: int, skips: Iterable[tuple[int, int]] = ()) -> Edges:
+    """The edges of stages one after the other; each pair of `skips` is also joined directly, forward and backward."""
+    pairs = [*((stage, stage + 1) for stage in range(num_stages - 1)), *skips]
+    forward = {((FORWARD, a), (FORWARD, b)) for a, b in pairs}
+    return frozenset(forward | {((BACKWARD, b), (BACKWARD, a)) for a, b in pairs})
+
+
+@lru_cache(maxsize=64)
+def producers(edges: Edges) -> Mapping[Cell, tuple[Cell, ...]]:
+    """For each cell those that it needs; itself never."""
+    found: dict[Cell, list[Cell]] = defaultdict(list)
+    for producer, consumer in sorted(edges):
+        if producer != consumer:
+            found[consumer].append(producer)
+    return {consumer: tuple(cells) for consumer, cells in found.items()}
+
+
+def place_of(schedule: Schedule, cell: Cell, micro: int) -> Place:
+    """The rank and action that a cell is for a microbatch. The W of a backward that is not split is its B."""
+    kind, stage = cell
+    rank, chunk = schedule.where(stage, micro)
+    if kind == WEIGHT:
+        return rank, schedule.last_backward(rank, micro, chunk)
+    return rank, Action(kind, micro, chunk)
+
+
+def needs(schedule: Schedule, rank: int, action: Action, edges: Edges) -> tuple[Place, ...]:
+    """What must be done, and where, before `rank` may do `action`; without what only its place in the list asks for.
+
+    Where a value comes from another rank and the schedule has the transfer, that is the SEND there and the RECV here: a
+    RECV is posted at once and needs nothing, and waiting for it is part of what needs the value. REDUCE needs the
+    backwards of its stage, on all ranks that have it, and those of the stages that it shares with, as edges to
+    ("REDUCE", stage) say. STEP needs the backwards of its rank, those up to its microbatch where it has one, and the REDUCEs.
+    """
+    if action.kind == SEND:
+        return ((rank, action.producer),)
+    if action.kind == REDUCE:
+        stage = schedule.stages[rank][action.chunk]
+        sharing = {stage, *(other for _, other in producers(edges).get((REDUCE, stage), ()))}
+        holders = [holder for other in sorted(sharing) for holder in schedule.holders(other)]
+        return tuple(place for holder, chunk in holders for place in _backwards(schedule, holder, {chunk}))
+    if action.kind == STEP:
+        reduced = [(rank, each) for each in schedule.ranks[rank] if each.kind == REDUCE and action.micro is None]
+        chunks = set(range(len(schedule.stages[rank])))
+        return (*_backwards(schedule, rank, chunks, action.micro), *reduced)
+    if not action.computes:
+        return ()
+    assert action.micro is not None
+    stage, micro = schedule.stages[rank][action.chunk], action.micro
+    found: dict[Place, None] = {}
+    if action.kind != FORWARD:
+        before = FORWARD if action.kind == BACKWARD else BACKWARD
+        found[rank, Action(before, micro, action.chunk)] = None
+    cells = producers(edges).get((action.kind, stage), ())
+    if action.kind == BACKWARD and not schedule.splits(rank, action):
+        cells = (*cells, *producers(edges).get((WEIGHT, stage), ()))
+    for cell in cells:
+        peer, made = place_of(schedule, cell, micro)
+        if peer == rank:
+            if made != action:
+                found[peer, made] = None
+            continue
+        receive = Action(RECV, micro, made.chunk, peer, made.kind)
+        if schedule.has(rank, receive):
+            found[rank, receive] = None
+            found[peer, Action(SEND, micro, made.chunk, rank, made.kind)] = None
+        else:
+            found[peer, made] = None
+    return tuple(found)
+
+
+def shared(groups: Iterable[Iterable[int]]) -> Edges:
+    """The edges that join each REDUCE to the backwards of all stages with the same parameters, such as tied weights."""
+    pairs = {(a, b) for group in map(tuple, groups) for a in group for b in group}
+    return frozenset(((WEIGHT, a), (REDUCE, b)) for a, b in pairs)
+
+
+def _backwards(schedule: Schedule, rank: int, chunks: set[int], until: int | None = None) -> list[Place]:
+    """What completes the gradients of these chunks of a rank, of microbatches up to `until`."""
+    found = [each for each in schedule.ranks[rank] if each.kind == BACKWARD and each.chunk in chunks]
+    return [
+        (rank, schedule.last_backward(rank, each.micro, each.chunk))
+        for each in found
+        if each.micro is not None and (until is None or each.micro <= until)
+    ]

@@ -1,0 +1,93 @@
+"""What the families of schedules are made with: where stages stand, and lists of actions by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from plait.spec.action import BACKWARD, FORWARD, WEIGHT, Action
+from plait.spec.schedule import Schedule
+
+Placement = tuple[tuple[int, ...], ...]
+
+
+def loop(num_ranks: int, chunks: int = 1) -> Placement:
+    """Stages go round: rank r has r, r + num_ranks, ..."""
+    return tuple(tuple(chunk * num_ranks + rank for chunk in range(chunks)) for rank in range(num_ranks))
+
+
+def vee(num_ranks: int) -> Placement:
+    """Two stages a rank, down and up again like a V: rank 0 has the first and the last."""
+    return tuple((rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks))
+
+
+def make(name: str, num_micro: int, stages: Placement, actions: Callable[[int], Iterable[Action]]) -> Schedule:
+    """A schedule from a function of the rank. Microbatches from `num_micro` on, which only padded, are left out.
+
+    What needs them goes with them, so that what is left still runs; where they would have been a rank waits.
+    """
+    ranks = tuple(
+        tuple(action for action in actions(rank) if action.micro is None or action.micro < num_micro)
+        for rank in range(len(stages))
+    )
+    return Schedule(name, num_micro, stages, ranks)
+
+
+def forward(micro: int, chunk: int = 0) -> Action:
+    return Action(FORWARD, micro, chunk)
+
+
+def backward(micro: int, chunk: int = 0) -> Action:
+    return Action(BACKWARD, micro, chunk)
+
+
+def weight(micro: int, chunk: int = 0) -> Action:
+    return Action(WEIGHT, micro, chunk)
+
+
+class Counting:
+    """A rank's list in the making: each call takes the next microbatch of that kind and chunk."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self._count: dict[tuple[str, int], int] = {}
+        self._owed: list[Action] = []
+
+    def forward(self, chunk: int = 0) -> None:
+        self._next(FORWARD, chunk)
+
+    def backward(self, chunk: int = 0) -> None:
+        """All of a backward."""
+        self._next(BACKWARD, chunk)
+
+    def inputs(self, chunk: int = 0) -> None:
+        """The part of a backward for the inputs; its weights are owed."""
+        self._next(BACKWARD, chunk)
+        self._owed.append(Action(WEIGHT, self.actions[-1].micro, chunk))
+
+    def weight(self) -> None:
+        """The weights that are owed for longest."""
+        self.actions.append(self._owed.pop(0))
+
+    def weights(self) -> None:
+        """All the weights that are owed."""
+        self.actions += self._owed
+        self._owed.clear()
+
+    def done(self, kind: str, chunk: int = 0) -> int:
+        """How many microbatches of that kind and chunk there are so far."""
+        return self._count.get((kind, chunk), 0)
+
+    def _next(self, kind: str, chunk: int) -> None:
+        micro = self._count.get((kind, chunk), 0)
+        self._count[kind, chunk] = micro + 1
+        self.actions.append(Action(kind, micro, chunk))
+
+
+def alternate(first: Sequence[Action], second: Sequence[Action], ahead: int) -> list[Action]:
+    """`ahead` of `first`, then one of `second` and one of `first` in turn as long as there are any, then the rest."""
+    found = list(first[:ahead])
+    rest = list(first[ahead:])
+    for i, action in enumerate(second):
+        found.append(action)
+        found += rest[i : i + 1]
+    return found + rest[len(second) :]
