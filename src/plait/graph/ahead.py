@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from plait.decide.buckets import bucket_limit, split_buckets
@@ -25,11 +26,16 @@ def readers_in(phase: str, nodes: Sequence[Node]) -> dict[Node, list[Node]]:
     return {node: users for node, users in found.items() if users}
 
 
-def in_buckets(graph: Graph, readers: Readers, bucket_bytes: int) -> list[list[Node]]:
-    """The nodes in the order of their first readers, in buckets; of one group of ranks each."""
+def in_order(graph: Graph, readers: Readers) -> list[Node]:
+    """The nodes in the order of their first readers."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     first = {node: min(order[u] for u in users) for node, users in readers.items()}
-    members = sorted(first, key=first.__getitem__)
+    return sorted(first, key=first.__getitem__)
+
+
+def in_buckets(graph: Graph, readers: Readers, bucket_bytes: int) -> list[list[Node]]:
+    """The nodes in the order of their first readers, in buckets."""
+    members = in_order(graph, readers)
     sizes = [num_bytes(node.meta["val"]) for node in members]
     limit = bucket_limit(sum(sizes), bucket_bytes)
     return [[members[i] for i in bucket] for bucket in split_buckets(sizes, limit, limit)]
@@ -41,10 +47,13 @@ def read_ahead(
     readers: Readers,
     start: Callable[[list[Node]], Node],
     before: Node | None = None,
+    wait: Callable[[Any], list[Tensor]] = coming_wait,
+    origin: str = "home",
 ) -> None:
     """Have `readers` read what `start(members)` brings in place of the members of each bucket.
 
-    The first bucket is asked for at `before` if that comes earlier than where it is read.
+    `wait` is called on what that call gives. Members that lie on different ranks come by calls of their own. The first
+    bucket is asked for at `before` if that comes earlier than where it is read.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     for bucket in buckets:
@@ -53,16 +62,16 @@ def read_ahead(
             meta: dict[str, Any] = {
                 "phase": phase_of(reader),
                 "module": reader.meta.get("module", ""),
-                "origin": "home",
+                "origin": origin,
             }
             if only := members[0].meta.get("only"):
                 meta["only"] = only
             values = [node.meta["val"] for node in members]
             with graph.inserting_before(before if before is not None and before < reader else reader):
                 begun = start(members)
-            begun.meta = {**meta, "val": None, "bytes": sum(num_bytes(v) for v in values), "num": len(members)}
+            begun.meta = {**meta, "val": None, "bytes": sum(num_bytes(v) for v in values), **begun.meta}
             with graph.inserting_before(reader):
-                done = graph.call_function(coming_wait, (begun,))
+                done = graph.call_function(wait, (begun,))
                 done.meta = {**meta, "val": values}
                 for index, node in enumerate(members):
                     item = graph.call_function(operator.getitem, (done, index))

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from plait.decide.buckets import bucket_limit, split_buckets
 from plait.graph import ops
-from plait.graph.calls import num_bytes, output_node
+from plait.graph.calls import num_bytes, output_node, settled
 from plait.graph.leaving import Leaving, leaving
 from plait.graph.partition import WORLD
 from plait.graph.rows import Cut, PlainRows, Rows, rows_of
@@ -146,7 +146,7 @@ def _join(graph: Graph, world: Node, members: list[Leaving], end: Node, what: st
     offset = 0
     for index, tensor in enumerate(sent):
         if flat is None:
-            with graph.inserting_after(_settled(tensor)):
+            with graph.inserting_after(settled(tensor)):
                 flat = graph.call_function(bucket_new, (world, axes[0], total, tensor))
                 flat.meta = {**meta, "val": None}
         with graph.inserting_after(max(flat, tensor)):
@@ -173,13 +173,6 @@ def _join(graph: Graph, world: Node, members: list[Leaving], end: Node, what: st
             item = found[one.sums[-1]] = graph.call_function(operator.getitem, (done, index))
             item.meta = {**one.sums[-1].meta, "val": values[index]}
     return found
-
-
-def _settled(node: Node) -> Node:
-    """The node after which calls on it may stand: of a placeholder the last of them all."""
-    while node.op == "placeholder" and node.next.op == "placeholder":
-        node = node.next
-    return node
 
 
 def _hoist_views(node: Any) -> None:

@@ -77,3 +77,10 @@ def placeholders(graph: Graph) -> list[Node]:
 
 def output_node(graph: Graph) -> Node:
     return next(node for node in reversed(graph.nodes) if node.op == "output")
+
+
+def settled(node: Node) -> Node:
+    """The node after which calls on it may stand: of a placeholder the last of them all."""
+    while node.op == "placeholder" and node.next.op == "placeholder":
+        node = node.next
+    return node

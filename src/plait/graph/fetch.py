@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from plait.graph.ahead import in_buckets, read_ahead, readers_in
 from plait.graph.bucket import bucket_start, bucket_wait, keep_part, rows_start, rows_wait
-from plait.graph.calls import output_node, placeholders
+from plait.graph.calls import output_node, placeholders, settled
 from plait.graph.gather import repeat_views
 from plait.graph.homes import fetch_start, homes_of, leave
 
@@ -60,7 +60,7 @@ def leave_early(graph: Graph, kind: str, gradients: Mapping[int, str], away: Col
         node = results[index]
         if node.target in (keep_part, aten.add_.Tensor):
             max(node.all_input_nodes).append(node)
-        with graph.inserting_after(_settled(node)):
+        with graph.inserting_after(settled(node)):
             results[index] = graph.call_function(leave, (homes, f"{kind}/{name}", node))
         results[index].meta = {k: v for k, v in node.meta.items() if k in ("only", "module")}
         results[index].meta |= {"val": None, "phase": "backward"}
@@ -98,10 +98,3 @@ def _wait_early(graph: Graph) -> None:
         for item in list(wait.users):
             last.append(item)
             last = item
-
-
-def _settled(node: Node) -> Node:
-    """The node after which calls on it may stand: of a placeholder the last of them all."""
-    while node.op == "placeholder" and node.next.op == "placeholder":
-        node = node.next
-    return node

@@ -8,7 +8,6 @@ travels in half precision.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from plait.decide.buckets import bucket_limit, split_buckets
-from plait.graph.calls import num_bytes, placeholders
+from plait.graph.ahead import in_buckets, in_order, read_ahead, readers_in
+from plait.graph.calls import placeholders
+from plait.graph.homes import phase_of
 from plait.graph.partition import WORLD
 from plait.graph.rows import Cut, PlainRows, Rows, rows_of
-from plait.graph.views import is_view
+from plait.graph.views import is_view, view_anew
 
 aten = torch.ops.aten
 
@@ -78,25 +78,25 @@ def gather_parameters(graph: Graph, cuts: Mapping[str, Cut], bucket_bytes: int) 
     narrow_parameters(held)
     repeat_views(graph, held)
     world = next(node for node in graph.nodes if node.name == WORLD)
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    dtypes = {node: node.meta["val"].dtype for node in held}
+
+    def start(members: list[Node]) -> Node:
+        rows = Rows(tuple(cuts[node.meta["name"]] for node in members))
+        dtypes = tuple(node.meta["val"].dtype for node in members)
+        begun = graph.call_function(gather_start, (world, "data", rows.plain, dtypes, *members))
+        begun.meta = {"bytes": rows.length * dtypes[0].itemsize, "what": f"{len(members)} parameters"}
+        return begun
+
     for phase in ("forward", "backward"):
-        first = {}
-        for node in held:
-            users = [u for u in node.users if _phase(u) == phase]
-            if users:
-                first[node] = min(users, key=order.__getitem__)
-        groups: dict[torch.dtype, list[Node]] = {}
-        for node in sorted(first, key=lambda n: order[first[n]]):
-            groups.setdefault(dtypes[node], []).append(node)
-        for members in groups.values():
-            sizes = [num_bytes(n.meta["val"]) for n in members]
-            limit = bucket_limit(sum(sizes), bucket_bytes)
-            buckets = [[members[i] for i in b] for b in split_buckets(sizes, limit, limit)]
-            _place(graph, world, buckets, first, phase, cuts)
+        readers = readers_in(phase, held)
+        groups: dict[torch.dtype, dict[Node, list[Node]]] = {}  # what travels together is of one dtype
+        for node in in_order(graph, readers):
+            groups.setdefault(node.meta["val"].dtype, {})[node] = readers[node]
+        for group in groups.values():
+            read_ahead(graph, in_buckets(graph, group, bucket_bytes), group, start, wait=gather_wait, origin="zero=3")
     for node in held:
-        cut = cuts[node.meta["name"]]
-        node.meta["val"] = node.meta["val"].new_empty(cut.part_shape(0), dtype=node.meta.get("held", dtypes[node]))
+        value = node.meta["val"]
+        part = cuts[node.meta["name"]].part_shape(0)
+        node.meta["val"] = value.new_empty(part, dtype=node.meta.get("held", value.dtype))
     graph.lint()
     return graph
 
@@ -122,58 +122,14 @@ def narrow_parameters(held: list[Node]) -> None:
             cast.graph.erase_node(cast)
 
 
-def _phase(node: Node) -> str:
-    return "forward" if node.meta.get("phase") == "forward" else "backward"
-
-
 def repeat_views(graph: Graph, held: list[Node]) -> None:
     """Views of a parameter that both phases read: backward makes its own, so that forward's memory can go."""
-    views: list[Node] = []
+    found: set[Node] = set()
     stack = list(held)
     while stack:
-        found = [u for u in stack.pop().users if u.op == "call_function" and is_view(u)]
-        views += found
-        stack += found
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    for view in sorted(set(views), key=order.__getitem__, reverse=True):  # a view before what it views
-        readers = [u for u in view.users if _phase(u) == "backward"]
-        if _phase(view) == "backward" or not readers:
-            continue
-        reader = min(readers)
-        with graph.inserting_before(reader):
-            copy = graph.node_copy(view)
-        copy.meta = {**view.meta, "phase": "backward"}
-        for each in readers:
-            each.replace_input_with(view, copy)
+        views = [u for u in stack.pop().users if u.op == "call_function" and is_view(u)]
+        found.update(views)
+        stack += views
+    early = [node for node in graph.nodes if node in found and phase_of(node) == "forward"]
+    view_anew(graph, early, lambda user: phase_of(user) == "backward")
     graph.eliminate_dead_code()
-
-
-def _place(
-    graph: Graph,
-    world: Node,
-    buckets: list[list[Node]],
-    first: Mapping[Node, Node],
-    phase: str,
-    cuts: Mapping[str, Cut],
-) -> None:
-    ahead: Node | None = None  # the first reader of the bucket before
-    for members in buckets:
-        reader = first[members[0]]
-        rows = Rows(tuple(cuts[n.meta["name"]] for n in members))
-        values = [n.meta["val"] for n in members]
-        dtypes = tuple(v.dtype for v in values)
-        meta = {"phase": phase, "module": reader.meta.get("module", ""), "origin": "zero=3"}
-        with graph.inserting_before(ahead or reader):
-            start = graph.call_function(gather_start, (world, "data", rows.plain, dtypes, *members))
-            held = rows.length * values[0].element_size()
-            start.meta = {**meta, "val": None, "bytes": held, "what": f"{len(members)} parameters"}
-        with graph.inserting_before(reader):
-            done = graph.call_function(gather_wait, (start,))
-            done.meta = {**meta, "val": values}
-            for index, node in enumerate(members):
-                whole = graph.call_function(operator.getitem, (done, index))
-                whole.meta = {**node.meta, **meta, "val": values[index]}
-                node.replace_all_uses_with(
-                    whole, delete_user_cb=lambda u, whole=whole: u.target is not gather_start and _phase(u) == phase
-                )
-        ahead = reader

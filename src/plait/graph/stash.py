@@ -12,7 +12,7 @@ from plait.decide.pages import padded
 from plait.graph.ahead import in_buckets, read_ahead
 from plait.graph.calls import is_tensor, num_bytes
 from plait.graph.homes import homes_of, is_large, stash, unstash_start
-from plait.graph.views import is_view
+from plait.graph.views import is_view, view_anew
 
 
 def stash_activations(graph: Graph, bucket_bytes: int) -> Graph:
@@ -27,7 +27,8 @@ def stash_activations(graph: Graph, bucket_bytes: int) -> Graph:
         return graph
     late = set(nodes[nodes.index(begin) :])
     early = [node for node in calls if node not in late]
-    _view_anew(graph, early, late)
+    views = [node for node in early if is_view(node)]
+    late |= view_anew(graph, views, lambda user: user in late and user.op != "output")
     readers = {
         node: users
         for node in early
@@ -59,18 +60,3 @@ def stash_activations(graph: Graph, bucket_bytes: int) -> Graph:
 def stashed_bytes(graph: Graph) -> int:
     """Bytes that a graph has away at once, each value in whole pages."""
     return sum(padded(node.meta["bytes"]) for node in graph.nodes if node.target is stash)
-
-
-def _view_anew(graph: Graph, early: list[Node], late: set[Node]) -> None:
-    """Have backward make its own views of what forward made, so that only what they view is carried over."""
-    for view in reversed(early):  # a view before what it views
-        readers = [u for u in view.users if u in late and u.op != "output"]
-        if not is_view(view) or not readers:
-            continue
-        reader = min(readers)
-        with graph.inserting_before(reader):
-            copy = graph.node_copy(view)
-        copy.meta = {**view.meta, "phase": "backward"}
-        late.add(copy)
-        for each in readers:
-            each.replace_input_with(view, copy)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Sequence
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 aten = torch.ops.aten
 
@@ -26,3 +27,22 @@ def is_view(node: Node) -> bool:
         source = node.args[0]
         return isinstance(source, Node) and source.target in VIEWS
     return node.target in VIEWS
+
+
+def view_anew(graph: Graph, views: Sequence[Node], late: Callable[[Node], bool]) -> set[Node]:
+    """Have the readers that are `late` read views of their own, so that only what is viewed lives until then.
+
+    The views are in the graph's order. Returns the new ones, which belong to backward.
+    """
+    copies: set[Node] = set()
+    for view in reversed(views):  # a view before what it views
+        readers = [user for user in view.users if user in copies or late(user)]
+        if not readers:
+            continue
+        with graph.inserting_before(min(readers)):
+            copy = graph.node_copy(view)
+        copy.meta = {**view.meta, "phase": "backward"}
+        copies.add(copy)
+        for reader in readers:
+            reader.replace_input_with(view, copy)
+    return copies
