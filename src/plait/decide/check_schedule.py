@@ -106,18 +106,29 @@ def _check_order(schedule: Schedule, edges: Edges) -> None:
                 before = [Action(BACKWARD, action.micro, action.chunk)]
             elif action.kind == SEND:
                 before = [action.producer]
-            elif action.kind in (REDUCE, STEP):
-                before = [
-                    each
-                    for each in actions
-                    if each.kind in (BACKWARD, WEIGHT)
-                    and (action.kind == STEP or each.chunk == action.chunk)
-                    and (action.micro is None or (each.micro or 0) <= action.micro)
-                ]
             for each in before:
                 if at.get(each, len(actions)) > at[action]:
                     what = "stands after it" if each in at else "is missing"
                     _fail(schedule, edges, f"{action} of rank {rank} needs {each}, which {what}", {(rank, action): -1})
+        later: list[Action] = []  # of the backwards that stand after: the earliest microbatch of each chunk
+        for action in reversed(actions):
+            late = [each for each in later if _settles(action, each)]
+            if late:
+                _fail(
+                    schedule, edges, f"{action} of rank {rank} needs {late[0]}, which stands after it",
+                    {(rank, action): -1},
+                )  # fmt: skip
+            if action.kind in (BACKWARD, WEIGHT):
+                same = [each for each in later if each.chunk == action.chunk]
+                later = [each for each in later if each.chunk != action.chunk]
+                later.append(min([action, *same], key=lambda each: each.micro or 0))
+
+
+def _settles(action: Action, backward: Action) -> bool:
+    """Whether a sum or an update needs the gradients of this backward."""
+    if action.kind == REDUCE:
+        return action.chunk == backward.chunk
+    return action.kind == STEP and (action.micro is None or (backward.micro or 0) <= action.micro)
 
 
 def _check_transfers(schedule: Schedule, edges: Edges) -> None:

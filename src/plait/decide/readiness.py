@@ -51,7 +51,8 @@ def needs(schedule: Schedule, rank: int, action: Action, edges: Edges) -> tuple[
     Where a value comes from another rank and the schedule has the transfer, that is the SEND there and the RECV here: a
     RECV is posted at once and needs nothing, and waiting for it is part of what needs the value. REDUCE needs the
     backwards of its stage, on all ranks that have it, and those of the stages that it shares with, as edges to
-    ("REDUCE", stage) say. STEP needs the backwards of its rank, those up to its microbatch where it has one, and the REDUCEs.
+    ("REDUCE", stage) say. STEP needs the backwards of its rank, those of its microbatch where it has one (earlier
+    ones stand before it, as the checker sees to), and the REDUCEs.
     """
     if action.kind == SEND:
         return ((rank, action.producer),)
@@ -61,9 +62,12 @@ def needs(schedule: Schedule, rank: int, action: Action, edges: Edges) -> tuple[
         holders = [holder for other in sorted(sharing) for holder in schedule.holders(other)]
         return tuple(place for holder, chunk in holders for place in _backwards(schedule, holder, {chunk}))
     if action.kind == STEP:
-        reduced = [(rank, each) for each in schedule.ranks[rank] if each.kind == REDUCE and action.micro is None]
-        chunks = set(range(len(schedule.stages[rank])))
-        return (*_backwards(schedule, rank, chunks, action.micro), *reduced)
+        chunks = range(len(schedule.stages[rank]))
+        if action.micro is not None:
+            own = ((rank, schedule.last_backward(rank, action.micro, chunk)) for chunk in chunks)
+            return tuple(place for place in own if schedule.has(*place))
+        reduced = [(rank, each) for each in schedule.ranks[rank] if each.kind == REDUCE]
+        return (*_backwards(schedule, rank, set(chunks)), *reduced)
     if not action.computes:
         return ()
     assert action.micro is not None
@@ -96,11 +100,7 @@ def shared(groups: Iterable[Iterable[int]]) -> Edges:
     return frozenset(((WEIGHT, a), (REDUCE, b)) for a, b in pairs)
 
 
-def _backwards(schedule: Schedule, rank: int, chunks: set[int], until: int | None = None) -> list[Place]:
-    """What completes the gradients of these chunks of a rank, of microbatches up to `until`."""
+def _backwards(schedule: Schedule, rank: int, chunks: set[int]) -> list[Place]:
+    """What completes the gradients of these chunks of a rank."""
     found = [each for each in schedule.ranks[rank] if each.kind == BACKWARD and each.chunk in chunks]
-    return [
-        (rank, schedule.last_backward(rank, each.micro, each.chunk))
-        for each in found
-        if each.micro is not None and (until is None or each.micro <= until)
-    ]
+    return [(rank, schedule.last_backward(rank, each.micro, each.chunk)) for each in found if each.micro is not None]

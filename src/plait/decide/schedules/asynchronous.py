@@ -16,7 +16,10 @@ def pipedream(num_ranks: int, num_micro: int) -> Schedule:
     runs num_ranks - r forwards ahead, and so keeps that many versions of its weights. The ranks only drain at the end
     of all `num_micro` microbatches, however many there are.
 
-    PICTURE pipedream 4 6
+        F0 F1 F2 F3  .  .  .  .  .  . B0 == F4 B1 == F5 B2 ==  . B3 ==  . B4 ==  . B5 ==
+         . F0 F1 F2  .  .  .  . B0 == F3 B1 == F4 B2 == F5 B3 ==  . B4 ==  . B5 ==  .  .
+         .  . F0 F1  .  . B0 == F2 B1 == F3 B2 == F4 B3 == F5 B4 ==  . B5 ==  .  .  .  .
+         .  .  . F0 B0 == F1 B1 == F2 B2 == F3 B3 == F4 B4 == F5 B5 ==  .  .  .  .  .  .
     """
     return _endless("pipedream", num_ranks, num_micro, 1)
 
@@ -26,7 +29,10 @@ def pipedream_2bw(num_ranks: int, num_micro: int) -> Schedule:
 
     (Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", figure 2.)
 
-    PICTURE pipedream-2bw 4 8
+        F0 F1 F2 F3  .  .  .  .  .  . B0 == F4 B1 == F5 B2 == F6 B3 == F7 B4 ==  . B5 ==  . B6 ==  . B7 ==
+         . F0 F1 F2  .  .  .  . B0 == F3 B1 == F4 B2 == F5 B3 == F6 B4 == F7 B5 ==  . B6 ==  . B7 ==  .  .
+         .  . F0 F1  .  . B0 == F2 B1 == F3 B2 == F4 B3 == F5 B4 == F6 B5 == F7 B6 ==  . B7 ==  .  .  .  .
+         .  .  . F0 B0 == F1 B1 == F2 B2 == F3 B3 == F4 B4 == F5 B5 == F6 B6 == F7 B7 ==  .  .  .  .  .  .
     """
     return _endless("pipedream-2bw", num_ranks, num_micro, num_ranks)
 

@@ -1,4 +1,7 @@
-"""dualpipe-v: forward of one chunk beside backward of the other, each chunk half of a V."""
+"""dualpipe-v: forward of one chunk beside backward of the other, each chunk half of a V.
+
+In the picture small letters are of a rank's second chunk; B, W are the parts of a backward, `B ==` is a whole one.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ def dualpipe_v(num_ranks: int, num_micro: int) -> Schedule:
     the Dual".) In the main part each F stands next to the B of the other chunk, with which it can overlap. Fewer than
     2 * num_ranks microbatches are padded to that.
 
-    PICTURE dualpipe-v 4 8
+        F0 F1 F2 f0 b0 w0 f1 F3 b1 == f2 B0 == F4 b2 == f3 B1 == F5 b3 == f4 B2 == b4 == f5  . B3 == b5 == B4 W4 B5 W5
+         . F0 f0 F1 f1 F2 b0 == f2 B0 == F3 b1 == f3 B1 == F4 b2 == f4 B2 == F5 b3 == f5 B3 == b4 == B4 == b5 B5 w5 W5
     """
     padded = max(num_micro, 2 * num_ranks)
 

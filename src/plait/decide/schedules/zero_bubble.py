@@ -1,4 +1,7 @@
-"""Backward in two parts, B for the inputs and W for the weights, which fills bubbles: zb-h1, zb-h2, zb-v."""
+"""Backward in two parts, B for the inputs and W for the weights, which fills bubbles: zb-h1, zb-h2, zb-v.
+
+In the pictures each part takes one step, and small letters are of a rank's second chunk.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ def zb_h1(num_ranks: int, num_micro: int) -> Schedule:
 
     (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", figure 2.) Rank r owes r W's throughout.
 
-    PICTURE zb-h1 4 6
+        F0 F1 F2 F3  .  .  . B0 W0 F4 B1 W1 F5 B2 W2 B3 W3 B4 W4 B5 W5
+         . F0 F1 F2  .  . B0 F3 B1 W0 F4 B2 W1 F5 B3 W2 B4 W3 B5 W4 W5
+         .  . F0 F1  . B0 F2 B1 F3 B2 W0 F4 B3 W1 F5 B4 W2 B5 W3 W4 W5
+         .  .  . F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 F5 B5 W2 W3 W4 W5
     """
     return make("zb-h1", num_micro, loop(num_ranks), lambda r: _halves(num_micro, num_ranks - r, r))
 
@@ -23,7 +29,10 @@ def zb_h2(num_ranks: int, num_micro: int) -> Schedule:
     (Qi et al. 2024, figure 3; all parts as long as each other and 2 * num_ranks - 1 microbatches or more.) The last
     rank ends num_ranks - 1 forwards after the first, which the next step's forwards may follow at once.
 
-    PICTURE zb-h2 4 8
+        F0 F1 F2 F3 F4 F5 F6 B0 W0 F7 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5 B6 W6 B7 W7  .  .  .
+         . F0 F1 F2 F3 F4 B0 F5 B1 F6 B2 W0 F7 B3 W1 B4 W2 B5 W3 B6 W4 B7 W5 W6 W7  .  .
+         .  . F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 W0 F7 B5 W1 B6 W2 B7 W3 W4 W5 W6 W7  .
+         .  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 W0 F7 B7 W1 W2 W3 W4 W5 W6 W7
     """
     return make("zb-h2", num_micro, loop(num_ranks), lambda r: _halves(num_micro, 2 * (num_ranks - r) - 1, 2 * r))
 
@@ -49,7 +58,9 @@ def zb_v(num_ranks: int, num_micro: int) -> Schedule:
     (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", and section 6 of "Zero Bubble".) Fewer than
     2 * num_ranks - 1 microbatches are padded to that.
 
-    PICTURE zb-v 4 6
+        F0 F1 F2 F3 F4 f0 b0 w0 f1 b1 w1 f2 b2 w2 B0 W0 f3 b3 w3 B1 W1 f4 b4 w4 B2 W2 B3 W3 B4 W4  .  .
+         . F0 F1 F2 f0 F3 f1 b0 w0 f2 b1 w1 F4 B0 W0 f3 b2 w2 B1 W1 f4 b3 w3 B2 b4 B3 W2 B4 w4 W3 W4  .
+         .  . F0 f0 F1 f1 F2 f2 b0 w0 F3 B0 W0 f3 b1 w1 F4 B1 W1 f4 b2 w2 B2 b3 B3 b4 B4 W2 w3 W3 w4 W4
     """
     padded = max(num_micro, 2 * num_ranks - 1)
 
