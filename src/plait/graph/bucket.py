@@ -22,9 +22,9 @@ from plait.graph.calls import num_bytes, output_node, settled
 from plait.graph.leaving import Leaving, leaving
 from plait.graph.partition import WORLD
 from plait.graph.rows import Cut, PlainRows, Rows, rows_of
+from plait.graph.views import WHOLE_VIEWS
 
 aten = torch.ops.aten
-_VIEWS = frozenset({aten.reshape.default, aten.t.default, aten.transpose.int, aten.permute.default})
 
 
 def bucket_new(world: Any, axis: str, num_elements: int, like: Tensor) -> Tensor:
@@ -91,14 +91,16 @@ def bucket_gradients(
     cuts: Mapping[int, Cut] | None = None,
     gradients: Collection[int] = (),
     first_bytes: int = 1 << 20,
+    but: Collection[int] = (),
 ) -> Graph:
     """Join the sums that only leave the graph. Changes `graph` and returns it.
 
-    `cuts` says of which outputs this rank keeps only its part along `data`; `gradients` which of them are gradients.
+    `cuts` says of which outputs this rank keeps only its part along `data`; `gradients` which of them are gradients;
+    outputs in `but` are waited for, and summed as they are.
     """
     cuts = cuts or {}
     groups: dict[Any, list[Leaving]] = {}
-    for one in leaving(graph, cuts):
+    for one in leaving(graph, cuts, but):
         only = tuple(sorted(one.sums[-1].meta.get("only", {}).items()))
         dtypes = (one.sent.meta["val"].dtype, one.term.meta["val"].dtype)
         groups.setdefault((one.axes, one.cut is not None, dtypes, only), []).append(one)
@@ -177,7 +179,7 @@ def _join(graph: Graph, world: Node, members: list[Leaving], end: Node, what: st
 
 def _hoist_views(node: Any) -> None:
     """Move a view, and what it views, up to where the memory is made."""
-    if node.target in _VIEWS:
+    if node.target in WHOLE_VIEWS:
         source = node.args[0]
         _hoist_views(source)
         source.append(node)

@@ -5,7 +5,6 @@ Every node is kept functional; nothing here moves a computation, so values live 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -14,22 +13,18 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from plait.graph.calls import output_node
+from plait.graph.calls import is_item, output_node
 from plait.graph.random import draw
+from plait.graph.shapes import frozen
+from plait.graph.views import ALIASES, is_view
 
 aten = torch.ops.aten
 
-_ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
 _SAME_IF_EQUAL = {  # give their first argument back where shape, strides, dtype and device do not change
     aten.view.default, aten._unsafe_view.default, aten.expand.default, aten._to_copy.default, aten.clone.default,
     aten.permute.default, aten.slice.Tensor, aten.contiguous.default,
 }  # fmt: skip
 _FILLED = {aten.full_like.default, aten.zeros_like.default, aten.ones_like.default}
-_VIEWS = {
-    aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default, aten.slice.Tensor,
-    aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, operator.getitem,
-}  # fmt: skip
 
 
 def clean(graph: Graph) -> Graph:
@@ -78,7 +73,7 @@ def _normal_name(node: Node) -> None:
 
 def _shorter(node: Node) -> Node | None:
     """A node that has the value of `node` already; or `node` changed to take its input from further up."""
-    if node.target in _ALIASES:
+    if node.target in ALIASES:
         return _first(node)
     if node.target in _SAME_IF_EQUAL and _same(node, _first(node)):
         return _first(node)
@@ -113,8 +108,8 @@ def _share(graph: Graph) -> None:
     def earlier(node: Node) -> Node | None:
         if node.target is draw or _impure(node):
             return None
-        phase = "" if node.target in _VIEWS else node.meta["phase"]
-        return seen.setdefault((phase, node.target, _frozen(node.args), _frozen(node.kwargs)), node)
+        phase = "" if is_view(node) or is_item(node) else node.meta["phase"]
+        return seen.setdefault((phase, node.target, frozen(node.args, id), frozen(node.kwargs, id)), node)
 
     _each(graph, earlier)
 
@@ -122,19 +117,6 @@ def _share(graph: Graph) -> None:
 def _impure(node: Node) -> bool:
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags and "scaled_dot_product" not in str(node.target)
-
-
-def _frozen(value: Any) -> Any:
-    """A hashable stand-in that tells 1 from 1.0 and True."""
-    if isinstance(value, (list, tuple)):
-        return tuple(_frozen(v) for v in value)
-    if isinstance(value, dict):
-        return tuple((k, _frozen(v)) for k, v in value.items())
-    if isinstance(value, slice):
-        return ("slice", _frozen(value.start), _frozen(value.stop), _frozen(value.step))
-    if isinstance(value, float):
-        return (float, value.hex())
-    return value if isinstance(value, Node) else (type(value), value)
 
 
 def _first(node: Node) -> Node:

@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 
 from plait.graph.calls import is_item, is_tensor, output_values
 from plait.graph.shapes import fake_of, spec_of
+from plait.graph.views import ALIASES
 
 
 def decompose_node(node: Node, function: Callable[..., Any]) -> Node:
@@ -69,13 +70,8 @@ def _trace(node: Node, function: Callable[..., Any], sources: list[Node], values
     with mode, torch.no_grad():
         traced = make_fx(torch.func.functionalize(run), tracing_mode="real", _allow_non_fake_inputs=True)(*values)
     for old in list(traced.graph.nodes):
-        if old.op == "call_function" and old.target is not operator.getitem and old.target in _ALIASES:
+        if old.op == "call_function" and old.target is not operator.getitem and old.target in ALIASES:
             old.replace_all_uses_with(old.args[0])
             traced.graph.erase_node(old)
     traced.graph.eliminate_dead_code()
     return traced
-
-
-_ALIASES = frozenset(
-    {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh_copy.default}
-)

@@ -6,6 +6,7 @@ import torch
 from torch.fx import Graph, Node
 
 from plait.graph.calls import is_tensor
+from plait.graph.views import RESHAPES
 
 aten = torch.ops.aten
 # Ops whose result is memory of its own, not a view of an input.
@@ -16,7 +17,6 @@ _FRESH = frozenset(
         aten.sum.dim_IntList,
     }
 )  # fmt: skip
-_VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 
 
 def reuse_dead_operands(graph: Graph) -> Graph:
@@ -46,6 +46,6 @@ def _reusable(operand: Node, node: Node) -> bool:
     result, value = node.meta["val"], operand.meta["val"]
     if value.shape != result.shape or value.dtype != result.dtype:
         return False
-    while operand.target in _VIEWS and len(operand.users) == 1:
+    while operand.target in RESHAPES and len(operand.users) == 1:
         operand = operand.args[0]  # type: ignore[assignment]
     return operand.target in _FRESH and len(operand.users) == 1

@@ -20,6 +20,7 @@ from plait.graph.recipe import recipe
 from plait.graph.recompute import recompute
 from plait.graph.rows import Cut
 from plait.graph.turns import graphs_of_turns, turns_of
+from plait.graph.views import RESHAPES
 from plait.graph.zero import cut_of, state_layouts
 from plait.spec.annotation import Annotations, resolve_annotations
 from plait.spec.layout import REPLICATE, Layout, Placement, Replicate, Shard
@@ -35,7 +36,6 @@ BATCH_NORM = frozenset(
     )
     if hasattr(aten, name)
 )  # fmt: skip
-_VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
 _SHORT = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.bool: "bool"}
 
 
@@ -181,7 +181,7 @@ def _copy(captured: Captured) -> Graph:
     for node in placeholders(graph):
         node.meta["kind"], node.meta["name"] = inputs[node.name].kind, inputs[node.name].name
     for node in graph.nodes:
-        if node.target in _VIEWS:
+        if node.target in RESHAPES:
             node.target = aten.reshape.default
     return own_gradients(graph, [i for i, o in enumerate(captured.outputs) if o.kind == "gradient"])
 

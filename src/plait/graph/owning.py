@@ -8,15 +8,9 @@ import torch
 from torch.fx import Graph, Node
 
 from plait.graph.calls import output_node
+from plait.graph.views import WHOLE_VIEWS
 
 aten = torch.ops.aten
-# Views that show all of what they view, each number once.
-_WHOLE_VIEWS = frozenset(
-    {
-        aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default, aten.transpose.int,
-        aten.permute.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
-    }
-)  # fmt: skip
 
 
 def own_gradients(graph: Graph, gradients: Iterable[int]) -> Graph:
@@ -29,7 +23,7 @@ def own_gradients(graph: Graph, gradients: Iterable[int]) -> Graph:
     seen: set[Node] = set()
     for index in gradients:
         node = base = results[index]
-        while base.target in _WHOLE_VIEWS:
+        while base.target in WHOLE_VIEWS:
             base = base.args[0]
         if base in seen or base.op == "placeholder" or base.target is aten.expand.default:
             with graph.inserting_before(end):

@@ -19,6 +19,7 @@ from plait.errors import PlanError
 from plait.graph.calls import call_of, is_item, placeholders, rule_of, tensor_inputs
 from plait.graph.propagate import fits
 from plait.graph.rules import Call, Strategy, strategies_of
+from plait.graph.views import RESHAPES
 from plait.spec.layout import REPLICATE, Partial, Placement, Replicate, Shard, divides
 
 aten = torch.ops.aten
@@ -26,7 +27,6 @@ _WEIGHTED = frozenset({aten.mm.default, aten.addmm.default, aten.convolution.def
 _LOOKUP = frozenset({aten.embedding.default})
 _SOFTMAX = frozenset({aten._log_softmax.default})
 _LOSS = frozenset({aten.nll_loss_forward.default, aten.nll_loss2d_forward.default})
-_VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 _BLOCKS = (1, 2, 3, 4)  # of fused weights: gate and up; query, key and value; the gates of an LSTM
 _MAX_REGION = 2000
 
@@ -177,7 +177,7 @@ class Recipe:
 
     def _note_stuck(self, node: Node, region: Region) -> None:
         """Remember if a smaller axis, one that divides this one, could go on here."""
-        if node.target not in _VIEWS:
+        if node.target not in RESHAPES:
             return
         given = tuple(region.placements.get(i, REPLICATE) for i in tensor_inputs(node))
         rule = rule_of(node)

@@ -37,7 +37,7 @@ class ShapeMemo:
 
         With a mode every call gets tensors of its own; without, calls share them, and nobody may change or bind them.
         """
-        key = (func, _frozen(args), _frozen(kwargs))
+        key = (func, frozen(args, spec_of), frozen(kwargs, spec_of))
         if key not in self._found:
             result = run(*args, **kwargs)
             self._found[key] = result if mode is None else _map(result, spec_of)
@@ -58,14 +58,16 @@ def _unmap(found: Any, mode: FakeTensorMode) -> Any:
     return fake_of(found, mode) if isinstance(found, tuple) else found
 
 
-def _frozen(value: Any) -> Any:
-    """A hashable stand-in that tells 1 from 1.0 and True."""
+def frozen(value: Any, tensor: Callable[[Tensor], Any]) -> Any:
+    """A hashable stand-in for the arguments of a call, that tells 1 from 1.0 and True; `tensor` gives that of one."""
     if isinstance(value, Tensor):
-        return spec_of(value)
+        return tensor(value)
     if isinstance(value, (tuple, list)):
-        return tuple([_frozen(part) for part in value])
+        return tuple([frozen(part, tensor) for part in value])
     if isinstance(value, dict):
-        return tuple([(key, _frozen(part)) for key, part in value.items()])
+        return tuple([(key, frozen(part, tensor)) for key, part in value.items()])
+    if isinstance(value, slice):
+        return (slice, *(frozen(part, tensor) for part in (value.start, value.stop, value.step)))
     if isinstance(value, float):
         return (float, value.hex())
     return (type(value), value)

@@ -1,4 +1,4 @@
-"""Which calls give a view of their first input: no memory of their own."""
+"""Which calls give a view of their first input: no memory of their own. And views that backward makes anew."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ from torch.fx import Graph, Node
 
 aten = torch.ops.aten
 
-VIEWS = frozenset(
-    {
-        aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.t.default, aten.transpose.int,
-        aten.permute.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim,
-        aten.squeeze.dims, aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default,
-        aten.unbind.int, aten.detach.default, aten.alias.default, aten.diagonal.default, aten.unfold.default,
-        aten.as_strided.default,
-    }
+# The input itself: tracing leaves them behind, and they can go.
+ALIASES = frozenset(
+    {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
 )  # fmt: skip
+# The same numbers in the same order, in another shape: a rank's local tensor may need a copy for what was none.
+RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
+# Views that show all of what they view, each number once: what is written to one is written to the other.
+WHOLE_VIEWS = RESHAPES | {
+    aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.default,
+    aten.squeeze.dim, aten.squeeze.dims,
+}  # fmt: skip
+# All of them, also those that show a part or repeat numbers: their memory lives as long as they do.
+VIEWS = WHOLE_VIEWS | {
+    aten.expand.default, aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default,
+    aten.unbind.int, aten.detach.default, aten.alias.default, aten.diagonal.default, aten.unfold.default,
+    aten.as_strided.default,
+}  # fmt: skip
 
 
 def is_view(node: Node) -> bool:
