@@ -1,8 +1,9 @@
-"""The command line: plait train | verify | explain | memory | checkpoint | run."""
+"""The command line: plait train | verify | explain | memory | schedule | checkpoint | run."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import traceback
@@ -178,6 +179,27 @@ def memory(
 
         if not print_memory(job, chosen, limit):
             raise typer.Exit(1)
+
+
+@app.command()
+def schedule(
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="Such as 1f1b or zb-v, or a file of actions.")],
+    stages: Annotated[int | None, typer.Option("--stages", min=1, help="Ranks of the pipeline.")] = None,
+    micro: Annotated[int | None, typer.Option("--micro", min=1, help="Microbatches.")] = None,
+    chunks: Annotated[int | None, typer.Option("--chunks", min=1, help="Stages on each rank.")] = None,
+    costs: Annotated[Path | None, typer.Option("--costs", help="Seconds and bytes of each stage, as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page with the picture, to zoom into.")] = None,
+) -> None:
+    """Draw the schedule of a pipeline, with its utilisation, bubble and memory as simulated. Nothing is run."""
+    with _errors_shown_once():
+        from plait.view.schedule import describe_schedule, find_schedule, predict, write_page
+
+        found = find_schedule(name, stages, micro, chunks)
+        trace = predict(found, costs)
+        if html is not None:
+            write_page(html, found, trace)
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(describe_schedule(found, trace, costs, width))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

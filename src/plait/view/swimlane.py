@@ -1,0 +1,133 @@
+"""Swimlanes: a lane for each rank, time from left to right, what was predicted above what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from plait.errors import PlanError
+from plait.spec.trace import COMPUTE_KINDS, KINDS, Span, Trace
+
+# Told apart also by those who do not see some colours (Wong 2011, "Points of view: Color blindness").
+COLOURS = {
+    "forward": "#0072B2", "backward": "#D55E00", "weight": "#E69F00", "send": "#56B4E9", "wait": "#EEEEEE",
+    "gather": "#CC79A7", "reduce": "#009E73", "optimizer": "#444444", "data": "#F0E442",
+}  # fmt: skip
+_MANY = 3000  # spans: beyond, each kind is one line of many pieces, drawn by WebGL, and has no text of its own
+_LANES = {"wait": (0.0, 0.62), "send": (0.3, 0.12)}  # (offset, height) of those that are beside or behind compute
+
+
+def draw_swimlanes(measured: Trace | None = None, predicted: Trace | None = None) -> Any:
+    """A plotly figure of one trace or of both: zoom by dragging over time, double click for all of it again.
+
+    Each is shown from its own first span on, in seconds. PlanError if plotly is not installed.
+    """
+    go, make_subplots = _plotly()
+    shown = [(name, trace) for name, trace in (("predicted", predicted), ("measured", measured)) if trace]
+    assert shown, "a figure needs a trace"
+    titles = [
+        f"{name}: {trace.seconds:.6g} s, utilisation {trace.utilisation():.1%}, bubble {trace.bubble():.1%}"
+        for name, trace in shown
+    ]
+    figure = make_subplots(
+        rows=len(shown),
+        cols=1,
+        shared_xaxes=True,
+        subplot_titles=titles,
+        vertical_spacing=0.08 if len(shown) > 1 else 0,
+    )
+    lane = max(min(40, 900 // max(trace.num_ranks for _, trace in shown)), 12)  # pixels
+    for row, (_, trace) in enumerate(shown, start=1):
+        begin = min((span.start for span in trace.spans), default=0.0)
+        draw = _bars if len(trace.spans) <= _MANY else _lines
+        # What lies behind comes first.
+        for kind in sorted({span.kind for span in trace.spans}, key=lambda kind: (kind != "wait", KINDS.index(kind))):
+            spans = [span for span in trace.spans if span.kind == kind]
+            figure.add_trace(draw(go, kind, spans, begin, lane), row=row, col=1)
+        names = [f"rank {rank}  {trace.utilisation(rank):.0%}" for rank in range(trace.num_ranks)]
+        figure.update_yaxes(
+            tickvals=list(range(trace.num_ranks)), ticktext=names, range=[trace.num_ranks - 0.5, -0.5], fixedrange=True,
+            showgrid=False, zeroline=False, row=row, col=1,
+        )  # fmt: skip
+    _name_once(figure)
+    figure.update_xaxes(title_text="seconds", row=len(shown), col=1)
+    figure.update_xaxes(showgrid=True, gridcolor="#DDDDDD", zeroline=False)
+    figure.update_layout(
+        height=130 + sum(lane * trace.num_ranks + 70 for _, trace in shown), barmode="overlay", bargap=0.0,
+        plot_bgcolor="white", dragmode="zoom", hovermode="closest", margin={"l": 110, "r": 20, "t": 60, "b": 50},
+        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 1.0, "xanchor": "right"},
+    )  # fmt: skip
+    return figure
+
+
+def page(figures: Any | Sequence[Any], title: str) -> str:
+    """A whole HTML page of one figure or several, which needs nothing from anywhere else."""
+    import html
+
+    several = figures if isinstance(figures, list | tuple) else [figures]
+    parts = [
+        each.to_html(full_html=False, include_plotlyjs=i == 0, config={"displaylogo": False, "responsive": True})
+        for i, each in enumerate(several)
+    ]
+    name = html.escape(title)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title></head>'
+        f'<body style="font-family: sans-serif"><h1 style="font-size: 1.2em">{name}</h1>{"".join(parts)}'
+        "</body></html>\n"
+    )
+
+
+def _plotly() -> tuple[Any, Any]:
+    try:
+        import plotly.graph_objects
+        from plotly.subplots import make_subplots
+    except ImportError:
+        raise PlanError("pages are drawn with plotly, which is not installed: pip install 'plait[report]'") from None
+    return plotly.graph_objects, make_subplots
+
+
+def _bars(go: Any, kind: str, spans: list[Span], begin: float, lane: int) -> Any:
+    """Each span a rectangle with its name in it."""
+    offset, height = _LANES.get(kind, (0.0, 0.8))
+    return go.Bar(
+        orientation="h", name=kind, legendgroup=kind,
+        base=[span.start - begin for span in spans], x=[span.seconds for span in spans],
+        y=[span.rank + offset for span in spans], width=height,
+        marker={"color": COLOURS[kind], "line": {"width": 0.5 if kind in COMPUTE_KINDS else 0, "color": "white"}},
+        text=[span.name if kind in COMPUTE_KINDS else "" for span in spans], textposition="inside",
+        insidetextanchor="middle", textangle=0, constraintext="none", textfont={"color": "white", "size": 10},
+        hovertext=[_tell(span) for span in spans], hoverinfo="text",
+    )  # fmt: skip
+
+
+def _lines(go: Any, kind: str, spans: list[Span], begin: float, lane: int) -> Any:
+    """All spans as one broken line, as thick as a lane: many thousands of them are drawn at once."""
+    offset, height = _LANES.get(kind, (0.0, 0.8))
+    return go.Scattergl(
+        mode="lines", name=kind, legendgroup=kind, connectgaps=False,
+        x=list(_broken((span.start - begin, span.end - begin) for span in spans)),
+        y=list(_broken((span.rank + offset, span.rank + offset) for span in spans)),
+        text=list(_broken((_tell(span), _tell(span)) for span in spans)),
+        line={"color": COLOURS[kind], "width": max(height * lane, 1)}, hoverinfo="text",
+    )  # fmt: skip
+
+
+def _broken(pairs: Iterable[tuple[Any, Any]]) -> Iterator[Any]:
+    """Both of each pair, and a gap."""
+    for first, second in pairs:
+        yield first
+        yield second
+        yield None
+
+
+def _tell(span: Span) -> str:
+    sent = f", {span.num_bytes:,} bytes" if span.num_bytes else ""
+    return f"rank {span.rank}: {span.name} ({span.kind})<br>{span.start:.6g} to {span.end:.6g} s{sent}"
+
+
+def _name_once(figure: Any) -> None:
+    """Let each kind stand in the legend once, whichever of the lanes have it."""
+    seen: set[str] = set()
+    for trace in figure.data:
+        trace.showlegend = trace.name not in seen
+        seen.add(trace.name)
