@@ -7,7 +7,6 @@ vector is cut like the vector.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.optim.parts import Parts, Whole
+from plait.optim.parts import OnParts
 
 
 @dataclass
@@ -37,21 +36,10 @@ class _Update:
         return norm.square()
 
 
-class Adafactor(torch.optim.Adafactor):
+class Adafactor(OnParts, torch.optim.Adafactor):
     """torch.optim.Adafactor with the result of one device, whatever part of its parameters this rank has."""
 
-    _parts: Parts = Whole()
-
-    def bind(self, parts: Parts) -> None:
-        """Take the parameters to be parts of whole tensors."""
-        self._parts = parts
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _move(self) -> None:
         work = [self._begun(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         parts = self._parts
         terms: list[tuple[Tensor, Tensor]] = []
@@ -71,7 +59,6 @@ class Adafactor(torch.optim.Adafactor):
             if one.group["weight_decay"]:
                 one.parameter.mul_(1 - float(one.group["lr"]) * one.group["weight_decay"])
             one.parameter.add_(update.mul_(factor))
-        return loss
 
     def _begun(self, parameter: Tensor, group: dict[str, Any]) -> _Update:
         """The parameter's gradient and state, at the next step."""

@@ -10,18 +10,18 @@ algorithm 2 with the identity for phi:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from plait.optim.parts import Parts, Whole
+from plait.optim.parts import OnParts
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(OnParts, torch.optim.Optimizer):
     """LAMB (You et al. 2020, arXiv 1904.00962): Adam with a learning rate of its own for each tensor.
 
     lr            step length in parts of each tensor's 2-norm; a number or a tensor of one element
@@ -48,18 +48,8 @@ class Lamb(torch.optim.Optimizer):
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"betas={betas}: each is in [0, 1)")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._parts: Parts = Whole()
 
-    def bind(self, parts: Parts) -> None:
-        """Take the parameters to be parts of whole tensors."""
-        self._parts = parts
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _move(self) -> None:
         work = []
         squares: list[tuple[Tensor, Tensor]] = []
         for group in self.param_groups:
@@ -76,7 +66,6 @@ class Lamb(torch.optim.Optimizer):
             sums = sums[2 * num :]
             torch._foreach_mul_(updates, list((ratios * -group["lr"]).to(updates[0].dtype).unbind()))
             torch._foreach_add_(params, updates)
-        return loss
 
     def _updates(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         """u of each parameter, in memory of its own."""

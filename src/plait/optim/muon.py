@@ -6,7 +6,7 @@ in the bfloat16 that Muon computes in, and takes its part of the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -14,30 +14,18 @@ import torch
 from torch import Tensor
 from torch.optim import _muon
 
-from plait.optim.parts import Parts, Whole
+from plait.optim.parts import OnParts
 
 _AT_ONCE = 32 << 20  # bytes of whole matrices that are put together with one all-reduce
 
 
-class Muon(torch.optim.Muon):
+class Muon(OnParts, torch.optim.Muon):
     """torch.optim.Muon with the result of one device, whatever part of its parameters this rank has."""
 
-    _parts: Parts = Whole()
-
-    def bind(self, parts: Parts) -> None:
-        """Take the parameters to be parts of whole tensors."""
-        self._parts = parts
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _move(self) -> None:
         for group in self.param_groups:
             for some in self._batches([p for p in group["params"] if p.grad is not None]):
                 self._update(some, group)
-        return loss
 
     def _batches(self, params: list[Tensor]) -> Iterator[list[Tensor]]:
         """The parameters in order, so many at a time that their whole matrices take a bounded amount of memory."""

@@ -6,9 +6,10 @@ calls it once, before the first step; an optimizer that was never bound has whol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -48,3 +49,26 @@ class Whole:
 
     def take(self, parameter: Tensor, whole: Tensor, summed: tuple[int, ...] = ()) -> Tensor:
         return whole
+
+
+class OnParts:
+    """What such an optimizer has besides its `torch.optim.Optimizer`, which is its second base: it fills in `_move`."""
+
+    _parts: Parts = Whole()
+
+    def bind(self, parts: Parts) -> None:
+        """Take the parameters to be parts of whole tensors."""
+        self._parts = parts
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._move()
+        return loss
+
+    def _move(self) -> None:
+        """Update all parameters that have gradients."""
+        raise NotImplementedError
