@@ -20,9 +20,9 @@ from plait.comm.protocol import World
 from plait.errors import CaptureError, LossError, PlanError
 from plait.run.boundary import has_process_group
 from plait.run.compiler import LossFn
-from plait.run.local_batch import LocalBatch
+from plait.run.local_batch import LocalBatch, batch_part
 from plait.run.program import StepResult
-from plait.run.references import as_pair, rows_of
+from plait.run.references import as_pair
 from plait.spec.layout import Layout
 from plait.spec.plan import Plan
 
@@ -109,7 +109,7 @@ class EagerReplica:
     def _rows(self, batch: Any) -> Any:
         if isinstance(batch, LocalBatch):
             return batch.tree
-        return rows_of(batch, self.world.mesh.coordinates(self.world.rank)["data"], self.plan.data)
+        return batch_part(batch, self.world.mesh.coordinates(self.world.rank)["data"], self.plan.data)
 
 
 class _Loss(nn.Module):

@@ -47,3 +47,21 @@ def num_rows(batch: Any) -> int:
         return batch.global_size
     sizes = Counter(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if torch.is_tensor(leaf) and leaf.ndim)
     return sizes.most_common(1)[0][0] if sizes else 1
+
+
+def take_rows(tree: Any, rows: int, start: int, num: int) -> Any:
+    """`num` rows from `start` on of every tensor that has the batch's `rows` as its first dim; the rest as it is."""
+
+    def take(leaf: Any) -> Any:
+        return leaf[start : start + num] if torch.is_tensor(leaf) and leaf.ndim and leaf.shape[0] == rows else leaf
+
+    return pytree.tree_map(take, tree)
+
+
+def batch_part(batch: Any, index: int, count: int) -> Any:
+    """Part `index` of `count` of a global batch's rows; the last may be smaller, BatchError where it would be empty."""
+    rows = num_rows(batch)
+    step = -(-rows // count)
+    if step * (count - 1) >= rows:
+        raise BatchError(f"a batch of {rows} rows does not make {count} parts; give at least a row for each")
+    return take_rows(batch, rows, index * step, step)

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from plait.errors import BatchError
-from plait.run.local_batch import LocalBatch, num_rows
+from plait.run.local_batch import LocalBatch, num_rows, take_rows
 from plait.run.program import StepResult
 
 
@@ -31,8 +30,7 @@ def microbatches(batch: Any, num: int) -> list[Any]:
     step = rows // num
     parts = []
     for index in range(num):
-        start = index * step
-        part = pytree.tree_map(lambda leaf, start=start: _rows(leaf, rows, start, step), tree)
+        part = take_rows(tree, rows, index * step, step)
         if local:
             part = dataclasses.replace(batch, tree=part, local_size=step, global_size=batch.global_size // num)
         parts.append(part)
@@ -77,8 +75,3 @@ def joined(results: Sequence[StepResult], scale: Tensor | None = None) -> StepRe
 
 def _num_here(batch: Any) -> int:
     return batch.local_size if isinstance(batch, LocalBatch) else num_rows(batch)
-
-
-def _rows(leaf: Any, rows: int, start: int, step: int) -> Any:
-    """Part of a tensor that has the batch's rows; anything else as it is."""
-    return leaf[start : start + step] if torch.is_tensor(leaf) and leaf.ndim and leaf.shape[0] == rows else leaf

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from plait.graph.precision import Precision
 from plait.graph.random import GlobalRandom
 from plait.run.compiler import LossFn
+from plait.run.local_batch import batch_part
 from plait.run.microbatch import micro_key, microbatches
 from plait.spec.plan import Plan
 
@@ -26,7 +26,7 @@ def one_device_pair(model: nn.Module, loss_fn: LossFn, batch: Any, num_parts: in
     for index in range(num_parts):
         for name, buffer in model.named_buffers():
             buffer.data.copy_(buffers[name])
-        parts.append(as_pair(loss_fn(model, rows_of(batch, index, num_parts))))
+        parts.append(as_pair(loss_fn(model, batch_part(batch, index, num_parts))))
         if index == 0:  # running statistics are rank 0's
             kept = {name: b.clone() for name, b in model.named_buffers()}
     for name, buffer in model.named_buffers():
@@ -65,12 +65,3 @@ def one_device_step(
 def as_pair(loss: Any) -> tuple[Tensor, Any]:
     """(sum, weight); a mean counts as a sum of weight one."""
     return (loss[0], loss[1]) if isinstance(loss, (tuple, list)) else (loss.reshape(()), 1.0)
-
-
-def rows_of(batch: Any, index: int, count: int) -> Any:
-    """Part `index` of `count` of every tensor of the batch along its first dim."""
-
-    def cut(leaf: Any) -> Any:
-        return leaf.chunk(count)[index] if torch.is_tensor(leaf) and leaf.ndim else leaf
-
-    return pytree.tree_map(cut, batch)
