@@ -177,9 +177,29 @@ def results_are_each_ranks_own(world: World) -> None:
             result.zero_()
 
 
+def shared_memory(world: World) -> None:
+    """Every rank sees what any wrote, before it sent anything; several such pieces are apart."""
+    comm = world.comm("data")
+    rank, size = comm.rank, comm.size
+    pieces = [comm.shared(num) for num in (64 * size, 3 * size, 0)]
+    for index, piece in enumerate(pieces):
+        assert piece is not None and piece.dtype == torch.uint8 and piece.data_ptr() % 64 == 0
+        assert not piece.any()
+        comm.barrier()
+        mine = piece.view(size, -1)[rank] if piece.numel() else piece
+        mine.fill_(1 + rank + 10 * index)
+    comm.barrier()
+    for index, piece in enumerate(pieces[:2]):
+        assert piece is not None
+        expected = torch.arange(1 + 10 * index, 1 + size + 10 * index, dtype=torch.uint8)
+        assert torch.equal(piece.view(size, -1), expected[:, None].expand(size, piece.numel() // size))
+    comm.barrier()
+
+
 def contract(world: World) -> tuple[list[bytes], dict[str, int]]:
     interleaved(world)
     results_are_each_ranks_own(world)
+    shared_memory(world)
     if world.mesh.size == 2:
         messages(world)
     return every_collective(world), bytes_sent(world)
@@ -240,6 +260,7 @@ def alone(world: World) -> None:
         assert torch.equal(comm.all_to_all(tensor[None]).wait(), tensor[None])
         assert torch.equal(comm.broadcast(tensor, 0).wait(), tensor)
         comm.barrier()
+        assert torch.equal(comm.shared(3), torch.zeros(3, dtype=torch.uint8))
         assert comm.links.total() == 0
 
 

@@ -90,6 +90,9 @@ def test_text_parses_back(plan: Plan) -> None:
         ("precision.head=bf16 precision.head=fp32", ["precision.head is given twice", "word 2"]),
         ("schedule=foo", ["unknown schedule 'foo'", "gpipe, 1f1b"]),
         ("home.optimizer=ssd", ["'ssd'", "device, host, disk"]),
+        ("zero=2 central=host", ["central=host does not go with zero=2", "leave zero= out"]),
+        ("central=host home.parameters=disk", ["central=host does not go with home.parameters=disk", "=host, or leave"]),
+        ("central=disk", ["'central=disk'", "none, host"]),
         ("home.optimiser=disk", ["unknown key 'home.optimiser'", "did you mean home.optimizer"]),
     ],
 )

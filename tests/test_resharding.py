@@ -38,6 +38,8 @@ PLANS = [
     "data=2 tensor=2 zero=1 precision=bf16",
     "data=2 tensor=2 zero=3 recompute=budget=4KiB",
     "data=8 zero=3",
+    "data=2 tensor=2 central=host",
+    "data=4 central=host precision=bf16",
 ]
 
 

@@ -93,6 +93,8 @@ def odd() -> plait.Verifier:
         "data=3 zero=3 precision=bf16",
         "data=6 zero=3 bucket=64B",
         "replica=2 data=3 zero=3",
+        "data=3 central=host micro=2",
+        "data=4 central=host precision=bf16",
         "replica=3 data=2 zero=2 micro=2 allreduce=ring",
     ],
 )

@@ -1,5 +1,5 @@
-"""zero x tensor x micro x recompute x precision x replica: a walk in which every pair of values meets, and plans at
-random; a small GPT with dropout, tied weights, clipping and a loss given as (sum, weight)."""
+"""zero or central storage x tensor x micro x recompute x precision x replica: a walk in which every pair of values
+meets, and plans at random; a small GPT with dropout, tied weights, clipping and a loss given as (sum, weight)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from plait.train.gpt import BytesGPT
 from plait.trainer import Trainer
 
 VALUES = {
-    "zero": ("0", "1", "2", "3"),
+    "zero": ("0", "1", "2", "3", "0 central=host"),
     "recompute": ("none", "layer", "*.up", "budget=300KiB"),
     "micro": ("1", "2", "3"),
     "tensor": ("1", "2"),
@@ -116,7 +116,8 @@ def test_zero_and_recompute_change_no_bit(axes: str) -> None:
     """They move the same numbers elsewhere, and work them out again: also in half precision, where a comparison with
     one device leaves room for errors."""
     expected = parameters_after(axes)
-    for more in ("zero=1", "zero=2 recompute=budget=300KiB", "zero=3 recompute=layer", "zero=3 bucket=4KiB"):
+    zero = ("zero=1", "zero=2 recompute=budget=300KiB", "zero=3 recompute=layer", "zero=3 bucket=4KiB")
+    for more in (*zero, "central=host"):
         found = parameters_after(f"{axes} {more}")
         different = [name for name, value in expected.items() if not torch.equal(value, found[name])]
         assert not different, more

@@ -131,6 +131,9 @@ class _WithAlgorithm:
     def buffer(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor | None:
         return None  # sent in pieces, so there is no copy to save
 
+    def shared(self, num_bytes: int) -> torch.Tensor | None:
+        return self._comm.shared(num_bytes)
+
     def all_gather(self, tensor: torch.Tensor, *, take: Take | None = None) -> Work:
         return self._comm.all_gather(tensor, take=take)
 

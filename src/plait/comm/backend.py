@@ -11,6 +11,7 @@ import torch.distributed as dist
 from plait.comm.group import HALF, Done, GroupComm, Take, reduce_terms
 from plait.comm.meeting import taking
 from plait.comm.protocol import Work
+from plait.comm.sharing import share_file
 from plait.errors import WorldError
 
 # torch 2.13 renamed them, and warns of the old names.
@@ -51,9 +52,13 @@ class BackendWork:
 class BackendComm(GroupComm):
     """One process group. Empty tensors are not sent: no backend needs to know of them."""
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, group: Any) -> None:
+    def __init__(self, ranks: tuple[int, ...], rank: int, group: Any, device: torch.device) -> None:
         super().__init__(ranks, rank)
         self._group = group
+        self._device = device
+
+    def shared(self, num_bytes: int) -> torch.Tensor | None:
+        return share_file(self, num_bytes, self._device)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> Work:
         if self._rounds(tensor, op):

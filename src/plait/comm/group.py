@@ -56,6 +56,9 @@ class GroupComm:
     def buffer(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor | None:
         return None
 
+    def shared(self, num_bytes: int) -> torch.Tensor | None:
+        return None
+
     def count_ring(self, num_bytes: int) -> None:
         """Count bytes that a backend moves in a way of its own, as if along the ring."""
         self.links.count(self.ranks[(self.rank + 1) % self.size], num_bytes)
@@ -77,6 +80,9 @@ class AloneComm(GroupComm):
 
     def __init__(self, rank: int) -> None:
         super().__init__((rank,), 0)
+
+    def shared(self, num_bytes: int) -> torch.Tensor | None:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> Done:
         return Done(tensor if consume else tensor.detach().clone())

@@ -175,6 +175,11 @@ class ThreadComm(GroupComm):
         self._meetings = meetings
         self._num_calls: Counter[Any] = Counter()
 
+    def shared(self, num_bytes: int) -> torch.Tensor:
+        form = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+        make: Combine = lambda _: torch.zeros(num_bytes, dtype=torch.uint8)  # noqa: E731
+        return self._meet("shared", "", form, make, own=_as_it_is).wait()
+
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> ThreadWork:
         self.count_ring_all_reduce(tensor)
         return self._meet("all_reduce", op, tensor, lambda tensors: reduce_terms(tensors, op))
@@ -212,7 +217,13 @@ class ThreadComm(GroupComm):
         self._meet("barrier", "", torch.empty(0), lambda tensors: tensors[0]).wait()
 
     def _meet(
-        self, name: str, detail: str, tensor: torch.Tensor, combine: Combine, pick: int | None = None
+        self,
+        name: str,
+        detail: str,
+        tensor: torch.Tensor,
+        combine: Combine,
+        pick: int | None = None,
+        own: Own = torch.clone,
     ) -> ThreadWork:
         tensor = tensor.detach()
         key = (self.ranks, self._axis, self._num_calls[""])
@@ -222,8 +233,8 @@ class ThreadComm(GroupComm):
         meeting = meetings.bring(key, call, self.ranks, self.rank, tensor, combine)
 
         def finish() -> torch.Tensor:
-            own: Own = torch.clone if pick is None else lambda result: result[pick].clone()
-            return meetings.take(key, meeting, self.ranks[self.rank], own)
+            mine: Own = own if pick is None else lambda result: result[pick].clone()
+            return meetings.take(key, meeting, self.ranks[self.rank], mine)
 
         return ThreadWork(finish)
 
@@ -239,6 +250,10 @@ class ThreadComm(GroupComm):
         if index == 0:
             self._meetings.let_go(key, meeting)
         return key, meeting
+
+
+def _as_it_is(result: torch.Tensor) -> torch.Tensor:
+    return result
 
 
 def _text(call: Call) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import socket
 import warnings
 from typing import Any
 
@@ -24,6 +23,7 @@ from plait.comm.group import AloneComm
 from plait.comm.header import create_segment, num_words
 from plait.comm.protocol import Comm, World
 from plait.comm.segment import Segment
+from plait.comm.sharing import host_name
 from plait.comm.shm import ShmComm
 from plait.comm.store import StoreBoard
 from plait.errors import WorldError
@@ -110,7 +110,7 @@ def process_world(
             comm = choose(shared[axis], algorithm)
         else:
             group = device_mesh(world).get_group(axis) if axis else dist.group.WORLD
-            comm = choose(BackendComm(ranks, ranks.index(rank), group), algorithm)
+            comm = choose(BackendComm(ranks, ranks.index(rank), group, where), algorithm)
         if axis:
             world._comms[axis] = comm
         else:
@@ -218,11 +218,7 @@ def _exchange(board: Board, key: str, note: Any, rank: int, size: int) -> list[A
 
 def _host() -> str:
     """What ranks that can share memory have in common; empty where the order of stores cannot be relied on."""
-    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
-        return ""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        boot = file.read().strip()
-    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    return host_name() if platform.machine() in ("x86_64", "AMD64") else ""
 
 
 def _available_memory() -> int:

@@ -43,6 +43,13 @@ class Comm(Protocol):
         None where the transport has no such place. Each buffer taken must be so used, from its first element on.
         """
 
+    def shared(self, num_bytes: int) -> torch.Tensor | None:
+        """Host memory that all ranks of the group read and write: flat uint8 of zeros, aligned to 64 bytes.
+
+        None, on every rank, where they have none in common, such as on several hosts. What a rank writes the others see
+        after a barrier.
+        """
+
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> Work:
         """Sum (or `max`, `min`) of every rank's tensor, on every rank. Shape as given."""
 

@@ -58,16 +58,23 @@ class RehearsalWorld:
         if len(ranks) == 1:
             return AloneComm(self.rank)
         if not self._shared_memory:
-            return choose(BackendRehearsal(ranks, here), self._algorithm)
+            return choose(BackendRehearsal(ranks, here, self.meter), self._algorithm)
         self._shared.append(SharedRehearsal(ranks, here, self.meter))
         return choose(self._shared[-1], self._algorithm)
 
 
 class BackendRehearsal(BackendComm):
-    """As comm/backend.py, but that nothing is sent."""
+    """As comm/backend.py, but that nothing is sent. Of memory that the group shares each rank is counted its part."""
 
-    def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
-        super().__init__(ranks, rank, None)
+    def __init__(self, ranks: tuple[int, ...], rank: int, meter: Meter) -> None:
+        super().__init__(ranks, rank, None, meter.device)
+        self._meter = meter
+        self._counted: list[torch.Tensor] = []
+
+    def shared(self, num_bytes: int) -> torch.Tensor | None:
+        self._counted.append(torch.empty(-(-num_bytes // self.size), dtype=torch.uint8))
+        with self._meter.paused():
+            return torch.empty(num_bytes, dtype=torch.uint8)
 
     def barrier(self) -> None:
         pass
@@ -93,8 +100,7 @@ class SharedRehearsal(BackendRehearsal):
     arena, of which `arena_bytes` were used at a time. Its pages stay, so they are not counted as they come and go."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int, meter: Meter) -> None:
-        super().__init__(ranks, rank)
-        self._meter = meter
+        super().__init__(ranks, rank, meter)
         self._arena = Arena(0, 1 << 60)
         self.arena_bytes = 0
         self._buffers: dict[int, int] = {}  # storage -> its place in the arena

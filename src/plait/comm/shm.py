@@ -24,6 +24,7 @@ from plait.comm.group import Done, GroupComm, Take, chunk
 from plait.comm.header import CONSUMED, FAILED, MAIL, NUM_CALLS, POSTED, REDUCED, describe
 from plait.comm.mailbox import Letter, Mailbox
 from plait.comm.segment import Arena, Segment
+from plait.comm.sharing import share_file
 from plait.comm.steps import Reader, Steps
 from plait.comm.waiting import Patience
 from plait.errors import WorldError
@@ -83,6 +84,9 @@ class ShmComm(GroupComm):
         view = self._own.view(offset, num_elements, dtype)
         self._buffers[view.data_ptr()] = (offset, num_elements * dtype.itemsize)
         return view
+
+    def shared(self, num_bytes: int) -> torch.Tensor | None:
+        return share_file(self, num_bytes, torch.device("cpu"))
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> _Pending:
         flat = tensor.detach().view(-1)

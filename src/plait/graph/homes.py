@@ -55,7 +55,12 @@ def parameters_away(plan: Plan, device: str) -> bool:
 
 def gradients_away(plan: Plan, device: str) -> bool:
     """Whether gradients leave the device, because they are read elsewhere."""
-    return parameters_away(plan, device) or (device != "cpu" and plan.home_optimizer != "device")
+    return parameters_away(plan, device) or updates_on_host(plan, device)
+
+
+def updates_on_host(plan: Plan, device: str) -> bool:
+    """Whether the optimizer's step runs on the host beside a device that computes."""
+    return device != "cpu" and (plan.home_optimizer != "device" or plan.central == "host")
 
 
 def activations_away(plan: Plan, device: str) -> bool:

@@ -54,7 +54,7 @@ def graphs_of_turns(
     dtypes: dict[str, str] = {}
     if plan.zero == 3:
         gather_parameters(graph, cuts, plan.bucket_bytes)
-    elif plan.zero:
+    elif plan.stage:
         narrow_parameters([node for node in parameters if names[node.name] in cuts])
         dtypes = {
             names[n.name]: str(n.meta["val"].dtype).removeprefix("torch.") for n in parameters if "held" in n.meta
@@ -63,7 +63,7 @@ def graphs_of_turns(
     keep = {i: cuts[name] for i, name in gradients.items() if name in cuts}
     if plan.micro == 1 or not gradients:
         found = {"alone": graph}
-    elif plan.zero >= 2:
+    elif plan.stage >= 2:
         found = {"alone": _copy(graph), "more": graph}
     else:
         found = {"first": _unsummed(_copy(graph), gradients, add=False)}

@@ -3,6 +3,8 @@
 zero=1  the optimizer's state; each rank updates its part of a parameter and the parts are gathered after that
 zero=2  gradients too: each microbatch's are reduce-scattered as they come, and only the part is kept
 zero=3  parameters too: a rank holds its part, and gathers the whole for each use (graph/gather.py)
+
+central=host cuts as zero=2 does; nothing is gathered, because all update their parts of the same tensors.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ from plait.spec.plan import Plan
 def state_layouts(captured: Captured, layouts: Mapping[str, Layout], plan: Plan) -> dict[str, Layout]:
     """The layout in which the optimizer holds each parameter."""
     names = [i.name for i in captured.inputs if i.kind == "parameter"]
-    if plan.zero == 0 or plan.data == 1:
+    if plan.stage == 0 or plan.data == 1:
         return {name: layouts[name] for name in names}
-    frozen = set(captured.frozen) if plan.zero < 3 else set()
+    frozen = set(captured.frozen) if plan.stage < 3 else set()
     return {name: layouts[name] if name in frozen else split_over_data(layouts[name], plan) for name in names}
 
 

@@ -90,6 +90,7 @@ class Update:
         self._chunks: list[list[nn.Parameter]] = []
         self._buffers = [_Buffer() for _ in range(_NUM_BUFFERS)]
         self._turn = 0
+        self._common = world if homes.plan.shares_parameters else None
         if not homes.plan.uses_disk:
             return
         foresight = Foresight(optimizer)
@@ -108,6 +109,8 @@ class Update:
     def step(self) -> None:
         """One step of the optimizer on the gradients that are there, of its parameters or left in their homes."""
         homes = self._homes
+        if self._common is not None:
+            self._wait_for_readers(self._common)
         for p, name in self._names.items():
             if name in homes.norms and homes.place(f"{_GRADIENT}/{name}") is None:
                 kept = homes.in_memory(f"{_GRADIENT}/{name}")
@@ -142,6 +145,12 @@ class Update:
         if parameter in self._places:
             for transfer in self._put_state(parameter, {}):
                 transfer.wait()
+
+    def _wait_for_readers(self, world: World) -> None:
+        """Until no rank reads the parameters that the ranks of `data` have in common any more."""
+        if world.device.type != "cpu":
+            torch.cuda.synchronize(world.device)
+        world.comm("data").barrier()
 
     @contextmanager
     def _set_aside(self) -> Iterator[tuple[dict[nn.Parameter, Tensor], list[list[nn.Parameter]]]]:

@@ -4,10 +4,12 @@ zero=0  the same tensors
 zero=1  the graph reads whole tensors; the optimizer has this rank's part of each, a view of the whole where that
 zero=2  is possible; after an update the parts are gathered
 zero=3  the same tensors: this rank's parts, which the graph gathers
+central=host  as zero=2, but the whole tensors are in memory that the data ranks have in common (run/common.py), so that
+              nothing is gathered: before and after an update all wait for all. An accelerator has copies of its own
 
 Large parameters whose home is elsewhere are kept there (run/homes/homes.py): the optimizer's have the form of the
-tensor but no memory, and the graph fetches what it reads. Where the update runs on the host beside an accelerator, the optimizer
-has copies of its own in host memory, which go back after it.
+tensor but no memory, and the graph fetches what it reads. Where the update runs on the host beside an accelerator,
+the optimizer has copies of its own in host memory, which go back after it.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from plait.graph.homes import large
 from plait.graph.lower import Lowered
 from plait.graph.rows import Cut, Rows
 from plait.graph.zero import cut_of
+from plait.run.common import common_parameters
 from plait.run.homes.homes import Homes, hollow
 from plait.run.initialise import initial_parameters
 from plait.run.state import is_whole, lies_here
@@ -47,6 +50,7 @@ class Variables:
             str, Tensor
         ] = {}  # the form of what the graph reads, where parts are gathered after an update
         self._bucket_bytes = plan.bucket_bytes
+        self._common = common_parameters(lowered, world)
         self.parameters: dict[str, nn.Parameter] = {}
         self.inputs: dict[str, Tensor] = {}
         self._cuts: dict[str, Cut] = {}  # of parameters whose parts are gathered after an update
@@ -57,6 +61,10 @@ class Variables:
         self._promise(lowered)
         for name, value in initial_parameters(model, held, world, seed):
             if value is None:
+                continue
+            if name in self._common:
+                if self._hold_in_common(name, value, own[name], adopt and is_whole(held[name])):
+                    adopted.add(name)
                 continue
             if name in self._away or homes.updates_on_host:
                 cut = cut_of(held[name], lowered.states[name], plan) if plan.zero in (1, 2) else None
@@ -84,6 +92,8 @@ class Variables:
                 self.parameters[name] = nn.Parameter(mine, requires_grad=own[name].requires_grad)
             self.inputs[name] = self.parameters[name]
         self._buckets = list(self._make_buckets())
+        if self._common:
+            world.comm("data").barrier()  # all have put their values there
         if adopt:
             _release(model, set(names) - adopted)
 
@@ -96,6 +106,30 @@ class Variables:
         self.inputs[name] = whole
         self._wholes[name] = torch.empty_like(whole, device="meta")
         self.parameters[name] = nn.Parameter(part.contiguous())
+
+    def _hold_in_common(self, name: str, value: Tensor, own: nn.Parameter, adopt: bool) -> bool:
+        """Put this rank's part where all have it; with `adopt` let the model's own parameter lie there if it can."""
+        common, rank, homes = self._common[name], self._world.comm("data").rank, self._homes
+        part = common.part(rank)
+        mine = value if common.cut is None else common.cut.part(value, rank)
+        if common.cut is not None or rank == 0:
+            part.copy_(mine)
+        if common.narrow:
+            part = mine.to("cpu").clone(memory_format=torch.contiguous_format)
+        if homes.fetches_parameters or homes.updates_on_host:
+            homes.forms[name] = torch.empty_like(part, device="meta")
+        self.parameters[name] = nn.Parameter(part, requires_grad=own.requires_grad)
+        if name in self._away:
+            homes.lend(f"parameter/{name}", part)
+            homes.lend(f"input/{name}", common.whole)
+        elif homes.updates_on_host:
+            self.inputs[name] = value.to(common.whole.dtype)
+        else:
+            self.inputs[name] = common.whole
+            if adopt and not common.narrow and not own.is_meta:
+                own.data = common.whole
+                return True
+        return False
 
     def _keep_elsewhere(self, name: str, value: Tensor, cut: Cut | None, narrow: str | None, trains: bool) -> None:
         """The optimizer's tensor on the host or on disk, the graph's on the device or fetched from there."""
@@ -162,8 +196,9 @@ class Variables:
 
     def updated(self) -> None:
         """The optimizer has changed its parts: gather them, so that the graph reads the new values."""
+        self._updated_in_common()
         if self._homes.updates_on_host:
-            for name in self.inputs.keys() - self._cuts.keys():
+            for name in self.inputs.keys() - self._cuts.keys() - self._common.keys():
                 self.inputs[name].copy_(self.parameters[name].detach(), non_blocking=True)
         ahead: list[tuple[Gathering, list[str]]] = []
         for rows, names in self._buckets:
@@ -172,6 +207,18 @@ class Variables:
                 self._gathered(*ahead.pop(0))
         for each in ahead:
             self._gathered(*each)
+
+    def _updated_in_common(self) -> None:
+        if not self._common:
+            return
+        comm = self._world.comm("data")
+        for name, common in self._common.items():
+            if common.narrow:
+                common.part(comm.rank).copy_(self.parameters[name].detach())
+        comm.barrier()  # nobody reads before all have updated
+        for name, common in self._common.items():
+            if self._homes.updates_on_host and name in self.inputs:
+                self.inputs[name].copy_(common.whole)
 
     def _gathering(self, rows: Rows, names: list[str]) -> Gathering:
         device = self._world.device

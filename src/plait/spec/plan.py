@@ -17,7 +17,7 @@ from plait.errors import PlanError
 from plait.spec.kinds import Axis, Bytes, Choice, Family, Kind, Number, Recomputes
 from plait.spec.mesh import Mesh
 from plait.spec.recompute import NO_RECOMPUTE, Recompute
-from plait.spec.refusals import names_not_yet, refuse_key
+from plait.spec.refusals import names_not_yet, refuse_key, refuse_together
 
 # The batch is cut over `data` first: gradients, which `zero` splits over data, then are summed over replicas in parts.
 BATCH_AXES = ("data", "replica")
@@ -50,6 +50,7 @@ class Plan:
     home_parameters: str = _key(_HOME, "device", "where parameters and gradients are kept", name="home.parameters")
     home_activations: str = _key(_HOME, "device", "where what backward reads is kept", name="home.activations")
     home_optimizer: str = _key(_HOME, "device", "where the optimizer's state is kept", name="home.optimizer")
+    central: str = _key(Choice(("none", "host")), "none", "one copy of parameters and optimizer state, on the host")
     batchnorm: str = _key(Choice(("global", "local")), "global", "batch statistics over all ranks, or over each alone")
     allreduce: str = _key(Choice(("backend", "ring", "naive")), "backend", "the algorithm that sums gradients")
     bucket_bytes: int = _key(Bytes(), 25 * 2**20, "gradients are summed in buckets of this size", name="bucket")
@@ -61,6 +62,7 @@ class Plan:
                 kind.check(value)
             except ValueError as error:
                 raise PlanError(f"{key_name(row)}={value}: {error}") from None
+        refuse_together({key_name(row): _kind(row).show(getattr(self, row.name)) for row in fields(self)})
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -125,6 +127,16 @@ class Plan:
     def uses_disk(self) -> bool:
         """Whether anything has its home on disk."""
         return "disk" in (self.home_optimizer, self.home_parameters, self.home_activations)
+
+    @property
+    def stage(self) -> int:
+        """Which stage of ZeRO says what is cut over `data`: of central storage that of 2."""
+        return 2 if self.central == "host" else self.zero
+
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether the data ranks have parameters in memory that they share."""
+        return self.central == "host" and self.data > 1
 
     @property
     def num_batch_parts(self) -> int:

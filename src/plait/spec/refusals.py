@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from plait.errors import PlanError
 
 # A key ending in `.` stands for every key that starts with it.
@@ -10,7 +12,6 @@ NOT_YET: dict[str, tuple[str, str]] = {
     "stages": ("cuts the layers into stages", "use tensor=N to spread the layers' weights"),
     "chunks": ("gives each device several stages", "use tensor=N to spread the layers' weights"),
     "schedule": ("orders the microbatches of a pipeline", "use data=N and tensor=N, which need no schedule"),
-    "central": ("keeps one copy of the parameters in host memory", "use data=N with a copy on each rank"),
     "sync": ("lets replicas agree every n steps", "use data=N, which agrees at every step"),
     "outer": ("chooses the outer optimizer of local training", "use data=N, which agrees at every step"),
     "compress": ("compresses gradients on the wire", "use allreduce=ring or a larger bucket"),
@@ -24,12 +25,29 @@ NOT_YET: dict[str, tuple[str, str]] = {
     "streaming": ("overlaps the outer step with training", "use data=N"),
 }
 
+# (key, value, other key, its values that do not go with that, why, what works instead)
+NOT_TOGETHER: tuple[tuple[str, str, str, tuple[str, ...], str, str], ...] = (
+    ("central", "host", "zero", ("1", "2", "3"),
+     "central=host already has each data rank keep and update its part of the optimizer's state, of parameters of which"
+     " there is one copy",
+     "leave zero= out, or central=host to have copies on every rank"),
+    ("central", "host", "home.parameters", ("disk",), "central=host keeps the parameters in memory that ranks share",
+     "use home.parameters=host, or leave central=host out"),
+)  # fmt: skip
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zerobubble")
 
 
 def names_not_yet() -> tuple[str, ...]:
     """Every key that is known but refused, without the mark of a family."""
     return tuple(key.rstrip(".") for key in NOT_YET)
+
+
+def refuse_together(values: Mapping[str, str]) -> None:
+    """Raise PlanError where two of a plan's values, by key as text, do not go together."""
+    for key, value, other, bad, why, instead in NOT_TOGETHER:
+        if values[key] == value and values[other] in bad:
+            raise PlanError(f"{key}={value} does not go with {other}={values[other]}: {why}; {instead}")
 
 
 def refuse_key(key: str, value: str, place: str) -> None:

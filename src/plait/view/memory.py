@@ -62,6 +62,11 @@ class MemoryEstimate:
                     f"{who}before the first step the whole model lies beside this rank's parts: {_bytes(each.start)};"
                     " build it on the meta device to save that"
                 )
+        if self.plan.shares_parameters:
+            lines.append(
+                f"of parameters in memory that data={self.plan.data} ranks have in common each is counted its part: 1 /"
+                f" {self.plan.data}"
+            )
         elsewhere = [word for word in str(self.plan).split() if word.startswith("home.")]
         if elsewhere:
             lines.append(f"counted as if it were on the device: what is elsewhere by {' '.join(elsewhere)}")

@@ -13,7 +13,7 @@ from torch import Tensor
 from plait.comm.protocol import World
 from plait.decide.pages import padded
 from plait.errors import PlanError
-from plait.graph.homes import parameters_away
+from plait.graph.homes import parameters_away, updates_on_host
 from plait.run.homes.disk import DiskFile, Place, Transfer
 from plait.run.homes.lane import Landing, Lane
 from plait.run.homes.scratch import scratch_folder, warn_of_memory
@@ -57,7 +57,7 @@ class Homes:
         self.plan = plan
         self.world = world
         self.fetches_parameters = parameters_away(plan, device)
-        self.updates_on_host = device != "cpu" and plan.home_optimizer != "device"
+        self.updates_on_host = updates_on_host(plan, device)
         if self.fetches_parameters and device != "cpu" and not self.updates_on_host:
             raise PlanError(
                 f"home.parameters={plan.home_parameters} has parameters updated on the host, and home.optimizer=device"
@@ -148,6 +148,10 @@ class Homes:
         for kept in (self._hosts, self._places):
             if other in kept:
                 kept[key] = kept[other]
+
+    def lend(self, key: str, tensor: Tensor) -> None:
+        """Let a tensor in host memory, which its owner changes, be what is kept under the key."""
+        self._hosts[key] = tensor
 
     def place(self, key: str) -> Place | None:
         """Where on disk that is, if it is there."""

@@ -1,0 +1,73 @@
+"""Memory that the ranks of a group have in common: every rank reads and writes the same bytes.
+
+Ranks that are processes of one host open a memory file of their first rank through /proc, as those do that exchange
+through shared memory (comm/segment.py); how else they exchange does not matter. The file has no name, and is gone when
+the last of them has let go of its tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import zlib
+
+import torch
+
+from plait.comm.protocol import Comm
+from plait.comm.segment import Segment
+
+_NUM_WORDS = 1
+_NOT_HERE = -1
+
+
+def share_file(comm: Comm, num_bytes: int, device: torch.device) -> torch.Tensor | None:
+    """Flat uint8 of zeros in a file that the processes of the group map, or None on all where that cannot be had.
+
+    Every rank of the group calls it with the same size; `device` is that of tensors which the group exchanges.
+    """
+    note, segment = [_NOT_HERE] * 4, None
+    if comm.rank == 0:
+        try:
+            segment = Segment.create(_NUM_WORDS, num_bytes)
+            segment.words[0] = os.getpid()
+            note = [_host_number(), os.getpid(), segment.fd, num_bytes]
+        except (OSError, AttributeError):
+            pass
+    note = comm.broadcast(torch.tensor(note, device=device), 0).wait().tolist()
+    if segment is None:
+        segment = _opened(note, num_bytes)
+    everyone = comm.all_reduce(torch.tensor([int(segment is not None)], device=device), "min").wait()
+    if segment is not None:
+        segment.close()  # what is mapped stays
+    if segment is None or not int(everyone[0]):
+        return None
+    return segment.view(segment.arena_start, num_bytes, torch.uint8)
+
+
+def _opened(note: list[int], num_bytes: int) -> Segment | None:
+    host, pid, fd, size = note
+    if host == _NOT_HERE or host != _host_number() or size != num_bytes:
+        return None
+    try:
+        segment = Segment.open(pid, fd, _NUM_WORDS)
+    except OSError:
+        return None
+    if segment.words[0] == pid:
+        return segment
+    segment.close()
+    return None
+
+
+def host_name() -> str:
+    """What processes that can open each other's files have in common; empty where that is not known."""
+    if platform.system() != "Linux":
+        return ""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _host_number() -> int:
+    name = host_name()
+    return zlib.crc32(name.encode()) if name else _NOT_HERE
