@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from plait.errors import BatchError
+from plait.graph.dtypes import torch_name
 
 _PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 
@@ -51,7 +52,7 @@ def batch_signature(batch: Any) -> str:
 
 def _signature(name: str, batch: Any) -> str:
     if torch.is_tensor(batch):
-        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape)}"
+        return f"{torch_name(batch.dtype)}{list(batch.shape)}"
     children = _children(batch)
     if children is None:
         _check_plain(name or "batch", batch)

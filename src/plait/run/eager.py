@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from plait.comm.process import device_mesh
 from plait.comm.protocol import World
 from plait.errors import CaptureError, LossError, PlanError
+from plait.graph.dtypes import torch_name
 from plait.run.boundary import has_process_group
 from plait.run.compiler import LossFn
 from plait.run.local_batch import LocalBatch, batch_part
@@ -56,9 +57,7 @@ class EagerReplica:
         self.dtypes = {name: p.dtype for name, p in model.named_parameters()}
         self.parameters = dict(model.named_parameters())
         self.buffers = dict(model.named_buffers())
-        self.layouts = {
-            n: Layout(str(p.dtype).removeprefix("torch."), tuple(p.shape)) for n, p in self.parameters.items()
-        }
+        self.layouts = {n: Layout(torch_name(p.dtype), tuple(p.shape)) for n, p in self.parameters.items()}
         self._forward: nn.Module = _Loss(model, loss_fn)
         if has_process_group(world):
             group = device_mesh(world).get_group("data")

@@ -22,9 +22,10 @@ import torch
 
 from plait.comm.protocol import World
 from plait.errors import CheckpointError
+from plait.graph.dtypes import torch_name
 from plait.run.saving.consent import Consent
 from plait.run.saving.holding import Holding, Piece, pieces
-from plait.run.saving.image import Image, dtype_name
+from plait.run.saving.image import Image
 from plait.run.saving.manifest import NAME, FileEntry, Manifest, saved_at
 from plait.run.saving.places import checkpoints, folders, newest
 from plait.run.saving.plainvalues import encode
@@ -98,8 +99,8 @@ class _Save:
         shapes = {}
         for name, holding in held.items():
             if holding.data is not None:
-                check_dtype(name, dtype_name(holding.data.dtype))
-                shapes[name] = [list(holding.shape), dtype_name(holding.data.dtype)]
+                check_dtype(name, torch_name(holding.data.dtype))
+                shapes[name] = [list(holding.shape), torch_name(holding.data.dtype)]
         self._record = {"tensors": shapes, "own": own}
 
     def copied(self, saver: Saver) -> list[torch.Tensor | None]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.decide.pages import padded
+from plait.graph.dtypes import torch_name
 from plait.run.pages import page_memory
 from plait.run.saving.holding import Piece
 from plait.run.saving.manifest import BLOCK, FileEntry
@@ -25,7 +26,7 @@ class Image:
         self._pieces = sorted(pieces, key=lambda piece: -piece.dtype.itemsize)
         self.in_memory = all(piece.in_memory for piece in pieces)
         self._header, self.entries = write_header(
-            [(p.name, dtype_name(p.dtype), p.box.shape, p.box.start) for p in self._pieces], parts=True
+            [(p.name, torch_name(p.dtype), p.box.shape, p.box.start) for p in self._pieces], parts=True
         )
         last = self.entries[-1] if self.entries else Entry("", "uint8", (0,), (0,), len(self._header))
         self.size = last.offset + last.num_bytes
@@ -101,7 +102,3 @@ class Image:
             raise errors[0]
         file.finish()
         return FileEntry(self.size, tuple(crcs), {e.name: (e.start, e.shape, e.offset) for e in self.entries})
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import CheckpointError
+from plait.graph.dtypes import torch_name
 from plait.run.saving import randomstate
 from plait.run.saving.boxes import Fragment, fragments
 from plait.run.saving.consent import Consent
 from plait.run.saving.fitting import MODEL, STATE, Shapes, check_model, check_optimizer, saved_model, saved_state
 from plait.run.saving.holding import is_away
-from plait.run.saving.image import dtype_name
 from plait.run.saving.integrity import check_files
 from plait.run.saving.manifest import Manifest
 from plait.run.saving.places import has_checkpoints, newest, older_than
@@ -189,9 +189,9 @@ def _choose(path: Location) -> str:
 def _shapes(run: Run) -> Shapes:
     """Shape and type of every parameter and persistent buffer of the run's model, whole."""
     replica = run.replica
-    here = {name: (layout.shape, dtype_name(replica.dtypes[name])) for name, layout in replica.layouts.items()}
+    here = {name: (layout.shape, torch_name(replica.dtypes[name])) for name, layout in replica.layouts.items()}
     persistent = persistent_buffers(model_of(replica))
-    return here | {n: (tuple(b.shape), dtype_name(b.dtype)) for n, b in replica.buffers.items() if n in persistent}
+    return here | {n: (tuple(b.shape), torch_name(b.dtype)) for n, b in replica.buffers.items() if n in persistent}
 
 
 def _wanted_model(run: Run) -> dict[str, Wanted]:
