@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from zoo import EXTRA, ZOO
 
-from plait.errors import BatchError, CaptureError, LossError
+from plait.errors import BatchError, CaptureError, LossError, PlanError
 from plait.graph.batch import batch_leaves, batch_signature
 from plait.graph.capture import Captured, capture
 from plait.graph.random import GlobalRandom, draw
@@ -369,3 +369,10 @@ def test_masks_that_would_be_drawn_twice_are_refused() -> None:
     capture(Recomputed(0.0), lambda m, b: m(b), batch)
     with pytest.raises(CaptureError, match="draws random numbers anew"):
         capture(Recomputed(0.5), lambda m, b: m(b), batch)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(kind(10, 8, sparse=True), nn.Linear(8, 1))
+    with pytest.raises(PlanError, match=r"gradient of 0.weight is sparse.*without sparse=True"):
+        capture(model, lambda m, b: m(b).mean(), torch.randint(0, 10, (4, 3)))

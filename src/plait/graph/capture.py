@@ -280,7 +280,13 @@ def _differentiate(
         refusal = precision.refusal(error, recorder.module)
         raise refusal or capture_error(error, model, loss_fn, "in the backward pass") from error
     recorder.module = ""
-    return {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
+    gradients = {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
+    if sparse := [name for name, g in gradients.items() if g.layout != torch.strided]:
+        raise PlanError(  # no CaptureError, after which the model would run as it is: fused optimizers know none either
+            f"the gradient of {sparse[0]} is sparse, and plait's are dense under every plan; build its module without"
+            " sparse=True, and train it with an optimizer for dense gradients"
+        )
+    return gradients
 
 
 def _device(leaves: dict[str, Tensor]) -> torch.device:
