@@ -4,6 +4,7 @@ wait for each other."""
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from plait.decide.grid import draw_grid
 from plait.decide.readiness import Edges, Place, chain
@@ -155,6 +156,14 @@ def _check_transfers(schedule: Schedule, edges: Edges) -> None:
             )  # fmt: skip
 
 
+def _exists(schedule: Schedule, rank: int, action: Action) -> bool:
+    """Whether an action is of ranks, a chunk and a microbatch that there are."""
+    if action.peer is not None and action.peer >= schedule.num_ranks:
+        return False
+    chunks = schedule.stages[rank if action.kind != RECV or action.peer is None else action.peer]
+    return action.chunk < len(chunks) and (action.micro or 0) < schedule.num_micro
+
+
 def _circle(waits: dict[int, Place]) -> list[int]:
     """Ranks of which each waits for the next, and the last for the first, if they do; else where the waiting ends."""
     seen: list[int] = []
@@ -170,5 +179,8 @@ def _who(place: Place) -> str:
 
 
 def _fail(schedule: Schedule, edges: Edges, message: str, marks: dict[Place, int]) -> None:
-    grid = draw_grid(schedule, edges, marks)
+    known = [
+        tuple(each for each in actions if _exists(schedule, rank, each)) for rank, actions in enumerate(schedule.ranks)
+    ]
+    grid = draw_grid(replace(schedule, ranks=tuple(known)), edges, marks)
     raise ScheduleError(f"the schedule {schedule.name} cannot run: {message}\n{grid}")

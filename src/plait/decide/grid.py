@@ -41,9 +41,7 @@ def draw_grid(schedule: Schedule, edges: Edges, marks: Mapping[Place, int] | Non
 
 def _print(rows: list[dict[int, str]], focus: tuple[int, int] | None) -> str:
     length = max((max(row) + 1 for row in rows if row), default=1)
-    # Marks may be wider than the cells: they take from the space around them.
-    cell = max((len(text.strip("[]")) for row in rows for text in row.values()), default=1) + 1
-    cell += any(text.startswith("[") for row in rows for text in row.values())
+    cell = max((len(text) for row in rows for text in row.values()), default=1) + 1
     first, last, low, high = 0, length, 0, len(rows)
     if focus is not None:
         shown = max(_WIDTH // cell, 3)
