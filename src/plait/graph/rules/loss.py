@@ -117,14 +117,9 @@ def _nll_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
 def _emit_nll_classes(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
     """Every rank looks up the targets that are among its classes; what others have counts zero here."""
     scores, target, weight, reduction, ignore = args
-    part = strategy.inputs[0]
-    assert isinstance(part, Shard)
-    ignored = builder.call(aten.eq.Scalar, target, ignore)
-    counts = _weights(builder, target, weight, ignored, builder.dtype(scores))
-    local, outside = local_index(builder, target, call.inputs[0].shape[part.dim], part.blocks)
-    nothing = builder.call(aten.logical_or.default, outside, ignored)
-    index = builder.call(aten.unsqueeze.default, masked(builder, local, nothing, 0), part.dim)
-    picked = builder.call(aten.squeeze.dim, builder.call(aten.gather.default, scores, part.dim, index), part.dim)
+    counts, index, nothing, dim = _targets_here(builder, call, strategy, 0, (scores, target, weight, ignore))
+    index = builder.call(aten.unsqueeze.default, index, dim)
+    picked = builder.call(aten.squeeze.dim, builder.call(aten.gather.default, scores, dim, index), dim)
     loss = builder.call(aten.neg.default, builder.call(aten.mul.Tensor, picked, counts))
     loss = builder.call(aten.masked_fill.Scalar, loss, nothing, 0)
     total = builder.call(aten.sum.default, counts)
@@ -132,6 +127,24 @@ def _emit_nll_classes(builder: Builder, call: Call, strategy: Strategy, args: An
         return loss, builder.call(aten.zeros_like.default, total)
     loss = builder.call(aten.sum.default, loss)
     return (builder.call(aten.div.Tensor, loss, total) if reduction == MEAN else loss), total
+
+
+def _targets_here(
+    builder: Builder, call: Call, strategy: Strategy, x: int, given: tuple[Node, Node, Node | None, int]
+) -> tuple[Node, Node, Node, int]:
+    """Where input `x`, the scores, is cut by classes, given (scores, target, weight, ignore_index).
+
+    Returns what each target counts, its index among this rank's classes (0 where it is none of them or ignored), where
+    that is so, and the dim of the classes.
+    """
+    scores, target, weight, ignore = given
+    part = strategy.inputs[x]
+    assert isinstance(part, Shard)
+    ignored = builder.call(aten.eq.Scalar, target, ignore)
+    counts = _weights(builder, target, weight, ignored, builder.dtype(scores))
+    local, outside = local_index(builder, target, call.inputs[x].shape[part.dim], part.blocks)
+    nothing = builder.call(aten.logical_or.default, outside, ignored)
+    return counts, masked(builder, local, nothing, 0), nothing, part.dim
 
 
 def _weights(builder: Builder, target: Node, weight: Node | None, ignored: Node, dtype: torch.dtype) -> Node:
@@ -173,20 +186,14 @@ def _nll_backward_strategies(call: Call, given: Placements, size: int) -> list[S
 
 def _emit_nll_backward_classes(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
     grad, scores, target, weight, reduction, ignore, total = args
-    part = strategy.inputs[1]
-    assert isinstance(part, Shard)
-    ignored = builder.call(aten.eq.Scalar, target, ignore)
-    counts = _weights(builder, target, weight, ignored, builder.dtype(scores))
-    local, outside = local_index(builder, target, call.inputs[1].shape[part.dim], part.blocks)
-    nothing = builder.call(aten.logical_or.default, outside, ignored)
+    counts, index, nothing, dim = _targets_here(builder, call, strategy, 1, (scores, target, weight, ignore))
     if reduction == MEAN:
         grad = builder.call(aten.div.Tensor, grad, total)
     values = builder.call(aten.neg.default, builder.call(aten.mul.Tensor, counts, grad))
     values = builder.call(aten.masked_fill.Scalar, values, nothing, 0)
-    index = masked(builder, local, nothing, 0)
     zeros = builder.call(aten.zeros_like.default, scores)
-    index, values = (builder.call(aten.unsqueeze.default, v, part.dim) for v in (index, values))
-    return builder.call(aten.scatter.src, zeros, part.dim, index, values)
+    index, values = (builder.call(aten.unsqueeze.default, v, dim) for v in (index, values))
+    return builder.call(aten.scatter.src, zeros, dim, index, values)
 
 
 register(*overloads("nll_loss_forward", "nll_loss2d_forward"), rule=Rule(strategies=_nll_strategies, decompose=_nll))
