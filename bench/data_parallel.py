@@ -6,7 +6,7 @@ python -m bench.data_parallel [small wide] [--rounds 9] [--write]
 from __future__ import annotations
 
 from bench import variants
-from bench.harness import Variant, arguments, compare, publish, table
+from bench.harness import Variant, publish_comparison
 from bench.workloads import WORKLOADS
 
 TARGETS = """To reach: plait / DDP at most 0.95; plait / ideal at most 1.053 (95% of its throughput).
@@ -26,12 +26,8 @@ def contenders(workload: str) -> list[Variant]:
 
 
 def main() -> None:
-    given = arguments(__doc__, WORKLOADS)
-    parts = []
-    for workload in given.workloads:
-        results = compare(contenders(workload), given.rounds, given.steps)
-        parts.append(f"## {workload}\n\n{table(results, ['torch DDP', 'two independent processes'])}")
-    publish("Data parallel, 2 processes", "\n\n".join([TARGETS, *parts]), "data_parallel", given.write)
+    bases = ["torch DDP", "two independent processes"]
+    publish_comparison(__doc__, "Data parallel, 2 processes", TARGETS, WORKLOADS, contenders, bases, "data_parallel")
 
 
 if __name__ == "__main__":

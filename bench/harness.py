@@ -65,12 +65,12 @@ class Group:
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
         context = multiprocessing.get_context("spawn")
-        port = _free_port()
+        port = free_port()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(variant.num_ranks):
             here, there = context.Pipe()
-            with _environment(_torchrun(rank, variant.num_ranks, port) | variant.env):
+            with _environment(torchrun(rank, variant.num_ranks, port) | variant.env):
                 process = context.Process(target=_serve, args=(there, variant), daemon=True)
                 process.start()
             there.close()
@@ -172,6 +172,24 @@ def table(results: Sequence[Result], bases: Sequence[str]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def publish_comparison(
+    doc: str | None,
+    title: str,
+    targets: str,
+    workloads: Iterable[str],
+    contenders: Callable[[str], Sequence[Variant]],
+    bases: Sequence[str],
+    name: str,
+) -> None:
+    """The whole of a benchmark that compares contenders, workload by workload: command line, turns, a table of each."""
+    given = arguments(doc, workloads)
+    parts = []
+    for workload in given.workloads:
+        results = compare(contenders(workload), given.rounds, given.steps)
+        parts.append(f"## {workload}\n\n{table(results, bases)}")
+    publish(title, "\n\n".join([targets, *parts]), name, given.write)
+
+
 def machine() -> str:
     """One line: processor, cores, Python and torch, date."""
     import torch
@@ -251,7 +269,8 @@ def _high_water() -> float:
     return int(found[1]) / 1024
 
 
-def _torchrun(rank: int, size: int, port: int) -> dict[str, str]:
+def torchrun(rank: int, size: int, port: int) -> dict[str, str]:
+    """The variables that torchrun would set, for ranks of one host that use no accelerator."""
     world = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
     return world | {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
@@ -273,7 +292,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.harness import _free_port, _torchrun, publish
+from bench.harness import free_port, publish, torchrun
 
 NUM_RANKS = 2
 PLANS = ("data=2 zero=1", "data=2 zero=3", "tensor=2", "data=2 micro=2 recompute=layer")
@@ -45,7 +45,7 @@ class Tally:
 
 def train(rank: int, port: int, folder: str, plan: str, last_step: int) -> None:
     """One rank: go on from the last checkpoint, save every step, and log step, loss and a checksum of the rows."""
-    os.environ.update(_torchrun(rank, NUM_RANKS, port))
+    os.environ.update(torchrun(rank, NUM_RANKS, port))
     import torch
 
     import plait
@@ -75,7 +75,7 @@ def train(rank: int, port: int, folder: str, plan: str, last_step: int) -> None:
 def start(folder: Path, plan: str, last_step: int) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "plait.trainer", "bench.workloads"])
-    port = _free_port()
+    port = free_port()
     for rank in range(NUM_RANKS):
         Path(f"{folder}-{rank}.ready").unlink(missing_ok=True)
     processes = [

@@ -6,7 +6,7 @@ python -m bench.precision [small wide] [--rounds 9] [--steps 3] [--write]
 from __future__ import annotations
 
 from bench import variants
-from bench.harness import Variant, arguments, compare, publish, table
+from bench.harness import Variant, publish_comparison
 from bench.workloads import WORKLOADS
 
 TARGETS = "To reach on wide: bf16 at least 1.3 times as fast as float32, which is a ratio of at most 0.77."
@@ -22,12 +22,8 @@ def contenders(workload: str) -> list[Variant]:
 
 
 def main() -> None:
-    given = arguments(__doc__, WORKLOADS)
-    parts = []
-    for workload in given.workloads:
-        results = compare(contenders(workload), given.rounds, given.steps)
-        parts.append(f"## {workload}\n\n{table(results, ['plait data=2'])}")
-    publish("Precision, 2 processes", "\n\n".join([TARGETS, *parts]), "precision", given.write)
+    bases = ["plait data=2"]
+    publish_comparison(__doc__, "Precision, 2 processes", TARGETS, WORKLOADS, contenders, bases, "precision")
 
 
 if __name__ == "__main__":

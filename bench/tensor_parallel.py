@@ -6,7 +6,7 @@ python -m bench.tensor_parallel [small wide] [--rounds 9] [--write]
 from __future__ import annotations
 
 from bench import variants
-from bench.harness import Variant, arguments, compare, publish, table
+from bench.harness import Variant, publish_comparison
 from bench.workloads import WORKLOADS
 
 TARGETS = "To reach on small: plait / parallelize_module at most 0.75; plait / hand-written at most 0.90."
@@ -21,12 +21,8 @@ def contenders(workload: str) -> list[Variant]:
 
 
 def main() -> None:
-    given = arguments(__doc__, WORKLOADS)
-    parts = []
-    for workload in given.workloads:
-        results = compare(contenders(workload), given.rounds, given.steps)
-        parts.append(f"## {workload}\n\n{table(results, ['parallelize_module', 'hand-written'])}")
-    publish("Tensor parallel, 2 processes", "\n\n".join([TARGETS, *parts]), "tensor_parallel", given.write)
+    title, bases = "Tensor parallel, 2 processes", ["parallelize_module", "hand-written"]
+    publish_comparison(__doc__, title, TARGETS, WORKLOADS, contenders, bases, "tensor_parallel")
 
 
 if __name__ == "__main__":

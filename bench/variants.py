@@ -64,18 +64,7 @@ def torch_autocast(workload: str) -> Step:
     """torch's DistributedDataParallel under bf16 autocast."""
     rank, size = _join()
     model = DistributedDataParallel(WORKLOADS[workload].model())
-    batch = WORKLOADS[workload].batch(rank, size)
-    updates = optimizer(model.parameters())
-
-    def step() -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_fn(model, batch)
-        loss.backward()
-        updates.step()
-        updates.zero_grad()
-        return loss
-
-    return step
+    return _eager(model, WORKLOADS[workload].batch(rank, size), autocast=True)
 
 
 def torch_parallelize(workload: str) -> Step:
@@ -118,11 +107,18 @@ def plait(workload: str, plan: str, shared_memory: bool = True) -> Step:
     return PlaitStep(workload, plan, shared_memory)
 
 
-def _eager(model: nn.Module, batch: dict[str, Tensor], fused: bool | None = None, updates: Any = None) -> Step:
+def _eager(
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    fused: bool | None = None,
+    updates: Any = None,
+    autocast: bool = False,
+) -> Step:
     updates = updates or optimizer(model.parameters(), fused=fused)
 
     def step() -> Tensor:
-        loss = loss_fn(model, batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = loss_fn(model, batch)
         loss.backward()
         updates.step()
         updates.zero_grad()

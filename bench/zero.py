@@ -6,7 +6,7 @@ python -m bench.zero [small wide] [--rounds 9] [--steps 3] [--write]
 from __future__ import annotations
 
 from bench import variants
-from bench.harness import Variant, arguments, compare, publish, table
+from bench.harness import Variant, publish_comparison
 from bench.workloads import WORKLOADS
 
 TARGETS = """To reach: zero=3 / FSDP2 at most 0.75 in time and 1.0 in peak memory; zero=2 / FSDP2 that keeps parameters
@@ -27,12 +27,8 @@ def contenders(workload: str) -> list[Variant]:
 
 
 def main() -> None:
-    given = arguments(__doc__, WORKLOADS)
-    parts = []
-    for workload in given.workloads:
-        results = compare(contenders(workload), given.rounds, given.steps)
-        parts.append(f"## {workload}\n\n{table(results, [FSDP2, KEPT, ZERO1])}")
-    publish("ZeRO, 2 processes", "\n\n".join([TARGETS, *parts]), "zero", given.write)
+    bases = [FSDP2, KEPT, ZERO1]
+    publish_comparison(__doc__, "ZeRO, 2 processes", TARGETS, WORKLOADS, contenders, bases, "zero")
 
 
 if __name__ == "__main__":
