@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
-from plait.spec.action import BACKWARD, FORWARD, RECV, REDUCE, SEND, STEP, WEIGHT, Action
+from plait.spec.action import BACKWARD, FORWARD, RECV, REDUCE, SEND, STEP, WEIGHT, Action, cell
 from plait.spec.schedule import Schedule
 
 Cell = tuple[str, int]
@@ -36,13 +36,13 @@ def producers(edges: Edges) -> Mapping[Cell, tuple[Cell, ...]]:
     return {consumer: tuple(cells) for consumer, cells in found.items()}
 
 
-def place_of(schedule: Schedule, cell: Cell, micro: int) -> Place:
+def place_of(schedule: Schedule, of: Cell, micro: int) -> Place:
     """The rank and action that a cell is for a microbatch. The W of a backward that is not split is its B."""
-    kind, stage = cell
+    kind, stage = of
     rank, chunk = schedule.where(stage, micro)
     if kind == WEIGHT:
         return rank, schedule.last_backward(rank, micro, chunk)
-    return rank, Action(kind, micro, chunk)
+    return rank, cell(kind, micro, chunk)
 
 
 def needs(schedule: Schedule, rank: int, action: Action, edges: Edges) -> tuple[Place, ...]:
@@ -75,19 +75,18 @@ def needs(schedule: Schedule, rank: int, action: Action, edges: Edges) -> tuple[
     found: dict[Place, None] = {}
     if action.kind != FORWARD:
         before = FORWARD if action.kind == BACKWARD else BACKWARD
-        found[rank, Action(before, micro, action.chunk)] = None
+        found[rank, cell(before, micro, action.chunk)] = None
     cells = producers(edges).get((action.kind, stage), ())
     if action.kind == BACKWARD and not schedule.splits(rank, action):
         cells = (*cells, *producers(edges).get((WEIGHT, stage), ()))
-    for cell in cells:
-        peer, made = place_of(schedule, cell, micro)
+    for producer in cells:
+        peer, made = place_of(schedule, producer, micro)
         if peer == rank:
             if made != action:
                 found[peer, made] = None
             continue
-        receive = Action(RECV, micro, made.chunk, peer, made.kind)
-        if schedule.has(rank, receive):
-            found[rank, receive] = None
+        if schedule.has_transfers and schedule.has(rank, Action(RECV, micro, made.chunk, peer, made.kind)):
+            found[rank, Action(RECV, micro, made.chunk, peer, made.kind)] = None
             found[peer, Action(SEND, micro, made.chunk, rank, made.kind)] = None
         else:
             found[peer, made] = None

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from plait.decide.check_schedule import check_runs
 from plait.decide.costs import Costs
-from plait.decide.readiness import Edges, Place, chain, needs
-from plait.decide.walk import walk, when
+from plait.decide.readiness import Edges, Place, chain
+from plait.decide.walk import Walk, walk, when
 from plait.errors import PlanError
 from plait.spec.action import BACKWARD, FORWARD, REDUCE, SEND, STEP, WEIGHT, Action
 from plait.spec.schedule import Schedule
@@ -38,9 +38,10 @@ def simulate(schedule: Schedule, costs: Costs, edges: Edges | None = None) -> Tr
             return 0.0
         return costs.transfer(schedule.stages[peer][producer.chunk], schedule.stages[rank][action.chunk])
 
-    times = when(schedule, edges, walk(schedule, edges).order, duration, delay)
+    found = walk(schedule, edges)
+    times = when(schedule.num_ranks, found, duration, delay)
     memory, in_flight = _held(schedule, costs, times)
-    return Trace(tuple(_spans(schedule, costs, edges, times)), schedule.num_ranks, memory, in_flight)
+    return Trace(tuple(_spans(schedule, costs, found, times)), schedule.num_ranks, memory, in_flight)
 
 
 def _seconds(schedule: Schedule, costs: Costs, rank: int, action: Action) -> float:
@@ -56,7 +57,7 @@ def _seconds(schedule: Schedule, costs: Costs, rank: int, action: Action) -> flo
     return costs.of("reduce", stage) if action.kind == REDUCE else 0.0
 
 
-def _spans(schedule: Schedule, costs: Costs, edges: Edges, times: dict[Place, tuple[float, float]]) -> list[Span]:
+def _spans(schedule: Schedule, costs: Costs, found: Walk, times: dict[Place, tuple[float, float]]) -> list[Span]:
     """What ranks do, where they wait, and the transfers, which go on beside what ranks do."""
     spans: list[Span] = []
     sent: dict[tuple[Place, int], Span] = {}
@@ -69,7 +70,7 @@ def _spans(schedule: Schedule, costs: Costs, edges: Edges, times: dict[Place, tu
             free = end
             if action.kind in _KINDS and (action.computes or end > start):
                 spans.append(Span(rank, _KINDS[action.kind], str(action), start, end, 0, action.micro, action.chunk))
-            for peer, made in needs(schedule, rank, action, edges) if action.computes else ():
+            for peer, made in found.needs[rank, action] if action.computes else ():
                 if peer == rank:
                     continue
                 producer = made.producer if made.kind == SEND else made

@@ -18,7 +18,7 @@ def add_transfers(schedule: Schedule, edges: Edges) -> Schedule:
     still where that keeps what goes from one rank to another in the same order on both: a link may then be a queue.
     A schedule that has transfers of its own is left as it is.
     """
-    if any(action.kind in (SEND, RECV) for actions in schedule.ranks for action in actions):
+    if schedule.has_transfers:
         return schedule
     first_use = _first_uses(schedule, edges)
     after: dict[Place, list[Action]] = defaultdict(list)

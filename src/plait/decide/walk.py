@@ -19,6 +19,7 @@ class Walk:
     order: tuple[Place, ...]
     stopped: tuple[int, ...]  # of each rank: how many of its actions were done
     waits: dict[int, Place]
+    needs: dict[Place, tuple[Place, ...]]  # of each action that a rank came to
 
 
 @lru_cache(maxsize=8)
@@ -27,39 +28,39 @@ def walk(schedule: Schedule, edges: Edges) -> Walk:
     at, done, order = [0] * schedule.num_ranks, set[Place](), list[Place]()
     waiting: dict[Place, list[int]] = defaultdict(list)
     waits: dict[int, Place] = {}
+    needed: dict[Place, tuple[Place, ...]] = {}
     ready = deque(range(schedule.num_ranks))
     while ready:
         rank = ready.popleft()
         actions = schedule.ranks[rank]
         waits.pop(rank, None)
         while at[rank] < len(actions):
-            action = actions[at[rank]]
-            missing = next((place for place in needs(schedule, rank, action, edges) if place not in done), None)
+            place = (rank, actions[at[rank]])
+            if place not in needed:
+                needed[place] = needs(schedule, *place, edges)
+            missing = next((each for each in needed[place] if each not in done), None)
             if missing is not None:
                 waiting[missing].append(rank)
                 waits[rank] = missing
                 break
-            place = (rank, action)
             at[rank] += 1
             done.add(place)
             order.append(place)
             ready.extend(waiting.pop(place, ()))
-    return Walk(tuple(order), tuple(at), waits)
+    return Walk(tuple(order), tuple(at), waits, needed)
 
 
 Duration = Callable[[int, Action], float]
 Delay = Callable[[int, Action, int, Action], float]  # of a value: rank and action that make it, that need it
 
 
-def when(
-    schedule: Schedule, edges: Edges, order: tuple[Place, ...], duration: Duration, delay: Delay
-) -> dict[Place, tuple[float, float]]:
-    """Start and end of everything in `order`, each as early as can be; a value of another rank comes `delay` later."""
-    free = [0.0] * schedule.num_ranks
+def when(num_ranks: int, found: Walk, duration: Duration, delay: Delay) -> dict[Place, tuple[float, float]]:
+    """Start and end of all that a walk found, each as early as can be; what another rank made comes `delay` later."""
+    free = [0.0] * num_ranks
     times: dict[Place, tuple[float, float]] = {}
-    for rank, action in order:
+    for rank, action in found.order:
         start = free[rank]
-        for peer, made in needs(schedule, rank, action, edges):
+        for peer, made in found.needs[rank, action]:
             arrives = times[peer, made][1]
             if peer != rank:
                 producer = made.producer if made.kind == SEND else made
@@ -77,5 +78,5 @@ def unit_steps(schedule: Schedule, edges: Edges) -> dict[Place, tuple[int, int]]
         whole = action.kind == BACKWARD and not schedule.splits(rank, action)
         return float(action.computes) + whole
 
-    times = when(schedule, edges, walk(schedule, edges).order, duration, lambda *_: 0.0)
+    times = when(schedule.num_ranks, walk(schedule, edges), duration, lambda *_: 0.0)
     return {place: (round(start), round(end)) for place, (start, end) in times.items()}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 FORWARD, BACKWARD, WEIGHT = "F", "B", "W"
 SEND, RECV, GATHER, REDUCE, STEP = "SEND", "RECV", "GATHER", "REDUCE", "STEP"
@@ -83,4 +84,10 @@ class Action:
     def producer(self) -> Action:
         """Of a transfer: the action whose result travels, as the sending rank names it."""
         assert self.of is not None
-        return Action(self.of, self.micro, self.chunk)
+        return cell(self.of, self.micro, self.chunk)
+
+
+@lru_cache(maxsize=2**15)
+def cell(kind: str, micro: int | None, chunk: int) -> Action:
+    """The forward, backward or weight action of a microbatch and chunk; made once, as large schedules ask often."""
+    return Action(kind, micro, chunk)

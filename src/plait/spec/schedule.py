@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from plait.errors import ScheduleError
-from plait.spec.action import BACKWARD, COMPUTE, FORWARD, WEIGHT, Action
+from plait.spec.action import BACKWARD, COMPUTE, FORWARD, TRANSFER, WEIGHT, Action, cell
 
 
 @dataclass(frozen=True)
@@ -117,18 +117,26 @@ class Schedule:
     def _present(self) -> tuple[frozenset[Action], ...]:
         return tuple(frozenset(actions) for actions in self.ranks)
 
+    @cached_property
+    def _weights(self) -> tuple[frozenset[tuple[int | None, int]], ...]:
+        return tuple(frozenset((a.micro, a.chunk) for a in actions if a.kind == WEIGHT) for actions in self.ranks)
+
     def has(self, rank: int, action: Action) -> bool:
         """Whether the rank does this at any time."""
         return action in self._present[rank]
 
+    @cached_property
+    def has_transfers(self) -> bool:
+        """Whether what moves between ranks is written down: any SEND or RECV."""
+        return any(action.kind in TRANSFER for actions in self.ranks for action in actions)
+
     def splits(self, rank: int, action: Action) -> bool:
         """Whether the backward of this microbatch and chunk comes in two parts: B for the inputs, W for the weights."""
-        return Action(WEIGHT, action.micro, action.chunk) in self._present[rank]
+        return (action.micro, action.chunk) in self._weights[rank]
 
     def last_backward(self, rank: int, micro: int, chunk: int) -> Action:
         """The action after which the weight gradients of a microbatch are there: its W, or else its B."""
-        weight = Action(WEIGHT, micro, chunk)
-        return weight if weight in self._present[rank] else Action(BACKWARD, micro, chunk)
+        return cell(WEIGHT if (micro, chunk) in self._weights[rank] else BACKWARD, micro, chunk)
 
     @cached_property
     def forward_only(self) -> bool:

@@ -53,8 +53,8 @@ class Sample:
 class Trace:
     """Spans of all ranks, with the bytes that each holds over time and its microbatches in flight where known.
 
-    A microbatch is in flight on a rank from the start of its forward there to the end of its backward, both parts of it;
-    with several chunks each counts.
+    A microbatch is in flight on a rank from the start of its forward there to the end of its backward, both parts of
+    it; with several chunks each counts.
     """
 
     spans: tuple[Span, ...]

@@ -67,7 +67,7 @@ def describe_schedule(schedule: Schedule, trace: Trace, costs: Path | None, widt
     has_bytes = any(sample.value for sample in trace.memory)
     lines += ["", _row("rank", "stages", "computes", "utilisation", "bubble", "in flight", *["memory"] * has_bytes)]
     for rank, chunks in enumerate(schedule.stages):
-        memory = [_bytes(trace.peak_bytes(rank))] * has_bytes
+        memory = [_bytes(trace.peak_bytes(rank))] if has_bytes else []
         figures = [f"{trace.busy(rank):.6g}", f"{trace.utilisation(rank):.1%}", f"{trace.bubble(rank):.1%}"]
         figures += [str(trace.peak_in_flight(rank)), *memory]
         lines.append(_row(str(rank), ",".join(map(str, chunks)), *figures))
@@ -103,6 +103,7 @@ def _fold(lines: list[str], width: int | None) -> list[str]:
 
 
 def _bytes(number: int) -> str:
+    # Its file needs torch, which the command does without unless there are bytes to print.
     from plait.view.explanation import human_bytes
 
     return human_bytes(number)
