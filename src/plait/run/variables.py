@@ -46,56 +46,46 @@ class Variables:
         self._world = world
         self._homes = homes
         self._away = large(lowered.states) if homes.fetches_parameters else frozenset()
-        self._wholes: dict[
-            str, Tensor
-        ] = {}  # the form of what the graph reads, where parts are gathered after an update
-        self._bucket_bytes = plan.bucket_bytes
         self._common = common_parameters(lowered, world)
+        self._bucket_bytes = plan.bucket_bytes
+        # Of parameters whose parts are gathered after an update: how they are cut, the form of what the graph reads.
+        self._cuts: dict[str, Cut] = {}
+        self._wholes: dict[str, Tensor] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.inputs: dict[str, Tensor] = {}
-        self._cuts: dict[str, Cut] = {}  # of parameters whose parts are gathered after an update
         own = dict(model.named_parameters())
-        names = list(own)
-        held = {name: (lowered.states if plan.zero == 3 else lowered.layouts)[name] for name in names}
+        held = {name: (lowered.states if plan.zero == 3 else lowered.layouts)[name] for name in own}
         adopted: set[str] = set()
         self._promise(lowered)
         for name, value in initial_parameters(model, held, world, seed):
-            if value is None:
-                continue
-            if name in self._common:
-                if self._hold_in_common(name, value, own[name], adopt and is_whole(held[name])):
-                    adopted.add(name)
-                continue
-            if name in self._away or homes.updates_on_host:
+            if value is not None:
                 cut = cut_of(held[name], lowered.states[name], plan) if plan.zero in (1, 2) else None
-                self._keep_elsewhere(
-                    name, value.to(world.device), cut, lowered.dtypes.get(name), own[name].requires_grad
-                )
-                continue
-            if plan.zero in (1, 2):
-                cut = cut_of(held[name], lowered.states[name], plan)
-                narrow = lowered.dtypes.get(name)
-                if cut is not None:
-                    if adopt and is_whole(held[name]) and not own[name].is_meta and narrow is None:
-                        adopted.add(name)
-                        value = own[name].detach()
-                    elif value.data_ptr() == own[name].data_ptr():
-                        value = value.clone()
-                    self._split(name, value.to(world.device), cut, narrow)
-                    continue
-            if adopt and is_whole(held[name]) and not own[name].is_meta:
-                self.parameters[name] = own[name]
-                adopted.add(name)
-            else:
-                mine = value.to(world.device)
-                mine = mine.clone() if mine.data_ptr() == own[name].data_ptr() else mine
-                self.parameters[name] = nn.Parameter(mine, requires_grad=own[name].requires_grad)
-            self.inputs[name] = self.parameters[name]
+                can_adopt = adopt and is_whole(held[name]) and not own[name].is_meta
+                if self._hold(name, value, own[name], cut, lowered.dtypes.get(name), can_adopt):
+                    adopted.add(name)
         self._buckets = list(self._make_buckets())
         if self._common:
             world.comm("data").barrier()  # all have put their values there
         if adopt:
-            _release(model, set(names) - adopted)
+            _release(model, own.keys() - adopted)
+
+    def _hold(
+        self, name: str, value: Tensor, own: nn.Parameter, cut: Cut | None, narrow: str | None, adopt: bool
+    ) -> bool:
+        """Keep a parameter where the plan wants it. With `adopt` the model's own tensor if it can be; whether it is."""
+        device = self._world.device
+        if name in self._common:
+            return self._hold_in_common(name, value, own, adopt)
+        if name in self._away or self._homes.updates_on_host:
+            self._keep_elsewhere(name, value.to(device), cut, narrow, own.requires_grad)
+            return False
+        if cut is not None:
+            adopt = adopt and narrow is None
+            self._split(name, own.detach().to(device) if adopt else _apart(value.to(device), own), cut, narrow)
+            return adopt
+        kept = own if adopt else nn.Parameter(_apart(value.to(device), own), requires_grad=own.requires_grad)
+        self.inputs[name] = self.parameters[name] = kept
+        return adopt
 
     def _split(self, name: str, whole: Tensor, cut: Cut, narrow: str | None) -> None:
         part = cut.part(whole, self._world.comm("data").rank)
@@ -126,7 +116,7 @@ class Variables:
             self.inputs[name] = value.to(common.whole.dtype)
         else:
             self.inputs[name] = common.whole
-            if adopt and not common.narrow and not own.is_meta:
+            if adopt and not common.narrow:
                 own.data = common.whole
                 return True
         return False
@@ -234,6 +224,11 @@ class Variables:
         for name, whole in zip(names, gathering.wait(), strict=True):
             if name in self._away:
                 self._homes.put(f"input/{name}", whole)
+
+
+def _apart(value: Tensor, own: Tensor) -> Tensor:
+    """The value in memory that is not the model's own."""
+    return value.clone() if value.data_ptr() == own.data_ptr() else value
 
 
 def _release(model: nn.Module, names: set[str]) -> None:
