@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def plait(*arguments: str) -> subprocess.Popen[str]:
         (["train", "none.toml"], ["there is no config file 'none.toml'"]),
         (["train", "job.toml", "--set", "data.source=none"], ["there is no text file or folder 'none'"]),
         (["train", "job.toml", "--resume"], ["there is no checkpoint in run/checkpoints"]),
-        (["verify", "job.toml", "--plan", "schedule=foo"], ["unknown schedule 'foo'", "gpipe"]),
+        (["verify", "job.toml", "--plan", "schedule=foo"], ["bad value 'foo' in 'schedule=foo'", "gpipe"]),
         (["explain", "job.toml", "--plan", "data=0"], ["'data=0'", "1 or more"]),
         (["memory", "job.toml", "--limit", "16G"], ["cannot read --limit '16G'", "KiB, MiB, GiB"]),
         (["run", "none.py"], ["there is no script 'none.py'"]),
@@ -164,3 +165,24 @@ def test_a_run_below_a_file_is_refused_before_it_starts(folder: Path) -> None:
     (folder / "file").write_text("")
     result = CliRunner().invoke(app, ["train", "job.toml", "--set", "train.out=file/run"])
     assert result.exit_code == 2 and "lies below file, which is a file; name a folder" in result.output
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_ctrl_c_before_training_begins_is_one_line(folder: Path, processes: str) -> None:
+    (folder / "slow.py").write_text(
+        "import os, pathlib, time\n"
+        "def make():\n"
+        "    pathlib.Path('built.' + os.environ.get('RANK', '0')).touch()\n"
+        "    time.sleep(60)\n"
+    )
+    (folder / "job.toml").write_text('[model]\nname = "slow:make"\n' + SMALL[SMALL.index("[data]") :])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "plait", "train", "job.toml", "--processes", processes],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    built = [folder / f"built.{rank}" for rank in range(int(processes))]
+    while process.poll() is None and not all(file.exists() for file in built):
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    out, error = process.communicate()
+    assert (process.returncode, error) == (128 + signal.SIGINT, "plait: stopped by Ctrl-C\n"), out

@@ -91,14 +91,16 @@ def bucket_gradients(
     cuts: Mapping[int, Cut] | None = None,
     gradients: Collection[int] = (),
     first_bytes: int = 1 << 20,
+    but: Collection[int] = (),
 ) -> Graph:
     """Join the sums that only leave the graph. Changes `graph` and returns it.
 
-    `cuts` says of which outputs this rank keeps only its part along `data`; `gradients` which of them are gradients.
+    `cuts` says of which outputs this rank keeps only its part along `data`; `gradients` which of them are gradients;
+    outputs in `but` are waited for, and summed as they are.
     """
     cuts = cuts or {}
     groups: dict[Any, list[Leaving]] = {}
-    for one in leaving(graph, cuts):
+    for one in leaving(graph, cuts, but):
         only = tuple(sorted(one.sums[-1].meta.get("only", {}).items()))
         dtypes = (one.sent.meta["val"].dtype, one.term.meta["val"].dtype)
         groups.setdefault((one.axes, one.cut is not None, dtypes, only), []).append(one)

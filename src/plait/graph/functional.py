@@ -28,7 +28,7 @@ def functionalise(graph: Graph, fake_mode: FakeTensorMode) -> Graph:
                 value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         inner[node] = value
         if node.op == "placeholder":
-            recorder.module, recorder.phase = node.meta["module"], node.meta["phase"]
+            recorder.module, recorder.phase, recorder.at = (node.meta[key] for key in ("module", "phase", "at"))
             made = recorder.placeholder(node.name, value)
             key = made if node.name == "key" else key
 
@@ -39,7 +39,7 @@ def functionalise(graph: Graph, fake_mode: FakeTensorMode) -> Graph:
                 return map_arg(node.args[0], env.__getitem__)
             if node.op == "placeholder":
                 continue
-            recorder.module, recorder.phase = node.meta["module"], node.meta["phase"]
+            recorder.module, recorder.phase, recorder.at = (node.meta[key] for key in ("module", "phase", "at"))
             if node.target is draw:
                 recorder.bind(inner[node], recorder.call(draw, (key, *node.args[1:]), {}, inner[node]))
             else:

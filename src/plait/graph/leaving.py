@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,14 +37,14 @@ class Leaving:
         return source if narrow and len(self.term.users) == 1 else self.term  # type: ignore[return-value]
 
 
-def leaving(graph: Graph, cuts: Mapping[int, Cut]) -> list[Leaving]:
-    """Every output that is only summed before it leaves, in the order in which the terms are there."""
+def leaving(graph: Graph, cuts: Mapping[int, Cut], but: Collection[int] = ()) -> list[Leaving]:
+    """Every output, but those, that is only summed before it leaves, in the order in which the terms are there."""
     end = output_node(graph)
     (results,) = end.args
     order = {node: i for i, node in enumerate(graph.nodes)}
     found: dict[Node, Leaving] = {}
     for index, result in enumerate(results):  # type: ignore[arg-type]
-        if not isinstance(result, Node) or result in found:
+        if not isinstance(result, Node) or result in found or index in but:
             continue
         node, reader, sums = result, end, []
         while node.target is ops.all_reduce and node.args[3] == "sum" and set(node.users) == {reader}:

@@ -9,17 +9,20 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph
 
+from plait.decide.readiness import Cell
 from plait.errors import PlanError
 from plait.graph.calls import output_node, placeholders
 from plait.graph.capture import Captured
 from plait.graph.owning import own_gradients
 from plait.graph.partition import partition
 from plait.graph.pause import collection_paused
+from plait.graph.pipeline import AXIS as PIPELINE
+from plait.graph.pipeline import Pipeline, pipelined
 from plait.graph.propagate import propagate
 from plait.graph.recipe import recipe
 from plait.graph.recompute import recompute
 from plait.graph.rows import Cut
-from plait.graph.turns import graphs_of_turns, turns_of
+from plait.graph.turns import graphs_of_turns, narrowed, turns_of
 from plait.graph.views import RESHAPES
 from plait.graph.zero import cut_of, state_layouts
 from plait.spec.annotation import Annotations, resolve_annotations
@@ -43,7 +46,8 @@ _SHORT = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torc
 class Lowered:
     """What every rank of a plan needs to know about one captured step."""
 
-    graphs: dict[str, Graph]  # local; the same for all ranks but for parallel branches (see specialise)
+    graphs: dict[str, Graph]  # local; the same for all ranks but for parallel branches (see specialise). By turn, or
+    # with a pipeline by cell and turn: F0, B0.first...
     captured: Captured
     plan: Plan
     layouts: dict[str, Layout]  # of parameters, buffers, constants and batch leaves, by name, as the graph reads them
@@ -52,6 +56,7 @@ class Lowered:
     origins: dict[str, str]  # of those of them that are sharded: the annotation or recipe
     without_rule: frozenset[str]  # ops that ran on whole inputs for lack of a rule
     batch_size: int  # of one microbatch
+    pipeline: Pipeline | None = None
 
     @property
     def graph(self) -> Graph:
@@ -73,6 +78,17 @@ class Lowered:
         """Which graph runs each microbatch of a step, in order."""
         return turns_of(self.plan.micro, self.graphs.keys())
 
+    def turns_of_cell(self, cell: Cell) -> tuple[str, ...]:
+        """Which graph runs each microbatch that comes to a cell of the pipeline, in order."""
+        assert self.pipeline is not None
+        name = cell_name(cell)
+        turns = {graph.partition(".")[2] for graph in self.graphs if graph.partition(".")[0] == name}
+        return tuple(f"{name}.{turn}" for turn in turns_of(self.pipeline.schedule.num_micro, turns))
+
+
+def cell_name(cell: Cell) -> str:
+    return f"{cell[0]}{cell[1]}"
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The short name that layouts print: f32, bf16, int64..."""
@@ -91,10 +107,12 @@ def lower(
     plan: Plan,
     annotations: Annotations | None = None,
     settled: Mapping[str, Layout] | None = None,
+    stages: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Lowered:
     """Lay out and partition a captured step along each axis of the plan, then place its collectives in time.
 
-    `settled` are layouts of parameters that an earlier capture of the same model decided: they are kept as they are.
+    `settled` are layouts of parameters, and `stages` those of a pipeline, that an earlier capture of the same model
+    decided: they are kept as they are.
     Raises PlanError where an axis does not divide what it must split, LayoutError for a bad annotation.
     """
     graph = _copy(captured)
@@ -112,7 +130,7 @@ def lower(
     chosen = _choose_parameters(graph, plan, annotated, settled, nodes)
     for axis in (*BATCH_AXES, *(axis for axis in plan.mesh.names if axis not in BATCH_AXES)):
         size = plan.mesh.axis_size(axis)
-        if size == 1:
+        if size == 1 or axis == PIPELINE:
             continue
         fixed, origin = chosen[axis]
         if axis in BATCH_AXES:
@@ -135,10 +153,27 @@ def lower(
         for i in captured.inputs
         if isinstance(values[i.node], torch.Tensor)
     }
+    pipeline = None
+    if plan.pipeline > 1:
+        pipeline = pipelined(graph, captured, plan, stages)
+        layouts |= {name: pipeline.placed(name, layouts[name]) for name in pipeline.stages}
+    else:
+        graph = recompute(graph, plan.recompute)
     states = state_layouts(captured, layouts, plan)
-    graph = recompute(graph, plan.recompute)
-    graphs, dtypes = graphs_of_turns(graph, captured, plan, layouts, states)
-    return Lowered(graphs, captured, plan, layouts, states, dtypes, origins, frozenset(without_rule), batch_size)
+    if pipeline is None:
+        dtypes = narrowed([graph], plan, layouts, states)
+        graphs = graphs_of_turns(graph, captured.outputs, plan, layouts, states)
+    else:
+        cells = pipeline.cells.graphs
+        dtypes = narrowed([each.graph for each in cells.values()], plan, layouts, states)
+        graphs = {
+            f"{cell_name(cell)}.{turn}": found
+            for cell, each in cells.items()
+            for turn, found in graphs_of_turns(each.graph, each.outputs, plan, layouts, states).items()
+        }
+    return Lowered(
+        graphs, captured, plan, layouts, states, dtypes, origins, frozenset(without_rule), batch_size, pipeline
+    )
 
 
 def _choose_parameters(
@@ -153,6 +188,8 @@ def _choose_parameters(
     chosen = {}
     names = {node: name for name, node in nodes.items()}
     for axis, size in plan.mesh.axes:
+        if axis == PIPELINE:
+            continue
         if settled is not None:
             chosen[axis] = ({nodes[name]: layout.on(axis) for name, layout in settled.items()}, dict[str, str]())
             continue

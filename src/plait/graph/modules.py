@@ -59,7 +59,8 @@ class ForwardModules:
 
 
 class BackwardModules:
-    """While entered, sets `recorder.module` to the module of the forward op whose backward runs."""
+    """While entered, sets `recorder.module` to the module of the forward op whose backward runs, and `recorder.at` to
+    its place."""
 
     def __init__(self, loss: Tensor, forward: ForwardModules, recorder: Recorder) -> None:
         self._forward = forward
@@ -78,14 +79,17 @@ class BackwardModules:
             stack += [following for following, _ in node.next_functions]
             number = node._sequence_nr()
             if number < 1 << 63:  # not an AccumulateGrad
-                self._hooks.append(node.register_prehook(self._setter(self._forward.at(number))))
+                before = self._setter(self._forward.at(number), self._recorder.place_of(number))
+                self._hooks.append(node.register_prehook(before))
 
     def __exit__(self, *exception: Any) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._recorder.at = None
 
-    def _setter(self, name: str) -> Any:
+    def _setter(self, name: str, place: int) -> Any:
         def before(gradients: Any) -> None:
             self._recorder.module = name
+            self._recorder.at = place
 
         return before

@@ -7,6 +7,7 @@ form where no other view of that tensor exists. Where one does, it is written as
 
 from __future__ import annotations
 
+import bisect
 import functools
 import operator
 from typing import Any
@@ -33,7 +34,9 @@ _PLAIN_ATTRIBUTE = (
 class Recorder(TorchDispatchMode):
     """Write into `graph` while the mode is entered, innermost but for the fake mode.
 
-    `module` and `phase` go into the meta of each node written; whoever drives the recorder sets them. With
+    `module`, `phase` and `at` go into the meta of each node written; whoever drives the recorder sets them. `at` is the
+    place of a forward call in the order of the program, and of a backward call that of the forward call which it
+    differentiates; while it is not set, calls are counted. With
     `functionalised` only an input may still change, at the end, when nobody reads a view of its old value.
     """
 
@@ -43,6 +46,10 @@ class Recorder(TorchDispatchMode):
         self.graph = Graph()
         self.module = ""
         self.phase = "forward"
+        self.at: int | None = None
+        self._num_calls = 0
+        self._numbers: list[int] = []  # autograd's sequence number after each forward call, and the call's place
+        self._places: list[int] = []
         self.mutating = False
         self.constants: dict[str, Tensor] = {}
         self.constant_nodes: list[Node] = []
@@ -101,6 +108,11 @@ class Recorder(TorchDispatchMode):
     def was_lifted(self, tensor: Tensor) -> bool:
         """Whether the step reads this real tensor, which is none of its inputs, as a constant."""
         return id(tensor) in self._lifted
+
+    def place_of(self, number: int) -> int:
+        """The place of the forward call for which autograd made the node of this sequence number."""
+        i = bisect.bisect_right(self._numbers, number)
+        return self._places[min(i, len(self._places) - 1)]
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Node:
         """Append a call on nodes and constants whose result is `value`."""
@@ -272,6 +284,11 @@ class Recorder(TorchDispatchMode):
         node.meta["val"] = map_aggregate(value, self._copy)
         node.meta["module"] = self.module
         node.meta["phase"] = self.phase
+        node.meta["at"] = self._num_calls if self.at is None else self.at
+        self._num_calls += 1
+        if self.phase == "forward":
+            self._numbers.append(torch.autograd._get_sequence_nr())
+            self._places.append(node.meta["at"])
 
     def _copy(self, value: Any) -> Any:
         """A fake tensor like `value`, which itself may hold on to autograd's graph, or change in place."""

@@ -13,7 +13,7 @@ part of the sums, so each microbatch's gradients are summed over ranks as they c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from plait.graph import homes, ops
 from plait.graph.bucket import bucket_gradients, overlap
 from plait.graph.calls import is_tensor, output_node, placeholders
-from plait.graph.capture import Captured
+from plait.graph.capture import Output
 from plait.graph.fetch import fetch_parameters, fetch_sums, leave_early
 from plait.graph.gather import gather_parameters, narrow_parameters
 from plait.graph.inplace import is_fresh, reuse_dead_operands
@@ -41,25 +41,34 @@ def turns_of(num_micro: int, graphs: Collection[str]) -> tuple[str, ...]:
     return ("first", *["middle"] * (num_micro - 2), "last")
 
 
+def narrowed(
+    graphs: Iterable[Graph], plan: Plan, layouts: Mapping[str, Layout], states: Mapping[str, Layout]
+) -> dict[str, str]:
+    """In which dtype the graphs read parameters, where that is not the parameters' own; from here on they do."""
+    if plan.stage not in (1, 2):  # with 3 they read the optimizer's parts, which are cast as they leave
+        return {}
+    parameters = [node for graph in graphs for node in placeholders(graph) if node.meta.get("kind") == "parameter"]
+    parameters = [n for n in parameters if cut_of(layouts[n.meta["name"]], states[n.meta["name"]], plan) is not None]
+    narrow_parameters(parameters)
+    return {n.meta["name"]: str(n.meta["val"].dtype).removeprefix("torch.") for n in parameters if "held" in n.meta}
+
+
 def graphs_of_turns(
-    graph: Graph, captured: Captured, plan: Plan, layouts: Mapping[str, Layout], states: Mapping[str, Layout]
-) -> tuple[dict[str, Graph], dict[str, str]]:
-    """The graphs by turn, and in which dtype they read parameters, where that is not the parameters' own."""
+    graph: Graph,
+    outputs: Sequence[Output],
+    plan: Plan,
+    layouts: Mapping[str, Layout],
+    states: Mapping[str, Layout],
+) -> dict[str, Graph]:
+    """The graphs by turn, from a local graph of these outputs."""
     device = next((n.meta["val"].device.type for n in placeholders(graph) if is_tensor(n)), "cpu")
-    if homes.activations_away(plan, device):
+    if homes.activations_away(plan, device) and plan.pipeline == 1:
         graph = stash_activations(graph, plan.bucket_bytes)
     cuts = {name: cut for name, state in states.items() if (cut := cut_of(layouts[name], state, plan)) is not None}
-    names = {i.node: i.name for i in captured.inputs}
-    parameters = [node for node in placeholders(graph) if names.get(node.name) in states]
-    dtypes: dict[str, str] = {}
     if plan.zero == 3:
         gather_parameters(graph, cuts, plan.bucket_bytes)
-    elif plan.stage:
-        narrow_parameters([node for node in parameters if names[node.name] in cuts])
-        dtypes = {
-            names[n.name]: str(n.meta["val"].dtype).removeprefix("torch.") for n in parameters if "held" in n.meta
-        }
-    gradients = {i: o.name for i, o in enumerate(captured.outputs) if o.kind == "gradient"}
+    gradients = {i: o.name for i, o in enumerate(outputs) if o.kind == "gradient"}
+    handed_on = [i for i, o in enumerate(outputs) if o.kind == "value"]
     keep = {i: cuts[name] for i, name in gradients.items() if name in cuts}
     if plan.micro == 1 or not gradients:
         found = {"alone": graph}
@@ -72,11 +81,11 @@ def graphs_of_turns(
         found["last"] = _add_to(graph, gradients)
     for turn, each in found.items():
         kept = {} if turn in ("first", "middle") else keep
-        each = bucket_gradients(each, plan.bucket_bytes, kept, gradients.keys())
+        each = bucket_gradients(each, plan.bucket_bytes, kept, gradients.keys(), but=handed_on)
         if turn == "more":
             each = _add_parts(each, gradients)
         found[turn] = _with_homes(reuse_dead_operands(overlap(each)), turn, gradients, plan, device, states)
-    return found, dtypes
+    return found
 
 
 def _with_homes(
@@ -112,11 +121,12 @@ def _unsummed(graph: Graph, gradients: Mapping[int, str], add: bool) -> Graph:
     end = output_node(graph)
     results = list(end.args[0])  # type: ignore[arg-type]
     terms = {i: _term(results[i]) for i in gradients if isinstance(results[i], Node)}
+    others = [result for i, result in enumerate(results) if i not in gradients]
     for index, term in terms.items():
         if add:
             results[index] = _added(graph, term, gradients[index])
         else:
-            shared = sum(t is term for t in terms.values()) > 1 or len(term.users) > 1
+            shared = sum(r is term for r in (*terms.values(), *others)) > 1 or len(term.users) > 1
             results[index] = term if is_fresh(term) and not shared else _own(graph, term)
     end.args = (tuple(results),)
     graph.eliminate_dead_code()

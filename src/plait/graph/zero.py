@@ -33,7 +33,7 @@ def split_over_data(layout: Layout, plan: Plan) -> Layout:
     """
     taken = {p.dim for _, p in layout.placements if isinstance(p, Shard)}
     free = [dim for dim, n in enumerate(layout.shape) if dim not in taken and n > 1]
-    if not free or any(isinstance(p, Only) for _, p in layout.placements) or _is_cut(layout):
+    if not free or any(isinstance(p, Only) and axis != "pipeline" for axis, p in layout.placements) or _is_cut(layout):
         return layout
     dim = next((d for d in free if layout.shape[d] % plan.data == 0), max(free, key=lambda d: layout.shape[d]))
     others = tuple((axis, p) for axis, p in layout.placements if axis != "data")

@@ -58,6 +58,7 @@ class Compiler:
         self.annotations = annotations
         self._found: dict[tuple[str, bool], Lowered] = {}
         self._settled: Mapping[str, Layout] | None = None
+        self._stages: Mapping[str, tuple[int, ...]] | None = None
         self._lock = threading.Lock()
 
     @property
@@ -75,7 +76,9 @@ class Compiler:
             if key not in self._found:
                 precision = Precision(self.plan.precision, self.plan.exceptions)
                 captured = self.captures.captured(batch, train, precision, self.plan.micro == 1)
-                found = lower(captured, self.plan, self.annotations, self._settled)
+                found = lower(captured, self.plan, self.annotations, self._settled, self._stages)
+                if self._stages is None and found.pipeline is not None:
+                    self._stages = found.pipeline.stages
                 if self._settled is None:
                     parameters = {i.name for i in captured.inputs if i.kind == "parameter"}
                     self._settled = {name: found.layouts[name] for name in parameters}

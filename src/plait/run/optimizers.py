@@ -40,6 +40,9 @@ def build_optimizer(
     optimizer, or one that works in another way on parts than on the whole.
     """
     trainable = [(name, p) for name, p in parameters.items() if p.requires_grad]
+    nothing = nn.Parameter(torch.empty(0)) if not trainable else None  # a stage without weights: torch wants a list
+    if nothing is not None:
+        trainable = [("nothing", nothing)]
     try:
         first = next(iter(inspect.signature(factory).parameters), "")
     except (TypeError, ValueError):
@@ -51,7 +54,7 @@ def build_optimizer(
     _refuse_what_cannot_step(optimizer, kind)
     prefer_fused(optimizer)
     names = {p: name for name, p in parameters.items()}
-    strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in names]
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in names and p is not nothing]
     if strangers:
         raise PlanError(
             f"{kind} has a parameter of shape {list(strangers[0].shape)} that it was not given: make it from what the"

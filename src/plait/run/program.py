@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule
 
 from plait.comm.protocol import World
 from plait.graph.calls import placeholders
+from plait.graph.capture import Output
 from plait.graph.lower import Lowered
 from plait.graph.partition import WORLD
 from plait.graph.precision import Precision
@@ -34,6 +35,10 @@ class StepResult:
     factor: float = 1.0
 
 
+_NAMED = ("parameter", "buffer", "batch", "constant", "sum")
+_RESULTS = ("loss", "sum", "weight", "gradient", "buffer", "value")
+
+
 class Program:
     """One lowered step, ready to run on one rank."""
 
@@ -43,7 +48,7 @@ class Program:
         self._homes = homes
         homes.make_room(max(stashed_bytes(graph) for graph in lowered.graphs.values()))
         captured = lowered.captured
-        self._outputs = [(o.kind, o.name) for o in captured.outputs]
+        self._outputs = captured.outputs
         self._constants = {name: value.to(world.device) for name, value in captured.constants.items()}
         self._coordinates = world.mesh.coordinates(world.rank)
         self._turns: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
@@ -64,12 +69,21 @@ class Program:
         `turn` is one of graph/turns.py, `sums` are the gradients so far, which are taken over; `scale` multiplies the
         loss that is differentiated.
         """
-        forward, inputs = self._turn(turn)
-        sources = {
-            "parameter": parameters, "buffer": buffers, "batch": batch, "constant": self._constants, "sum": sums or {}
-        }  # fmt: skip
-        single = {"key": key, "scale": scale, "homes": self._homes}
-        args = [single[kind] if kind in single else sources[kind].get(name) for kind, name in inputs]
+        found = self.call(
+            turn, self._outputs, parameter=parameters, buffer=buffers, batch=batch, sum=sums or {}, key=key, scale=scale
+        )
+        parts = None
+        if found["sum"]:
+            parts = (next(iter(found["sum"].values())), next(iter(found["weight"].values())))
+        (loss,) = found["loss"].values()
+        return StepResult(loss, parts, found["gradient"], found["buffer"])
+
+    def call(self, graph: str, outputs: Sequence[Output], **given: Any) -> dict[str, dict[str, Any]]:
+        """Run one of the lowered graphs; its results by kind and name. `given` has its inputs by kind: of those that
+        have names a mapping, of others the value."""
+        forward, inputs = self._turn(graph)
+        given |= {"constant": self._constants, "homes": self._homes}
+        args = [given[kind].get(name) if kind in _NAMED else given[kind] for kind, name in inputs]
         try:
             with torch.no_grad():
                 values = forward(self.world, *args)
@@ -79,15 +93,11 @@ class Program:
             if refusal is None:
                 raise
             raise refusal from error
-        found: dict[str, dict[str, Any]] = {"loss": {}, "sum": {}, "weight": {}, "gradient": {}, "buffer": {}}
-        for (kind, name), value in zip(self._outputs, values, strict=True):
+        found: dict[str, dict[str, Any]] = {kind: {} for kind in _RESULTS}
+        for output, value in zip(outputs, values, strict=True):
             if value is not None:
-                found[kind][name] = value
-        parts = None
-        if found["sum"]:
-            parts = (next(iter(found["sum"].values())), next(iter(found["weight"].values())))
-        (loss,) = found["loss"].values()
-        return StepResult(loss, parts, found["gradient"], found["buffer"])
+                found[output.kind][output.name] = value
+        return found
 
     def _turn(self, turn: str) -> tuple[Any, list[tuple[str, str]]]:
         """The turn's function, and (kind, name) of what it takes after the world."""

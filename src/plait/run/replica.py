@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from plait.run.homes.homes import Homes
 from plait.run.initialise import initial_buffers
 from plait.run.local_batch import LocalBatch, global_like
 from plait.run.microbatch import first_microbatch, joined, micro_key, microbatches
+from plait.run.pipeline import PipelineProgram
 from plait.run.program import Program, StepResult
 from plait.run.state import gather_whole, local_part, summed_square_axes
 from plait.run.variables import Variables
@@ -45,7 +46,7 @@ class Replica:
         self.compiler = compiler
         self.world = world
         self.homes = homes or Homes(compiler.plan, world)
-        self._programs: dict[tuple[str, bool], Program] = {}
+        self._programs: dict[tuple[str, bool], Program | PipelineProgram] = {}
         self.with_gradient: tuple[str, ...] = ()  # parameters that the last step gave gradients of, on any rank
         model = compiler.model
         lowered = self.program(first_microbatch(batch, compiler.plan.micro), train=True).lowered
@@ -60,7 +61,7 @@ class Replica:
         """What the optimizer updates: this rank's part of each parameter, by name."""
         return self.variables.parameters
 
-    def program(self, batch: Any, train: bool) -> Program:
+    def program(self, batch: Any, train: bool) -> Program | PipelineProgram:
         """The program for a batch of this structure and shape."""
         whole = global_like(batch) if isinstance(batch, LocalBatch) else batch
         key = (batch_signature(whole), train)
@@ -69,7 +70,9 @@ class Replica:
             before = ", ".join(signature for signature, mode in self._programs if mode == train)
             remedy = "give every rank rows of the same shapes at every step"
             agree(self.world, key[0], "shape of batch", remedy=f"{remedy} (so far: {before})" if before else remedy)
-            self._programs[key] = Program(self._lowered(batch, train), self.world, self.homes)
+            lowered = self._lowered(batch, train)
+            make = Program if lowered.pipeline is None else PipelineProgram
+            self._programs[key] = make(lowered, self.world, self.homes)
         return self._programs[key]
 
     def _lowered(self, batch: Any, train: bool) -> Lowered:
@@ -80,12 +83,27 @@ class Replica:
 
         Buffers take their new values, parameters do not. Gradients are of the loss, also where a scale was given.
         """
-        num = self.compiler.plan.micro if train else 1
+        parts = microbatches(batch, self.compiler.plan.micro if train else 1)
+        self.homes.begin_step()
+        program = self.program(parts[0], train)
+        if isinstance(program, PipelineProgram):
+            leaves = [self._leaves(part, program.lowered) for part in parts]
+            results = program.run(key, self.variables.inputs, self.buffers, leaves, scale)
+        else:
+            results = self._one_by_one(parts, key, train, scale)
+        captured = program.lowered.captured
+        self.with_gradient = tuple(o.name for o in captured.outputs if o.kind == "gradient")
+        result = joined(results, scale)
+        self.homes.factor = result.factor
+        return result
+
+    def _one_by_one(self, parts: Sequence[Any], key: int, train: bool, scale: Tensor | None) -> list[StepResult]:
+        """Every microbatch through the whole step."""
         results: list[StepResult] = []
         sums: dict[str, Tensor] = {}
-        self.homes.begin_step()
-        for index, part in enumerate(microbatches(batch, num)):
+        for index, part in enumerate(parts):
             program = self.program(part, train)
+            assert isinstance(program, Program)
             turn = program.lowered.turns[index]
             leaves = self._leaves(part, program.lowered)
             result = program.run(
@@ -95,11 +113,7 @@ class Replica:
                 self.buffers[name].copy_(value)
             sums = result.gradients
             results.append(result)
-        captured = program.lowered.captured
-        self.with_gradient = tuple(o.name for o in captured.outputs if o.kind == "gradient")
-        result = joined(results, scale)
-        self.homes.factor = result.factor
-        return result
+        return results
 
     def updated(self) -> None:
         """The optimizer has stepped."""

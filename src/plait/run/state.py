@@ -15,7 +15,7 @@ from plait.spec.layout import Layout, Only, Replicate, Shard, part_bounds
 def lies_here(layout: Layout, world: World) -> bool:
     """Whether this rank holds any part of the tensor."""
     here = world.mesh.coordinates(world.rank)
-    return all(here[axis] == p.index for axis, p in layout.placements if isinstance(p, Only))
+    return all(here[axis] in p.ranks for axis, p in layout.placements if isinstance(p, Only))
 
 
 def is_whole(layout: Layout) -> bool:
@@ -35,13 +35,15 @@ def local_part(whole: Tensor, layout: Layout, world: World) -> Tensor:
 def gather_whole(local: Tensor | None, layout: Layout, world: World, dtype: torch.dtype) -> Tensor:
     """The whole tensor on every rank, from the parts. Every rank of the mesh calls it."""
     tensor = local
-    for axis, placement in reversed(layout.placements):
+    here = world.mesh.coordinates(world.rank)
+    for index, (axis, placement) in reversed(list(enumerate(layout.placements))):
         if isinstance(placement, Shard):
-            assert tensor is not None
-            tensor = _gather(world, tensor, axis, placement, layout)
+            if tensor is not None:  # who exchanges along this axis has nothing either
+                tensor = _gather(world, tensor, axis, placement, layout)
         elif isinstance(placement, Only):
             if tensor is None:
-                tensor = torch.zeros(layout.shape, dtype=dtype, device=world.device)
+                outer = Layout(layout.dtype, layout.shape, layout.placements[:index])
+                tensor = torch.zeros(outer.local_shape(world.mesh, here), dtype=dtype, device=world.device)
             tensor = ops.broadcast(world, tensor, axis, placement.index)
     assert tensor is not None
     return tensor

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,52 @@ class Choice:
         return str(value)
 
 
+# Names of decide/schedules, which a test compares; anything with a dot or a slash is a file.
+SCHEDULE_NAMES = (
+    "naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ScheduleName:
+    """A schedule that plait has, or the path of a file with one of the user's own."""
+
+    def parse(self, word: str) -> str:
+        return word
+
+    def check(self, value: Any) -> None:
+        if not isinstance(value, str) or not value:
+            raise ValueError("it is the name of a schedule or a file")
+        if value not in SCHEDULE_NAMES and not self.is_file(value):
+            near = difflib.get_close_matches(value.lower(), SCHEDULE_NAMES, n=2, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}? " if near else ""
+            raise ValueError(f"{hint}the schedules are {', '.join(SCHEDULE_NAMES)}, or a file such as ./mine.txt")
+
+    def show(self, value: Any) -> str:
+        return str(value)
+
+    @staticmethod
+    def is_file(value: str) -> bool:
+        return "/" in value or "." in value
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of modules, separated by commas."""
+
+    def parse(self, word: str) -> tuple[str, ...]:
+        return tuple(word.split(","))
+
+    def check(self, value: Any) -> None:
+        if not isinstance(value, tuple) or not all(isinstance(name, str) and name for name in value):
+            raise ValueError("it is a list of module names, such as layers.4,layers.8")
+        if len(set(value)) < len(value):
+            raise ValueError("it names a module twice")
+
+    def show(self, value: Any) -> str:
+        return ",".join(value) or "none"
+
+
 @dataclass(frozen=True)
 class Bytes:
     """A number of bytes with its unit: 512KiB, 25MiB."""
@@ -137,4 +184,4 @@ class Family:
         return " ".join(f"{self.prefix}{member}={word}" for member, word in value)
 
 
-Kind = Axis | Number | Choice | Recomputes | Bytes | Family
+Kind = Axis | Number | Choice | Recomputes | ScheduleName | Names | Bytes | Family

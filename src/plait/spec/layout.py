@@ -5,7 +5,8 @@
 `8@data`        the dim is cut into equal parts, one a rank along axis `data`
 `768@tensor/3`  the dim is three equal blocks laid end to end (a fused q, k, v); each block is cut on its own
 `+data`         partial sums, still to be added over `data` (`^data` maxima, `_data` minima)
-`only:tensor=1` the whole tensor lies on rank 1 of `tensor` and nowhere else (a parallel branch)
+`only:tensor=1` the whole tensor lies on rank 1 of `tensor` and nowhere else (a parallel branch, a pipeline's stage);
+                `only:pipeline=0,3` on these two (tied weights)
 """
 
 from __future__ import annotations
@@ -40,9 +41,14 @@ class Partial:
 
 @dataclass(frozen=True)
 class Only:
-    """The rank with this index along the axis holds the whole tensor; the others hold nothing."""
+    """The rank with this index along the axis holds the whole tensor, and so do `others`; the rest holds nothing."""
 
     index: int
+    others: tuple[int, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return (self.index, *self.others)
 
 
 Placement = Replicate | Shard | Partial | Only
@@ -133,7 +139,9 @@ class Layout:
                     text += f"@{axis}" + (f"/{p.blocks}" if p.blocks > 1 else "")
             dims.append(text)
         tail = "".join(f" {_MARK[p.op]}{axis}" for axis, p in self.placements if isinstance(p, Partial))
-        tail += "".join(f" only:{axis}={p.index}" for axis, p in self.placements if isinstance(p, Only))
+        tail += "".join(
+            f" only:{axis}={','.join(map(str, p.ranks))}" for axis, p in self.placements if isinstance(p, Only)
+        )
         return f"{self.dtype}[{', '.join(dims)}]{tail}"
 
     @classmethod
@@ -156,8 +164,9 @@ class Layout:
         for word in tail.split():
             if word[0] in _OP:
                 placements.append((word[1:], Partial(_OP[word[0]])))
-            elif found := re.fullmatch(r"only:(\w+)=(\d+)", word):
-                placements.append((found[1], Only(int(found[2]))))
+            elif found := re.fullmatch(r"only:(\w+)=(\d+(?:,\d+)*)", word):
+                first, *others = map(int, found[2].split(","))
+                placements.append((found[1], Only(first, tuple(others))))
             else:
                 raise LayoutError(f"cannot read {word!r} in the layout {text!r}")
         return cls(dtype, tuple(shape), tuple(placements))

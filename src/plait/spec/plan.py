@@ -14,7 +14,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, cast
 
 from plait.errors import PlanError
-from plait.spec.kinds import Axis, Bytes, Choice, Family, Kind, Number, Recomputes
+from plait.spec.kinds import Axis, Bytes, Choice, Family, Kind, Names, Number, Recomputes, ScheduleName
 from plait.spec.mesh import Mesh
 from plait.spec.recompute import NO_RECOMPUTE, Recompute
 from plait.spec.refusals import names_not_yet, refuse_key, refuse_together
@@ -37,11 +37,15 @@ class Plan:
     'data=4 tensor=2'
     """
 
+    pipeline: int = _key(Axis(), 1, "ranks that each take a stage of the layers, or several")
     replica: int = _key(Axis(), 1, "copies of the data ranks, each with its part of the batch and all that zero splits")
     data: int = _key(Axis(), 1, "ranks that each take a part of the batch")
     tensor: int = _key(Axis(), 1, "ranks that each take a part of the weights")
     zero: int = _key(Number(0, 3), 0, "split over data: 1 optimizer state, 2 and gradients, 3 and parameters")
     micro: int = _key(Number(1), 1, "parts of the batch that run one after the other, with one update at the end")
+    schedule: str = _key(ScheduleName(), "1f1b", "the order in which a pipeline's ranks take microbatches, or a file")
+    chunks: int = _key(Number(1), 1, "stages that each rank of a pipeline has, where the schedule leaves it open")
+    cut: tuple[str, ...] = _key(Names(), (), "modules with which the stages of a pipeline begin, but the first")
     recompute: Recompute = _key(Recomputes(), NO_RECOMPUTE, "activations that are dropped and worked out again")
     precision: str = _key(Choice(("fp32", "bf16", "fp16")), "fp32", "in which products are computed and sent")
     exceptions: tuple[tuple[str, str], ...] = _key(

@@ -8,10 +8,7 @@ from plait.errors import PlanError
 
 # A key ending in `.` stands for every key that starts with it.
 NOT_YET: dict[str, tuple[str, str]] = {
-    "pipeline": ("cuts the layers into stages", "use tensor=N to spread the layers' weights"),
-    "stages": ("cuts the layers into stages", "use tensor=N to spread the layers' weights"),
-    "chunks": ("gives each device several stages", "use tensor=N to spread the layers' weights"),
-    "schedule": ("orders the microbatches of a pipeline", "use data=N and tensor=N, which need no schedule"),
+    "stages": ("gives each stage of a pipeline a plan of its own", "use pipeline=N, whose stages are all spread alike"),
     "sync": ("lets replicas agree every n steps", "use data=N, which agrees at every step"),
     "outer": ("chooses the outer optimizer of local training", "use data=N, which agrees at every step"),
     "compress": ("compresses gradients on the wire", "use allreduce=ring or a larger bucket"),
@@ -35,8 +32,6 @@ NOT_TOGETHER: tuple[tuple[str, str, str, tuple[str, ...], str, str], ...] = (
      "use home.parameters=host, or leave central=host out"),
 )  # fmt: skip
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zerobubble")
-
 
 def names_not_yet() -> tuple[str, ...]:
     """Every key that is known but refused, without the mark of a family."""
@@ -57,9 +52,4 @@ def refuse_key(key: str, value: str, place: str) -> None:
     if row is None:
         return
     what, instead = row
-    if key == "schedule" and value not in SCHEDULES:
-        raise PlanError(
-            f"unknown schedule {value!r} ({place}); the known ones are {', '.join(SCHEDULES)}, and this version of"
-            f" plait has none of them yet; {instead}"
-        )
     raise PlanError(f"{key}={value} ({place}) {what}, which this version of plait does not do yet; {instead}")

@@ -64,7 +64,7 @@ def fragments(layout: Layout, mesh: Mesh, coordinates: Mapping[str, int]) -> tup
     """
     runs = [[(0, num)] for num in layout.shape]  # along each dim: (where it begins in the whole, length)
     for axis, placement in layout.placements:
-        if isinstance(placement, Only) and coordinates[axis] != placement.index:
+        if isinstance(placement, Only) and coordinates[axis] not in placement.ranks:
             return ()
         if isinstance(placement, Shard):
             runs[placement.dim] = _cut(runs[placement.dim], mesh.axis_size(axis), coordinates[axis], placement.blocks)
@@ -84,8 +84,12 @@ def copies(layout: Layout, mesh: Mesh, coordinates: Mapping[str, int]) -> tuple[
     """How many ranks hold the same as this one, and the place of this one among them."""
     num, index = 1, 0
     for axis, size in mesh.axes:
-        if isinstance(layout.on(axis), Replicate):
+        placement = layout.on(axis)
+        if isinstance(placement, Replicate):
             num, index = num * size, index * size + coordinates[axis]
+        elif isinstance(placement, Only) and coordinates[axis] in placement.ranks:
+            held_by = placement.ranks
+            num, index = num * len(held_by), index * len(held_by) + held_by.index(coordinates[axis])
     return num, index
 
 

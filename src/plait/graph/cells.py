@@ -1,0 +1,353 @@
+"""Cells: the graphs that a pipeline's step consists of, and the values that go from one to another.
+
+A cell is the forward (F) or the backward (B) of a stage; where the schedule wants it, the weight part (W) of a backward
+is a cell of its own, which holds all that no other stage waits for (Qi et al. 2024, "Zero Bubble Pipeline
+Parallelism"). A value goes straight from the cell that makes it to every stage that reads it, however far. What a stage
+keeps from one cell to the next it takes from a box, so that it is let go at its last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from plait.decide.readiness import Cell, Edges
+from plait.graph import ops
+from plait.graph.calls import is_item, is_tensor, num_bytes, output_node, placeholders
+from plait.graph.capture import Output
+from plait.graph.partition import WORLD
+from plait.graph.stages import base_of
+
+aten = torch.ops.aten
+BOX = "box"  # name of the placeholder that stands for what a stage keeps of a microbatch
+
+# Linear in their first input, so that a sum may be taken apart before them.
+_LINEAR = frozenset(
+    {
+        aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten.reshape.default,
+        aten.clone.default, aten._to_copy.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
+        aten._unsafe_view.default, aten.expand.default,
+    }
+)  # fmt: skip
+
+
+def take(box: dict[str, Tensor], name: str) -> Tensor:
+    """A value that nobody reads after this cell."""
+    return box.pop(name)
+
+
+def look(box: dict[str, Tensor], name: str) -> Tensor:
+    """A value that a later cell of the stage reads too."""
+    return box[name]
+
+
+@dataclass(frozen=True)
+class Value:
+    """What one cell makes and others read: a local tensor of this shape."""
+
+    name: str
+    source: Cell
+    users: tuple[Cell, ...]  # in the order in which they run; the source is not among them
+    like: Tensor = field(compare=False)  # fake
+    only: Mapping[str, int] = field(default_factory=dict)  # coordinates of the ranks that have it, if not all have
+
+    @property
+    def num_bytes(self) -> int:
+        return num_bytes(self.like)
+
+    def stages(self) -> tuple[int, ...]:
+        """The other stages that it is sent to."""
+        return tuple(dict.fromkeys(stage for _, stage in self.users if stage != self.source[1]))
+
+
+@dataclass(frozen=True)
+class CellGraph:
+    """The graph of a cell. `outputs` are those of the step that it makes, then the values that it hands on."""
+
+    graph: Graph
+    outputs: tuple[Output, ...]
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A step in cells."""
+
+    graphs: dict[Cell, CellGraph]
+    values: tuple[Value, ...]
+    num_stages: int
+    parameters: dict[str, tuple[int, ...]]  # the stages that read each parameter, or give it gradients
+
+    def edges(self) -> Edges:
+        """Which cell waits for which: for each value the first reader on every stage."""
+        found = set()
+        for value in self.values:
+            for stage in {stage for _, stage in value.users}:
+                found.add((value.source, next(cell for cell in value.users if cell[1] == stage)))
+        return frozenset(found)
+
+
+def keep_written_buffers(graph: Graph, written: Collection[str]) -> None:
+    """Let all but the first reader's stage and phase have the values that buffers had when the forward pass read them.
+
+    Later microbatches change them before the backward of this one. Changes `graph`.
+    """
+    for node in placeholders(graph):
+        if node.meta.get("kind") != "buffer" or node.meta["name"] not in written or not is_tensor(node):
+            continue
+        users = [u for u in node.users if u.op == "call_function"]
+        if not any(u.meta.get("phase") == "backward" for u in users):
+            continue
+        first = next(u for u in graph.nodes if u in node.users)
+        with graph.inserting_before(first):
+            copy = graph.call_function(aten.clone.default, (node,))
+        copy.meta = {**first.meta, "val": node.meta["val"], "phase": "forward"}
+        copy.meta.pop("only", None)
+        for user in users:
+            if user.meta.get("phase") == "backward":
+                user.replace_input_with(node, copy)
+
+
+def apart(graph: Graph, outputs: Sequence[Output], anywhere: Collection[Node]) -> list[tuple[Output, Any]]:
+    """The step's outputs with their nodes, where a gradient that several stages add to is one term for each of them.
+
+    Changes `graph`.
+    """
+    (results,) = output_node(graph).args
+    found: list[tuple[Output, Any]] = []
+    for output, result in zip(outputs, results, strict=True):  # type: ignore[arg-type]
+        if output.kind != "gradient" or not isinstance(result, Node):
+            found.append((output, result))
+            continue
+        terms = _terms(graph, result, anywhere)
+        by_stage: dict[int, list[Node]] = {}
+        for term in terms:
+            by_stage.setdefault(term.meta.get("stage", 0), []).append(term)
+        for members in by_stage.values():
+            total = members[0]
+            for other in members[1:]:
+                with graph.inserting_before(output_node(graph)):
+                    both = graph.call_function(aten.add.Tensor, (total, other))
+                both.meta = dict(total.meta)
+                total = both
+            found.append((output, total))
+    return found
+
+
+def _terms(graph: Graph, result: Node, anywhere: Collection[Node]) -> list[Node]:
+    """What is added up to give a gradient, as far as it comes from different stages."""
+    chain: list[Node] = []
+    node = result
+    while node.op == "call_function" and (node.target in _LINEAR or _is_sum(node)):
+        chain.append(node)
+        node = node.args[1] if _is_sum(node) else node.args[0]  # type: ignore[assignment]
+    if node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
+        return [result]
+    sides = [a for a in node.args if isinstance(a, Node)]
+    terms = [t for side in sides for t in _terms(graph, side, anywhere)]
+    if len(sides) < 2 or len({t.meta.get("stage") for t in terms}) == 1:
+        return [result]
+    found = []
+    for term in terms:
+        for step in reversed(chain):
+            source = step.args[1] if _is_sum(step) else step.args[0]
+            with graph.inserting_before(output_node(graph)):
+                copy = graph.node_copy(step, lambda n, source=source, term=term: term if n is source else n)
+            copy.meta = {**step.meta, "stage": term.meta["stage"]}
+            term = copy
+        found.append(term)
+    return found
+
+
+def _is_sum(node: Node) -> bool:
+    return node.target is ops.all_reduce and node.args[3] == "sum"
+
+
+def split_cells(
+    graph: Graph, outputs: Sequence[Output], num_stages: int, anywhere: Collection[Node], weights: bool
+) -> Cells:
+    """The graphs of all cells, from a local graph whose calls know their stage. `weights` asks for cells W."""
+    anywhere = set(anywhere)
+    ends = apart(graph, outputs, anywhere)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    cell_of = _assign(graph, ends, num_stages, anywhere, weights)
+    turn = {cell: i for i, cell in enumerate(_in_order(num_stages, weights))}
+    readers: dict[Node, set[Cell]] = {}
+    for node, cell in cell_of.items():
+        for source in _sources(node, anywhere):
+            if source.op == "call_function" and cell_of[source] != cell:
+                readers.setdefault(source, set()).add(cell)
+    ending: dict[Cell, list[tuple[Output, Any]]] = {cell: [] for cell in turn}
+    for output, result in ends:
+        ending[_cell_of_output(output, result, cell_of, anywhere, num_stages)].append((output, result))
+    for results in ending.values():
+        for _, result in results:
+            assert not isinstance(result, Node) or result.op == "placeholder" or result in cell_of or result in anywhere
+    values = []
+    for node in sorted(readers, key=order.__getitem__):
+        users = tuple(sorted(readers[node], key=turn.__getitem__))
+        assert all(turn[user] > turn[cell_of[node]] for user in users), f"{node} goes back in time"
+        values.append(Value(node.name, cell_of[node], users, node.meta["val"], dict(node.meta.get("only", {}))))
+    by_name = {value.name: value for value in values}
+    graphs = {}
+    for cell in turn:
+        mine = [node for node, where in cell_of.items() if where == cell]
+        mine.sort(key=order.__getitem__)
+        handed = [value for value in values if value.source == cell]
+        graphs[cell] = _build(cell, mine, ending[cell], handed, by_name, graph, anywhere)
+    parameters: dict[str, set[int]] = {}
+    for cell, each in graphs.items():
+        for node in placeholders(each.graph):
+            if node.meta.get("kind") == "parameter":
+                parameters.setdefault(node.meta["name"], set()).add(cell[1])
+        for output in each.outputs:
+            if output.kind == "gradient":
+                parameters.setdefault(output.name, set()).add(cell[1])
+    return Cells(graphs, tuple(values), num_stages, {n: tuple(sorted(s)) for n, s in parameters.items()})
+
+
+def _in_order(num_stages: int, weights: bool) -> list[Cell]:
+    """All cells in an order in which one rank alone could run them."""
+    found: list[Cell] = [("F", stage) for stage in range(num_stages)]
+    for stage in reversed(range(num_stages)):
+        found += [("B", stage), ("W", stage)] if weights else [("B", stage)]
+    return found
+
+
+def _sources(node: Node, anywhere: Collection[Node]) -> Iterable[Node]:
+    """The values that must be at hand to make the node, once what is repeated is."""
+    for source in node.all_input_nodes:
+        base = base_of(source, anywhere)
+        if base not in anywhere:
+            yield base
+
+
+def _assign(
+    graph: Graph, ends: Sequence[tuple[Output, Any]], num_stages: int, anywhere: set[Node], weights: bool
+) -> dict[Node, Cell]:
+    """The cell of every call that something needs."""
+    needed: set[Node] = set()
+    stack = [result for _, result in ends if isinstance(result, Node)]
+    while stack:
+        node = stack.pop()
+        if node.op == "call_function" and node not in needed and node not in anywhere:
+            needed.add(node)
+            stack += [node.all_input_nodes[0]] if is_item(node) else _sources(node, anywhere)
+    found: dict[Node, Cell] = {}
+    for node in graph.nodes:
+        if node in needed:
+            found[node] = ("B" if node.meta.get("phase") == "backward" else "F", node.meta["stage"])
+    if weights:
+        waited_for = _waited_for(found, anywhere)
+        for node, (kind, stage) in found.items():
+            if kind == "B" and node not in waited_for:
+                found[node] = ("W", stage)
+    return found
+
+
+def _waited_for(cell_of: Mapping[Node, Cell], anywhere: Collection[Node]) -> set[Node]:
+    """Backward calls that another stage's backward waits for, and all that they need of their own stage."""
+    stack = [
+        source
+        for node, cell in cell_of.items()
+        for source in _sources(node, anywhere)
+        if source in cell_of and cell_of[source][0] == "B" and cell_of[source][1] != cell[1]
+    ]
+    found: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in found:
+            continue
+        found.add(node)
+        stack += [s for s in _sources(node, anywhere) if s in cell_of and cell_of[s] == cell_of[node]]
+    return found
+
+
+def _cell_of_output(
+    output: Output, result: Any, cell_of: Mapping[Node, Cell], anywhere: Collection[Node], num_stages: int
+) -> Cell:
+    if isinstance(result, Node) and result in cell_of:
+        return cell_of[result]
+    last = num_stages - 1  # what needs no stage, such as a weight that counts the batch's tokens
+    return ("B", last) if output.kind == "gradient" else ("F", last)
+
+
+def _build(
+    cell: Cell,
+    nodes: Sequence[Node],
+    ends: Sequence[tuple[Output, Any]],
+    handed: Sequence[Value],
+    by_name: Mapping[str, Value],
+    whole: Graph,
+    anywhere: Collection[Node],
+) -> CellGraph:
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    box: Node | None = None
+
+    def place_holders() -> None:
+        nonlocal box
+        used: set[Node] = set()
+        seen: set[Node] = set()
+        stack = [*nodes, *(r for _, r in ends if isinstance(r, Node))]
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.op == "placeholder":
+                used.add(node)
+            elif node in inside or node in anywhere or _is_repeated_view(node):
+                stack += node.all_input_nodes
+        for node in placeholders(whole):
+            if node in used or node.name == WORLD:
+                copies[node] = graph.placeholder(node.name)
+                copies[node].meta = dict(node.meta)
+        box = graph.placeholder(BOX)
+        box.meta = {"val": None, "kind": BOX, "name": BOX}
+
+    def _is_repeated_view(node: Node) -> bool:
+        return base_of(node, anywhere) is not node
+
+    inside = set(nodes)
+
+    def value_of(node: Node) -> Node:
+        """The node in this graph; made now where it is repeated or comes from the box."""
+        if node in copies:
+            return copies[node]
+        if node not in inside and (node in anywhere or _is_repeated_view(node)):
+            for source in node.all_input_nodes:
+                value_of(source)
+            copy = graph.node_copy(node, value_of)
+            copy.meta = {**node.meta, "phase": "backward" if cell[0] != "F" else "forward"}
+        elif node in inside:
+            copy = graph.node_copy(node, value_of)
+            copy.meta = dict(node.meta)
+        else:
+            value = by_name[node.name]
+            later = any(user[1] == cell[1] and user != cell and _after(user, cell) for user in value.users)
+            copy = graph.call_function(look if later else take, (box, node.name))
+            copy.meta = {**node.meta, "phase": "backward" if cell[0] != "F" else "forward"}
+        copies[node] = copy
+        return copy
+
+    place_holders()
+    for node in nodes:
+        value_of(node)
+    results = [(output, value_of(r) if isinstance(r, Node) else r) for output, r in ends]
+    results += [(Output("value", value.name), value_of(_named(nodes, value.name))) for value in handed]
+    graph.output(tuple(result for _, result in results))
+    graph.lint()
+    return CellGraph(graph, tuple(output for output, _ in results))
+
+
+def _after(one: Cell, other: Cell) -> bool:
+    return "FBW".index(one[0]) > "FBW".index(other[0])
+
+
+def _named(nodes: Sequence[Node], name: str) -> Node:
+    return next(node for node in nodes if node.name == name)

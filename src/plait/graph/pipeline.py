@@ -1,0 +1,105 @@
+"""From the local graph of a whole step to the cells of a pipeline, and where parameters lie then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch.fx import Graph
+
+from plait.decide.check_schedule import check_schedule
+from plait.decide.schedules import make_schedule
+from plait.decide.transfers import add_transfers, add_updates
+from plait.errors import PlanError
+from plait.graph.capture import Captured
+from plait.graph.cells import Cells, keep_written_buffers, split_cells
+from plait.graph.recompute import recompute
+from plait.graph.stages import complete_places, place_in_stages, repeatable
+from plait.spec.action import FORWARD, WEIGHT
+from plait.spec.kinds import ScheduleName
+from plait.spec.layout import Layout, Only, Placement
+from plait.spec.plan import Plan
+from plait.spec.schedule import Schedule
+
+AXIS = "pipeline"
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A step in cells, and the order in which ranks along the axis `pipeline` run them."""
+
+    cells: Cells
+    schedule: Schedule
+    stages: Mapping[str, tuple[int, ...]]  # of every parameter
+
+    def ranks_of(self, name: str) -> tuple[int, ...]:
+        """The ranks along the axis that have a parameter."""
+        found = {rank for stage in self.stages[name] for rank, _ in self.schedule.holders(stage)}
+        return tuple(sorted(found))
+
+    def placed(self, name: str, layout: Layout) -> Layout:
+        """The layout of a parameter, with where it lies along the pipeline."""
+        first, *others = self.ranks_of(name)
+        if len(others) + 1 == self.schedule.num_ranks:
+            return layout
+        where: Placement = Only(first, tuple(others))
+        return replace(layout, placements=((AXIS, where), *layout.placements))
+
+
+def schedule_of(plan: Plan, train: bool = True) -> Schedule:
+    """The schedule that a plan names, without transfers: of training, or of the forward pass of one batch.
+
+    PlanError or ScheduleError for one that cannot be.
+    """
+    found = _training_schedule(plan if train or ScheduleName.is_file(plan.schedule) else replace(plan, micro=1))
+    if train:
+        return found
+    ranks = tuple(tuple(a for a in actions if a.kind == FORWARD and a.micro == 0) for actions in found.ranks)
+    return Schedule("forward-only", 1, found.stages, ranks)
+
+
+def _training_schedule(plan: Plan) -> Schedule:
+    if not ScheduleName.is_file(plan.schedule):
+        return make_schedule(plan.schedule, plan.pipeline, plan.micro, plan.chunks if plan.chunks > 1 else None)
+    path = Path(plan.schedule)
+    try:
+        found = Schedule.parse(path.read_text())
+    except OSError as error:
+        raise PlanError(f"schedule={plan.schedule}: cannot read the file: {error.strerror}") from None
+    if (found.num_ranks, found.num_micro) != (plan.pipeline, plan.micro):
+        raise PlanError(
+            f"schedule={plan.schedule} is for {found.num_ranks} ranks and {found.num_micro} microbatches, but the plan"
+            f" has pipeline={plan.pipeline} micro={plan.micro}; change one of them"
+        )
+    return found
+
+
+def pipelined(
+    graph: Graph, captured: Captured, plan: Plan, settled: Mapping[str, tuple[int, ...]] | None = None
+) -> Pipeline:
+    """Cut the local graph of a step into stages, and these into cells. Changes `graph`.
+
+    `settled` are the stages of parameters as an earlier batch decided them.
+    """
+    train = any(output.kind == "gradient" for output in captured.outputs)
+    schedule = schedule_of(plan, train)
+    num_stages = schedule.num_stages
+    written = {o.name for o in captured.outputs if o.kind == "buffer"}
+    complete_places(graph)
+    keep_written_buffers(graph, written)
+    anywhere = repeatable(graph, written)
+    place_in_stages(graph, plan, num_stages, anywhere, settled)
+    graph = recompute(graph, plan.recompute)
+    anywhere = repeatable(graph, written)
+    weights = any(action.kind == WEIGHT for _, action in schedule.cells())
+    cells = split_cells(graph, captured.outputs, num_stages, anywhere, weights)
+    edges = cells.edges()
+    check_schedule(schedule, edges)
+    shared = [on for on in cells.parameters.values() if len(on) > 1]
+    schedule = add_updates(add_transfers(schedule, edges), edges, shared)
+    check_schedule(schedule, edges)
+    stages = {i.name: cells.parameters.get(i.name, (0,)) for i in captured.inputs if i.kind == "parameter"}
+    if settled is not None:
+        stages = dict(settled)
+    return Pipeline(cells, schedule, stages)

@@ -1,0 +1,266 @@
+"""Stages: which part of a pipeline each call of a step belongs to.
+
+A call of the forward pass has a place in the order of the program, and a call of the backward pass the place of what it
+differentiates (graph/record.py), so places cut the step into stages, forward and backward at once. Calls are weighed on
+the local graph; where to cut is decided by decide/cut.py.
+"""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch.fx import Graph, Node
+
+from plait.decide.cut import Flow, Item, choose_cut
+from plait.errors import PlanError
+from plait.graph import ops
+from plait.graph.calls import is_item, is_tensor, num_bytes, placeholders
+from plait.graph.estimate import flops_of, seconds_of
+from plait.graph.random import draw
+from plait.graph.views import is_view
+from plait.spec.plan import Plan
+
+aten = torch.ops.aten
+LINK_BYTES_PER_SECOND = 2.5e9  # between two processes of one host, copied in and out; of the unit of estimate.py
+_MOST_ITEMS = 1200  # what the search for a cut, quadratic in it, looks at
+
+
+def place_in_stages(
+    graph: Graph,
+    plan: Plan,
+    num_stages: int,
+    anywhere: Collection[Node],
+    settled: Mapping[str, tuple[int, ...]] | None = None,
+) -> None:
+    """Give every call but those that any stage repeats its `stage` in its meta. Changes the local graph of a step.
+
+    `settled` are the stages on which an earlier batch put each parameter.
+
+    PlanError where the step has fewer calls than stages, or a name in `cut` is of no module.
+    """
+    items, first_places = _items(graph)
+    flows = _flows(graph, anywhere, first_places)
+    if len(items) < num_stages:
+        raise PlanError(
+            f"the step has {len(items)} places where it can be cut into {num_stages} stages"
+            f" (pipeline={plan.pipeline} x chunks={num_stages // plan.pipeline}); give {len(items)} stages or less"
+        )
+    allowed = _allowed(graph, plan, num_stages, first_places, settled)
+    found = choose_cut(items, flows, num_stages, allowed)
+    if found is None:
+        raise PlanError(
+            f"cut={','.join(plan.cut)} leaves a stage empty, or its modules do not run in this order; name"
+            f" {num_stages - 1} modules in the order in which the model calls them, none of them the first"
+        )
+    begins = [first_places[i] for i in found]
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in anywhere:
+            node.meta["stage"] = bisect.bisect_right(begins, node.meta["at"])
+    _keep_order(graph, anywhere)
+
+
+def complete_places(graph: Graph) -> None:
+    """A place for calls that have none, those of collectives at the end: with what they read. A sum of gradients that
+    came from several places stands where the sum is read, so that each goes there directly."""
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if is_item(node):
+            node.meta["at"], node.meta["phase"] = node.args[0].meta["at"], node.args[0].meta["phase"]
+        elif "at" not in node.meta:
+            sources = [s for s in node.all_input_nodes if s.op == "call_function"]
+            last = max(sources, key=_moment, default=None)
+            node.meta["at"] = 0 if last is None else _place(last)
+            node.meta["phase"] = "forward" if last is None else last.meta["phase"]
+    for node in reversed(graph.nodes):
+        if node.target is aten.add.Tensor and _is_backward(node):
+            readers = [u for u in node.users if u.op == "call_function"]
+            if readers and len(readers) == len(node.users):
+                node.meta["at"] = min(_place(node), max(map(_place, readers)))
+
+
+def _moment(node: Node) -> tuple[bool, int]:
+    """When a call runs: places in order forward, then backward the other way."""
+    return _is_backward(node), -_place(node) if _is_backward(node) else _place(node)
+
+
+def repeatable(graph: Graph, written: Collection[str]) -> set[Node]:
+    """Calls that any stage makes for itself rather than being sent their result, or keeping it.
+
+    Views and casts of parameters, and whatever cheap comes from the batch alone, such as masks and positions; not what
+    comes from `written` buffers, which change from microbatch to microbatch.
+    """
+    found: set[Node] = set()
+    of_parameters: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.meta.get("kind") == "parameter":
+            of_parameters.add(node)
+        if node.op != "call_function" or node.target in ops.COMMUNICATING or node.target is draw:
+            continue
+        if "only" in node.meta:
+            continue
+        sources = node.all_input_nodes
+        if any(s.op == "placeholder" and s.meta.get("name") in written for s in sources):
+            continue
+        if not all(s.op == "placeholder" or s in found for s in sources) or any(s.name == "scale" for s in sources):
+            continue
+        if of_parameters.intersection(sources):
+            if not is_view(node) and node.target is not aten._to_copy.default:
+                continue
+            of_parameters.add(node)
+        elif flops_of(node):
+            continue
+        found.add(node)
+    return found
+
+
+def base_of(node: Node, anywhere: Collection[Node] = ()) -> Node:
+    """The value that must be at hand for a view of it to be made: the smallest memory that it looks into."""
+    while node.op == "call_function" and node not in anywhere and is_view(node) and is_tensor(node):
+        source = node.all_input_nodes[0]
+        if not is_tensor(source) or num_bytes(source.meta["val"]) > num_bytes(node.meta["val"]):
+            break
+        if len(node.all_input_nodes) > 1:
+            break
+        node = source
+    return node
+
+
+def _is_backward(node: Node) -> bool:
+    return node.meta.get("phase") == "backward"
+
+
+def _place(node: Node) -> int:
+    return node.meta.get("at", 0)  # type: ignore[no-any-return]
+
+
+def _items(graph: Graph) -> tuple[list[Item], list[int]]:
+    """The work at each place, forward and backward, and the first place of each item."""
+    seconds: dict[int, float] = defaultdict(float)
+    forward = set()
+    for node in graph.nodes:
+        if node.op == "call_function" and "at" in node.meta:
+            seconds[node.meta["at"]] += seconds_of(node)
+            if not _is_backward(node) and not is_view(node):
+                forward.add(node.meta["at"])
+    places = sorted(forward)
+    every = sorted(seconds)
+    work = [0.0] * len(places)
+    for place in every:
+        work[max(bisect.bisect_right(places, place) - 1, 0)] += seconds[place]
+    while len(places) > _MOST_ITEMS:  # join neighbours, the cheapest pairs
+        cheapest = sorted(range(1, len(places)), key=lambda i: work[i - 1] + work[i])[: len(places) // 4]
+        for i in sorted(cheapest, reverse=True):
+            work[i - 1] += work.pop(i)
+            places.pop(i)
+    return [Item(each) for each in work], places
+
+
+def _flows(graph: Graph, anywhere: Collection[Node], first_places: Sequence[int]) -> list[Flow]:
+    """The values of the forward pass that later places read, each with the gradient that comes back."""
+
+    def item(node: Node) -> int:
+        return max(bisect.bisect_right(first_places, _place(node)) - 1, 0)
+
+    users: dict[Node, set[int]] = defaultdict(set)
+    for node in graph.nodes:
+        if node.op == "call_function" and not _is_backward(node) and node not in anywhere:
+            for source in node.all_input_nodes:
+                base = base_of(source, anywhere)
+                if base.op == "call_function" and base not in anywhere and is_tensor(base):
+                    users[base].add(item(node))
+    found = []
+    for node, readers in users.items():
+        value = node.meta["val"]
+        times = 2 if value.dtype.is_floating_point else 1
+        later = tuple(sorted(r for r in readers if r > item(node)))
+        if later:
+            found.append(Flow(item(node), later, times * num_bytes(value) / LINK_BYTES_PER_SECOND))
+    return found
+
+
+def _allowed(
+    graph: Graph,
+    plan: Plan,
+    num_stages: int,
+    first_places: Sequence[int],
+    settled: Mapping[str, tuple[int, ...]] | None,
+) -> list[Collection[int] | None] | None:
+    """Which items each stage but the first may begin with."""
+    if settled is not None:
+        return _as_settled(graph, num_stages, first_places, settled)
+    if not plan.cut:
+        return None
+    if len(plan.cut) != num_stages - 1:
+        raise PlanError(
+            f"cut={','.join(plan.cut)} names {len(plan.cut)} modules, but {num_stages} stages begin with"
+            f" {num_stages - 1} besides the first; name as many"
+        )
+    return [{bisect.bisect_left(first_places, _begin_of(graph, name))} for name in plan.cut]
+
+
+def _begin_of(graph: Graph, name: str) -> int:
+    forward = [n for n in graph.nodes if n.op == "call_function" and not _is_backward(n) and not is_view(n)]
+    places = [_place(n) for n in forward if f"{n.meta.get('module') or ''}.".startswith(f"{name}.")]
+    if not places:
+        known: set[str] = set()
+        for node in forward:
+            parts = (node.meta.get("module") or "").split(".")
+            known |= {".".join(parts[: i + 1]) for i in range(len(parts))}
+        near = difflib.get_close_matches(name, sorted(known - {""}), n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(known - {''})[:8])}, ..."
+        raise PlanError(f"cut={name}: the model calls no module of this name; {hint}")
+    return min(places)
+
+
+def _as_settled(
+    graph: Graph, num_stages: int, first_places: Sequence[int], settled: Mapping[str, tuple[int, ...]]
+) -> list[Collection[int] | None]:
+    """Cuts that leave every parameter on the stages where it is."""
+    low, high = [0] * num_stages, [len(first_places)] * num_stages
+    for node in placeholders(graph):
+        stages = settled.get(node.meta.get("name", ""))
+        if node.meta.get("kind") != "parameter" or stages is None or len(stages) != 1:
+            continue
+        readers = _readers(node)
+        if not readers:
+            continue
+        items = [max(bisect.bisect_right(first_places, _place(r)) - 1, 0) for r in readers]
+        for stage in range(1, num_stages):
+            if stages[0] < stage:
+                low[stage] = max(low[stage], max(items) + 1)
+            else:
+                high[stage] = min(high[stage], min(items))
+    return [range(low[stage], high[stage] + 1) for stage in range(1, num_stages)]
+
+
+def _readers(node: Node) -> list[Node]:
+    """The forward calls that compute with a parameter, also through views and casts of it."""
+    found, stack = [], [node]
+    while stack:
+        for user in stack.pop().users:
+            if user.op != "call_function" or _is_backward(user):
+                continue
+            if is_view(user) or user.target is aten._to_copy.default:
+                stack.append(user)
+            else:
+                found.append(user)
+    return found
+
+
+def _keep_order(graph: Graph, anywhere: Collection[Node]) -> None:
+    """No forward call stands before a stage that it reads, no backward call after one."""
+    for node in graph.nodes:
+        if node.op != "call_function" or node in anywhere:
+            continue
+        same = [
+            s.meta["stage"]
+            for s in node.all_input_nodes
+            if s.op == "call_function" and "stage" in s.meta and _is_backward(s) == _is_backward(node)
+        ]
+        if same:
+            node.meta["stage"] = (min if _is_backward(node) else max)(*same, node.meta["stage"])

@@ -1,0 +1,212 @@
+"""The executor: the one loop over the actions of a schedule, on one rank.
+
+It knows which values go from cell to cell and where, and nothing of what cells compute: a `Runner` does that. Sends
+and receives are under way while the rank computes; a value is waited for when a cell takes it, and let go when no cell
+of the rank needs it any more.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from plait.comm.protocol import Comm, Work
+from plait.decide.readiness import Cell
+from plait.graph.cells import Value
+from plait.spec.action import BACKWARD, FORWARD, RECV, REDUCE, SEND, WEIGHT, Action
+from plait.spec.schedule import Schedule
+
+Box = dict[str, Tensor]
+
+
+class Runner(Protocol):
+    """What a rank does for its cells."""
+
+    def run_cell(self, cell: Cell, micro: int, box: Box) -> Mapping[str, Tensor]:
+        """Run a cell on a microbatch; it takes what it reads from the box. Returns the values that it hands on."""
+
+    def reduce(self) -> None:
+        """Sum the gradients that other ranks of the pipeline have too; once, after all cells."""
+
+
+class Clock(Protocol):
+    """Where spans are recorded."""
+
+    def span(self, kind: str, name: str, action: Action, num_bytes: int = 0) -> AbstractContextManager[Any]: ...
+
+
+class _NoClock:
+    def span(self, kind: str, name: str, action: Action, num_bytes: int = 0) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+_KIND = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weight"}
+
+
+class Executor:
+    """Runs this rank's part of a schedule. `comm` is the group along the pipeline; `cells` are those that there are."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        values: Sequence[Value],
+        cells: Sequence[Cell],
+        comm: Comm,
+        coordinates: Mapping[str, int],
+        clock: Clock | None = None,
+    ) -> None:
+        self.schedule = schedule
+        self._comm = comm
+        self._cells = frozenset(cells)
+        self._clock: Clock = clock or _NoClock()
+        here = [v for v in values if all(coordinates[axis] == index for axis, index in v.only.items())]
+        self._made: dict[Cell, list[Value]] = defaultdict(list)
+        self._read: dict[Cell, list[Value]] = defaultdict(list)
+        for value in here:
+            self._made[value.source].append(value)
+            for cell in value.users:
+                self._read[cell].append(value)
+        self._number = {value.name: i for i, value in enumerate(values)}
+        self._num_values = len(values)
+
+    def run(self, runner: Runner) -> None:
+        """Go through the actions once."""
+        _Step(self, runner).run()
+
+    def values_between(self, source: Cell, rank: int, micro: int) -> list[tuple[Value, tuple[int, ...]]]:
+        """The values of a cell that stages of another rank read, with these stages."""
+        found = []
+        for value in self._made[source]:
+            stages = tuple(s for s in value.stages() if self.schedule.where(s, micro)[0] == rank)
+            if stages:
+                found.append((value, stages))
+        return found
+
+    def tag(self, value: Value, micro: int) -> int:
+        return micro * self._num_values + self._number[value.name]
+
+
+class _Step:
+    """One pass over the actions."""
+
+    def __init__(self, executor: Executor, runner: Runner) -> None:
+        self._executor = executor
+        self._runner = runner
+        self._schedule = executor.schedule
+        self._comm = executor._comm
+        self._rank = self._comm.rank
+        self._boxes: dict[tuple[int, int], Box] = defaultdict(dict)  # by microbatch and stage
+        self._leaving: dict[tuple[Cell, int], dict[str, _Leaving]] = {}  # what is still to be sent, as _boxes by cell
+        self._coming: dict[tuple[int, int], dict[str, Work]] = defaultdict(dict)  # as _boxes
+        self._sent: list[tuple[Work, Tensor]] = []
+
+    def run(self) -> None:
+        actions = self._schedule.ranks[self._rank]
+        last_reduce = max((i for i, action in enumerate(actions) if action.kind == REDUCE), default=-1)
+        for index, action in enumerate(actions):
+            if action.computes:
+                self._compute(action)
+            elif action.kind == SEND:
+                self._send(action)
+            elif action.kind == RECV:
+                self._receive(action)
+            elif index == last_reduce:
+                with self._executor._clock.span("reduce", str(action), action):
+                    self._runner.reduce()
+        for work, _ in self._sent:
+            work.wait()
+
+    def _compute(self, action: Action) -> None:
+        assert action.micro is not None
+        stage, micro = self._schedule.stages[self._rank][action.chunk], action.micro
+        cells: list[Cell] = [(action.kind, stage)]
+        if action.kind == BACKWARD and not self._schedule.splits(self._rank, action):
+            cells.append((WEIGHT, stage))
+        for cell in cells:
+            if cell in self._executor._cells:
+                self._run_cell(cell, micro, action)
+
+    def _run_cell(self, cell: Cell, micro: int, action: Action) -> None:
+        box = self._boxes[micro, cell[1]]
+        coming = self._coming[micro, cell[1]]
+        wanted = [value for value in self._executor._read[cell] if value.name in coming]
+        if wanted:
+            num_bytes = sum(value.num_bytes for value in wanted)
+            with self._executor._clock.span("wait", str(action), action, num_bytes):
+                for value in wanted:
+                    box[value.name] = coming.pop(value.name).wait()
+        with self._executor._clock.span(_KIND[action.kind], str(action), action):
+            made = self._runner.run_cell(cell, micro, box)
+        away: dict[str, _Leaving] = {}
+        for value in self._executor._made[cell]:
+            tensor = made[value.name]
+            if any(stage == cell[1] for _, stage in value.users):
+                box[value.name] = tensor
+            peers = set()
+            for stage in value.stages():
+                peer = self._schedule.where(stage, micro)[0]
+                if peer == self._rank:
+                    self._boxes[micro, stage][value.name] = tensor
+                else:
+                    peers.add(peer)
+            if peers:
+                away[value.name] = _Leaving(tensor.contiguous(), peers)
+        if away:
+            self._leaving[cell, micro] = away
+
+    def _send(self, action: Action) -> None:
+        assert action.micro is not None and action.peer is not None and action.of is not None
+        stage = self._schedule.stages[self._rank][action.chunk]
+        for cell in self._with_weight(action, self._rank, stage):
+            away = self._leaving.get((cell, action.micro), {})
+            going = [value for value, _ in self._executor.values_between(cell, action.peer, action.micro)]
+            with self._executor._clock.span("send", str(action), action, sum(value.num_bytes for value in going)):
+                for value in going:
+                    leaving = away[value.name]
+                    work = self._comm.send(leaving.tensor, action.peer, self._executor.tag(value, action.micro))
+                    self._sent.append((work, leaving.tensor))
+                    leaving.peers.remove(action.peer)
+                    if not leaving.peers:
+                        del away[value.name]
+
+    def _receive(self, action: Action) -> None:
+        assert action.micro is not None and action.peer is not None and action.of is not None
+        stage = self._schedule.stages[action.peer][action.chunk]
+        for cell in self._with_weight(action, action.peer, stage):
+            for value, stages in self._executor.values_between(cell, self._rank, action.micro):
+                work = self._comm.recv(value.like, action.peer, self._executor.tag(value, action.micro))
+                shared = work if len(stages) == 1 else _Shared(work)
+                for each in stages:
+                    self._coming[action.micro, each][value.name] = shared
+
+    def _with_weight(self, action: Action, rank: int, stage: int) -> list[Cell]:
+        """The cells whose values an action of transfer is about: of a backward that is not split, both parts."""
+        assert action.of is not None
+        whole = action.of == BACKWARD and not self._schedule.splits(rank, action.producer)
+        return [(action.of, stage), (WEIGHT, stage)] if whole else [(action.of, stage)]
+
+
+@dataclass
+class _Leaving:
+    """A value that these ranks are still to be sent."""
+
+    tensor: Tensor
+    peers: set[int]
+
+
+class _Shared:
+    """A message that several stages of a rank wait for."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self._result is None:
+            self._result = self._work.wait()
+        return self._result

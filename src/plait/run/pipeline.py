@@ -1,0 +1,176 @@
+"""A step of a pipeline on one rank: its cells as programs, and what the ranks agree on when all have run."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from plait.comm.protocol import World
+from plait.decide.readiness import Cell
+from plait.graph.lower import Lowered
+from plait.graph.pipeline import AXIS
+from plait.run.execute import Box, Executor
+from plait.run.homes.homes import Homes
+from plait.run.microbatch import micro_key
+from plait.run.program import Program, StepResult
+
+
+class PipelineProgram:
+    """One lowered step with a pipeline, ready to run on one rank."""
+
+    def __init__(self, lowered: Lowered, world: World, homes: Homes) -> None:
+        assert lowered.pipeline is not None
+        self.lowered = lowered
+        self.world = world
+        self.pipeline = lowered.pipeline
+        self.program = Program(lowered, world, homes)
+        self.comm = world.comm(AXIS)
+        cells, schedule = self.pipeline.cells, self.pipeline.schedule
+        coordinates = world.mesh.coordinates(world.rank)
+        self._executor = Executor(schedule, cells.values, list(cells.graphs), self.comm, coordinates)
+        self._turns = {cell: lowered.turns_of_cell(cell) for cell in cells.graphs}
+        self._makers: dict[tuple[str, str], list[int]] = defaultdict(list)  # ranks, by kind and name
+        for cell, each in cells.graphs.items():
+            for output in each.outputs:
+                self._makers[output.kind, output.name] += [rank for rank, _ in schedule.holders(cell[1])]
+        self._shared = [n for n in self.pipeline.stages if len(self.pipeline.ranks_of(n)) > 1]
+
+    def run(
+        self,
+        key: int,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        batches: Sequence[Mapping[str, Tensor]],
+        scale: Tensor | None = None,
+    ) -> list[StepResult]:
+        """Run on the microbatches of a step, given as Program.run takes each. The results of all of them; the last has
+        the sums of the gradients of this rank's parameters. `buffers` take their new values."""
+        step = _Cells(self, key, parameters, buffers, batches, scale)
+        self._executor.run(step)
+        self._spread_buffers(buffers)
+        return self._results(step)
+
+    def turn(self, cell: Cell, count: int) -> str:
+        return self._turns[cell][count]
+
+    def exchange(self, sums: dict[str, Tensor]) -> None:
+        """Add up the gradients of parameters that several ranks of the pipeline have, in one order on all of them."""
+        mine = self.comm.rank
+        works = []
+        for number, name in enumerate(self._shared):
+            ranks = self.pipeline.ranks_of(name)
+            if mine in ranks:
+                makers = [rank for rank in ranks if rank in self._makers["gradient", name]]
+                if mine in makers:
+                    for peer in ranks:
+                        if peer != mine:
+                            self.comm.send(sums[name].contiguous(), peer, tag=number)
+                works.append((name, makers, number))
+        for name, makers, number in works:
+            terms = {}
+            for rank in makers:
+                terms[rank] = sums[name] if rank == mine else self._receive(name, rank, number)
+            total = terms[makers[0]].clone() if makers else None
+            for rank in makers[1:]:
+                total.add_(terms[rank])
+            if total is not None:
+                sums[name] = total
+
+    def _receive(self, name: str, rank: int, tag: int) -> Tensor:
+        layout = self.lowered.states[name]
+        here = self.world.mesh.coordinates(self.world.rank)
+        shape = layout.local_shape(self.world.mesh, here)
+        like = torch.empty(shape, dtype=self.lowered.dtype_of(name), device=self.world.device)
+        return self.comm.recv(like, rank, tag).wait()
+
+    def _spread_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        for name in [name for kind, name in self._makers if kind == "buffer"]:
+            root = self._makers["buffer", name][0]
+            buffers[name].copy_(self.comm.broadcast(buffers[name].contiguous(), root).wait())
+
+    def _results(self, step: _Cells) -> list[StepResult]:
+        """The losses on every rank."""
+        found: dict[str, Tensor] = {}
+        num = self.pipeline.schedule.num_micro
+        for kind in ("loss", "sum", "weight"):
+            if (kind, kind) not in self._makers:
+                continue
+            root = self._makers[kind, kind][0]
+            mine = torch.zeros(num, dtype=torch.float64, device=self.world.device)
+            if root == self.comm.rank:
+                mine = torch.stack([step.losses[kind, micro].double() for micro in range(num)])
+            found[kind] = self.comm.broadcast(mine, root).wait().to(self._dtype(kind))
+        results = []
+        for micro in range(num):
+            parts = (found["sum"][micro], found["weight"][micro]) if "sum" in found else None
+            gradients = step.gradients if micro == num - 1 else {}
+            results.append(StepResult(found["loss"][micro], parts, gradients, {}))
+        return results
+
+    def _dtype(self, kind: str) -> torch.dtype:
+        return self._loss_dtypes[kind]
+
+    @property
+    def _loss_dtypes(self) -> dict[str, torch.dtype]:
+        found = {}
+        for each in self.pipeline.cells.graphs.values():
+            results = each.graph.output_node().args[0]
+            for output, result in zip(each.outputs, results, strict=True):  # type: ignore[arg-type]
+                if output.kind in ("loss", "sum", "weight"):
+                    found[output.kind] = result.meta["val"].dtype  # type: ignore[union-attr]
+        return found
+
+
+class _Cells:
+    """Runs the cells of one step (run.execute.Runner)."""
+
+    def __init__(
+        self,
+        program: PipelineProgram,
+        key: int,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        batches: Sequence[Mapping[str, Tensor]],
+        scale: Tensor | None,
+    ) -> None:
+        self._pipeline = program
+        self._key = key
+        self._parameters = parameters
+        self._buffers = buffers
+        self._batches = batches
+        self._scale = scale
+        self._counts: Counter[Cell] = Counter()
+        self._sums: dict[Cell, dict[str, Tensor]] = defaultdict(dict)
+        self.losses: dict[tuple[str, int], Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}
+
+    def run_cell(self, cell: Cell, micro: int, box: Box) -> Mapping[str, Tensor]:
+        found = self._pipeline.program.call(
+            self._pipeline.turn(cell, self._counts[cell]),
+            self._pipeline.pipeline.cells.graphs[cell].outputs,
+            parameter=self._parameters,
+            buffer=self._buffers,
+            batch=self._batches[micro],
+            sum=self._sums[cell],
+            key=micro_key(self._key, micro),
+            scale=self._scale,
+            box=box,
+        )
+        self._counts[cell] += 1
+        for name, value in found["buffer"].items():
+            self._buffers[name].copy_(value)
+        for kind in ("loss", "sum", "weight"):
+            for value in found[kind].values():
+                self.losses[kind, micro] = value
+        self._sums[cell] = found["gradient"]
+        if self._counts[cell] == len(self._pipeline._turns[cell]):
+            for name, gradient in self._sums.pop(cell).items():
+                before = self.gradients.get(name)
+                self.gradients[name] = gradient if before is None else before.add_(gradient)
+        return found["value"]
+
+    def reduce(self) -> None:
+        self._pipeline.exchange(self.gradients)
