@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from plait.errors import PlanError
 from plait.spec.trace import COMPUTE_KINDS, KINDS, Span, Trace
 
 # Told apart also by those who do not see some colours (Wong 2011, "Points of view: Color blindness").
 COLOURS = {
-    "forward": "#0072B2", "backward": "#D55E00", "weight": "#E69F00", "send": "#56B4E9", "wait": "#EEEEEE",
+    "forward": "#0072B2", "backward": "#D55E00", "weight": "#E69F00", "send": "#56B4E9", "wait": "#DDDDDD",
     "gather": "#CC79A7", "reduce": "#009E73", "optimizer": "#444444", "data": "#F0E442",
 }  # fmt: skip
 _MANY = 3000  # spans: beyond, each kind is one line of many pieces, drawn by WebGL, and has no text of its own
@@ -29,14 +31,12 @@ def draw_swimlanes(measured: Trace | None = None, predicted: Trace | None = None
         f"{name}: {trace.seconds:.6g} s, utilisation {trace.utilisation():.1%}, bubble {trace.bubble():.1%}"
         for name, trace in shown
     ]
-    figure = make_subplots(
-        rows=len(shown),
-        cols=1,
-        shared_xaxes=True,
-        subplot_titles=titles,
-        vertical_spacing=0.08 if len(shown) > 1 else 0,
-    )
     lane = max(min(40, 900 // max(trace.num_ranks for _, trace in shown)), 12)  # pixels
+    height = 130 + sum(lane * trace.num_ranks + 70 for _, trace in shown)
+    figure = make_subplots(
+        rows=len(shown), cols=1, shared_xaxes=True, subplot_titles=titles,
+        row_heights=[trace.num_ranks for _, trace in shown], vertical_spacing=70 / height if len(shown) > 1 else 0,
+    )  # fmt: skip
     for row, (_, trace) in enumerate(shown, start=1):
         begin = min((span.start for span in trace.spans), default=0.0)
         draw = _bars if len(trace.spans) <= _MANY else _lines
@@ -51,9 +51,9 @@ def draw_swimlanes(measured: Trace | None = None, predicted: Trace | None = None
         )  # fmt: skip
     _name_once(figure)
     figure.update_xaxes(title_text="seconds", row=len(shown), col=1)
-    figure.update_xaxes(showgrid=True, gridcolor="#DDDDDD", zeroline=False)
+    figure.update_xaxes(showgrid=True, gridcolor="#EEEEEE", zeroline=False)
     figure.update_layout(
-        height=130 + sum(lane * trace.num_ranks + 70 for _, trace in shown), barmode="overlay", bargap=0.0,
+        height=height, uniformtext={"mode": "hide", "minsize": 8}, barmode="overlay", bargap=0.0,
         plot_bgcolor="white", dragmode="zoom", hovermode="closest", margin={"l": 110, "r": 20, "t": 60, "b": 50},
         legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 1.0, "xanchor": "right"},
     )  # fmt: skip
@@ -95,7 +95,7 @@ def _bars(go: Any, kind: str, spans: list[Span], begin: float, lane: int) -> Any
         y=[span.rank + offset for span in spans], width=height,
         marker={"color": COLOURS[kind], "line": {"width": 0.5 if kind in COMPUTE_KINDS else 0, "color": "white"}},
         text=[span.name if kind in COMPUTE_KINDS else "" for span in spans], textposition="inside",
-        insidetextanchor="middle", textangle=0, constraintext="none", textfont={"color": "white", "size": 10},
+        insidetextanchor="middle", textangle=0, constraintext="inside", textfont={"color": "white", "size": 10},
         hovertext=[_tell(span) for span in spans], hoverinfo="text",
     )  # fmt: skip
 
@@ -103,21 +103,17 @@ def _bars(go: Any, kind: str, spans: list[Span], begin: float, lane: int) -> Any
 def _lines(go: Any, kind: str, spans: list[Span], begin: float, lane: int) -> Any:
     """All spans as one broken line, as thick as a lane: many thousands of them are drawn at once."""
     offset, height = _LANES.get(kind, (0.0, 0.8))
+    # Each span is its start, its end and a gap; arrays travel as bytes, so that a page of many stays small.
+    x = np.full((len(spans), 3), np.nan)
+    x[:, 0] = [span.start - begin for span in spans]
+    x[:, 1] = [span.end - begin for span in spans]
+    y = np.repeat(np.array([span.rank + offset for span in spans], np.float32), 3)
     return go.Scattergl(
-        mode="lines", name=kind, legendgroup=kind, connectgaps=False,
-        x=list(_broken((span.start - begin, span.end - begin) for span in spans)),
-        y=list(_broken((span.rank + offset, span.rank + offset) for span in spans)),
-        text=list(_broken((_tell(span), _tell(span)) for span in spans)),
-        line={"color": COLOURS[kind], "width": max(height * lane, 1)}, hoverinfo="text",
+        mode="lines", name=kind, legendgroup=kind, connectgaps=False, x=x.reshape(-1), y=y,
+        text=[text for span in spans for text in (span.name, span.name, None)] if kind in COMPUTE_KINDS else None,
+        line={"color": COLOURS[kind], "width": max(height * lane, 1)},
+        hovertemplate="%{text} at %{x:.6g} s" if kind in COMPUTE_KINDS else f"{kind} at %{{x:.6g}} s",
     )  # fmt: skip
-
-
-def _broken(pairs: Iterable[tuple[Any, Any]]) -> Iterator[Any]:
-    """Both of each pair, and a gap."""
-    for first, second in pairs:
-        yield first
-        yield second
-        yield None
 
 
 def _tell(span: Span) -> str:
