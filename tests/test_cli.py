@@ -171,11 +171,14 @@ def test_a_run_below_a_file_is_refused_before_it_starts(folder: Path) -> None:
 def test_ctrl_c_before_training_begins_is_one_line(folder: Path, processes: str) -> None:
     (folder / "slow.py").write_text(
         "import os, pathlib, time\n"
+        "import torch\n"
         "def make():\n"
-        "    pathlib.Path('built.' + os.environ.get('RANK', '0')).touch()\n"
-        "    time.sleep(60)\n"
+        f"    if 'RANK' in os.environ or {processes} == 1:\n"  # else it is what starts the ranks, which looks first
+        "        pathlib.Path('built.' + os.environ.get('RANK', '0')).touch()\n"
+        "        time.sleep(60)\n"
+        "    return [{'x': torch.zeros(16, dtype=torch.long), 'y': torch.zeros(16, dtype=torch.long)}] * 40\n"
     )
-    (folder / "job.toml").write_text('[model]\nname = "slow:make"\n' + SMALL[SMALL.index("[data]") :])
+    (folder / "job.toml").write_text(SMALL.replace("text.txt", "slow:make"))
     process = subprocess.Popen(
         [sys.executable, "-m", "plait", "train", "job.toml", "--processes", processes],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -183,6 +186,20 @@ def test_ctrl_c_before_training_begins_is_one_line(folder: Path, processes: str)
     built = [folder / f"built.{rank}" for rank in range(int(processes))]
     while process.poll() is None and not all(file.exists() for file in built):
         time.sleep(0.05)
+    assert process.poll() is None, process.communicate()
     os.killpg(process.pid, signal.SIGINT)
     out, error = process.communicate()
     assert (process.returncode, error) == (128 + signal.SIGINT, "plait: stopped by Ctrl-C\n"), out
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_ranks_print_stays_in_whole_lines(folder: Path, unbuffered: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    (folder / "script.py").write_text(
+        "import os\nfor i in range(4000):\n    print('rank', os.environ['RANK'], 'says', i, '.' * (i % 97))\n"
+    )
+    process = plait("run", "script.py", "--processes", "2")
+    out, error = process.communicate()
+    assert process.returncode == 0, error
+    expected = [f"rank {rank} says {i} {'.' * (i % 97)}" for rank in range(2) for i in range(4000)]
+    assert sorted(out.splitlines()) == sorted(expected)

@@ -1,6 +1,25 @@
 """`python -m plait`, which torchrun can start: the command line."""
 
-from plait.cli import main
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+from plait.comm.launch import leave_interrupted
+
+
+def main() -> None:
+    """The entry point of `plait` and `python -m plait`. Ctrl-C ends it in one line, also while it still imports."""
+    signal.signal(signal.SIGINT, _leave)
+    from plait.cli import main as command_line
+
+    command_line()
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """At once: an exception that is raised while modules are imported may be lost in them."""
+    leave_interrupted()
+
 
 if __name__ == "__main__":
     main()

@@ -43,7 +43,7 @@ SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a val
 
 
 def main() -> None:
-    """The entry point of `plait` and `python -m plait.cli`."""
+    """What `plait/__main__.py` starts."""
     app()
 
 
@@ -252,7 +252,7 @@ def _launched_here() -> bool:
 def _launch(arguments: list[str], plan: Plan) -> None:
     from plait.comm.launch import launch
 
-    raise typer.Exit(launch(["-m", "plait.cli", *arguments], plan.num_processes, {"PLAIT_PLAN": str(plan)}))
+    raise typer.Exit(launch(["-m", "plait", *arguments], plan.num_processes, {"PLAIT_PLAN": str(plan)}))
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,6 +18,9 @@ from plait.run.environment import num_processes, rank
 
 def run_script(script: Path, arguments: Sequence[str]) -> None:
     """Run the script as `python SCRIPT ARGUMENTS` would; of several ranks only the first to fail speaks."""
+    if num_processes() > 1:
+        _print_whole_lines()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script sees Ctrl-C as under plain Python
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.absolute().parent))
     try:
@@ -34,6 +39,13 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
             if num_processes() > 1:
                 print(f"plait: rank {rank()} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         _leave(1)
+
+
+def _print_whole_lines() -> None:
+    """Ranks write to one place, as torchrun's do and without a prefix: let each line get there as one, at once."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _own_traceback(error: Exception, script: Path) -> str:

@@ -6,10 +6,9 @@ import logging
 import os
 import signal
 import sys
-import tempfile
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 FAILURE_FILE = "PLAIT_FAILURE_FILE"  # whichever rank creates this file is the one that shows its exception
 
@@ -20,6 +19,9 @@ def launch(arguments: Sequence[str], num_processes: int, environment: Mapping[st
     A rank that fails stops the others. It shows its own exception; only one that was killed is reported here. Ctrl-C
     and SIGTERM are passed on to every rank, and the status is then 128 + the signal's number.
     """
+    import tempfile  # here, because Ctrl-C is answered in one line only once this module is there
+    import uuid
+
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -56,6 +58,15 @@ def launch(arguments: Sequence[str], num_processes: int, environment: Mapping[st
                 print(f"plait: rank {rank} was ended by {name}{why}", file=sys.stderr)
             return failure.exitcode if failure.exitcode > 0 else 1
         return 0
+
+
+def leave_interrupted() -> NoReturn:
+    """End this process after Ctrl-C: at once, because others of its group may never come. One of all ranks says so."""
+    if first_to_fail():
+        print("plait: stopped by Ctrl-C", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(128 + signal.SIGINT)
 
 
 def first_to_fail() -> bool:
