@@ -104,22 +104,31 @@ def gather_parameters(graph: Graph, cuts: Mapping[str, Cut], bucket_bytes: int) 
 def narrow_parameters(held: list[Node]) -> None:
     """Where every reader of a parameter first casts it to one narrower type, let it come in that type.
 
-    Its placeholder then stands for the narrow tensor; `held` in its meta is the type that the optimizer has.
+    Its placeholder then stands for the narrow tensor; `held` in its meta is the type that the optimizer has. Nodes of
+    several graphs that stand for one parameter are narrowed all or none.
     """
+    by_name: dict[str, list[Node]] = {}
     for node in held:
-        casts = list(node.users)
+        by_name.setdefault(node.meta["name"], []).append(node)
+    for nodes in by_name.values():
+        casts = [user for node in nodes for user in node.users]
         dtypes = {u.meta["val"].dtype for u in casts if u.target is aten._to_copy.default}
         if not casts or any(u.target is not aten._to_copy.default for u in casts) or len(dtypes) != 1:
             continue
         (dtype,) = dtypes
-        value = node.meta["val"]
-        if dtype.itemsize >= value.dtype.itemsize:
-            continue
-        node.meta["held"] = value.dtype
-        node.meta["val"] = value.new_empty(value.shape, dtype=dtype)
-        for cast in casts:
-            cast.replace_all_uses_with(node)
-            cast.graph.erase_node(cast)
+        for node in nodes:
+            _narrow(node, dtype)
+
+
+def _narrow(node: Node, dtype: torch.dtype) -> None:
+    value = node.meta["val"]
+    if dtype.itemsize >= value.dtype.itemsize:
+        return
+    node.meta["held"] = value.dtype
+    node.meta["val"] = value.new_empty(value.shape, dtype=dtype)
+    for cast in list(node.users):
+        cast.replace_all_uses_with(node)
+        cast.graph.erase_node(cast)
 
 
 def repeat_views(graph: Graph, held: list[Node]) -> None:

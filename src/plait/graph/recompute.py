@@ -24,6 +24,7 @@ from plait.graph.views import is_view
 from plait.spec.kinds import Bytes
 from plait.spec.recompute import Recompute
 
+Layer = tuple[str, int | None]  # its module's name, and which stage of a pipeline's
 
 def recompute(graph: Graph, how: Recompute) -> Graph:
     """Drop values of the forward pass as the plan says. Changes the local graph of a step and returns it.
@@ -34,7 +35,7 @@ def recompute(graph: Graph, how: Recompute) -> Graph:
         return graph
     forward = [n for n in graph.nodes if n.op == "call_function" and n.meta.get("phase") == "forward"]
     layers = _layers(forward, how)
-    kept_anyway = _handed_on(forward, layers)
+    kept_anyway = _handed_on(forward, layers) | _read_in_another_stage(graph)
     dropped = {n for n in forward if n in layers and n not in kept_anyway and n.target not in ops.COMMUNICATING}
     if how.kind == "budget":
         dropped -= _kept_within(forward, dropped, how)
@@ -49,9 +50,13 @@ def saved_bytes(graph: Graph) -> int:
     return sum(num_bytes(node.meta["val"]) for node in saved_nodes(graph))
 
 
-def _layers(forward: list[Node], how: Recompute) -> dict[Node, str]:
-    """The layer of each forward node that is in one."""
-    found = {node: layer for node in forward if (layer := _layer_of(node.meta.get("module") or "", how))}
+def _layers(forward: list[Node], how: Recompute) -> dict[Node, Layer]:
+    """The layer of each forward node that is in one. Of a layer that a pipeline cuts, each stage's part is one."""
+    found = {
+        node: (layer, node.meta.get("stage"))
+        for node in forward
+        if (layer := _layer_of(node.meta.get("module") or "", how))
+    }
     if found:
         return found
     modules = sorted({n.meta.get("module") or "" for n in forward} - {""})
@@ -59,7 +64,7 @@ def _layers(forward: list[Node], how: Recompute) -> dict[Node, str]:
     if how.kind == "pattern":
         raise PlanError(f"recompute={how.pattern} matches no module of the model; it has {some}, ...")
     if how.kind == "budget":
-        return dict.fromkeys(forward, "model")
+        return {node: ("model", node.meta.get("stage")) for node in forward}
     raise PlanError(
         f"recompute=layer needs numbered layers, such as those of a ModuleList, and this model has modules {some}, ...;"
         " name them, as in recompute=*.mlp, or give recompute=budget=SIZE"
@@ -76,7 +81,7 @@ def _layer_of(module: str, how: Recompute) -> str:
     return ""
 
 
-def _handed_on(forward: list[Node], layers: dict[Node, str]) -> set[Node]:
+def _handed_on(forward: list[Node], layers: dict[Node, Layer]) -> set[Node]:
     """What a layer's nodes give to forward nodes outside of it, and the memory which that is a view of."""
     found: set[Node] = set()
     for node in forward:
@@ -86,6 +91,15 @@ def _handed_on(forward: list[Node], layers: dict[Node, str]) -> set[Node]:
                 while is_view(source) and layers.get(source.all_input_nodes[0]) == layers[source]:
                     source = source.all_input_nodes[0]
                     found.add(source)
+    return found
+
+
+def _read_in_another_stage(graph: Graph) -> set[Node]:
+    """What backward reads in another stage than made it: that one's backward would come too late to make it again."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "call_function" and node.meta.get("phase") == "backward" and "stage" in node.meta:
+            found |= {s for s in node.all_input_nodes if s.meta.get("stage", node.meta["stage"]) != node.meta["stage"]}
     return found
 
 
