@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.megatron import split_gpt
+from bench.stages import torch_pipeline
 from bench.workloads import WORKLOADS, loss_fn, optimizer
 from plait import Plan, Trainer
 from plait.comm.process import process_world
@@ -87,6 +89,13 @@ def megatron(workload: str) -> Step:
     """The split written by hand (bench/megatron.py)."""
     rank, size = _join()
     return _eager(split_gpt(WORKLOADS[workload].model(), rank, size), WORKLOADS[workload].batch())
+
+
+def torch_pipelining(workload: str, schedule: str, num_micro: int) -> Step:
+    """torch.distributed.pipelining, cut by hand (bench/stages.py)."""
+    rank, size = _join()
+    fused = functools.partial(optimizer, fused=True)
+    return torch_pipeline(WORKLOADS[workload], schedule, num_micro, rank, size, fused)
 
 
 class PlaitStep:

@@ -77,21 +77,24 @@ def choose_cut(
     num_stages: int,
     allowed: Sequence[Collection[int] | None] | None = None,
     memory: Memory | None = None,
+    copies: Sequence[int] = (),
 ) -> tuple[int, ...] | None:
     """Where each stage but the first begins; None where there is no such cut.
 
-    `allowed` gives for each of these places the items that it may be, or None for any.
+    `allowed` gives for each of these places the items that it may be, or None for any. A stage of several `copies` runs
+    that many microbatches at a time.
     """
     n = len(items)
     costs, moved = stage_costs(items, flows)
     costs[np.tril_indices(n + 1)] = np.inf  # no stage is empty
     ends = [_mask(n, allowed[k] if allowed else None) for k in range(num_stages - 1)] + [_mask(n, {n}, last=True)]
     too_large = [_too_large(items, memory, k) if memory else None for k in range(num_stages)]
-    dearest = _best(costs, ends, too_large, np.maximum)
+    each = [costs / number for number in copies or [1] * num_stages]
+    dearest = _best(each, ends, too_large, np.maximum)
     if dearest is None:
         return None
     bottleneck = dearest[0]
-    cheap = np.where(costs <= bottleneck * (1 + 1e-9), moved, np.inf)
+    cheap = [np.where(cost <= bottleneck * (1 + 1e-9), moved, np.inf) for cost in each]
     found = _best(cheap, ends, too_large, np.add)
     assert found is not None
     return found[1]
@@ -116,15 +119,18 @@ def _too_large(items: Sequence[Item], memory: Memory, stage: int) -> NDArray[np.
 
 
 def _best(
-    costs: Matrix, ends: Sequence[NDArray[np.bool_]], too_large: Sequence[NDArray[np.bool_] | None], join: np.ufunc
+    costs: Sequence[Matrix],
+    ends: Sequence[NDArray[np.bool_]],
+    too_large: Sequence[NDArray[np.bool_] | None],
+    join: np.ufunc,
 ) -> tuple[float, tuple[int, ...]] | None:
     """The least joined cost of stages, and where each but the first begins."""
-    size = costs.shape[0]
+    size = costs[0].shape[0]
     reached = np.full(size, np.inf)
     reached[0] = 0.0
     came_from = []
-    for mask, large in zip(ends, too_large, strict=True):
-        stage = costs if large is None else np.where(large, np.inf, costs)
+    for stage, mask, large in zip(costs, ends, too_large, strict=True):
+        stage = stage if large is None else np.where(large, np.inf, stage)
         joined = join(reached[:, None], stage)
         joined[~np.isfinite(reached)] = np.inf
         came_from.append(joined.argmin(0))

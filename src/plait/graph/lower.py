@@ -78,12 +78,11 @@ class Lowered:
         """Which graph runs each microbatch of a step, in order."""
         return turns_of(self.plan.micro, self.graphs.keys())
 
-    def turns_of_cell(self, cell: Cell) -> tuple[str, ...]:
-        """Which graph runs each microbatch that comes to a cell of the pipeline, in order."""
-        assert self.pipeline is not None
+    def turns_of_cell(self, cell: Cell, num_micro: int) -> tuple[str, ...]:
+        """Which graph runs each of so many microbatches that come to a cell of the pipeline on one rank, in order."""
         name = cell_name(cell)
         turns = {graph.partition(".")[2] for graph in self.graphs if graph.partition(".")[0] == name}
-        return tuple(f"{name}.{turn}" for turn in turns_of(self.pipeline.schedule.num_micro, turns))
+        return tuple(f"{name}.{turn}" for turn in turns_of(num_micro, turns))
 
 
 def cell_name(cell: Cell) -> str:
@@ -154,7 +153,7 @@ def lower(
         if isinstance(values[i.node], torch.Tensor)
     }
     pipeline = None
-    if plan.pipeline > 1:
+    if len(plan.copies) > 1:
         pipeline = pipelined(graph, captured, plan, stages)
         layouts |= {name: pipeline.placed(name, layouts[name]) for name in pipeline.stages}
     else:
@@ -162,14 +161,16 @@ def lower(
     states = state_layouts(captured, layouts, plan)
     if pipeline is None:
         dtypes = narrowed([graph], plan, layouts, states)
-        graphs = graphs_of_turns(graph, captured.outputs, plan, layouts, states)
+        graphs = graphs_of_turns(graph, captured.outputs, plan, layouts, states, {plan.micro})
     else:
         cells = pipeline.cells.graphs
         dtypes = narrowed([each.graph for each in cells.values()], plan, layouts, states)
         graphs = {
             f"{cell_name(cell)}.{turn}": found
             for cell, each in cells.items()
-            for turn, found in graphs_of_turns(each.graph, each.outputs, plan, layouts, states).items()
+            for turn, found in graphs_of_turns(
+                each.graph, each.outputs, plan, layouts, states, pipeline.num_micro(cell)
+            ).items()
         }
     return Lowered(
         graphs, captured, plan, layouts, states, dtypes, origins, frozenset(without_rule), batch_size, pipeline

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch.fx import Graph
 
 from plait.decide.check_schedule import check_schedule
+from plait.decide.readiness import Cell
 from plait.decide.schedules import make_schedule
+from plait.decide.schedules.replicas import make_replicated
 from plait.decide.transfers import add_transfers, add_updates
 from plait.errors import PlanError
 from plait.graph.capture import Captured
@@ -32,6 +34,10 @@ class Pipeline:
     cells: Cells
     schedule: Schedule
     stages: Mapping[str, tuple[int, ...]]  # of every parameter
+
+    def num_micro(self, cell: Cell) -> frozenset[int]:
+        """On how many microbatches the ranks that have a cell run it."""
+        return frozenset(self.schedule.num_micro_of(rank, chunk) for rank, chunk in self.schedule.holders(cell[1]))
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
         """The ranks along the axis that have a parameter."""
@@ -61,13 +67,16 @@ def schedule_of(plan: Plan, train: bool = True) -> Schedule:
 
 def _training_schedule(plan: Plan) -> Schedule:
     if not ScheduleName.is_file(plan.schedule):
-        return make_schedule(plan.schedule, plan.pipeline, plan.micro, plan.chunks if plan.chunks > 1 else None)
+        chunks = plan.chunks if plan.chunks > 1 else None
+        if max(plan.copies) > 1:
+            return make_replicated(plan.schedule, plan.copies, plan.micro, chunks)
+        return make_schedule(plan.schedule, len(plan.copies), plan.micro, chunks)
     path = Path(plan.schedule)
     try:
         found = Schedule.parse(path.read_text())
     except OSError as error:
         raise PlanError(f"schedule={plan.schedule}: cannot read the file: {error.strerror}") from None
-    if (found.num_ranks, found.num_micro) != (plan.pipeline, plan.micro):
+    if (found.num_ranks, found.num_micro) != (sum(plan.copies), plan.micro):
         raise PlanError(
             f"schedule={plan.schedule} is for {found.num_ranks} ranks and {found.num_micro} microbatches, but the plan"
             f" has pipeline={plan.pipeline} micro={plan.micro}; change one of them"
@@ -89,11 +98,13 @@ def pipelined(
     complete_places(graph)
     keep_written_buffers(graph, written)
     anywhere = repeatable(graph, written)
-    place_in_stages(graph, plan, num_stages, anywhere, settled)
+    copies = [len(schedule.holders(stage)) for stage in range(num_stages)]
+    place_in_stages(graph, plan, copies, anywhere, settled)
     graph = recompute(graph, plan.recompute)
     anywhere = repeatable(graph, written)
     weights = any(action.kind == WEIGHT for _, action in schedule.cells())
     cells = split_cells(graph, captured.outputs, num_stages, anywhere, weights)
+    _refuse_copied_buffers(cells, copies)
     edges = cells.edges()
     check_schedule(schedule, edges)
     shared = [on for on in cells.parameters.values() if len(on) > 1]
@@ -103,3 +114,14 @@ def pipelined(
     if settled is not None:
         stages = dict(settled)
     return Pipeline(cells, schedule, stages)
+
+
+def _refuse_copied_buffers(cells: Cells, copies: Sequence[int]) -> None:
+    """Running statistics follow every microbatch in turn, and each copy of a stage sees only some."""
+    for (_, stage), each in cells.graphs.items():
+        name = next((output.name for output in each.outputs if output.kind == "buffer"), None)
+        if name is not None and copies[stage] > 1:
+            raise PlanError(
+                f"stage {stage} is on {copies[stage]} ranks that take turns, but each microbatch changes its buffer"
+                f" {name}; give that stage one rank, or let cut= put the module elsewhere"
+            )

@@ -32,25 +32,27 @@ _MOST_ITEMS = 1200  # what the search for a cut, quadratic in it, looks at
 def place_in_stages(
     graph: Graph,
     plan: Plan,
-    num_stages: int,
+    copies: Sequence[int],
     anywhere: Collection[Node],
     settled: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
     """Give every call but those that any stage repeats its `stage` in its meta. Changes the local graph of a step.
 
-    `settled` are the stages on which an earlier batch put each parameter.
+    `copies` is how many ranks share each stage's microbatches, `settled` are the stages on which an earlier batch put
+    each parameter.
 
     PlanError where the step has fewer calls than stages, or a name in `cut` is of no module.
     """
+    num_stages = len(copies)
     items, first_places = _items(graph)
     flows = _flows(graph, anywhere, first_places)
     if len(items) < num_stages:
         raise PlanError(
             f"the step has {len(items)} places where it can be cut into {num_stages} stages"
-            f" (pipeline={plan.pipeline} x chunks={num_stages // plan.pipeline}); give {len(items)} stages or less"
+            f" (pipeline={len(plan.copies)} x chunks={num_stages // len(plan.copies)}); give {len(items)} or less"
         )
     allowed = _allowed(graph, plan, num_stages, first_places, settled)
-    found = choose_cut(items, flows, num_stages, allowed)
+    found = choose_cut(items, flows, num_stages, allowed, copies=copies)
     if found is None:
         raise PlanError(
             f"cut={','.join(plan.cut)} leaves a stage empty, or its modules do not run in this order; name"

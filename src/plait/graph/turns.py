@@ -36,7 +36,7 @@ SUM = "sum_of_"  # name of a placeholder that brings the sum so far of a gradien
 
 def turns_of(num_micro: int, graphs: Collection[str]) -> tuple[str, ...]:
     """The graph of each microbatch in turn."""
-    if "first" not in graphs:
+    if "first" not in graphs or num_micro == 1:
         return ("alone", *["more" if "more" in graphs else "alone"] * (num_micro - 1))
     return ("first", *["middle"] * (num_micro - 2), "last")
 
@@ -59,10 +59,11 @@ def graphs_of_turns(
     plan: Plan,
     layouts: Mapping[str, Layout],
     states: Mapping[str, Layout],
+    num_micro: Collection[int],
 ) -> dict[str, Graph]:
-    """The graphs by turn, from a local graph of these outputs."""
+    """The graphs by turn, from a local graph of these outputs, for ranks that run it on so many microbatches."""
     device = next((n.meta["val"].device.type for n in placeholders(graph) if is_tensor(n)), "cpu")
-    if homes.activations_away(plan, device) and plan.pipeline == 1:
+    if homes.activations_away(plan, device) and len(plan.copies) == 1:
         graph = stash_activations(graph, plan.bucket_bytes)
     cuts = {name: cut for name, state in states.items() if (cut := cut_of(layouts[name], state, plan)) is not None}
     if plan.zero == 3:
@@ -70,13 +71,15 @@ def graphs_of_turns(
     gradients = {i: o.name for i, o in enumerate(outputs) if o.kind == "gradient"}
     handed_on = [i for i, o in enumerate(outputs) if o.kind == "value"]
     keep = {i: cuts[name] for i, name in gradients.items() if name in cuts}
-    if plan.micro == 1 or not gradients:
-        found = {"alone": graph}
-    elif plan.stage >= 2:
-        found = {"alone": _copy(graph), "more": graph}
-    else:
-        found = {"first": _unsummed(_copy(graph), gradients, add=False)}
-        if plan.micro > 2:
+    most = max(num_micro, default=1)
+    found: dict[str, Graph] = {}
+    if most == 1 or 1 in num_micro or not gradients or plan.stage >= 2:
+        found["alone"] = graph if most == 1 or not gradients else _copy(graph)
+    if most > 1 and gradients and plan.stage >= 2:
+        found["more"] = graph
+    elif most > 1 and gradients:
+        found["first"] = _unsummed(_copy(graph), gradients, add=False)
+        if most > 2:
             found["middle"] = _unsummed(_copy(graph), gradients, add=True)
         found["last"] = _add_to(graph, gradients)
     for turn, each in found.items():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from plait.comm.protocol import World
 from plait.decide.readiness import Cell
+from plait.graph.calls import output_node
 from plait.graph.lower import Lowered
 from plait.graph.pipeline import AXIS
 from plait.run.execute import Box, Executor
@@ -31,11 +32,24 @@ class PipelineProgram:
         cells, schedule = self.pipeline.cells, self.pipeline.schedule
         coordinates = world.mesh.coordinates(world.rank)
         self._executor = Executor(schedule, cells.values, list(cells.graphs), self.comm, coordinates)
-        self._turns = {cell: lowered.turns_of_cell(cell) for cell in cells.graphs}
+        chunks = schedule.stages[self.comm.rank]
+        self._turns = {
+            cell: lowered.turns_of_cell(cell, schedule.num_micro_of(self.comm.rank, chunks.index(cell[1])))
+            for cell in cells.graphs
+            if cell[1] in chunks
+        }
         self._makers: dict[tuple[str, str], list[int]] = defaultdict(list)  # ranks, by kind and name
         for cell, each in cells.graphs.items():
             for output in each.outputs:
-                self._makers[output.kind, output.name] += [rank for rank, _ in schedule.holders(cell[1])]
+                self._makers[output.kind, output.name] += [
+                    rank for rank, chunk in schedule.holders(cell[1]) if schedule.num_micro_of(rank, chunk)
+                ]
+        self._loss_dtypes = {
+            output.kind: result.meta["val"].dtype
+            for each in cells.graphs.values()
+            for output, result in zip(each.outputs, output_node(each.graph).args[0], strict=True)  # type: ignore[arg-type]
+            if output.kind in ("loss", "sum", "weight")
+        }
         self._shared = [n for n in self.pipeline.stages if len(self.pipeline.ranks_of(n)) > 1]
 
     def run(
@@ -93,35 +107,20 @@ class PipelineProgram:
 
     def _results(self, step: _Cells) -> list[StepResult]:
         """The losses on every rank."""
-        found: dict[str, Tensor] = {}
         num = self.pipeline.schedule.num_micro
-        for kind in ("loss", "sum", "weight"):
-            if (kind, kind) not in self._makers:
-                continue
-            root = self._makers[kind, kind][0]
-            mine = torch.zeros(num, dtype=torch.float64, device=self.world.device)
-            if root == self.comm.rank:
-                mine = torch.stack([step.losses[kind, micro].double() for micro in range(num)])
-            found[kind] = self.comm.broadcast(mine, root).wait().to(self._dtype(kind))
+        mine = torch.zeros(len(self._loss_dtypes), num, dtype=torch.float64, device=self.world.device)
+        for row, kind in enumerate(self._loss_dtypes):
+            for micro in range(num):
+                if (kind, micro) in step.losses:  # on the one rank whose turn the microbatch was
+                    mine[row, micro] = step.losses[kind, micro]
+        rows = self.comm.all_reduce(mine).wait()
+        found = {kind: row.to(dtype) for row, (kind, dtype) in zip(rows, self._loss_dtypes.items(), strict=True)}
         results = []
         for micro in range(num):
             parts = (found["sum"][micro], found["weight"][micro]) if "sum" in found else None
             gradients = step.gradients if micro == num - 1 else {}
             results.append(StepResult(found["loss"][micro], parts, gradients, {}))
         return results
-
-    def _dtype(self, kind: str) -> torch.dtype:
-        return self._loss_dtypes[kind]
-
-    @property
-    def _loss_dtypes(self) -> dict[str, torch.dtype]:
-        found = {}
-        for each in self.pipeline.cells.graphs.values():
-            results = each.graph.output_node().args[0]
-            for output, result in zip(each.outputs, results, strict=True):  # type: ignore[arg-type]
-                if output.kind in ("loss", "sum", "weight"):
-                    found[output.kind] = result.meta["val"].dtype  # type: ignore[union-attr]
-        return found
 
 
 class _Cells:

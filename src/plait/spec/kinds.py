@@ -32,6 +32,37 @@ class Axis:
     def show(self, value: Any) -> str:
         return str(value)
 
+    def num_ranks(self, value: Any) -> int:
+        return int(value)
+
+
+@dataclass(frozen=True)
+class Places(Axis):
+    """The places of a pipeline: how many, or of each how many ranks share its microbatches, as [1,2,1]."""
+
+    def parse(self, word: str) -> int | tuple[int, ...]:  # type: ignore[override]
+        if not word.startswith("["):
+            return super().parse(word)
+        try:
+            return tuple(int(part) for part in word.removeprefix("[").removesuffix("]").split(","))
+        except ValueError:
+            raise ValueError("it is a whole number, or the ranks of each stage like [1,2,1]") from None
+
+    def check(self, value: Any) -> None:
+        if not isinstance(value, tuple):
+            super().check(value)
+            return
+        for each in value:
+            super().check(each)
+        if len(value) < 2:
+            raise ValueError("a pipeline has two places or more; to share microbatches among all ranks use data=N")
+
+    def show(self, value: Any) -> str:
+        return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+
+    def num_ranks(self, value: Any) -> int:
+        return sum(value) if isinstance(value, tuple) else super().num_ranks(value)
+
 
 @dataclass(frozen=True)
 class Number:

@@ -14,7 +14,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, cast
 
 from plait.errors import PlanError
-from plait.spec.kinds import Axis, Bytes, Choice, Family, Kind, Names, Number, Recomputes, ScheduleName
+from plait.spec.kinds import Axis, Bytes, Choice, Family, Kind, Names, Number, Places, Recomputes, ScheduleName
 from plait.spec.mesh import Mesh
 from plait.spec.recompute import NO_RECOMPUTE, Recompute
 from plait.spec.refusals import names_not_yet, refuse_key, refuse_together
@@ -37,7 +37,9 @@ class Plan:
     'data=4 tensor=2'
     """
 
-    pipeline: int = _key(Axis(), 1, "ranks that each take a stage of the layers, or several")
+    pipeline: int | tuple[int, ...] = _key(
+        Places(), 1, "ranks that each take a stage of the layers, or several; [1,2,1] gives the middle one two ranks"
+    )
     replica: int = _key(Axis(), 1, "copies of the data ranks, each with its part of the batch and all that zero splits")
     data: int = _key(Axis(), 1, "ranks that each take a part of the batch")
     tensor: int = _key(Axis(), 1, "ranks that each take a part of the weights")
@@ -119,13 +121,22 @@ class Plan:
     def mesh(self) -> Mesh:
         """Every axis, outermost first; those of size 1 too, so that layouts may name what a plan leaves out."""
         return Mesh(
-            tuple((key_name(row), getattr(self, row.name)) for row in fields(self) if isinstance(_kind(row), Axis))
+            tuple(
+                (key_name(row), kind.num_ranks(getattr(self, row.name)))
+                for row in fields(self)
+                if isinstance(kind := _kind(row), Axis)
+            )
         )
 
     @property
     def num_processes(self) -> int:
         """Ranks that the plan runs on: the product of its axes."""
         return self.mesh.size
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """Of each place of the pipeline the number of ranks that share its microbatches."""
+        return self.pipeline if isinstance(self.pipeline, tuple) else (1,) * self.pipeline
 
     @property
     def uses_disk(self) -> bool:

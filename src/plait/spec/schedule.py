@@ -143,6 +143,10 @@ class Schedule:
         """Whether no rank has any backward: evaluation."""
         return all(action.kind == FORWARD or not action.computes for actions in self.ranks for action in actions)
 
+    def num_micro_of(self, rank: int, chunk: int) -> int:
+        """How many microbatches go through a chunk of a rank."""
+        return sum(action.kind == FORWARD and action.chunk == chunk for action in self.ranks[rank])
+
     def cells(self) -> Iterator[tuple[int, Action]]:
         """(rank, action) of all forward, backward and weight actions, rank after rank."""
         for rank, actions in enumerate(self.ranks):
