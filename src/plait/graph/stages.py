@@ -18,7 +18,8 @@ from torch.fx import Graph, Node
 from plait.decide.cut import Flow, Item, choose_cut
 from plait.errors import PlanError
 from plait.graph import ops
-from plait.graph.calls import is_item, is_tensor, num_bytes, placeholders
+from plait.graph.calls import is_item, is_tensor, num_bytes, output_node, placeholders
+from plait.graph.capture import Output
 from plait.graph.estimate import flops_of, seconds_of
 from plait.graph.random import draw
 from plait.graph.views import is_view
@@ -58,6 +59,11 @@ def place_in_stages(
             f"cut={','.join(plan.cut)} leaves a stage empty, or its modules do not run in this order; name"
             f" {num_stages - 1} modules in the order in which the model calls them, none of them the first"
         )
+    if found is None:
+        raise PlanError(
+            "a batch of this shape does other work than the first batch, and cannot be cut so that each parameter stays"
+            " on its stage; begin with the batch that uses most of the model"
+        )
     begins = [first_places[i] for i in found]
     for node in graph.nodes:
         if node.op == "call_function" and node not in anywhere:
@@ -79,6 +85,11 @@ def complete_places(graph: Graph) -> None:
             node.meta["at"] = 0 if last is None else _place(last)
             node.meta["phase"] = "forward" if last is None else last.meta["phase"]
     for node in reversed(graph.nodes):
+        if node.target is ops.shard and node.all_input_nodes[-1].op == "placeholder":
+            readers = [u for u in node.users if u.op == "call_function"]
+            if readers:
+                first = min(readers, key=_moment)
+                node.meta["at"], node.meta["phase"] = _place(first), first.meta["phase"]
         if node.target is aten.add.Tensor and _is_backward(node):
             readers = [u for u in node.users if u.op == "call_function"]
             if readers and len(readers) == len(node.users):
@@ -203,6 +214,21 @@ def _allowed(
             f" {num_stages - 1} besides the first; name as many"
         )
     return [{bisect.bisect_left(first_places, _begin_of(graph, name))} for name in plan.cut]
+
+
+def _whole_items(graph: Graph, outputs: Sequence[Output], first_places: Sequence[int]) -> set[int]:
+    """Items with which no stage may begin: those between the first reader of a buffer and what changes it."""
+    found: set[int] = set()
+    (results,) = output_node(graph).args
+    written = {o.name: r for o, r in zip(outputs, results, strict=True) if o.kind == "buffer"}  # type: ignore[arg-type]
+    for node in placeholders(graph):
+        result = written.get(node.meta.get("name", ""))
+        if node.meta.get("kind") != "buffer" or not isinstance(result, Node) or result.op != "call_function":
+            continue
+        places = [_place(u) for u in node.users if u.op == "call_function" and not _is_backward(u)]
+        places = [max(bisect.bisect_right(first_places, place) - 1, 0) for place in (*places, _place(result))]
+        found |= {*range(min(places) + 1, max(places) + 1)}
+    return found
 
 
 def _begin_of(graph: Graph, name: str) -> int:

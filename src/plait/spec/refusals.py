@@ -22,7 +22,7 @@ NOT_YET: dict[str, tuple[str, str]] = {
     "streaming": ("overlaps the outer step with training", "use data=N"),
 }
 
-# (key, value, other key, its values that do not go with that, why, what works instead)
+# (key, value or ">1", other key, its values that do not go with that, why, what works instead)
 NOT_TOGETHER: tuple[tuple[str, str, str, tuple[str, ...], str, str], ...] = (
     ("central", "host", "zero", ("1", "2", "3"),
      "central=host already has each data rank keep and update its part of the optimizer's state, of parameters of which"
@@ -30,7 +30,13 @@ NOT_TOGETHER: tuple[tuple[str, str, str, tuple[str, ...], str, str], ...] = (
      "leave zero= out, or central=host to have copies on every rank"),
     ("central", "host", "home.parameters", ("disk",), "central=host keeps the parameters in memory that ranks share",
      "use home.parameters=host, or leave central=host out"),
+    ("pipeline", ">1", "home.activations", ("host", "disk"), "a pipeline does not send away what its microbatches in"
+     " flight keep for backward",
+     "use recompute=layer, more of micro, or leave home.activations out"),
 )  # fmt: skip
+
+# Keys that say how a pipeline is made, with the values that say nothing.
+OF_PIPELINES: Mapping[str, str] = {"schedule": "1f1b", "chunks": "1", "cut": "none"}
 
 
 def names_not_yet() -> tuple[str, ...]:
@@ -41,8 +47,15 @@ def names_not_yet() -> tuple[str, ...]:
 def refuse_together(values: Mapping[str, str]) -> None:
     """Raise PlanError where two of a plan's values, by key as text, do not go together."""
     for key, value, other, bad, why, instead in NOT_TOGETHER:
-        if values[key] == value and values[other] in bad:
-            raise PlanError(f"{key}={value} does not go with {other}={values[other]}: {why}; {instead}")
+        holds = int(values[key]) > 1 if value == ">1" else values[key] == value
+        if holds and values[other] in bad:
+            raise PlanError(f"{key}={values[key]} does not go with {other}={values[other]}: {why}; {instead}")
+    for key, nothing in OF_PIPELINES.items():
+        if values["pipeline"] == "1" and values[key] != nothing:
+            raise PlanError(
+                f"{key}={values[key]} says how a pipeline is made, and the plan has none; give pipeline=N with it, or"
+                f" leave {key}= out"
+            )
 
 
 def refuse_key(key: str, value: str, place: str) -> None:
