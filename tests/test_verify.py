@@ -160,6 +160,29 @@ def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "NOT EQUAL" in str(wrong)
 
 
+def test_sums_in_half_precision_that_stand_still_are_rounding() -> None:
+    """The gradient of Swin's first normalisation is a sum of which bf16 loses a third on one device."""
+    model, loss, batch = ZOO["swin"].make()
+    report = plait.verify(model, loss, batch, "data=2 zero=1 micro=2 precision=bf16")
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("plan", ["data=2 precision=bf16", "data=2 zero=2 micro=2 precision=bf16"])
+def test_a_small_error_is_found_in_half_precision(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of gradients over ranks that are 12% too large."""
+    from plait.comm import meeting
+
+    verifier = plait.Verifier(gpt(), loss_fn, gpt_batch())
+    assert verifier.verify(plan).ok
+    reduce = meeting.reduce_terms
+
+    def wrong(terms: list[Tensor], op: str) -> Tensor:
+        return reduce(terms, op) * (1.12 if terms[0].numel() > 8 else 1)
+
+    monkeypatch.setattr(meeting, "reduce_terms", wrong)
+    assert not verifier.verify(plan).ok
+
+
 def test_the_logits_are_never_gathered() -> None:
     rows, sequence, vocab = 8, 16, 256
     found = plait.explain(gpt(), loss_fn, gpt_batch(rows, sequence), "tensor=2")
