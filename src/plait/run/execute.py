@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from plait.comm.protocol import Comm, Work
@@ -59,9 +60,11 @@ class Executor:
         comm: Comm,
         coordinates: Mapping[str, int],
         clock: Clock | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.schedule = schedule
         self._comm = comm
+        self._device = device
         self._cells = frozenset(cells)
         self._clock: Clock = clock or _NoClock()
         here = [v for v in values if all(coordinates[axis] == index for axis, index in v.only.items())]
@@ -86,6 +89,10 @@ class Executor:
             if stages:
                 found.append((value, stages))
         return found
+
+    def form(self, value: Value) -> Tensor:
+        """A tensor of its shape and type on this rank's device, of next to no memory."""
+        return torch.empty((), dtype=value.like.dtype, device=self._device).expand(value.like.shape)
 
     def tag(self, value: Value, micro: int) -> int:
         return micro * self._num_values + self._number[value.name]
@@ -179,7 +186,7 @@ class _Step:
         stage = self._schedule.stages[action.peer][action.chunk]
         for cell in self._with_weight(action, action.peer, stage):
             for value, stages in self._executor.values_between(cell, self._rank, action.micro):
-                work = self._comm.recv(value.like, action.peer, self._executor.tag(value, action.micro))
+                work = self._comm.recv(self._executor.form(value), action.peer, self._executor.tag(value, action.micro))
                 shared = work if len(stages) == 1 else _Shared(work)
                 for each in stages:
                     self._coming[action.micro, each][value.name] = shared
