@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +28,8 @@ from plait.run.replica import Replica
 from plait.run.saving import load, save, snapshot
 from plait.run.saving.saver import Saver
 from plait.run.scaling import LossScale
+from plait.run.tracing.folder import write_plan, write_trace
+from plait.run.tracing.recorder import Recorder
 from plait.run.tuning import give_freed_memory_back, keep_freed_memory, warn_of_slow_precision
 from plait.run.update import Update
 from plait.spec.annotation import Annotations
@@ -57,6 +60,7 @@ class Trainer:
     callbacks  called with a StepEnd after each step, on every rank
     on_nan     "raise" LossError when the loss is not finite (nothing is updated), or "warn" and go on
     scratch    the folder for what the plan keeps on disk; by default TMPDIR or /var/tmp. Nothing is left in it
+    trace      a folder for what every rank did in the last 20 steps, written by `close`; `plait report` shows it
 
     A step trains in training mode: a model given in evaluation mode is switched as a whole, as `model.train()` would;
     one in training mode keeps the mode of each of its submodules. Python values that model or loss read, such as a
@@ -79,6 +83,7 @@ class Trainer:
         callbacks: Sequence[Callable[[StepEnd], None]] = (),
         on_nan: Literal["raise", "warn"] = "raise",
         scratch: str | Path | None = None,
+        trace: str | Path | None = None,
         world: World | None = None,
         compiler: Compiler | None = None,
     ) -> None:
@@ -94,6 +99,8 @@ class Trainer:
         self.scheduler: Any = None
         self._adopt = world is None
         self.world = world if world is not None else process_world(self.plan.mesh, algorithm=self.plan.allreduce)
+        self._trace = None if trace is None else Path(trace)
+        self.recorder = None if trace is None else Recorder(self.world)
         self.homes = Homes(self.plan, self.world, scratch)
         if precision.scaled:
             self.loss_scale = LossScale(self.world)
@@ -125,13 +132,15 @@ class Trainer:
         self.optimizer = build_optimizer(make_optimizer, replica.parameters, replica.layouts, self.world)
         self.scheduler = build_scheduler(make_scheduler, self.optimizer)
         self.update = Update(self.optimizer, replica.parameters, replica.layouts, self.world, self.homes)
+        if self._trace is not None and self.world.rank == 0:
+            self.write_plan(self._trace)
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self.load_state_dict(pending)
 
     def _build_replica(self, batch: Any) -> Replica | EagerReplica:
         try:
-            return Replica(self.compiler, self.world, batch, self.seed, adopt=self._adopt, homes=self.homes)
+            return Replica(self.compiler, self.world, batch, self.seed, self._adopt, self.homes, self.recorder)
         except CaptureError as error:
             refuse_unless_data_only(error, self.plan, self.world)
             if self.world.rank == 0:
@@ -146,12 +155,15 @@ class Trainer:
         """As `step`, and with `want` also the gradients before clipping, as whole tensors by name."""
         self.prepare(batch)
         self._saver.check(self.step_number)
+        if self.recorder is not None:
+            self.recorder.begin()
         replica, optimizer = self.replica, self.optimizer
         assert optimizer is not None
         agree_on_data(self.world, batch, self._num_taken)
         self._num_taken += 1
         scale = self.loss_scale.tensor() if self.loss_scale is not None else None
-        result = replica.run(batch, step_key(self.seed, self.step_number), scale=scale)
+        with self.span("backward", "step") if isinstance(replica, EagerReplica) else nullcontext():
+            result = replica.run(batch, step_key(self.seed, self.step_number), scale=scale)
         self._check_finite(result.loss, result.gradients)
         replica.set_gradients(result.gradients)
         wanted = replica.whole_gradients() if want else {}
@@ -160,14 +172,17 @@ class Trainer:
         del result, gradients  # an update needs the memory
         norm = None
         if steps:
-            norm = self._clip() if self.clip_norm is not None else None
-            self.update.step()
+            with self.span("optimizer", "STEP"):
+                norm = self._clip() if self.clip_norm is not None else None
+                self.update.step()
         optimizer.zero_grad(set_to_none=True)
         if steps:
             replica.updated()
             if self.scheduler is not None:
                 self.scheduler.step()
         self.step_number += 1
+        if self.recorder is not None:
+            self.recorder.end(self.step_number)
         for callback in self._callbacks:
             callback(StepEnd(self.step_number, float(loss), norm))
         return loss, wanted
@@ -251,9 +266,23 @@ class Trainer:
         try:
             self._saver.wait()
         finally:
+            if self.recorder is not None and self._trace is not None:
+                if self.recorder.steps:
+                    write_trace(self._trace, self.recorder)
+                self.recorder.close()
+                self.recorder = None
             self.homes.close()
             if self._adopt:
                 self.world.close()
+
+    def span(self, kind: str, name: str) -> AbstractContextManager[Any]:
+        """Record what goes on within, if there is a trace: `with trainer.span("data", "next"): batch = next(it)`."""
+        return nullcontext() if self.recorder is None else self.recorder.span(kind, name)
+
+    def write_plan(self, folder: Path) -> None:
+        """Write what `plait report` needs to know of the plan into the folder of a run; one rank calls it."""
+        lowered = self.replica.lowered if isinstance(self.replica, Replica) else None
+        write_plan(folder, lowered, self.world, str(self.plan))
 
     def _clip(self) -> float:
         assert self.clip_norm is not None

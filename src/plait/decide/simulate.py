@@ -7,6 +7,8 @@ not split costs both its parts.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from plait.decide.check_schedule import check_runs
 from plait.decide.costs import Costs
 from plait.decide.readiness import Edges, Place, chain
@@ -40,7 +42,7 @@ def simulate(schedule: Schedule, costs: Costs, edges: Edges | None = None) -> Tr
 
     found = walk(schedule, edges)
     times = when(schedule.num_ranks, found, duration, delay)
-    memory, in_flight = _held(schedule, costs, times)
+    memory, in_flight = held(schedule, costs, times)
     return Trace(tuple(_spans(schedule, costs, found, times)), schedule.num_ranks, memory, in_flight)
 
 
@@ -85,16 +87,17 @@ def _spans(schedule: Schedule, costs: Costs, found: Walk, times: dict[Place, tup
     return spans + list(sent.values())
 
 
-def _held(
-    schedule: Schedule, costs: Costs, times: dict[Place, tuple[float, float]]
+def held(
+    schedule: Schedule, costs: Costs, times: Mapping[Place, tuple[float, float]], ranks: Iterable[int] | None = None
 ) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
-    """Bytes, and microbatches in flight, over time."""
+    """Bytes, and microbatches in flight, over time, of all ranks or of these, from when each action began and ended."""
     memory: list[Sample] = []
     in_flight: list[Sample] = []
-    for rank, actions in enumerate(schedule.ranks):
-        held = int(sum(costs.of("state_bytes", stage) for stage in schedule.stages[rank]))
+    for rank in range(schedule.num_ranks) if ranks is None else ranks:
+        actions = schedule.ranks[rank]
+        num_bytes = int(sum(costs.of("state_bytes", stage) for stage in schedule.stages[rank]))
         count = 0
-        memory.append(Sample(rank, 0.0, held))
+        memory.append(Sample(rank, 0.0, num_bytes))
         in_flight.append(Sample(rank, 0.0, 0))
         for action in actions:
             if not action.computes:
@@ -104,18 +107,18 @@ def _held(
             start, end = times[rank, action]
             time, complete = end, True
             if action.kind == FORWARD:
-                held, count, time = held + whole, count + 1, start
+                num_bytes, count, time = num_bytes + whole, count + 1, start
                 if schedule.forward_only:  # nothing is kept for backward: it is there for as long as this runs
-                    memory.append(Sample(rank, start, held))
+                    memory.append(Sample(rank, start, num_bytes))
                     in_flight.append(Sample(rank, start, count))
-                    held, count, time = held - whole, count - 1, end
+                    num_bytes, count, time = num_bytes - whole, count - 1, end
             elif action.kind == BACKWARD:
                 complete = not schedule.splits(rank, action)
-                held -= whole if complete else whole - kept
+                num_bytes -= whole if complete else whole - kept
             else:
-                held -= kept
+                num_bytes -= kept
             if action.kind != FORWARD and complete:
                 count -= 1
-            memory.append(Sample(rank, time, held))
+            memory.append(Sample(rank, time, num_bytes))
             in_flight.append(Sample(rank, time, count))
     return tuple(memory), tuple(in_flight)

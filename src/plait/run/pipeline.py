@@ -17,12 +17,13 @@ from plait.run.execute import Box, Executor
 from plait.run.homes.homes import Homes
 from plait.run.microbatch import micro_key
 from plait.run.program import Program, StepResult
+from plait.run.tracing.recorder import Recorder
 
 
 class PipelineProgram:
     """One lowered step with a pipeline, ready to run on one rank."""
 
-    def __init__(self, lowered: Lowered, world: World, homes: Homes) -> None:
+    def __init__(self, lowered: Lowered, world: World, homes: Homes, recorder: Recorder | None = None) -> None:
         assert lowered.pipeline is not None
         self.lowered = lowered
         self.world = world
@@ -31,7 +32,7 @@ class PipelineProgram:
         self.comm = world.comm(AXIS)
         cells, schedule = self.pipeline.cells, self.pipeline.schedule
         coordinates = world.mesh.coordinates(world.rank)
-        self._executor = Executor(schedule, cells.values, list(cells.graphs), self.comm, coordinates)
+        self._executor = Executor(schedule, cells.values, list(cells.graphs), self.comm, coordinates, recorder)
         chunks = schedule.stages[self.comm.rank]
         self._turns = {
             cell: lowered.turns_of_cell(cell, schedule.num_micro_of(self.comm.rank, chunks.index(cell[1])))

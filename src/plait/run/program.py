@@ -21,6 +21,7 @@ from plait.graph.specialise import specialise
 from plait.graph.stash import stashed_bytes
 from plait.run.homes.homes import Homes
 from plait.run.missing import missing_kernel
+from plait.run.tracing.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,10 @@ _RESULTS = ("loss", "sum", "weight", "gradient", "buffer", "value")
 class Program:
     """One lowered step, ready to run on one rank."""
 
-    def __init__(self, lowered: Lowered, world: World, homes: Homes) -> None:
+    def __init__(self, lowered: Lowered, world: World, homes: Homes, recorder: Recorder | None = None) -> None:
         self.lowered = lowered
         self.world = world
+        self._recorder = recorder
         self._homes = homes
         homes.make_room(max(stashed_bytes(graph) for graph in lowered.graphs.values()))
         captured = lowered.captured
@@ -103,6 +105,8 @@ class Program:
         """The turn's function, and (kind, name) of what it takes after the world."""
         if turn not in self._turns:
             graph = specialise(self.lowered.graphs[turn], self._coordinates)
+            if self._recorder is not None and self.lowered.pipeline is None:
+                graph = self._recorder.marked(graph)
             captured = {i.node: (i.kind, i.name) for i in self.lowered.captured.inputs}
             inputs = [
                 captured.get(node.name) or (node.meta["kind"], node.meta["name"])

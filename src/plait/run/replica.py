@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from plait.run.microbatch import first_microbatch, joined, micro_key, microbatch
 from plait.run.pipeline import PipelineProgram
 from plait.run.program import Program, StepResult
 from plait.run.state import gather_whole, local_part, summed_square_axes
+from plait.run.tracing.recorder import Recorder
 from plait.run.variables import Variables
 from plait.spec.layout import Layout
 
@@ -42,14 +44,17 @@ class Replica:
         seed: int = 0,
         adopt: bool = False,
         homes: Homes | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.compiler = compiler
+        self._recorder = recorder
         self.world = world
         self.homes = homes or Homes(compiler.plan, world)
         self._programs: dict[tuple[str, bool], Program | PipelineProgram] = {}
         self.with_gradient: tuple[str, ...] = ()  # parameters that the last step gave gradients of, on any rank
         model = compiler.model
         lowered = self.program(first_microbatch(batch, compiler.plan.micro), train=True).lowered
+        self.lowered = lowered  # of the first batch
         self.layouts: dict[str, Layout] = {name: lowered.states[name] for name, _ in model.named_parameters()}
         self.dtypes = {name: p.dtype for name, p in model.named_parameters()}
         self.variables = Variables(model, lowered, world, self.homes, seed, adopt)
@@ -72,7 +77,7 @@ class Replica:
             agree(self.world, key[0], "shape of batch", remedy=f"{remedy} (so far: {before})" if before else remedy)
             lowered = self._lowered(batch, train)
             make = Program if lowered.pipeline is None else PipelineProgram
-            self._programs[key] = make(lowered, self.world, self.homes)
+            self._programs[key] = make(lowered, self.world, self.homes, self._recorder)
         return self._programs[key]
 
     def _lowered(self, batch: Any, train: bool) -> Lowered:
@@ -106,9 +111,11 @@ class Replica:
             assert isinstance(program, Program)
             turn = program.lowered.turns[index]
             leaves = self._leaves(part, program.lowered)
-            result = program.run(
-                micro_key(key, index), self.variables.inputs, self.buffers, leaves, turn=turn, sums=sums, scale=scale
-            )
+            own = micro_key(key, index)
+            with nullcontext() if self._recorder is None else self._recorder.microbatch(index):
+                result = program.run(
+                    own, self.variables.inputs, self.buffers, leaves, turn=turn, sums=sums, scale=scale
+                )
             for name, value in result.buffers.items():
                 self.buffers[name].copy_(value)
             sums = result.gradients

@@ -41,8 +41,11 @@ class Outcome:
     stopped: bool
 
 
-def run_job(config: Config, plan: Plan, resume: bool = False) -> Outcome:
-    """Train as `config` says, as one rank of `plan`; every rank calls it. The config was checked (`check_job`)."""
+def run_job(config: Config, plan: Plan, resume: bool = False, trace: bool = False) -> Outcome:
+    """Train as `config` says, as one rank of `plan`; every rank calls it. The config was checked (`check_job`).
+
+    With `trace` every rank leaves what it did in its last steps, for `plait report`.
+    """
     model, loss_fn = make_model(config)
     train = config.train
     ends: list[StepEnd] = []
@@ -57,6 +60,7 @@ def run_job(config: Config, plan: Plan, resume: bool = False) -> Outcome:
         scheduler=scheduler_factory(config),
         on_nan=train.on_nan,
         scratch=train.scratch,
+        trace=train.out if trace else None,
         callbacks=[ends.append],
     )
     try:
@@ -102,6 +106,8 @@ class _Job:
         if trainer.world.rank == 0:
             out = Path(config.train.out)
             out.mkdir(parents=True, exist_ok=True)
+            if trainer.recorder is None:  # else it has done so
+                trainer.write_plan(out)
             self.log = MetricsLog(out, first + 1, config.train.tensorboard)
             self.reporter = Reporter(config.train.steps, first)
             parameters = sum(torch.Size(layout.shape).numel() for layout in trainer.layouts.values())
@@ -124,7 +130,8 @@ class _Job:
                     self._say(f"stopped after step {trainer.step_number}; --resume goes on from there")
                 return Outcome(trainer.step_number, loss, stopped=True)
             start = time.perf_counter()
-            batch = next(batches)
+            with trainer.span("data", "next"):
+                batch = next(batches)
             assert trainer.optimizer is not None
             rate = float(trainer.optimizer.param_groups[0]["lr"])  # of this step; the scheduler moves it after
             loss = float(trainer.step(batch))
