@@ -8,6 +8,7 @@ keeps from one cell to the next it takes from a box, so that it is let go at its
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,6 +82,12 @@ class Cells:
     values: tuple[Value, ...]
     num_stages: int
     parameters: dict[str, tuple[int, ...]]  # the stages that read each parameter, or give it gradients
+
+    @property
+    def added_up(self) -> frozenset[str]:
+        """Parameters of whose gradients several cells make a term."""
+        made = Counter(o.name for each in self.graphs.values() for o in each.outputs if o.kind == "gradient")
+        return frozenset(name for name, count in made.items() if count > 1)
 
     def edges(self) -> Edges:
         """Which cell waits for which: for each value the first reader on every stage."""

@@ -163,13 +163,13 @@ def lower(
         dtypes = narrowed([graph], plan, layouts, states)
         graphs = graphs_of_turns(graph, captured.outputs, plan, layouts, states, {plan.micro})
     else:
-        cells = pipeline.cells.graphs
+        cells, several = pipeline.cells.graphs, pipeline.cells.added_up
         dtypes = narrowed([each.graph for each in cells.values()], plan, layouts, states)
         graphs = {
             f"{cell_name(cell)}.{turn}": found
             for cell, each in cells.items()
             for turn, found in graphs_of_turns(
-                each.graph, each.outputs, plan, layouts, states, pipeline.num_micro(cell)
+                each.graph, each.outputs, plan, layouts, states, pipeline.num_micro(cell), several
             ).items()
         }
     return Lowered(

@@ -99,7 +99,7 @@ def pipelined(
     keep_written_buffers(graph, written)
     anywhere = repeatable(graph, written)
     copies = [len(schedule.holders(stage)) for stage in range(num_stages)]
-    place_in_stages(graph, plan, copies, anywhere, settled)
+    place_in_stages(graph, plan, copies, anywhere, captured.outputs, settled)
     graph = recompute(graph, plan.recompute)
     anywhere = repeatable(graph, written)
     weights = any(action.kind == WEIGHT for _, action in schedule.cells())

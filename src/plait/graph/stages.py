@@ -35,12 +35,14 @@ def place_in_stages(
     plan: Plan,
     copies: Sequence[int],
     anywhere: Collection[Node],
+    outputs: Sequence[Output],
     settled: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
     """Give every call but those that any stage repeats its `stage` in its meta. Changes the local graph of a step.
 
     `copies` is how many ranks share each stage's microbatches, `settled` are the stages on which an earlier batch put
-    each parameter.
+    each parameter. What reads a buffer that the step changes stays with what changes it, so that the next microbatch
+    finds it there.
 
     PlanError where the step has fewer calls than stages, or a name in `cut` is of no module.
     """
@@ -53,8 +55,17 @@ def place_in_stages(
             f" (pipeline={len(plan.copies)} x chunks={num_stages // len(plan.copies)}); give {len(items)} or less"
         )
     allowed = _allowed(graph, plan, num_stages, first_places, settled)
+    whole = _whole_items(graph, outputs, first_places)
+    free = [i for i in range(1, len(items)) if i not in whole]
+    if len(free) < num_stages - 1:
+        raise PlanError(
+            f"the step can be cut at {len(free)} places, not into {num_stages} stages: what reads a buffer and what"
+            f" changes it must be in one; give {len(free) + 1} stages or less"
+        )
+    if whole:
+        allowed = [free if each is None else sorted({*each} - whole) for each in allowed or [None] * (num_stages - 1)]
     found = choose_cut(items, flows, num_stages, allowed, copies=copies)
-    if found is None:
+    if found is None and plan.cut and settled is None:
         raise PlanError(
             f"cut={','.join(plan.cut)} leaves a stage empty, or its modules do not run in this order; name"
             f" {num_stages - 1} modules in the order in which the model calls them, none of them the first"

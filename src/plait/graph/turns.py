@@ -60,8 +60,12 @@ def graphs_of_turns(
     layouts: Mapping[str, Layout],
     states: Mapping[str, Layout],
     num_micro: Collection[int],
+    staying: Collection[str] = (),
 ) -> dict[str, Graph]:
-    """The graphs by turn, from a local graph of these outputs, for ranks that run it on so many microbatches."""
+    """The graphs by turn, from a local graph of these outputs, for ranks that run it on so many microbatches.
+
+    Gradients of `staying` parameters do not leave the device, wherever their home is.
+    """
     device = next((n.meta["val"].device.type for n in placeholders(graph) if is_tensor(n)), "cpu")
     if homes.activations_away(plan, device) and len(plan.copies) == 1:
         graph = stash_activations(graph, plan.bucket_bytes)
@@ -87,17 +91,24 @@ def graphs_of_turns(
         each = bucket_gradients(each, plan.bucket_bytes, kept, gradients.keys(), but=handed_on)
         if turn == "more":
             each = _add_parts(each, gradients)
-        found[turn] = _with_homes(reuse_dead_operands(overlap(each)), turn, gradients, plan, device, states)
+        found[turn] = _with_homes(reuse_dead_operands(overlap(each)), turn, gradients, plan, device, states, staying)
     return found
 
 
 def _with_homes(
-    graph: Graph, turn: str, gradients: Mapping[int, str], plan: Plan, device: str, states: Mapping[str, Layout]
+    graph: Graph,
+    turn: str,
+    gradients: Mapping[int, str],
+    plan: Plan,
+    device: str,
+    states: Mapping[str, Layout],
+    staying: Collection[str],
 ) -> Graph:
     """Let parameters and gradients come from their homes and leave for them."""
     large = homes.large(states)
     if homes.parameters_away(plan, device):
         graph = fetch_parameters(graph, large, plan.bucket_bytes)
+    large = large.difference(staying)
     if homes.gradients_away(plan, device):
         graph = leave_early(graph, "sum" if turn in ("first", "middle") else "gradient", gradients, large)
         graph = fetch_sums(graph, "gradient" if turn == "more" else "sum", large, plan.bucket_bytes)
