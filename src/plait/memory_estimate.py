@@ -74,7 +74,7 @@ class Estimator:
         homes: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Plan) if f.name.startswith("home")}
         given, plan = plan, dataclasses.replace(plan, **homes)
         if self._device.type != "cpu" and plan.central == "host":
-            plan = dataclasses.replace(plan, central="none", zero=plan.stage)
+            plan = dataclasses.replace(plan, central="none", zero=plan.zero_stage)
         lowered = Compiler(self._captures, plan, self._layouts).lowered(microbatches(self._batch, plan.micro)[0])
         found: dict[Any, tuple[list[int], RankMemory]] = {}
         for rank in range(plan.mesh.size):

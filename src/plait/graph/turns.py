@@ -45,7 +45,7 @@ def narrowed(
     graphs: Iterable[Graph], plan: Plan, layouts: Mapping[str, Layout], states: Mapping[str, Layout]
 ) -> dict[str, str]:
     """In which dtype the graphs read parameters, where that is not the parameters' own; from here on they do."""
-    if plan.stage not in (1, 2):  # with 3 they read the optimizer's parts, which are cast as they leave
+    if plan.zero_stage not in (1, 2):  # with 3 they read the optimizer's parts, which are cast as they leave
         return {}
     parameters = [node for graph in graphs for node in placeholders(graph) if node.meta.get("kind") == "parameter"]
     parameters = [n for n in parameters if cut_of(layouts[n.meta["name"]], states[n.meta["name"]], plan) is not None]
@@ -77,9 +77,9 @@ def graphs_of_turns(
     keep = {i: cuts[name] for i, name in gradients.items() if name in cuts}
     most = max(num_micro, default=1)
     found: dict[str, Graph] = {}
-    if most == 1 or 1 in num_micro or not gradients or plan.stage >= 2:
+    if most == 1 or 1 in num_micro or not gradients or plan.zero_stage >= 2:
         found["alone"] = graph if most == 1 or not gradients else _copy(graph)
-    if most > 1 and gradients and plan.stage >= 2:
+    if most > 1 and gradients and plan.zero_stage >= 2:
         found["more"] = graph
     elif most > 1 and gradients:
         found["first"] = _unsummed(_copy(graph), gradients, add=False)

@@ -50,7 +50,7 @@ def step_collectives(lowered: Lowered) -> list[Collective]:
     by_turn = {turn: collectives(graph, sizes) for turn, graph in lowered.graphs.items()}
     found = [one for turn in lowered.turns for one in by_turn[turn]]
     cuts = lowered.cuts
-    if cuts and lowered.plan.stage < 3 and not lowered.plan.shares_parameters:
+    if cuts and lowered.plan.zero_stage < 3 and not lowered.plan.shares_parameters:
         held = 0
         for name, cut in cuts.items():
             dtype = getattr(torch, lowered.dtypes[name]) if name in lowered.dtypes else lowered.dtype_of(name)

@@ -20,9 +20,9 @@ from plait.spec.plan import Plan
 def state_layouts(captured: Captured, layouts: Mapping[str, Layout], plan: Plan) -> dict[str, Layout]:
     """The layout in which the optimizer holds each parameter."""
     names = [i.name for i in captured.inputs if i.kind == "parameter"]
-    if plan.stage == 0 or plan.data == 1:
+    if plan.zero_stage == 0 or plan.data == 1:
         return {name: layouts[name] for name in names}
-    frozen = set(captured.frozen) if plan.stage < 3 else set()
+    frozen = set(captured.frozen) if plan.zero_stage < 3 else set()
     return {name: layouts[name] if name in frozen else split_over_data(layouts[name], plan) for name in names}
 
 

@@ -144,7 +144,7 @@ class Plan:
         return "disk" in (self.home_optimizer, self.home_parameters, self.home_activations)
 
     @property
-    def stage(self) -> int:
+    def zero_stage(self) -> int:
         """Which stage of ZeRO says what is cut over `data`: of central storage that of 2."""
         return 2 if self.central == "host" else self.zero
 
