@@ -11,6 +11,7 @@ from torch import Tensor
 from plait.comm.protocol import World
 from plait.decide.readiness import Cell
 from plait.graph.calls import output_node
+from plait.graph.homes import gradients_away, large
 from plait.graph.lower import Lowered
 from plait.graph.pipeline import AXIS
 from plait.run.execute import Box, Executor
@@ -30,6 +31,9 @@ class PipelineProgram:
         self.pipeline = lowered.pipeline
         self.program = Program(lowered, world, homes)
         self.comm = world.comm(AXIS)
+        self._homes = homes
+        away = large(lowered.states) if gradients_away(lowered.plan, world.device.type) else frozenset[str]()
+        self._leaving = away & self.pipeline.cells.added_up  # gradients that leave the device once they are added up
         cells, schedule = self.pipeline.cells, self.pipeline.schedule
         coordinates = world.mesh.coordinates(world.rank)
         self._executor = Executor(schedule, cells.values, list(cells.graphs), self.comm, coordinates, recorder)
@@ -65,6 +69,8 @@ class PipelineProgram:
         the sums of the gradients of this rank's parameters. `buffers` take their new values."""
         step = _Cells(self, key, parameters, buffers, batches, scale)
         self._executor.run(step)
+        for name in self._leaving & step.gradients.keys():
+            self._homes.leave(f"gradient/{name}", step.gradients.pop(name))
         self._spread_buffers(buffers)
         return self._results(step)
 
