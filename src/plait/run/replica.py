@@ -22,7 +22,7 @@ from plait.run.local_batch import LocalBatch, global_like
 from plait.run.microbatch import first_microbatch, joined, micro_key, microbatches
 from plait.run.pipeline import PipelineProgram
 from plait.run.program import Program, StepResult
-from plait.run.state import gather_whole, local_part, summed_square_axes
+from plait.run.state import counts_here, gather_whole, local_part, summed_square_axes
 from plait.run.tracing.recorder import Recorder
 from plait.run.variables import Variables
 from plait.spec.layout import Layout
@@ -83,7 +83,9 @@ class Replica:
     def _lowered(self, batch: Any, train: bool) -> Lowered:
         return self.compiler.lowered(global_like(batch) if isinstance(batch, LocalBatch) else batch, train)
 
-    def run(self, batch: Any, key: int, train: bool = True, scale: Tensor | None = None) -> StepResult:
+    def run(
+        self, batch: Any, key: int, train: bool = True, scale: Tensor | None = None, update: Update | None = None
+    ) -> StepResult:
         """Forward (and with `train` backward) of one batch, microbatch after microbatch.
 
         Buffers take their new values, parameters do not. Gradients are of the loss, also where a scale was given.
@@ -93,7 +95,7 @@ class Replica:
         program = self.program(parts[0], train)
         if isinstance(program, PipelineProgram):
             leaves = [self._leaves(part, program.lowered) for part in parts]
-            results = program.run(key, self.variables.inputs, self.buffers, leaves, scale)
+            results = program.run(key, self.variables.inputs, self.buffers, leaves, scale, update)
         else:
             results = self._one_by_one(parts, key, train, scale)
         captured = program.lowered.captured
@@ -157,6 +159,8 @@ class Replica:
         axes = summed_square_axes(self.layouts)
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
+            if not counts_here(self.layouts[name], self.world):
+                continue
                 by_axes[axes[name]].append(parameter.grad)
             elif name in self.homes.norms:
                 by_axes[axes[name]].append(self.homes.norms[name] * self.homes.factor)

@@ -18,6 +18,12 @@ def lies_here(layout: Layout, world: World) -> bool:
     return all(here[axis] in p.ranks for axis, p in layout.placements if isinstance(p, Only))
 
 
+def counts_here(layout: Layout, world: World) -> bool:
+    """Whether a sum over ranks is to take this rank's part: of ranks that hold the same, only the first's."""
+    here = world.mesh.coordinates(world.rank)
+    return all(here[axis] == p.index for axis, p in layout.placements if isinstance(p, Only))
+
+
 def is_whole(layout: Layout) -> bool:
     return all(isinstance(p, Replicate) for _, p in layout.placements)
 
