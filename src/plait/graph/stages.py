@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import difflib
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
@@ -70,15 +71,18 @@ def place_in_stages(
             f"cut={','.join(plan.cut)} leaves a stage empty, or its modules do not run in this order; name"
             f" {num_stages - 1} modules in the order in which the model calls them, none of them the first"
         )
+    if found is None and settled is not None and allowed is not None:
+        found = _with_empty_stages(allowed)
     if found is None:
         raise PlanError(
             "a batch of this shape does other work than the first batch, and cannot be cut so that each parameter stays"
             " on its stage; begin with the batch that uses most of the model"
         )
-    begins = [first_places[i] for i in found]
+    begins = [first_places[i] if i < len(first_places) else math.inf for i in found]
     for node in graph.nodes:
         if node.op == "call_function" and node not in anywhere:
             node.meta["stage"] = bisect.bisect_right(begins, node.meta["at"])
+    _add_where_made(graph)
     _keep_order(graph, anywhere)
 
 
@@ -140,6 +144,25 @@ def repeatable(graph: Graph, written: Collection[str]) -> set[Node]:
             continue
         found.add(node)
     return found
+
+
+def follow_readers(graph: Graph, anywhere: Collection[Node]) -> None:
+    """Let what is repeated for its reader, a view or a cast of a weight, stand where that is read first, and with it its
+    backward, which makes the weight's gradient: a cut between the two would part a weight from its gradient."""
+    reader: dict[Node, int] = {}
+    moved: dict[int, int] = {}
+    for node in reversed(graph.nodes):
+        if node in anywhere and not _is_backward(node):
+            users = [u for u in node.users if u.op == "call_function" and not _is_backward(u)]
+            places = [reader[u] if u in anywhere else _place(u) for u in users if u not in anywhere or u in reader]
+            if places:
+                reader[node] = moved[_place(node)] = min(places)
+    forward = [n for n in graph.nodes if n.op == "call_function" and not _is_backward(n)]
+    for place in {_place(node) for node in forward if node not in anywhere}:
+        moved.pop(place, None)
+    for node in graph.nodes:
+        if node.op == "call_function" and _place(node) in moved:
+            node.meta["at"] = moved[_place(node)]
 
 
 def base_of(node: Node, anywhere: Collection[Node] = ()) -> Node:
@@ -227,6 +250,17 @@ def _allowed(
     return [{bisect.bisect_left(first_places, _begin_of(graph, name))} for name in plan.cut]
 
 
+def _with_empty_stages(allowed: Sequence[Collection[int] | None]) -> tuple[int, ...] | None:
+    """Where each stage may begin, where some have nothing to do: evaluation makes fewer calls than training."""
+    found: list[int] = []
+    for places in allowed:
+        later = [place for place in places or () if not found or place >= found[-1]]
+        if not later:
+            return None
+        found.append(min(later))
+    return tuple(found)
+
+
 def _whole_items(graph: Graph, outputs: Sequence[Output], first_places: Sequence[int]) -> set[int]:
     """Items with which no stage may begin: those between the first reader of a buffer and what changes it."""
     found: set[int] = set()
@@ -289,6 +323,15 @@ def _readers(node: Node) -> list[Node]:
             else:
                 found.append(user)
     return found
+
+
+def _add_where_made(graph: Graph) -> None:
+    """Let gradients that one stage makes be added up there, so that it sends their sum."""
+    for node in graph.nodes:
+        if node.target is aten.add.Tensor and _is_backward(node) and "stage" in node.meta:
+            stages = {s.meta.get("stage") for s in node.all_input_nodes if s.op == "call_function"}
+            if len(stages) == 1 and (stage := stages.pop()) is not None:
+                node.meta["stage"] = max(stage, node.meta["stage"])
 
 
 def _keep_order(graph: Graph, anywhere: Collection[Node]) -> None:

@@ -1,0 +1,254 @@
+"""Pipelines: any model, any schedule, with every other axis; what crosses, what is held, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import process_ranks as ranks
+import pytest
+import torch
+from comm_worlds import Script, run, start_scripts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_verify import BatchNorm, image_batch, image_loss
+from torch import Tensor, nn
+from torch.nn import functional as F
+from zoo import ZOO
+
+import plait
+from plait.comm.protocol import World
+from plait.comm.threads import run_ranks
+from plait.decide.schedules import ASYNCHRONOUS
+from plait.errors import BatchError, PlanError, ScheduleError
+from plait.graph.lower import Lowered
+from plait.run.compiler import Captures, Compiler
+from plait.run.microbatch import microbatches
+from plait.run.cell_runner import CellRunner
+from plait.spec.kinds import SCHEDULE_NAMES
+from plait.spec.plan import Plan
+from plait.train.gpt import BytesGPT
+from plait.trainer import Trainer
+
+SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+SYNCHRONOUS = [name for name in SCHEDULE_NAMES if name not in ASYNCHRONOUS]
+
+
+@functools.cache
+def verifier(family: str) -> plait.Verifier:
+    model, loss, batch = ZOO[family].make()
+    return plait.Verifier(model, loss, batch)
+
+
+def check(plan: str, verifier: plait.Verifier) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="plait has no rule")
+        report = verifier.verify(plan)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+def test_long_skips_and_batch_norm_under_every_schedule(schedule: str) -> None:
+    check(f"pipeline=3 micro={1 if schedule == 'naive' else 4} schedule={schedule}", verifier("unet"))
+
+
+@pytest.mark.parametrize(
+    ("family", "plan"),
+    [
+        ("gpt2", "pipeline=4 micro=6 schedule=zb-v"),
+        ("gpt2", "pipeline=2 micro=3 data=2 zero=3 schedule=zb-h1"),
+        ("t5", "pipeline=3 micro=3 schedule=interleaved"),
+        ("mixtral", "pipeline=2 micro=3 data=2 tensor=2 zero=2"),
+        ("whisper", "pipeline=2 micro=2 tensor=2 recompute=layer"),
+        ("inception", "pipeline=2 micro=3 tensor=2 schedule=zb-h1"),
+        ("resnet", "pipeline=2 micro=3 data=2 zero=1 batchnorm=local"),
+        ("llama", "pipeline=2 micro=3 data=2 zero=2 precision=bf16 recompute=layer schedule=dualpipe-v"),
+        ("lstm", "pipeline=4 micro=3 schedule=zb-h2"),
+        ("llama", "pipeline=2 micro=4 precision=fp16 schedule=gpipe"),
+    ],
+)
+def test_families_with_other_axes(family: str, plan: str) -> None:
+    check(plan, verifier(family))
+
+
+def text_batch(rows: int = 12, sequence: int = 8) -> dict[str, Tensor]:
+    symbols = torch.randint(0, 256, (rows, sequence + 1), generator=torch.Generator().manual_seed(7))
+    return {"x": symbols[:, :-1].contiguous(), "y": symbols[:, 1:].contiguous()}
+
+
+class Tied(BytesGPT):
+    """With dropout, and weights that the first and the last stage have in common."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2, width=64, heads=4, sequence=8, dropout=0.1)
+        self.head.weight = self.symbols.weight
+
+
+def masked_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The sum over bytes below 100 and their number."""
+    keep = batch["y"] < 100
+    losses = F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), reduction="none")
+    return (losses * keep.flatten()).sum(), keep.sum()
+
+
+@functools.cache
+def tied() -> plait.Verifier:
+    torch.manual_seed(0)
+    return plait.Verifier(Tied(), masked_loss, text_batch(), clip_norm=0.05, optimizer=SGD)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "pipeline=2 micro=3 data=2 central=host",
+        "pipeline=2 micro=3 home.parameters=host home.optimizer=disk",
+        "pipeline=2 micro=3 data=2 zero=3 home.parameters=disk",
+        "pipeline=2 micro=3 data=2 zero=1 precision=bf16",
+        "pipeline=2 micro=3 recompute=budget=400KiB",
+    ],
+)
+def test_tied_weights_clipping_and_masked_tokens(plan: str) -> None:
+    check(plan, tied())
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> str:
+    pipeline, tensor = draw(st.sampled_from([2, 2, 3, 4])), draw(st.sampled_from([1, 1, 2]))
+    data, replica = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]))
+    micro = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if 12 % (n * data * replica) == 0]))
+    schedule = draw(st.sampled_from([name for name in SYNCHRONOUS if micro == 1 or name != "naive"]))
+    words = [f"pipeline={pipeline} tensor={tensor} data={data} replica={replica} micro={micro} schedule={schedule}"]
+    if schedule in ("interleaved", "looped-bfs"):
+        words.append(f"chunks={draw(st.integers(1, 3))}")
+    words.append(draw(st.sampled_from(["", "zero=1", "zero=2", "zero=3", "central=host"])))
+    words.append(draw(st.sampled_from(["", "recompute=layer", "recompute=*.up"])))
+    words.append(draw(st.sampled_from(["", "bucket=1KiB", "allreduce=ring", "precision=bf16", "home.optimizer=host"])))
+    return " ".join(words)
+
+
+@settings(max_examples=8)
+@given(plans())
+def test_plans_at_random(plan: str) -> None:
+    check(plan, tied())
+
+
+def lowered(model: nn.Module, loss: Any, batch: Any, plan: str) -> Lowered:
+    found = Plan.parse(plan)
+    return Compiler(Captures(model, loss), found).lowered(microbatches(batch, found.micro)[0])
+
+
+def on(plan: str, fn: Any) -> list[Any]:
+    return run_ranks(Plan.parse(plan).mesh, fn)
+
+
+def trained(captures: Captures, plan: str, steps: Any) -> list[Any]:
+    """What `steps(trainer)` gives on each rank."""
+    compiler = Compiler(captures, Plan.parse(plan))
+
+    def rank(world: World) -> Any:
+        options: dict[str, Any] = {"world": world, "compiler": compiler}
+        return steps(Trainer(compiler.model, compiler.loss_fn, SGD, compiler.plan, **options))
+
+    return on(plan, rank)
+
+
+def test_evaluation_and_batches_of_other_shapes() -> None:
+    torch.manual_seed(0)
+    captures = Captures(Tied(), masked_loss)
+
+    def losses(trainer: Trainer) -> list[float]:
+        found = [float(trainer.step(text_batch())), trainer.evaluate(text_batch())]
+        return [*found, float(trainer.step(text_batch(6, 5))), trainer.evaluate(text_batch(5, 5))]
+
+    for plan in ("micro=3 pipeline=2 schedule=dualpipe-v", "micro=2 pipeline=4"):
+        (expected,) = trained(captures, plan.split()[0], losses)
+        for found in trained(captures, plan, losses):
+            assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_every_rank_has_the_same_buffers_and_those_of_one_device() -> None:
+    torch.manual_seed(0)
+    captures = Captures(BatchNorm(), image_loss)
+
+    def state(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
+        trainer.step(image_batch())
+        return trainer.evaluate(image_batch()), {name: b.clone() for name, b in trainer.replica.buffers.items()}
+
+    ((loss, expected),) = trained(captures, "micro=4", state)
+    for found, buffers in trained(captures, "pipeline=3 micro=4 schedule=zb-v", state):
+        assert found == pytest.approx(loss, rel=1e-4)
+        for name, value in expected.items():
+            torch.testing.assert_close(buffers[name], value, rtol=1e-4, atol=1e-6)
+
+
+class Skips(nn.Module):
+    """Four layers; the last reads what the first made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.fourth = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).tanh()
+        y = self.third(self.second(x).tanh()).tanh()
+        return self.fourth(y) * x
+
+
+def rows(num: int) -> Tensor:
+    return torch.randn(num, 8, generator=torch.Generator().manual_seed(3))
+
+
+def squares(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+SKIPS = "pipeline=4 micro=2 cut=second,third,fourth"
+
+
+def test_a_long_skip_goes_straight_to_the_stage_that_reads_it() -> None:
+    pipeline = lowered(Skips(), squares, rows(4), SKIPS).pipeline
+    assert pipeline is not None
+    ends = {(v.source, v.stages()) for v in pipeline.cells.values if v.stages()}
+    assert {stages for (kind, stage), stages in ends if (kind, stage) == ("F", 0)} == {(1, 3)}
+    assert {stages for (kind, stage), stages in ends if (kind, stage) == ("B", 3)} == {(2,), (0,)}
+    actions = [str(action) for action in pipeline.schedule.ranks[0] if action.kind == "SEND"]
+    assert actions == ["SEND:F0>1", "SEND:F0>3", "SEND:F1>1", "SEND:F1>3"]
+
+    def count(world: World) -> dict[int, int]:
+        trainer = Trainer(Skips(), squares, SGD, SKIPS, world=world)
+        trainer.prepare(rows(4))
+        links = world.comm("pipeline").links
+        links.reset()
+        trainer.step(rows(4))
+        return dict(links.sent)
+
+    value = 2 * 8 * 4  # two rows of a microbatch
+    sent = on(SKIPS, count)
+    for source, target in ((0, 1), (0, 3), (1, 2), (2, 3), (3, 0)):  # besides the values the losses, to all
+        assert 2 * value <= sent[source][target] < 3 * value
+    assert sent[0].get(2, 0) < value and sent[2].get(0, 0) < value
+
+
+def test_1f1b_holds_no_more_microbatches_than_ranks_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: dict[int, int] = defaultdict(int)
+    boxes: dict[Any, Any] = {}
+    original = CellRunner.run_cell
+
+    def watched(self: CellRunner, cell: Any, micro: int, box: Any) -> Any:
+        boxes[cell[1], micro] = box
+        now = {m for (stage, m), each in boxes.items() if stage == cell[1] and (each or m == micro)}
+        held[cell[1]] = max(held[cell[1]], len(now))
+        return original(self, cell, micro, box)
+
+    monkeypatch.setattr(CellRunner, "run_cell", watched)
+
+    def step(world: World) -> None:
+        Trainer(Skips(), squares, SGD, "pipeline=4 micro=8", world=world).step(rows(8))
+
+    on("pipeline=4", step)
+    assert dict(held) == {0: 4, 1: 3, 2: 2, 3: 1}
