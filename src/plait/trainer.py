@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from plait.comm.process import process_world
 from plait.comm.protocol import World
 from plait.errors import BatchError, CaptureError, CheckpointError, LossError, PlanError
+from plait.graph.pipeline import updates_within
 from plait.graph.precision import Precision
+from plait.run.asynchronous import refuse_within
 from plait.run.checks import agree_on_data, check_given
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.eager import EagerReplica, refuse_unless_data_only
@@ -110,6 +112,9 @@ class Trainer:
                 warn_of_slow_precision(self.plan.precision, self.world.device)
         self.compiler = compiler or Compiler(Captures(model, loss_fn, self.world.device), self.plan, layouts)
         self._factories = (optimizer, scheduler)
+        self._updates_within = updates_within(self.plan)
+        if self._updates_within:
+            refuse_within(self.plan, clip_norm)
         self._callbacks = tuple(callbacks)
         self._on_nan = on_nan
         self._replica: Replica | EagerReplica | None = None
@@ -163,8 +168,11 @@ class Trainer:
         self._num_taken += 1
         scale = self.loss_scale.tensor() if self.loss_scale is not None else None
         with self.span("backward", "step") if isinstance(replica, EagerReplica) else nullcontext():
-            result = replica.run(batch, step_key(self.seed, self.step_number), scale=scale)
+            within = {"update": self._update_within} if self._updates_within else {}
+            result = replica.run(batch, step_key(self.seed, self.step_number), scale=scale, **within)
         self._check_finite(result.loss, result.gradients)
+        if self._updates_within:
+            return self._finished(result.loss, None), {}
         replica.set_gradients(result.gradients)
         wanted = replica.whole_gradients() if want else {}
         loss, gradients = result.loss, [*result.gradients.values(), *self.homes.norms.values()]
@@ -178,14 +186,26 @@ class Trainer:
         optimizer.zero_grad(set_to_none=True)
         if steps:
             replica.updated()
-            if self.scheduler is not None:
-                self.scheduler.step()
+        return self._finished(loss, norm, steps), wanted
+
+    def _finished(self, loss: Tensor, norm: float | None, updated: bool = True) -> Tensor:
+        """What comes after the update; returns the loss."""
+        if updated and self.scheduler is not None:
+            self.scheduler.step()
         self.step_number += 1
         if self.recorder is not None:
             self.recorder.end(self.step_number)
         for callback in self._callbacks:
             callback(StepEnd(self.step_number, float(loss), norm))
-        return loss, wanted
+        return loss
+
+    def _update_within(self, gradients: dict[str, Tensor]) -> None:
+        """One of the updates of an asynchronous schedule."""
+        assert self.optimizer is not None and isinstance(self.replica, Replica)
+        self.replica.set_gradients(gradients)
+        self.update.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.replica.updated()
 
     def evaluate(self, data: Any) -> float:
         """The loss without gradients, in evaluation mode: of one batch, or over a loader of them."""

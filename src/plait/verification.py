@@ -15,11 +15,13 @@ from torch import Tensor, nn
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
 from plait.errors import CaptureError, LossError, PlanError
+from plait.graph.lower import Lowered
+from plait.graph.pipeline import Pipeline
 from plait.graph.precision import Precision
 from plait.run.checks import check_given
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.microbatch import microbatches
-from plait.run.references import one_device_step
+from plait.run.references import one_device_step, stale_step
 from plait.run.scaling import FIRST_SCALE
 from plait.spec.annotation import Annotations
 from plait.spec.plan import Plan
@@ -153,7 +155,7 @@ class Verifier:
                 " the model trains as it is, under PyTorch's DDP",
             )
             raise
-        reference, again = self._reference(plan)
+        reference, again = self._reference(plan, lowered)
         mine = self._run_plan(compiler, min(reference.scale, again[0].scale) / _HEADROOM)
         margin, ulp = _margin(plan), _ulp(_last_bits(plan))
         return Report(
@@ -205,19 +207,29 @@ class Verifier:
 
         return run_ranks(compiler.plan.mesh, rank, algorithm=compiler.plan.allreduce)[0]
 
-    def _reference(self, plan: Plan) -> tuple[_Run, list[_Run]]:
+    def _reference(self, plan: Plan, lowered: Lowered) -> tuple[_Run, list[_Run]]:
         """The run on one device, and again with weights that differ by rounding, and of half precision in float32;
         local batch norm, microbatches and precision have their own."""
         num_parts = plan.num_batch_parts if plan.batchnorm == "local" else 1
-        key = (num_parts, plan.micro, plan.precision, plan.exceptions)
+        pipeline = lowered.pipeline
+        stale = pipeline if pipeline is not None and pipeline.schedule.asynchronous else None
+        key = (num_parts, plan.micro, plan.precision, plan.exceptions, str(plan) if stale else "")
         if key not in self._references:
-            again = [self._run_one_device(plan, num_parts, _last_bits(plan))]
+            again = [self._run_one_device(plan, num_parts, _last_bits(plan), stale=stale)]
             if _in_half(plan):
-                again.append(self._run_one_device(replace(plan, precision="fp32", exceptions=()), num_parts))
-            self._references[key] = self._run_one_device(plan, num_parts), again
+                full = replace(plan, precision="fp32", exceptions=())
+                again.append(self._run_one_device(full, num_parts, stale=stale))
+            self._references[key] = self._run_one_device(plan, num_parts, stale=stale), again
         return self._references[key]
 
-    def _run_one_device(self, plan: Plan, num_parts: int, rounding: float = 0.0, scale: float | None = None) -> _Run:
+    def _run_one_device(
+        self,
+        plan: Plan,
+        num_parts: int,
+        rounding: float = 0.0,
+        scale: float | None = None,
+        stale: Pipeline | None = None,
+    ) -> _Run:
         scaled = Precision(plan.precision, plan.exceptions).scaled
         if scale is None:
             scale = FIRST_SCALE if scaled else 1.0
@@ -238,7 +250,11 @@ class Verifier:
         for step in range(self.steps):
             optimizer.zero_grad(set_to_none=True)
             key = step_key(self.seed, step)
-            losses.append(float(one_device_step(twin, self.captures.loss_fn, self.batch, plan, key, num_parts, scale)))
+            given = (twin, self.captures.loss_fn, self.batch, plan, key)
+            if stale is not None:  # which updates as it goes
+                losses.append(float(stale_step(*given, stale, optimizer)))
+                continue
+            losses.append(float(one_device_step(*given, num_parts, scale)))
             if not math.isfinite(losses[-1]):
                 raise LossError(
                     f"the loss of step {step + 1} is {losses[-1]} on one device: there is nothing to compare"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from torch.fx import Graph
@@ -17,7 +18,7 @@ from plait.errors import PlanError
 from plait.graph.capture import Captured
 from plait.graph.cells import Cells, keep_written_buffers, split_cells
 from plait.graph.recompute import recompute
-from plait.graph.stages import complete_places, place_in_stages, repeatable
+from plait.graph.stages import complete_places, follow_readers, place_in_stages, repeatable
 from plait.spec.action import FORWARD, WEIGHT
 from plait.spec.kinds import ScheduleName
 from plait.spec.layout import Layout, Only, Placement
@@ -35,8 +36,15 @@ class Pipeline:
     schedule: Schedule
     stages: Mapping[str, tuple[int, ...]]  # of every parameter
 
+    @cached_property
+    def groups(self) -> Mapping[int, tuple[int, int]]:
+        """Schedule.groups of an asynchronous schedule."""
+        return self.schedule.groups()
+
     def num_micro(self, cell: Cell) -> frozenset[int]:
         """On how many microbatches the ranks that have a cell run it."""
+        if self.schedule.asynchronous:
+            return frozenset(num for _, num in self.groups.values())
         return frozenset(self.schedule.num_micro_of(rank, chunk) for rank, chunk in self.schedule.holders(cell[1]))
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
@@ -98,6 +106,7 @@ def pipelined(
     complete_places(graph)
     keep_written_buffers(graph, written)
     anywhere = repeatable(graph, written)
+    follow_readers(graph, anywhere)
     copies = [len(schedule.holders(stage)) for stage in range(num_stages)]
     place_in_stages(graph, plan, copies, anywhere, captured.outputs, settled)
     graph = recompute(graph, plan.recompute)
@@ -105,6 +114,8 @@ def pipelined(
     weights = any(action.kind == WEIGHT for _, action in schedule.cells())
     cells = split_cells(graph, captured.outputs, num_stages, anywhere, weights)
     _refuse_copied_buffers(cells, copies)
+    if schedule.asynchronous:
+        _refuse_shared(schedule, cells, copies)
     edges = cells.edges()
     check_schedule(schedule, edges)
     shared = [on for on in cells.parameters.values() if len(on) > 1]
@@ -114,6 +125,26 @@ def pipelined(
     if settled is not None:
         stages = dict(settled)
     return Pipeline(cells, schedule, stages)
+
+
+def updates_within(plan: Plan) -> bool:
+    """Whether the plan's schedule updates parameters within a step."""
+    return len(plan.copies) > 1 and schedule_of(plan).asynchronous
+
+
+def _refuse_shared(schedule: Schedule, cells: Cells, copies: Sequence[int]) -> None:
+    """What an asynchronous schedule cannot share between ranks that update at different times."""
+    if max(copies) > 1:
+        raise PlanError(
+            f"schedule={schedule.name} with stages on several ranks would update their copies at different times; give"
+            " each stage one rank"
+        )
+    for name, on in cells.parameters.items():
+        if len({schedule.where(stage)[0] for stage in on}) > 1:
+            raise PlanError(
+                f"schedule={schedule.name} updates ranks at different times, but stages {', '.join(map(str, on))} share"
+                f" the parameter {name}; untie it, let cut= put what reads it on one stage, or take schedule=1f1b"
+            )
 
 
 def _refuse_copied_buffers(cells: Cells, copies: Sequence[int]) -> None:

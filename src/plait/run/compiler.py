@@ -12,6 +12,7 @@ from torch import nn
 from plait.graph.batch import batch_signature
 from plait.graph.capture import Captured, capture
 from plait.graph.lower import Lowered, lower
+from plait.graph.pipeline import updates_within
 from plait.graph.precision import FULL, Precision
 from plait.spec.annotation import Annotations
 from plait.spec.layout import Layout
@@ -75,7 +76,9 @@ class Compiler:
         with self._lock:
             if key not in self._found:
                 precision = Precision(self.plan.precision, self.plan.exceptions)
-                captured = self.captures.captured(batch, train, precision, self.plan.micro == 1)
+                captured = self.captures.captured(
+                    batch, train, precision, self.plan.micro == 1 or updates_within(self.plan)
+                )
                 found = lower(captured, self.plan, self.annotations, self._settled, self._stages)
                 if self._stages is None and found.pipeline is not None:
                     self._stages = found.pipeline.stages

@@ -16,10 +16,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from plait.comm.group import Done
 from plait.comm.protocol import Comm, Work
 from plait.decide.readiness import Cell
 from plait.graph.cells import Value
-from plait.spec.action import BACKWARD, FORWARD, RECV, REDUCE, SEND, WEIGHT, Action
+from plait.spec.action import BACKWARD, FORWARD, RECV, REDUCE, SEND, STEP, WEIGHT, Action
 from plait.spec.schedule import Schedule
 
 Box = dict[str, Tensor]
@@ -33,6 +34,9 @@ class Runner(Protocol):
 
     def reduce(self) -> None:
         """Sum the gradients that other ranks of the pipeline have too; once, after all cells."""
+
+    def update(self, micro: int) -> None:
+        """Update this rank's parameters by the gradients of microbatches up to this one (STEP3)."""
 
 
 class Clock(Protocol):
@@ -122,6 +126,9 @@ class _Step:
                 self._send(action)
             elif action.kind == RECV:
                 self._receive(action)
+            elif action.kind == STEP and action.micro is not None:
+                with self._executor._clock.span("optimizer", str(action), action):
+                    self._runner.update(action.micro)
             elif index == last_reduce:
                 with self._executor._clock.span("reduce", str(action), action):
                     self._runner.reduce()
@@ -176,7 +183,8 @@ class _Step:
                 for value in going:
                     leaving = away[value.name]
                     work = self._comm.send(leaving.tensor, action.peer, self._executor.tag(value, action.micro))
-                    self._sent.append((work, leaving.tensor))
+                    if not isinstance(work, Done):  # what has been copied out may go
+                        self._sent.append((work, leaving.tensor))
                     leaving.peers.remove(action.peer)
                     if not leaving.peers:
                         del away[value.name]

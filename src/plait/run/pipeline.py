@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from plait.comm.protocol import World
-from plait.decide.readiness import Cell
 from plait.graph.calls import output_node
 from plait.graph.homes import gradients_away, large
 from plait.graph.lower import Lowered
 from plait.graph.pipeline import AXIS
-from plait.run.execute import Box, Executor
+from plait.run.asynchronous import StaleRunner, Update
+from plait.run.cell_runner import CellRunner
+from plait.run.execute import Executor
 from plait.run.homes.homes import Homes
-from plait.run.microbatch import micro_key
 from plait.run.program import Program, StepResult
 from plait.run.tracing.recorder import Recorder
 
@@ -36,7 +36,9 @@ class PipelineProgram:
         self._leaving = away & self.pipeline.cells.added_up  # gradients that leave the device once they are added up
         cells, schedule = self.pipeline.cells, self.pipeline.schedule
         coordinates = world.mesh.coordinates(world.rank)
-        self._executor = Executor(schedule, cells.values, list(cells.graphs), self.comm, coordinates, recorder)
+        self._executor = Executor(
+            schedule, cells.values, list(cells.graphs), self.comm, coordinates, recorder, world.device
+        )
         chunks = schedule.stages[self.comm.rank]
         self._turns = {
             cell: lowered.turns_of_cell(cell, schedule.num_micro_of(self.comm.rank, chunks.index(cell[1])))
@@ -55,6 +57,7 @@ class PipelineProgram:
             for output, result in zip(each.outputs, output_node(each.graph).args[0], strict=True)  # type: ignore[arg-type]
             if output.kind in ("loss", "sum", "weight")
         }
+        self.most_versions = 1  # of the weights that this rank has held at a time
         self._shared = [n for n in self.pipeline.stages if len(self.pipeline.ranks_of(n)) > 1]
 
     def run(
@@ -64,18 +67,28 @@ class PipelineProgram:
         buffers: Mapping[str, Tensor],
         batches: Sequence[Mapping[str, Tensor]],
         scale: Tensor | None = None,
+        update: Update | None = None,
     ) -> list[StepResult]:
         """Run on the microbatches of a step, given as Program.run takes each. The results of all of them; the last has
-        the sums of the gradients of this rank's parameters. `buffers` take their new values."""
-        step = _Cells(self, key, parameters, buffers, batches, scale)
+        the sums of the gradients of this rank's parameters. `buffers` take their new values.
+
+        An asynchronous schedule updates within the step: `update` is then called with the gradients of each group of
+        microbatches, and changes `parameters` in place.
+        """
+        rest = (self.program, self._turns, self.exchange, key, parameters, buffers, batches, scale)
+        step: CellRunner
+        if self.pipeline.schedule.asynchronous:
+            assert update is not None, "only a trainer steps under an asynchronous schedule"
+            step = StaleRunner(*rest, schedule=self.pipeline.schedule, rank=self.comm.rank, update=update)
+        else:
+            step = CellRunner(*rest)
         self._executor.run(step)
+        if isinstance(step, StaleRunner):
+            self.most_versions = step.most_versions
         for name in self._leaving & step.gradients.keys():
             self._homes.leave(f"gradient/{name}", step.gradients.pop(name))
         self._spread_buffers(buffers)
         return self._results(step)
-
-    def turn(self, cell: Cell, count: int) -> str:
-        return self._turns[cell][count]
 
     def exchange(self, sums: dict[str, Tensor]) -> None:
         """Add up the gradients of parameters that several ranks of the pipeline have, in one order on all of them."""
@@ -112,7 +125,7 @@ class PipelineProgram:
             root = self._makers["buffer", name][0]
             buffers[name].copy_(self.comm.broadcast(buffers[name].contiguous(), root).wait())
 
-    def _results(self, step: _Cells) -> list[StepResult]:
+    def _results(self, step: CellRunner) -> list[StepResult]:
         """The losses on every rank."""
         num = self.pipeline.schedule.num_micro
         mine = torch.zeros(len(self._loss_dtypes), num, dtype=torch.float64, device=self.world.device)
@@ -128,55 +141,3 @@ class PipelineProgram:
             gradients = step.gradients if micro == num - 1 else {}
             results.append(StepResult(found["loss"][micro], parts, gradients, {}))
         return results
-
-
-class _Cells:
-    """Runs the cells of one step (run.execute.Runner)."""
-
-    def __init__(
-        self,
-        program: PipelineProgram,
-        key: int,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        batches: Sequence[Mapping[str, Tensor]],
-        scale: Tensor | None,
-    ) -> None:
-        self._pipeline = program
-        self._key = key
-        self._parameters = parameters
-        self._buffers = buffers
-        self._batches = batches
-        self._scale = scale
-        self._counts: Counter[Cell] = Counter()
-        self._sums: dict[Cell, dict[str, Tensor]] = defaultdict(dict)
-        self.losses: dict[tuple[str, int], Tensor] = {}
-        self.gradients: dict[str, Tensor] = {}
-
-    def run_cell(self, cell: Cell, micro: int, box: Box) -> Mapping[str, Tensor]:
-        found = self._pipeline.program.call(
-            self._pipeline.turn(cell, self._counts[cell]),
-            self._pipeline.pipeline.cells.graphs[cell].outputs,
-            parameter=self._parameters,
-            buffer=self._buffers,
-            batch=self._batches[micro],
-            sum=self._sums[cell],
-            key=micro_key(self._key, micro),
-            scale=self._scale,
-            box=box,
-        )
-        self._counts[cell] += 1
-        for name, value in found["buffer"].items():
-            self._buffers[name].copy_(value)
-        for kind in ("loss", "sum", "weight"):
-            for value in found[kind].values():
-                self.losses[kind, micro] = value
-        self._sums[cell] = found["gradient"]
-        if self._counts[cell] == len(self._pipeline._turns[cell]):
-            for name, gradient in self._sums.pop(cell).items():
-                before = self.gradients.get(name)
-                self.gradients[name] = gradient if before is None else before.add_(gradient)
-        return found["value"]
-
-    def reduce(self) -> None:
-        self._pipeline.exchange(self.gradients)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.graph.pipeline import Pipeline
 from plait.graph.precision import Precision
 from plait.graph.random import GlobalRandom
 from plait.run.compiler import LossFn
@@ -60,6 +61,48 @@ def one_device_step(
         if parameter.grad is not None:
             parameter.grad /= torch.as_tensor(weights * scale, dtype=parameter.grad.dtype)
     return total / weights
+
+
+def stale_step(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    plan: Plan,
+    key: int,
+    pipeline: Pipeline,
+    optimizer: torch.optim.Optimizer,
+) -> Tensor:
+    """A step of an asynchronous pipeline as its definition reads, on one device: losses, gradients and updates.
+
+    Each microbatch goes through each stage, forward and backward, with the version of weights that the schedule gives
+    it there (Schedule.version). After each group of microbatches the newest weights are updated by the mean of
+    its gradients.
+    """
+    precision = Precision(plan.precision, plan.exceptions)
+    schedule, named = pipeline.schedule, dict(model.named_parameters())
+    device = next(iter(named.values())).device.type
+    history = [{name: p.detach().clone() for name, p in named.items()}]
+    totals: list[Tensor] = []
+    weights: list[Tensor] = []
+    for micro, part in enumerate(microbatches(batch, plan.micro)):
+        first, num = pipeline.groups[micro]
+        for name, parameter in named.items():
+            rank, _ = schedule.where(pipeline.stages[name][0], micro)
+            parameter.data.copy_(history[schedule.version(rank, micro)][name])
+        with GlobalRandom(micro_key(key, micro)):
+            with precision.computing(model, device):
+                total, weight = one_device_pair(model, loss_fn, part)
+                loss = total / weight
+            (loss.float() / num).backward()
+        totals.append(total.detach().float())
+        weights.append(torch.as_tensor(weight).detach().float())
+        if micro == first + num - 1:
+            for name, parameter in named.items():
+                parameter.data.copy_(history[-1][name])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            history.append({name: p.detach().clone() for name, p in named.items()})
+    return torch.stack(totals).sum() / torch.stack(weights).sum()
 
 
 def as_pair(loss: Any) -> tuple[Tensor, Any]:

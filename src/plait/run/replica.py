@@ -15,6 +15,7 @@ from plait.comm.agree import agree
 from plait.comm.protocol import World
 from plait.graph.batch import batch_leaves, batch_signature
 from plait.graph.lower import Lowered
+from plait.run.asynchronous import Update
 from plait.run.compiler import Compiler
 from plait.run.homes.homes import Homes
 from plait.run.initialise import initial_buffers
@@ -158,9 +159,9 @@ class Replica:
         by_axes: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
         axes = summed_square_axes(self.layouts)
         for name, parameter in self.parameters.items():
-            if parameter.grad is not None:
             if not counts_here(self.layouts[name], self.world):
                 continue
+            if parameter.grad is not None:
                 by_axes[axes[name]].append(parameter.grad)
             elif name in self.homes.norms:
                 by_axes[axes[name]].append(self.homes.norms[name] * self.homes.factor)

@@ -47,7 +47,7 @@ def names_not_yet() -> tuple[str, ...]:
 def refuse_together(values: Mapping[str, str]) -> None:
     """Raise PlanError where two of a plan's values, by key as text, do not go together."""
     for key, value, other, bad, why, instead in NOT_TOGETHER:
-        holds = int(values[key]) > 1 if value == ">1" else values[key] == value
+        holds = values[key] != "1" if value == ">1" else values[key] == value
         if holds and values[other] in bad:
             raise PlanError(f"{key}={values[key]} does not go with {other}={values[other]}: {why}; {instead}")
     for key, nothing in OF_PIPELINES.items():

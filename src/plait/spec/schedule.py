@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from plait.errors import ScheduleError
-from plait.spec.action import BACKWARD, COMPUTE, FORWARD, TRANSFER, WEIGHT, Action, cell
+from plait.spec.action import BACKWARD, COMPUTE, FORWARD, STEP, TRANSFER, WEIGHT, Action, cell
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,34 @@ class Schedule:
     def forward_only(self) -> bool:
         """Whether no rank has any backward: evaluation."""
         return all(action.kind == FORWARD or not action.computes for actions in self.ranks for action in actions)
+
+    @cached_property
+    def asynchronous(self) -> bool:
+        """Whether parameters are updated within the step, while other microbatches are under way."""
+        return any(action.kind == STEP and action.micro is not None for actions in self.ranks for action in actions)
+
+    def version(self, rank: int, micro: int) -> int:
+        """The weights that an asynchronous schedule gives a microbatch on a rank, as how many updates they have had.
+
+        With an update after every microbatch those that there are at its forward (PipeDream). With an update after a
+        group of them, on every rank those before the group before it was added (2BW).
+        """
+        groups = self.groups()
+        starts = sorted({first for first, _ in groups.values()})
+        if len(starts) < len(groups):
+            return max(starts.index(groups[micro][0]) - 1, 0)
+        actions = self.ranks[rank]
+        first = next(i for i, action in enumerate(actions) if action.kind == FORWARD and action.micro == micro)
+        return sum(action.kind == STEP for action in actions[:first])
+
+    def groups(self) -> dict[int, tuple[int, int]]:
+        """Of each microbatch the first that is updated together with it, and how many these are."""
+        ends = sorted({action.micro for action in self.ranks[0] if action.kind == STEP and action.micro is not None})
+        found, first = {}, 0
+        for last in ends:
+            found |= dict.fromkeys(range(first, last + 1), (first, last + 1 - first))
+            first = last + 1
+        return found
 
     def num_micro_of(self, rank: int, chunk: int) -> int:
         """How many microbatches go through a chunk of a rank."""
