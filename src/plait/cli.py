@@ -1,4 +1,4 @@
-"""The command line: plait train | verify | explain | memory | schedule | checkpoint | run."""
+"""The command line: plait train | verify | explain | memory | schedule | report | checkpoint | run."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ def train(
     plan: PlanOption = None,
     processes: ProcessesOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Record the last 20 steps, for plait report.")] = False,
     changes: SetOption = None,
 ) -> None:
     """Train as a config file says, on processes of this machine; under torchrun, join it as one rank."""
@@ -76,12 +77,12 @@ def train(
         if not _launched_here():
             check_job(job, chosen, resume)
         if not under_launcher() and chosen.num_processes > 1:
-            arguments = ["train", str(config), *(["--resume"] if resume else [])]
+            arguments = ["train", str(config), *["--resume"] * resume, *["--trace"] * trace]
             arguments += [word for change in changes or [] for word in ("--set", change)]
             _launch(arguments, chosen)
         from plait.train.job import run_job
 
-        if run_job(job, chosen, resume).stopped:
+        if run_job(job, chosen, resume, trace).stopped:
             raise typer.Exit(128 + signal.SIGINT)
 
 
@@ -200,6 +201,21 @@ def schedule(
             write_page(html, found, trace)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print(describe_schedule(found, trace, costs, width))
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder that a job wrote into: its train.out.")],
+    out: Annotated[Path | None, typer.Option("--out", help="The page; by default report.html in the folder.")] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option("--perfetto", help="Also write a trace for ui.perfetto.dev or chrome://tracing.")
+    ] = None,
+) -> None:
+    """Write a page about a run: swimlanes (of --trace), utilisation, memory, bytes by link, loss and tokens/s."""
+    with _errors_shown_once():
+        from plait.train.report import write_report
+
+        print(write_report(run, out or run / "report.html", perfetto))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -36,8 +36,8 @@ def _pieces(spans: Sequence[Span]) -> list[Span]:
 
     for span in sorted(spans, key=lambda each: (each.start, -each.end)):
         until(span.start)
-        if open_ and span.end > open_[-1].end:  # no rank does so, but clocks of devices are read to some precision
-            span = replace(span, end=open_[-1].end)
+        while open_ and span.end > open_[-1].end:  # no rank does so, but clocks of devices are read to some precision
+            open_.pop()
         if span.end > span.start:
             open_.append(span)
         else:

@@ -15,8 +15,8 @@ COLOURS = {
     "forward": "#0072B2", "backward": "#D55E00", "weight": "#E69F00", "send": "#56B4E9", "wait": "#DDDDDD",
     "gather": "#CC79A7", "reduce": "#009E73", "optimizer": "#444444", "data": "#F0E442",
 }  # fmt: skip
-_MANY = 3000  # spans: beyond, each kind is one line of many pieces, drawn by WebGL, and has no text of its own
-_LANES = {"wait": (0.0, 0.62), "send": (0.3, 0.12)}  # (offset, height) of those that are beside or behind compute
+MANY = 3000  # spans: beyond, each kind is one line of many pieces, drawn by WebGL, and has no text of its own
+LANES = {"wait": (0.0, 0.62), "send": (0.3, 0.12)}  # (offset, height) of those that are beside or behind compute
 
 
 def draw_swimlanes(measured: Trace | None = None, predicted: Trace | None = None) -> Any:
@@ -24,11 +24,26 @@ def draw_swimlanes(measured: Trace | None = None, predicted: Trace | None = None
 
     Each is shown from its own first span on, in seconds. PlanError if plotly is not installed.
     """
-    go, make_subplots = _plotly()
+    go, _ = plotly()
     shown = [(name, trace) for name, trace in (("predicted", predicted), ("measured", measured)) if trace]
+    figure, lane = empty_swimlanes(shown)
+    for row, (_, trace) in enumerate(shown, start=1):
+        begin = min((span.start for span in trace.spans), default=0.0)
+        draw = _bars if len(trace.spans) <= MANY else _lines
+        # What lies behind comes first.
+        for kind in sorted({span.kind for span in trace.spans}, key=lambda kind: (kind != "wait", KINDS.index(kind))):
+            spans = [span for span in trace.spans if span.kind == kind]
+            figure.add_trace(draw(go, kind, spans, begin, lane), row=row, col=1)
+    _name_once(figure)
+    return figure
+
+
+def empty_swimlanes(shown: Sequence[tuple[str, Trace]]) -> tuple[Any, int]:
+    """The figure of these traces, by name, before their spans are drawn; and the height of a lane in pixels."""
+    _, make_subplots = plotly()
     assert shown, "a figure needs a trace"
     titles = [
-        f"{name}: {trace.seconds:.6g} s, utilisation {trace.utilisation():.1%}, bubble {trace.bubble():.1%}"
+        f"{name}: {trace.seconds:.4g} s, utilisation {trace.utilisation():.1%}, bubble {trace.bubble():.1%}"
         for name, trace in shown
     ]
     lane = max(min(40, 900 // max(trace.num_ranks for _, trace in shown)), 12)  # pixels
@@ -38,18 +53,12 @@ def draw_swimlanes(measured: Trace | None = None, predicted: Trace | None = None
         row_heights=[trace.num_ranks for _, trace in shown], vertical_spacing=70 / height if len(shown) > 1 else 0,
     )  # fmt: skip
     for row, (_, trace) in enumerate(shown, start=1):
-        begin = min((span.start for span in trace.spans), default=0.0)
-        draw = _bars if len(trace.spans) <= _MANY else _lines
-        # What lies behind comes first.
-        for kind in sorted({span.kind for span in trace.spans}, key=lambda kind: (kind != "wait", KINDS.index(kind))):
-            spans = [span for span in trace.spans if span.kind == kind]
-            figure.add_trace(draw(go, kind, spans, begin, lane), row=row, col=1)
         names = [f"rank {rank}  {trace.utilisation(rank):.0%}" for rank in range(trace.num_ranks)]
         figure.update_yaxes(
             tickvals=list(range(trace.num_ranks)), ticktext=names, range=[trace.num_ranks - 0.5, -0.5], fixedrange=True,
             showgrid=False, zeroline=False, row=row, col=1,
         )  # fmt: skip
-    _name_once(figure)
+    figure.update_annotations(x=0, xanchor="left")  # the titles, which leave the right to the legend
     figure.update_xaxes(title_text="seconds", row=len(shown), col=1)
     figure.update_xaxes(showgrid=True, gridcolor="#EEEEEE", zeroline=False)
     figure.update_layout(
@@ -57,7 +66,7 @@ def draw_swimlanes(measured: Trace | None = None, predicted: Trace | None = None
         plot_bgcolor="white", dragmode="zoom", hovermode="closest", margin={"l": 110, "r": 20, "t": 60, "b": 50},
         legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 1.0, "xanchor": "right"},
     )  # fmt: skip
-    return figure
+    return figure, lane
 
 
 def page(figures: Any | Sequence[Any], title: str) -> str:
@@ -77,18 +86,19 @@ def page(figures: Any | Sequence[Any], title: str) -> str:
     )
 
 
-def _plotly() -> tuple[Any, Any]:
+def plotly() -> tuple[Any, Any]:
+    """plotly's graph objects and make_subplots; PlanError where it is not installed."""
     try:
-        import plotly.graph_objects
+        import plotly.graph_objects as graph_objects
         from plotly.subplots import make_subplots
     except ImportError:
         raise PlanError("pages are drawn with plotly, which is not installed: pip install 'plait[report]'") from None
-    return plotly.graph_objects, make_subplots
+    return graph_objects, make_subplots
 
 
 def _bars(go: Any, kind: str, spans: list[Span], begin: float, lane: int) -> Any:
     """Each span a rectangle with its name in it."""
-    offset, height = _LANES.get(kind, (0.0, 0.8))
+    offset, height = LANES.get(kind, (0.0, 0.8))
     return go.Bar(
         orientation="h", name=kind, legendgroup=kind,
         base=[span.start - begin for span in spans], x=[span.seconds for span in spans],
@@ -102,7 +112,7 @@ def _bars(go: Any, kind: str, spans: list[Span], begin: float, lane: int) -> Any
 
 def _lines(go: Any, kind: str, spans: list[Span], begin: float, lane: int) -> Any:
     """All spans as one broken line, as thick as a lane: many thousands of them are drawn at once."""
-    offset, height = _LANES.get(kind, (0.0, 0.8))
+    offset, height = LANES.get(kind, (0.0, 0.8))
     # Each span is its start, its end and a gap; arrays travel as bytes, so that a page of many stays small.
     x = np.full((len(spans), 3), np.nan)
     x[:, 0] = [span.start - begin for span in spans]

@@ -59,9 +59,11 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The trace of one step, with spans as they nest, from its begin on; `sent[a, b]` bytes went from rank a to b."""
+    """The trace of one step, with spans as they nest, in seconds from its begin on; `sent[a, b]` bytes went from rank a
+    to rank b."""
 
     step: int
+    begin: float  # seconds of the clock of rank 0's host
     trace: Trace
     sent: dict[tuple[int, int], int]
     memory_of: str  # allocated on the device, or resident in the host's memory
@@ -150,7 +152,7 @@ def _step(number: int, ranks: list[tuple[int, dict[str, Any]]], num_ranks: int, 
     )
     memory = tuple(Sample(rank, (at - begin) / 1e9, value) for rank, step in ranks for at, value in step["memory"])
     sent = {(rank, int(to)): count for rank, step in ranks for to, count in step["sent"].items()}
-    return Recorded(number, Trace(spans, num_ranks, memory), sent, memory_of)
+    return Recorded(number, begin / 1e9, Trace(spans, num_ranks, memory), sent, memory_of)
 
 
 def _as_rows(costs: Costs) -> dict[str, Any]:
