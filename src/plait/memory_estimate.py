@@ -13,6 +13,7 @@ from torch import nn
 from plait.decide.memory import RankMemory, single_changes
 from plait.errors import PlanError
 from plait.graph.lower import Lowered
+from plait.graph.pipeline import AXIS as PIPELINE
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.local_batch import num_rows
 from plait.run.microbatch import microbatches
@@ -107,4 +108,5 @@ def _kind(lowered: Lowered, rank: int) -> Any:
     here = mesh.coordinates(rank)
     shapes = tuple(layout.local_shape(mesh, here) for layout in lowered.states.values())
     only = {axis for layout in lowered.layouts.values() for axis, p in layout.placements if isinstance(p, Only)}
+    only |= {PIPELINE} if lowered.pipeline is not None else set()
     return shapes, tuple(here[axis] for axis in sorted(only))

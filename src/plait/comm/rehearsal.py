@@ -18,6 +18,7 @@ from plait.comm.board import Board, LocalBoard
 from plait.comm.group import AloneComm, Done, Take, chunk, reduce_terms
 from plait.comm.protocol import Comm, Work
 from plait.comm.segment import Arena
+from plait.decide.memory import ACTIVATIONS
 from plait.graph.liveness import Meter
 from plait.spec.mesh import Mesh
 
@@ -76,6 +77,10 @@ class BackendRehearsal(BackendComm):
         with self._meter.paused():
             return torch.empty(num_bytes, dtype=torch.uint8)
 
+    def recv(self, like: torch.Tensor, source: int, tag: int = 0) -> Work:
+        with self._meter.labelled(ACTIVATIONS):
+            return Done(torch.empty(like.shape, dtype=like.dtype, device=self._meter.device))
+
     def barrier(self) -> None:
         pass
 
@@ -105,6 +110,7 @@ class SharedRehearsal(BackendRehearsal):
         self.arena_bytes = 0
         self._buffers: dict[int, int] = {}  # storage -> its place in the arena
         self._pending: deque[_Pending] = deque()
+        self._letters: dict[int, tuple[int, int]] = {}  # the last message to each rank: its place and bytes
 
     def buffer(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor | None:
         if num_elements == 0:
@@ -152,6 +158,18 @@ class SharedRehearsal(BackendRehearsal):
             return self._start(tensor, lambda: torch.empty_like(tensor))
         return Done(torch.empty_like(tensor))
 
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
+        """It lies in the arena until the receiver takes it: so it is counted until the next one goes to that rank."""
+        if before := self._letters.pop(to, None):
+            self._arena.give(*before)
+        if tensor.nbytes:
+            self._letters[to] = (self._take(tensor.nbytes), tensor.nbytes)
+        return Done(tensor)
+
+    def recv(self, like: torch.Tensor, source: int, tag: int = 0) -> Work:
+        """It is copied from the sender's arena when it is waited for, or before."""
+        return _Letter(lambda: BackendRehearsal.recv(self, like, source, tag).wait())
+
     def _start(self, tensor: torch.Tensor, arrive: Callable[[], torch.Tensor]) -> Work:
         while self._pending:
             self._pending[0].wait()
@@ -175,6 +193,16 @@ class SharedRehearsal(BackendRehearsal):
         assert offset is not None
         self.arena_bytes = max(self.arena_bytes, offset + num_bytes)
         return offset
+
+
+class _Letter:
+    """A message that comes when it is asked for."""
+
+    def __init__(self, take: Callable[[], torch.Tensor]) -> None:
+        self._take = take
+
+    def wait(self) -> torch.Tensor:
+        return self._take()
 
 
 class _Pending:

@@ -23,7 +23,7 @@ from plait.decide.memory import ACTIVATIONS, BUFFERS, OPTIMIZER, PARAMETERS, Ran
 from plait.errors import PlanError
 from plait.graph.batch import map_batch
 from plait.graph.liveness import Meter, marked
-from plait.graph.lower import Lowered
+from plait.graph.lower import Lowered, cell_name
 from plait.graph.precision import Precision
 from plait.run.compiler import Captures, Compiler
 from plait.run.homes.disk import RehearsedFile
@@ -115,18 +115,30 @@ class _Known(Compiler):
 
 
 def _with_few_microbatches(lowered: Lowered, device: torch.device) -> Lowered:
-    """The lowered step with graphs that tell of themselves and constants without memory, of few microbatches."""
+    """The lowered step with graphs that tell of themselves and constants without memory, of few microbatches; a
+    pipeline has as many in flight as its schedule says, and keeps all."""
     captured = lowered.captured
     constants = {
         name: torch.empty(value.shape, dtype=value.dtype, device=device) for name, value in captured.constants.items()
     }
-    gradients = [i for i, output in enumerate(captured.outputs) if output.kind == "gradient"]
+    plan = lowered.plan
+    if lowered.pipeline is None:
+        plan = dataclasses.replace(plan, micro=min(plan.micro, _NUM_MICRO))
     return dataclasses.replace(
         lowered,
-        graphs={turn: marked(graph, gradients) for turn, graph in lowered.graphs.items()},
+        graphs={turn: marked(graph, _gradients(lowered, turn)) for turn, graph in lowered.graphs.items()},
         captured=dataclasses.replace(captured, constants=constants),
-        plan=dataclasses.replace(lowered.plan, micro=min(lowered.plan.micro, _NUM_MICRO)),
+        plan=plan,
     )
+
+
+def _gradients(lowered: Lowered, turn: str) -> list[int]:
+    """Which outputs of a graph are gradients."""
+    outputs = lowered.captured.outputs
+    if lowered.pipeline is not None:
+        named = {cell_name(cell): each for cell, each in lowered.pipeline.cells.graphs.items()}
+        outputs = named[turn.partition(".")[0]].outputs
+    return [i for i, output in enumerate(outputs) if output.kind == "gradient"]
 
 
 def _skeleton(model: nn.Module, device: torch.device) -> nn.Module:
