@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Graph, Node
 
+from plait.decide.readiness import Cell
 from plait.graph import ops
 from plait.graph.bucket import bucket_start, rows_start
 from plait.graph.calls import num_bytes
 from plait.graph.gather import gather_start
 from plait.graph.lower import Lowered
+from plait.graph.pipeline import Pipeline
 
 _WAYS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "broadcast": 1.0}
 _BUCKETS = {bucket_start: "all_reduce", rows_start: "reduce_scatter", gather_start: "all_gather"}
@@ -31,6 +33,7 @@ class Collective:
     module: str
     value: str  # the node whose placement it changes
     origin: str  # the annotation that led to it
+    stage: int | None = None  # of a pipeline
 
 
 def collectives(graph: Graph, sizes: Mapping[str, int]) -> list[Collective]:
@@ -45,19 +48,41 @@ def collectives(graph: Graph, sizes: Mapping[str, int]) -> list[Collective]:
 
 
 def step_collectives(lowered: Lowered) -> list[Collective]:
-    """Every collective of a step: of all its microbatches, and of the update."""
+    """Every collective of a step: of all its microbatches, and of the update. Of a pipeline's stage those of one rank
+    that has it."""
     sizes = dict(lowered.plan.mesh.axes)
     by_turn = {turn: collectives(graph, sizes) for turn, graph in lowered.graphs.items()}
-    found = [one for turn in lowered.turns for one in by_turn[turn]]
     cuts = lowered.cuts
-    if cuts and lowered.plan.zero_stage < 3 and not lowered.plan.shares_parameters:
-        held = 0
-        for name, cut in cuts.items():
-            dtype = getattr(torch, lowered.dtypes[name]) if name in lowered.dtypes else lowered.dtype_of(name)
-            held += math.prod(cut.part_shape(0)) * dtype.itemsize
-        value = f"{len(cuts)} parameters"
-        found.append(_collective("all_gather", "data", held, sizes, phase="update", value=value, origin="zero"))
+    gathers = cuts and lowered.plan.zero_stage < 3 and not lowered.plan.shares_parameters
+    if lowered.pipeline is None:
+        found = [one for turn in lowered.turns for one in by_turn[turn]]
+        return found + ([_gather_of_parts(lowered, list(cuts), sizes)] if gathers else [])
+    found = []
+    for cell in lowered.pipeline.cells.graphs:
+        turns = [turn for num in _runs(lowered.pipeline, cell) for turn in lowered.turns_of_cell(cell, num)]
+        found += [replace(one, stage=cell[1]) for turn in turns for one in by_turn[turn]]
+    for stage in range(lowered.pipeline.cells.num_stages) if gathers else ():
+        names = [name for name in cuts if stage in lowered.pipeline.stages[name]]
+        found += [replace(_gather_of_parts(lowered, names, sizes), stage=stage)] if names else []
     return found
+
+
+def _runs(pipeline: Pipeline, cell: Cell) -> list[int]:
+    """How many microbatches a rank runs a cell on, update after update."""
+    if pipeline.schedule.asynchronous:
+        return [num for _, num in sorted(set(pipeline.groups.values()))]
+    return [max(pipeline.num_micro(cell), default=0)]
+
+
+def _gather_of_parts(lowered: Lowered, names: Sequence[str], sizes: Mapping[str, int]) -> Collective:
+    """After an update every rank gets the parameters of which it has updated a part."""
+    held = 0
+    for name in names:
+        dtype = getattr(torch, lowered.dtypes[name]) if name in lowered.dtypes else lowered.dtype_of(name)
+        held += math.prod(lowered.cuts[name].part_shape(0)) * dtype.itemsize
+    return _collective(
+        "all_gather", "data", held, sizes, phase="update", value=f"{len(names)} parameters", origin="zero"
+    )
 
 
 def _bucket(node: Node, sizes: Mapping[str, int]) -> list[Collective]:

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from plait.errors import LayoutError
 from plait.graph.bucket import bucket_wait, rows_start, rows_wait
 from plait.graph.calls import is_item, output_node
 from plait.graph.lower import Lowered, dtype_name
 from plait.graph.wire import Collective, step_collectives
-from plait.spec.layout import Layout
+from plait.spec.layout import Layout, Only
+from plait.view.bytes import human_bytes
+from plait.view.stages import describe_stages
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,15 @@ class Explanation:
 
     @property
     def sent_bytes(self) -> dict[str, float]:
-        """Bytes that each rank sends in one step, by axis."""
-        found: dict[str, float] = defaultdict(float)
+        """Bytes that each rank sends in one step, by axis; of a pipeline's ranks the most that one of them sends."""
+        pipeline = self.lowered.pipeline
+        by_rank: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for item in self.collectives:
-            found[item.axis] += item.sent_bytes
-        return dict(found)
+            holders = [(0, 0)] if pipeline is None or item.stage is None else pipeline.schedule.holders(item.stage)
+            for rank, _ in holders:
+                by_rank[rank][item.axis] += item.sent_bytes
+        axes = dict.fromkeys(item.axis for item in self.collectives)
+        return {axis: max(sent[axis] for sent in by_rank.values()) for axis in axes}
 
     def __str__(self) -> str:
         parameters = [i.name for i in self.lowered.captured.inputs if i.kind == "parameter"]
@@ -40,6 +46,8 @@ class Explanation:
         lines += [f"  {name:40} {self.lowered.layouts[name]}" for name in batch if name in self.lowered.layouts]
         lines += ["", "parameters"]
         lines += [f"  {name:40} {self.lowered.layouts[name]}{self._origin(name)}" for name in parameters]
+        if stages := describe_stages(self.lowered):
+            lines += ["", *stages]
         lines += ["", "collectives of one step, in order (bytes that each rank sends)"]
         lines += [f"  {_row(item)}" for item in self.collectives] or ["  none"]
         lines += ["", *self._totals()]
@@ -51,7 +59,7 @@ class Explanation:
         """One tensor: a parameter, a leaf of the batch, or a value of the graph by its node's name."""
         if name in self.lowered.layouts:
             return self._input(name)
-        nodes = {node.name: node for node in self.lowered.graph.nodes if node.op == "call_function"}
+        nodes = {node.name: node for graph in self._graphs() for node in graph.nodes if node.op == "call_function"}
         if name not in nodes:
             near = difflib.get_close_matches(name, [*self.lowered.layouts, *nodes], n=5, cutoff=0.4)
             hint = f"did you mean {', '.join(near)}?" if near else "run explain without a tensor to see the names"
@@ -63,21 +71,54 @@ class Explanation:
         lowered = self.lowered
         layout, captured = lowered.layouts[name], lowered.captured
         local = list(layout.local_shape(lowered.plan.mesh))
-        part = (
-            "the whole tensor on every rank" if local == list(layout.shape) else f"{layout.dtype}{local} on each rank"
-        )
+        part = "the whole tensor" if local == list(layout.shape) else f"{layout.dtype}{local}"
+        holds = any(isinstance(placement, Only) for _, placement in layout.placements)
+        part += " on each rank that has it" if holds else " on every rank" if part.startswith("the") else " on each rank"
         lines = [f"{name}  {layout}{self._origin(name)}", f"  local     {part}"]
+        if lowered.pipeline is not None and name in lowered.pipeline.stages:
+            lines.append(f"  stage     {', '.join(map(str, lowered.pipeline.stages[name]))}")
         placeholder = next((i.node for i in captured.inputs if i.name == name), "")
-        node = next((n for n in lowered.graph.nodes if n.op == "placeholder" and n.name == placeholder), None)
-        if node is not None:
-            modules = sorted({u.meta.get("module") or "the loss" for u in node.users if u.op == "call_function"})
-            lines.append(f"  read by   {', '.join(modules) or 'nothing'}")
-        index = next((i for i, o in enumerate(captured.outputs) if (o.kind, o.name) == ("gradient", name)), None)
-        if index is not None:
-            (results,) = output_node(lowered.graph).args
-            lines.append(f"  gradient  {_way_of_gradient(results[index])}")  # type: ignore[index]
+        readers = [
+            user
+            for graph in self._graphs()
+            for node in graph.nodes
+            if node.op == "placeholder" and node.name == placeholder
+            for user in node.users
+            if user.op == "call_function"
+        ]
+        modules = sorted({user.meta.get("module") or "the loss" for user in readers})
+        lines.append(f"  read by   {', '.join(modules) or 'nothing'}")
+        ways = list(dict.fromkeys(_way_of_gradient(each) for each in self._gradients(name)))
+        lines += [f"  gradient  {way}" for way in ways]
+        if len(lowered.pipeline.ranks_of(name) if lowered.pipeline and name in lowered.pipeline.stages else ()) > 1:
+            lines.append("  gradient  added up over the ranks of the pipeline that have it")
         related = [c for c in self.collectives if name in c.value or name in c.origin]
         return "\n".join([*lines, *(f"  {_row(item)}" for item in related)])
+
+    def _graphs(self) -> list[Graph]:
+        """The last microbatch's graph; of a pipeline that of each cell."""
+        lowered = self.lowered
+        if lowered.pipeline is None:
+            return [lowered.graph]
+        return [graph for name, graph in lowered.graphs.items() if name.partition(".")[2] in ("alone", "last", "more")]
+
+    def _gradients(self, name: str) -> list[Any]:
+        """What leaves the graphs as a parameter's gradient."""
+        lowered = self.lowered
+        if lowered.pipeline is None:
+            pairs = [(lowered.captured.outputs, lowered.graph)]
+        else:
+            cells = lowered.pipeline.cells.graphs
+            pairs = [
+                (cells[cell].outputs, lowered.graphs[turn])
+                for cell in cells
+                for turn in lowered.turns_of_cell(cell, max(lowered.pipeline.num_micro(cell), default=0))[-1:]
+            ]
+        found = []
+        for outputs, graph in pairs:
+            (results,) = output_node(graph).args
+            found += [r for o, r in zip(outputs, results, strict=True) if (o.kind, o.name) == ("gradient", name)]  # type: ignore[arg-type]
+        return found
 
     def _origin(self, name: str) -> str:
         origin = self.lowered.origins.get(name)
@@ -86,9 +127,10 @@ class Explanation:
     def _totals(self) -> list[str]:
         lines = ["in all"]
         mesh = self.lowered.plan.mesh
+        most = "" if self.lowered.pipeline is None else "up to "
         for axis, sent in self.sent_bytes.items():
             size = mesh.axis_size(axis)
-            lines.append(f"  {axis:8} {size} ranks, each sends {human_bytes(sent)} a step")
+            lines.append(f"  {axis:8} {size} ranks, each sends {most}{human_bytes(sent)} a step")
         for kind, what, ways in _FORMULAS:
             mine = [c for c in self.collectives if c.kind == kind and c.axis == "data" and c.value.endswith(what)]
             if not mine:
@@ -112,17 +154,10 @@ def explanation(lowered: Lowered) -> Explanation:
     return Explanation(lowered, tuple(step_collectives(lowered)))
 
 
-def human_bytes(number: float) -> str:
-    """1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024 or unit == "GiB":
-            return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
-        number /= 1024
-    raise AssertionError
-
-
 def _row(item: Collective) -> str:
     place = f" in {item.module}" if item.module else ""
+    if item.stage is not None:
+        place += f", stage {item.stage}"
     origin = f"   <- {item.origin}" if item.origin else ""
     return (
         f"{item.phase:8} {item.kind:14} {item.axis:7} {human_bytes(item.sent_bytes):>10}  {item.value}{place}{origin}"

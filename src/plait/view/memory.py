@@ -15,7 +15,7 @@ from plait.decide.memory import (
     model_state_bytes,
 )
 from plait.spec.plan import Plan
-from plait.view.explanation import human_bytes
+from plait.view.bytes import human_bytes
 
 _DEGREES = (1, 4, 16, 64, 256, 1024)  # of the paper's table
 
@@ -93,7 +93,7 @@ def verdict(found: MemoryEstimate, limit: int, tried: Sequence[MemoryEstimate]) 
     """Whether a plan stays within `limit` bytes on every rank, or which of the plans that were tried does."""
     if found.fits(limit):
         return f"fits: {_bytes(found.peak)} of {_bytes(limit)}"
-    text = f"does not fit: {_bytes(found.peak)}, and the limit is {_bytes(limit)}"
+    text = f"does not fit: {_bytes(found.peak)}, and the limit is {_bytes(limit)}{_too_large(found, limit)}"
     best = min(tried, key=lambda each: each.peak, default=None)
     if best is None:
         return f"{text}; there is no smaller plan for these ranks to try: use more of them, or a smaller batch"
@@ -104,6 +104,20 @@ def verdict(found: MemoryEstimate, limit: int, tried: Sequence[MemoryEstimate]) 
         f"{text}; no single change of the plan would do, {words} comes nearest: {_bytes(best.peak)}. Combine changes,"
         " use more ranks, or a smaller batch"
     )
+
+
+def _too_large(found: MemoryEstimate, limit: int) -> str:
+    """Of a pipeline: which of its places take too much, and by how much."""
+    mesh = found.plan.mesh
+    if mesh.axis_size("pipeline") == 1:
+        return ""
+    over: dict[int, int] = {}
+    for ranks, each in found.ranks:
+        for rank in ranks:
+            place = mesh.coordinates(rank)["pipeline"]
+            over[place] = max(over.get(place, 0), each.peak - limit)
+    places = (f"pipeline={place} {_bytes(over[place])} too much" for place in sorted(over) if over[place] > 0)
+    return f" ({', '.join(places)})"
 
 
 def _line(first: str, *cells: str) -> str:
