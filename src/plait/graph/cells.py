@@ -200,12 +200,17 @@ def split_cells(
         assert all(turn[user] > turn[cell_of[node]] for user in users), f"{node} goes back in time"
         values.append(Value(node.name, cell_of[node], users, node.meta["val"], dict(node.meta.get("only", {}))))
     by_name = {value.name: value for value in values}
+    nodes = {node.name: node for node in cell_of}
+    inside: dict[Cell, dict[Node, None]] = {cell: {} for cell in turn}
+    for node in sorted(cell_of, key=order.__getitem__):
+        inside[cell_of[node]][node] = None
     graphs = {}
     for cell in turn:
-        mine = [node for node, where in cell_of.items() if where == cell]
-        mine.sort(key=order.__getitem__)
-        handed = [value for value in values if value.source == cell]
-        graphs[cell] = _build(cell, mine, ending[cell], handed, by_name, graph, anywhere)
+        builder = _CellBuilder(cell, graph, inside[cell], by_name, anywhere)
+        for node in inside[cell]:
+            builder.copy(node)
+        handed = [(Output("value", value.name), nodes[value.name]) for value in values if value.source == cell]
+        graphs[cell] = builder.finish([*ending[cell], *handed])
     parameters: dict[str, set[int]] = {}
     for cell, each in graphs.items():
         for node in placeholders(each.graph):
@@ -283,78 +288,57 @@ def _cell_of_output(
     return ("B", last) if output.kind == "gradient" else ("F", last)
 
 
-def _build(
-    cell: Cell,
-    nodes: Sequence[Node],
-    ends: Sequence[tuple[Output, Any]],
-    handed: Sequence[Value],
-    by_name: Mapping[str, Value],
-    whole: Graph,
-    anywhere: Collection[Node],
-) -> CellGraph:
-    graph = Graph()
-    copies: dict[Node, Node] = {}
-    box: Node | None = None
+class _CellBuilder:
+    """Writes the graph of a cell, node after node: `inside` are its own calls, `values` what other cells hand on."""
 
-    def place_holders() -> None:
-        nonlocal box
-        used: set[Node] = set()
-        seen: set[Node] = set()
-        stack = [*nodes, *(r for _, r in ends if isinstance(r, Node))]
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if node.op == "placeholder":
-                used.add(node)
-            elif node in inside or node in anywhere or _is_repeated_view(node):
-                stack += node.all_input_nodes
+    def __init__(
+        self,
+        cell: Cell,
+        whole: Graph,
+        inside: Collection[Node],
+        values: Mapping[str, Value],
+        anywhere: Collection[Node],
+    ) -> None:
+        self._cell = cell
+        self._inside = inside
+        self._values = values
+        self._anywhere = anywhere
+        self._graph = Graph()
+        self._copies: dict[Node, Node] = {}
         for node in placeholders(whole):
-            if node in used or node.name == WORLD:
-                copies[node] = graph.placeholder(node.name)
-                copies[node].meta = dict(node.meta)
-        box = graph.placeholder(BOX)
-        box.meta = {"val": None, "kind": BOX, "name": BOX}
+            self._copies[node] = self._graph.placeholder(node.name)
+            self._copies[node].meta = dict(node.meta)
+        self._box = self._graph.placeholder(BOX)
+        self._box.meta = {"val": None, "kind": BOX, "name": BOX}
 
-    def _is_repeated_view(node: Node) -> bool:
-        return base_of(node, anywhere) is not node
+    def copy(self, node: Node) -> Node:
+        """The node in this graph: one of its own, repeated here, or taken from the box."""
+        if node not in self._copies:
+            if node in self._inside:
+                made = self._graph.node_copy(node, self.copy)
+                made.meta = dict(node.meta)
+            else:
+                repeated = node in self._anywhere or base_of(node, self._anywhere) is not node
+                made = self._repeated(node) if repeated else self._from_box(node)
+                made.meta = {**node.meta, "phase": "forward" if self._cell[0] == "F" else "backward"}
+            self._copies[node] = made
+        return self._copies[node]
 
-    inside = set(nodes)
+    def finish(self, results: Sequence[tuple[Output, Any]]) -> CellGraph:
+        found = [(output, self.copy(result) if isinstance(result, Node) else result) for output, result in results]
+        self._graph.output(tuple(result for _, result in found))
+        for node in placeholders(self._graph):
+            if not node.users and node.name not in (WORLD, BOX):
+                self._graph.erase_node(node)
+        self._graph.lint()
+        return CellGraph(self._graph, tuple(output for output, _ in found))
 
-    def value_of(node: Node) -> Node:
-        """The node in this graph; made now where it is repeated or comes from the box."""
-        if node in copies:
-            return copies[node]
-        if node not in inside and (node in anywhere or _is_repeated_view(node)):
-            for source in node.all_input_nodes:
-                value_of(source)
-            copy = graph.node_copy(node, value_of)
-            copy.meta = {**node.meta, "phase": "backward" if cell[0] != "F" else "forward"}
-        elif node in inside:
-            copy = graph.node_copy(node, value_of)
-            copy.meta = dict(node.meta)
-        else:
-            value = by_name[node.name]
-            later = any(user[1] == cell[1] and user != cell and _after(user, cell) for user in value.users)
-            copy = graph.call_function(look if later else take, (box, node.name))
-            copy.meta = {**node.meta, "phase": "backward" if cell[0] != "F" else "forward"}
-        copies[node] = copy
-        return copy
+    def _repeated(self, node: Node) -> Node:
+        for source in node.all_input_nodes:  # before the copy, not within it
+            self.copy(source)
+        return self._graph.node_copy(node, self.copy)
 
-    place_holders()
-    for node in nodes:
-        value_of(node)
-    results = [(output, value_of(r) if isinstance(r, Node) else r) for output, r in ends]
-    results += [(Output("value", value.name), value_of(_named(nodes, value.name))) for value in handed]
-    graph.output(tuple(result for _, result in results))
-    graph.lint()
-    return CellGraph(graph, tuple(output for output, _ in results))
-
-
-def _after(one: Cell, other: Cell) -> bool:
-    return "FBW".index(one[0]) > "FBW".index(other[0])
-
-
-def _named(nodes: Sequence[Node], name: str) -> Node:
-    return next(node for node in nodes if node.name == name)
+    def _from_box(self, node: Node) -> Node:
+        kind, stage = self._cell
+        later = any(s == stage and "FBW".index(k) > "FBW".index(kind) for k, s in self._values[node.name].users)
+        return self._graph.call_function(look if later else take, (self._box, node.name))
