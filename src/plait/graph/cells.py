@@ -13,28 +13,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from plait.decide.readiness import Cell, Edges
-from plait.graph import ops
-from plait.graph.calls import is_item, is_tensor, num_bytes, output_node, placeholders
+from plait.graph.calls import is_item, num_bytes, placeholders
 from plait.graph.capture import Output
 from plait.graph.partition import WORLD
+from plait.graph.sharing import apart
 from plait.graph.stages import base_of
 
-aten = torch.ops.aten
 BOX = "box"  # name of the placeholder that stands for what a stage keeps of a microbatch
-
-# Linear in their first input, so that a sum may be taken apart before them.
-_LINEAR = frozenset(
-    {
-        aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten.reshape.default,
-        aten.clone.default, aten._to_copy.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
-        aten._unsafe_view.default, aten.expand.default,
-    }
-)  # fmt: skip
 
 
 def take(box: dict[str, Tensor], name: str) -> Tensor:
@@ -98,88 +87,12 @@ class Cells:
         return frozenset(found)
 
 
-def keep_written_buffers(graph: Graph, written: Collection[str]) -> None:
-    """Let all but the first reader's stage and phase have the values that buffers had when the forward pass read them.
-
-    Later microbatches change them before the backward of this one. Changes `graph`.
-    """
-    for node in placeholders(graph):
-        if node.meta.get("kind") != "buffer" or node.meta["name"] not in written or not is_tensor(node):
-            continue
-        users = [u for u in node.users if u.op == "call_function"]
-        if not any(u.meta.get("phase") == "backward" for u in users):
-            continue
-        first = next(u for u in graph.nodes if u in node.users)
-        with graph.inserting_before(first):
-            copy = graph.call_function(aten.clone.default, (node,))
-        copy.meta = {**first.meta, "val": node.meta["val"], "phase": "forward"}
-        copy.meta.pop("only", None)
-        for user in users:
-            if user.meta.get("phase") == "backward":
-                user.replace_input_with(node, copy)
-
-
-def apart(graph: Graph, outputs: Sequence[Output], anywhere: Collection[Node]) -> list[tuple[Output, Any]]:
-    """The step's outputs with their nodes, where a gradient that several stages add to is one term for each of them.
-
-    Changes `graph`.
-    """
-    (results,) = output_node(graph).args
-    found: list[tuple[Output, Any]] = []
-    for output, result in zip(outputs, results, strict=True):  # type: ignore[arg-type]
-        if output.kind != "gradient" or not isinstance(result, Node):
-            found.append((output, result))
-            continue
-        terms = _terms(graph, result, anywhere)
-        by_stage: dict[int, list[Node]] = {}
-        for term in terms:
-            by_stage.setdefault(term.meta.get("stage", 0), []).append(term)
-        for members in by_stage.values():
-            total = members[0]
-            for other in members[1:]:
-                with graph.inserting_before(output_node(graph)):
-                    both = graph.call_function(aten.add.Tensor, (total, other))
-                both.meta = dict(total.meta)
-                total = both
-            found.append((output, total))
-    return found
-
-
-def _terms(graph: Graph, result: Node, anywhere: Collection[Node]) -> list[Node]:
-    """What is added up to give a gradient, as far as it comes from different stages."""
-    chain: list[Node] = []
-    node = result
-    while node.op == "call_function" and (node.target in _LINEAR or _is_sum(node)):
-        chain.append(node)
-        node = node.args[1] if _is_sum(node) else node.args[0]  # type: ignore[assignment]
-    if node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
-        return [result]
-    sides = [a for a in node.args if isinstance(a, Node)]
-    terms = [t for side in sides for t in _terms(graph, side, anywhere)]
-    if len(sides) < 2 or len({t.meta.get("stage") for t in terms}) == 1:
-        return [result]
-    found = []
-    for term in terms:
-        for step in reversed(chain):
-            source = step.args[1] if _is_sum(step) else step.args[0]
-            with graph.inserting_before(output_node(graph)):
-                copy = graph.node_copy(step, lambda n, source=source, term=term: term if n is source else n)
-            copy.meta = {**step.meta, "stage": term.meta["stage"]}
-            term = copy
-        found.append(term)
-    return found
-
-
-def _is_sum(node: Node) -> bool:
-    return node.target is ops.all_reduce and node.args[3] == "sum"
-
-
 def split_cells(
     graph: Graph, outputs: Sequence[Output], num_stages: int, anywhere: Collection[Node], weights: bool
 ) -> Cells:
     """The graphs of all cells, from a local graph whose calls know their stage. `weights` asks for cells W."""
     anywhere = set(anywhere)
-    ends = apart(graph, outputs, anywhere)
+    ends = apart(graph, outputs)
     order = {node: i for i, node in enumerate(graph.nodes)}
     cell_of = _assign(graph, ends, num_stages, anywhere, weights)
     turn = {cell: i for i, cell in enumerate(_in_order(num_stages, weights))}

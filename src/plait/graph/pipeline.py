@@ -16,8 +16,9 @@ from plait.decide.schedules.replicas import make_replicated
 from plait.decide.transfers import add_transfers, add_updates
 from plait.errors import PlanError
 from plait.graph.capture import Captured
-from plait.graph.cells import Cells, keep_written_buffers, split_cells
+from plait.graph.cells import Cells, split_cells
 from plait.graph.recompute import recompute
+from plait.graph.sharing import keep_written_buffers
 from plait.graph.stages import complete_places, follow_readers, place_in_stages, repeatable
 from plait.spec.action import FORWARD, WEIGHT
 from plait.spec.kinds import ScheduleName
