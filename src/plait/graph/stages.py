@@ -147,8 +147,8 @@ def repeatable(graph: Graph, written: Collection[str]) -> set[Node]:
 
 
 def follow_readers(graph: Graph, anywhere: Collection[Node]) -> None:
-    """Let what is repeated for its reader, a view or a cast of a weight, stand where that is read first, and with it its
-    backward, which makes the weight's gradient: a cut between the two would part a weight from its gradient."""
+    """Let a view or a cast of a weight stand where it is read first, and with it its backward, which makes the weight's
+    gradient: a cut between the two would part a weight from its gradient."""
     reader: dict[Node, int] = {}
     moved: dict[int, int] = {}
     for node in reversed(graph.nodes):
