@@ -40,6 +40,10 @@ PLANS = [
     "data=8 zero=3",
     "data=2 tensor=2 central=host",
     "data=4 central=host precision=bf16",
+    "pipeline=3 micro=2",
+    "pipeline=2 micro=2 data=2 zero=3 schedule=interleaved",
+    "pipeline=2 micro=4 data=2 zero=1 precision=bf16 schedule=zb-v",
+    "pipeline=4 micro=2 tensor=2",
 ]
 
 

@@ -146,14 +146,18 @@ def _optimizer_state(run: Run) -> dict[str, dict[str, Any]]:
 
 
 def group_options(run: Run) -> list[dict[str, Any]]:
-    """The parameter groups with names in place of tensors."""
+    """The parameter groups with names in place of tensors; those that this rank lacks are taken to be in the first."""
     assert run.optimizer is not None
-    names = {id(p): name for name, p in run.replica.parameters.items()}
-    return [
-        {**{k: v for k, v in group.items() if k not in ("params", "param_names")},
-         "params": [names[id(p)] for p in group["params"]]}
-        for group in run.optimizer.param_groups
-    ]  # fmt: skip
+    replica = run.replica
+    names = {id(p): name for name, p in replica.parameters.items()}
+    found = []
+    for group in run.optimizer.param_groups:
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        members = [names[id(p)] for p in group["params"]]
+        if not found and len(replica.parameters) < len(replica.layouts):
+            members = [name for name in replica.layouts if name in members or name not in replica.parameters]
+        found.append({**options, "params": members})
+    return found
 
 
 def set_group_options(run: Run, saved: Sequence[Mapping[str, Any]]) -> None:
