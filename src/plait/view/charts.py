@@ -57,6 +57,8 @@ def draw_samples(samples: Sequence[Sample], num_ranks: int, end: float, title: s
                 )
             )  # fmt: skip
         figure.update_yaxes(rangemode="tozero", gridcolor="#EEEEEE", title_text="MiB" if as_bytes else None)
+        if not as_bytes:
+            figure.update_yaxes(dtick=max(max((s.value for s in samples), default=0) // 8, 1))
         height = 300
     else:
         values = np.array([_binned(own, end) for own in by_rank])
