@@ -35,7 +35,7 @@ def peaks(world: World, plans: list[str]) -> list[int]:
 
 
 def _peak(world: World, compiler: Compiler) -> int:
-    arenas = [_Arena(comm) for comm in (world.comm("data"), world.everyone())]
+    arenas = [_Arena(comm) for comm in (world.comm("data"), world.comm("pipeline"), world.everyone())]
     trainer = plait.Trainer(compiler.model, loss_fn, ADAMW, compiler.plan, world=world, compiler=compiler)
     rows = ROWS // world.comm("data").size
     part = {key: value[world.comm("data").rank * rows :][:rows].clone() for key, value in batch().items()}

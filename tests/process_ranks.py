@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import plait
+from plait.comm.failure import guard
 from plait.comm.protocol import World
 from plait.errors import PlanError
 from plait.train.gpt import BytesGPT, loss_fn
@@ -299,3 +301,14 @@ def central_storage(world: World) -> dict[str, Any]:
     }
     world.everyone().barrier()
     return found
+
+
+def train_guarded(folder: str, plan: str) -> None:
+    """Save the second step, then go on until something fails."""
+    trainer = plait.Trainer(gpt(), loss_fn, ADAMW, plan)
+    with guard(trainer.world):
+        for step in itertools.count():
+            trainer.step(batch(12, seed=step))
+            if step == 1:
+                trainer.save(folder)
+                print("ready", flush=True)

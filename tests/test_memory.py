@@ -21,6 +21,7 @@ from plait.run.microbatch import microbatches
 from plait.run.rehearse import rehearse
 from plait.spec.plan import Plan
 from plait.train.gpt import loss_fn
+from plait.view.memory import verdict
 
 # Table 1 of the ZeRO paper (arXiv 1910.02054): GB of model state per device, for three models and three stages each.
 MODELS = (7.5e9, 128e9, 1e12)
@@ -180,3 +181,25 @@ def test_over_torch_distributed_it_is_exact() -> None:
     plans = ["data=2 zero=1", "data=2 zero=2 micro=2", "data=2 recompute=layer"]
     measured = run("gloo", Plan.parse(plans[0]).mesh, functools.partial(ranks.peaks, plans=plans))
     assert measured[0] == pytest.approx(predicted(plans, shared_memory=False), rel=0.01)
+
+
+def test_pipelines_take_what_is_predicted_of_every_rank() -> None:
+    plans = ["pipeline=2 micro=8", "pipeline=2 micro=8 schedule=gpipe", "pipeline=2 micro=4 schedule=zb-v"]
+    measured = run("shm", Plan.parse(plans[0]).mesh, functools.partial(ranks.peaks, plans=plans))
+    estimator = Estimator(ranks.gpt(), loss_fn, ranks.batch(), ranks.ADAMW)
+    found = [estimator.estimate(Plan.parse(plan)) for plan in plans]
+    for rank in range(2):
+        expected = [each.rank(rank).step_peak for each in found]
+        assert measured[rank] == pytest.approx(expected, rel=0.1)
+    assert found[1].rank(0).saved > 3 * found[0].rank(0).saved  # gpipe holds all 8 microbatches, 1f1b 2
+
+
+def test_a_stage_that_is_too_large_is_named_with_a_cut_that_fits() -> None:
+    estimator = Estimator(ranks.gpt(), loss_fn, ranks.batch(), ranks.ADAMW)
+    plan = Plan.parse("pipeline=2 micro=4 cut=head")
+    found = estimator.estimate(plan)
+    limit = found.peak - 200_000
+    tried = estimator.until_it_fits(plan, limit)
+    text = verdict(found, limit, tried)
+    assert "(pipeline=0 195.3 KiB too much)" in text
+    assert "with cut=" in text and tried[-1].fits(limit)

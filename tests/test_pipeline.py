@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
+import signal
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import process_ranks as ranks
 import pytest
 import torch
-from comm_worlds import Script, run, start_scripts
+from comm_worlds import run, start_scripts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_verify import BatchNorm, image_batch, image_loss
@@ -25,11 +26,11 @@ import plait
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
 from plait.decide.schedules import ASYNCHRONOUS
-from plait.errors import BatchError, PlanError, ScheduleError
+from plait.errors import BatchError, PlanError, RankFailed, ScheduleError
 from plait.graph.lower import Lowered
+from plait.run.cell_runner import CellRunner
 from plait.run.compiler import Captures, Compiler
 from plait.run.microbatch import microbatches
-from plait.run.cell_runner import CellRunner
 from plait.spec.kinds import SCHEDULE_NAMES
 from plait.spec.plan import Plan
 from plait.train.gpt import BytesGPT
@@ -252,3 +253,118 @@ def test_1f1b_holds_no_more_microbatches_than_ranks_that_follow(monkeypatch: pyt
 
     on("pipeline=4", step)
     assert dict(held) == {0: 4, 1: 3, 2: 2, 3: 1}
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("pipeline=16 micro=2", r"the step has \d+ places where it can be cut.*16 stages"),
+        ("pipeline=2 micro=2 cut=thrid", "cut=thrid: the model calls no module of this name; did you mean third"),
+        ("pipeline=2 micro=2 cut=first", "cut=first leaves a stage empty"),
+        ("pipeline=3 micro=2 cut=second", "names 1 modules, but 3 stages begin with 2 besides the first"),
+        ("pipeline=3 micro=2 cut=third,second", "its modules do not run in this order"),
+        ("pipeline=2 micro=2 chunks=3", "chunks=3: the schedule 1f1b has 1 on each rank"),
+        ("pipeline=2 micro=2 schedule=/nowhere/mine.txt", "cannot read the file: No such file"),
+    ],
+)
+def test_what_a_pipeline_cannot_be(plan: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        lowered(Skips(), squares, rows(4), plan)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("cut=third", "cut=third says how a pipeline is made, and the plan has none; give pipeline=N"),
+        ("data=2 chunks=2", "chunks=2 says how a pipeline is made"),
+        ("micro=2 schedule=gpipe", "schedule=gpipe says how a pipeline is made"),
+        ("pipeline=2 home.activations=disk", "pipeline=2 does not go with home.activations=disk"),
+    ],
+)
+def test_plans_that_say_what_they_do_not_have(plan: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan.parse(plan)
+
+
+def test_a_batch_that_microbatches_do_not_divide() -> None:
+    with pytest.raises(BatchError, match="micro=4 does not divide the batch of 2 rows; give a multiple of 4"):
+        plait.verify(Skips(), squares, rows(2), "pipeline=2 micro=4")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0: F0 F1 B0 B1\n1: F0 B0 F1", "B1"),
+        ("0: F0 B0 F1 B1\n1: F1 B1 F0 B0", "F1"),
+    ],
+)
+def test_a_users_schedule_that_cannot_run_shows_where(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text(f"name=mine micro=2\n{text}\n")
+    with pytest.raises(ScheduleError) as caught:
+        lowered(Skips(), squares, rows(4), f"pipeline=2 micro=2 schedule={path}")
+    assert message in str(caught.value) and "rank 1" in str(caught.value), caught.value
+
+
+def test_a_users_schedule_runs(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("name=mine micro=3\n0: F0 F1 B0 F2 B1 B2\n1: F0 B0 F1 B1 F2 B2\n")
+    check(f"pipeline=2 micro=3 schedule={path}", tied())
+
+
+def test_a_model_without_a_graph_is_refused() -> None:
+    def step(world: World) -> None:
+        Trainer(ranks.Stops(), ranks.stops_loss, SGD, "pipeline=2 micro=2", world=world).step(ranks.stops_batch())
+
+    with pytest.raises(RankFailed, match=r"needs the graph of the step for pipeline=2(.|\n)*process_ranks.py:"):
+        on("pipeline=2", step)
+
+
+def test_explain_shows_the_stages() -> None:
+    found = plait.explain(Tied(), masked_loss, text_batch(), "pipeline=2 micro=3 data=2 zero=1 cut=blocks.1")
+    page = str(found)
+    for line in (
+        r"0   pipeline=0 +[\d.]+%  +\d+ parameters .* symbols .. blocks.0",
+        r"1   pipeline=1 +[\d.]+%  +\d+ parameters .* blocks.1.* .. the loss",
+        r"forward   0 -> 1     4.0 KiB  1 value",
+        r"backward  1 -> 0     4.0 KiB  1 value",
+        r"schedule 1f1b, micro=3",
+        r"0: F0 F1 B0 F2 B1 B2",
+        r"update   all_gather     data .* stage 1",
+    ):
+        assert re.search(line, page), (line, page)
+    one = found.tensor("symbols.weight")
+    assert "only:pipeline=0,1" in one or "stage     0, 1" in one
+    assert "added up over the ranks of the pipeline" in one
+    assert "stage     0\n" in found.tensor("blocks.0.up.weight")
+
+
+# Processes.
+
+
+def test_processes_train_as_one_device(tmp_path: Path) -> None:
+    """Two stages of two data ranks each; saved, and loaded by one process."""
+    plan = "pipeline=2 data=2 zero=3 micro=2 schedule=zb-h1"
+    saved = run("shm", Plan.parse(plan).mesh, functools.partial(ranks.save_state, plan=plan, path=tmp_path / "first"))
+    load = functools.partial(ranks.load_state, plan="", path=tmp_path / "first", again=tmp_path / "second")
+    (loaded,) = run("threads", Plan().mesh, load)
+    for found in saved:
+        assert found.keys() == loaded.keys()
+        assert all(np.array_equal(found[name], loaded[name]) for name in loaded)
+
+
+def test_a_killed_stage_stops_all_with_one_message_and_leaves_the_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    source = f"import process_ranks; process_ranks.train_guarded({str(folder)!r}, 'pipeline=3 micro=2')"
+    scripts = start_scripts(source, 3, tmp_path)
+    for script in scripts:
+        script.wait_ready()
+    scripts[1].process.kill()
+    outcomes = [script.outcome() for script in scripts]
+    assert [status for status, _, _ in outcomes] == [1, -signal.SIGKILL, 1]
+    complaints = "".join(text for _, _, text in outcomes)
+    assert complaints.count("plait: rank 1 failed: its process ended without a word") == 1
+    assert "Traceback" not in complaints
+    load = functools.partial(ranks.load_state, plan="", path=folder, again=tmp_path / "again")
+    (found,) = run("threads", Plan().mesh, load)
+    assert found["step"] == 2

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.decide.memory import RankMemory, single_changes
+from plait.decide.memory import GRADIENTS, OPTIMIZER, PARAMETERS, RankMemory, single_changes
 from plait.errors import PlanError
+from plait.graph.cut_within import cut_within
 from plait.graph.lower import Lowered
 from plait.graph.pipeline import AXIS as PIPELINE
 from plait.run.compiler import Captures, Compiler, LossFn
@@ -91,8 +92,8 @@ class Estimator:
     def until_it_fits(self, plan: Plan, limit: int) -> list[MemoryEstimate]:
         """Estimates of plans that differ from this one in one key, up to the first that stays within so many bytes on
         every rank; all of them if none does."""
-        found = []
-        for other in single_changes(plan, num_rows(self._batch)):
+        found: list[MemoryEstimate] = []
+        for other in [*self._cuts(plan, limit), *single_changes(plan, num_rows(self._batch))]:
             try:
                 found.append(self.estimate(other))
             except PlanError:  # such as recompute=layer of a model without layers
@@ -100,6 +101,21 @@ class Estimator:
             if found[-1].fits(limit):
                 break
         return found
+
+    def _cuts(self, plan: Plan, limit: int) -> list[Plan]:
+        """The plan with another cut of its pipeline, where one is likely to stay within so many bytes."""
+        if plan.mesh.axis_size(PIPELINE) == 1:
+            return []
+        lowered = Compiler(self._captures, plan, self._layouts).lowered(microbatches(self._batch, plan.micro)[0])
+        now = self.estimate(plan)
+        peaks: dict[int, int] = {}
+        for ranks, each in now.ranks:
+            for place in {plan.mesh.coordinates(rank)[PIPELINE] for rank in ranks}:
+                peaks[place] = max(peaks.get(place, 0), each.peak)
+        most = now.fullest.most
+        states = sum(most.get(c, 0) for c in (PARAMETERS, GRADIENTS, OPTIMIZER)) / max(most.get(PARAMETERS, 0), 1)
+        names = cut_within(lowered, peaks, states, limit)
+        return [] if names is None or names == plan.cut else [dataclasses.replace(plan, cut=names)]
 
 
 def _kind(lowered: Lowered, rank: int) -> Any:

@@ -26,6 +26,7 @@ from plait.spec.recompute import Recompute
 
 Layer = tuple[str, int | None]  # its module's name, and which stage of a pipeline's
 
+
 def recompute(graph: Graph, how: Recompute) -> Graph:
     """Drop values of the forward pass as the plan says. Changes the local graph of a step and returns it.
 

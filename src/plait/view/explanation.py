@@ -73,7 +73,9 @@ class Explanation:
         local = list(layout.local_shape(lowered.plan.mesh))
         part = "the whole tensor" if local == list(layout.shape) else f"{layout.dtype}{local}"
         holds = any(isinstance(placement, Only) for _, placement in layout.placements)
-        part += " on each rank that has it" if holds else " on every rank" if part.startswith("the") else " on each rank"
+        part += (
+            " on each rank that has it" if holds else " on every rank" if part.startswith("the") else " on each rank"
+        )
         lines = [f"{name}  {layout}{self._origin(name)}", f"  local     {part}"]
         if lowered.pipeline is not None and name in lowered.pipeline.stages:
             lines.append(f"  stage     {', '.join(map(str, lowered.pipeline.stages[name]))}")
