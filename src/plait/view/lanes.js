@@ -1,6 +1,7 @@
 // Swimlanes of many spans. Far out all lanes are one picture, in which every column mixes the colours of what fills it;
 // near enough that few spans are in view, each is a bar with its name.
 const COLUMNS = 1400;
+const WIDTH = 1300;  // pixels, about, into which names must fit
 const LANE = 5;  // rows of the picture for each lane; the last one is white
 const MOST_BARS = 3000;
 
@@ -23,7 +24,14 @@ function lanes(place, packed, config) {
     marker: {symbol: "square", size: 11, color: kind.colour},
   }));
 
-  function bars(row, inView, axis) {
+  function bars(row, inView, axis, from, to) {
+    const room = (to - from) / WIDTH, fits = inView.filter(i => packed.kinds[row.kind[i]].computes &&
+      row.end[i] - row.start[i] > room * (6 + 6 * packed.names[row.name[i]].length));
+    const names = {
+      type: "scatter", mode: "text", showlegend: false, hoverinfo: "skip", xaxis: "x" + axis, yaxis: "y" + axis,
+      x: fits.map(i => (row.start[i] + row.end[i]) / 2), y: fits.map(i => row.rank[i]),
+      text: fits.map(i => packed.names[row.name[i]]), textfont: {color: "white", size: 9},
+    };
     return packed.kinds.map((kind, code) => {
       const mine = inView.filter(i => row.kind[i] === code);
       const names = mine.map(i => packed.names[row.name[i]]);
@@ -32,12 +40,11 @@ function lanes(place, packed, config) {
         base: mine.map(i => row.start[i]), x: mine.map(i => row.end[i] - row.start[i]),
         y: mine.map(i => row.rank[i] + kind.offset),
         marker: {color: kind.colour, line: {width: kind.computes ? 0.5 : 0, color: "white"}},
-        text: kind.computes ? names : undefined, textposition: "inside", insidetextanchor: "middle", textangle: 0,
-        constraintext: "inside", textfont: {color: "white", size: 10}, hoverinfo: "text",
+        hoverinfo: "text",
         hovertext: mine.map((i, n) => `rank ${row.rank[i]}: ${names[n]} (${kind.name})<br>` +
           `${row.start[i].toPrecision(6)} to ${row.end[i].toPrecision(6)} s`),
       };
-    }).filter(trace => trace.x.length);
+    }).filter(trace => trace.x.length).concat(names);
   }
 
   function picture(row, inView, axis, from, to) {
@@ -87,7 +94,7 @@ function lanes(place, packed, config) {
       const inView = [], axis = index ? String(index + 1) : "";
       for (let i = 0; i < row.start.length; i++) if (row.end[i] >= from && row.start[i] <= to) inView.push(i);
       if (inView.length > MOST_BARS) images.push(picture(row, inView, axis, from, to));
-      else data.push(...bars(row, inView, axis));
+      else data.push(...bars(row, inView, axis, from, to));
     });
     return Plotly.react(gd, data, {...layout, images}, options);
   }

@@ -41,9 +41,7 @@ def pack_swimlanes(measured: Trace | None, predicted: Trace | None) -> dict[str,
             "name": kind, "colour": COLOURS[kind], "offset": offset, "height": height,
             "computes": kind in COMPUTE_KINDS, "beside": kind == "send",
         })  # fmt: skip
-    figure, _ = empty_swimlanes(shown)
-    figure.update_layout(uniformtext={"mode": "hide", "minsize": 6})  # lanes are low
-    layout = json.loads(figure.to_json())["layout"]
+    layout = json.loads(empty_swimlanes(shown)[0].to_json())["layout"]
     return {"rows": rows, "names": list(names), "kinds": kinds, "layout": layout}
 
 

@@ -53,9 +53,10 @@ def empty_swimlanes(shown: Sequence[tuple[str, Trace]]) -> tuple[Any, int]:
         row_heights=[trace.num_ranks for _, trace in shown], vertical_spacing=70 / height if len(shown) > 1 else 0,
     )  # fmt: skip
     for row, (_, trace) in enumerate(shown, start=1):
-        names = [f"rank {rank}  {trace.utilisation(rank):.0%}" for rank in range(trace.num_ranks)]
+        named = range(0, trace.num_ranks, 1 if trace.num_ranks <= 32 else 4)  # a page opens sooner with fewer
+        names = [f"rank {rank}  {trace.utilisation(rank):.0%}" for rank in named]
         figure.update_yaxes(
-            tickvals=list(range(trace.num_ranks)), ticktext=names, range=[trace.num_ranks - 0.5, -0.5], fixedrange=True,
+            tickvals=list(named), ticktext=names, range=[trace.num_ranks - 0.5, -0.5], fixedrange=True,
             showgrid=False, zeroline=False, row=row, col=1,
         )  # fmt: skip
     figure.update_annotations(x=0, xanchor="left")  # the titles, which leave the right to the legend
