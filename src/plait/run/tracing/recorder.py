@@ -26,7 +26,7 @@ from plait.spec.trace import COMPUTE_KINDS
 NUM_STEPS = 20  # that are kept
 KIND = {FORWARD: "forward", BACKWARD: "backward"}
 _HOST_KINDS = ("data",)  # also where the rest is on a GPU
-_SAMPLE_NS = 2_000_000  # between two samples of memory, at least
+_SAMPLE_NS = 5_000_000  # between two samples of memory, at least
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 Row = tuple[str, str, Any, Any, int, Any]  # kind, name, start, end, bytes, action
