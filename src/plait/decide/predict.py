@@ -10,7 +10,7 @@ from statistics import median
 from plait.decide.costs import Costs
 from plait.decide.readiness import Edges, needs
 from plait.decide.simulate import held, simulate
-from plait.spec.action import BACKWARD, FORWARD, SEND, WEIGHT, Action
+from plait.spec.action import BACKWARD, FORWARD, SEND, STEP, WEIGHT, Action
 from plait.spec.schedule import Schedule
 from plait.spec.trace import COMPUTE_KINDS, Sample, Span, Trace
 
@@ -52,7 +52,8 @@ def measure_costs(
             kind = "whole" if whole else action.kind
             seconds[kind, schedule.stages[places[rank]][action.chunk]].append(value)
         for rank, value in update.items():
-            updates[places[rank]].append(value)
+            num_updates = sum(action.kind == STEP for action in schedule.ranks[places[rank]])  # several, if asynchronous
+            updates[places[rank]].append(value / max(num_updates, 1))
         for span in trace.spans:
             if span.kind == "wait" and span.micro is not None:
                 consumer, peers = Action.parse(span.name), pipeline_of(span.rank)
