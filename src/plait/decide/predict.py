@@ -52,7 +52,7 @@ def measure_costs(
             kind = "whole" if whole else action.kind
             seconds[kind, schedule.stages[places[rank]][action.chunk]].append(value)
         for rank, value in update.items():
-            num_updates = sum(action.kind == STEP for action in schedule.ranks[places[rank]])  # several, if asynchronous
+            num_updates = sum(action.kind == STEP for action in schedule.ranks[places[rank]])
             updates[places[rank]].append(value / max(num_updates, 1))
         for span in trace.spans:
             if span.kind == "wait" and span.micro is not None:
