@@ -255,6 +255,33 @@ def test_1f1b_holds_no_more_microbatches_than_ranks_that_follow(monkeypatch: pyt
     assert dict(held) == {0: 4, 1: 3, 2: 2, 3: 1}
 
 
+def test_a_stage_without_parameters_trains_and_is_saved(tmp_path: Path) -> None:
+    """The last stage has none; of the one before it one is frozen."""
+
+    class Bare(Skips):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).tanh()).cos()
+
+    model = Bare()
+    model.second.weight.requires_grad_(False)
+    model.third, model.fourth = nn.Identity(), nn.Identity()
+    plan = Plan.parse("pipeline=3 micro=2 schedule=zb-h1")
+    optimizer = functools.partial(torch.optim.AdamW, lr=0.01)
+    compiler = Compiler(Captures(model, squares), plan)
+
+    def step(world: World) -> list[str]:
+        trainer = Trainer(model, squares, optimizer, plan, world=world, compiler=compiler)
+        trainer.step(rows(4))
+        state = trainer.state_dict()
+        trainer.save(tmp_path)
+        trainer.load(tmp_path)
+        assert bool(trainer.replica.parameters) == (world.rank < 2)
+        return sorted(state["optimizer"]["state"])
+
+    assert plait.verify(model, squares, rows(4), plan, optimizer=optimizer, clip_norm=0.1).ok
+    assert on("pipeline=3", step) == [["first.bias", "first.weight", "second.bias"]] * 3
+
+
 @pytest.mark.parametrize(
     ("plan", "message"),
     [

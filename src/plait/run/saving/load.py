@@ -108,7 +108,7 @@ class _Load:
         members: list[nn.Parameter] = []
         num_bytes = 0
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
+            for parameter in (p for p in group["params"] if id(p) in self._names):
                 before = optimizer.state.pop(parameter, {})
                 if after := self._state_of(parameter, before, group, batch):
                     optimizer.state[parameter] = after
@@ -141,7 +141,8 @@ class _Load:
         run, mesh = self._run, self._run.world.mesh
         here = mesh.coordinates(run.world.rank)
         assert run.optimizer is not None
-        trained = {self._names[id(p)] for group in run.optimizer.param_groups for p in group["params"]}
+        known = self._names  # which a rank without parameters, whose optimizer has an empty one, leaves empty
+        trained = {known[id(p)] for group in run.optimizer.param_groups for p in group["params"] if id(p) in known}
         found = {}
         for name, keys in self._saved.items():
             for key in keys if name in trained else ():

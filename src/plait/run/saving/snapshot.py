@@ -19,9 +19,11 @@ from plait.comm.protocol import World
 from plait.errors import CheckpointError
 from plait.run.boundary import from_boundary, to_boundary
 from plait.run.eager import EagerReplica
+from plait.run.optimizers import tried
 from plait.run.replica import Replica
 from plait.run.scaling import LossScale
 from plait.run.update import Update
+from plait.spec.layout import Only
 from plait.spec.plan import Plan
 
 
@@ -130,11 +132,14 @@ def _optimizer_state(run: Run) -> dict[str, dict[str, Any]]:
     assert optimizer is not None
     found: dict[str, dict[str, Any]] = {}
     keys = next((dict(s) for s in optimizer.state.values() if s), {})
+    with_state = _with_state(run)
+    if with_state:
+        keys = keys or _keys_of(optimizer, run.step_number)
     for name, layout in replica.layouts.items():
         parameter = replica.parameters.get(name)
-        mine = run.update.state_of(parameter) if parameter is not None else keys
-        if not mine:
+        if name not in with_state:
             continue
+        mine = run.update.state_of(parameter) if parameter is not None else keys
         found[name] = {}
         for key, value in mine.items():
             if torch.is_tensor(value) and parameter is not None and value.shape == parameter.shape and value.ndim:
@@ -145,6 +150,25 @@ def _optimizer_state(run: Run) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _with_state(run: Run) -> set[str]:
+    """The parameters of which any rank's optimizer keeps something."""
+    replica, names = run.replica, list(run.replica.layouts)
+    optimizer = run.optimizer
+    assert optimizer is not None
+    held = [name in replica.parameters and bool(optimizer.state.get(replica.parameters[name])) for name in names]
+    if any(isinstance(p, Only) for layout in replica.layouts.values() for _, p in layout.placements):
+        flags = torch.tensor([float(each) for each in held], device=run.world.device)
+        held = [bool(each) for each in run.world.everyone().all_reduce(flags, "max").wait()]
+    return {name for name, each in zip(names, held, strict=True) if each}
+
+
+def _keys_of(optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
+    """What the optimizer keeps of a parameter, found by trying it on a small one."""
+    toy = torch.ones(2)
+    found = tried(optimizer, optimizer.param_groups[0], [toy])[toy]
+    return {key: torch.full_like(value, step) if key == "step" else value for key, value in found.items()}
+
+
 def group_options(run: Run) -> list[dict[str, Any]]:
     """The parameter groups with names in place of tensors; those that this rank lacks are taken to be in the first."""
     assert run.optimizer is not None
@@ -153,7 +177,7 @@ def group_options(run: Run) -> list[dict[str, Any]]:
     found = []
     for group in run.optimizer.param_groups:
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        members = [names[id(p)] for p in group["params"]]
+        members = [names[id(p)] for p in group["params"] if id(p) in names]
         if not found and len(replica.parameters) < len(replica.layouts):
             members = [name for name in replica.layouts if name in members or name not in replica.parameters]
         found.append({**options, "params": members})
