@@ -165,7 +165,8 @@ class Schedule:
     def groups(self) -> dict[int, tuple[int, int]]:
         """Of each microbatch the first that is updated together with it, and how many these are."""
         ends = sorted({action.micro for action in self.ranks[0] if action.kind == STEP and action.micro is not None})
-        found, first = {}, 0
+        found: dict[int, tuple[int, int]] = {}
+        first = 0
         for last in ends:
             found |= dict.fromkeys(range(first, last + 1), (first, last + 1 - first))
             first = last + 1
