@@ -215,6 +215,6 @@ def _makes_gradients(graph: Graph, gradients: Collection[int]) -> set[Node]:
         node = results[index]  # type: ignore[index]
         while isinstance(node, Node) and node.op == "call_function" and node.target not in _ARRIVES:
             found.add(node)
-            inside = is_view(node) or is_item(node) or node.target is aten.add_.Tensor
+            inside = is_view(node) or is_item(node) or node.target in (aten.add_.Tensor, aten.addmm_.default)
             node = node.args[0] if inside else None
     return found

@@ -182,7 +182,10 @@ def _added(graph: Graph, term: Node, name: str) -> Node:
         given.meta["only"] = term.meta["only"]
     after = given if term.op == "placeholder" else term
     with graph.inserting_after(after):
-        total = graph.call_function(aten.add_.Tensor, (given, term))
+        if term.target is aten.mm.default and len(term.users) == 1:  # a product adds to the sum as it is made
+            total = graph.call_function(aten.addmm_.default, (given, *term.args))
+        else:
+            total = graph.call_function(aten.add_.Tensor, (given, term))
     total.meta = {**term.meta, "val": given.meta["val"]}
     return total
 
