@@ -26,10 +26,11 @@ PLANS = {
     "pipedream": f"pipeline=2 micro={PER_CALL} schedule=pipedream",
     "pipedream-2bw": f"pipeline=2 micro={2 * PER_CALL} schedule=pipedream-2bw",
 }
-TEXT = """The small GPT on Python's own source text, 2 stages on 2 processes, AdamW, batches of 8 sequences of 128 bytes:
-{updates} updates from the same start with the same batches in the same order. Under 1f1b a batch is 8 microbatches; under
-pipedream it is one of {calls} microbatches that one call of `Trainer.step` sends through without a flush; under
-pipedream-2bw two microbatches of 4 sequences make an update. Evaluated on 64 sequences that none has seen."""
+TEXT = """The small GPT on Python's own source text, 2 stages on 2 processes, AdamW, batches of 8 sequences of 128
+bytes: {updates} updates from the same start with the same batches in the same order. Under 1f1b a batch is 8
+microbatches; under pipedream it is one of {calls} microbatches that one call of `Trainer.step` sends through without a
+flush; under pipedream-2bw two microbatches of 4 sequences make an update. Evaluated on 64 sequences that none has
+seen."""
 
 
 def symbols() -> Tensor:

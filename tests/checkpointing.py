@@ -92,7 +92,8 @@ def on(plan: str, fn: Callable[[Any], Any]) -> list[Any]:
 
 def on_axes(plan: str, fn: Callable[[Any], Any]) -> list[Any]:
     """As `on`, given a whole plan."""
-    return on(" ".join(word for word in plan.split() if word.split("=")[0] in ("pipeline", "replica", "data", "tensor")), fn)
+    axes = ("pipeline", "replica", "data", "tensor")
+    return on(" ".join(word for word in plan.split() if word.split("=")[0] in axes), fn)
 
 
 def flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -20,7 +20,8 @@ def test_reads_every_key() -> None:
         " home.optimizer=disk batchnorm=local allreduce=ring bucket=512KiB"
     )
     assert plan == Plan(
-        pipeline=2, schedule="interleaved", chunks=3, cut=("a.1", "b", "c"), replica=2, data=2, tensor=3, zero=3, micro=4,
+        pipeline=2, schedule="interleaved", chunks=3, cut=("a.1", "b", "c"),
+        replica=2, data=2, tensor=3, zero=3, micro=4,
         recompute=Recompute("layer"), precision="bf16",
         exceptions=(("*.norm", "fp32"),), home_optimizer="disk", batchnorm="local", allreduce="ring",
         bucket_bytes=512 * 1024,
