@@ -2,7 +2,8 @@
 
 Each rank updates its part of every one in place, where the others read it. In half precision the tensors in common are
 the narrow ones that the graph reads, and a rank's part in full precision is its own. What is trained and cannot be cut
-over `data` as well is a copy of each rank: single numbers, biases that `tensor` cuts, what lies on one rank of an axis only.
+over `data` as well is a copy of each rank: single numbers, biases that `tensor` cuts, what lies on one rank of an axis
+only.
 """
 
 from __future__ import annotations
