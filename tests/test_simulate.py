@@ -17,6 +17,7 @@ from plait.decide.schedules import FAMILIES, make_schedule
 from plait.decide.schedules.replicas import make_replicated
 from plait.decide.simulate import simulate
 from plait.decide.transfers import add_transfers, add_updates
+from plait.decide.under_way import most_under_way
 from plait.errors import ConfigError, PlanError, ScheduleError
 from plait.spec.schedule import Schedule
 from plait.spec.trace import COMPUTE_KINDS, Sample, Span, Trace
@@ -260,3 +261,20 @@ def test_what_is_no_costs_file(tmp_path: Path, text: str, message: str) -> None:
         read_costs(path, 2)
     with pytest.raises(ConfigError, match="cannot read the costs"):
         read_costs(tmp_path / "none.json", 2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 12))
+def test_messages_under_way(num_ranks: int, num_micro: int) -> None:
+    def most(name: str, rank: int) -> int:
+        schedule = make_schedule(name, num_ranks, num_micro)
+        edges = chain(schedule.num_stages)
+        return most_under_way(add_transfers(schedule, edges), edges, rank, lambda action: 1 + (action.of == "B"))
+
+    last = num_ranks - 1
+    assert most("naive", 0) == 1
+    assert most("gpipe", 0) == num_micro  # nothing comes back before all are sent
+    assert most("gpipe", last) == 2 * num_micro
+    # A backward tells the rank that the forward was taken, which the last rank does before it needs another.
+    assert most("1f1b", 0) == min(num_ranks, num_micro)
+    assert most("1f1b", last) <= 2 * num_ranks

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections import OrderedDict
 
 import pytest
 import torch
+from comm_worlds import run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
 from plait.comm.protocol import World
 from plait.errors import BatchError, PlanError, RankFailed
+from plait.graph.gather import Gathering
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
@@ -39,6 +43,24 @@ def mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
 def test_parameters_that_share_a_gradient(plan: str) -> None:
     report = plait.verify(SharedGradients(), mean_loss, torch.randn(12, 8), plan, clip_norm=0.1, steps=3)
     assert report.ok, report
+
+
+def let_go_at_once(world: World) -> bool:
+    """Whether what was gathered goes with its last reader, not when Python next looks for cycles."""
+    gathering = Gathering(world.comm("data"), (((4, 3), 0, 2),), (torch.float32,), (torch.ones(2, 3),))
+    kept = weakref.ref(gathering)
+    gc.disable()
+    try:
+        (whole,) = gathering.wait()
+        del gathering
+        return whole.shape == (4, 3) and kept() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("kind", ["threads", "shm", "gloo"])
+def test_no_cycle_keeps_what_was_gathered(kind: str) -> None:
+    assert all(run(kind, plait.Plan.parse("data=2").mesh, let_go_at_once))
 
 
 class Odd(nn.Module):

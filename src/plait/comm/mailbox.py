@@ -1,8 +1,9 @@
 """Messages between two processes through shared memory: `send` and `recv` beside the collectives.
 
 A sender leaves the tensor in a block of its own arena, describes it in a ring of letters that belongs to the pair, and
-raises the pair's `sent` counter. The receiver takes letters in order; those whose tag nobody asked for yet it keeps.
-It raises its `received` counter, and the sender's block is free.
+raises the pair's `sent` counter. The receiver takes letters in order, up to the last one that it asked for; those whose
+tag nobody asked for yet it keeps. It raises its `received` counter, and the sender's block is free. So what is sent
+long before it is needed takes memory of the sender, not of both.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class Mailbox:
     def read_all(self) -> None:
         """Take what has come from anyone, so that no sender waits for room."""
         for source in range(len(self._segments)):
-            self._read(source)
+            self._read(source, unasked=True)
 
     def needs(self, i: int) -> bool:
         """Whether rank i has yet to send, or to take, something."""
@@ -120,10 +121,10 @@ class Mailbox:
                 del self._blocks[to]
         return bool(self._blocks)
 
-    def _read(self, source: int) -> None:
+    def _read(self, source: int, unasked: bool = False) -> None:
         peer = self._segments[source]
         sent = peer.words[self._sent_word[self._rank]]
-        while self._num_received[source] < sent:
+        while self._num_received[source] < sent and (unasked or source in self._expected):
             number = self._num_received[source] + 1
             at = self._letters[self._rank] + 4 * (number % _NUM_LETTERS)
             tag, code, num, offset = peer.words[at : at + 4]

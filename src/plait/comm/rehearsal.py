@@ -36,14 +36,19 @@ class RehearsalWorld:
         self.meter = meter
         self._algorithm = algorithm
         self._shared_memory = shared_memory
-        self._shared: list[SharedRehearsal] = []
-        self._comms = {axis: self._comm(mesh.group(rank, axis)) for axis in mesh.names}
-        self._everyone = self._comm(tuple(range(mesh.size)))
+        self._shared: dict[str, SharedRehearsal] = {}
+        self._comms = {axis: self._comm(axis, mesh.group(rank, axis)) for axis in mesh.names}
+        self._everyone = self._comm("", tuple(range(mesh.size)))
 
     @property
     def arena_bytes(self) -> int:
         """Shared memory from which this rank has sent so far."""
-        return sum(comm.arena_bytes for comm in self._shared)
+        return sum(comm.arena_bytes for comm in self._shared.values())
+
+    def expect(self, axis: str, num_bytes: int) -> None:
+        """So many bytes of messages along an axis may lie in shared memory at a time."""
+        if axis in self._shared:
+            self._shared[axis].arena_bytes = max(self._shared[axis].arena_bytes, num_bytes)
 
     def comm(self, axis: str) -> Comm:
         return self._comms[axis]
@@ -54,14 +59,14 @@ class RehearsalWorld:
     def close(self) -> None:
         pass
 
-    def _comm(self, ranks: tuple[int, ...]) -> Comm:
+    def _comm(self, axis: str, ranks: tuple[int, ...]) -> Comm:
         here = ranks.index(self.rank)
         if len(ranks) == 1:
             return AloneComm(self.rank)
         if not self._shared_memory:
             return choose(BackendRehearsal(ranks, here, self.meter), self._algorithm)
-        self._shared.append(SharedRehearsal(ranks, here, self.meter))
-        return choose(self._shared[-1], self._algorithm)
+        self._shared[axis] = SharedRehearsal(ranks, here, self.meter)
+        return choose(self._shared[axis], self._algorithm)
 
 
 class BackendRehearsal(BackendComm):
@@ -159,7 +164,7 @@ class SharedRehearsal(BackendRehearsal):
         return Done(torch.empty_like(tensor))
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
-        """It lies in the arena until the receiver takes it: so it is counted until the next one goes to that rank."""
+        """It lies in the arena until the receiver takes it, at least until the next one goes to that rank."""
         if before := self._letters.pop(to, None):
             self._arena.give(*before)
         if tensor.nbytes:
@@ -167,8 +172,8 @@ class SharedRehearsal(BackendRehearsal):
         return Done(tensor)
 
     def recv(self, like: torch.Tensor, source: int, tag: int = 0) -> Work:
-        """It is copied from the sender's arena when it is waited for, or before."""
-        return _Letter(lambda: BackendRehearsal.recv(self, like, source, tag).wait())
+        """It may be copied from the sender's arena as soon as it is asked for."""
+        return BackendRehearsal.recv(self, like, source, tag)
 
     def _start(self, tensor: torch.Tensor, arrive: Callable[[], torch.Tensor]) -> Work:
         while self._pending:
@@ -193,16 +198,6 @@ class SharedRehearsal(BackendRehearsal):
         assert offset is not None
         self.arena_bytes = max(self.arena_bytes, offset + num_bytes)
         return offset
-
-
-class _Letter:
-    """A message that comes when it is asked for."""
-
-    def __init__(self, take: Callable[[], torch.Tensor]) -> None:
-        self._take = take
-
-    def wait(self) -> torch.Tensor:
-        return self._take()
 
 
 class _Pending:

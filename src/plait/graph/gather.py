@@ -45,7 +45,7 @@ class Gathering:
         for index, part in enumerate(parts):
             self._rows.place(row, index, rank).copy_(part)
         self._wholes = wholes or []
-        self._work = comm.all_gather(row, take=self._take)
+        self._work: Any = comm.all_gather(row, take=self._take)
 
     def _take(self, rank: int, row: Tensor) -> None:
         if not self._wholes:
@@ -56,7 +56,8 @@ class Gathering:
         self._rows.take(row, rank, self._wholes)
 
     def wait(self) -> list[Tensor]:
-        self._work.wait()
+        work, self._work = self._work, None  # which holds this object: no cycle may keep the rows until they are collected
+        work.wait()
         wholes, self._wholes = self._wholes, []
         return wholes
 

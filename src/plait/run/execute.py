@@ -85,13 +85,22 @@ class Executor:
         """Go through the actions once."""
         _Step(self, runner).run()
 
-    def values_between(self, source: Cell, rank: int, micro: int) -> list[tuple[Value, tuple[int, ...]]]:
-        """The values of a cell that stages of another rank read, with these stages."""
+    def sent(self, rank: int, action: Action) -> int:
+        """Bytes of what a SEND of that rank moves."""
+        return sum(value.num_bytes for _, value, _ in self.carried(rank, action, action.peer))
+
+    def carried(self, source: int, action: Action, target: int | None) -> list[tuple[Cell, Value, tuple[int, ...]]]:
+        """What a SEND or RECV moves from one rank to another: the cells that make it, the values, and the stages there
+        that read each. Of a backward that is not split it is what both its parts make."""
+        assert action.micro is not None and action.of is not None
+        stage = self.schedule.stages[source][action.chunk]
+        whole = action.of == BACKWARD and not self.schedule.splits(source, action.producer)
         found = []
-        for value in self._made[source]:
-            stages = tuple(s for s in value.stages() if self.schedule.where(s, micro)[0] == rank)
-            if stages:
-                found.append((value, stages))
+        for cell in [(action.of, stage), (WEIGHT, stage)] if whole else [(action.of, stage)]:
+            for value in self._made[cell]:
+                stages = tuple(s for s in value.stages() if self.schedule.where(s, action.micro)[0] == target)
+                if stages:
+                    found.append((cell, value, stages))
         return found
 
     def form(self, value: Value) -> Tensor:
@@ -174,36 +183,27 @@ class _Step:
             self._leaving[cell, micro] = away
 
     def _send(self, action: Action) -> None:
-        assert action.micro is not None and action.peer is not None and action.of is not None
-        stage = self._schedule.stages[self._rank][action.chunk]
-        for cell in self._with_weight(action, self._rank, stage):
-            away = self._leaving.get((cell, action.micro), {})
-            going = [value for value, _ in self._executor.values_between(cell, action.peer, action.micro)]
-            with self._executor._clock.span("send", str(action), action, sum(value.num_bytes for value in going)):
-                for value in going:
-                    leaving = away[value.name]
-                    work = self._comm.send(leaving.tensor, action.peer, self._executor.tag(value, action.micro))
-                    if not isinstance(work, Done):  # what has been copied out may go
-                        self._sent.append((work, leaving.tensor))
-                    leaving.peers.remove(action.peer)
-                    if not leaving.peers:
-                        del away[value.name]
+        assert action.micro is not None and action.peer is not None
+        going = self._executor.carried(self._rank, action, action.peer)
+        num_bytes = sum(value.num_bytes for _, value, _ in going)
+        with self._executor._clock.span("send", str(action), action, num_bytes):
+            for cell, value, _ in going:
+                away = self._leaving[cell, action.micro]
+                leaving = away[value.name]
+                work = self._comm.send(leaving.tensor, action.peer, self._executor.tag(value, action.micro))
+                if not isinstance(work, Done):  # what has been copied out may go
+                    self._sent.append((work, leaving.tensor))
+                leaving.peers.remove(action.peer)
+                if not leaving.peers:
+                    del away[value.name]
 
     def _receive(self, action: Action) -> None:
-        assert action.micro is not None and action.peer is not None and action.of is not None
-        stage = self._schedule.stages[action.peer][action.chunk]
-        for cell in self._with_weight(action, action.peer, stage):
-            for value, stages in self._executor.values_between(cell, self._rank, action.micro):
-                work = self._comm.recv(self._executor.form(value), action.peer, self._executor.tag(value, action.micro))
-                shared = work if len(stages) == 1 else _Shared(work)
-                for each in stages:
-                    self._coming[action.micro, each][value.name] = shared
-
-    def _with_weight(self, action: Action, rank: int, stage: int) -> list[Cell]:
-        """The cells whose values an action of transfer is about: of a backward that is not split, both parts."""
-        assert action.of is not None
-        whole = action.of == BACKWARD and not self._schedule.splits(rank, action.producer)
-        return [(action.of, stage), (WEIGHT, stage)] if whole else [(action.of, stage)]
+        assert action.micro is not None and action.peer is not None
+        for _, value, stages in self._executor.carried(action.peer, action, self._rank):
+            work = self._comm.recv(self._executor.form(value), action.peer, self._executor.tag(value, action.micro))
+            shared = work if len(stages) == 1 else _Shared(work)
+            for each in stages:
+                self._coming[action.micro, each][value.name] = shared
 
 
 @dataclass

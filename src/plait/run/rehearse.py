@@ -7,6 +7,7 @@ the program does: its gradients, buckets and gathers, microbatch after microbatc
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections import Counter
@@ -20,12 +21,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plait.comm.rehearsal import RehearsalWorld
 from plait.decide.memory import ACTIVATIONS, BUFFERS, OPTIMIZER, PARAMETERS, RankMemory
+from plait.decide.under_way import most_under_way
 from plait.errors import PlanError
 from plait.graph.batch import map_batch
 from plait.graph.liveness import Meter, marked
 from plait.graph.lower import Lowered, cell_name
+from plait.graph.pipeline import AXIS as PIPELINE
+from plait.graph.pipeline import Pipeline
 from plait.graph.precision import Precision
 from plait.run.compiler import Captures, Compiler
+from plait.run.execute import Executor
 from plait.run.homes.disk import RehearsedFile
 from plait.run.homes.homes import Homes
 from plait.run.local_batch import LocalBatch, num_rows
@@ -77,11 +82,20 @@ def rehearse(
         meter.begin()
         _step(replica, updates, update, local)
         del rest
+    if lowered.pipeline is not None:
+        world.expect(PIPELINE, _most_under_way(lowered.pipeline, world))
     updated = sum(p.numel() for p in replica.parameters.values() if p.requires_grad)
     most, at_peak = Counter(meter.most), Counter(meter.at_peak)
     most[BUFFERS] += world.arena_bytes
     at_peak[BUFFERS] += world.arena_bytes
     return RankMemory(most, at_peak, meter.peak_moment, meter.saved, start, updated)
+
+
+def _most_under_way(pipeline: Pipeline, world: RehearsalWorld) -> int:
+    """Bytes that a rank's stages may have sent, and others not taken."""
+    cells, schedule, comm = pipeline.cells, pipeline.schedule, world.comm(PIPELINE)
+    executor = Executor(schedule, cells.values, list(cells.graphs), comm, world.mesh.coordinates(world.rank))
+    return most_under_way(schedule, cells.edges(), comm.rank, functools.partial(executor.sent, comm.rank))
 
 
 def _step(replica: Replica, optimizer: torch.optim.Optimizer, update: Update, batch: Any) -> None:

@@ -1,0 +1,45 @@
+"""How much may be under way at a time: sent by a rank, and not surely taken by its receiver yet.
+
+What is surely done when a rank comes to an action follows from what waits for what (Lamport's happened-before, by
+vector clocks; CACM 1978), whatever the speed of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from plait.decide.readiness import Edges, Place
+from plait.decide.walk import walk
+from plait.spec.action import SEND, Action
+from plait.spec.schedule import Schedule
+
+
+def most_under_way(schedule: Schedule, edges: Edges, rank: int, num_bytes: Callable[[Action], int]) -> int:
+    """The most bytes that the SENDs of a rank may have under way, where a receiver takes a message with the first
+    action that needs it. The schedule has been checked, and has its transfers."""
+    found = walk(schedule, edges)
+    done = [[0] * schedule.num_ranks for _ in range(schedule.num_ranks)]  # of each rank: what it knows that others did
+    after: dict[Place, tuple[int, ...]] = {}
+    known: dict[Action, tuple[int, ...]] = {}  # what this rank knows when it comes to each of its SENDs
+    taken: dict[Action, tuple[int, int]] = {}  # by whom, and when in its list, each SEND of this rank is taken
+    for peer, action in found.order:
+        clock = done[peer]
+        for made in found.needs[peer, action]:
+            clock[:] = map(max, clock, after[made])
+            if made[0] == rank != peer and made[1].kind == SEND:
+                taken.setdefault(made[1], (peer, clock[peer] + 1))
+        if peer == rank and action.kind == SEND:
+            known[action] = tuple(clock)
+        clock[peer] += 1
+        after[peer, action] = tuple(clock)
+    most = 0
+    under_way: list[Action] = []
+    for action, clock_then in known.items():
+        under_way = [each for each in under_way if not _surely(taken.get(each), clock_then)]
+        under_way.append(action)
+        most = max(most, sum(map(num_bytes, under_way)))
+    return most
+
+
+def _surely(taken: tuple[int, int] | None, known: tuple[int, ...]) -> bool:
+    return taken is not None and known[taken[0]] >= taken[1]
