@@ -26,10 +26,10 @@ from plait.run.execute import Box, Executor
 from plait.spec.mesh import Mesh
 from plait.spec.schedule import Schedule
 
-SECONDS = {"F": 0.04, "B": 0.04, "W": 0.04}  # of a stage; several chunks of a rank share them
+SECONDS = {"F": 0.08, "B": 0.08, "W": 0.08}  # of a stage; several chunks of a rank share them
 ROUNDS = 3
 NAMES = [name for name in FAMILIES if name not in ("forward-only", "pipedream", "pipedream-2bw")]
-TEXT = """Stages sleep 40 ms forward and 80 ms backward (40 ms for each part of it), split among the chunks of a rank.
+TEXT = """Stages sleep 80 ms forward and 160 ms backward (80 ms for each part of it), split among the chunks of a rank.
 Measured: seconds from the first action of any rank to the last, median of {rounds} steps, over what the simulator says
 for the same schedule with free transfers; to reach: within 3%.
 
@@ -86,9 +86,10 @@ class Sleeper:
 
 
 def measure(
-    schedule: Schedule, num_steps: int, work: Sequence[float] | None = None, warm: int = 1
+    schedule: Schedule, num_steps: int, work: Sequence[float] | None = None, apart: bool = True
 ) -> tuple[list[float], float]:
-    """Seconds of each step, and of `num_steps` in a row divided by their number. `work` is that of each stage, of 1."""
+    """Seconds of each step after a first one, and of all divided by their number; they follow one another at once
+    unless they are `apart`. `work` is that of each stage, of 1."""
     edges = chain(schedule.num_stages)
     schedule = add_updates(add_transfers(schedule, edges), edges)
     values = [Value(f"{a[0]}{a[1]}>{b[1]}", a, (b,), torch.zeros(1)) for a, b in sorted(edges)]
@@ -99,13 +100,13 @@ def measure(
         executor = Executor(schedule, values, cells, comm, world.mesh.coordinates(world.rank))
         runner = Sleeper(schedule, values, work or [1.0] * schedule.num_stages)
         times = []
-        for step in range(warm + num_steps):
-            if step <= warm:
+        for step in range(1 + num_steps):
+            if step <= 1 or apart:
                 comm.barrier()
             start = time.perf_counter()
             executor.run(runner)
             times.append((start, time.perf_counter()))
-        return times[warm:]
+        return times[1:]
 
     found = run_ranks(Mesh((("pipeline", schedule.num_ranks),)), rank)
     steps = [max(t[i][1] for t in found) - min(t[i][0] for t in found) for i in range(num_steps)]
@@ -127,18 +128,16 @@ def main() -> None:
         cells = []
         for num_ranks in (4, 8, 16):
             num_micro = 1 if name == "naive" else 2 * num_ranks
-            ratios = []
-            for _ in range(ROUNDS):
-                schedule = make_schedule(name, num_ranks, num_micro)
-                steps, _ = measure(schedule, 1)
-                ratios.append(steps[0] / simulated(schedule))
+            schedule = make_schedule(name, num_ranks, num_micro)
+            steps, _ = measure(schedule, ROUNDS)
+            ratios = [seconds / simulated(schedule) for seconds in steps]
             cells.append(f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})")
         rows.append(f"| {name} | {' | '.join(cells)} |")
         print(rows[-1], flush=True)
     rates = ["| schedule | rate of one device | of the simulator, steps apart |", "| --- | --- | --- |"]
     for name in ("gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v"):
         schedule = make_schedule(name, 8, 32)
-        _, seconds = measure(schedule, 6)
+        _, seconds = measure(schedule, 4, apart=False)
         alone = 8 * 32 * sum(SECONDS.values())
         rates.append(f"| {name} | {alone / seconds:.2f} | {alone / simulated(schedule):.2f} |")
         print(rates[-1], flush=True)
@@ -149,7 +148,7 @@ def main() -> None:
     slow = ["| schedule | [1,1,1] / [1,2,1], measured | simulated |", "| --- | --- | --- |"]
     for name in ("gpipe", "1f1b", "zb-h1"):
         one, two = make_schedule(name, 3, 16), make_replicated(name, [1, 2, 1], 16)
-        ratios = [measure(one, 1, SLOW)[0][0] / measure(two, 1, SLOW)[0][0] for _ in range(ROUNDS)]
+        ratios = [a / b for a, b in zip(measure(one, ROUNDS, SLOW)[0], measure(two, ROUNDS, SLOW)[0], strict=True)]
         said = simulated(one, SLOW) / simulated(two, SLOW)
         slow.append(f"| {name} | {statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f}) | {said:.3f} |")
         print(slow[-1], flush=True)

@@ -92,7 +92,7 @@ def on(plan: str, fn: Callable[[Any], Any]) -> list[Any]:
 
 def on_axes(plan: str, fn: Callable[[Any], Any]) -> list[Any]:
     """As `on`, given a whole plan."""
-    axes = ("pipeline", "replica", "data", "tensor")
+    axes = ("pipeline", "replica", "data", "tensor", "stages")
     return on(" ".join(word for word in plan.split() if word.split("=")[0] in axes), fn)
 
 

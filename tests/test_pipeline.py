@@ -117,6 +117,9 @@ def test_tied_weights_clipping_and_masked_tokens(plan: str) -> None:
     check(plan, tied())
 
 
+MIXED = ("stages=[tensor=2|data=2]", "stages=[data=2|tensor=2]")
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> str:
     pipeline, tensor = draw(st.sampled_from([2, 2, 3, 4])), draw(st.sampled_from([1, 1, 2]))
@@ -124,6 +127,8 @@ def plans(draw: st.DrawFn) -> str:
     micro = draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if 12 % (n * data * replica) == 0]))
     schedule = draw(st.sampled_from([name for name in SYNCHRONOUS if micro == 1 or name != "naive"]))
     words = [f"pipeline={pipeline} tensor={tensor} data={data} replica={replica} micro={micro} schedule={schedule}"]
+    if pipeline == 2 and tensor == 2 and 12 % (2 * micro * data * replica) == 0:
+        words = [words[0].replace("pipeline=2 tensor=2", draw(st.sampled_from(["pipeline=2 tensor=2", *MIXED])))]
     if schedule in ("interleaved", "looped-bfs"):
         words.append(f"chunks={draw(st.integers(1, 3))}")
     words.append(draw(st.sampled_from(["", "zero=1", "zero=2", "zero=3", "central=host"])))

@@ -44,6 +44,7 @@ PLANS = [
     "pipeline=2 micro=2 data=2 zero=3 schedule=interleaved",
     "pipeline=2 micro=4 data=2 zero=1 precision=bf16 schedule=zb-v",
     "pipeline=4 micro=2 tensor=2",
+    "stages=[tensor=2|data=2] data=2 micro=2 zero=1",
 ]
 
 

@@ -100,6 +100,11 @@ class Trainer:
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: Any = None
         self._adopt = world is None
+        if world is not None and world.mesh.spread != self.plan.mesh.spread:
+            raise PlanError(
+                f"the world has ranks along {world.mesh.spread or 'no axis'}, and the plan {self.plan.title!r} along"
+                f" {self.plan.mesh.spread or 'none'}; make the world of the plan's own mesh (plan.mesh)"
+            )
         self.world = world if world is not None else process_world(self.plan.mesh, algorithm=self.plan.allreduce)
         self._trace = None if trace is None else Path(trace)
         self.recorder = None if trace is None else Recorder(self.world)

@@ -56,7 +56,7 @@ class Gathering:
         self._rows.take(row, rank, self._wholes)
 
     def wait(self) -> list[Tensor]:
-        work, self._work = self._work, None  # which holds this object: no cycle may keep the rows until they are collected
+        work, self._work = self._work, None  # it holds this object, and no cycle may keep the rows
         work.wait()
         wholes, self._wholes = self._wholes, []
         return wholes

@@ -11,13 +11,14 @@ from torch.fx import Graph
 
 from plait.decide.readiness import Cell
 from plait.errors import PlanError
+from plait.graph.by_role import INNER, give_roles, propagate_by_role, split_by_tensor
 from plait.graph.calls import output_node, placeholders
 from plait.graph.capture import Captured
 from plait.graph.owning import own_gradients
 from plait.graph.partition import partition
 from plait.graph.pause import collection_paused
 from plait.graph.pipeline import AXIS as PIPELINE
-from plait.graph.pipeline import Pipeline, pipelined
+from plait.graph.pipeline import Pipeline, cut_in_stages, pipelined
 from plait.graph.propagate import propagate
 from plait.graph.recipe import recipe
 from plait.graph.recompute import recompute
@@ -126,6 +127,12 @@ def lower(
     batch_size, split = _batch_leaves(captured, values)
     if batch_size % plan.num_batch_parts:
         raise PlanError(_uneven_batch(batch_size, plan))
+    begins = None
+    if plan.stages:
+        if batch_size % (plan.num_batch_parts * plan.mesh.axis_size(INNER)):
+            raise PlanError(_uneven_batch(batch_size, plan))
+        schedule, begins = cut_in_stages(graph, captured, plan, stages)
+        give_roles(graph, [plan.stages[schedule.where(stage)[0]][0] for stage in range(schedule.num_stages)])
     chosen = _choose_parameters(graph, plan, annotated, settled, nodes)
     for axis in (*BATCH_AXES, *(axis for axis in plan.mesh.names if axis not in BATCH_AXES)):
         size = plan.mesh.axis_size(axis)
@@ -138,7 +145,11 @@ def lower(
         wanted = tuple(
             fixed.get(nodes[o.name], REPLICATE) if o.kind == "gradient" else REPLICATE for o in captured.outputs
         )
-        laid_out = propagate(graph, size, fixed, wanted, origin, BATCH_NORM if _local_norm(plan, axis) else frozenset())
+        if axis == INNER:
+            laid_out = propagate_by_role(graph, size, fixed, {nodes[name] for name in split}, wanted, origin)
+        else:
+            local_ops = BATCH_NORM if _local_norm(plan, axis) else frozenset()
+            laid_out = propagate(graph, size, fixed, wanted, origin, local_ops)
         if _local_norm(plan, axis):
             laid_out.broadcast_outputs = frozenset(i for i, o in enumerate(captured.outputs) if o.kind == "buffer")
         graph = partition(laid_out, axis)
@@ -154,7 +165,7 @@ def lower(
     }
     pipeline = None
     if len(plan.copies) > 1:
-        pipeline = pipelined(graph, captured, plan, stages)
+        pipeline = pipelined(graph, captured, plan, stages, begins)
         layouts |= {name: pipeline.placed(name, layouts[name]) for name in pipeline.stages}
     else:
         graph = recompute(graph, plan.recompute)
@@ -197,7 +208,11 @@ def _choose_parameters(
         fixed = {nodes[name]: on[axis] for name, on in annotated.items() if axis in on}
         origin = {nodes[name]: f"layouts: {name}" for name in annotated}
         if axis not in BATCH_AXES and size > 1:
-            found = recipe(graph, size, fixed, axis)
+            if axis == INNER:
+                among = split_by_tensor(graph)
+                found = recipe(graph, size, fixed, "tensor", among) if among else {}
+            else:
+                found = recipe(graph, size, fixed, axis)
             origin |= {node: f"recipe: {names[node]}" for node in found}
             fixed |= found
         chosen[axis] = (fixed, origin)
@@ -240,6 +255,12 @@ def _batch_leaves(captured: Captured, values: dict[str, object]) -> tuple[int, l
 def _uneven_batch(batch_size: int, plan: Plan) -> str:
     parts = plan.num_batch_parts
     axes = " x ".join(f"{axis}={n}" for axis, n in plan.mesh.axes if axis in BATCH_AXES and n > 1)
+    if plan.stages:
+        inner = plan.mesh.axis_size(INNER)
+        return (
+            f"stages= cuts each microbatch of {batch_size} into {parts} x {inner} parts; give a batch size that is a"
+            f" multiple of {parts * inner * plan.micro}, or less of micro"
+        )
     what = "the batch" if plan.micro == 1 else "a microbatch"
     return (
         f"{axes} does not divide {what} of {batch_size}; give a batch size that is a multiple of {parts * plan.micro},"

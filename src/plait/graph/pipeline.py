@@ -19,7 +19,7 @@ from plait.graph.capture import Captured
 from plait.graph.cells import Cells, split_cells
 from plait.graph.recompute import recompute
 from plait.graph.sharing import keep_written_buffers
-from plait.graph.stages import complete_places, follow_readers, place_in_stages, repeatable
+from plait.graph.stages import complete_places, follow_readers, place_in_stages, repeatable, stages_from
 from plait.spec.action import FORWARD, WEIGHT
 from plait.spec.kinds import ScheduleName
 from plait.spec.layout import Layout, Only, Placement
@@ -93,23 +93,48 @@ def _training_schedule(plan: Plan) -> Schedule:
     return found
 
 
-def pipelined(
-    graph: Graph, captured: Captured, plan: Plan, settled: Mapping[str, tuple[int, ...]] | None = None
-) -> Pipeline:
-    """Cut the local graph of a step into stages, and these into cells. Changes `graph`.
+def cut_in_stages(
+    graph: Graph,
+    captured: Captured,
+    plan: Plan,
+    settled: Mapping[str, tuple[int, ...]] | None = None,
+    begins: list[float] | None = None,
+) -> tuple[Schedule, list[float]]:
+    """Give the calls of a step their stages. The schedule that these are for, and the places with which they begin.
 
-    `settled` are the stages of parameters as an earlier batch decided them.
+    `settled` are the stages of parameters as an earlier batch decided them; `begins` are places that are known already.
     """
     train = any(output.kind == "gradient" for output in captured.outputs)
     schedule = schedule_of(plan, train)
-    num_stages = schedule.num_stages
-    written = {o.name for o in captured.outputs if o.kind == "buffer"}
+    written = _written(captured)
     complete_places(graph)
     keep_written_buffers(graph, written)
     anywhere = repeatable(graph, written)
     follow_readers(graph, anywhere)
+    if begins is not None:
+        stages_from(graph, begins, anywhere)
+        return schedule, begins
+    copies = [len(schedule.holders(stage)) for stage in range(schedule.num_stages)]
+    return schedule, place_in_stages(graph, plan, copies, anywhere, captured.outputs, settled)
+
+
+def _written(captured: Captured) -> set[str]:
+    """The buffers that the step changes."""
+    return {output.name for output in captured.outputs if output.kind == "buffer"}
+
+
+def pipelined(
+    graph: Graph,
+    captured: Captured,
+    plan: Plan,
+    settled: Mapping[str, tuple[int, ...]] | None = None,
+    begins: list[float] | None = None,
+) -> Pipeline:
+    """Cut the local graph of a step into stages, and these into cells. Changes `graph`. Arguments as cut_in_stages."""
+    schedule, _ = cut_in_stages(graph, captured, plan, settled, begins)
+    num_stages = schedule.num_stages
+    written = _written(captured)
     copies = [len(schedule.holders(stage)) for stage in range(num_stages)]
-    place_in_stages(graph, plan, copies, anywhere, captured.outputs, settled)
     graph = recompute(graph, plan.recompute)
     anywhere = repeatable(graph, written)
     weights = any(action.kind == WEIGHT for _, action in schedule.cells())

@@ -9,7 +9,7 @@ values, biases) turns out to be wanted in sharded form too. A path that ends in 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -42,7 +42,14 @@ class Region:
 
 
 class Recipe:
-    def __init__(self, graph: Graph, size: int, taken: Mapping[str, Placement], axis: str) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        size: int,
+        taken: Mapping[str, Placement],
+        axis: str,
+        among: Collection[str] | None = None,
+    ) -> None:
         self.size = size
         self.axis = axis
         self.stuck: tuple[Node, int] | None = None  # where a path ended only because the size does not divide a dim
@@ -51,6 +58,7 @@ class Recipe:
         self.graph = graph
         self.parameters = {n for n in placeholders(graph) if n.meta.get("kind") == "parameter"}
         self.taken = {n: taken[n.name] for n in self.parameters if n.name in taken}
+        self.others = {n for n in self.parameters if among is not None and n.name not in among}  # to be left whole
         self.from_parameter: dict[Node, Node] = {n: n for n in self.parameters}
         self.from_batch: set[Node] = {n for n in placeholders(graph) if n.meta.get("kind") == "batch"}
         self.calls: dict[Node, Call] = {}
@@ -68,10 +76,11 @@ class Recipe:
             if not self._forward(node):
                 continue
             for parameter in self._weights(node):
-                if parameter in self.taken or parameter in found:
+                if parameter in self.taken or parameter in found or parameter in self.others:
                     continue
                 region = self._best_region(parameter, node)
-                if region is not None and not any(p in found or p in self.taken for p in region.parameters):
+                decided = found.keys() | self.taken.keys() | self.others
+                if region is not None and decided.isdisjoint(region.parameters):
                     found.update(region.parameters)
                     self.spared |= region.spared
         return {node.name: placement for node, placement in found.items()}
@@ -285,12 +294,15 @@ def _softmax_dim(node: Node) -> int:
     return dim % ndim  # type: ignore[no-any-return]
 
 
-def recipe(graph: Graph, size: int, taken: Mapping[str, Placement], axis: str) -> dict[str, Placement]:
-    """Placements over one axis of `size` ranks for parameters that `taken` does not name, by placeholder name.
+def recipe(
+    graph: Graph, size: int, taken: Mapping[str, Placement], axis: str, among: Collection[str] | None = None
+) -> dict[str, Placement]:
+    """Placements over one axis of `size` ranks for parameters that `taken` does not name, by placeholder name; of those
+    in `among` only, if given.
 
     Raises PlanError if the axis divides nothing at all, or does not divide heads that it must split.
     """
-    found = Recipe(graph, size, taken, axis).run()
+    found = Recipe(graph, size, taken, axis, among).run()
     if not found and not any(not isinstance(p, Replicate) for p in taken.values()):
         raise PlanError(
             f"{axis}={size} splits no pair of weights of this model: no weight has an output dim that {size} divides"

@@ -38,12 +38,12 @@ def place_in_stages(
     anywhere: Collection[Node],
     outputs: Sequence[Output],
     settled: Mapping[str, tuple[int, ...]] | None = None,
-) -> None:
-    """Give every call but those that any stage repeats its `stage` in its meta. Changes the local graph of a step.
+) -> list[float]:
+    """Give every call but those that any stage repeats its `stage` in its meta. Changes the graph of a step.
 
-    `copies` is how many ranks share each stage's microbatches, `settled` are the stages on which an earlier batch put
-    each parameter. What reads a buffer that the step changes stays with what changes it, so that the next microbatch
-    finds it there.
+    Returns the places with which the stages but the first begin. `copies` is how many ranks share each stage's
+    microbatches, `settled` are the stages on which an earlier batch put each parameter. What reads a buffer that the
+    step changes stays with what changes it, so that the next microbatch finds it there.
 
     PlanError where the step has fewer calls than stages, or a name in `cut` is of no module.
     """
@@ -79,6 +79,12 @@ def place_in_stages(
             " on its stage; begin with the batch that uses most of the model"
         )
     begins = [first_places[i] if i < len(first_places) else math.inf for i in found]
+    stages_from(graph, begins, anywhere)
+    return begins
+
+
+def stages_from(graph: Graph, begins: Sequence[float], anywhere: Collection[Node]) -> None:
+    """Give calls their stages where it is known with which places these begin."""
     for node in graph.nodes:
         if node.op == "call_function" and node not in anywhere:
             node.meta["stage"] = bisect.bisect_right(begins, node.meta["at"])

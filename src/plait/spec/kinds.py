@@ -17,7 +17,9 @@ _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 @dataclass(frozen=True)
 class Axis:
-    """The size of a mesh axis: 1, 2, 3..."""
+    """The size of a mesh axis: 1, 2, 3... `axis` is its name on the mesh where that is not the key's."""
+
+    axis: str = ""
 
     def parse(self, word: str) -> int:
         try:
@@ -62,6 +64,47 @@ class Places(Axis):
 
     def num_ranks(self, value: Any) -> int:
         return sum(value) if isinstance(value, tuple) else super().num_ranks(value)
+
+
+@dataclass(frozen=True)
+class StagePlans(Axis):
+    """What the ranks of each place of a pipeline are to each other, as [tensor=2|data=2]; the size is theirs."""
+
+    axis: str = "inner"
+
+    def parse(self, word: str) -> tuple[tuple[str, int], ...]:  # type: ignore[override]
+        if not (word.startswith("[") and word.endswith("]")):
+            raise ValueError("it is the plan of each stage like [tensor=2 | data=2], between brackets")
+        found = []
+        for number, text in enumerate(word[1:-1].split("|")):
+            name, _, size = text.partition("=")
+            if name not in ("tensor", "data") or not size.isdecimal():
+                raise ValueError(
+                    f"stage {number} is {text or 'empty'!r}, and a stage is tensor=N or data=N; what all stages have in"
+                    " common stands outside the brackets"
+                )
+            found.append((name, int(size)))
+        return tuple(found)
+
+    def check(self, value: Any) -> None:
+        sizes = [size for _, size in value]
+        for size in sizes:
+            super().check(size)
+        if len(value) == 1:
+            raise ValueError("a pipeline has two stages or more")
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"its stages have {', '.join(map(str, sizes))} ranks, and must have as many each; to give a slow stage"
+                " more ranks use pipeline=[1,2,1]"
+            )
+        if 1 in sizes:
+            raise ValueError(f"its stages have one rank each; use pipeline={len(value)}")
+
+    def show(self, value: Any) -> str:
+        return f"[{'|'.join(f'{name}={size}' for name, size in value)}]" if value else "none"
+
+    def num_ranks(self, value: Any) -> int:
+        return value[0][1] if value else 1
 
 
 @dataclass(frozen=True)

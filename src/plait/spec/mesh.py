@@ -34,6 +34,11 @@ class Mesh:
         return tuple(name for name, _ in self.axes)
 
     @property
+    def spread(self) -> str:
+        """The axes along which there are several ranks, as text."""
+        return " ".join(f"{name}={size}" for name, size in self.axes if size > 1)
+
+    @property
     def size(self) -> int:
         """Number of ranks."""
         return math.prod(size for _, size in self.axes)

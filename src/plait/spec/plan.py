@@ -9,12 +9,25 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, cast
 
 from plait.errors import PlanError
-from plait.spec.kinds import Axis, Bytes, Choice, Family, Kind, Names, Number, Places, Recomputes, ScheduleName
+from plait.spec.kinds import (
+    Axis,
+    Bytes,
+    Choice,
+    Family,
+    Kind,
+    Names,
+    Number,
+    Places,
+    Recomputes,
+    ScheduleName,
+    StagePlans,
+)
 from plait.spec.mesh import Mesh
 from plait.spec.recompute import NO_RECOMPUTE, Recompute
 from plait.spec.refusals import names_not_yet, refuse_key, refuse_together
@@ -43,6 +56,9 @@ class Plan:
     replica: int = _key(Axis(), 1, "copies of the data ranks, each with its part of the batch and all that zero splits")
     data: int = _key(Axis(), 1, "ranks that each take a part of the batch")
     tensor: int = _key(Axis(), 1, "ranks that each take a part of the weights")
+    stages: tuple[tuple[str, int], ...] = _key(
+        StagePlans(), (), "what the ranks of each stage are to each other, as [tensor=2 | data=2]; then pipeline is 2"
+    )
     zero: int = _key(Number(0, 3), 0, "split over data: 1 optimizer state, 2 and gradients, 3 and parameters")
     micro: int = _key(Number(1), 1, "parts of the batch that run one after the other, with one update at the end")
     schedule: str = _key(ScheduleName(), "1f1b", "the order in which a pipeline's ranks take microbatches, or a file")
@@ -68,6 +84,11 @@ class Plan:
                 kind.check(value)
             except ValueError as error:
                 raise PlanError(f"{key_name(row)}={value}: {error}") from None
+        if self.stages and self.pipeline != len(self.stages):
+            raise PlanError(
+                f"stages={StagePlans().show(self.stages)} are {len(self.stages)}, and the plan has"
+                f" pipeline={Places().show(self.pipeline)}; make them agree, or leave pipeline= out"
+            )
         refuse_together({key_name(row): _kind(row).show(getattr(self, row.name)) for row in fields(self)})
 
     @classmethod
@@ -75,7 +96,7 @@ class Plan:
         """Read a plan; the order of keys is free, empty text is one device. PlanError names the word and its place."""
         rows = {key_name(row): row for row in fields(cls)}
         found: dict[str, Any] = {}
-        for number, word in enumerate(text.split(), start=1):
+        for number, word in enumerate(_split(text), start=1):
             place = f"word {number} of the plan {text!r}"
             key, equals, value = word.partition("=")
             if not equals or not key or not value:
@@ -101,6 +122,8 @@ class Plan:
             if earlier is not None:
                 raise PlanError(f"{name} is given twice, the second time as {word!r} ({place}); give it once")
             found[row.name] = read
+        if "stages" in found:
+            found.setdefault("pipeline", len(found["stages"]))
         return cls(**found)
 
     @classmethod
@@ -122,7 +145,7 @@ class Plan:
         """Every axis, outermost first; those of size 1 too, so that layouts may name what a plan leaves out."""
         return Mesh(
             tuple(
-                (key_name(row), kind.num_ranks(getattr(self, row.name)))
+                (kind.axis or key_name(row), kind.num_ranks(getattr(self, row.name)))
                 for row in fields(self)
                 if isinstance(kind := _kind(row), Axis)
             )
@@ -176,6 +199,11 @@ class Plan:
             f" start {need} (--processes {need}), or give a plan whose sizes multiply to {num_processes}, such as"
             f" data={num_processes}"
         )
+
+
+def _split(text: str) -> list[str]:
+    """The words of a plan; spaces between brackets do not count."""
+    return re.sub(r"\[[^\]]*\]", lambda found: "".join(found[0].split()), text).split()
 
 
 def _words(row: Field[Any], value: Any) -> str:

@@ -8,7 +8,6 @@ from plait.errors import PlanError
 
 # A key ending in `.` stands for every key that starts with it.
 NOT_YET: dict[str, tuple[str, str]] = {
-    "stages": ("gives each stage of a pipeline a plan of its own", "use pipeline=N, whose stages are all spread alike"),
     "sync": ("lets replicas agree every n steps", "use data=N, which agrees at every step"),
     "outer": ("chooses the outer optimizer of local training", "use data=N, which agrees at every step"),
     "compress": ("compresses gradients on the wire", "use allreduce=ring or a larger bucket"),
@@ -22,7 +21,7 @@ NOT_YET: dict[str, tuple[str, str]] = {
     "streaming": ("overlaps the outer step with training", "use data=N"),
 }
 
-# (key, value or ">1", other key, its values that do not go with that, why, what works instead)
+# (key, value, other key, its values that do not go with that, why, what works instead); ">1" is any value but 1 or none
 NOT_TOGETHER: tuple[tuple[str, str, str, tuple[str, ...], str, str], ...] = (
     ("central", "host", "zero", ("1", "2", "3"),
      "central=host already has each data rank keep and update its part of the optimizer's state, of parameters of which"
@@ -33,6 +32,8 @@ NOT_TOGETHER: tuple[tuple[str, str, str, tuple[str, ...], str, str], ...] = (
     ("pipeline", ">1", "home.activations", ("host", "disk"), "a pipeline does not send away what its microbatches in"
      " flight keep for backward",
      "use recompute=layer, more of micro, or leave home.activations out"),
+    ("stages", ">1", "tensor", (">1",), "stages= says which of them are split by tensor",
+     "write tensor=N within the brackets, or leave stages= out"),
 )  # fmt: skip
 
 # Keys that say how a pipeline is made, with the values that say nothing.
@@ -47,8 +48,7 @@ def names_not_yet() -> tuple[str, ...]:
 def refuse_together(values: Mapping[str, str]) -> None:
     """Raise PlanError where two of a plan's values, by key as text, do not go together."""
     for key, value, other, bad, why, instead in NOT_TOGETHER:
-        holds = values[key] != "1" if value == ">1" else values[key] == value
-        if holds and values[other] in bad:
+        if _is(values[key], value) and any(_is(values[other], each) for each in bad):
             raise PlanError(f"{key}={values[key]} does not go with {other}={values[other]}: {why}; {instead}")
     for key, nothing in OF_PIPELINES.items():
         if values["pipeline"] == "1" and values[key] != nothing:
@@ -56,6 +56,10 @@ def refuse_together(values: Mapping[str, str]) -> None:
                 f"{key}={values[key]} says how a pipeline is made, and the plan has none; give pipeline=N with it, or"
                 f" leave {key}= out"
             )
+
+
+def _is(value: str, wanted: str) -> bool:
+    return value not in ("1", "none") if wanted == ">1" else value == wanted
 
 
 def refuse_key(key: str, value: str, place: str) -> None:
