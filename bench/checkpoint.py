@@ -22,6 +22,8 @@ from typing import Any
 from bench import variants
 from bench.harness import Group, Variant, arguments, publish
 from bench.workloads import WORKLOADS, Workload
+from plait.run.saving.integrity import check_files
+from plait.run.saving.places import newest
 
 PLANS = ("data=2", "data=2 zero=1", "data=2 zero=3")
 LARGE = Workload(1024)  # 102 million parameters: 1.1 GiB with the state of AdamW
@@ -49,13 +51,14 @@ def saved(step: Any, folder: str) -> tuple[float, int]:
     start = time.perf_counter()
     step.trainer.save(folder, keep=1)
     seconds = time.perf_counter() - start
-    return seconds, sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+    return seconds, _bytes(folder)
 
 
 def loaded(step: Any, folder: str) -> float:
     """Seconds to load; none of the files are in memory before."""
-    for path in Path(folder).rglob("part-*"):
-        with open(path, "rb") as file:
+    checkpoint = newest(folder)
+    for name in check_files(checkpoint).files:
+        with open(f"{checkpoint}/{name}", "rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     step.trainer.world.everyone().barrier()
@@ -137,7 +140,7 @@ def _spread(values: list[float]) -> str:
 
 
 def _bytes(folder: str) -> int:
-    return sum(path.stat().st_size for path in Path(folder).rglob("part-*"))
+    return sum(entry.bytes for entry in check_files(newest(folder)).files.values())
 
 
 def main() -> None:

@@ -69,7 +69,7 @@ def save(
     job = _Save(folder_of(path), final, state, world, plan, keep, consent)
     behind = not wait and all(image.in_memory for image in job.images)
     memories = job.copied(saver) if behind else [None] * len(job.images)
-    saver.start(consent, functools.partial(job.run, memories, 1 if behind else 2))
+    saver.start(consent, functools.partial(job.run, memories, 1 if behind else 2), job.remove_old)
     if not behind:
         saver.wait()
     return final
@@ -84,6 +84,7 @@ class _Save:
         self._base, self._final, self._world, self._plan, self._keep = base, final, world, plan, keep
         self._consent = consent
         self._step = int(state.values["step"])
+        self._old: list[Folder] = []
         small: dict[str, torch.Tensor] = {}
         self._values = encode(state.values, "values", small.__setitem__)
         own = {name: encode(value, name, small.__setitem__) for name, value in state.own.items()}
@@ -183,12 +184,21 @@ class _Save:
         except OSError as error:
             raise self._failure(f"{self._final}/{NAME}", error) from None
         with contextlib.suppress(OSError):  # what cannot be removed now is looked at again by the next save
-            _sweep(self._final)
             others = [folder for folder in checkpoints(self._base) if folder.name != self._final.name]
             others.sort(key=lambda folder: saved_at(folder) or 0.0)  # damaged ones are the first to go
             for old in others[: max(len(others) + 1 - self._keep, 0)]:
-                old.remove_all()
+                old.remove(NAME)  # it is none any more
+                self._old.append(old)
         return ""
+
+    def remove_old(self) -> None:
+        """Remove files that nothing names any more, which some file systems take long for."""
+        if self._world.rank != 0:
+            return
+        with contextlib.suppress(OSError):
+            _sweep(self._final)
+            for old in self._old:
+                old.remove_all()
 
     def _failure(self, file: str, error: OSError) -> CheckpointError:
         return CheckpointError(

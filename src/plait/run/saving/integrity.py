@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -14,6 +13,8 @@ from plait.run.saving.manifest import BLOCK, FileEntry, Manifest
 from plait.run.saving.storage import Folder
 
 T = TypeVar("T")
+
+_READERS = 4  # so that the disk has something to do while sums are made, on however few cores
 
 
 def damages(folder: Folder) -> list[str]:
@@ -76,7 +77,7 @@ def check_blocks(folder: Folder, files: Mapping[str, FileEntry], blocks: Iterabl
 
 def in_threads(items: list[T], work: Callable[[T], None]) -> None:
     """Do the work on every item, a few at a time; raises the error of the first of those that failed."""
-    num = min(4, os.cpu_count() or 1, len(items))
+    num = min(_READERS, len(items))
     if num <= 1:
         for item in items:
             work(item)

@@ -20,6 +20,8 @@ class Saver:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._done = threading.Event()
+        self._done.set()
         self._error: CheckpointError | None = None
         self._consent: Consent | None = None
         self._memory: list[Tensor] = []
@@ -34,9 +36,11 @@ class Saver:
             self._memory[index] = page_memory(num_bytes, pinned)
         return self._memory[index]
 
-    def start(self, consent: Consent, save: Callable[[], None]) -> None:
-        """Run `save` in a thread that keeps the process from ending before it is done."""
-        assert self._thread is None
+    def start(self, consent: Consent, save: Callable[[], None], after: Callable[[], None]) -> None:
+        """Run `save`, and once it is done what may come `after`, in a thread that the process does not end before."""
+        if self._thread is not None:
+            self._thread.join()
+        done = threading.Event()
 
         def run() -> None:
             try:
@@ -45,16 +49,19 @@ class Saver:
                 self._error = error
             except Exception as error:
                 self._error = CheckpointError(f"a save failed: {type(error).__name__}: {error}")
+            finally:
+                failed = self._error is not None
+                done.set()
+            if not failed:
+                after()
 
-        self._consent = consent
+        self._consent, self._done = consent, done
         self._thread = threading.Thread(target=run, name="plait saver")
         self._thread.start()
 
     def wait(self) -> None:
         """Until the save under way is done; CheckpointError with the file's name where it failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self._done.wait()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
