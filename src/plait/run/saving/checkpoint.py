@@ -184,6 +184,8 @@ class _Save:
         except OSError as error:
             raise self._failure(f"{self._final}/{NAME}", error) from None
         with contextlib.suppress(OSError):  # what cannot be removed now is looked at again by the next save
+            for record in records:
+                self._final.remove(record)
             others = [folder for folder in checkpoints(self._base) if folder.name != self._final.name]
             others.sort(key=lambda folder: saved_at(folder) or 0.0)  # damaged ones are the first to go
             for old in others[: max(len(others) + 1 - self._keep, 0)]:
