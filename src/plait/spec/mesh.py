@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from plait.errors import PlanError
 
@@ -29,7 +31,7 @@ class Mesh:
     def __str__(self) -> str:
         return " ".join(f"{name}={size}" for name, size in self.axes)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self.axes)
 
@@ -51,12 +53,7 @@ class Mesh:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's index along each axis."""
-        if not 0 <= rank < self.size:
-            raise PlanError(f"rank {rank} is not on the mesh {self} of {self.size} ranks")
-        found = {}
-        for name, size in reversed(self.axes):
-            rank, found[name] = divmod(rank, size)
-        return {name: found[name] for name in self.names}
+        return dict(_coordinates(self, rank))
 
     def rank(self, coordinates: dict[str, int]) -> int:
         """The inverse of `coordinates`."""
@@ -73,3 +70,14 @@ class Mesh:
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """Every group along `axis`, each once, in order of their first rank."""
         return tuple(sorted({self.group(rank, axis) for rank in range(self.size)}))
+
+
+@lru_cache(maxsize=4096)
+def _coordinates(mesh: Mesh, rank: int) -> Mapping[str, int]:
+    if not 0 <= rank < mesh.size:
+        raise PlanError(f"rank {rank} is not on the mesh {mesh} of {mesh.size} ranks")
+    found = {}
+    rest = rank
+    for name, size in reversed(mesh.axes):
+        rest, found[name] = divmod(rest, size)
+    return {name: found[name] for name in mesh.names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor
 from plait.comm.protocol import World
 from plait.run.saving.boxes import Box, Fragment, copies, fragments
 from plait.spec.layout import Layout, part_bounds
+from plait.spec.mesh import Mesh
 
 _SHARED = 64 << 10  # bytes from which on those who hold the same each write a part of it
 
@@ -45,15 +47,20 @@ class Holding:
 
     @classmethod
     def laid_out(cls, data: Tensor | Kept | None, layout: Layout, world: World) -> Holding:
-        here = world.mesh.coordinates(world.rank)
-        found = fragments(layout, world.mesh, here) if data is not None else ()
-        return cls(layout.shape, data, found, *copies(layout, world.mesh, here))
+        found, num_copies, copy = _part(layout, world.mesh, world.rank)
+        return cls(layout.shape, data, found if data is not None else (), num_copies, copy)
 
     @classmethod
     def whole(cls, data: Tensor) -> Holding:
         """A whole tensor that no other rank has."""
         shape = tuple(data.shape)
         return cls(shape, data, (Fragment(Box.whole(shape), (0,) * len(shape)),) if data.numel() else ())
+
+
+@functools.lru_cache(maxsize=1 << 14)  # every save asks for the same
+def _part(layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[Fragment, ...], int, int]:
+    here = mesh.coordinates(rank)
+    return fragments(layout, mesh, here), *copies(layout, mesh, here)
 
 
 @dataclass(frozen=True)

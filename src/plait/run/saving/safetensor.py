@@ -6,6 +6,7 @@ Parts of tensors are marked as torch.distributed.checkpoint marks them (HuggingF
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ class Entry:
         return math.prod(self.shape) * item_bytes(self.dtype)
 
 
+@functools.cache
 def item_bytes(dtype: str) -> int:
     """Bytes of one element."""
     short = _TYPES[dtype]
