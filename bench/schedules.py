@@ -17,7 +17,7 @@ from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
 from plait.decide.costs import Costs
 from plait.decide.readiness import Cell, chain
-from plait.decide.schedules import FAMILIES, make_schedule
+from plait.decide.schedules import ASYNCHRONOUS, FAMILIES, make_schedule
 from plait.decide.schedules.replicas import make_replicated
 from plait.decide.simulate import simulate
 from plait.decide.transfers import add_transfers, add_updates
@@ -28,7 +28,7 @@ from plait.spec.schedule import Schedule
 
 SECONDS = {"F": 0.08, "B": 0.08, "W": 0.08}  # of a stage; several chunks of a rank share them
 ROUNDS = 3
-NAMES = [name for name in FAMILIES if name not in ("forward-only", "pipedream", "pipedream-2bw")]
+NAMES = [name for name in FAMILIES if name not in ("forward-only", *ASYNCHRONOUS)]
 TEXT = """Stages sleep 80 ms forward and 160 ms backward (80 ms for each part of it), split among the chunks of a rank.
 Measured: seconds from the first action of any rank to the last, median of {rounds} steps, over what the simulator says
 for the same schedule with free transfers; to reach: within 3%.

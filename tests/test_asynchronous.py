@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -46,6 +47,7 @@ def batch() -> tuple[Tensor, Tensor]:
     [
         "pipeline=2 micro=6 schedule=pipedream",
         "pipeline=3 micro=8 schedule=pipedream",
+        "pipeline=3 micro=8 schedule=pipedream-vertical",
         "pipeline=2 micro=6 schedule=pipedream-2bw",
         "pipeline=3 micro=8 schedule=pipedream-2bw",
         "pipeline=2 data=2 micro=6 zero=1 schedule=pipedream",
@@ -87,6 +89,7 @@ def trained(plan: str, batch: tuple[Tensor, Tensor]) -> list[tuple[dict[str, Ten
 
 def test_versions_are_as_many_as_the_definition_needs(batch: tuple[Tensor, Tensor]) -> None:
     assert [found for _, found in trained("pipeline=4 micro=12 schedule=pipedream", batch)] == [4, 3, 2, 1]
+    assert [found for _, found in trained("pipeline=3 micro=12 schedule=pipedream-vertical", batch)] == [3, 3, 3]
     assert [found for _, found in trained("pipeline=3 micro=12 schedule=pipedream-2bw", batch)] == [2, 2, 2]
     assert [found for _, found in trained("pipeline=3 micro=12 schedule=1f1b", batch)] == [1, 1, 1]
 
@@ -94,8 +97,9 @@ def test_versions_are_as_many_as_the_definition_needs(batch: tuple[Tensor, Tenso
 def test_stale_weights_are_not_those_of_a_flush(batch: tuple[Tensor, Tensor]) -> None:
     stale = trained("pipeline=2 micro=6 schedule=pipedream", batch)[0][0]
     doubly = trained("pipeline=2 micro=6 schedule=pipedream-2bw", batch)[0][0]
+    synced = trained("pipeline=2 micro=6 schedule=pipedream-vertical", batch)[0][0]
     flushed = trained("pipeline=2 micro=6 schedule=1f1b", batch)[0][0]
-    for one, other in ((stale, doubly), (stale, flushed), (doubly, flushed)):
+    for one, other in itertools.combinations((stale, synced, doubly, flushed), 2):
         assert max(float((one[name] - other[name]).abs().max()) for name in one) > 1e-3
 
 

@@ -27,7 +27,7 @@ SIZES = {name: (4, 8, None) for name in FAMILIES} | {"naive": (4, 2, None), "zb-
 DRAWN = {
     "naive": (4, 2), "gpipe": (4, 4), "1f1b": (4, 6), "interleaved": (4, 4), "looped-bfs": (4, 4), "zb-h1": (4, 6),
     "zb-h2": (4, 8), "zb-v": (3, 5), "dualpipe-v": (2, 6), "forward-only": (4, 4), "pipedream": (4, 6),
-    "pipedream-2bw": (4, 8),
+    "pipedream-vertical": (4, 6), "pipedream-2bw": (4, 8),
 }  # fmt: skip
 
 families = st.sampled_from(sorted(FAMILIES))

@@ -175,7 +175,7 @@ class Choice:
 # Names of decide/schedules, which a test compares; anything with a dot or a slash is a file.
 SCHEDULE_NAMES = (
     "naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "pipedream",
-    "pipedream-2bw",
+    "pipedream-vertical", "pipedream-2bw",
 )  # fmt: skip
 
 

@@ -24,6 +24,8 @@ from plait.spec.action import BACKWARD, COMPUTE, FORWARD, STEP, TRANSFER, WEIGHT
 class Schedule:
     """The actions of every rank. `stages[rank][chunk]` is a stage of the whole pipeline, counted from 0.
 
+    `vertical`: where weights are updated within the step, a microbatch finds the same version on every rank.
+
     >>> print(Schedule.parse("name=mine micro=1\\n0: F0 B0\\n1: F0 B0"))
     name=mine micro=1 stages=0|1
     0: F0 B0
@@ -34,6 +36,7 @@ class Schedule:
     num_micro: int
     stages: tuple[tuple[int, ...], ...]
     ranks: tuple[tuple[Action, ...], ...]
+    vertical: bool = False
 
     def __post_init__(self) -> None:
         if not self.name or set(self.name) & set(" #=|\n\t"):
@@ -63,7 +66,7 @@ class Schedule:
         lines = [(number, words) for number, words in lines if words]
         if not lines:
             raise ScheduleError("the schedule is empty: its first line is like name=mine micro=4 stages=0|1")
-        name, num_micro, stages = _header(*lines[0])
+        name, num_micro, stages, vertical = _header(*lines[0])
         ranks: list[tuple[Action, ...]] = []
         for number, (first, *words) in lines[1:]:
             if first != f"{len(ranks)}:":
@@ -72,10 +75,10 @@ class Schedule:
                     f" with {f'{len(ranks)}:'!r}"
                 )
             ranks.append(tuple(_action(number, word) for word in words))
-        return cls(name, num_micro, stages or tuple((rank,) for rank in range(len(ranks))), tuple(ranks))
+        return cls(name, num_micro, stages or tuple((rank,) for rank in range(len(ranks))), tuple(ranks), vertical)
 
     def __str__(self) -> str:
-        lines = [f"name={self.name} micro={self.num_micro} stages={self.placement}"]
+        lines = [f"name={self.name} micro={self.num_micro} stages={self.placement}{' vertical=yes' * self.vertical}"]
         lines += [f"{rank}: {' '.join(map(str, actions))}".rstrip() for rank, actions in enumerate(self.ranks)]
         return "\n".join(lines)
 
@@ -151,14 +154,15 @@ class Schedule:
     def version(self, rank: int, micro: int) -> int:
         """The weights that an asynchronous schedule gives a microbatch on a rank, as how many updates they have had.
 
-        With an update after every microbatch those that there are at its forward (PipeDream). With an update after a
+        With an update after every microbatch those that there are at its forward (PipeDream), on this rank or, with
+        vertical sync, on the first. With an update after a
         group of them, on every rank those before the group before it was added (2BW).
         """
         groups = self.groups()
         starts = sorted({first for first, _ in groups.values()})
         if len(starts) < len(groups):
             return max(starts.index(groups[micro][0]) - 1, 0)
-        actions = self.ranks[rank]
+        actions = self.ranks[0 if self.vertical else rank]
         first = next(i for i, action in enumerate(actions) if action.kind == FORWARD and action.micro == micro)
         return sum(action.kind == STEP for action in actions[:first])
 
@@ -184,11 +188,11 @@ class Schedule:
                     yield rank, action
 
 
-def _header(number: int, words: list[str]) -> tuple[str, int, tuple[tuple[int, ...], ...]]:
+def _header(number: int, words: list[str]) -> tuple[str, int, tuple[tuple[int, ...], ...], bool]:
     found: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
-        if not equals or key not in ("name", "micro", "stages") or key in found:
+        if not equals or key not in ("name", "micro", "stages", "vertical") or key in found:
             raise ScheduleError(
                 f"line {number}: cannot read {word!r}; the first line is like name=mine micro=4 stages=0|1, each once"
             )
@@ -199,15 +203,18 @@ def _header(number: int, words: list[str]) -> tuple[str, int, tuple[tuple[int, .
         num_micro = int(found["micro"])
     except ValueError:
         raise ScheduleError(f"line {number}: micro={found['micro']}: it is a whole number, 1 or more") from None
+    if found.get("vertical", "no") not in ("yes", "no"):
+        raise ScheduleError(f"line {number}: vertical={found['vertical']}: it is yes or no")
+    vertical = found.get("vertical") == "yes"
     if "stages" not in found:
-        return found["name"], num_micro, ()
+        return found["name"], num_micro, (), vertical
     try:
         stages = tuple(tuple(int(stage) for stage in chunks.split(",")) for chunks in found["stages"].split("|"))
     except ValueError:
         raise ScheduleError(
             f"line {number}: cannot read stages={found['stages']}; the stages of each rank are like 0,3|1,2"
         ) from None
-    return found["name"], num_micro, stages
+    return found["name"], num_micro, stages, vertical
 
 
 def _action(number: int, word: str) -> Action:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from plait.decide.schedules.asynchronous import pipedream, pipedream_2bw
+from plait.decide.schedules.asynchronous import pipedream, pipedream_2bw, pipedream_vertical
 from plait.decide.schedules.dualpipe import dualpipe_v
 from plait.decide.schedules.looped import interleaved, looped_bfs
 from plait.decide.schedules.plain import forward_only, gpipe, naive, one_f_one_b
@@ -36,9 +36,10 @@ FAMILIES: dict[str, Family] = {
     "dualpipe-v": Family(dualpipe_v, 2),
     "forward-only": Family(forward_only, 1, any_chunks=True),
     "pipedream": Family(pipedream),
+    "pipedream-vertical": Family(pipedream_vertical),
     "pipedream-2bw": Family(pipedream_2bw),
 }
-ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
+ASYNCHRONOUS = ("pipedream", "pipedream-vertical", "pipedream-2bw")
 
 
 def make_schedule(name: str, num_ranks: int, num_micro: int, chunks: int | None = None) -> Schedule:

@@ -1,8 +1,10 @@
-"""No flush between updates: pipedream, which updates after every backward, and pipedream-2bw, after a group of them."""
+"""No flush between updates: pipedream and pipedream-vertical, which update after every backward, and pipedream-2bw,
+after a group of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from plait.decide.schedules.build import alternate, backward, forward, loop, make
 from plait.spec.action import BACKWARD, STEP, Action
@@ -22,6 +24,19 @@ def pipedream(num_ranks: int, num_micro: int) -> Schedule:
          .  .  . F0 B0 == F1 B1 == F2 B2 == F3 B3 == F4 B4 == F5 B5 ==  .  .  .  .  .  .
     """
     return _endless("pipedream", num_ranks, num_micro, 1)
+
+
+def pipedream_vertical(num_ranks: int, num_micro: int) -> Schedule:
+    """The same, where a microbatch uses on every rank the version that it found on the first: vertical sync.
+
+    (Narayanan et al. 2019, section 3.3.) Every rank so keeps as many versions as the first.
+
+        F0 F1 F2 F3  .  .  .  .  .  . B0 == F4 B1 == F5 B2 ==  . B3 ==  . B4 ==  . B5 ==
+         . F0 F1 F2  .  .  .  . B0 == F3 B1 == F4 B2 == F5 B3 ==  . B4 ==  . B5 ==  .  .
+         .  . F0 F1  .  . B0 == F2 B1 == F3 B2 == F4 B3 == F5 B4 ==  . B5 ==  .  .  .  .
+         .  .  . F0 B0 == F1 B1 == F2 B2 == F3 B3 == F4 B4 == F5 B5 ==  .  .  .  .  .  .
+    """
+    return replace(_endless("pipedream-vertical", num_ranks, num_micro, 1), vertical=True)
 
 
 def pipedream_2bw(num_ranks: int, num_micro: int) -> Schedule:

@@ -28,7 +28,7 @@ def make_replicated(name: str, copies: Sequence[int], num_micro: int, chunks: in
         for copy in range(number):
             stages.append(tuple(numbers[stage] for stage in base.stages[place]))
             ranks.append(tuple(action for action in base.ranks[place] if _takes(base, action, copy, number)))
-    return Schedule(name, num_micro, tuple(stages), tuple(ranks))
+    return Schedule(name, num_micro, tuple(stages), tuple(ranks), base.vertical)
 
 
 def _takes(schedule: Schedule, action: Action, copy: int, number: int) -> bool:
