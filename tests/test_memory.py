@@ -154,13 +154,13 @@ def test_a_model_that_is_built_on_every_rank_starts_whole() -> None:
     assert plait.memory(without_values, loss_fn, ranks.batch(), plan).fullest.start == 0
 
 
-def rehearsed(plans: list[str], shared_memory: bool = True, optimizer=ranks.ADAMW) -> list[RankMemory]:
+def rehearsed(plans: list[str], shared_memory: bool = True, optimizer=ranks.ADAMW, rank: int = 0) -> list[RankMemory]:
     captures = Captures(ranks.gpt(), loss_fn)
     found = []
     for plan in map(Plan.parse, plans):
         lowered = Compiler(captures, plan).lowered(microbatches(ranks.batch(), plan.micro)[0])
         device = torch.device("cpu")
-        found.append(rehearse(lowered, captures.model, ranks.batch(), optimizer, device, 0, shared_memory))
+        found.append(rehearse(lowered, captures.model, ranks.batch(), optimizer, device, rank, shared_memory))
     return found
 
 
@@ -192,6 +192,14 @@ def test_pipelines_take_what_is_predicted_of_every_rank() -> None:
         expected = [each.rank(rank).step_peak for each in found]
         assert measured[rank] == pytest.approx(expected, rel=0.1)
     assert found[1].rank(0).saved > 3 * found[0].rank(0).saved  # gpipe holds all 8 microbatches, 1f1b 2
+
+
+def test_pipelines_over_torch_distributed_let_go_of_what_is_taken() -> None:
+    plans = ["pipeline=2 micro=8", "pipeline=2 micro=8 schedule=gpipe", "pipeline=2 micro=4 schedule=zb-v"]
+    measured = run("gloo", Plan.parse(plans[0]).mesh, functools.partial(ranks.peaks, plans=plans))
+    for rank in range(2):
+        expected = [each.step_peak for each in rehearsed(plans, shared_memory=False, rank=rank)]
+        assert measured[rank] == pytest.approx(expected, rel=0.01)
 
 
 def test_a_stage_that_is_too_large_is_named_with_a_cut_that_fits() -> None:

@@ -79,12 +79,16 @@ class Cells:
         return frozenset(name for name, count in made.items() if count > 1)
 
     def edges(self) -> Edges:
-        """Which cell waits for which: for each value the first reader on every stage."""
-        found = set()
-        for value in self.values:
-            for stage in {stage for _, stage in value.users}:
-                found.add((value.source, next(cell for cell in value.users if cell[1] == stage)))
-        return frozenset(found)
+        return edges_of(self.values)
+
+
+def edges_of(values: Iterable[Value]) -> Edges:
+    """Which cell waits for which: for each value the first reader on every stage."""
+    found = set()
+    for value in values:
+        for stage in {stage for _, stage in value.users}:
+            found.add((value.source, next(cell for cell in value.users if cell[1] == stage)))
+    return frozenset(found)
 
 
 def split_cells(

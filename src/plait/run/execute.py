@@ -8,9 +8,10 @@ of the rank needs it any more.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor
 from plait.comm.group import Done
 from plait.comm.protocol import Comm, Work
 from plait.decide.readiness import Cell
-from plait.graph.cells import Value
+from plait.decide.under_way import surely_taken
+from plait.graph.cells import Value, edges_of
 from plait.spec.action import BACKWARD, FORWARD, RECV, REDUCE, SEND, STEP, WEIGHT, Action
 from plait.spec.schedule import Schedule
 
@@ -78,12 +80,18 @@ class Executor:
             self._made[value.source].append(value)
             for cell in value.users:
                 self._read[cell].append(value)
+        self._edges = edges_of(values)
         self._number = {value.name: i for i, value in enumerate(values)}
         self._num_values = len(values)
 
     def run(self, runner: Runner) -> None:
         """Go through the actions once."""
         _Step(self, runner).run()
+
+    @cached_property
+    def taken(self) -> dict[Action, tuple[Action, ...]]:
+        """Of each SEND of this rank the earlier ones that others have taken by then."""
+        return surely_taken(self.schedule, self._edges, self._comm.rank)
 
     def sent(self, rank: int, action: Action) -> int:
         """Bytes of what a SEND of that rank moves."""
@@ -123,7 +131,7 @@ class _Step:
         self._boxes: dict[tuple[int, int], Box] = defaultdict(dict)  # by microbatch and stage
         self._leaving: dict[tuple[Cell, int], dict[str, _Leaving]] = {}  # what is still to be sent, as _boxes by cell
         self._coming: dict[tuple[int, int], dict[str, Work]] = defaultdict(dict)  # as _boxes
-        self._sent: list[tuple[Work, Tensor]] = []
+        self._sent: dict[Action, list[tuple[Work, Tensor]]] = {}
 
     def run(self) -> None:
         actions = self._schedule.ranks[self._rank]
@@ -141,8 +149,7 @@ class _Step:
             elif index == last_reduce:
                 with self._executor._clock.span("reduce", str(action), action):
                     self._runner.reduce()
-        for work, _ in self._sent:
-            work.wait()
+        self._let_go(tuple(self._sent))
 
     def _compute(self, action: Action) -> None:
         assert action.micro is not None
@@ -182,8 +189,16 @@ class _Step:
         if away:
             self._leaving[cell, micro] = away
 
+    def _let_go(self, actions: Iterable[Action]) -> None:
+        """Wait for SENDs that others have taken, and let go of what they sent."""
+        for action in actions:
+            for work, _ in self._sent.pop(action, ()):
+                work.wait()
+
     def _send(self, action: Action) -> None:
         assert action.micro is not None and action.peer is not None
+        if self._sent:
+            self._let_go(self._executor.taken[action])
         going = self._executor.carried(self._rank, action, action.peer)
         num_bytes = sum(value.num_bytes for _, value, _ in going)
         with self._executor._clock.span("send", str(action), action, num_bytes):
@@ -192,7 +207,7 @@ class _Step:
                 leaving = away[value.name]
                 work = self._comm.send(leaving.tensor, action.peer, self._executor.tag(value, action.micro))
                 if not isinstance(work, Done):  # what has been copied out may go
-                    self._sent.append((work, leaving.tensor))
+                    self._sent.setdefault(action, []).append((work, leaving.tensor))
                 leaving.peers.remove(action.peer)
                 if not leaving.peers:
                     del away[value.name]
