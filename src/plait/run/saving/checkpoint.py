@@ -85,6 +85,7 @@ class _Save:
         self._consent = consent
         self._step = int(state.values["step"])
         self._old: list[Folder] = []
+        self._unneeded: list[str] = []
         small: dict[str, torch.Tensor] = {}
         self._values = encode(state.values, "values", small.__setitem__)
         own = {name: encode(value, name, small.__setitem__) for name, value in state.own.items()}
@@ -186,6 +187,7 @@ class _Save:
         with contextlib.suppress(OSError):  # what cannot be removed now is looked at again by the next save
             for record in records:
                 self._final.remove(record)
+            self._unneeded = _unneeded(self._final)  # of an earlier save of this step
             others = [folder for folder in checkpoints(self._base) if folder.name != self._final.name]
             others.sort(key=lambda folder: saved_at(folder) or 0.0)  # damaged ones are the first to go
             for old in others[: max(len(others) + 1 - self._keep, 0)]:
@@ -198,7 +200,8 @@ class _Save:
         if self._world.rank != 0:
             return
         with contextlib.suppress(OSError):
-            _sweep(self._final)
+            for file in self._unneeded:
+                self._final.remove(file)
             for old in self._old:
                 old.remove_all()
 
@@ -211,18 +214,22 @@ class _Save:
 
 def _sweep(folder: Folder) -> None:
     """Remove the files of saves that did not come to their end; the whole folder if it has nothing else."""
+    for name in _unneeded(folder):
+        folder.remove(name)
+    if not folder.names():
+        folder.remove_all()
+
+
+def _unneeded(folder: Folder) -> list[str]:
+    """The files of saves that the manifest does not name."""
     names = folder.names()
     needed: set[str] = set()
     if NAME in names:
         try:
             needed = {NAME, *Manifest.read(folder).files}
         except CheckpointError:  # damaged: its files stay for whoever wants to look
-            return
-    ours = [name for name in names if name not in needed and _OURS.fullmatch(name)]
-    for name in ours:
-        folder.remove(name)
-    if len(ours) == len(names):
-        folder.remove_all()
+            return []
+    return [name for name in names if name not in needed and _OURS.fullmatch(name)]
 
 
 __all__ = ["KEEP", "State", "checkpoints", "newest", "save"]
