@@ -16,6 +16,7 @@ from torch.fx import Node
 from zoo import ZOO
 
 import plait
+from plait.comm.threads import run_ranks
 from plait.errors import HomeError
 from plait.graph import homes
 from plait.graph.bucket import bucket_wait
@@ -132,6 +133,16 @@ GRID = [
     )
     for home in ("home.optimizer=disk", "home.parameters=disk", "home.activations=disk recompute=layer", ALL)
 ]
+GRID += [
+    f"{pipeline} bucket=16KiB {ALL}"
+    for pipeline in (
+        "pipeline=2 micro=4",
+        "pipeline=2 micro=3 schedule=gpipe data=2 zero=3",
+        "pipeline=2 micro=3 schedule=zb-v tensor=2 recompute=layer",
+        "pipeline=2 micro=4 schedule=interleaved chunks=2",
+        "pipeline=[1,2] micro=4",
+    )
+]
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +176,25 @@ def test_branches_on_different_ranks_from_disk() -> None:
     layouts = {"narrow.*": "only:tensor=0", "wide.*": "only:tensor=1", "head.*": "-"}
     report = plait.verify(Branches(), image_loss, image_batch(), f"tensor=2 bucket=1KiB {ALL}", layouts=layouts)
     assert report.ok, report
+
+
+def test_what_microbatches_in_flight_keep_is_on_disk() -> None:
+    """All six of gpipe leave, but the last one on the last rank, whose backward comes next."""
+
+    def moved(world: Any) -> tuple[int, int]:
+        trainer = Trainer(gpt(), loss_fn, ADAMW, plan, world=world)
+        trainer.prepare(gpt_batch(12))
+        before = trainer.homes.file.num_written
+        trainer.step(gpt_batch(12))
+        written, read = trainer.homes.file.num_written - before, trainer.homes.file.num_read
+        trainer.close()
+        return written, read
+
+    plan = plait.Plan.parse("pipeline=2 micro=6 schedule=gpipe home.activations=disk")
+    kept = [plait.memory(gpt(), loss_fn, gpt_batch(12), "pipeline=2 micro=6 schedule=gpipe").rank(n) for n in (0, 1)]
+    (first, read), (last, read_last) = run_ranks(plan.mesh, moved)
+    assert first == read and last == read_last
+    assert first >= 0.9 * kept[0].saved and last >= 0.9 * kept[1].saved * 5 / 6
 
 
 def test_norms_over_ranks_of_what_is_on_disk() -> None:

@@ -31,6 +31,7 @@ from plait.graph.lower import Lowered
 from plait.run.cell_runner import CellRunner
 from plait.run.compiler import Captures, Compiler
 from plait.run.microbatch import microbatches
+from plait.run.replica import Replica
 from plait.spec.kinds import SCHEDULE_NAMES
 from plait.spec.plan import Plan
 from plait.train.gpt import BytesGPT
@@ -133,7 +134,9 @@ def plans(draw: st.DrawFn) -> str:
         words.append(f"chunks={draw(st.integers(1, 3))}")
     words.append(draw(st.sampled_from(["", "zero=1", "zero=2", "zero=3", "central=host"])))
     words.append(draw(st.sampled_from(["", "recompute=layer", "recompute=*.up"])))
-    words.append(draw(st.sampled_from(["", "bucket=1KiB", "allreduce=ring", "precision=bf16", "home.optimizer=host"])))
+    words.append(
+        draw(st.sampled_from(["", "bucket=1KiB", "allreduce=ring", "precision=bf16", "home.activations=disk"]))
+    )
     return " ".join(words)
 
 
@@ -175,6 +178,26 @@ def test_evaluation_and_batches_of_other_shapes() -> None:
         (expected,) = trained(captures, plan.split()[0], losses)
         for found in trained(captures, plan, losses):
             assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_evaluation_keeps_the_ranks_busy_where_rows_allow() -> None:
+    compiler = Compiler(Captures(Tied(), masked_loss), Plan.parse("pipeline=2 micro=3 schedule=zb-h1"))
+    for rows, num_micro in ((12, 3), (5, 1)):
+        trained_on = [
+            (lowered.pipeline.schedule.name, lowered.pipeline.schedule.num_micro)
+            for each in on(str(compiler.plan), lambda world, rows=rows: evaluated(compiler, world, rows))
+            for lowered in each
+            if lowered.pipeline is not None
+        ]
+        assert trained_on == [("forward-only", num_micro)] * 2
+
+
+def evaluated(compiler: Compiler, world: World, rows: int) -> list[Lowered]:
+    """The programs by which a rank evaluates."""
+    trainer = Trainer(compiler.model, compiler.loss_fn, SGD, compiler.plan, world=world, compiler=compiler)
+    trainer.evaluate(text_batch(rows))
+    assert isinstance(trainer.replica, Replica)
+    return [program.lowered for (_, train, _), program in trainer.replica._programs.items() if not train]
 
 
 def test_every_rank_has_the_same_buffers_and_those_of_one_device() -> None:
@@ -310,7 +333,6 @@ def test_what_a_pipeline_cannot_be(plan: str, message: str) -> None:
         ("cut=third", "cut=third says how a pipeline is made, and the plan has none; give pipeline=N"),
         ("data=2 chunks=2", "chunks=2 says how a pipeline is made"),
         ("micro=2 schedule=gpipe", "schedule=gpipe says how a pipeline is made"),
-        ("pipeline=2 home.activations=disk", "pipeline=2 does not go with home.activations=disk"),
     ],
 )
 def test_plans_that_say_what_they_do_not_have(plan: str, message: str) -> None:

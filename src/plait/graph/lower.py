@@ -174,7 +174,7 @@ def lower(
         dtypes = narrowed([graph], plan, layouts, states)
         graphs = graphs_of_turns(graph, captured.outputs, plan, layouts, states, {plan.micro})
     else:
-        cells, several = pipeline.cells.graphs, pipeline.cells.added_up
+        cells, several = pipeline.cells.graphs, pipeline.added_up
         dtypes = narrowed([each.graph for each in cells.values()], plan, layouts, states)
         graphs = {
             f"{cell_name(cell)}.{turn}": found

@@ -20,7 +20,7 @@ from plait.graph.cells import Cells, split_cells
 from plait.graph.recompute import recompute
 from plait.graph.sharing import keep_written_buffers
 from plait.graph.stages import complete_places, follow_readers, place_in_stages, repeatable, stages_from
-from plait.spec.action import FORWARD, WEIGHT
+from plait.spec.action import FORWARD, WEIGHT, Action
 from plait.spec.kinds import ScheduleName
 from plait.spec.layout import Layout, Only, Placement
 from plait.spec.plan import Plan
@@ -41,6 +41,11 @@ class Pipeline:
     def groups(self) -> Mapping[int, tuple[int, int]]:
         """Schedule.groups of an asynchronous schedule."""
         return self.schedule.groups()
+
+    @cached_property
+    def added_up(self) -> frozenset[str]:
+        """Parameters of whose gradients several cells, or several ranks, make a term."""
+        return self.cells.added_up | {name for name in self.stages if len(self.ranks_of(name)) > 1}
 
     def num_micro(self, cell: Cell) -> frozenset[int]:
         """On how many microbatches the ranks that have a cell run it."""
@@ -63,34 +68,40 @@ class Pipeline:
 
 
 def schedule_of(plan: Plan, train: bool = True) -> Schedule:
-    """The schedule that a plan names, without transfers: of training, or of the forward pass of one batch.
+    """The schedule that a plan names, without transfers: of training, or of the forward passes alone.
 
     PlanError or ScheduleError for one that cannot be.
     """
-    found = _training_schedule(plan if train or ScheduleName.is_file(plan.schedule) else replace(plan, micro=1))
-    if train:
-        return found
-    ranks = tuple(tuple(a for a in actions if a.kind == FORWARD and a.micro == 0) for actions in found.ranks)
-    return Schedule("forward-only", 1, found.stages, ranks)
-
-
-def _training_schedule(plan: Plan) -> Schedule:
-    if not ScheduleName.is_file(plan.schedule):
-        chunks = plan.chunks if plan.chunks > 1 else None
-        if max(plan.copies) > 1:
-            return make_replicated(plan.schedule, plan.copies, plan.micro, chunks)
-        return make_schedule(plan.schedule, len(plan.copies), plan.micro, chunks)
-    path = Path(plan.schedule)
-    try:
-        found = Schedule.parse(path.read_text())
-    except OSError as error:
-        raise PlanError(f"schedule={plan.schedule}: cannot read the file: {error.strerror}") from None
-    if (found.num_ranks, found.num_micro) != (sum(plan.copies), plan.micro):
+    named = not ScheduleName.is_file(plan.schedule)
+    found = _named(plan) if named else _from_file(plan.schedule)
+    if not train:
+        ranks = tuple(tuple(a for a in acts if a.kind == FORWARD and _micro(a) < plan.micro) for acts in found.ranks)
+        return Schedule("forward-only", plan.micro, found.stages, ranks)
+    if not named and (found.num_ranks, found.num_micro) != (sum(plan.copies), plan.micro):
         raise PlanError(
             f"schedule={plan.schedule} is for {found.num_ranks} ranks and {found.num_micro} microbatches, but the plan"
             f" has pipeline={plan.pipeline} micro={plan.micro}; change one of them"
         )
     return found
+
+
+def _named(plan: Plan) -> Schedule:
+    chunks = plan.chunks if plan.chunks > 1 else None
+    if max(plan.copies) > 1:
+        return make_replicated(plan.schedule, plan.copies, plan.micro, chunks)
+    return make_schedule(plan.schedule, len(plan.copies), plan.micro, chunks)
+
+
+def _from_file(path: str) -> Schedule:
+    try:
+        return Schedule.parse(Path(path).read_text())
+    except OSError as error:
+        raise PlanError(f"schedule={path}: cannot read the file: {error.strerror}") from None
+
+
+def _micro(action: Action) -> int:
+    assert action.micro is not None
+    return action.micro
 
 
 def cut_in_stages(

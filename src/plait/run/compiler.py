@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class Compiler:
         self.captures = captures
         self.plan = plan
         self.annotations = annotations
-        self._found: dict[tuple[str, bool], Lowered] = {}
+        self._found: dict[tuple[str, bool, int], Lowered] = {}
         self._settled: Mapping[str, Layout] | None = None
         self._stages: Mapping[str, tuple[int, ...]] | None = None
         self._lock = threading.Lock()
@@ -70,16 +71,17 @@ class Compiler:
     def loss_fn(self) -> LossFn:
         return self.captures.loss_fn
 
-    def lowered(self, batch: Any, train: bool = True) -> Lowered:
-        """The lowered step for a global microbatch."""
-        key = (batch_signature(batch), train)
+    def lowered(self, batch: Any, train: bool = True, num_micro: int = 1) -> Lowered:
+        """The lowered step for a global microbatch; of an evaluation for the first of so many."""
+        plan = self.plan if train else replace(self.plan, micro=num_micro)
+        key = (batch_signature(batch), train, plan.micro)
         with self._lock:
             if key not in self._found:
                 precision = Precision(self.plan.precision, self.plan.exceptions)
                 captured = self.captures.captured(
                     batch, train, precision, self.plan.micro == 1 or updates_within(self.plan)
                 )
-                found = lower(captured, self.plan, self.annotations, self._settled, self._stages)
+                found = lower(captured, plan, self.annotations, self._settled, self._stages)
                 if self._stages is None and found.pipeline is not None:
                     self._stages = found.pipeline.stages
                 if self._settled is None:

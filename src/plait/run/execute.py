@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +42,14 @@ class Runner(Protocol):
         """Update this rank's parameters by the gradients of microbatches up to this one (STEP3)."""
 
 
+class Keeper(Protocol):
+    """Where what a stage keeps of a microbatch is between its forward and its backward (run.homes.between)."""
+
+    def leave(self, micro: int, stage: int, box: Box) -> None: ...
+    def begin(self, micro: int, stage: int) -> None: ...
+    def back(self, micro: int, stage: int, box: Box) -> None: ...
+
+
 class Clock(Protocol):
     """Where spans are recorded."""
 
@@ -67,8 +76,12 @@ class Executor:
         coordinates: Mapping[str, int],
         clock: Clock | None = None,
         device: torch.device | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         self.schedule = schedule
+        self._keeper = keeper
+        computing = [action for action in schedule.ranks[comm.rank] if action.computes]
+        self._next = dict(pairwise(computing))
         self._comm = comm
         self._device = device
         self._cells = frozenset(cells)
@@ -153,13 +166,22 @@ class _Step:
 
     def _compute(self, action: Action) -> None:
         assert action.micro is not None
-        stage, micro = self._schedule.stages[self._rank][action.chunk], action.micro
+        stages = self._schedule.stages[self._rank]
+        stage, micro = stages[action.chunk], action.micro
         cells: list[Cell] = [(action.kind, stage)]
         if action.kind == BACKWARD and not self._schedule.splits(self._rank, action):
             cells.append((WEIGHT, stage))
+        keeper, after = self._executor._keeper, self._executor._next.get(action)
+        if keeper is not None:
+            if action.kind == BACKWARD:
+                keeper.back(micro, stage, self._boxes[micro, stage])
+            if after is not None and after.kind == BACKWARD and after.micro is not None:
+                keeper.begin(after.micro, stages[after.chunk])
         for cell in cells:
             if cell in self._executor._cells:
                 self._run_cell(cell, micro, action)
+        if keeper is not None and action.kind == FORWARD and after != Action(BACKWARD, micro, action.chunk):
+            keeper.leave(micro, stage, self._boxes[micro, stage])
 
     def _run_cell(self, cell: Cell, micro: int, action: Action) -> None:
         box = self._boxes[micro, cell[1]]

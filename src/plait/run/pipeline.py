@@ -10,12 +10,13 @@ from torch import Tensor
 
 from plait.comm.protocol import World
 from plait.graph.calls import output_node
-from plait.graph.homes import gradients_away, large
+from plait.graph.homes import activations_away, gradients_away, large
 from plait.graph.lower import Lowered
 from plait.graph.pipeline import AXIS
 from plait.run.asynchronous import StaleRunner, Update
 from plait.run.cell_runner import CellRunner
 from plait.run.execute import Executor
+from plait.run.homes.between import Between
 from plait.run.homes.homes import Homes
 from plait.run.program import Program, StepResult
 from plait.run.tracing.recorder import Recorder
@@ -33,11 +34,14 @@ class PipelineProgram:
         self.comm = world.comm(AXIS)
         self._homes = homes
         away = large(lowered.states) if gradients_away(lowered.plan, world.device.type) else frozenset[str]()
-        self._leaving = away & self.pipeline.cells.added_up  # gradients that leave the device once they are added up
+        self._leaving = away & self.pipeline.added_up  # gradients that leave the device once they are added up
         cells, schedule = self.pipeline.cells, self.pipeline.schedule
         coordinates = world.mesh.coordinates(world.rank)
+        keeper = None
+        if activations_away(lowered.plan, world.device.type):
+            keeper = Between(homes, schedule, self.comm.rank, cells.values)
         self._executor = Executor(
-            schedule, cells.values, list(cells.graphs), self.comm, coordinates, recorder, world.device
+            schedule, cells.values, list(cells.graphs), self.comm, coordinates, recorder, world.device, keeper
         )
         chunks = schedule.stages[self.comm.rank]
         self._turns = {

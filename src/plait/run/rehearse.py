@@ -124,7 +124,7 @@ class _Known(Compiler):
         super().__init__(Captures(model, lambda *_: None), lowered.plan)
         self._known = lowered
 
-    def lowered(self, batch: Any, train: bool = True) -> Lowered:
+    def lowered(self, batch: Any, train: bool = True, num_micro: int = 1) -> Lowered:
         return self._known
 
 

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from plait.comm.agree import agree
 from plait.comm.protocol import World
 from plait.graph.batch import batch_leaves, batch_signature
+from plait.graph.by_role import INNER
 from plait.graph.lower import Lowered
 from plait.run.asynchronous import Update
 from plait.run.compiler import Compiler
 from plait.run.homes.homes import Homes
 from plait.run.initialise import initial_buffers
-from plait.run.local_batch import LocalBatch, global_like
+from plait.run.local_batch import LocalBatch, global_like, num_rows
 from plait.run.microbatch import first_microbatch, joined, micro_key, microbatches
 from plait.run.pipeline import PipelineProgram
 from plait.run.program import Program, StepResult
@@ -51,10 +52,10 @@ class Replica:
         self._recorder = recorder
         self.world = world
         self.homes = homes or Homes(compiler.plan, world)
-        self._programs: dict[tuple[str, bool], Program | PipelineProgram] = {}
+        self._programs: dict[tuple[str, bool, int], Program | PipelineProgram] = {}
         self.with_gradient: tuple[str, ...] = ()  # parameters that the last step gave gradients of, on any rank
         model = compiler.model
-        lowered = self.program(first_microbatch(batch, compiler.plan.micro), train=True).lowered
+        lowered = self.program(first_microbatch(batch, compiler.plan.micro)).lowered
         self.lowered = lowered  # of the first batch
         self.layouts: dict[str, Layout] = {name: lowered.states[name] for name, _ in model.named_parameters()}
         self.dtypes = {name: p.dtype for name, p in model.named_parameters()}
@@ -67,22 +68,19 @@ class Replica:
         """What the optimizer updates: this rank's part of each parameter, by name."""
         return self.variables.parameters
 
-    def program(self, batch: Any, train: bool) -> Program | PipelineProgram:
-        """The program for a batch of this structure and shape."""
+    def program(self, batch: Any, train: bool = True, num_micro: int = 1) -> Program | PipelineProgram:
+        """The program for a microbatch of this structure and shape; to evaluate, for the first of so many."""
         whole = global_like(batch) if isinstance(batch, LocalBatch) else batch
-        key = (batch_signature(whole), train)
+        key = (batch_signature(whole), train, num_micro)
         if key not in self._programs:
             # A rank with a shape of its own would wait for the others for ever.
-            before = ", ".join(signature for signature, mode in self._programs if mode == train)
+            before = ", ".join(signature for signature, mode, _ in self._programs if mode == train)
             remedy = "give every rank rows of the same shapes at every step"
             agree(self.world, key[0], "shape of batch", remedy=f"{remedy} (so far: {before})" if before else remedy)
-            lowered = self._lowered(batch, train)
+            lowered = self.compiler.lowered(whole, train, num_micro)
             make = Program if lowered.pipeline is None else PipelineProgram
             self._programs[key] = make(lowered, self.world, self.homes, self._recorder)
         return self._programs[key]
-
-    def _lowered(self, batch: Any, train: bool) -> Lowered:
-        return self.compiler.lowered(global_like(batch) if isinstance(batch, LocalBatch) else batch, train)
 
     def run(
         self, batch: Any, key: int, train: bool = True, scale: Tensor | None = None, update: Update | None = None
@@ -91,9 +89,9 @@ class Replica:
 
         Buffers take their new values, parameters do not. Gradients are of the loss, also where a scale was given.
         """
-        parts = microbatches(batch, self.compiler.plan.micro if train else 1)
+        parts = microbatches(batch, self.compiler.plan.micro if train else self._parts_of_evaluation(batch))
         self.homes.begin_step()
-        program = self.program(parts[0], train)
+        program = self.program(parts[0]) if train else self.program(parts[0], False, len(parts))
         if isinstance(program, PipelineProgram):
             leaves = [self._leaves(part, program.lowered) for part in parts]
             results = program.run(key, self.variables.inputs, self.buffers, leaves, scale, update)
@@ -104,6 +102,14 @@ class Replica:
         result = joined(results, scale)
         self.homes.factor = result.factor
         return result
+
+    def _parts_of_evaluation(self, batch: Any) -> int:
+        """As in training, so that the ranks of a pipeline work side by side; one where the rows do not allow it."""
+        plan = self.compiler.plan
+        if self.lowered.pipeline is None:
+            return 1
+        rows = num_rows(batch)
+        return 1 if rows % (plan.micro * plan.num_batch_parts * plan.mesh.axis_size(INNER)) else plan.micro
 
     def _one_by_one(self, parts: Sequence[Any], key: int, train: bool, scale: Tensor | None) -> list[StepResult]:
         """Every microbatch through the whole step."""

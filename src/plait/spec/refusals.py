@@ -29,9 +29,6 @@ NOT_TOGETHER: tuple[tuple[str, str, str, tuple[str, ...], str, str], ...] = (
      "leave zero= out, or central=host to have copies on every rank"),
     ("central", "host", "home.parameters", ("disk",), "central=host keeps the parameters in memory that ranks share",
      "use home.parameters=host, or leave central=host out"),
-    ("pipeline", ">1", "home.activations", ("host", "disk"), "a pipeline does not send away what its microbatches in"
-     " flight keep for backward",
-     "use recompute=layer, more of micro, or leave home.activations out"),
     ("stages", ">1", "tensor", (">1",), "stages= says which of them are split by tensor",
      "write tensor=N within the brackets, or leave stages= out"),
 )  # fmt: skip
