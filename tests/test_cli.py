@@ -107,6 +107,21 @@ def test_run_shows_the_first_exception_once(folder: Path) -> None:
     assert "runpy" not in error and "elastic" not in error
 
 
+def test_run_traces_a_script_as_it_is(folder: Path) -> None:
+    (folder / "script.py").write_text(
+        "import functools, torch, plait\n"
+        "from torch.nn.functional import mse_loss\n"
+        "sgd = functools.partial(torch.optim.SGD, lr=0.1)\n"
+        "loss_fn = lambda model, batch: mse_loss(model(batch), batch)\n"
+        "trainer = plait.Trainer(torch.nn.Linear(4, 4), loss_fn, sgd)\n"
+        "for _ in range(3):\n    trainer.step(torch.ones(4, 4))\n"
+    )
+    out, error = plait("run", "script.py", "--plan", "data=2", "--trace", "traced").communicate()
+    assert not error, error
+    out, error = plait("report", "traced").communicate()
+    assert "report.html" in out and (folder / "traced" / "report.html").stat().st_size > 1 << 20, error
+
+
 def test_train_on_two_processes_stop_and_resume_under_another_plan(folder: Path) -> None:
     process = plait("train", "job.toml", "--plan", "data=2", "--set", "train.steps=100000")
     metrics = folder / "run" / "metrics.jsonl"

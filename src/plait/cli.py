@@ -224,12 +224,17 @@ def run(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python file; what follows is passed to it.")],
     plan: PlanOption = None,
     processes: ProcessesOption = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Record the last 20 steps into this folder, for plait report.")
+    ] = None,
 ) -> None:
     """Run your own script on processes of this machine. Its Trainer takes the plan given here."""
     with _errors_shown_once():
         if not script.is_file():
             raise PlanError(f"there is no script {str(script)!r} (looked for {script.absolute()})")
         chosen = _choose_plan(plan, processes)
+        if trace is not None:
+            os.environ["PLAIT_TRACE"] = str(trace)
         if not under_launcher() and chosen.num_processes > 1:
             _launch(["run", str(script), "--", *context.args], chosen)
         if plan is not None or processes is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from plait.run.asynchronous import refuse_within
 from plait.run.checks import agree_on_data, check_given
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.eager import EagerReplica, refuse_unless_data_only
-from plait.run.environment import resolve_plan
+from plait.run.environment import resolve_plan, resolve_trace
 from plait.run.homes.homes import Homes
 from plait.run.local_batch import LocalBatch, num_rows
 from plait.run.optimizers import OptimizerFactory, build_optimizer, build_scheduler
@@ -106,8 +108,8 @@ class Trainer:
                 f" {self.plan.mesh.spread or 'none'}; make the world of the plan's own mesh (plan.mesh)"
             )
         self.world = world if world is not None else process_world(self.plan.mesh, algorithm=self.plan.allreduce)
-        self._trace = None if trace is None else Path(trace)
-        self.recorder = None if trace is None else Recorder(self.world)
+        self._trace = resolve_trace(trace)
+        self.recorder = None if self._trace is None else Recorder(self.world)
         self.homes = Homes(self.plan, self.world, scratch)
         if precision.scaled:
             self.loss_scale = LossScale(self.world)
@@ -125,6 +127,8 @@ class Trainer:
         self._replica: Replica | EagerReplica | None = None
         self._pending: Mapping[str, Any] | None = None  # a state loaded before the first batch
         self._saver = Saver()
+        if self._trace is not None:
+            atexit.register(_end_trace, weakref.ref(self))  # of a script that does not close
 
     @property
     def replica(self) -> Replica | EagerReplica:
@@ -291,14 +295,17 @@ class Trainer:
         try:
             self._saver.wait()
         finally:
-            if self.recorder is not None and self._trace is not None:
-                if self.recorder.steps:
-                    write_trace(self._trace, self.recorder)
-                self.recorder.close()
-                self.recorder = None
+            self._end_trace()
             self.homes.close()
             if self._adopt:
                 self.world.close()
+
+    def _end_trace(self) -> None:
+        if self.recorder is not None and self._trace is not None:
+            if self.recorder.steps:
+                write_trace(self._trace, self.recorder)
+            self.recorder.close()
+            self.recorder = None
 
     def span(self, kind: str, name: str) -> AbstractContextManager[Any]:
         """Record what goes on within, if there is a trace: `with trainer.span("data", "next"): batch = next(it)`."""
@@ -330,6 +337,11 @@ class Trainer:
         if self._on_nan == "raise":
             raise LossError(f"{message}; lower the learning rate, set clip_norm, or pass on_nan='warn' to go on")
         warnings.warn(message, stacklevel=3)
+
+
+def _end_trace(reference: weakref.ref[Trainer]) -> None:
+    if (trainer := reference()) is not None:
+        trainer._end_trace()
 
 
 def step_key(seed: int, step: int) -> int:

@@ -1,8 +1,9 @@
-"""What the launcher told this process: its rank, how many there are, and the plan of the command line."""
+"""What the launcher told this process: its rank, how many there are, and what the command line chose."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from plait.spec.plan import Plan
 
@@ -15,6 +16,12 @@ def resolve_plan(plan: Plan | str | None) -> Plan:
     if plan is None:
         return Plan.for_processes(num_processes())
     return Plan.parse(plan) if isinstance(plan, str) else plan
+
+
+def resolve_trace(trace: str | Path | None) -> Path | None:
+    """The folder for a trace: the one given, or that of the command line (PLAIT_TRACE)."""
+    chosen = trace if trace is not None else os.environ.get("PLAIT_TRACE")
+    return None if chosen is None else Path(chosen)
 
 
 def under_launcher() -> bool:
