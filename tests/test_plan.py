@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,6 +109,53 @@ def test_refuses_with_word_and_place(text: str, parts: list[str]) -> None:
         Plan.parse(text)
     for part in parts:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "within"),
+    [
+        ("data=4 sync=8 moments=averaged", ""),
+        ("data=4 sync=2..64 outer=nesterov outer.lr=0.5 outer.momentum=0.8 streaming=2 overlap=1", ""),
+        ("data=2 tensor=2 sync=32 outer=sgd compress=int4", "tensor=2"),
+        ("replica=2 data=2 zero=3 sync=8", "data=2 zero=3"),
+        ("data=4 compress=topk:0.01 compress.*.bias=none", ""),
+        ("data=4 compress=powersgd:2", ""),
+        ("tensor=2 workers=4 servers=2 staleness=0 backup=1", "tensor=2"),
+    ],
+)
+def test_what_each_replica_or_worker_trains_by(text: str, within: str) -> None:
+    plan = Plan.parse(text)
+    assert Plan.parse(str(plan)) == plan
+    assert str(plan.within) == within
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data=2 sync=0", "a number of steps, 1 or more, or one that grows like 4..64"),
+        ("data=2 sync=8..4", "begins with the smaller number"),
+        ("sync=8", "sync=8 is about replicas, and the plan has one; add data=N"),
+        ("compress=int8", "compress=int8 is about replicas, and the plan has one"),
+        ("data=2 staleness=3", "staleness=3 is about parameter servers, and the plan has no workers"),
+        ("data=2 outer=sgd", "outer=sgd is about replicas that agree every n steps, and this plan agrees at each"),
+        ("data=2 sync=8 zero=1", "sync=8 does not go with zero=1 over the same ranks"),
+        ("data=2 sync=8 central=host", "sync=8 does not go with central=host over the same ranks"),
+        ("data=2 sync=8 streaming=2", "streaming=2 needs an outer optimizer"),
+        ("data=2 sync=8 outer=sgd streaming=9", "streaming=9 parts cannot each have a step of their own"),
+        ("data=2 sync=8 outer=sgd overlap=8", "overlap=8 steps of exchange do not end before the next"),
+        ("data=2 sync=8 home.parameters=disk", "replicas exchange what is in memory"),
+        ("data=2 compress.*.bias=none", "names an exception, and the plan compresses nothing"),
+        ("data=2 compress=topk:2", "more than 0 and at most 1"),
+        ("data=2 compress=int3", "it is one of none, bf16, fp8, int8, int4, topk:FRACTION"),
+        ("workers=2", "train against parameter servers, and the plan has none; add servers=1"),
+        ("workers=2 servers=1 sync=4", "sync=4 does not go with workers=2"),
+        ("workers=2 servers=1 backup=1", "add staleness=0"),
+        ("workers=2 servers=1 staleness=0 backup=2", "leaves none of workers=2 to wait for"),
+    ],
+)
+def test_agreements_that_make_no_sense(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        Plan.parse(text)
 
 
 @pytest.mark.parametrize("key", sorted(NOT_YET))

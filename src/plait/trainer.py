@@ -93,6 +93,11 @@ class Trainer:
     ) -> None:
         check_given(model, loss_fn, optimizer, clip_norm)
         self.plan = resolve_plan(plan)
+        if self.plan.workers:
+            raise PlanError(
+                f"the plan {self.plan.title!r} has parameter servers, which a Trainer is no part of; give it to plait"
+                " train, or use data=N"
+            )
         self.seed = seed
         self.clip_norm = clip_norm
         self.step_number = 0

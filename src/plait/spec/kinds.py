@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
 
+from plait.spec.compression import Compression
 from plait.spec.recompute import Recompute
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -130,6 +132,81 @@ class Number:
     @property
     def _expected(self) -> str:
         return f"it is a whole number, {self.low} {'or more' if self.high is None else f'to {self.high}'}"
+
+
+@dataclass(frozen=True)
+class Maybe(Number):
+    """A whole number as Number has it, or None, which prints as `none`."""
+
+    def check(self, value: Any) -> None:
+        if value is not None:
+            super().check(value)
+
+    def show(self, value: Any) -> str:
+        return "none" if value is None else str(value)
+
+
+@dataclass(frozen=True)
+class Real:
+    """A number of at least `low`, and below `below` where that is given."""
+
+    low: float
+    below: float = math.inf
+
+    def parse(self, word: str) -> float:
+        try:
+            return float(word)
+        except ValueError:
+            raise ValueError(self._expected) from None
+
+    def check(self, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not self.low <= value < self.below:
+            raise ValueError(self._expected)
+
+    def show(self, value: Any) -> str:
+        return f"{value:g}"
+
+    @property
+    def _expected(self) -> str:
+        return f"it is a number, {self.low:g} or more" + (f" and below {self.below:g}" if self.below < math.inf else "")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Steps from one agreement to the next: a number, or `4..64`, which begins with 4 and doubles up to 64."""
+
+    def parse(self, word: str) -> int | tuple[int, int]:
+        first, dots, last = word.partition("..")
+        try:
+            return (int(first), int(last)) if dots else int(word)
+        except ValueError:
+            raise ValueError(self._expected) from None
+
+    def check(self, value: Any) -> None:
+        for each in value if isinstance(value, tuple) else (value,):
+            if isinstance(each, bool) or not isinstance(each, int) or each < 1:
+                raise ValueError(f"{self._expected}; sync=1 agrees at every step")
+        if isinstance(value, tuple) and not (len(value) == 2 and value[0] < value[1]):
+            raise ValueError("an interval that grows begins with the smaller number, like 4..64")
+
+    def show(self, value: Any) -> str:
+        return "..".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+    _expected = "it is a number of steps, 1 or more, or one that grows like 4..64"
+
+
+@dataclass(frozen=True)
+class Compressions:
+    """A Compression."""
+
+    def parse(self, word: str) -> Compression:
+        return Compression.parse(word)
+
+    def check(self, value: Any) -> None:
+        value.check()
+
+    def show(self, value: Any) -> str:
+        return str(value)
 
 
 @dataclass(frozen=True)
@@ -259,4 +336,4 @@ class Family:
         return " ".join(f"{self.prefix}{member}={word}" for member, word in value)
 
 
-Kind = Axis | Number | Choice | Recomputes | ScheduleName | Names | Bytes | Family
+Kind = Axis | Number | Real | Interval | Compressions | Choice | Recomputes | ScheduleName | Names | Bytes | Family

@@ -15,22 +15,27 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any, cast
 
 from plait.errors import PlanError
+from plait.spec.compression import NO_COMPRESSION, Compression
 from plait.spec.kinds import (
     Axis,
     Bytes,
     Choice,
+    Compressions,
     Family,
+    Interval,
     Kind,
+    Maybe,
     Names,
     Number,
     Places,
+    Real,
     Recomputes,
     ScheduleName,
     StagePlans,
 )
 from plait.spec.mesh import Mesh
 from plait.spec.recompute import NO_RECOMPUTE, Recompute
-from plait.spec.refusals import names_not_yet, refuse_key, refuse_together
+from plait.spec.refusals import OF_AGREEMENT, names_not_yet, refuse_key, refuse_together
 
 # The batch is cut over `data` first: gradients, which `zero` splits over data, then are summed over replicas in parts.
 BATCH_AXES = ("data", "replica")
@@ -75,6 +80,29 @@ class Plan:
     central: str = _key(Choice(("none", "host")), "none", "one copy of parameters and optimizer state, on the host")
     batchnorm: str = _key(Choice(("global", "local")), "global", "batch statistics over all ranks, or over each alone")
     allreduce: str = _key(Choice(("backend", "ring", "naive")), "backend", "the algorithm that sums gradients")
+    sync: int | tuple[int, int] = _key(
+        Interval(), 1, "steps from one agreement of the replicas to the next; 4..64 begins with 4 and doubles up to 64"
+    )
+    outer: str = _key(
+        Choice(("none", "sgd", "nesterov")), "none", "the outer optimizer, which takes the mean change of the replicas"
+    )
+    outer_lr: float = _key(Real(0.0), 0.7, "its learning rate", name="outer.lr")
+    outer_momentum: float = _key(Real(0.0, 1.0), 0.9, "its momentum", name="outer.momentum")
+    moments: str = _key(
+        Choice(("kept", "averaged", "reset")), "kept", "what becomes of the optimizer's moments when replicas agree"
+    )
+    streaming: int = _key(Number(1), 1, "parts of the model that agree one after the other within an interval")
+    overlap: int = _key(Number(0), 0, "steps that go on while the replicas exchange")
+    compress: Compression = _key(Compressions(), NO_COMPRESSION, "how what replicas exchange is made smaller")
+    uncompressed: tuple[tuple[str, str], ...] = _key(
+        Family("compress.", Choice(("none",))), (), "parameters, by name pattern, that are exchanged as they are"
+    )
+    workers: int = _key(Number(0), 0, "workers that train against parameter servers; each may be any plan itself")
+    servers: int = _key(Number(0), 0, "parameter servers, which share the variables and update them")
+    staleness: int | None = _key(
+        Maybe(0), None, "steps that a worker may be ahead of the slowest; 0 agrees at every step, none is no bound"
+    )
+    backup: int = _key(Number(0), 0, "workers whose gradients a step does not wait for")
     bucket_bytes: int = _key(Bytes(), 25 * 2**20, "gradients are summed in buckets of this size", name="bucket")
 
     def __post_init__(self) -> None:
@@ -187,6 +215,24 @@ class Plan:
         for axis in BATCH_AXES:
             part = part * self.mesh.axis_size(axis) + coordinates[axis]
         return part
+
+    @property
+    def relaxed_axis(self) -> str:
+        """The axis whose ranks agree later than at every step, or through a compressor; empty where there is none.
+
+        With both, the ranks of `data` agree at every step and the replicas, on other hosts, later.
+        """
+        if self.workers or (self.sync == 1 and self.compress.kind == "none"):
+            return ""
+        return "replica" if self.replica > 1 else "data"
+
+    @property
+    def within(self) -> Plan:
+        """The plan by which each of those that agree later trains by itself."""
+        if not self.relaxed_axis and not self.workers:
+            return self
+        kept = {row.name: getattr(self, row.name) for row in fields(self) if key_name(row) not in OF_AGREEMENT}
+        return Plan(**(kept | {self.relaxed_axis: 1} if self.relaxed_axis else kept))
 
     def check_processes(self, num_processes: int) -> None:
         """Raise PlanError unless the axes multiply to the number of processes."""
