@@ -7,7 +7,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from plait.comm.protocol import World
 from plait.errors import BatchError, CaptureError, CheckpointError, LossError, PlanError
 from plait.graph.pipeline import updates_within
 from plait.graph.precision import Precision
+from plait.run.agreeing.replicas import Replicas, refuse_unsettled, replica_key, rows_of_replica
 from plait.run.asynchronous import refuse_within
 from plait.run.checks import agree_on_data, check_given
 from plait.run.compiler import Captures, Compiler, LossFn
@@ -115,21 +116,23 @@ class Trainer:
         self.world = world if world is not None else process_world(self.plan.mesh, algorithm=self.plan.allreduce)
         self._trace = resolve_trace(trace)
         self.recorder = None if self._trace is None else Recorder(self.world)
-        self.homes = Homes(self.plan, self.world, scratch)
+        self.homes = Homes(self.plan.within, self.world, scratch)
         if precision.scaled:
             self.loss_scale = LossScale(self.world)
         if self._adopt and self.world.device.type == "cpu":
             give_freed_memory_back() if self.plan.uses_disk else keep_freed_memory()
             if self.world.rank == 0:
                 warn_of_slow_precision(self.plan.precision, self.world.device)
-        self.compiler = compiler or Compiler(Captures(model, loss_fn, self.world.device), self.plan, layouts)
+        self.compiler = compiler or Compiler(Captures(model, loss_fn, self.world.device), self.plan.within, layouts)
         self._factories = (optimizer, scheduler)
         self._updates_within = updates_within(self.plan)
         if self._updates_within:
             refuse_within(self.plan, clip_norm)
+        refuse_unsettled(self.plan, self._updates_within)
         self._callbacks = tuple(callbacks)
         self._on_nan = on_nan
         self._replica: Replica | EagerReplica | None = None
+        self.replicas: Replicas | None = None  # made below, of a plan whose ranks agree later
         self._pending: Mapping[str, Any] | None = None  # a state loaded before the first batch
         self._saver = Saver()
         if self._trace is not None:
@@ -145,12 +148,14 @@ class Trainer:
         """Capture the step, lay it out and place the parameters, as the first `step` would."""
         if self._replica is not None:
             return
-        self._replica = self._build_replica(batch)
+        self._replica = self._build_replica(self._rows(batch))
         make_optimizer, make_scheduler = self._factories
         replica = self._replica
         self.optimizer = build_optimizer(make_optimizer, replica.parameters, replica.layouts, self.world)
         self.scheduler = build_scheduler(make_scheduler, self.optimizer)
         self.update = Update(self.optimizer, replica.parameters, replica.layouts, self.world, self.homes)
+        if self.plan.relaxed_axis:
+            self.replicas = Replicas(self.plan, self.world, replica, self.optimizer)
         if self._trace is not None and self.world.rank == 0:
             self.write_plan(self._trace)
         if self._pending is not None:
@@ -164,7 +169,14 @@ class Trainer:
             refuse_unless_data_only(error, self.plan, self.world)
             if self.world.rank == 0:
                 warnings.warn(f"the model runs as it is, under PyTorch's DDP: {error}", stacklevel=4)
-            return EagerReplica(self.compiler.model, self.compiler.loss_fn, self.plan, self.world)
+            return EagerReplica(self.compiler.model, self.compiler.loss_fn, self.plan.within, self.world)
+
+    def _rows(self, batch: Any) -> Any:
+        return rows_of_replica(batch, self.plan, self.world) if self.plan.relaxed_axis else batch
+
+    def _key(self) -> int:
+        key = step_key(self.seed, self.step_number)
+        return key if self.replicas is None else replica_key(key, self.replicas.index)
 
     def step(self, batch: Any) -> Tensor:
         """One training step on a global batch (or this rank's LocalBatch); returns the global loss, a 0-d tensor."""
@@ -183,7 +195,10 @@ class Trainer:
         scale = self.loss_scale.tensor() if self.loss_scale is not None else None
         with self.span("backward", "step") if isinstance(replica, EagerReplica) else nullcontext():
             within = {"update": self._update_within} if self._updates_within else {}
-            result = replica.run(batch, step_key(self.seed, self.step_number), scale=scale, **within)
+            result = replica.run(self._rows(batch), self._key(), scale=scale, **within)
+        if self.replicas is not None and self.replicas.local is None:
+            with self.span("reduce", "gradients"):
+                result = self.replicas.gradients(result)
         self._check_finite(result.loss, result.gradients)
         if self._updates_within:
             return self._finished(result.loss, None), {}
@@ -207,6 +222,9 @@ class Trainer:
         if updated and self.scheduler is not None:
             self.scheduler.step()
         self.step_number += 1
+        if self.replicas is not None:
+            with self.span("reduce", "agree"):
+                self.replicas.stepped(self.step_number)
         if self.recorder is not None:
             self.recorder.end(self.step_number)
         for callback in self._callbacks:
@@ -222,21 +240,31 @@ class Trainer:
         self.replica.updated()
 
     def evaluate(self, data: Any) -> float:
-        """The loss without gradients, in evaluation mode: of one batch, or over a loader of them."""
+        """The loss without gradients, in evaluation mode: of one batch, or over a loader of them.
+
+        Of replicas that agree later it is that of the mean of their weights.
+        """
         total, weight = 0.0, 0.0
-        for batch in data if _is_loader(data) else [data]:
-            self.prepare(batch)
-            result = self.replica.run(batch, step_key(self.seed, self.step_number), train=False)
-            if result.parts is not None:
-                total += float(result.parts[0])
-                weight += float(result.parts[1])
-            else:
-                rows = num_rows(batch)
-                total += float(result.loss) * rows
-                weight += rows
+        with ExitStack() as stack:
+            for batch in data if _is_loader(data) else [data]:
+                self.prepare(batch)
+                if self.replicas is not None and weight == 0:
+                    stack.enter_context(self.replicas.aggregated(self.step_number))
+                here = self._rows(batch)
+                result = self.replica.run(here, self._key(), train=False)
+                rows = num_rows(here)
+                parts = result.parts or (float(result.loss) * rows, rows)
+                total, weight = total + float(parts[0]), weight + float(parts[1])
+        if self.replicas is not None:
+            total, weight = self.replicas.sum_of([total, weight])
         if weight == 0:
             raise BatchError("there was no batch to evaluate on")
         return total / weight
+
+    def agree(self) -> None:
+        """Let replicas that agree every n steps agree now, as after the last step; nothing where all agree at each."""
+        if self.replicas is not None:
+            self.replicas.agree(self.step_number)
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -261,7 +289,8 @@ class Trainer:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model as plain CPU tensors by name, as `model.state_dict()` has it. Every rank calls it."""
-        return snapshot.full_model(self.replica)
+        with nullcontext() if self.replicas is None else self.replicas.aggregated(self.step_number):
+            return snapshot.full_model(self.replica)
 
     def save(
         self, path: str | Path, extra: Mapping[str, Any] | None = None, *, keep: int = 2, wait: bool = True

@@ -28,7 +28,10 @@ from plait.spec.layout import Layout
 from plait.spec.plan import Plan
 
 # Keys of a plan that DDP on the model as it is can do, or that only say how fast.
-_WITHOUT_GRAPH = ("data", "home_optimizer", "batchnorm", "allreduce", "bucket_bytes")
+_WITHOUT_GRAPH = (
+    "data", "home_optimizer", "batchnorm", "allreduce", "bucket_bytes", "sync", "outer", "outer_lr", "outer_momentum",
+    "moments", "streaming", "overlap", "compress", "uncompressed",
+)  # fmt: skip
 
 
 def refuse_unless_data_only(error: CaptureError, plan: Plan, world: World) -> None:
@@ -40,7 +43,7 @@ def refuse_unless_data_only(error: CaptureError, plan: Plan, world: World) -> No
             f"the plan {plan.title!r} needs the graph of the step for {Plan(**needs)}, and it could not be captured:"
             f" {error}\nThe nearest plan that works is data={plan.num_processes}, which runs the model as it is."
         ) from error
-    if plan.data > 1 and not has_process_group(world):
+    if plan.within.data > 1 and not has_process_group(world):
         raise PlanError(f"a model that cannot be captured runs under DDP, which needs processes, not threads: {error}")
 
 
@@ -59,7 +62,7 @@ class EagerReplica:
         self.buffers = dict(model.named_buffers())
         self.layouts = {n: Layout(torch_name(p.dtype), tuple(p.shape)) for n, p in self.parameters.items()}
         self._forward: nn.Module = _Loss(model, loss_fn)
-        if has_process_group(world):
+        if plan.data > 1 and has_process_group(world):
             group = device_mesh(world).get_group("data")
             self._forward = DistributedDataParallel(self._forward, process_group=group, find_unused_parameters=True)
 
@@ -70,7 +73,8 @@ class EagerReplica:
         with torch.set_grad_enabled(train):
             loss, total, weight = self._forward(rows) if train else _Loss(self.model, self.loss_fn)(rows)
             sums = torch.stack([total.detach().double(), weight.detach().double()])
-            sums = self.world.comm("data").all_reduce(sums).wait()
+            if self.plan.data > 1:
+                sums = self.world.comm("data").all_reduce(sums).wait()
             if train:
                 for parameter in self.parameters.values():
                     parameter.grad = None
@@ -83,7 +87,9 @@ class EagerReplica:
         return {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
 
     def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """DDP has put them in place."""
+        """Most are in place already."""
+        for name, gradient in gradients.items():
+            self.parameters[name].grad = gradient
 
     def updated(self) -> None:
         """Every rank has updated all parameters."""

@@ -148,7 +148,7 @@ class Maybe(Number):
 
 @dataclass(frozen=True)
 class Real:
-    """A number of at least `low`, and below `below` where that is given."""
+    """A number of at least `low`, and below `below` where that is given; or None, which prints as `none`."""
 
     low: float
     below: float = math.inf
@@ -160,11 +160,13 @@ class Real:
             raise ValueError(self._expected) from None
 
     def check(self, value: Any) -> None:
+        if value is None:
+            return
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not self.low <= value < self.below:
             raise ValueError(self._expected)
 
     def show(self, value: Any) -> str:
-        return f"{value:g}"
+        return "none" if value is None else f"{value:g}"
 
     @property
     def _expected(self) -> str:

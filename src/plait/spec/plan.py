@@ -86,8 +86,12 @@ class Plan:
     outer: str = _key(
         Choice(("none", "sgd", "nesterov")), "none", "the outer optimizer, which takes the mean change of the replicas"
     )
-    outer_lr: float = _key(Real(0.0), 0.7, "its learning rate", name="outer.lr")
-    outer_momentum: float = _key(Real(0.0, 1.0), 0.9, "its momentum", name="outer.momentum")
+    outer_lr: float | None = _key(
+        Real(0.0), None, "its learning rate: by default 0.7 with nesterov, 1 with sgd", name="outer.lr"
+    )
+    outer_momentum: float | None = _key(
+        Real(0.0, 1.0), None, "its momentum: by default 0.9 with nesterov, none with sgd", name="outer.momentum"
+    )
     moments: str = _key(
         Choice(("kept", "averaged", "reset")), "kept", "what becomes of the optimizer's moments when replicas agree"
     )
@@ -225,6 +229,15 @@ class Plan:
         if self.workers or (self.sync == 1 and self.compress.kind == "none"):
             return ""
         return "replica" if self.replica > 1 else "data"
+
+    @property
+    def outer_rates(self) -> tuple[float, float]:
+        """Learning rate and momentum of the outer optimizer; those of DiLoCo (Douillard et al. 2023) for nesterov."""
+        lr, momentum = (0.7, 0.9) if self.outer == "nesterov" else (1.0, 0.0)
+        return (
+            lr if self.outer_lr is None else self.outer_lr,
+            momentum if self.outer_momentum is None else self.outer_momentum,
+        )
 
     @property
     def within(self) -> Plan:

@@ -34,7 +34,7 @@ OF_LOCAL = ("outer", "outer.lr", "outer.momentum", "moments", "streaming", "over
 OF_SERVERS = ("servers", "staleness", "backup")
 OF_AGREEMENT = ("sync", *OF_LOCAL, "compress", "compress.", "workers", *OF_SERVERS)
 _NOTHING = {
-    "outer": "none", "outer.lr": "0.7", "outer.momentum": "0.9", "moments": "kept", "streaming": "1", "overlap": "0",
+    "outer": "none", "outer.lr": "none", "outer.momentum": "none", "moments": "kept", "streaming": "1", "overlap": "0",
     "servers": "0", "staleness": "none", "backup": "0",
 }  # fmt: skip
 

@@ -1,0 +1,194 @@
+"""How far a run under a plan is from the run on one device, in parts of what rounding explains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.spec.plan import Plan
+
+# Rounding alone moves some tensors by much of their value: the gradient of a bias in front of a normalisation is zero
+# but for rounding, and a ReLU near zero may turn. How far is measured: the one-device run is repeated with the last few
+# bits of every weight changed. A difference of up to this many times that effect is rounding, too. In half precision
+# it is repeated in float32 as well, and the larger of the two effects counts: sums in half precision stand still once
+# they are large, so that more ranks, with shorter sums, come nearer to float32 than one device does.
+ROUNDING_MARGIN = 20.0
+HALF_MARGIN = 6.0  # what the model families of the tests need is up to 5.6
+LAST_BITS = {"fp32": 1e-6, "bf16": 2.0**-9, "fp16": 2.0**-12}
+
+
+# By what a number of a coded gradient changes, relative to the tensor's largest, if rounding turns it to the next code: a
+# replica on several ranks rounds otherwise than one on one device.
+_CODE_STEPS = {"bf16": 2.0**-8, "fp8": 2.0**-3, "int8": 1 / 127, "int4": 1 / 7}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one tensor is from the one-device run: largest absolute difference over largest value.
+
+    Where rounding on one device makes up more than the tolerance, the difference is given in parts of that instead, so
+    that it exceeds the tolerance exactly if it is more than rounding explains.
+    """
+
+    name: str
+    relative: float
+
+    def __str__(self) -> str:
+        return f"{self.relative:.2e}  {self.name}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found. `ok` says whether every difference is within the tolerance."""
+
+    plan: str
+    steps: int
+    tolerance: float
+    losses: tuple[tuple[float, float], ...]  # (one device, plan) of each step
+    gradients: tuple[Difference, ...]  # of the first step, in the model's order
+    loss: float  # the largest difference of a loss, as in Difference
+    parameters: tuple[Difference, ...]  # after the last step, in the model's order
+    buffers: tuple[Difference, ...]
+    without_rule: tuple[str, ...] = ()
+
+    @property
+    def worst_gradient(self) -> Difference:
+        return _worst(self.gradients)
+
+    @property
+    def worst_parameter(self) -> Difference:
+        return _worst(self.parameters)
+
+    @property
+    def first_bad(self) -> Difference | None:
+        """The first tensor that differs: the loss, else a gradient, else a parameter, else a buffer."""
+        if not self.loss <= self.tolerance:
+            return Difference("loss", self.loss)
+        every = (*self.gradients, *self.parameters, *self.buffers)
+        return next((d for d in every if not d.relative <= self.tolerance), None)
+
+    @property
+    def ok(self) -> bool:
+        return self.first_bad is None
+
+    def __str__(self) -> str:
+        one, plan = self.losses[-1]
+        lines = [
+            f"plan             {self.plan}",
+            f"steps            {self.steps}, tolerance {self.tolerance:g} of each tensor's largest value",
+            f"loss             {self.loss:.2e}  (last step: one device {one:.6f}, plan {plan:.6f})",
+            f"worst gradient   {self.worst_gradient}",
+            f"worst parameter  {self.worst_parameter}",
+        ]
+        if self.buffers:
+            lines.append(f"worst buffer     {_worst(self.buffers)}")
+        if self.without_rule:
+            lines.append(f"without a rule   {', '.join(self.without_rule)} (run whole on every rank)")
+        bad = self.first_bad
+        lines.append("ok" if bad is None else f"NOT EQUAL: {bad.name} differs by {bad.relative:.2e}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run gave: losses of its steps, gradients of the first, parameters and buffers at the end."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    scale: float = 1.0  # of the loss, where precision needs one: the largest that did not overflow
+
+
+def compare(
+    reference: Run, mine: Run, again: Sequence[Run], plan: Plan, tolerance: float, without_rule: Sequence[str] = ()
+) -> Report:
+    """Of a plan's run with the one on one device; `again` is the latter with rounding of other kinds."""
+    margin, ulp = _margin(plan), _ulp(last_bits(plan))
+    code = _CODE_STEPS.get(plan.compress.kind, 0.0) if plan.within.num_processes > 1 else 0.0
+    return Report(
+        plan=plan.title,
+        steps=len(mine.losses),
+        tolerance=tolerance,
+        losses=tuple(zip(reference.losses, mine.losses, strict=True)),
+        loss=max(
+            _relative(
+                abs(there - here), abs(here), max(margin * abs(r - here) for r in rest), ulp * abs(here), tolerance
+            )
+            for here, there, *rest in zip(reference.losses, mine.losses, *(run.losses for run in again), strict=True)
+        ),
+        gradients=_differences(
+            reference.gradients, mine.gradients, [run.gradients for run in again], tolerance, margin, max(ulp, code)
+        ),
+        parameters=_differences(
+            reference.parameters, mine.parameters, [run.parameters for run in again], tolerance, margin, ulp
+        ),
+        buffers=_differences(reference.buffers, mine.buffers, [run.buffers for run in again], tolerance, margin, ulp),
+        without_rule=tuple(without_rule),
+    )
+
+
+def _differences(
+    reference: Mapping[str, Tensor],
+    mine: Mapping[str, Tensor],
+    again: Sequence[Mapping[str, Tensor]],
+    tolerance: float,
+    margin: float,
+    ulp: float,
+) -> tuple[Difference, ...]:
+    found = []
+    for name, tensor in reference.items():
+        if name not in mine:
+            # autograd gives an unused parameter no gradient, or zeros; both mean the same
+            found.append(Difference(name, 0.0 if _largest(tensor) == 0 else math.inf))
+            continue
+        apart = _apart(mine[name], tensor)
+        largest = _largest(tensor)
+        own_ulp = _ulp(torch.finfo(tensor.dtype).eps / 4) if tensor.is_floating_point() else 0.0
+        rounding = max(margin * _apart(run[name], tensor) for run in again)
+        found.append(Difference(name, _relative(apart, largest, rounding, max(ulp, own_ulp) * largest, tolerance)))
+    found += [Difference(name, math.inf) for name in mine if name not in reference and _largest(mine[name]) > 0]
+    return tuple(found)
+
+
+def last_bits(plan: Plan) -> float:
+    return max(LAST_BITS[name] for name in (plan.precision, *dict(plan.exceptions).values()))
+
+
+def in_half(plan: Plan) -> bool:
+    return last_bits(plan) > LAST_BITS["fp32"]
+
+
+def _margin(plan: Plan) -> float:
+    return HALF_MARGIN if in_half(plan) else ROUNDING_MARGIN
+
+
+def _ulp(last_bits: float) -> float:
+    """What rounding explains of a value in half precision, relative to the largest, whatever the repetitions show: of a
+    scalar they may show nothing by chance. An ulp and a quarter: parts are rounded, and so is their sum."""
+    return 5 * last_bits if last_bits > LAST_BITS["fp32"] else 0.0
+
+
+def _relative(apart: float, largest: float, rounding: float, ulp: float, tolerance: float) -> float:
+    scale = max(largest, max(rounding, ulp) / tolerance)
+    return 0.0 if apart == 0 else apart / scale if scale else math.inf
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    return _largest(one.detach().to(other.device).double() - other.detach().double())
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.detach().double().abs().max()) if tensor.numel() else 0.0
+
+
+def _worst(differences: tuple[Difference, ...]) -> Difference:
+    return max(differences, key=_badness, default=Difference("(none)", 0.0))
+
+
+def _badness(difference: Difference) -> float:
+    return math.inf if math.isnan(difference.relative) else difference.relative

@@ -1,0 +1,172 @@
+"""The replicas of a plan whose ranks agree later than at every step, or through a compressor.
+
+Along one axis of the mesh every rank has a replica of its own, or a part of one: the step is that of `plan.within`, on
+this replica's rows of the batch, with random draws of its own. What replicas have in common is made here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.comm.protocol import World
+from plait.errors import BatchError, PlanError
+from plait.graph.batch import map_batch
+from plait.run.agreeing.exchange import MeanExchange
+from plait.run.agreeing.local import LocalTraining
+from plait.run.eager import EagerReplica
+from plait.run.local_batch import LocalBatch, num_rows
+from plait.run.program import StepResult
+from plait.run.replica import Replica
+from plait.spec.compression import NO_COMPRESSION
+from plait.spec.plan import Plan
+
+
+class Replicas:
+    """One rank's view of them. `local` is there where they agree every n steps; else gradients are exchanged."""
+
+    def __init__(
+        self, plan: Plan, world: World, replica: Replica | EagerReplica, optimizer: torch.optim.Optimizer, step: int = 0
+    ) -> None:
+        axis = plan.relaxed_axis
+        self.plan = plan
+        self.axis = axis
+        self.num = plan.mesh.axis_size(axis)
+        self.index = world.mesh.coordinates(world.rank)[axis]
+        self._replica = replica
+        self._comm = world.comm(axis)
+        self._means = MeanExchange(self._comm, NO_COMPRESSION)
+        self._trained = {name: p for name, p in replica.parameters.items() if p.requires_grad}
+        self.local: LocalTraining | None = None
+        self.exchange = MeanExchange(self._comm, plan.compress, [pattern for pattern, _ in plan.uncompressed])
+        if plan.sync != 1:
+            sizes = {name: math.prod(replica.layouts[name].shape) for name in replica.layouts}
+            self.local = LocalTraining(plan, self._comm, self._trained, sizes, optimizer)
+            self.exchange = self.local.exchange
+        self._agreed_at = step  # how many steps there were when all replicas last had the same weights
+
+    def gradients(self, result: StepResult) -> StepResult:
+        """Of synchronous training: the loss of the whole batch, and its gradients as the compressor leaves them."""
+        total, weight = result.parts or (result.loss, torch.ones_like(result.loss))
+        mine = torch.stack([total.detach().double(), weight.detach().double()])
+        sums = self._comm.all_reduce(mine).wait()
+        scale = float(mine[1] * self.num / sums[1])
+        gradients = result.gradients
+        if scale != 1:
+            torch._foreach_mul_(list(gradients.values()), scale)
+        gradients = {name: mean.to(gradients[name].dtype) for name, mean in self.exchange.mean(gradients).items()}
+        loss = (sums[0] / sums[1]).to(result.loss.dtype)
+        parts = None if result.parts is None else (sums[0], sums[1])
+        return dataclasses.replace(result, loss=loss, parts=parts, gradients=gradients)
+
+    def stepped(self, step: int) -> None:
+        """After `step` steps: agree, if it is time to."""
+        if self.local is None:
+            self._agreed_at = step
+            return
+        if self.local.after(step):
+            self._replica.updated()
+        if self.local.agreed(step):
+            self._agreed_at = step
+            self._agree_on_buffers()
+
+    def agree(self, step: int) -> None:
+        """Agree now, whenever the next time would be."""
+        if self.local is not None and self._agreed_at != step:
+            self.local.agree()
+            self._replica.updated()
+        self._agreed_at = step
+        self._agree_on_buffers()
+
+    @contextmanager
+    def aggregated(self, step: int) -> Iterator[None]:
+        """Inside, weights and buffers are the means over replicas; training goes on with the replica's own."""
+        if self._agreed_at == step and self.local is not None:
+            yield
+            return
+        means = self.means(step)
+        here = {**{n: p.detach() for n, p in self._trained.items()}, **self._float_buffers()}
+        own = {name: here[name].clone() for name in means}
+        self._put(here, means)
+        try:
+            yield
+        finally:
+            self._put(here, own)
+
+    def means(self, step: int) -> dict[str, Tensor]:
+        """The means over replicas of this rank's parts of the trained parameters, and of buffers."""
+        tensors = dict(self._float_buffers())
+        if self._agreed_at != step:
+            tensors |= {name: p.detach() for name, p in self._trained.items()}
+        return self._means.mean(tensors) if tensors else {}
+
+    def mean_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The means over replicas of any tensors of float32."""
+        return self._means.mean(tensors) if tensors else {}
+
+    def sum_of(self, numbers: list[float]) -> list[float]:
+        """The sums over replicas of a few numbers."""
+        found: list[float] = self._comm.all_reduce(torch.tensor(numbers, dtype=torch.float64)).wait().tolist()
+        return found
+
+    def _agree_on_buffers(self) -> None:
+        buffers = self._float_buffers()
+        self._put(buffers, self._means.mean(buffers) if buffers else {})
+
+    def _put(self, here: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            here[name].copy_(value)
+        self._replica.updated()
+
+    def _float_buffers(self) -> dict[str, Tensor]:
+        return {name: buffer for name, buffer in self._replica.buffers.items() if buffer.is_floating_point()}
+
+
+def rows_of_replica(batch: Any, plan: Plan, world: World) -> LocalBatch:
+    """This rank's rows, as a part of its replica's batch; microbatch after microbatch, as the loader has them.
+
+    BatchError for a batch that the ranks do not divide.
+    """
+    num = plan.mesh.axis_size(plan.relaxed_axis)
+    if isinstance(batch, LocalBatch):
+        return dataclasses.replace(batch, global_size=batch.global_size // num)
+    rows, parts, micro = num_rows(batch), plan.num_batch_parts, plan.micro
+    if rows % (parts * micro):
+        raise BatchError(
+            f"{parts} parts of {micro} microbatches do not divide the batch of {rows} rows (plan {plan.title}); give a"
+            f" multiple of {parts * micro}"
+        )
+    each = rows // (parts * micro)
+    part = plan.batch_part(world.mesh.coordinates(world.rank))
+    places = torch.arange(rows).view(micro, parts, each)[:, part].reshape(-1)
+    tree = map_batch(lambda _, leaf: _take(leaf, rows, places), batch)
+    return LocalBatch(tree, each * micro, rows // num)
+
+
+def replica_key(key: int, index: int) -> int:
+    """The key of a replica's random draws; that of the first is the step's."""
+    return (key + index * 0xD1B54A32D192ED03) & ((1 << 62) - 1)
+
+
+def refuse_unsettled(plan: Plan, updates_within: bool) -> None:
+    """PlanError for what replicas cannot exchange; `updates_within` says whether there are updates within a step."""
+    if plan.relaxed_axis and plan.sync == 1 and updates_within:
+        raise PlanError(
+            f"compress={plan.compress} exchanges the gradients of a step, and schedule={plan.schedule} updates within"
+            " it; use schedule=1f1b, or sync=N with it"
+        )
+    if plan.moments != "kept" and plan.home_optimizer == "disk":
+        raise PlanError(
+            f"moments={plan.moments} needs the optimizer's state in memory; use home.optimizer=host, or moments=kept"
+        )
+
+
+def _take(leaf: Any, rows: int, places: Tensor) -> Any:
+    cut = torch.is_tensor(leaf) and leaf.ndim and leaf.shape[0] == rows
+    return leaf[places.to(leaf.device)] if cut else leaf

@@ -1,0 +1,246 @@
+"""What replicas that agree later compute, as a serial program on one device: what `verify` compares them with.
+
+Each replica is a copy of the model with an optimizer of its own. It says what is computed and nothing of how: there is
+no communication, and every exchange is a line of arithmetic on the list of all replicas' values.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.decide.rounds import Rounds, split_in_parts
+from plait.run.agreeing.codec import BLOCK, coded_bytes, decode, encode
+from plait.run.agreeing.exchange import first_factor
+from plait.run.agreeing.local import MIXING
+from plait.run.agreeing.replicas import replica_key
+from plait.run.local_batch import num_rows, take_rows
+from plait.run.microbatch import microbatches
+from plait.run.references import one_device_step
+from plait.run.saving.boxes import Fragment, fragments
+from plait.spec.compression import Compression
+from plait.spec.layout import Layout
+from plait.spec.plan import Plan
+
+Named = dict[str, Tensor]
+
+
+class Compressor:
+    """The definition of a compressed mean. Of each rank of a replica its parts are compressed by themselves."""
+
+    def __init__(self, plan: Plan, layouts: Mapping[str, Layout], compression: Compression) -> None:
+        self._plan = plan
+        self._layouts = layouts
+        self._compression = compression
+        self._errors: dict[tuple[int, int, str], Tensor] = {}  # by replica, rank within it, and name
+        self._factors: dict[tuple[int, str], Tensor] = {}
+
+    def mean(self, terms: Sequence[Named]) -> Named:
+        """Of each replica's whole tensors, as float32."""
+        mesh = self._plan.within.mesh
+        found = {name: torch.zeros(t.shape) for name, t in terms[0].items()}
+        for rank in range(mesh.size):
+            here = mesh.coordinates(rank)
+            pieces = {name: held for name in terms[0] if (held := fragments(self._layouts[name], mesh, here))}
+            parts = [{name: self._part(term[name], name, here) for name in pieces} for term in terms]
+            for name, mean in self._mean_of_rank(rank, parts).items() if pieces else ():
+                for each in pieces[name]:
+                    found[name][Fragment(each.box, each.box.start).slices] = mean[each.slices]
+        return found
+
+    def _part(self, whole: Tensor, name: str, here: Mapping[str, int]) -> Tensor:
+        layout, mesh = self._layouts[name], self._plan.within.mesh
+        part = torch.empty(layout.local_shape(mesh, here))
+        for each in fragments(layout, mesh, here):
+            part[each.slices] = whole[Fragment(each.box, each.box.start).slices].float()
+        return part
+
+    def _mean_of_rank(self, rank: int, parts: list[Named]) -> Named:
+        return {name: self._mean(rank, name, [part[name] for part in parts]) for name in parts[0]}
+
+    def _mean(self, rank: int, name: str, terms: list[Tensor]) -> Tensor:
+        """Of one tensor of each replica's."""
+        kind, size, shape, num = self._compression.kind, len(terms), terms[0].shape, terms[0].numel()
+        owned = -(-num // (size * BLOCK)) * BLOCK
+        count = math.ceil(self._compression.fraction * num)
+        plain = any(fnmatch.fnmatchcase(name, pattern) for pattern, _ in self._plan.uncompressed)
+        smaller = {
+            "powersgd": not self._is_thin(terms[0]), "topk": 2 * count < num, "none": False,
+        }.get(kind, coded_bytes(size * owned, kind) < 4 * num)  # fmt: skip
+        if plain or not smaller:
+            return torch.stack(terms).mean(0)
+        given = torch.stack([term + self._errors.get((r, rank, name), 0.0) for r, term in enumerate(terms)])
+        if kind == "powersgd":
+            return self._low_rank(rank, name, list(given))
+        flats = given.flatten(1)
+        if kind == "topk":
+            kept = torch.zeros_like(flats)
+            places = flats.abs().topk(count, sorted=False).indices
+            kept.scatter_(1, places, flats.gather(1, places))
+            mean, errors = kept.mean(0), flats - kept
+        else:
+            rows = torch.nn.functional.pad(flats, (0, owned * size - num))
+            coded = decode(encode(rows, kind), kind, owned * size)
+            total = coded.sum(0) / size
+            mean = decode(encode(total, kind), kind, owned * size)
+            errors = rows - coded
+            for owner in range(size):
+                own = slice(owner * owned, (owner + 1) * owned)
+                errors[owner, own] += size * (total - mean)[own]
+        for r in range(size):
+            self._errors[r, rank, name] = errors[r, :num].view(shape)
+        return mean[:num].view(shape)
+
+    def _is_thin(self, tensor: Tensor) -> bool:
+        rows = tensor.shape[0] if tensor.ndim > 1 else 1
+        columns = tensor.numel() // max(rows, 1)
+        return (rows + columns) * self._compression.rank >= rows * columns
+
+    def _low_rank(self, rank: int, name: str, terms: list[Tensor]) -> Tensor:
+        matrices = torch.stack([term.reshape(term.shape[0], -1) for term in terms])
+        right = self._factors.get((rank, name))
+        if right is None:
+            right = first_factor(name, matrices.shape[2], self._compression.rank)
+        left = torch.linalg.qr((matrices @ right).mean(0)).Q
+        right = self._factors[rank, name] = (matrices.transpose(1, 2) @ left).mean(0)
+        mean = (left @ right.T).view(terms[0].shape)
+        for r, term in enumerate(terms):
+            self._errors[r, rank, name] = term - mean
+        return mean
+
+
+class SerialReplicas:
+    """Replicas of `plan`, one after the other. `twins` are equal models, with an optimizer each."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        twins: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        layouts: Mapping[str, Layout],
+    ) -> None:
+        self.plan = plan
+        self.twins = twins
+        self._optimizers = optimizers
+        self._named = [{n: p for n, p in twin.named_parameters() if p.requires_grad} for twin in twins]
+        self._rounds = Rounds(plan.sync, plan.streaming, plan.overlap)
+        self._compressor = Compressor(plan, layouts, plan.compress)
+        part_of = split_in_parts([math.prod(layout.shape) for layout in layouts.values()], plan.streaming)
+        self._part_of = dict(zip(layouts, part_of, strict=True))
+        self._under_way: dict[tuple[int, int], Named] = {}  # by the step that it began after, and part
+        uses_outer = plan.sync != 1 and (plan.outer != "none" or plan.compress.kind != "none")
+        self._outer = {n: nn.Parameter(p.detach().clone()) for n, p in self._named[0].items()} if uses_outer else {}
+        lr, momentum = plan.outer_rates
+        self._outer_steps = {
+            n: torch.optim.SGD([p], lr=lr, momentum=momentum, nesterov=plan.outer == "nesterov" and momentum > 0)
+            for n, p in self._outer.items()
+        }
+
+    def step(
+        self, loss_fn: Callable[[Any, Any], Any], batch: Any, key: int, step: int, clip_norm: float | None
+    ) -> tuple[float, Named]:
+        """Step number `step`, 1 being the first; the loss and gradients that a trainer of the first replica gives."""
+        plan, num = self.plan, len(self.twins)
+        losses, weights = [], []
+        for index, twin in enumerate(self.twins):
+            rows = rows_of(batch, plan, index)
+            for parameter in twin.parameters():
+                parameter.grad = None
+            loss = one_device_step(twin, loss_fn, rows, plan.within, replica_key(key, index), _norm_parts(plan), 1.0)
+            losses.append(float(loss))
+            weights.append(_weight(loss_fn, twin, rows, plan))
+        if plan.sync == 1:
+            total = sum(weights)
+            terms = [
+                {n: p.grad * (w * num / total) for n, p in named.items() if p.grad is not None}
+                for named, w in zip(self._named, weights, strict=True)
+            ]
+            mean = self._compressor.mean(terms)
+            for named in self._named:
+                for name, gradient in mean.items():
+                    named[name].grad = gradient.to(named[name].dtype).clone()
+            losses[0] = sum(one * w for one, w in zip(losses, weights, strict=True)) / total
+        gradients = {n: p.grad.clone() for n, p in self._named[0].items() if p.grad is not None}
+        for named, optimizer in zip(self._named, self._optimizers, strict=True):
+            if clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_([p for p in named.values() if p.grad is not None], clip_norm)
+            optimizer.step()
+        if plan.sync != 1:
+            self._agree(step)
+        return losses[0], gradients
+
+    @torch.no_grad()
+    def _agree(self, step: int) -> None:
+        for part in self._rounds.begun(step):
+            names = [name for name in self._named[0] if self._part_of[name] == part]
+            if self._outer:
+                terms = [{n: self._outer[n] - named[n] for n in names} for named in self._named]
+            else:
+                terms = [{n: named[n].detach() for n in names} for named in self._named]
+            self._under_way[step, part] = self._compressor.mean(terms)
+        for part in self._rounds.ended(step):
+            for name, mean in self._under_way.pop((step - self.plan.overlap, part)).items():
+                if self._outer:
+                    self._outer[name].grad = mean
+                    self._outer_steps[name].step()
+                    mean = self._outer[name].detach()
+                mixing = MIXING if self.plan.overlap else 0.0
+                for named in self._named:
+                    named[name].copy_(torch.lerp(named[name], mean, 1 - mixing) if mixing else mean)
+                self._settle(name)
+        if self.plan.overlap == 0 and len(self._rounds.begun(step)) == self.plan.streaming:
+            for buffers in zip(*(twin.buffers() for twin in self.twins), strict=True):
+                if buffers[0].is_floating_point():
+                    mean = torch.stack(buffers).mean(0)
+                    for buffer in buffers:
+                        buffer.copy_(mean)
+
+    def _settle(self, name: str) -> None:
+        states = [
+            optimizer.state.get(named[name], {}) for named, optimizer in zip(self._named, self._optimizers, strict=True)
+        ]
+        for key, first in states[0].items():
+            if torch.is_tensor(first) and self.plan.moments != "kept":
+                mean = torch.stack([state[key] for state in states]).mean(0)
+                for state in states:
+                    state[key].copy_(mean if self.plan.moments == "averaged" else torch.zeros_like(mean))
+
+
+def rows_of(batch: Any, plan: Plan, index: int) -> Any:
+    """The rows of a replica: of each microbatch the parts that its ranks take."""
+    rows, inner = num_rows(batch), plan.within.num_batch_parts
+    num = plan.num_batch_parts // inner
+    outermost = plan.relaxed_axis == "data"  # `data` cuts the batch first
+    parts = []
+    for micro in microbatches(batch, plan.micro):
+        each = rows // (plan.micro * inner * num)
+        for part in range(inner):
+            place = index * inner + part if outermost else part * num + index
+            parts.append(take_rows(micro, rows // plan.micro, place * each, each))
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    leaves = [torch.utils._pytree.tree_flatten(part) for part in parts]
+    spec = leaves[0][1]
+    joined = [
+        torch.cat(same) if torch.is_tensor(same[0]) and same[0].ndim else same[0]
+        for same in zip(*(found for found, _ in leaves), strict=True)
+    ]
+    return torch.utils._pytree.tree_unflatten(joined, spec)
+
+
+def _norm_parts(plan: Plan) -> int:
+    return plan.within.num_batch_parts if plan.batchnorm == "local" else 1
+
+
+def _weight(loss_fn: Callable[[Any, Any], Any], model: nn.Module, rows: Any, plan: Plan) -> float:
+    """By which a replica's loss counts: of a (sum, weight) its weight."""
+    with torch.no_grad():
+        found = loss_fn(model, rows)
+    return float(found[1]) if isinstance(found, (tuple, list)) else 1.0
