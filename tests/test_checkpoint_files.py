@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plait.errors import CheckpointError
+from plait.run.boxes import Box, copies, fragments
 from plait.run.saving import checkpoint
-from plait.run.saving.boxes import Box, copies, fragments
 from plait.run.saving.crc import combine
 from plait.run.saving.holding import Holding, pieces
 from plait.run.saving.integrity import check_files, damages

@@ -21,9 +21,9 @@ HALF_MARGIN = 6.0  # what the model families of the tests need is up to 5.6
 LAST_BITS = {"fp32": 1e-6, "bf16": 2.0**-9, "fp16": 2.0**-12}
 
 
-# By what a number of a coded gradient changes, relative to the tensor's largest, if rounding turns it to the next code: a
-# replica on several ranks rounds otherwise than one on one device.
-_CODE_STEPS = {"bf16": 2.0**-8, "fp8": 2.0**-3, "int8": 1 / 127, "int4": 1 / 7}
+# By what a number of a coded gradient changes, relative to the tensor's largest, if rounding turns it to the next code:
+# a replica on several ranks rounds otherwise than one on one device.
+_CODE_STEPS = {"bf16": 2.0**-7, "fp8": 2.0**-3, "int8": 1 / 127, "int4": 1 / 7}
 
 
 @dataclass(frozen=True)

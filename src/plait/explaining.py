@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from plait.run.agreeing.replicas import batch_of_replica
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.microbatch import microbatches
 from plait.spec.annotation import Annotations
@@ -18,8 +19,10 @@ def explain(
 ) -> Explanation:
     """The layouts, their origins and the collectives of one step on a global batch; print it, or ask `.tensor(name)`.
 
+    Of replicas that agree later it is the step of one of them.
+
     Raises PlanError, LayoutError or CaptureError as the Trainer would.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    part = microbatches(batch, plan.micro)[0]
-    return explanation(Compiler(Captures(model, loss_fn), plan, layouts).lowered(part))
+    part = microbatches(batch_of_replica(batch, plan), plan.micro)[0]
+    return explanation(Compiler(Captures(model, loss_fn), plan.within, layouts).lowered(part))

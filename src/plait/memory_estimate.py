@@ -15,6 +15,7 @@ from plait.errors import PlanError
 from plait.graph.cut_within import cut_within
 from plait.graph.lower import Lowered
 from plait.graph.pipeline import AXIS as PIPELINE
+from plait.run.agreeing.replicas import batch_of_replica, bytes_kept
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.local_batch import num_rows
 from plait.run.microbatch import microbatches
@@ -74,18 +75,22 @@ class Estimator:
         """What the plan takes on each of its ranks; what has its home elsewhere is counted as if on the device."""
         model = self._captures.model
         homes: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Plan) if f.name.startswith("home")}
-        given, plan = plan, dataclasses.replace(plan, **homes)
+        given, plan = plan, dataclasses.replace(plan.within, **homes)
+        batch, kept = batch_of_replica(self._batch, given), bytes_kept(given)
         if self._device.type != "cpu" and plan.central == "host":
             plan = dataclasses.replace(plan, central="none", zero=plan.zero_stage)
-        lowered = Compiler(self._captures, plan, self._layouts).lowered(microbatches(self._batch, plan.micro)[0])
+        lowered = Compiler(self._captures, plan, self._layouts).lowered(microbatches(batch, plan.micro)[0])
         found: dict[Any, tuple[list[int], RankMemory]] = {}
-        for rank in range(plan.mesh.size):
+        for number in range(given.mesh.size):
+            here = given.mesh.coordinates(number)
+            rank = plan.mesh.rank(here | dict.fromkeys([given.relaxed_axis] if given.relaxed_axis else [], 0))
             kind = _kind(lowered, rank)
             if kind not in found:
                 shared = self._device.type == "cpu"  # the ranks of one host; several hosts take less
-                each = rehearse(lowered, model, self._batch, self._optimizer, self._device, rank, shared)
+                each = rehearse(lowered, model, batch, self._optimizer, self._device, rank, shared)
+                each = each.with_more(OPTIMIZER, kept * each.updated)
                 found[kind] = ([], each if self._built else each.without_start())
-            found[kind][0].append(rank)
+            found[kind][0].append(number)
         num_parameters = sum(math.prod(layout.shape) for layout in lowered.states.values())
         return MemoryEstimate(given, num_parameters, tuple((tuple(ranks), each) for ranks, each in found.values()))
 
@@ -106,7 +111,8 @@ class Estimator:
         """The plan with another cut of its pipeline, where one is likely to stay within so many bytes."""
         if plan.mesh.axis_size(PIPELINE) == 1:
             return []
-        lowered = Compiler(self._captures, plan, self._layouts).lowered(microbatches(self._batch, plan.micro)[0])
+        batch = batch_of_replica(self._batch, plan)
+        lowered = Compiler(self._captures, plan.within, self._layouts).lowered(microbatches(batch, plan.micro)[0])
         now = self.estimate(plan)
         peaks: dict[int, int] = {}
         for ranks, each in now.ranks:

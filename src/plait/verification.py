@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
 from plait.comparison import HALF_MARGIN, ROUNDING_MARGIN, Difference, Report, Run, compare, in_half, last_bits
-from plait.errors import BatchError, CaptureError, LossError, PlanError
+from plait.errors import CaptureError, LossError, PlanError
 from plait.graph.lower import Lowered
 from plait.graph.pipeline import Pipeline
 from plait.graph.precision import Precision
+from plait.run.agreeing.replicas import batch_of_replica
 from plait.run.agreeing.serial import SerialReplicas
 from plait.run.checks import check_given
 from plait.run.compiler import Captures, Compiler, LossFn
-from plait.run.local_batch import num_rows, take_rows
 from plait.run.microbatch import microbatches
 from plait.run.references import one_device_step, stale_step
 from plait.run.scaling import FIRST_SCALE
@@ -64,7 +64,7 @@ class Verifier:
             raise PlanError(f"the plan is a {type(plan).__name__}; give a Plan or its text, such as 'data=2 tensor=2'")
         compiler = Compiler(self.captures, plan.within, layouts)
         try:
-            lowered = compiler.lowered(_first_rows(self.batch, plan))
+            lowered = compiler.lowered(microbatches(batch_of_replica(self.batch, plan), plan.micro)[0])
         except CaptureError as error:
             if not error.data_dependent:
                 raise
@@ -214,20 +214,6 @@ def verify(
     """
     verifier = Verifier(model, loss_fn, batch, optimizer=optimizer, steps=steps, seed=seed, clip_norm=clip_norm)
     return verifier.verify(plan, layouts=layouts, tolerance=tolerance)
-
-
-def _first_rows(batch: Any, plan: Plan) -> Any:
-    """A microbatch, as a replica's."""
-    first = microbatches(batch, plan.micro)[0]
-    if not plan.relaxed_axis:
-        return first
-    num, rows = plan.mesh.axis_size(plan.relaxed_axis), num_rows(first)
-    if rows % num:
-        raise BatchError(
-            f"{num} replicas do not divide {'a microbatch' if plan.micro > 1 else 'the batch'} of {rows} rows; give a"
-            f" multiple of {num * plan.micro}"
-        )
-    return take_rows(first, rows, 0, rows // num)
 
 
 __all__ = ["HALF_MARGIN", "ROUNDING_MARGIN", "Difference", "Report", "Verifier", "verify"]

@@ -69,6 +69,15 @@ class RankMemory:
     def step_peak(self) -> int:
         return sum(self.at_peak.values())
 
+    def with_more(self, kind: str, num_bytes: int) -> RankMemory:
+        """With that many bytes more of a class, all the time."""
+        more = {kind: num_bytes}
+        return dataclasses.replace(
+            self,
+            most={c: self.most.get(c, 0) + more.get(c, 0) for c in CLASSES},
+            at_peak={c: self.at_peak.get(c, 0) + more.get(c, 0) for c in CLASSES},
+        )
+
     def without_start(self) -> RankMemory:
         """As of a model that is built on the meta device."""
         return dataclasses.replace(self, start=0)

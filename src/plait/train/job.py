@@ -148,6 +148,8 @@ class _Job:
             if (norm := self.ends.pop().gradient_norm) is not None:
                 values["gradient_norm"] = norm
             last = step == train.steps
+            if last:
+                trainer.agree()
             if self.data.held_out is not None and train.evaluate_every and (last or step % train.evaluate_every == 0):
                 values["held_out_loss"] = self._evaluate()
             if self.log is not None and self.reporter is not None:

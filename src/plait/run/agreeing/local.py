@@ -84,6 +84,11 @@ class LocalTraining:
         """Whether all replicas have the same weights after `step` steps."""
         return step == 0 or (self._plan.overlap == 0 and len(self.rounds.begun(step)) == len(self._parts))
 
+    def expect(self, part: int) -> None:
+        """Make ready for what an exchange, which had begun before a checkpoint, gave: its means are filled in later."""
+        means = {name: torch.zeros_like(self._parameters[name].detach().float()) for name in self._parts[part]}
+        self.pending[part] = Pending([], lambda: means)
+
     def _start(self, part: int) -> None:
         names = self._parts[part]
         if self.outer:

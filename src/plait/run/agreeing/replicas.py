@@ -21,7 +21,7 @@ from plait.graph.batch import map_batch
 from plait.run.agreeing.exchange import MeanExchange
 from plait.run.agreeing.local import LocalTraining
 from plait.run.eager import EagerReplica
-from plait.run.local_batch import LocalBatch, num_rows
+from plait.run.local_batch import LocalBatch, num_rows, take_rows
 from plait.run.program import StepResult
 from plait.run.replica import Replica
 from plait.spec.compression import NO_COMPRESSION
@@ -42,14 +42,14 @@ class Replicas:
         self._replica = replica
         self._comm = world.comm(axis)
         self._means = MeanExchange(self._comm, NO_COMPRESSION)
-        self._trained = {name: p for name, p in replica.parameters.items() if p.requires_grad}
+        self.trained = {name: p for name, p in replica.parameters.items() if p.requires_grad}
         self.local: LocalTraining | None = None
         self.exchange = MeanExchange(self._comm, plan.compress, [pattern for pattern, _ in plan.uncompressed])
         if plan.sync != 1:
             sizes = {name: math.prod(replica.layouts[name].shape) for name in replica.layouts}
-            self.local = LocalTraining(plan, self._comm, self._trained, sizes, optimizer)
+            self.local = LocalTraining(plan, self._comm, self.trained, sizes, optimizer)
             self.exchange = self.local.exchange
-        self._agreed_at = step  # how many steps there were when all replicas last had the same weights
+        self.agreed_at = step  # how many steps there were when all replicas last had the same weights
 
     def gradients(self, result: StepResult) -> StepResult:
         """Of synchronous training: the loss of the whole batch, and its gradients as the compressor leaves them."""
@@ -68,30 +68,30 @@ class Replicas:
     def stepped(self, step: int) -> None:
         """After `step` steps: agree, if it is time to."""
         if self.local is None:
-            self._agreed_at = step
+            self.agreed_at = step
             return
         if self.local.after(step):
             self._replica.updated()
         if self.local.agreed(step):
-            self._agreed_at = step
+            self.agreed_at = step
             self._agree_on_buffers()
 
     def agree(self, step: int) -> None:
         """Agree now, whenever the next time would be."""
-        if self.local is not None and self._agreed_at != step:
+        if self.local is not None and self.agreed_at != step:
             self.local.agree()
             self._replica.updated()
-        self._agreed_at = step
+        self.agreed_at = step
         self._agree_on_buffers()
 
     @contextmanager
     def aggregated(self, step: int) -> Iterator[None]:
         """Inside, weights and buffers are the means over replicas; training goes on with the replica's own."""
-        if self._agreed_at == step and self.local is not None:
+        if self.agreed_at == step and self.local is not None:
             yield
             return
         means = self.means(step)
-        here = {**{n: p.detach() for n, p in self._trained.items()}, **self._float_buffers()}
+        here = {**{n: p.detach() for n, p in self.trained.items()}, **self.float_buffers()}
         own = {name: here[name].clone() for name in means}
         self._put(here, means)
         try:
@@ -101,9 +101,9 @@ class Replicas:
 
     def means(self, step: int) -> dict[str, Tensor]:
         """The means over replicas of this rank's parts of the trained parameters, and of buffers."""
-        tensors = dict(self._float_buffers())
-        if self._agreed_at != step:
-            tensors |= {name: p.detach() for name, p in self._trained.items()}
+        tensors = dict(self.float_buffers())
+        if self.agreed_at != step:
+            tensors |= {name: p.detach() for name, p in self.trained.items()}
         return self._means.mean(tensors) if tensors else {}
 
     def mean_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -116,7 +116,7 @@ class Replicas:
         return found
 
     def _agree_on_buffers(self) -> None:
-        buffers = self._float_buffers()
+        buffers = self.float_buffers()
         self._put(buffers, self._means.mean(buffers) if buffers else {})
 
     def _put(self, here: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
@@ -124,7 +124,16 @@ class Replicas:
             here[name].copy_(value)
         self._replica.updated()
 
-    def _float_buffers(self) -> dict[str, Tensor]:
+    def begin(self, step: int) -> None:
+        """Go on from weights that have been put in place, the same on all replicas, after `step` steps."""
+        self.agreed_at = step
+        self.exchange.errors.clear()
+        self.exchange.factors.clear()
+        if self.local is not None and self.local.outer:
+            self.local.begin()
+
+    def float_buffers(self) -> dict[str, Tensor]:
+        """Such as running statistics, of which replicas have their own until they agree."""
         return {name: buffer for name, buffer in self._replica.buffers.items() if buffer.is_floating_point()}
 
 
@@ -147,6 +156,28 @@ def rows_of_replica(batch: Any, plan: Plan, world: World) -> LocalBatch:
     places = torch.arange(rows).view(micro, parts, each)[:, part].reshape(-1)
     tree = map_batch(lambda _, leaf: _take(leaf, rows, places), batch)
     return LocalBatch(tree, each * micro, rows // num)
+
+
+def batch_of_replica(batch: Any, plan: Plan) -> Any:
+    """Rows of a global batch that have the shapes of one replica's: the first ones; all of them where all agree.
+
+    BatchError for a batch that the replicas do not divide.
+    """
+    if not plan.relaxed_axis:
+        return batch
+    num, rows = plan.mesh.axis_size(plan.relaxed_axis), num_rows(batch)
+    if rows % num:
+        raise BatchError(
+            f"{num} replicas do not divide the batch of {rows} rows; give a multiple of {num * plan.micro}"
+        )
+    return take_rows(batch, rows, 0, rows // num)
+
+
+def bytes_kept(plan: Plan) -> int:
+    """Bytes that a rank keeps of each number it trains, to agree later: agreed weights and the momentum of the outer
+    optimizer, and what a compressor has left out."""
+    outer = plan.sync != 1 and (plan.outer != "none" or plan.compress != NO_COMPRESSION)
+    return 8 * outer + 4 * (plan.compress != NO_COMPRESSION)
 
 
 def replica_key(key: int, index: int) -> int:

@@ -7,6 +7,7 @@ no communication, and every exchange is a line of arithmetic on the list of all 
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,10 +20,10 @@ from plait.run.agreeing.codec import BLOCK, coded_bytes, decode, encode
 from plait.run.agreeing.exchange import first_factor
 from plait.run.agreeing.local import MIXING
 from plait.run.agreeing.replicas import replica_key
+from plait.run.boxes import Fragment, fragments
 from plait.run.local_batch import num_rows, take_rows
 from plait.run.microbatch import microbatches
 from plait.run.references import one_device_step
-from plait.run.saving.boxes import Fragment, fragments
 from plait.spec.compression import Compression
 from plait.spec.layout import Layout
 from plait.spec.plan import Plan
@@ -151,9 +152,11 @@ class SerialReplicas:
             rows = rows_of(batch, plan, index)
             for parameter in twin.parameters():
                 parameter.grad = None
-            loss = one_device_step(twin, loss_fn, rows, plan.within, replica_key(key, index), _norm_parts(plan), 1.0)
+            counted: list[float] = []
+            weighing = functools.partial(_weighing, loss_fn, counted)
+            loss = one_device_step(twin, weighing, rows, plan.within, replica_key(key, index), _norm_parts(plan), 1.0)
             losses.append(float(loss))
-            weights.append(_weight(loss_fn, twin, rows, plan))
+            weights.append(sum(counted) or 1.0)
         if plan.sync == 1:
             total = sum(weights)
             terms = [
@@ -239,8 +242,9 @@ def _norm_parts(plan: Plan) -> int:
     return plan.within.num_batch_parts if plan.batchnorm == "local" else 1
 
 
-def _weight(loss_fn: Callable[[Any, Any], Any], model: nn.Module, rows: Any, plan: Plan) -> float:
-    """By which a replica's loss counts: of a (sum, weight) its weight."""
-    with torch.no_grad():
-        found = loss_fn(model, rows)
-    return float(found[1]) if isinstance(found, (tuple, list)) else 1.0
+def _weighing(loss_fn: Callable[[Any, Any], Any], counted: list[float], model: nn.Module, rows: Any) -> Any:
+    """The loss, having noted by which it counts if it is a (sum, weight)."""
+    found = loss_fn(model, rows)
+    if isinstance(found, (tuple, list)):
+        counted.append(float(found[1]))
+    return found

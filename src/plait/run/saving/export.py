@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from plait.errors import CheckpointError
-from plait.run.saving.boxes import Box, Fragment
+from plait.run.boxes import Box, Fragment
 from plait.run.saving.fitting import MODEL, saved_model
 from plait.run.saving.integrity import check_files
 from plait.run.saving.manifest import Manifest

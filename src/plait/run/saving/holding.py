@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.protocol import World
-from plait.run.saving.boxes import Box, Fragment, copies, fragments
+from plait.run.boxes import Box, Fragment, copies, fragments
 from plait.spec.layout import Layout, part_bounds
 from plait.spec.mesh import Mesh
 

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from plait.errors import CheckpointError
 from plait.graph.dtypes import torch_name
-from plait.run.saving import randomstate
-from plait.run.saving.boxes import Fragment, fragments
+from plait.run.boxes import Fragment, fragments
+from plait.run.saving import randomstate, relaxed
 from plait.run.saving.consent import Consent
 from plait.run.saving.fitting import MODEL, STATE, Shapes, check_model, check_optimizer, saved_model, saved_state
 from plait.run.saving.holding import is_away
 from plait.run.saving.integrity import check_files
 from plait.run.saving.manifest import Manifest
+from plait.run.saving.optimizer_layouts import expected_state, state_layout
 from plait.run.saving.places import has_checkpoints, newest, older_than
 from plait.run.saving.plainvalues import decode, tensor_names
-from plait.run.saving.save import expected_state, state_layout
 from plait.run.saving.snapshot import Run, model_of, persistent_buffers, set_group_options
 from plait.run.saving.source import Source, Wanted, whole_of
 from plait.run.saving.storage import Folder, Location, folder_of
@@ -48,6 +48,7 @@ def load(run: Run, path: Location) -> dict[str, Any]:
         raise CheckpointError(f"{error}; part of it is in place: load a checkpoint before going on") from None
     extra = loading.take_values()
     run.replica.updated()
+    consent.all_do("read its own", loading.take_own)
     return extra
 
 
@@ -65,6 +66,8 @@ def load_weights(run: Run, path: Location) -> None:
     consent.all_do("whole", lambda: source.check({names[name]: one.fragments for name, one in wanted.items()}))
     consent.all_do("read", lambda: _fill_model(run, source, names, wanted))
     run.replica.updated()
+    if run.replicas is not None:
+        run.replicas.begin(run.step_number)
 
 
 class _Load:
@@ -135,6 +138,10 @@ class _Load:
         run.seed, run.step_number = common["seed"], common["step"]
         extra: dict[str, Any] = common["extra"]
         return extra
+
+    def take_own(self) -> None:
+        """What each of several replicas had for itself."""
+        relaxed.restore(self._run, self._source, self._manifest)
 
     def _state_parts(self) -> dict[str, tuple[tuple[int, ...], tuple[Fragment, ...]]]:
         """Of each tensor of the optimizer's that belongs here: the shape of this rank's part, and its fragments."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.errors import CheckpointError
-from plait.run.saving.boxes import Box
+from plait.run.boxes import Box
 from plait.run.saving.crc import combine
 from plait.run.saving.safetensor import item_bytes
 from plait.run.saving.storage import Folder

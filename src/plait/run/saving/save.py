@@ -11,22 +11,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from plait.run.optimizers import state_layouts
-from plait.run.saving import checkpoint, randomstate
+from plait.run.saving import checkpoint, randomstate, relaxed
 from plait.run.saving.checkpoint import State
 from plait.run.saving.fitting import MODEL, STATE
 from plait.run.saving.holding import Holding, Kept, is_away
+from plait.run.saving.optimizer_layouts import state_layout
 from plait.run.saving.saver import Saver
 from plait.run.saving.snapshot import Run, group_options, model_of, persistent_buffers
 from plait.run.saving.storage import Location
-from plait.spec.layout import Layout, Only
-
-_layouts: WeakKeyDictionary[torch.optim.Optimizer, dict[str, dict[str, Layout | None]]] = WeakKeyDictionary()
 
 
 def save(run: Run, path: Location, extra: Mapping[str, Any], keep: int, saver: Saver, wait: bool) -> None:
@@ -41,18 +37,21 @@ def describe(run: Run, extra: Mapping[str, Any]) -> State:
     assert optimizer is not None
     tensors: dict[str, Holding] = {}
     own: dict[str, Any] = {}
+    means = _means(run)
     for name, parameter in replica.parameters.items():
-        data = parameter.detach()
+        data = means.get(MODEL + name, parameter.detach())
         if is_away(data):
             data = Kept(tuple(data.shape), data.dtype, functools.partial(_local, run, name))
         tensors[MODEL + name] = Holding.laid_out(data, replica.layouts[name], world)
     if world.rank == 0:
         persistent = persistent_buffers(model_of(replica))
-        tensors |= {MODEL + name: Holding.whole(b) for name, b in replica.buffers.items() if name in persistent}
+        buffers = {MODEL + name: b for name, b in replica.buffers.items() if name in persistent}
+        tensors |= {name: Holding.whole(means.get(name, buffer)) for name, buffer in buffers.items()}
     for name, parameter in replica.parameters.items():
         away = _Away(run, parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             full = f"{STATE}{name}/{key}"
+            value = means.get(full, value)
             if torch.is_tensor(value):
                 layout = state_layout(run, name, key, tuple(value.shape))
                 tensors[full] = Holding.laid_out(away.kept(key, value) if is_away(value) else value, layout, world)
@@ -68,35 +67,28 @@ def describe(run: Run, extra: Mapping[str, Any]) -> State:
         "groups": group_options(run),
         "scheduler": run.scheduler.state_dict() if run.scheduler is not None else None,
         "loss_scale": run.loss_scale.state_dict() if run.loss_scale is not None else None,
+        "replicas": relaxed.values(run),
         "extra": dict(extra),
     }
-    return State(tensors, values, own)
+    return State(tensors | relaxed.holdings(run), values, own)
 
 
-def state_layout(run: Run, name: str, key: str, shape: tuple[int, ...], whole: bool = False) -> Layout:
-    """How the ranks hold what the optimizer keeps of a parameter, given the shape of a rank's part, or of the whole.
-
-    Scalars and what is averaged over the parameter are whole on every rank that has the parameter.
-    """
-    replica, world = run.replica, run.world
-    layout = replica.layouts[name]
-    here = world.mesh.coordinates(world.rank)
-    for known in (expected_state(run).get(name, {}).get(key), layout):
-        if known is not None and shape and shape == (known.shape if whole else known.local_shape(world.mesh, here)):
-            return known
-    return Layout(layout.dtype, shape, tuple((axis, p) for axis, p in layout.placements if isinstance(p, Only)))
-
-
-def expected_state(run: Run) -> dict[str, dict[str, Layout | None]]:
-    """What the optimizer keeps of each parameter that it trains, and how; empty for one that cannot be tried."""
-    optimizer = run.optimizer
+def _means(run: Run) -> dict[str, Tensor]:
+    """Of what replicas that agree later have each for itself, under the names of a checkpoint."""
+    replicas, optimizer = run.replicas, run.optimizer
+    if replicas is None:
+        return {}
     assert optimizer is not None
-    if optimizer not in _layouts:
-        try:
-            _layouts[optimizer] = state_layouts(optimizer, run.replica.parameters, run.replica.layouts)
-        except Exception:  # an optimizer of the user's that works on real parameters only
-            _layouts[optimizer] = {}
-    return _layouts[optimizer]
+    found = {MODEL + name: mean for name, mean in replicas.means(run.step_number).items()}
+    if replicas.local is not None:
+        state = {
+            f"{STATE}{name}/{key}": value
+            for name, parameter in replicas.trained.items()
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if torch.is_tensor(value) and value.is_floating_point() and not is_away(value)
+        }
+        found |= {name: mean.to(state[name].dtype) for name, mean in replicas.mean_of(state).items()}
+    return found
 
 
 def _local(run: Run, name: str) -> Tensor:

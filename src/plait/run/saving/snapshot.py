@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from plait.comm.protocol import World
 from plait.errors import CheckpointError
+from plait.run.agreeing.replicas import Replicas
 from plait.run.boundary import from_boundary, to_boundary
 from plait.run.eager import EagerReplica
 from plait.run.optimizers import tried
@@ -38,6 +39,7 @@ class Run(Protocol):
     optimizer: torch.optim.Optimizer | None
     update: Update
     loss_scale: LossScale | None
+    replicas: Replicas | None
 
     @property
     def replica(self) -> Replica | EagerReplica: ...
@@ -87,6 +89,8 @@ def restore(run: Run, state: Mapping[str, Any]) -> None:
     if run.loss_scale is not None and "loss_scale" in state:
         run.loss_scale.load_state_dict(state["loss_scale"])
     run.step_number = int(state["step"])
+    if run.replicas is not None:
+        run.replicas.begin(run.step_number)
     replica.updated()
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import CheckpointError
-from plait.run.saving.boxes import Box, Fragment
+from plait.run.boxes import Box, Fragment
 from plait.run.saving.integrity import check_blocks, in_threads
 from plait.run.saving.manifest import BLOCK, FileEntry, Manifest, Part
 from plait.run.saving.safetensor import item_bytes, read_header
