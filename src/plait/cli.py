@@ -1,4 +1,4 @@
-"""The command line: plait train | verify | explain | memory | schedule | report | checkpoint | run."""
+"""The command line: plait train | verify | explain | memory | schedule | report | compare | checkpoint | run."""
 
 from __future__ import annotations
 
@@ -216,6 +216,18 @@ def report(
         from plait.train.report import write_report
 
         print(write_report(run, out or run / "report.html", perfetto))
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN_A RUN_B ...", help="Folders that jobs wrote into.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Also write a page of the curves.")] = None,
+) -> None:
+    """Compare runs with the first: statistical efficiency, throughput, goodput, waiting, and bytes to the same loss."""
+    with _errors_shown_once():
+        from plait.train.compare import compare_runs
+
+        print(compare_runs(runs, out))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

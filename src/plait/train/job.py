@@ -80,6 +80,7 @@ class _Job:
         self.reporter: Reporter | None = None
         self.loaders: list[Loader] = []
         self.held_out: Loader | None = None
+        self.num_sent = 0  # bytes by this rank so far
 
     def run(self, resume: bool) -> Outcome:
         try:
@@ -144,7 +145,10 @@ class _Job:
                 "tokens_per_s": tokens / seconds,
                 "seconds": seconds,
                 "data_seconds": loader.waited_seconds.last,
+                "sent_bytes": self._sent(),
             }
+            if trainer.replicas is not None:
+                values["agree_seconds"] = trainer.replicas.take_seconds()
             if (norm := self.ends.pop().gradient_norm) is not None:
                 values["gradient_norm"] = norm
             last = step == train.steps
@@ -179,6 +183,13 @@ class _Job:
         )
         self.loaders.append(loader)
         return loader
+
+    def _sent(self) -> int:
+        """Bytes that this rank has sent since it was asked last."""
+        world = self.trainer.world
+        total = sum(world.comm(axis).links.total() for axis in world.mesh.names)
+        sent, self.num_sent = total - self.num_sent, total
+        return sent
 
     def _evaluate(self) -> float:
         """The loss on the first batches of the held-out data, the same ones each time."""

@@ -11,7 +11,8 @@ class MetricsLog:
     """Writes `metrics.jsonl`; only rank 0 makes one.
 
     A line has `step` (counted from 1), `loss`, `lr`, `tokens_per_s`, `seconds` of the step, `data_seconds` of them
-    spent on waiting for data, `gradient_norm` where gradients are clipped, and `held_out_loss` where it was evaluated.
+    spent on waiting for data, `sent_bytes` by this rank, `agree_seconds` spent on exchanges of replicas that agree
+    later, `gradient_norm` where gradients are clipped, and `held_out_loss` where it was evaluated.
     """
 
     def __init__(self, folder: Path, first_step: int, tensorboard: bool = False) -> None:

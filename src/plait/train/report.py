@@ -16,7 +16,7 @@ from plait.spec.trace import Trace
 from plait.view.perfetto import chrome_trace
 from plait.view.report import StepView, build_page, that_fit
 
-_METRICS = "metrics.jsonl"
+METRICS = "metrics.jsonl"
 
 
 def write_report(run: Path, out: Path, perfetto: Path | None = None) -> str:
@@ -27,10 +27,10 @@ def write_report(run: Path, out: Path, perfetto: Path | None = None) -> str:
     if not run.is_dir():
         what = "is a file" if run.exists() else "does not exist"
         raise DataError(f"{str(run)!r} {what}; name the folder of a run, which is the train.out of its job")
-    plan, metrics = read_plan(run), _metrics(run / _METRICS)
+    plan, metrics = read_plan(run), read_lines(run / METRICS)
     if plan is None and not metrics:
         raise DataError(
-            f"{str(run)!r} is no run: it has neither {PLAN} nor {_METRICS}; name the folder that `plait train` wrote"
+            f"{str(run)!r} is no run: it has neither {PLAN} nor {METRICS}; name the folder that `plait train` wrote"
             " into, its train.out, or that of Trainer(trace=...)"
         )
     recorded = read_trace(run, plan.num_ranks) if plan is not None else []
@@ -38,13 +38,13 @@ def write_report(run: Path, out: Path, perfetto: Path | None = None) -> str:
     if perfetto is not None:
         if not recorded and predicted is None:
             raise DataError(f"{run / TRACE} has no trace to write to {str(perfetto)!r}; train with --trace")
-        _write(perfetto, chrome_trace([(each.step, each.begin, each.trace) for each in recorded], predicted))
+        write_page(perfetto, chrome_trace([(each.step, each.begin, each.trace) for each in recorded], predicted))
     steps = [_view(plan, each, predicted) for each in recorded] if plan is not None else []
     if not steps and predicted is not None:
         steps = [StepView(0, None, predicted)]
     shown = that_fit(steps)
     page = build_page(f"plait: {run}", _facts(plan, recorded, shown, predicted, metrics), shown, metrics)
-    _write(out, page)
+    write_page(out, page)
     more = f"; open {perfetto} at ui.perfetto.dev" if perfetto is not None else ""
     return f"wrote {out}{more}"
 
@@ -112,7 +112,7 @@ def _facts(
     return found
 
 
-def _metrics(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file, as far as they can be read: a run may be killed, or go on, while it writes one."""
     found = []
     try:
@@ -129,7 +129,7 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _write(path: Path, text: str) -> None:
+def write_page(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -49,10 +50,12 @@ class Replicas:
             sizes = {name: math.prod(replica.layouts[name].shape) for name in replica.layouts}
             self.local = LocalTraining(plan, self._comm, self.trained, sizes, optimizer)
             self.exchange = self.local.exchange
+        self._seconds = 0.0
         self.agreed_at = step  # how many steps there were when all replicas last had the same weights
 
     def gradients(self, result: StepResult) -> StepResult:
         """Of synchronous training: the loss of the whole batch, and its gradients as the compressor leaves them."""
+        start = time.perf_counter()
         total, weight = result.parts or (result.loss, torch.ones_like(result.loss))
         mine = torch.stack([total.detach().double(), weight.detach().double()])
         sums = self._comm.all_reduce(mine).wait()
@@ -61,12 +64,23 @@ class Replicas:
         if scale != 1:
             torch._foreach_mul_(list(gradients.values()), scale)
         gradients = {name: mean.to(gradients[name].dtype) for name, mean in self.exchange.mean(gradients).items()}
+        self._seconds += time.perf_counter() - start
         loss = (sums[0] / sums[1]).to(result.loss.dtype)
         parts = None if result.parts is None else (sums[0], sums[1])
         return dataclasses.replace(result, loss=loss, parts=parts, gradients=gradients)
 
+    def take_seconds(self) -> float:
+        """What exchanges have taken since this was asked last."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
     def stepped(self, step: int) -> None:
         """After `step` steps: agree, if it is time to."""
+        start = time.perf_counter()
+        self._agree_if_due(step)
+        self._seconds += time.perf_counter() - start
+
+    def _agree_if_due(self, step: int) -> None:
         if self.local is None:
             self.agreed_at = step
             return
