@@ -1,0 +1,135 @@
+"""Training across slow networks: ranks in network namespaces, joined by links of a given speed (scripts/slow-links).
+
+python -m bench.slow_links [--ranks 2 4] [--rounds 3] [--write]
+
+Needs root, iproute2 and a kernel with tbf. Each rank is a process of one thread in a namespace of its own; plait does
+not use shared memory here. Of what agrees every N steps, a step is N local ones and one exchange over N.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.harness import free_port, publish
+from bench.workloads import GLOBAL_BATCH, SEQUENCE, WORKLOADS, loss_fn, optimizer
+from plait import Plan, Trainer
+from plait.comm.process import process_world
+
+RATES = ("", "1gbit", "100mbit")
+STEPS = 4
+CONTENDERS = {
+    "torch DDP": "",
+    "plait data=N": "data={n}",
+    "local SGD, sync=8": "data={n} sync=8",
+    "DiLoCo, sync=64": "data={n} sync=64 outer=nesterov",
+    "DiLoCo, int8": "data={n} sync=64 outer=nesterov compress=int8",
+    "compress=powersgd:2": "data={n} compress=powersgd:2",
+    "compress=int8": "data={n} compress=int8",
+}
+TEXT = """The small GPT, a global batch of 8 sequences of 128 bytes, so that with twice the ranks each has half the
+rows; 2 cores, which 4 ranks share. Tokens a second, over those of torch DDP in the same round: median (min-max) of
+{rounds} rounds. To reach at 100 Mbit/s and 2 ranks: DiLoCo 8, compress=powersgd:2 6."""
+_SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "slow-links"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker is not None:
+        print(json.dumps(measure(given.worker)), flush=True)
+        os._exit(0)
+    if os.geteuid() != 0 or shutil.which("tc") is None:
+        print("skipped: network namespaces with shaped links need root and iproute2 (ip, tc)")
+        return
+    parts = [TEXT.format(rounds=given.rounds)]
+    for num in given.ranks:
+        rows = ["| | " + " | ".join(rate or "unshaped" for rate in RATES) + " |", "| --- " * (len(RATES) + 1) + "|"]
+        cells: dict[str, list[str]] = {name: [] for name in CONTENDERS}
+        for rate in RATES:
+            subprocess.run([_SCRIPT, "up", str(num), *([rate] if rate else [])], check=True)
+            try:
+                rounds = [
+                    {name: step_seconds(plan, num) for name, plan in CONTENDERS.items()} for _ in range(given.rounds)
+                ]
+            finally:
+                subprocess.run([_SCRIPT, "down"], check=True)
+            for name, column in cells.items():
+                ratios = [each["torch DDP"] / each[name] for each in rounds]
+                rate_of = GLOBAL_BATCH * SEQUENCE / statistics.median(each[name] for each in rounds)
+                column.append(
+                    f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}), {rate_of:,.0f}/s"
+                )
+                print(num, rate or "unshaped", name, column[-1], flush=True)
+        rows += [f"| {name} | {' | '.join(column)} |" for name, column in cells.items()]
+        parts.append(f"## {num} ranks\n\n" + "\n".join(rows))
+    publish("Slow links", "\n\n".join(parts), "slow_links", given.write)
+
+
+def step_seconds(plan: str, num: int) -> float:
+    """Of one contender, by ranks that are started for it: seconds of a step, of the slowest rank."""
+    port = free_port()
+    ranks = []
+    for rank in range(num):
+        env = os.environ | {
+            "RANK": str(rank), "WORLD_SIZE": str(num), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }  # fmt: skip
+        command = ["ip", "netns", "exec", f"plait-{rank}", sys.executable, "-m", "bench.slow_links"]
+        command += ["--worker", plan.format(n=num)]
+        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    return max(json.loads(process.communicate(timeout=600)[0].splitlines()[-1]) for process in ranks)
+
+
+def measure(plan: str) -> float:
+    """In a rank: seconds of a step."""
+    torch.set_num_threads(1)
+    workload = WORKLOADS["small"]
+    if not plan:
+        from bench.variants import torch_ddp
+
+        return _timed(torch_ddp("small"), STEPS)
+    chosen = Plan.parse(plan)
+    world = process_world(chosen.mesh, shared_memory=False)
+    trainer = Trainer(workload.model(), loss_fn, optimizer, chosen, world=world)
+    batch = workload.batch()
+    each = _timed(lambda: float(trainer.step(batch)), STEPS)
+    if chosen.sync == 1:
+        return each
+    assert isinstance(chosen.sync, int)
+    return each + _timed(trainer.agree, 1, before=lambda: trainer.step(batch)) / chosen.sync
+
+
+def _timed(step: Callable[[], Any], num: int, before: Callable[[], Any] | None = None) -> float:
+    for _ in range(2):  # the first captures, or makes buffers
+        if before is not None:
+            before()
+        step()
+    total = 0.0
+    for _ in range(num):
+        if before is not None:
+            before()
+        start = time.perf_counter()
+        step()
+        total += time.perf_counter() - start
+    return total / num
+
+
+if __name__ == "__main__":
+    main()
