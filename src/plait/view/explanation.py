@@ -26,6 +26,7 @@ class Explanation:
 
     lowered: Lowered
     collectives: tuple[Collective, ...]
+    agreement: str = ""  # of replicas that agree later, whose step this is: how they do
 
     @property
     def sent_bytes(self) -> dict[str, float]:
@@ -42,7 +43,7 @@ class Explanation:
     def __str__(self) -> str:
         parameters = [i.name for i in self.lowered.captured.inputs if i.kind == "parameter"]
         batch = [i.name for i in self.lowered.captured.inputs if i.kind == "batch"]
-        lines = [f"plan {self.lowered.plan.title}", "", "batch"]
+        lines = [*[self.agreement] * bool(self.agreement), f"plan {self.lowered.plan.title}", "", "batch"]
         lines += [f"  {name:40} {self.lowered.layouts[name]}" for name in batch if name in self.lowered.layouts]
         lines += ["", "parameters"]
         lines += [f"  {name:40} {self.lowered.layouts[name]}{self._origin(name)}" for name in parameters]
