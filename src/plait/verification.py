@@ -111,6 +111,8 @@ class Verifier:
             else:
                 run = functools.partial(self._run_one_device, num_parts=num_parts, stale=stale)
             again = [run(plan, rounding=last_bits(plan))]
+            if plan.compress.kind != "none":  # what a code of few bits makes of rounding, one run shows by chance
+                again += [run(plan, rounding=last_bits(plan), draw=draw) for draw in (1, 2, 3)]
             if in_half(plan):
                 again.append(run(replace(plan, precision="fp32", exceptions=())))
             self._references[key] = run(plan), again
@@ -154,13 +156,13 @@ class Verifier:
             optimizer.step()
         return Run(losses, gradients, {n: p.detach() for n, p in named.items()}, dict(twin.named_buffers()), scale)
 
-    def _run_replicas(self, lowered: Lowered, plan: Plan, rounding: float = 0.0) -> Run:
+    def _run_replicas(self, lowered: Lowered, plan: Plan, rounding: float = 0.0, draw: int = 0) -> Run:
         """As _run_one_device, of replicas that agree later: what the first of them ends with."""
         if Precision(plan.precision, plan.exceptions).scaled:
             raise PlanError(f"verify of {plan.title} has no serial program for the loss scale of fp16; take bf16")
         if lowered.pipeline is not None and lowered.pipeline.schedule.asynchronous:
             raise PlanError(f"verify has no serial program for sync= with schedule={plan.schedule}; take 1f1b")
-        twins = [self._twin(rounding) for _ in range(plan.mesh.axis_size(plan.relaxed_axis))]
+        twins = [self._twin(rounding, draw) for _ in range(plan.mesh.axis_size(plan.relaxed_axis))]
         optimizers = [self.optimizer([p for p in twin.parameters() if p.requires_grad]) for twin in twins]
         states = {n: lowered.states[n] for n, p in self.captures.model.named_parameters()}
         serial = SerialReplicas(plan, twins, optimizers, states)
@@ -174,7 +176,7 @@ class Verifier:
         parameters = {n: p.detach() for n, p in twins[0].named_parameters()}
         return Run(losses, gradients, parameters, dict(twins[0].named_buffers()))
 
-    def _twin(self, rounding: float) -> nn.Module:
+    def _twin(self, rounding: float, draw: int = 0) -> nn.Module:
         """A copy of the model, its weights changed by rounding."""
         twin = copy.deepcopy(self.captures.model).train()
         named = dict(twin.named_parameters())
@@ -182,7 +184,7 @@ class Verifier:
             for hook in (original._backward_hooks or {}).values():  # which a copy does not have
                 named[name].register_hook(hook)
         if rounding:
-            generator = torch.Generator().manual_seed(self.seed)
+            generator = torch.Generator().manual_seed(self.seed + draw)
             for parameter in (p for p in named.values() if p.is_floating_point()):
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter)
                 last_bits = max(rounding, torch.finfo(parameter.dtype).eps / 4)
