@@ -68,7 +68,16 @@ def test_what_a_run_leaves(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert train("train.steps=22").step == 22
     lines = read_metrics(folder / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 23))
-    assert set(lines[0]) == {"step", "loss", "lr", "tokens_per_s", "seconds", "data_seconds", "gradient_norm"}
+    assert set(lines[0]) == {
+        "step",
+        "loss",
+        "lr",
+        "tokens_per_s",
+        "seconds",
+        "data_seconds",
+        "sent_bytes",
+        "gradient_norm",
+    }
     assert [line["step"] for line in lines if "held_out_loss" in line] == [4, 8, 12, 16, 20, 22]
     assert lines[0]["lr"] == pytest.approx(5e-3) and lines[1]["lr"] == pytest.approx(1e-2)
     assert lines[-1]["loss"] < lines[0]["loss"] - 1
