@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
 from plait.decide.rounds import Rounds, split_in_parts
 from plait.errors import BatchError, PlanError, RankFailed
+from plait.memory_estimate import Estimator
 from plait.run.agreeing.codec import BLOCK, coded_bytes, decode, encode
 from plait.run.agreeing.exchange import MeanExchange
 from plait.spec.compression import Compression
@@ -57,6 +59,13 @@ def times(text: str, steps: int = 12) -> str:
 )
 def test_when_parts_of_the_model_begin_to_agree_and_are_taken_in(plan: str, expected: str) -> None:
     assert times(plan) == expected
+
+
+def test_when_a_replica_knows_that_all_have_begun_a_step() -> None:
+    assert [Rounds(4).meeting_after(step) for step in (0, 2, 3, 4, 7)] == [4, 4, 4, 8, 8]
+    assert [Rounds(4, overlap=1).meeting_after(step) for step in (2, 3, 4)] == [5, 5, 9]
+    assert [Rounds(4, parts=2).meeting_after(step) for step in (0, 1, 2, 3)] == [2, 2, 4, 4]
+    assert Rounds((1, 4)).meeting_after(3) == 7
 
 
 def test_parts_are_neighbours_of_about_the_same_size() -> None:
@@ -296,6 +305,33 @@ def test_a_resumed_run_is_the_unbroken_one(plan: str, tmp_path: Path) -> None:
     assert train(plan, second) == expected
 
 
+def test_a_checkpoint_of_a_step_at_which_an_exchange_would_be_under_way(tmp_path: Path) -> None:
+    def first(trainer: Trainer) -> None:
+        for seed in range(4):
+            trainer.step(batch(8, seed))
+        trainer.save(tmp_path)
+
+    def second(trainer: Trainer) -> list[float]:
+        trainer.prepare(gpt_batch(8))
+        trainer.load(tmp_path)
+        return [float(trainer.step(batch(8, seed))) for seed in range(4, 10)]
+
+    train("data=2", first)
+    for losses in train("data=2 sync=4 outer=nesterov streaming=2 overlap=1", second):
+        assert all(4 < loss < 6 for loss in losses)
+
+
+def test_threads_that_each_make_a_trainer() -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 3, 3), nn.Flatten())
+
+    def loss(model: Any, images: Tensor) -> Tensor:
+        return mse_loss(model(images), images.flatten(1))
+
+    losses = train("data=4", lambda trainer: float(trainer.step(torch.ones(4, 3, 8, 8))), SGD, net, loss)
+    assert len(set(losses)) == 1
+
+
 def test_a_checkpoint_of_replicas_loads_under_any_plan_as_their_mean(tmp_path: Path) -> None:
     def first(trainer: Trainer) -> tuple[dict[str, Tensor], float]:
         for seed in range(3):
@@ -368,8 +404,28 @@ def test_what_replicas_cannot_do() -> None:
         train("data=2 pipeline=2 micro=2 schedule=pipedream compress=int8", lambda trainer: None)
     with pytest.raises(PlanError, match="moments=reset needs the optimizer's state in memory"):
         train("data=2 sync=2 moments=reset home.optimizer=disk", lambda trainer: None)
+    with pytest.raises(PlanError, match=r"compress.nope\*=none: no parameter has such a name"):
+        train("data=2 compress=int8 compress.nope*=none", lambda trainer: trainer.step(gpt_batch(4)))
+    with pytest.raises(PlanError, match="verify runs no parameter servers"):
+        plait.verify(gpt(), loss_fn, gpt_batch(4), "workers=2 servers=1")
     with pytest.raises(BatchError, match="2 parts of 1 microbatches do not divide the batch of 3 rows"):
         train("data=2 sync=2", lambda trainer: trainer.step(gpt_batch(3)))
+
+
+def explained_bytes(plan: str) -> float:
+    """What explain says that a rank sends, which a run confirms."""
+    found = re.search(r"a rank sends ([\d.]+) (KiB|MiB)", str(plait.explain(gpt(), loss_fn, gpt_batch(8), plan)))
+    assert found is not None
+    said = float(found[1]) * {"KiB": 2**10, "MiB": 2**20}[found[2]]
+
+    def sent(trainer: Trainer) -> int:
+        trainer.step(gpt_batch(8))
+        before = trainer.world.comm("data").links.total()
+        trainer.agree()
+        return trainer.world.comm("data").links.total() - before
+
+    assert train(plan, sent)[0] == pytest.approx(said, rel=0.01)
+    return said
 
 
 def test_memory_and_explanation_are_those_of_a_replica() -> None:
@@ -382,7 +438,12 @@ def test_memory_and_explanation_are_those_of_a_replica() -> None:
     assert peak("data=2 sync=8 outer=nesterov", 8) == alone + 8 * num
     assert peak("data=2 sync=8 compress=int8", 8) == alone + 12 * num
     assert peak("data=2 compress=int8", 8) == alone + 4 * num
+    found = Estimator(gpt(), loss_fn, gpt_batch(8), ADAMW).until_it_fits(Plan.parse("data=2 sync=8"), 1)
+    assert [each.plan.zero for each in found] == [0] * len(found) and len(found) >= 2
     told = str(plait.explain(gpt(), loss_fn, gpt_batch(8), "data=2 tensor=2 sync=8"))
     first, rest = told.split("\n", 1)
-    assert first.endswith("2 replicas along data agree on weights (sync=8); this is one's step")
+    num_local = sum(p.numel() for p in gpt().parameters()) / 2  # all but norms and biases of rows are split
+    assert "2 replicas along data agree on weights (sync=8); a rank sends" in first
+    sent = explained_bytes("data=2 sync=8 compress=int8")
+    assert num_local < sent < 2.2 * num_local
     assert rest == str(plait.explain(gpt(), loss_fn, gpt_batch(4), "tensor=2"))

@@ -141,6 +141,8 @@ def test_what_each_replica_or_worker_trains_by(text: str, within: str) -> None:
         ("data=2 sync=8 zero=1", "sync=8 does not go with zero=1 over the same ranks"),
         ("data=2 sync=8 central=host", "sync=8 does not go with central=host over the same ranks"),
         ("data=2 sync=8 streaming=2", "streaming=2 needs an outer optimizer"),
+        ("data=2 sync=8 outer.lr=0.5", "outer.lr=0.5 is about an outer optimizer, and the plan has none"),
+        ("pipeline=[1,2", "or the ranks of each stage like [1,2,1]"),
         ("data=2 sync=8 outer=sgd streaming=9", "streaming=9 parts cannot each have a step of their own"),
         ("data=2 sync=8 outer=sgd overlap=8", "overlap=8 steps of exchange do not end before the next"),
         ("data=2 sync=8 home.parameters=disk", "replicas exchange what is in memory"),

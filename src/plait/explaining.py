@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import fnmatch
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from plait.graph.lower import Lowered
+from plait.run.agreeing.exchange import bytes_exchanged
 from plait.run.agreeing.replicas import batch_of_replica
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.microbatch import microbatches
 from plait.spec.annotation import Annotations
+from plait.spec.compression import NO_COMPRESSION
 from plait.spec.kinds import Interval
 from plait.spec.plan import Plan
+from plait.view.bytes import human_bytes
 from plait.view.explanation import Explanation, explanation
 
 
@@ -27,13 +32,24 @@ def explain(
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     part = microbatches(batch_of_replica(batch, plan), plan.micro)[0]
-    found = explanation(Compiler(Captures(model, loss_fn), plan.within, layouts).lowered(part))
-    return replace(found, agreement=_agreement(plan)) if plan.relaxed_axis else found
+    lowered = Compiler(Captures(model, loss_fn), plan.within, layouts).lowered(part)
+    return replace(explanation(lowered), agreement=_agreement(plan, lowered) if plan.relaxed_axis else "")
 
 
-def _agreement(plan: Plan) -> str:
-    """What replicas do beside the step that is shown."""
+def _agreement(plan: Plan, lowered: Lowered) -> str:
+    """What replicas do beside the step that is shown, and what a rank sends for it."""
     num = plan.mesh.axis_size(plan.relaxed_axis)
+    mesh = plan.within.mesh
+    kept = [pattern for pattern, _ in plan.uncompressed]
+    sent = 0.0
+    for name, layout in lowered.states.items():
+        if name not in lowered.captured.frozen:
+            shape = layout.local_shape(mesh, mesh.coordinates(0))
+            plain = any(fnmatch.fnmatchcase(name, pattern) for pattern in kept)
+            sent += bytes_exchanged(shape, NO_COMPRESSION if plain else plan.compress, num)
     what = "gradients at every step" if plan.sync == 1 else f"weights (sync={Interval().show(plan.sync)})"
     how = f", through compress={plan.compress}" if plan.compress.kind != "none" else ""
-    return f"plan {plan.title}: {num} replicas along {plan.relaxed_axis} agree on {what}{how}; this is one's step"
+    return (
+        f"plan {plan.title}: {num} replicas along {plan.relaxed_axis} agree on {what}{how}; a rank sends"
+        f" {human_bytes(int(sent))} for all of the model to agree once. What follows is the step of one replica."
+    )

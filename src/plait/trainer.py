@@ -44,7 +44,7 @@ from plait.spec.plan import Plan
 
 @dataclass(frozen=True)
 class StepEnd:
-    """What a callback gets after each step. All values are global."""
+    """What a callback gets after each step. All values are global, or with sync=N those of this rank's replica."""
 
     step: int
     loss: float
@@ -168,7 +168,8 @@ class Trainer:
         except CaptureError as error:
             refuse_unless_data_only(error, self.plan, self.world)
             if self.world.rank == 0:
-                warnings.warn(f"the model runs as it is, under PyTorch's DDP: {error}", stacklevel=4)
+                how = "" if self.plan.relaxed_axis else ", under PyTorch's DDP"
+                warnings.warn(f"the model runs as it is{how}: {error}", stacklevel=4)
             return EagerReplica(self.compiler.model, self.compiler.loss_fn, self.plan.within, self.world)
 
     def _rows(self, batch: Any) -> Any:
@@ -179,7 +180,10 @@ class Trainer:
         return key if self.replicas is None else replica_key(key, self.replicas.index)
 
     def step(self, batch: Any) -> Tensor:
-        """One training step on a global batch (or this rank's LocalBatch); returns the global loss, a 0-d tensor."""
+        """One training step on a global batch (or this rank's LocalBatch); returns the global loss, a 0-d tensor.
+
+        With sync=N it is the loss of this rank's replica, on its part of the batch: the others are not waited for.
+        """
         return self.step_with_gradients(batch, want=False)[0]
 
     def step_with_gradients(self, batch: Any, want: bool = True) -> tuple[Tensor, dict[str, Tensor]]:

@@ -62,6 +62,8 @@ class Verifier:
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         if not isinstance(plan, Plan):
             raise PlanError(f"the plan is a {type(plan).__name__}; give a Plan or its text, such as 'data=2 tensor=2'")
+        if plan.workers:
+            raise PlanError(f"verify runs no parameter servers; check what each worker runs, {plan.within.title!r}")
         compiler = Compiler(self.captures, plan.within, layouts)
         try:
             lowered = compiler.lowered(microbatches(batch_of_replica(self.batch, plan), plan.micro)[0])

@@ -3,7 +3,7 @@
 A rank that wants to stop posts the number of its next step on the board, and reads the board at every step from then
 on; the others see the wish within about a second, and post too. When all have posted, all stop before step
 max(posts) + 1. Training keeps ranks within one step of each other: whoever reaches that step knows that every rank has
-begun step max(posts), hence has posted.
+begun step max(posts), hence has posted. Where ranks meet more seldom they stop once they have met next.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ class StopVote:
     ...     while not vote.should_stop(step): ...
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, meet_after: Callable[[int], int] = lambda step: step + 1) -> None:
+        """`meet_after(step)`: before which step a rank knows that all have begun `step`."""
         self._world = world
+        self._meet_after = meet_after
         self._wished = False
         self._posted = False
         self._stop_before: int | None = None
@@ -62,7 +64,7 @@ class StopVote:
         if self._stop_before is None:
             posts = [board.get(f"{_WISH}/{rank}") for rank in range(size)]
             if None not in posts:
-                self._stop_before = max(int(post or 0) for post in posts) + 1
+                self._stop_before = self._meet_after(max(int(post or 0) for post in posts))
         return self._stop_before is not None and step >= self._stop_before
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ def single_changes(plan: Plan, num_rows: int) -> list[Plan]:
     `num_rows` is the global batch: more microbatches must divide it still.
     """
     found = []
-    if plan.data > 1 and plan.central == "none":
+    if plan.data > 1 and plan.central == "none" and plan.relaxed_axis != "data":
         found += [dataclasses.replace(plan, zero=stage) for stage in range(plan.zero + 1, 4)]
     if plan.recompute.kind != "layer":
         found.append(dataclasses.replace(plan, recompute=Recompute("layer")))

@@ -32,6 +32,14 @@ class Rounds:
         """The parts that are taken in after `step` steps."""
         return self.begun(step - self.overlap)
 
+    def meeting_after(self, step: int) -> int:
+        """After how many steps a replica first knows that all have done more than `step` steps: one has then waited for
+        an exchange that began after them."""
+        at = step + 1 + self.overlap
+        while not self.ended(at):
+            at += 1
+        return at
+
     def round_of(self, step: int) -> tuple[int, int]:
         """How many steps came before the round that `step` is in, and how long the round is."""
         if isinstance(self.sync, int):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.fx.node import map_arg
 from plait.graph.calls import is_item, is_tensor, output_values
 from plait.graph.shapes import fake_of, spec_of
 from plait.graph.views import ALIASES
+
+_one_at_a_time = threading.Lock()  # make_fx changes torch itself while it traces
 
 
 def decompose_node(node: Node, function: Callable[..., Any]) -> Node:
@@ -67,7 +70,7 @@ def _trace(node: Node, function: Callable[..., Any], sources: list[Node], values
         return function(*args, **kwargs)
 
     mode = values[0].fake_mode
-    with mode, torch.no_grad():
+    with _one_at_a_time, mode, torch.no_grad():
         traced = make_fx(torch.func.functionalize(run), tracing_mode="real", _allow_non_fake_inputs=True)(*values)
     for old in list(traced.graph.nodes):
         if old.op == "call_function" and old.target is not operator.getitem and old.target in ALIASES:

@@ -21,7 +21,7 @@ from plait.graph.recompute import recompute
 from plait.graph.sharing import keep_written_buffers
 from plait.graph.stages import complete_places, follow_readers, place_in_stages, repeatable, stages_from
 from plait.spec.action import FORWARD, WEIGHT, Action
-from plait.spec.kinds import ScheduleName
+from plait.spec.kinds import Places, ScheduleName
 from plait.spec.layout import Layout, Only, Placement
 from plait.spec.plan import Plan
 from plait.spec.schedule import Schedule
@@ -80,7 +80,7 @@ def schedule_of(plan: Plan, train: bool = True) -> Schedule:
     if not named and (found.num_ranks, found.num_micro) != (sum(plan.copies), plan.micro):
         raise PlanError(
             f"schedule={plan.schedule} is for {found.num_ranks} ranks and {found.num_micro} microbatches, but the plan"
-            f" has pipeline={plan.pipeline} micro={plan.micro}; change one of them"
+            f" has pipeline={Places().show(plan.pipeline)} micro={plan.micro}; change one of them"
         )
     return found
 

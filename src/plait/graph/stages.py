@@ -250,10 +250,14 @@ def _allowed(
         return None
     if len(plan.cut) != num_stages - 1:
         raise PlanError(
-            f"cut={','.join(plan.cut)} names {len(plan.cut)} modules, but {num_stages} stages begin with"
+            f"cut={','.join(plan.cut)} names {_modules(len(plan.cut))}, but {num_stages} stages begin with"
             f" {num_stages - 1} besides the first; name as many"
         )
     return [{bisect.bisect_left(first_places, _begin_of(graph, name))} for name in plan.cut]
+
+
+def _modules(num: int) -> str:
+    return "1 module" if num == 1 else f"{num} modules"
 
 
 def _with_empty_stages(allowed: Sequence[Collection[int] | None]) -> tuple[int, ...] | None:

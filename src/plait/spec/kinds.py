@@ -48,6 +48,8 @@ class Places(Axis):
         if not word.startswith("["):
             return super().parse(word)
         try:
+            if not word.endswith("]"):
+                raise ValueError(word)
             return tuple(int(part) for part in word.removeprefix("[").removesuffix("]").split(","))
         except ValueError:
             raise ValueError("it is a whole number, or the ranks of each stage like [1,2,1]") from None

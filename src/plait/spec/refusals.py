@@ -92,7 +92,7 @@ def _refuse_agreement(values: Mapping[str, str]) -> None:
         if given(key):
             raise PlanError(
                 f"{key}={values[key]} is about replicas that agree every n steps, and this plan agrees at each; give"
-                f" sync=N with it, or leave {key}= out"
+                f" sync=N with it, N being 2 or more, or leave {key}= out"
             )
     if values["compress."] and not compressed:
         raise PlanError(
@@ -110,6 +110,9 @@ def _refuse_agreement(values: Mapping[str, str]) -> None:
             f"{key}={values[key]} does not go with {what}={values[what]} over the same ranks, which then have no whole"
             f" replica each; use replica=N, which {key}= is then about, beside data=M"
         )
+    for name in ("outer.lr", "outer.momentum"):
+        if given(name) and not given("outer"):
+            raise PlanError(f"{name}={values[name]} is about an outer optimizer, and the plan has none; add outer=sgd")
     if given("streaming") and not given("outer"):
         raise PlanError(f"streaming={values['streaming']} needs an outer optimizer; add outer=nesterov, or outer=sgd")
     shortest = int(values["sync"].partition("..")[0])

@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 
 from plait.comm.failure import guard
 from plait.comm.stop import StopVote
+from plait.decide.rounds import Rounds
+from plait.errors import ConfigError
 from plait.run.feeding.loader import Loader
 from plait.run.local_batch import LocalBatch
 from plait.spec.plan import Plan
@@ -84,7 +86,7 @@ class _Job:
 
     def run(self, resume: bool) -> Outcome:
         try:
-            with StopVote(self.trainer.world) as vote:
+            with StopVote(self.trainer.world, self._meet_after) as vote:
                 loader = self._start(resume)
                 return self._steps(loader, vote)
         finally:
@@ -94,6 +96,13 @@ class _Job:
                 self.log.close()
             if self.reporter is not None:
                 self.reporter.close()
+
+    def _meet_after(self, step: int) -> int:
+        """Before which step a rank knows that all have begun `step`."""
+        plan = self.trainer.plan
+        if plan.relaxed_axis and plan.sync != 1:
+            return Rounds(plan.sync, plan.streaming, plan.overlap).meeting_after(step)
+        return step + 1
 
     def _start(self, resume: bool) -> Loader:
         """Capture the step, place or load the parameters, open the log; returns the loader at its position."""
@@ -106,7 +115,10 @@ class _Job:
         first = trainer.step_number
         if trainer.world.rank == 0:
             out = Path(config.train.out)
-            out.mkdir(parents=True, exist_ok=True)
+            try:
+                out.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"train.out = {str(out)!r}: the folder cannot be made: {error.strerror}") from None
             if trainer.recorder is None:  # else it has done so
                 trainer.write_plan(out)
             self.log = MetricsLog(out, first + 1, config.train.tensorboard)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from plait.comm.group import AloneComm
 from plait.comm.protocol import Comm, Work
 from plait.errors import PlanError
 from plait.run.agreeing.codec import BLOCK, coded_bytes, decode, encode
@@ -195,6 +196,21 @@ def first_factor(name: str, num_columns: int, rank: int) -> Tensor:
     """The Q that a matrix's first exchange begins with: [columns, rank], the same on every replica."""
     generator = torch.Generator().manual_seed(sum(name.encode()) + num_columns)
     return torch.randn(num_columns, rank, generator=generator)
+
+
+def bytes_exchanged(shape: Sequence[int], compression: Compression, size: int) -> float:
+    """What a rank of `size` sends to exchange a tensor of this shape once."""
+    exchange = MeanExchange(AloneComm(0), compression)
+    exchange._comm.size = size
+    like = torch.empty(tuple(shape), device="meta")
+    ring = 2 * (size - 1) / size
+    if exchange._is_plain("", like):
+        return ring * 4 * like.numel()
+    if compression.kind == "topk":
+        return (size - 1) * 8.0 * exchange._num_kept(like)
+    if compression.kind == "powersgd":
+        return ring * 4 * sum(_matrix(shape)) * compression.rank
+    return ring * coded_bytes(size * exchange._num_owned(like), compression.kind)
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:

@@ -67,7 +67,7 @@ class LocalTraining:
             pending.go_on()
         for part in self.rounds.begun(step):
             self._start(part)
-        ended = self.rounds.ended(step)
+        ended = [part for part in self.rounds.ended(step) if part in self.pending]  # a checkpoint may lie in between
         for part in ended:
             self._take_in(part, MIXING if self._plan.overlap else 0.0)
         return bool(ended)

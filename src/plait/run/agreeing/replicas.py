@@ -7,6 +7,8 @@ this replica's rows of the batch, with random draws of its own. What replicas ha
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import fnmatch
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -40,6 +42,11 @@ class Replicas:
         self.axis = axis
         self.num = plan.mesh.axis_size(axis)
         self.index = world.mesh.coordinates(world.rank)[axis]
+        for pattern, _ in plan.uncompressed:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in replica.layouts):
+                near = difflib.get_close_matches(pattern, replica.layouts, n=2, cutoff=0.3)
+                hint = f"; near it is {', '.join(near)}" if near else ""
+                raise PlanError(f"compress.{pattern}=none: no parameter has such a name{hint}")
         self._replica = replica
         self._comm = world.comm(axis)
         self._means = MeanExchange(self._comm, NO_COMPRESSION)

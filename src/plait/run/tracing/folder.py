@@ -18,7 +18,7 @@ from typing import Any
 from plait.comm.protocol import World
 from plait.decide.costs import Costs, read_costs
 from plait.decide.readiness import Edges
-from plait.errors import DataError, PlaitError
+from plait.errors import DataError, PlaitError, PlanError
 from plait.graph.cell_costs import estimate_costs
 from plait.graph.lower import Lowered
 from plait.graph.pipeline import AXIS as PIPELINE
@@ -71,7 +71,7 @@ class Recorded:
 
 def write_plan(folder: Path, lowered: Lowered | None, world: World, plan: str) -> None:
     """Write what rank 0 knows of a run into its folder, and remove the trace of an earlier one."""
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     for path in (folder / TRACE).glob("rank-*.json"):
         path.unlink()
     found: dict[str, Any] = {"plan": plan, "axes": [[name, size] for name, size in world.mesh.axes]}
@@ -94,9 +94,16 @@ def write_trace(folder: Path, recorder: Recorder) -> None:
             for kind, name, start, end, num_bytes, action in each.rows
         ]
         steps.append({"step": each.step, "spans": rows, "memory": each.memory, "sent": each.sent})
-    (folder / TRACE).mkdir(parents=True, exist_ok=True)
+    _make(folder / TRACE)
     text = json.dumps({"memory_of": recorder.memory_of, "steps": steps}, separators=(",", ":"))
     _write(folder / TRACE / f"rank-{recorder.rank}.json", text)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(f"cannot make the folder {str(folder)!r} of a run: {error.strerror}; give another") from None
 
 
 def read_plan(folder: Path) -> RunPlan | None:
