@@ -1,0 +1,103 @@
+"""A worker's process: pull, compute, push, until there is nothing left to do.
+
+A worker may be several ranks, each an actor of its own: the first talks to the chief, and every rank takes the values
+from the object store itself.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from plait.comm.process import process_world
+from plait.run.tuning import keep_freed_memory
+from plait.serve.computing import Computing, Gradient
+from plait.serve.job import Job
+from plait.serve.notes import Note, Refused, Task
+
+_BETWEEN_TRIES = 0.2  # seconds
+
+
+class Worker:
+    """One rank of a worker; an actor with several threads, of which one computes."""
+
+    def __init__(self, job: Job, rank: int = 0, size: int = 1) -> None:
+        self._job, self._rank, self._size = job, rank, size
+        self._computing: Computing | None = None
+        torch.set_num_threads(job.num_threads)
+        keep_freed_memory()
+
+    def address(self) -> tuple[str, int]:
+        """Where the ranks of this worker meet."""
+        import ray
+
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), int(probe.getsockname()[1])
+
+    def begin(self, address: tuple[str, int] | None = None) -> None:
+        """Join the other ranks, and make the model ready."""
+        torch.set_num_threads(self._job.num_threads)  # of this thread
+        if address is not None:
+            os.environ |= {
+                "RANK": str(self._rank), "WORLD_SIZE": str(self._size), "LOCAL_RANK": "0",
+                "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1]),
+            }  # fmt: skip
+        self._computing = Computing(self._job, process_world(self._job.plan.within.mesh))
+
+    def compute(self, values: Sequence[Any], piece: int, then: int) -> None:
+        """A rank's part of a step that the first rank pushes."""
+        self._step(values, piece, then)
+
+    def run(self, chief: Any, worker: int, peers: Sequence[Any] = (), address: Any = None) -> Refused | None:
+        """The life of a worker, on its first rank. Returns when there is nothing left to do, or why it may not join."""
+        import ray
+
+        self.begin(address)
+        assert self._computing is not None
+        task = ray.get(chief.join.remote(worker, self._computing.fingerprint))
+        asked = time.perf_counter()
+        while isinstance(task, Task):
+            try:
+                arrays = ray.get(list(task.values))
+            except ray.exceptions.RayTaskError:
+                raise
+            except ray.exceptions.RayError:  # a server or the chief is gone, and comes back
+                time.sleep(_BETWEEN_TRIES)
+                task = ray.get(chief.again.remote(worker))
+                continue
+            waited = time.perf_counter() - asked
+            others = [peer.compute.remote(task.values, task.piece, task.then) for peer in peers]
+            found = self._step(arrays, task.piece, task.then)
+            del arrays
+            ray.get(others)
+            gradients = [ray.put(each) for each in found.arrays]
+            note = Note(
+                worker, self._job.name, task.version, found.loss, found.weight, found.tokens, waited,
+                found.data_seconds, time.perf_counter() - asked, found.buffers,
+            )  # fmt: skip
+            del found
+            asked = time.perf_counter()
+            task = ray.get(chief.push.remote(note, gradients))
+        return task
+
+    def watch(self) -> None:
+        """Returns never: whoever waits for it learns that this process is gone."""
+        threading.Event().wait()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def _step(self, values: Sequence[Any], piece: int, then: int) -> Gradient:
+        import ray
+
+        assert self._computing is not None
+        arrays = ray.get(list(values)) if values and isinstance(values[0], ray.ObjectRef) else values
+        self._computing.take(arrays)
+        return self._computing.gradient(piece, then)

@@ -1,0 +1,107 @@
+"""Parameter servers: every mode in a given order of pushes equals a serial program of its definition."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.serve.job import Job
+from plait.serve.rehearse import Rehearsed, rehearse
+from tests.served import Serial, job_of
+
+# Of each optimizer that works in another way on rows than on the whole, and of those that do not.
+OPTIMIZERS = {
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.05),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "adafactor": functools.partial(torch.optim.Adafactor, lr=0.05),
+}
+
+
+def same(found: Rehearsed, expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(found.values[name], value, rtol=1e-5, atol=1e-6)
+
+
+def one_by_one(job: Job, order: tuple[int, ...], wait_for: Any = None) -> dict[str, Tensor]:
+    """Asynchronous: worker w's gradient is of the values after its push before; each is an update.
+
+    `wait_for(clocks, worker)` says who must wait; they take the values of the moment at which they need not any more.
+    """
+    serial, num = Serial(job), job.plan.workers
+    now = serial.values()
+    has: dict[int, dict[str, Tensor]] = dict.fromkeys(range(num), now)
+    piece, ahead = {w: w for w in range(num)}, {w: num + w for w in range(num)}
+    fresh, clocks = 2 * num, dict.fromkeys(range(num), 0)
+    for number, worker in enumerate(order, start=1):
+        gradient = serial.gradient(has.pop(worker), piece[worker])
+        serial.update(now, [gradient])
+        now = serial.values()
+        if number % num == 0 and serial.scheduler is not None:
+            serial.scheduler.step()
+        clocks[worker] += 1
+        free = [w for w in range(num) if w not in has and not (wait_for and wait_for(clocks, w))]
+        for w in free:
+            has[w], piece[w] = now, ahead[w]
+        for w in free:
+            ahead[w], fresh = fresh, fresh + 1
+    return now
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_asynchronous_in_a_given_order(tmp_path: Path, optimizer: str) -> None:
+    order = (0, 0, 1, 2, 0, 2, 2, 1, 0, 1, 1, 2)
+    job = job_of("workers=3 servers=2", tmp_path, optimizer=OPTIMIZERS[optimizer])
+    found = rehearse(job, order)
+    same(found, one_by_one(job, order))
+    assert [commit.staleness[0] for commit in found.commits] == [0, 0, 2, 3, 2, 1, 0, 4, 3, 1, 0, 4]
+    cut = any(not piece.is_whole for pieces in job.shards for piece in pieces)
+    assert cut == (optimizer != "adafactor")
+
+
+def test_bounded_in_a_given_order(tmp_path: Path) -> None:
+    order = (0, 0, 1, 0, 2, 1, 0, 1, 2, 2, 1, 0)  # worker 0 waits for 2 at its third push, with a bound of 1
+    job = job_of("workers=3 servers=2 staleness=1", tmp_path)
+    with pytest.raises(Exception, match=r"worker 0 push.*waits for others"):
+        rehearse(job, order)
+    order = (0, 0, 1, 2, 0, 1, 2, 1, 2, 0, 1, 2)
+    found = rehearse(job, order)
+    same(found, one_by_one(job, order, lambda clocks, w: clocks[w] - min(clocks.values()) > 1))
+
+
+@pytest.mark.parametrize(("servers", "clip_norm"), [(1, None), (2, None), (2, 0.3)])
+def test_synchronous_is_data_parallel(tmp_path: Path, servers: int, clip_norm: float | None) -> None:
+    job = job_of(f"workers=3 servers={servers} staleness=0", tmp_path, clip_norm=clip_norm)
+    found = rehearse(job, (2, 0, 1, 1, 0, 2, 0, 1, 2))
+    serial = Serial(job)
+    for step in range(3):
+        pieces = [serial.rows(3 * step + part) for part in range(3)]
+        batch = {key: torch.cat([rows[key] for rows in pieces]) for key in pieces[0]}
+        serial.optimizer.zero_grad()
+        total, weight = serial.loss_fn(serial.model, batch)
+        (total / weight).backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(serial.model.parameters(), clip_norm)
+        serial.optimizer.step()
+        serial.scheduler.step()
+    same(found, serial.values())
+    assert all(commit.ends_step and commit.staleness == (0, 0, 0) for commit in found.commits)
+
+
+def test_synchronous_with_a_backup_leaves_the_last_one_out(tmp_path: Path) -> None:
+    order = (0, 1, 2, 1, 0, 2, 0, 1, 2)  # worker 2 is late for the first two steps, and in time for the third
+    job = job_of("workers=3 servers=2 staleness=0 backup=1", tmp_path)
+    found = rehearse(job, order)
+    assert [commit.members for commit in found.commits] == [(0, 1), (0, 1), (0, 1)]
+    assert [commit.members for commit in rehearse(job, (0, 1, 2, 2, 0, 1)).commits] == [(0, 1), (0, 2)]
+    serial = Serial(job)
+    now = serial.values()
+    for pieces in ((0, 1), (3, 4), (6, 7)):
+        serial.update(now, [serial.gradient(now, piece) for piece in pieces])
+        now = serial.values()
+        serial.scheduler.step()
+    same(found, now)
