@@ -57,35 +57,46 @@ class Worker:
 
     def run(self, chief: Any, worker: int, peers: Sequence[Any] = (), address: Any = None) -> Refused | None:
         """The life of a worker, on its first rank. Returns when there is nothing left to do, or why it may not join."""
+        self.begin(address)
+        task = self.join(chief, worker, peers)
+        while isinstance(task, Task):
+            task = self.once(task)
+        return task
+
+    def join(self, chief: Any, worker: int, peers: Sequence[Any] = ()) -> Task | Refused | None:
+        """Ask the chief for something to do."""
         import ray
 
-        self.begin(address)
         assert self._computing is not None
-        task = ray.get(chief.join.remote(worker, self._computing.fingerprint))
-        asked = time.perf_counter()
-        while isinstance(task, Task):
-            try:
-                arrays = ray.get(list(task.values))
-            except ray.exceptions.RayTaskError:
-                raise
-            except ray.exceptions.RayError:  # a server or the chief is gone, and comes back
-                time.sleep(_BETWEEN_TRIES)
-                task = ray.get(chief.again.remote(worker))
-                continue
-            waited = time.perf_counter() - asked
-            others = [peer.compute.remote(task.values, task.piece, task.then) for peer in peers]
-            found = self._step(arrays, task.piece, task.then)
-            del arrays
-            ray.get(others)
-            gradients = [ray.put(each) for each in found.arrays]
-            note = Note(
-                worker, self._job.name, task.version, found.loss, found.weight, found.tokens, waited,
-                found.data_seconds, time.perf_counter() - asked, found.buffers,
-            )  # fmt: skip
-            del found
-            asked = time.perf_counter()
-            task = ray.get(chief.push.remote(note, gradients))
-        return task
+        self._chief, self._worker, self._peers = chief, worker, peers
+        found: Task | Refused | None = ray.get(chief.join.remote(worker, self._computing.fingerprint))
+        self._asked = time.perf_counter()
+        return found
+
+    def once(self, task: Task) -> Task | None:
+        """Do a task, and push what comes of it; returns the next one."""
+        import ray
+
+        try:
+            arrays = ray.get(list(task.values))
+        except ray.exceptions.RayTaskError:
+            raise
+        except ray.exceptions.RayError:  # a server or the chief is gone, and comes back
+            time.sleep(_BETWEEN_TRIES)
+            again: Task | None = ray.get(self._chief.again.remote(self._worker))
+            return again
+        waited = time.perf_counter() - self._asked
+        others = [peer.compute.remote(task.values, task.piece, task.then) for peer in self._peers]
+        found = self._step(arrays, task.piece, task.then)
+        ray.get(others)
+        gradients = [ray.put(each) for each in found.arrays]
+        note = Note(
+            self._worker, self._job.name, task.version, found.loss, found.weight, found.tokens, waited,
+            found.data_seconds, time.perf_counter() - self._asked, found.buffers,
+        )  # fmt: skip
+        self._asked = time.perf_counter()
+        after: Task | None = ray.get(self._chief.push.remote(note, gradients))
+        return after
 
     def watch(self) -> None:
         """Returns never: whoever waits for it learns that this process is gone."""
