@@ -34,11 +34,11 @@ from plait.serve.worker import Worker
 from plait.spec.plan import Plan
 
 NUM_WORKERS = 2
-TARGETS = """To reach, on `small`: plait at least 95% of the throughput of two independent processes, which is a time of at
-most 1.053 of theirs; plait / plain Ray actor at most 0.93; plait / torch.distributed.rpc at most 0.4; bytes per step
+TARGETS = """To reach, on `small`: plait at least 95% of the throughput of two independent processes, which is a time of
+at most 1.053 of theirs; plait / plain Ray actor at most 0.93; plait / torch.distributed.rpc at most 0.4; bytes per step
 within 5% of twice the parameters. Milliseconds a step of each worker; a worker's batch is half of the global batch.
 
-The independent processes have their optimizers, PyTorch's default AdamW; the other rows of them have the fused one, as
+The independent processes have their optimizers, PyTorch's default AdamW; the other row of them has the fused one, as
 plait's server chooses it, which is the ideal of all that a server can do. The plain servers have the fused one too."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from torch.utils.data import Dataset
 
 from plait.serve.job import Job
 from plait.serve.prepare import make_job
+from plait.serve.tables.module import SparseTable
 from plait.spec.plan import Plan
 
 NUM_ITEMS = 48
+NUM_IDS = 40
 
 
 class Points(Dataset[dict[str, Tensor]]):
@@ -45,6 +48,41 @@ def make_data() -> tuple[Any, Any]:
     return Points(), Points()
 
 
+class Clicks(Dataset[dict[str, Tensor]]):
+    """Ids of three fields, some of them often."""
+
+    def __len__(self) -> int:
+        return NUM_ITEMS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        ids = (torch.rand(3, generator=generator).pow(3) * NUM_IDS).long()
+        return {"ids": ids, "clicked": (ids.sum() % 2).float()}
+
+
+class ClickModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.table = SparseTable(NUM_IDS, 4, ids="ids", lr=0.1)
+        self.top = nn.Linear(12, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.top(self.table(ids).flatten(1))[:, 0]
+
+
+def make_click() -> tuple[nn.Module, Any]:
+    return ClickModel(), clicked
+
+
+def clicked(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.binary_cross_entropy_with_logits(model(batch["ids"]), batch["clicked"])
+
+
+def make_clicks() -> tuple[Any, Any]:
+    return Clicks(), None
+
+
 def halved(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
@@ -55,6 +93,18 @@ class NoLog:
 
     def write(self, values: dict[str, Any]) -> None:
         pass
+
+    def close(self) -> None:
+        pass
+
+
+class KeptLog:
+    def __init__(self, folder: Path, first_step: int) -> None:
+        self._path = folder / "log"
+
+    def write(self, values: dict[str, Any]) -> None:
+        with open(self._path, "a") as file:
+            file.write(json.dumps(values) + "\n")
 
     def close(self) -> None:
         pass
@@ -83,7 +133,7 @@ class Serial:
         self.model, self.loss_fn = job.make_model()
         self.optimizer = job.optimizer(list(self.model.parameters()))
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
-        self.data = Points()
+        self.data = job.make_data()[0]
 
     def values(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
@@ -93,7 +143,8 @@ class Serial:
         rows = self.rows(piece)
         for name, p in self.model.named_parameters():
             p.data, p.grad = values[name].clone(), None
-        total, weight = self.loss_fn(self.model, rows)
+        found = self.loss_fn(self.model, rows)
+        total, weight = found if isinstance(found, tuple) else (found, torch.ones(()))
         (total / weight).backward()
         return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}, float(weight)
 

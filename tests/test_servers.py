@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from plait.errors import PlanError
 from plait.serve.job import Job
 from plait.serve.rehearse import Rehearsed, rehearse
-from tests.served import Serial, job_of
+from tests.served import NUM_IDS, Serial, job_of, make_click, make_clicks
 
 # Of each optimizer that works in another way on rows than on the whole, and of those that do not.
 OPTIMIZERS = {
@@ -105,3 +106,34 @@ def test_synchronous_with_a_backup_leaves_the_last_one_out(tmp_path: Path) -> No
         now = serial.values()
         serial.scheduler.step()
     same(found, now)
+
+
+def test_tables_have_the_losses_of_a_dense_run(tmp_path: Path) -> None:
+    """Rows of the batch alone in the workers, row-wise Adagrad on the servers; in the serial program a whole table."""
+    order = (0, 0, 1, 0, 1, 1, 1, 0)
+    changes = {"make_model": make_click, "make_data": make_clicks, "scheduler": None}
+    job = job_of("workers=2 servers=2", tmp_path, **changes)
+    assert [table.name for table in job.tables] == ["table"]
+    found = rehearse(job, order)
+    serial, sums = Serial(job), torch.zeros(NUM_IDS)
+    serial.optimizer = job.optimizer([p for name, p in serial.model.named_parameters() if name != "table.weight"])
+    now = serial.values()
+    has, piece, ahead, fresh = {0: now, 1: now}, {0: 0, 1: 1}, {0: 2, 1: 3}, 4
+    losses = []
+    for worker in order:
+        gradients, _ = serial.gradient(has[worker], piece[worker])
+        losses.append(serial.loss_fn(serial.model, serial.rows(piece[worker])).detach())
+        rows = gradients.pop("table.weight")
+        sums += rows.square().mean(1)
+        for name, p in serial.model.named_parameters():
+            p.data, p.grad = now[name].clone(), gradients.get(name)
+        serial.optimizer.step()
+        serial.model.table.weight.data -= 0.1 * rows / (sums.sqrt() + 1e-8)[:, None]
+        now = has[worker] = serial.values()
+        piece[worker], ahead[worker], fresh = ahead[worker], fresh, fresh + 1
+    torch.testing.assert_close(torch.tensor(found.losses), torch.stack(losses), rtol=1e-5, atol=1e-6)
+    same(found, {name: value for name, value in now.items() if name != "table.weight"})
+    kept = found.tables["table"]
+    torch.testing.assert_close(kept["values"], now["table.weight"][kept["ids"]], rtol=1e-5, atol=1e-6)
+    with pytest.raises(PlanError, match="does not go with the tables table: a worker looks up"):
+        job_of("workers=2 servers=1 tensor=2", tmp_path, **changes)

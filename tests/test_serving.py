@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -18,8 +19,9 @@ from plait.serve.cluster import load_ray, start_here
 from plait.serve.notes import Note, Progress, Refused
 from plait.serve.rehearse import rehearse
 from plait.serve.running import Running
+from plait.serve.whole import Whole
 from plait.trainer import Trainer
-from tests.served import job_of, make_model
+from tests.served import NUM_IDS, KeptLog, job_of, make_click, make_clicks, make_model
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def ray() -> Iterator[Any]:
 
 
 class Script:
-    """Acts on a run while it goes on: each act once its condition holds, one after the other; then the run is stopped."""
+    """Acts on a run while it goes on: each act once its condition holds, one after the other; then it is stopped."""
 
     def __init__(self, ray: Any, running: Running) -> None:
         self.ray, self.running = ray, running
@@ -61,7 +63,10 @@ class Script:
 
 
 def test_everything_is_killed_once(ray: Any, tmp_path: Path) -> None:
-    job = job_of("workers=2 servers=2", tmp_path, steps=10**6, scheduler=None, save_every=10, evaluate_every=10)
+    job = job_of(
+        "workers=2 servers=2", tmp_path, make_model=make_click, make_data=make_clicks, steps=10**6, scheduler=None,
+        save_every=10,
+    )  # fmt: skip
     running = Running(ray, job)
     script, chief = Script(ray, running), running.chief
     stopped: list[int] = []
@@ -96,18 +101,18 @@ def test_everything_is_killed_once(ray: Any, tmp_path: Path) -> None:
     assert "worker 0 is gone (its process has ended" in said and "the chief came back, at update" in said
     assert "server 0 came back from its last snapshot" in said and "worker 99 is no member" in said
     assert sum(event.get("updates_lost", 0) for event in events) >= totals.get("updates_lost", 0)
-    trainer = Trainer(*make_model(), job.optimizer, "")
-    trainer.prepare(torch.utils.data.default_collate([job.make_data()[0][i] for i in range(12)]))
-    trainer.load(job.folder)
-    assert trainer.step_number == end.step and newest(job.folder)
-    trainer.close()
+    whole = Whole(job)
+    whole.load()
+    assert whole.step == end.step and newest(job.folder)
+    assert 0 < len(whole.tables["table"]["ids"]) <= NUM_IDS and whole.tables["table"]["values"].isfinite().all()
 
 
 def test_workers_of_two_ranks_in_step_are_data_parallel(ray: Any, tmp_path: Path) -> None:
     order = (1, 0, 0, 1, 1, 0)
     plan = "workers=2 servers=2 staleness=0"
     expected = rehearse(job_of(plan, tmp_path / "one", clip_norm=0.5), order).values
-    job = job_of(f"{plan} tensor=2", tmp_path / "two", clip_norm=0.5, steps=3, order=order)
+    job = job_of(f"{plan} tensor=2", tmp_path / "two", clip_norm=0.5, steps=3, order=order, evaluate_every=3)
+    job = dataclasses.replace(job, make_log=functools.partial(KeptLog, tmp_path))
     running = Running(ray, job)
     try:
         end = running.wait()
@@ -119,6 +124,9 @@ def test_workers_of_two_ranks_in_step_are_data_parallel(ray: Any, tmp_path: Path
     trainer.load(job.folder)
     for name, value in trainer.full_state_dict().items():
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
+    held_out = trainer.evaluate(torch.utils.data.default_collate([job.make_data()[1][i] for i in range(48)]))
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 3]
+    assert lines[-1]["held_out_loss"] == pytest.approx(held_out, rel=1e-5)
+    assert lines[0]["staleness"] == {"0": 2} and lines[0]["lr"] == 0.05 and lines[1]["lr"] == 0.025
     trainer.close()
-
-

@@ -41,4 +41,3 @@ def first_values(ids: Ids, dim: int, scale: float, seed: int) -> NDArray[np.floa
     found *= np.float32(2 * scale / 2**24)
     found -= np.float32(scale)
     return found
-

@@ -14,6 +14,7 @@ from plait.run.tuning import keep_freed_memory
 from plait.serve.chief import Chief
 from plait.serve.job import Job
 from plait.serve.server import Server, Standing
+from plait.serve.tables.rows import TableSpec
 
 
 class ServerActor(Server):
@@ -26,12 +27,13 @@ class ServerActor(Server):
         make_optimizer: OptimizerFactory,
         make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
         folder: str,
+        tables: Sequence[TableSpec] = (),
     ) -> None:
         import ray
 
         torch.set_num_threads(1)
         keep_freed_memory()
-        super().__init__(job, pieces, make_optimizer, make_scheduler, folder, ray.get)
+        super().__init__(job, pieces, make_optimizer, make_scheduler, folder, ray.get, tables)
 
     def where(self) -> Standing:
         return self.standing

@@ -179,8 +179,8 @@ class Chief:
             start = Standing(self.agreement.version, self._step, next_piece)
             await asyncio.gather(
                 *(
-                    server.start.remote(self._whole.values(pieces), self._whole.state(pieces), start)
-                    for server, pieces in zip(self._servers, job.shards, strict=True)
+                    server.start.remote(self._whole.values(pieces), self._whole.state(index), start)
+                    for index, (server, pieces) in enumerate(zip(self._servers, job.shards, strict=True))
                 )
             )
         self._handout = Handout(next_piece)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,21 +22,23 @@ from plait.run.replica import Replica
 from plait.run.saving.snapshot import persistent_buffers
 from plait.run.state import is_whole, local_part
 from plait.serve.feed import Feed
-from plait.serve.job import Fingerprint, Job, variables_of
+from plait.serve.job import Job, fingerprint_of, variables_of
+from plait.serve.tables.local import LocalTables
+from plait.serve.tables.module import specs_of, tables_away
 from plait.serve.wire import to_array, to_tensor, views
 from plait.trainer import step_key
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """Of a piece: the mean loss, its weight among others, and the arrays for every server, None where there is none."""
+    """Of a piece: the mean loss, its weight among others, and what is pushed to every server: an array for each of its
+    pieces, None where there is none, and then of every table ids and their gradients."""
 
     loss: float
     weight: float
     tokens: int
     arrays: tuple[list[np.ndarray | None], ...]
     buffers: dict[str, np.ndarray]
-    data_seconds: float
 
 
 class Computing:
@@ -46,27 +47,34 @@ class Computing:
     def __init__(self, job: Job, world: World) -> None:
         self.job = job
         self.world = world
-        model, loss_fn = job.make_model()
+        with tables_away():
+            model, loss_fn = job.make_model()
         self.feed = Feed(job, job.make_data()[0])
         within = job.plan.within
-        self.fingerprint = Fingerprint(
-            tuple((v.name, v.shape, v.dtype) for v in variables_of(model)), str(within)
-        )  # fmt: skip
+        self.fingerprint = fingerprint_of(variables_of(model), specs_of(model), job.plan)
+        self.tables = LocalTables(model, len(job.shards))
+        first = self.feed.read(0)
+        self.tables.size_for(first)
         self.homes = Homes(within, world, job.scratch)
         self._persistent = persistent_buffers(model)
         self._taken: set[str] = set()  # parameters whose memory is that of the values they were last given
         compiler = Compiler(Captures(model, loss_fn, world.device), within, job.layouts)
         self.replica: Replica | EagerReplica
         try:
-            self.replica = Replica(compiler, world, self.feed.read(0), job.seed, True, self.homes)
+            self.replica = Replica(compiler, world, self.tables.localised(first), job.seed, True, self.homes)
         except CaptureError as error:
             refuse_unless_data_only(error, within, world)
             warnings.warn(f"the model runs as it is, not as a graph: {error}", stacklevel=2)
             self.replica = EagerReplica(model, loss_fn, within, world)
 
-    def take(self, flats: Sequence[np.ndarray]) -> None:
-        """Compute on these values from now on: each server's shard as bytes, which must stay as they are."""
-        values: dict[str, Any] = {}
+    def read(self, piece: int, then: int | None = None) -> Any:
+        """The batch of a piece; `then` is read meanwhile. With tables, `self.tables` says which rows it wants."""
+        return self.tables.localised(self.feed.read(piece, then))
+
+    def take(self, flats: Sequence[np.ndarray], rows: Sequence[Sequence[np.ndarray]] = ()) -> None:
+        """Compute on these values from now on: each server's shard as bytes, which must stay as they are, and of every
+        server the rows of its tables that the batch wants."""
+        values: dict[str, Any] = dict(self.tables.weights(rows)) if self.tables.tables else {}
         for flat, pieces in zip(flats, self.job.shards, strict=True):
             for piece, view in zip(pieces, views(to_tensor(flat), pieces), strict=True):
                 if piece.is_whole:
@@ -77,20 +85,17 @@ class Computing:
             self._set(name, torch.cat(value) if isinstance(value, list) else value)
         self.replica.updated()
 
-    def gradient(self, piece: int, then: int | None = None) -> Gradient:
-        """Forward and backward on a piece of the data; `then` is read meanwhile."""
-        begun = time.perf_counter()
-        batch = self.feed.read(piece, then)
-        data_seconds = time.perf_counter() - begun
+    def gradient(self, batch: Any, piece: int) -> Gradient:
+        """Forward and backward on the batch of a piece."""
         result = self.replica.run(batch, step_key(self.job.seed, piece))
         found = self._whole(result.gradients)
         if self.job.clip_norm is not None and self.job.plan.staleness != 0:
             _clip(list(found.values()), self.job.clip_norm)
         weight = float(result.parts[1]) if result.parts is not None else float(num_rows(batch))
         persistent = {n: to_array(b).copy() for n, b in self.replica.buffers.items() if n in self._persistent}
-        return Gradient(
-            float(result.loss), weight, num_tokens(batch), self._arrays(found), persistent, data_seconds
-        )  # fmt: skip
+        pushes = self.tables.pushes(found)
+        arrays = tuple([*dense, *rows] for dense, rows in zip(self._arrays(found), pushes, strict=True))
+        return Gradient(float(result.loss), weight, num_tokens(batch), arrays, persistent)
 
     def close(self) -> None:
         self.feed.close()

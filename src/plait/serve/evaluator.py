@@ -17,7 +17,7 @@ from plait.trainer import Trainer
 
 
 class Evaluator:
-    """An actor. It evaluates one checkpoint at a time; those that were followed by another meanwhile are passed over."""
+    """An actor. It evaluates a checkpoint at a time; those that were followed by another meanwhile are passed over."""
 
     def __init__(self, job: Job) -> None:
         torch.set_num_threads(job.num_threads)

@@ -18,6 +18,8 @@ from plait.errors import BatchError, PlanError
 from plait.graph.dtypes import torch_name
 from plait.run.feeding.order import check_batch_size
 from plait.run.optimizers import OptimizerFactory
+from plait.serve.tables.module import tables_of
+from plait.serve.tables.rows import TableSpec
 from plait.spec.annotation import Annotations
 from plait.spec.plan import Plan
 
@@ -50,6 +52,7 @@ class Job:
     make_log: Callable[[int], Any]
     variables: tuple[Variable, ...]
     shards: tuple[tuple[Piece, ...], ...]
+    tables: tuple[TableSpec, ...] = ()
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     layouts: Annotations | None = None
     seed: int = 0
@@ -70,8 +73,13 @@ class Job:
         return self.plan.workers - self.plan.backup
 
     @property
+    def server_names(self) -> list[str]:
+        """By which the actors of the run find its servers."""
+        return [f"plait-{self.name}-server-{index}" for index in range(len(self.shards))]
+
+    @property
     def fingerprint(self) -> Fingerprint:
-        return Fingerprint(tuple((v.name, v.shape, v.dtype) for v in self.variables), str(self.plan.within))
+        return fingerprint_of(self.variables, self.tables, self.plan)
 
 
 @dataclass(frozen=True)
@@ -100,12 +108,18 @@ class Fingerprint:
         return f"it has {extra[0]}, which the run has not" if extra else ""
 
 
+def fingerprint_of(variables: Sequence[Variable], tables: Sequence[TableSpec], plan: Plan) -> Fingerprint:
+    rows = tuple((table.name, (table.dim,), f"rows by {table.optimizer} of ") for table in tables)
+    return Fingerprint((*((v.name, v.shape, v.dtype) for v in variables), *rows), str(plan.within))
+
+
 def variables_of(model: nn.Module) -> tuple[Variable, ...]:
-    """What is served: the parameters that are trained."""
+    """What is served whole: the parameters that are trained, but for tables."""
+    tables = {f"{name}.weight" for name in tables_of(model)}
     return tuple(
         Variable(name, tuple(p.shape), torch_name(p.dtype), p.numel() * p.element_size())
         for name, p in model.named_parameters()
-        if p.requires_grad
+        if p.requires_grad and name not in tables
     )
 
 

@@ -9,7 +9,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ class Rehearsed:
     values: dict[str, Tensor]
     losses: tuple[float, ...]
     commits: tuple[Commit, ...]
+    tables: dict[str, dict[str, Tensor]]  # ids, values and what their optimizer keeps
 
 
 def rehearse(job: Job, order: Sequence[int]) -> Rehearsed:
@@ -47,13 +47,14 @@ class _Rehearsal:
         self.computing = Computing(job, process_world(job.plan.within.mesh, device="cpu"))
         whole = Whole(job)
         self.servers = [
-            Server(job.name, pieces, job.optimizer, job.scheduler, str(Path(job.out) / "servers" / str(index)))
+            Server(job.name, pieces, job.optimizer, job.scheduler, f"{job.out}/servers/{index}", table_specs=job.tables)
             for index, pieces in enumerate(job.shards)
         ]
-        for server, pieces in zip(self.servers, job.shards, strict=True):
-            server.start(whole.values(pieces), whole.state(pieces), Standing(0))
+        for index, (server, pieces) in enumerate(zip(self.servers, job.shards, strict=True)):
+            server.start(whole.values(pieces), whole.state(index), Standing(0))
         self.handout = Handout()
         self.tasks: dict[int, tuple[int, int, list[np.ndarray]]] = {}  # of each worker: version, piece, values
+        self.rows: dict[int, list[list[np.ndarray]]] = {}  # that its batch wants, as they were when it began
         self.pushes: dict[int, tuple[int, Gradient]] = {}
         self.commits: list[Commit] = []
         self.step = 0
@@ -68,8 +69,10 @@ class _Rehearsal:
             if worker not in self.tasks:
                 raise PlanError(f"the order has worker {worker} push, which waits for others by the plan {job.plan}")
             version, piece, values = self.tasks.pop(worker)
-            self.computing.take(values)
-            found = self.computing.gradient(piece)
+            batch = self.computing.read(piece)
+            rows = self.rows.pop(worker) if self.job.tables else []
+            self.computing.take(values, rows)
+            found = self.computing.gradient(batch, piece)
             arrays = tuple([None if a is None else a.copy() for a in each] for each in found.arrays)
             self.pushes[worker] = (version, dataclasses.replace(found, arrays=arrays))
             self.handout.used(worker)
@@ -79,7 +82,7 @@ class _Rehearsal:
         last = Whole(job)
         last.join([server.state() for server in self.servers])
         values = {name: p.detach() for name, p in last.held.parameters.items()}
-        return Rehearsed(values, tuple(losses), tuple(self.commits))
+        return Rehearsed(values, tuple(losses), tuple(self.commits), last.tables)
 
     def _carry_out(self, agreement: Agreement, decisions: Sequence[Any]) -> None:
         for decision in decisions:
@@ -90,6 +93,10 @@ class _Rehearsal:
         given = self.handout.give([decision.worker for decision in decisions if isinstance(decision, Go)])
         for worker, (piece, _) in given.items():
             self.tasks[worker] = (agreement.version, piece, [server.read().copy() for server in self.servers])
+            if self.job.tables:
+                self.computing.read(piece)
+                wanted = [self.computing.tables.wanted(index) for index in range(len(self.servers))]
+                self.rows[worker] = [server.pull(ids) for server, ids in zip(self.servers, wanted, strict=True)]
 
     def _commit(self, commit: Commit) -> None:
         self.commits.append(commit)

@@ -50,11 +50,11 @@ class Running:
         out = Path(job.out)
         out.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(out / "servers", ignore_errors=True)  # snapshots of an earlier run
-        names = [f"plait-{job.name}-server-{index}" for index in range(len(job.shards))]
+        names = job.server_names
         make_server = ray.remote(num_cpus=1, scheduling_strategy="SPREAD", **_COMES_BACK)(ServerActor)
         self.servers = [
             make_server.options(name=name).remote(
-                job.name, pieces, job.optimizer, job.scheduler, str(out / "servers" / str(index))
+                job.name, pieces, job.optimizer, job.scheduler, str(out / "servers" / str(index)), job.tables
             )
             for index, (name, pieces) in enumerate(zip(names, job.shards, strict=True))
         ]
@@ -79,7 +79,7 @@ class Running:
         ray, size, worker = self._ray, self.job.plan.within.num_processes, next(self._ids)
         make = ray.remote(num_cpus=1, num_gpus=self._gpus, max_concurrency=3, scheduling_strategy="SPREAD")(Worker)
         actors = [make.remote(self.job, rank, size) for rank in range(size)]
-        address = ray.get(actors[0].address.remote()) if size > 1 else None
+        address = self._get(actors[0].address.remote()) if size > 1 else None
         for actor in actors[1:]:
             actor.begin.remote(address)
         life = actors[0].run.remote(self.chief, worker, actors[1:], address)

@@ -15,14 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from plait.decide.balance import Piece
+from plait.decide.rowhash import Ids
 from plait.run.optimizers import OptimizerFactory
 from plait.run.saving import load, save
 from plait.run.saving.places import has_checkpoints
 from plait.run.saving.saver import Saver
 from plait.serve.held import Shard
+from plait.serve.tables.held import Tables
+from plait.serve.tables.rows import TableSpec
 from plait.serve.wire import dtype_of, misfit, packed, to_array, to_tensor, unpacked
 
 _BETWEEN_SNAPSHOTS = 20.0  # seconds; and never more than this part of the time is spent on the copies for them
@@ -87,16 +89,19 @@ class Server:
     make_scheduler: Callable[[torch.optim.Optimizer], Any] | None
     folder: str  # of its snapshots
     fetch: Callable[[Any], Sequence[Any]] = lambda arrays: arrays
+    table_specs: Sequence[TableSpec] = ()
     standing: Standing = field(default_factory=Standing)
 
     def __post_init__(self) -> None:
         self.shard = Shard(self.pieces, self.make_optimizer, self.make_scheduler)
+        self.tables = Tables(self.table_specs)
         self._saver = Saver()
         self._saved_at = time.monotonic()
         self._took = 0.0
         if has_checkpoints(self.folder):
             extra = load.load(self.shard, self.folder)
             if extra["job"] == self.job:
+                self.tables.load(extra["tables"])
                 self.standing = Standing(extra["number"], self.shard.step_number, extra["next_piece"], extra["used"])
 
     def start(self, values: Sequence[np.ndarray], state: Mapping[str, Any], standing: Standing) -> None:
@@ -107,6 +112,7 @@ class Server:
             kept = {n: {k: unpacked(v) for k, v in of.items()} for n, of in state["optimizer"].items()}
             self.shard.set_optimizer_state(kept)
             self.shard.set_options(state["groups"], state["scheduler"])
+            self.tables.load({n: {k: unpacked(v) for k, v in of.items()} for n, of in state["tables"].items()})
         self.shard.step_number = standing.step
         self.standing = standing
         self.snapshot(wait=True)
@@ -129,9 +135,17 @@ class Server:
         square = 0.0
         if gradients:
             total = sum(shares)
-            square = self.shard.set_gradients(gradients, shares if not refused else [s / total for s in shares])
+            shares = shares if not refused else [share / total for share in shares]
+            num = len(self.pieces)
+            tensors = [
+                [a if a is None else to_tensor(a, dtype_of(p)) for a, p in zip(push, self.pieces, strict=False)]
+                for push in gradients
+            ]
+            square = self.shard.set_gradients(tensors, shares)
+            square += self.tables.set_gradients([push[num:] for push in gradients], shares)
             if not order.two_phase:
                 self.shard.step()
+                self.tables.step()
         here.number, here.next_piece, here.step = order.number, order.next_piece, order.step
         if not order.two_phase:
             self._done()
@@ -141,6 +155,7 @@ class Server:
         """The second phase of an update: step with the gradients times `scale`."""
         if number == self.standing.number:  # else it came back in between, without them
             self.shard.step(scale)
+            self.tables.step(scale)
             self._done()
 
     def read(self) -> np.ndarray:
@@ -148,19 +163,25 @@ class Server:
         found: np.ndarray = self.shard.flat.numpy()
         return found
 
-    def state(self) -> tuple[list[np.ndarray], dict[str, dict[str, Any]]]:
-        """The values, an array a piece, and what the optimizer keeps of each, for a checkpoint."""
+    def pull(self, ids: Sequence[Ids]) -> list[np.ndarray]:
+        """The rows of these ids, of every table."""
+        return [rows.pull(some) for rows, some in zip(self.tables.rows.values(), ids, strict=True)]
+
+    def state(self) -> tuple[list[np.ndarray], dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+        """The values, an array a piece, what the optimizer keeps of each, and the tables, for a checkpoint."""
         kept = {
             name: {key: packed(value) for key, value in values.items()}
             for name, values in self.shard.optimizer_state().items()
         }
-        return [to_array(p) for p in self.shard.parameters.values()], kept
+        tables = {n: {k: packed(v) for k, v in of.items()} for n, of in self.tables.state().items()}
+        return [to_array(p) for p in self.shard.parameters.values()], kept, tables
 
     def snapshot(self, wait: bool = False) -> None:
         """Write what is held into its own folder; without `wait` from a copy, while the run goes on."""
         begun = time.monotonic()
         here = self.standing
         extra = {"job": self.job, "number": here.number, "next_piece": here.next_piece, "used": here.used}
+        extra["tables"] = self.tables.state()
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         save.save(self.shard, self.folder, extra, 1, self._saver, wait)
         self._saved_at = time.monotonic()
@@ -173,8 +194,8 @@ class Server:
         if since >= max(_BETWEEN_SNAPSHOTS, self._took / _PART_FOR_SNAPSHOTS):
             self.snapshot()
 
-    def _gradient(self, number: int, member: Member, push: Any) -> list[Tensor | None] | str:
-        """The tensors of a push, or why it is refused."""
+    def _gradient(self, number: int, member: Member, push: Any) -> Sequence[Any] | str:
+        """The arrays of a push, or why it is refused."""
         if member.job != self.job:
             return f"worker {member.worker} pushes for the job {member.job}, and this server is of {self.job}"
         if not 0 <= member.base < number:
@@ -185,12 +206,12 @@ class Server:
             arrays = self.fetch(push)
         except Exception as error:  # whatever the transport says of objects whose owner is gone
             return f"the gradient of worker {member.worker} is gone with it ({type(error).__name__})"
-        if len(arrays) != len(self.pieces):
-            return f"worker {member.worker} pushes {len(arrays)} gradients, and there are {len(self.pieces)} variables"
-        for array, piece in zip(arrays, self.pieces, strict=True):
+        if len(arrays) != len(self.pieces) + self.tables.num_arrays:
+            there = f"{len(self.pieces)} variables and {len(self.table_specs)} tables"
+            return f"worker {member.worker} pushes {len(arrays)} arrays, and there are {there}"
+        for array, piece in zip(arrays, self.pieces, strict=False):
             if array is not None and (why := misfit(array, piece)):
                 return f"worker {member.worker} pushes a gradient of the wrong shape: {why}"
-        return [
-            None if array is None else to_tensor(array, dtype_of(piece))
-            for array, piece in zip(arrays, self.pieces, strict=True)
-        ]
+        if why := self.tables.misfit(arrays[len(self.pieces) :]):
+            return f"worker {member.worker} pushes what is no gradient: {why}"
+        return arrays

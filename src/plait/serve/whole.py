@@ -10,14 +10,17 @@ import torch
 from torch import nn
 
 from plait.decide.balance import Piece
+from plait.decide.rowhash import by_server
 from plait.errors import CheckpointError
 from plait.run.saving import load, save
 from plait.run.saving.saver import Saver
 from plait.serve.held import Held
 from plait.serve.job import Job
+from plait.serve.tables.module import tables_away
 from plait.serve.wire import dtype_of, packed, to_array, to_tensor, unpacked
 
-State = tuple[Sequence[np.ndarray], Mapping[str, Mapping[str, Any]]]  # of a server: values, optimizer's state
+# Of a server: values, what the optimizer keeps, tables.
+State = tuple[Sequence[np.ndarray], Mapping[str, Mapping[str, Any]], Mapping[str, Mapping[str, Any]]]
 
 
 class Whole:
@@ -25,7 +28,9 @@ class Whole:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        model, _ = job.make_model()
+        with tables_away():
+            model, _ = job.make_model()
+        self.tables: dict[str, dict[str, Any]] = {}  # all rows, as the servers' state has them
         self.held = Held(
             dict(model.named_parameters()), job.optimizer, job.scheduler, job.plan, job.seed, model=model
         )  # fmt: skip
@@ -41,7 +46,8 @@ class Whole:
 
     def load(self) -> int:
         """Take over the newest checkpoint; returns the batch of the data to go on with, counted through all epochs."""
-        data = load.load(self.held, self.job.folder).get("data")
+        extra = load.load(self.held, self.job.folder)
+        data, self.tables = extra.get("data"), extra.get("tables", {})
         if not isinstance(data, Mapping) or not {"epoch", "items", "seed", "size"} <= set(data):
             raise CheckpointError(f"the checkpoint in {self.job.folder} does not say where its data stood")
         here = (self.job.seed, self.job.num_items)
@@ -65,8 +71,9 @@ class Whole:
         """The values of a server's pieces."""
         return [to_array(_rows(self.held.parameters[piece.name].detach(), piece)) for piece in pieces]
 
-    def state(self, pieces: Sequence[Piece]) -> dict[str, Any]:
-        """What a server's optimizer and scheduler are to know."""
+    def state(self, server: int) -> dict[str, Any]:
+        """What a server's optimizer, scheduler and tables are to know."""
+        pieces = self.job.shards[server]
         scheduler = self.held.scheduler
         kept = self.held.optimizer_state()
         return {
@@ -77,6 +84,7 @@ class Whole:
                 }
                 for piece in pieces
             },
+            "tables": {name: self._rows_of(kept, server) for name, kept in self.tables.items()},
             "groups": self.held.options(),
             "scheduler": None if scheduler is None else scheduler.state_dict(),
         }
@@ -88,16 +96,20 @@ class Whole:
             if name in buffers:
                 buffer.copy_(to_tensor(buffers[name], buffer.dtype))
         self.held.advance(step)
-        save.save(self.held, self.job.folder, {"data": self._data(step)}, self.job.keep, self._saver, True)
+        extra = {"data": self._data(step)} | ({"tables": self.tables} if self.tables else {})
+        save.save(self.held, self.job.folder, extra, self.job.keep, self._saver, True)
 
     def join(self, states: Sequence[State]) -> None:
         """Take over what the servers hold."""
         state: dict[str, dict[str, Any]] = {}
-        for pieces, (values, kept) in zip(self.job.shards, states, strict=True):
+        for pieces, (values, kept, _) in zip(self.job.shards, states, strict=True):
             for piece, value in zip(pieces, values, strict=True):
                 _rows(self.held.parameters[piece.name].detach(), piece).copy_(to_tensor(value, dtype_of(piece)))
                 self._join(state.setdefault(piece.name, {}), kept[piece.name], piece)
         self.held.set_optimizer_state(state)
+        for table in self.job.tables:
+            parts = [{key: unpacked(value) for key, value in tables[table.name].items()} for _, _, tables in states]
+            self.tables[table.name] = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
     def _join(self, into: dict[str, Any], kept: Mapping[str, Any], piece: Piece) -> None:
         """Put a piece's state in its place of the whole's."""
@@ -114,6 +126,11 @@ class Whole:
         batch = self._first_batch + step - self._first_step
         epoch, items = batch // self._batches, batch % self._batches * self.job.batch_size
         return {"epoch": epoch, "items": items, "seed": self.job.seed, "shuffle": True, "size": self.job.num_items}
+
+    def _rows_of(self, kept: Mapping[str, Any], server: int) -> dict[str, Any]:
+        """A server's rows of a table, whatever number of servers there were."""
+        mine = torch.from_numpy(by_server(kept["ids"].numpy(), len(self.job.shards))[server])
+        return {key: packed(value[mine]) for key, value in kept.items()}
 
     @property
     def _batches(self) -> int:

@@ -53,7 +53,10 @@ class Worker:
 
     def compute(self, values: Sequence[Any], piece: int, then: int) -> None:
         """A rank's part of a step that the first rank pushes."""
-        self._step(values, piece, then)
+        import ray
+
+        assert self._computing is not None
+        self._step(ray.get(list(values)), self._computing.read(piece, then), piece)
 
     def run(self, chief: Any, worker: int, peers: Sequence[Any] = (), address: Any = None) -> Refused | None:
         """The life of a worker, on its first rank. Returns when there is nothing left to do, or why it may not join."""
@@ -69,6 +72,7 @@ class Worker:
 
         assert self._computing is not None
         self._chief, self._worker, self._peers = chief, worker, peers
+        self._servers = [ray.get_actor(name) for name in self._job.server_names] if self._job.tables else []
         found: Task | Refused | None = ray.get(chief.join.remote(worker, self._computing.fingerprint))
         self._asked = time.perf_counter()
         return found
@@ -77,7 +81,12 @@ class Worker:
         """Do a task, and push what comes of it; returns the next one."""
         import ray
 
+        assert self._computing is not None
+        begun = time.perf_counter()
+        batch = self._computing.read(task.piece, task.then)
+        data_seconds = time.perf_counter() - begun
         try:
+            rows = ray.get(self._pull_rows())
             arrays = ray.get(list(task.values))
         except ray.exceptions.RayTaskError:
             raise
@@ -85,18 +94,25 @@ class Worker:
             time.sleep(_BETWEEN_TRIES)
             again: Task | None = ray.get(self._chief.again.remote(self._worker))
             return again
-        waited = time.perf_counter() - self._asked
+        waited = time.perf_counter() - self._asked - data_seconds
         others = [peer.compute.remote(task.values, task.piece, task.then) for peer in self._peers]
-        found = self._step(arrays, task.piece, task.then)
+        found = self._step(arrays, batch, task.piece, rows)
         ray.get(others)
         gradients = [ray.put(each) for each in found.arrays]
         note = Note(
             self._worker, self._job.name, task.version, found.loss, found.weight, found.tokens, waited,
-            found.data_seconds, time.perf_counter() - self._asked, found.buffers,
+            data_seconds, time.perf_counter() - self._asked, found.buffers,
         )  # fmt: skip
         self._asked = time.perf_counter()
         after: Task | None = ray.get(self._chief.push.remote(note, gradients))
         return after
+
+    def _pull_rows(self) -> list[Any]:
+        """References to the rows that the batch wants, of every server; none without tables."""
+        assert self._computing is not None
+        tables = self._computing.tables
+        servers = self._servers if tables.tables else ()
+        return [server.pull.remote(tables.wanted(index)) for index, server in enumerate(servers)]
 
     def watch(self) -> None:
         """Returns never: whoever waits for it learns that this process is gone."""
@@ -105,10 +121,7 @@ class Worker:
     def pid(self) -> int:
         return os.getpid()
 
-    def _step(self, values: Sequence[Any], piece: int, then: int) -> Gradient:
-        import ray
-
+    def _step(self, values: Sequence[Any], batch: Any, piece: int, rows: Sequence[Any] = ()) -> Gradient:
         assert self._computing is not None
-        arrays = ray.get(list(values)) if values and isinstance(values[0], ray.ObjectRef) else values
-        self._computing.take(arrays)
-        return self._computing.gradient(piece, then)
+        self._computing.take(values, rows)
+        return self._computing.gradient(batch, piece)

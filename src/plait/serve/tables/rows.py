@@ -46,8 +46,8 @@ class TableSpec:
             )
         if self.dim < 1 or not self.lr > 0 or self.scale < 0:
             raise PlanError(
-                f"table {self.name}: dim={self.dim} lr={self.lr} scale={self.scale}; dim is 1 or more, lr above 0, scale"
-                " 0 or more"
+                f"table {self.name}: dim={self.dim} lr={self.lr} scale={self.scale}; dim is 1 or more, lr above 0,"
+                " scale 0 or more"
             )
 
 
