@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -93,18 +92,6 @@ class NoLog:
 
     def write(self, values: dict[str, Any]) -> None:
         pass
-
-    def close(self) -> None:
-        pass
-
-
-class KeptLog:
-    def __init__(self, folder: Path, first_step: int) -> None:
-        self._path = folder / "log"
-
-    def write(self, values: dict[str, Any]) -> None:
-        with open(self._path, "a") as file:
-            file.write(json.dumps(values) + "\n")
 
     def close(self) -> None:
         pass

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from plait.errors import PlanError
+from plait.errors import BatchError, PlanError
+from plait.serve.cluster import check_installed
 from plait.serve.job import Job
 from plait.serve.rehearse import Rehearsed, rehearse
-from tests.served import NUM_IDS, Serial, job_of, make_click, make_clicks
+from plait.serve.server import Done, Member, Order, Server, Standing
+from plait.trainer import Trainer
+from tests.served import NUM_IDS, Serial, job_of, make_click, make_clicks, make_model
 
 # Of each optimizer that works in another way on rows than on the whole, and of those that do not.
 OPTIMIZERS = {
@@ -137,3 +144,92 @@ def test_tables_have_the_losses_of_a_dense_run(tmp_path: Path) -> None:
     torch.testing.assert_close(kept["values"], now["table.weight"][kept["ids"]], rtol=1e-5, atol=1e-6)
     with pytest.raises(PlanError, match="does not go with the tables table: a worker looks up"):
         job_of("workers=2 servers=1 tensor=2", tmp_path, **changes)
+
+
+def served(tmp_path: Path, plan: str = "workers=2 servers=1") -> tuple[Job, Server, Callable[..., Done]]:
+    """A server with values, and what has it make its next update of one gradient."""
+    job = job_of(plan, tmp_path, scheduler=None, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+    server = Server(job.name, job.shards[0], job.optimizer, None, str(tmp_path / "snapshots"))
+    server.start([np.zeros(p.own_shape, np.float32) for p in job.shards[0]], {}, Standing(0))
+
+    def update(server: Server, number: int, arrays: Any = None, base: int | None = None, name: str = job.name) -> Done:
+        arrays = [np.ones(p.own_shape, np.float32) for p in job.shards[0]] if arrays is None else arrays
+        member = Member(0, 1.0, number - 1 if base is None else base, name)
+        return server.update(Order(number, 0, (member,), 0), [arrays])
+
+    return job, server, update
+
+
+def test_what_a_server_refuses(tmp_path: Path) -> None:
+    job, server, update = served(tmp_path)
+    good = [np.ones(p.own_shape, np.float32) for p in job.shards[0]]
+    assert update(server, 1) == Done(square=pytest.approx(sum(array.size for array in good)))
+    wrong = {
+        "is of": {"name": "another"},
+        "pushes a gradient of version 7, which there has not been": {"base": 7},
+        "pushes its gradient of version 0 a second time": {"base": 0},
+        r"0.weight is float32\[10, 5\], not float32\[10, 6\]": {"arrays": [good[0][:, 1:], *good[1:]]},
+        r"0.weight is float64\[10, 6\], not float32": {"arrays": [good[0].astype(np.float64), *good[1:]]},
+        "pushes 1 arrays, and there are 4 variables": {"arrays": good[:1]},
+        "0.weight is a str, not an array": {"arrays": ["weight", *good[1:]]},
+    }
+    for number, (why, changes) in enumerate(wrong.items(), start=2):
+        ((worker, said),) = update(server, number, **changes).refused
+        assert worker == 0 and re.search(why, said)
+    assert update(server, 9).refused == ()
+    assert all((array == -2).all() for array in server.state()[0]), "two updates were made"
+
+
+def test_a_server_that_comes_back_says_what_is_lost(tmp_path: Path) -> None:
+    job, server, update = served(tmp_path)
+    update(server, 1)
+    server.snapshot(wait=True)
+    for number in (2, 3):
+        update(server, number)
+    back = Server(job.name, job.shards[0], job.optimizer, None, str(tmp_path / "snapshots"))
+    assert back.standing.number == 1 and (back.state()[0][0] == -1).all()
+    done = update(back, 4)
+    assert (done.lost, done.came_back) == (2, True) and update(back, 5).lost == 0
+    assert update(back, 5) == Done(), "an update is made once"
+    other = Server("another", job.shards[0], job.optimizer, None, str(tmp_path / "snapshots"))
+    assert other.standing.number == -1, "snapshots of another run are none of its own"
+
+
+def test_a_worker_with_another_model_is_told_the_first_difference(tmp_path: Path) -> None:
+    job = job_of("workers=2 servers=1", tmp_path).fingerprint
+    other = job_of("workers=2 servers=1", tmp_path, make_model=functools.partial(make_model, 11)).fingerprint
+    assert job.difference(other) == "its 0.weight is float32[11, 6] and the run's float32[10, 6]"
+    assert job.digest != other.digest and job.difference(job) == ""
+    assert "its plan is 'tensor=2'" in job.difference(dataclasses.replace(job, plan="tensor=2"))
+    assert (
+        job.difference(dataclasses.replace(job, variables=job.variables[1:])) == "it has no 0.weight, of shape [10, 6]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        ("workers=2 servers=1 compress=int8", "gradients are pushed as they are"),
+        ("workers=2 servers=1 precision=fp16", "use precision=bf16"),
+        ("workers=5 servers=1", "the global batch of 12 does not split over the 5 workers"),
+        ("workers=4 servers=1 data=2", "a worker's part of the batch, 3 rows, does not split over data=2"),
+        ("workers=2 servers=40", "servers=40 do not all get a part"),
+    ],
+)
+def test_what_does_not_go_with_servers(tmp_path: Path, plan: str, why: str) -> None:
+    with pytest.raises((PlanError, BatchError), match=why):
+        job_of(plan, tmp_path)
+
+
+def test_without_ray_the_command_that_installs_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(PlanError, match=r"pip install 'plait\[ray\]'"):
+        check_installed()
+
+
+def test_a_table_without_servers_is_an_embedding() -> None:
+    trainer = Trainer(*make_click(), functools.partial(torch.optim.SGD, lr=0.5), "")
+    batch = torch.utils.data.default_collate([make_clicks()[0][i] for i in range(8)])
+    losses = [float(trainer.step(batch)) for _ in range(5)]
+    assert losses[-1] < losses[0]
+    trainer.close()

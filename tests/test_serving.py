@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import signal
@@ -12,16 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from plait.run.saving.places import newest
 from plait.serve.cluster import load_ray, start_here
 from plait.serve.notes import Note, Progress, Refused
-from plait.serve.rehearse import rehearse
 from plait.serve.running import Running
 from plait.serve.whole import Whole
-from plait.trainer import Trainer
-from tests.served import NUM_IDS, KeptLog, job_of, make_click, make_clicks, make_model
+from plait.spec.plan import Plan
+from plait.train.config import Config, load_config
+from plait.train.job import run_job
+from plait.train.metrics import read_metrics
+from plait.train.serving import run_served
+from tests.served import NUM_IDS, job_of, make_click, make_clicks
 
 
 @pytest.fixture(scope="module")
@@ -107,26 +108,47 @@ def test_everything_is_killed_once(ray: Any, tmp_path: Path) -> None:
     assert 0 < len(whole.tables["table"]["ids"]) <= NUM_IDS and whole.tables["table"]["values"].isfinite().all()
 
 
-def test_workers_of_two_ranks_in_step_are_data_parallel(ray: Any, tmp_path: Path) -> None:
-    order = (1, 0, 0, 1, 1, 0)
-    plan = "workers=2 servers=2 staleness=0"
-    expected = rehearse(job_of(plan, tmp_path / "one", clip_norm=0.5), order).values
-    job = job_of(f"{plan} tensor=2", tmp_path / "two", clip_norm=0.5, steps=3, order=order, evaluate_every=3)
-    job = dataclasses.replace(job, make_log=functools.partial(KeptLog, tmp_path))
-    running = Running(ray, job)
-    try:
-        end = running.wait()
-    finally:
-        running.close()
-    assert end.step == 3 and not end.stopped
-    trainer = Trainer(*make_model(), job.optimizer, "", scheduler=job.scheduler)
-    trainer.prepare(torch.utils.data.default_collate([job.make_data()[0][i] for i in range(12)]))
-    trainer.load(job.folder)
-    for name, value in trainer.full_state_dict().items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6)
-    held_out = trainer.evaluate(torch.utils.data.default_collate([job.make_data()[1][i] for i in range(48)]))
-    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 3]
-    assert lines[-1]["held_out_loss"] == pytest.approx(held_out, rel=1e-5)
-    assert lines[0]["staleness"] == {"0": 2} and lines[0]["lr"] == 0.05 and lines[1]["lr"] == 0.025
-    trainer.close()
+JOB = """
+[model]
+layers = 1
+width = 16
+heads = 2
+sequence = 16
+[data]
+source = "text.txt"
+[optimizer]
+lr = 1e-2
+[scheduler]
+name = "constant"
+warmup = 5
+[train]
+batch_size = 4
+clip_norm = 1.0
+evaluate_every = 6
+[sample]
+length = 0
+"""
+
+
+def test_a_run_goes_from_one_device_to_servers_and_back(ray: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """In step, with two workers of two ranks each, it has the losses of a run that was on one device all along."""
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(JOB)
+    Path("text.txt").write_text("The quick brown fox jumps over the lazy dog while it rains. " * 40)
+
+    def config(out: str, steps: int) -> Config:
+        return load_config("job.toml", [f"train.out={out}", f"train.steps={steps}"])
+
+    run_job(config("one", 8), Plan())
+    run_job(config("two", 3), Plan())
+    plan = Plan.parse("workers=2 servers=2 staleness=0 tensor=2")
+    assert run_served(config("two", 6), plan, resume=True).step == 6
+    run_job(config("two", 8), Plan(), resume=True)
+    one, two = (read_metrics(tmp_path / out / "metrics.jsonl") for out in ("one", "two"))
+    held_out = [line for line in two if "loss" not in line]
+    two = [line for line in two if "loss" in line]
+    assert [line["step"] for line in two] == list(range(1, 9))
+    for key in ("loss", "lr"):
+        assert [line[key] for line in two] == pytest.approx([line[key] for line in one], rel=1e-5)
+    assert held_out == [{"step": 6, "held_out_loss": pytest.approx(one[5]["held_out_loss"], rel=1e-5)}]
+    assert two[4]["staleness"] == {"0": 2} and two[4]["updates"] == 1 and two[4]["workers"] == 2

@@ -267,10 +267,11 @@ class Chief:
     async def _account(self, dones: Sequence[Any]) -> list[Done]:
         """What came of an update: what was lost and refused is counted and said."""
         found: list[Done] = await asyncio.gather(*dones)
-        refused: dict[int, str] = {}
+        refused: dict[tuple[int, str], list[int]] = {}
         for index, done in enumerate(found):
-            refused |= dict(done.refused)
-            if done.lost:
+            for one in done.refused:
+                refused.setdefault(one, []).append(index)
+            if done.lost or done.came_back:
                 self._tally.count("updates_lost", done.lost)
                 self._tally.event(
                     "server",
@@ -278,9 +279,9 @@ class Chief:
                     server=index,
                     updates_lost=done.lost,
                 )
-        for worker, why in refused.items():
+        for (worker, why), servers in refused.items():
             self._tally.count("refused")
-            self._tally.event("refused", why, worker=worker)
+            self._tally.event("refused", why, worker=worker, servers=servers)
         return found
 
     def _end_step(self) -> None:

@@ -58,10 +58,11 @@ class Order:
 @dataclass(frozen=True)
 class Done:
     """What a server says of an update: the gradients that it did not use, with why; how many updates it has lost
-    before it; the squared norm of its part of the gradient."""
+    before it, and whether it has come back before it; the squared norm of its part of the gradient."""
 
     refused: tuple[tuple[int, str], ...] = ()
     lost: int = 0
+    came_back: bool = False
     square: float = 0.0
 
 
@@ -95,12 +96,14 @@ class Server:
     def __post_init__(self) -> None:
         self.shard = Shard(self.pieces, self.make_optimizer, self.make_scheduler)
         self.tables = Tables(self.table_specs)
+        self._came_back = False
         self._saver = Saver()
         self._saved_at = time.monotonic()
         self._took = 0.0
         if has_checkpoints(self.folder):
             extra = load.load(self.shard, self.folder)
             if extra["job"] == self.job:
+                self._came_back = True
                 self.tables.load(extra["tables"])
                 self.standing = Standing(extra["number"], self.shard.step_number, extra["next_piece"], extra["used"])
 
@@ -122,7 +125,8 @@ class Server:
         here = self.standing
         if order.number <= here.number:
             return Done()
-        lost = order.number - here.number - 1
+        lost, came_back = order.number - here.number - 1, self._came_back
+        self._came_back = False
         gradients, shares, refused = [], [], []
         for member, push in zip(order.members, pushes, strict=True):
             found = self._gradient(order.number, member, push)
@@ -149,7 +153,7 @@ class Server:
         here.number, here.next_piece, here.step = order.number, order.next_piece, order.step
         if not order.two_phase:
             self._done()
-        return Done(tuple(refused), lost, square)
+        return Done(tuple(refused), lost, came_back, square)
 
     def finish(self, number: int, scale: float) -> None:
         """The second phase of an update: step with the gradients times `scale`."""
