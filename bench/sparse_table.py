@@ -28,9 +28,9 @@ NUM_STEPS, NUM_ROUNDS = 10, 5
 EXPONENTS = (1.05, 1.2)
 TEXT = """To reach: 200,000 row pulls and pushes a second on 2 cores. Two servers and a worker, each a process of one
 thread; the table has all of its rows ({rows:,} of {dim} float32, {gib:.1f} GiB with the optimizer's sums) before
-anything is timed. *Rows of the batch* counts every id that an example looks up, once for its pull and once for its push;
-*different rows* what travels, as a batch has an id only once on the wire. *Tables alone* is without the model. Medians
-over {rounds} rounds of {steps} batches, spread in brackets."""
+anything is timed. *Rows of the batch* counts every id that an example looks up, once for its pull and once for its
+push; *different rows* what travels, as a batch has an id only once on the wire. *Tables alone* is without the model.
+Medians over {rounds} rounds of {steps} batches, spread in brackets."""
 
 
 class TableServer:

@@ -141,7 +141,7 @@ def test_a_run_goes_from_one_device_to_servers_and_back(ray: Any, tmp_path: Path
 
     run_job(config("one", 8), Plan())
     run_job(config("two", 3), Plan())
-    plan = Plan.parse("workers=2 servers=2 staleness=0 tensor=2")
+    plan = Plan.parse("workers=2 servers=1 staleness=0 tensor=2")
     assert run_served(config("two", 6), plan, resume=True).step == 6
     run_job(config("two", 8), Plan(), resume=True)
     one, two = (read_metrics(tmp_path / out / "metrics.jsonl") for out in ("one", "two"))

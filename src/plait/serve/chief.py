@@ -155,6 +155,10 @@ class Chief:
         await self.begin()
         return dict(self._tally.totals)
 
+    async def is_ending(self) -> bool:
+        """Whether there is nothing to do any more."""
+        return self._finishing
+
     def pid(self) -> int:
         return os.getpid()
 

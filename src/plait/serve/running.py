@@ -65,9 +65,13 @@ class Running:
         self.chief = ray.remote(num_cpus=0, **_COMES_BACK)(ChiefActor).remote(job, names, evaluator)
         gpus = ray.cluster_resources().get("GPU", 0)
         self._gpus = int(gpus >= job.plan.workers * job.plan.within.num_processes)
-        for _ in range(job.plan.workers):
-            self.add_worker()
-        self.first_step = self._get(self.chief.begin.remote())
+        try:
+            for _ in range(job.plan.workers):
+                self.add_worker()
+            self.first_step: int = self._get(self.chief.begin.remote())
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def workers(self) -> dict[int, list[Any]]:
@@ -137,7 +141,8 @@ class Running:
                 refused = self._get(group.life)
                 if isinstance(refused, Refused):
                     raise PlanError(refused.why)
-                why = ""
+                ends = group.leaving or self._get(self.chief.is_ending.remote())
+                why = "" if ends else "the chief did not know it any more"
             except WorldError as error:
                 why = str(error)
         self._groups.remove(group)

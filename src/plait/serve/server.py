@@ -97,6 +97,7 @@ class Server:
         self.shard = Shard(self.pieces, self.make_optimizer, self.make_scheduler)
         self.tables = Tables(self.table_specs)
         self._came_back = False
+        self._open = False  # an update whose second phase has not come
         self._saver = Saver()
         self._saved_at = time.monotonic()
         self._took = 0.0
@@ -125,8 +126,8 @@ class Server:
         here = self.standing
         if order.number <= here.number:
             return Done()
-        lost, came_back = order.number - here.number - 1, self._came_back
-        self._came_back = False
+        lost, came_back = order.number - here.number - 1 + self._open, self._came_back
+        self._came_back, self._open = False, order.two_phase  # what is open was a chief's that is gone
         gradients, shares, refused = [], [], []
         for member, push in zip(order.members, pushes, strict=True):
             found = self._gradient(order.number, member, push)
@@ -158,6 +159,7 @@ class Server:
     def finish(self, number: int, scale: float) -> None:
         """The second phase of an update: step with the gradients times `scale`."""
         if number == self.standing.number:  # else it came back in between, without them
+            self._open = False
             self.shard.step(scale)
             self.tables.step(scale)
             self._done()

@@ -61,8 +61,8 @@ def served_job(config: Config, plan: Plan, resume: bool = False) -> Job:
     data = make_data(config)
     return make_job(
         plan,
-        make_model=functools.partial(make_model, config),
-        make_data=functools.partial(_datasets, config),
+        make_model=functools.partial(_at, os.getcwd(), make_model, config),
+        make_data=functools.partial(_at, os.getcwd(), _datasets, config),
         optimizer=optimizer_factory(config),
         scheduler=scheduler_factory(config),
         num_items=len(data.train),
@@ -83,6 +83,13 @@ def served_job(config: Config, plan: Plan, resume: bool = False) -> Job:
         scratch=train.scratch,
         num_threads=max(1, (os.cpu_count() or 1) // (plan.workers * plan.within.num_processes)),
     )
+
+
+def _at(folder: str, make: Callable[[Config], Any], config: Config) -> Any:
+    """What a config names is found from the folder in which the job was started, where this process has that."""
+    if Path(folder).is_dir():
+        os.chdir(folder)
+    return make(config)
 
 
 def _datasets(config: Config) -> tuple[Any, Any]:
