@@ -189,11 +189,11 @@ def test_a_server_that_comes_back_says_what_is_lost(tmp_path: Path) -> None:
     back = Server(job.name, job.shards[0], job.optimizer, None, str(tmp_path / "snapshots"))
     assert back.standing.number == 1 and (back.state()[0][0] == -1).all()
     done = update(back, 4)
-    assert (done.lost, done.came_back) == (2, True) and update(back, 5).lost == 0
-    assert update(back, 5) == Done(), "an update is made once"
+    assert (done.unused, done.came_back) == (2, True) and update(back, 5).unused == 2
+    assert update(back, 5) == Done(unused=2), "an update is made once"
     two = dataclasses.replace(Order(6, 0, (Member(0, 1.0, 5, job.name),), 0), two_phase=True)
     back.update(two, [[np.ones(p.own_shape, np.float32) for p in job.shards[0]]])
-    assert update(back, 7).lost == 1, "a chief that is gone began it, and did not end it"
+    assert update(back, 7).unused == 3, "a chief that is gone began it, and did not end it"
     other = Server("another", job.shards[0], job.optimizer, None, str(tmp_path / "snapshots"))
     assert other.standing.number == -1, "snapshots of another run are none of its own"
 

@@ -21,7 +21,7 @@ from plait.spec.plan import Plan
 from plait.train.config import Config, load_config
 from plait.train.job import run_job
 from plait.train.metrics import read_metrics
-from plait.train.serving import run_served
+from plait.train.serving import run_served, served_job
 from tests.served import NUM_IDS, job_of, make_click, make_clicks
 
 
@@ -151,4 +151,6 @@ def test_a_run_goes_from_one_device_to_servers_and_back(ray: Any, tmp_path: Path
     for key in ("loss", "lr"):
         assert [line[key] for line in two] == pytest.approx([line[key] for line in one], rel=1e-5)
     assert held_out == [{"step": 6, "held_out_loss": pytest.approx(one[5]["held_out_loss"], rel=1e-5)}]
+    size = sum(v.num_bytes for v in served_job(config("two", 6), plan).variables)
+    assert two[4]["bytes_moved"] == pytest.approx(2 * 2 * size, rel=0.05), "of two workers, values and gradients once"
     assert two[4]["staleness"] == {"0": 2} and two[4]["updates"] == 1 and two[4]["workers"] == 2

@@ -39,7 +39,8 @@ class Chief:
         self._lock = asyncio.Lock()  # events are taken one after the other
         self._over = asyncio.Event()
         self._begun = False
-        self._members_file = Path(job.out) / "members.json"
+        self._known_file, self._written = Path(job.out) / "chief.json", ""
+        self._unused = [0] * len(job.shards)  # of each server, as far as it was said
         self._step = 0
         self._values: tuple[int, tuple[Any, ...]] | None = None
         self._notes: dict[int, tuple[Note, Sequence[Any]]] = {}  # pushes that wait for their update
@@ -117,7 +118,7 @@ class Chief:
             if not self._finishing:
                 await self._carry_out(decisions)
             self._notes.pop(worker, None)
-            self._write_members()
+            self._write_known()
             if (future := self._next.pop(worker, None)) is not None and not future.done():
                 future.set_result(None)
 
@@ -173,8 +174,7 @@ class Chief:
             self.agreement.version = max(standing.number for standing in standings)
             next_piece = max(standing.next_piece for standing in standings)
             self.agreement.started = True
-            for worker in self._read_members():
-                self.agreement.adopt(worker)
+            self._read_known()
         else:
             batch = await asyncio.to_thread(self._whole.load) if job.resume else 0
             self._step = self._whole.step
@@ -201,7 +201,7 @@ class Chief:
                 return None
             future = self._next[worker] = asyncio.get_running_loop().create_future()
             decisions = happen()
-            self._write_members()
+            self._write_known()
             await self._carry_out(decisions)
         return await future
 
@@ -275,17 +275,20 @@ class Chief:
         for index, done in enumerate(found):
             for one in done.refused:
                 refused.setdefault(one, []).append(index)
-            if done.lost or done.came_back:
-                self._tally.count("updates_lost", done.lost)
+            lost = done.unused - self._unused[index] - len(done.refused)
+            self._unused[index] = done.unused
+            if lost or done.came_back:
+                self._tally.count("updates_lost", lost)
                 self._tally.event(
                     "server",
-                    f"server {index} came back from its last snapshot: {done.lost} updates of its variables are lost",
+                    f"server {index} came back from its last snapshot: {lost} updates of its variables are lost",
                     server=index,
-                    updates_lost=done.lost,
+                    updates_lost=lost,
                 )
         for (worker, why), servers in refused.items():
             self._tally.count("refused")
             self._tally.event("refused", why, worker=worker, servers=servers)
+        self._write_known()
         return found
 
     def _end_step(self) -> None:
@@ -347,17 +350,21 @@ class Chief:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _write_members(self) -> None:
-        members = sorted(self.agreement.clocks)
-        if members != getattr(self, "_written", None):
-            new = self._members_file.with_suffix(".new")
-            new.write_text(json.dumps({"job": self.job.name, "members": members}))
-            new.replace(self._members_file)
-            self._written = members
+    def _write_known(self) -> None:
+        """What a chief that comes back has to know, and servers do not: who is a member, and what has been said."""
+        known = {"job": self.job.name, "members": sorted(self.agreement.clocks), "unused": self._unused}
+        if (text := json.dumps(known)) != self._written:
+            new = self._known_file.with_suffix(".new")
+            new.write_text(text)
+            new.replace(self._known_file)
+            self._written = text
 
-    def _read_members(self) -> list[int]:
+    def _read_known(self) -> None:
         try:
-            found = json.loads(self._members_file.read_text())
+            found = json.loads(self._known_file.read_text())
         except (OSError, ValueError):
-            return []
-        return list(found["members"]) if found["job"] == self.job.name else []
+            return
+        if found["job"] == self.job.name:
+            self._unused = found["unused"]
+            for worker in found["members"]:
+                self.agreement.adopt(worker)

@@ -57,11 +57,11 @@ class Order:
 
 @dataclass(frozen=True)
 class Done:
-    """What a server says of an update: the gradients that it did not use, with why; how many updates it has lost
-    before it, and whether it has come back before it; the squared norm of its part of the gradient."""
+    """What a server says of an update: the gradients that it did not use, with why; how many of the run's its values
+    are without, those included; whether it has come back before it; the squared norm of its part of the gradient."""
 
     refused: tuple[tuple[int, str], ...] = ()
-    lost: int = 0
+    unused: int = 0
     came_back: bool = False
     square: float = 0.0
 
@@ -71,13 +71,14 @@ class Standing:
     """Where a server is; `number` is -1 for one that has no values yet.
 
     `used` has, of every worker, the version of the last gradient that was used: a chief that comes back may be given a
-    push once more.
+    push once more. `unused` counts updates that were lost and gradients that were refused.
     """
 
     number: int = -1
     step: int = 0
     next_piece: int = 0
     used: dict[int, int] = field(default_factory=dict)
+    unused: int = 0
 
 
 @dataclass
@@ -106,7 +107,10 @@ class Server:
             if extra["job"] == self.job:
                 self._came_back = True
                 self.tables.load(extra["tables"])
-                self.standing = Standing(extra["number"], self.shard.step_number, extra["next_piece"], extra["used"])
+                self._saved_at = 0.0  # the next one is due
+                self.standing = Standing(
+                    extra["number"], self.shard.step_number, extra["next_piece"], extra["used"], extra["unused"]
+                )
 
     def start(self, values: Sequence[np.ndarray], state: Mapping[str, Any], standing: Standing) -> None:
         """Take over values, one array a piece, and what the optimizer and the scheduler keep; snapshot them."""
@@ -125,7 +129,7 @@ class Server:
         """Make the update, whose members' arrays are `pushes`. One that was made before is not made again."""
         here = self.standing
         if order.number <= here.number:
-            return Done()
+            return Done(unused=here.unused)
         lost, came_back = order.number - here.number - 1 + self._open, self._came_back
         self._came_back, self._open = False, order.two_phase  # what is open was a chief's that is gone
         gradients, shares, refused = [], [], []
@@ -137,6 +141,7 @@ class Server:
                 gradients.append(found)
                 shares.append(member.share)
                 here.used[member.worker] = member.base
+        here.unused += lost + len(refused)
         square = 0.0
         if gradients:
             total = sum(shares)
@@ -154,7 +159,7 @@ class Server:
         here.number, here.next_piece, here.step = order.number, order.next_piece, order.step
         if not order.two_phase:
             self._done()
-        return Done(tuple(refused), lost, came_back, square)
+        return Done(tuple(refused), here.unused, came_back, square)
 
     def finish(self, number: int, scale: float) -> None:
         """The second phase of an update: step with the gradients times `scale`."""
@@ -186,7 +191,13 @@ class Server:
         """Write what is held into its own folder; without `wait` from a copy, while the run goes on."""
         begun = time.monotonic()
         here = self.standing
-        extra = {"job": self.job, "number": here.number, "next_piece": here.next_piece, "used": here.used}
+        extra = {
+            "job": self.job,
+            "number": here.number,
+            "next_piece": here.next_piece,
+            "used": here.used,
+            "unused": here.unused,
+        }
         extra["tables"] = self.tables.state()
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         save.save(self.shard, self.folder, extra, 1, self._saver, wait)

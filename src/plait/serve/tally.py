@@ -41,6 +41,7 @@ class Tally:
         self._pushes += 1
         self._waited += note.waited
         self._data += note.data
+        self._moved += note.moved
         self._tokens += note.tokens
         self.tokens += note.tokens
 
@@ -74,6 +75,7 @@ class Tally:
             "seconds": seconds,
             "data_seconds": self._data / pushes,
             "waited_seconds": self._waited / pushes,
+            "bytes_moved": self._moved,
             "updates": self._updates,
             "workers": num_workers,
             "staleness_mean": stale / max(sum(self._stale.values()), 1),
@@ -95,5 +97,5 @@ class Tally:
         self._stale: Counter[int] = Counter()
         self._counts: Counter[str] = Counter()
         self._losses: list[tuple[float, float]] = []
-        self._updates = self._pushes = self._tokens = 0
+        self._updates = self._pushes = self._tokens = self._moved = 0
         self._waited = self._data = 0.0

@@ -10,9 +10,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from plait.comm.process import process_world
@@ -98,10 +99,12 @@ class Worker:
         others = [peer.compute.remote(task.values, task.piece, task.then) for peer in self._peers]
         found = self._step(arrays, batch, task.piece, rows)
         ray.get(others)
+        moved = _num_bytes(arrays) + _num_bytes(each for some in rows for each in some)
+        moved += _num_bytes(each for some in found.arrays for each in some)
         gradients = [ray.put(each) for each in found.arrays]
         note = Note(
             self._worker, self._job.name, task.version, found.loss, found.weight, found.tokens, waited,
-            data_seconds, time.perf_counter() - self._asked, found.buffers,
+            data_seconds, time.perf_counter() - self._asked, moved, found.buffers,
         )  # fmt: skip
         self._asked = time.perf_counter()
         after: Task | None = ray.get(self._chief.push.remote(note, gradients))
@@ -125,3 +128,7 @@ class Worker:
         assert self._computing is not None
         self._computing.take(values, rows)
         return self._computing.gradient(batch, piece)
+
+
+def _num_bytes(arrays: Iterable[np.ndarray | None]) -> int:
+    return sum(array.nbytes for array in arrays if array is not None)
