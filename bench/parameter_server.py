@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ NUM_WORKERS = 2
 TARGETS = """To reach, on `small`: plait at least 95% of the throughput of two independent processes, which is a time of
 at most 1.053 of theirs; plait / plain Ray actor at most 0.93; plait / torch.distributed.rpc at most 0.4; bytes per step
 within 5% of twice the parameters. Milliseconds a step of each worker; a worker's batch is half of the global batch.
+Processor ms are what all processes of a variant together spend on a worker's step: on a machine that is busy with other
+things they say more than the time.
 
 The independent processes have their optimizers, PyTorch's default AdamW; the other row of them has the fused one, as
 plait's server chooses it, which is the ideal of all that a server can do. The plain servers have the fused one too."""
@@ -269,21 +272,44 @@ def _table(ray: Any, workload: str, num_rounds: int, num_steps: int) -> str:
     try:
         for one in found.values():
             one.turn(2)
-        rounds = [{name: one.turn(num_steps) for name, one in found.items()} for _ in range(num_rounds)]
+        rounds: list[dict[str, float]] = []
+        spent: dict[str, list[float]] = {name: [] for name in found}
+        for _ in range(num_rounds):
+            rounds.append({})
+            for name, one in found.items():
+                before = _processor_seconds()
+                rounds[-1][name] = one.turn(num_steps)
+                spent[name].append((_processor_seconds() - before) / num_steps / NUM_WORKERS)
     finally:
         for one in found.values():
             one.close()
     bases = ["two independent processes", "plain Ray actor server", "torch.distributed.rpc server"]
-    lines = [["variant", "ms/step", *(f"time / {base}" for base in bases)]]
+    lines = [["variant", "ms/step", "processor ms/step", *(f"time / {base}" for base in bases)]]
     lines.append(["---"] * len(lines[0]))
     for name in found:
         ratios = {base: [turns[name] / turns[base] for turns in rounds] for base in bases}
         lines.append([
             name,
             f"{statistics.median(turns[name] for turns in rounds) * 1e3:.1f}",
+            f"{statistics.median(spent[name]) * 1e3:.1f}",
             *(f"{statistics.median(r):.3f} ({min(r):.3f}-{max(r):.3f})" for r in ratios.values()),
         ])  # fmt: skip
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _processor_seconds() -> float:
+    """That this process and all that it started, and those started, have used so far."""
+    parents, used = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            pid, rest = stat.parent.name, stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        parents[pid], used[pid] = rest[1], (int(rest[11]) + int(rest[12])) / os.sysconf("SC_CLK_TCK")
+    ours = {str(os.getpid())}
+    while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
+        ours |= more
+    return sum(used.get(pid, 0.0) for pid in ours)
 
 
 if __name__ == "__main__":

@@ -252,18 +252,21 @@ class Chief:
         step = self._step + commit.ends_step
         two_phase = self.job.clip_norm is not None and self.agreement.synchronous
         order = Order(commit.number, step, members, self._handout.next_piece, two_phase)
-        dones = [
-            server.update.remote(order, [gradients[index] for _, gradients in taken])
-            for index, server in enumerate(self._servers)
-        ]
+        pushes = [[gradients[index] for _, gradients in taken] for index in range(len(self._servers))]
         if two_phase:
+            dones = [server.update.remote(order, each) for server, each in zip(self._servers, pushes, strict=True)]
             norm = math.sqrt(sum(done.square for done in await self._account(dones)))
             assert self.job.clip_norm is not None
             scale = min(1.0, self.job.clip_norm / (norm + 1e-6))
             for server in self._servers:
                 server.finish.remote(commit.number, scale)
-        else:
-            self._in_background(self._account(dones))
+        else:  # whoever pushed takes the values next, mostly
+            both = [
+                server.update_and_read.options(num_returns=2).remote(order, each)
+                for server, each in zip(self._servers, pushes, strict=True)
+            ]
+            self._values = (commit.number, tuple(values for _, values in both))
+            self._in_background(self._account([done for done, _ in both]))
         if commit.ends_step:
             self._step = step
             self._end_step()

@@ -138,16 +138,19 @@ class Shard(Held):
         # A gradient may lie in memory that must not be written to, and torch's own optimizers do not write to it.
         self._careful = not type(self.optimizer).__module__.startswith(("torch.optim", "plait.optim"))
 
-    def set_gradients(self, gradients: Sequence[Sequence[Tensor | None]], shares: Sequence[float]) -> float:
-        """Take the sum of gradients by their shares, each with a tensor for every piece; returns its squared norm."""
+    def set_gradients(self, gradients: Sequence[Sequence[Tensor | None]], shares: Sequence[float]) -> None:
+        """Take the sum of gradients by their shares, each with a tensor for every piece."""
         if len(gradients) == 1 and shares[0] == 1.0 and not self._careful:
             found: list[Tensor | None] = list(gradients[0])
         else:
             found = self._sum(gradients, shares)
         for parameter, gradient in zip(self.parameters.values(), found, strict=True):
             parameter.grad = gradient
-        norms = torch._foreach_norm([g for g in found if g is not None])
-        return sum(float(norm.double().square()) for norm in norms)
+
+    def square(self) -> float:
+        """The squared norm of the gradients that are set."""
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        return sum(float(norm.double().square()) for norm in torch._foreach_norm(gradients))
 
     def step(self, scale: float = 1.0) -> None:
         """Update by the gradients that are set, times `scale`."""

@@ -25,7 +25,7 @@ from plait.run.saving.saver import Saver
 from plait.serve.held import Shard
 from plait.serve.tables.held import Tables
 from plait.serve.tables.rows import TableSpec
-from plait.serve.wire import dtype_of, misfit, packed, to_array, to_tensor, unpacked
+from plait.serve.wire import dtype_of, misfit, packed, to_array, to_tensor, to_tensors, unpacked
 
 _BETWEEN_SNAPSHOTS = 20.0  # seconds; and never more than this part of the time is spent on the copies for them
 _PART_FOR_SNAPSHOTS = 0.02
@@ -144,16 +144,13 @@ class Server:
         here.unused += lost + len(refused)
         square = 0.0
         if gradients:
-            total = sum(shares)
-            shares = shares if not refused else [share / total for share in shares]
+            shares = shares if not refused else [share / sum(shares) for share in shares]
             num = len(self.pieces)
-            tensors = [
-                [a if a is None else to_tensor(a, dtype_of(p)) for a, p in zip(push, self.pieces, strict=False)]
-                for push in gradients
-            ]
-            square = self.shard.set_gradients(tensors, shares)
-            square += self.tables.set_gradients([push[num:] for push in gradients], shares)
-            if not order.two_phase:
+            self.shard.set_gradients([to_tensors(push[:num], self.pieces) for push in gradients], shares)
+            rows_square = self.tables.set_gradients([push[num:] for push in gradients], shares)
+            if order.two_phase:
+                square = self.shard.square() + rows_square
+            else:
                 self.shard.step()
                 self.tables.step()
         here.number, here.next_piece, here.step = order.number, order.next_piece, order.step
@@ -168,6 +165,10 @@ class Server:
             self.shard.step(scale)
             self.tables.step(scale)
             self._done()
+
+    def update_and_read(self, order: Order, pushes: Sequence[Any]) -> tuple[Done, np.ndarray]:
+        """`update`, and the values after it."""
+        return self.update(order, pushes), self.read()
 
     def read(self) -> np.ndarray:
         """The values, as the shard's bytes. Whoever sends them copies them."""

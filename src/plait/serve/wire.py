@@ -6,6 +6,7 @@ shape; types that numpy lacks travel as whole numbers of the same width.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -61,12 +62,29 @@ def to_tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
     return found if dtype is None or found.dtype == dtype else found.view(dtype)
 
 
+def to_tensors(arrays: Sequence[np.ndarray | None], pieces: Sequence[Piece]) -> list[Tensor | None]:
+    """As `to_tensor`, of a gradient of every piece; None where there is none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        found = [None if array is None else torch.from_numpy(array) for array in arrays]
+    return [
+        t if t is None or t.dtype == dtype_of(piece) else t.view(dtype_of(piece))
+        for t, piece in zip(found, pieces, strict=True)
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def _array_dtype(name: str) -> np.dtype[Any]:
+    """The type of the arrays in which tensors of a type travel."""
+    dtype = getattr(torch, name)
+    return torch.empty(0, dtype=_STANDS_FOR.get(dtype, dtype)).numpy().dtype
+
+
 def misfit(array: object, piece: Piece) -> str:
     """Why an array is no gradient of the piece; empty where it is one."""
     if not isinstance(array, np.ndarray):
         return f"{piece.name} is a {type(array).__name__}, not an array"
-    dtype = dtype_of(piece)
-    expected = torch.empty(0, dtype=_STANDS_FOR.get(dtype, dtype)).numpy().dtype
+    expected = _array_dtype(piece.dtype)
     if tuple(array.shape) != piece.own_shape or array.dtype != expected:
         return f"{piece.name} is {array.dtype}{list(array.shape)}, not {expected}{list(piece.own_shape)}"
     return ""
