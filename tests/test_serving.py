@@ -24,6 +24,9 @@ from plait.train.metrics import read_metrics
 from plait.train.serving import run_served, served_job
 from tests.served import NUM_IDS, job_of, make_click, make_clicks
 
+# A dozen processes start in each, which takes a while on two cores that do other things as well.
+pytestmark = pytest.mark.timeout(500)
+
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:

@@ -47,14 +47,14 @@ class Running:
         self._ids = itertools.count()
         self._deaths = 0  # since the last step
         self._step = -1
-        out = Path(job.out)
-        out.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(out / "servers", ignore_errors=True)  # snapshots of an earlier run
+        self._snapshots = Path(job.out) / "servers"
+        self._snapshots.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self._snapshots, ignore_errors=True)  # of an earlier run
         names = job.server_names
         make_server = ray.remote(num_cpus=1, scheduling_strategy="SPREAD", **_COMES_BACK)(ServerActor)
         self.servers = [
             make_server.options(name=name).remote(
-                job.name, pieces, job.optimizer, job.scheduler, str(out / "servers" / str(index)), job.tables
+                job.name, pieces, job.optimizer, job.scheduler, str(self._snapshots / str(index)), job.tables
             )
             for index, (name, pieces) in enumerate(zip(names, job.shards, strict=True))
         ]
@@ -131,6 +131,7 @@ class Running:
         for actor in [*(actor for group in self._groups for actor in group.actors), *others]:
             self._ray.kill(actor, no_restart=True)
         self._groups = []
+        shutil.rmtree(self._snapshots, ignore_errors=True)  # they are for as long as the servers
 
     def _gone(self, group: _Group) -> None:
         """A worker has ended: it left, or has nothing to do, or it was killed and is replaced."""
