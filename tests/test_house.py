@@ -40,6 +40,7 @@ def test_public_surface() -> None:
         "RankFailed",
         "Report",
         "ScheduleError",
+        "SparseTable",
         "StepEnd",
         "Trainer",
         "Verifier",

@@ -22,6 +22,7 @@ _HOME = {
     "explain": "plait.explaining",
     "memory": "plait.memory_estimate",
     "run_ranks": "plait.comm.threads",
+    "SparseTable": "plait.serve.tables.module",
     "optim": "plait.optim",
     "PlaitError": "plait.errors",
     "PlanError": "plait.errors",

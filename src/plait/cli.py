@@ -74,8 +74,16 @@ def train(
         job = load_config(config, changes or [])
         from plait.train.build import check_job
 
+        if chosen.workers:
+            from plait.train.serving import check_served, run_served
+
+            check_served(job, chosen)
         if not _launched_here():
             check_job(job, chosen, resume)
+        if chosen.workers:
+            if run_served(job, chosen, resume).stopped:
+                raise typer.Exit(128 + signal.SIGINT)
+            return
         if not under_launcher() and chosen.num_processes > 1:
             arguments = ["train", str(config), *["--resume"] * resume, *["--trace"] * trace]
             arguments += [word for change in changes or [] for word in ("--set", change)]

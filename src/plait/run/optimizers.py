@@ -71,7 +71,7 @@ def build_optimizer(
         return optimizer
     for group in optimizer.param_groups:
         for ndim, example in {p.ndim: p for p in group["params"] if p in cut}.items():
-            if why := _depends_on_the_cut(optimizer, group, ndim):
+            if why := depends_on_the_cut(optimizer, group, ndim):
                 raise PlanError(
                     f"{kind} {why}, so its result might change with the cut of {names[example]} ({own[example]}); use"
                     " plait.optim.Lamb, Adafactor, Muon or an elementwise optimizer such as AdamW or SGD, give it a"
@@ -154,7 +154,7 @@ def _taken_over(optimizer: torch.optim.Optimizer, kind: type) -> torch.optim.Opt
     return made
 
 
-def _depends_on_the_cut(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], ndim: int) -> str:
+def depends_on_the_cut(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], ndim: int) -> str:
     """Why the optimizer may move a tensor in another way than its halves; nothing where it was tried and does not."""
     generator = torch.Generator().manual_seed(0)
     like = group["params"][0]

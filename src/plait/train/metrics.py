@@ -13,6 +13,8 @@ class MetricsLog:
     A line has `step` (counted from 1), `loss`, `lr`, `tokens_per_s`, `seconds` of the step, `data_seconds` of them
     spent on waiting for data, `sent_bytes` by this rank, `agree_seconds` spent on exchanges of replicas that agree
     later, `gradient_norm` where gradients are clipped, and `held_out_loss` where it was evaluated.
+    With parameter servers it also has what serve/tally.py counts, and `held_out_loss` has lines of its own: it comes
+    from another process.
     """
 
     def __init__(self, folder: Path, first_step: int, tensorboard: bool = False) -> None:
@@ -26,12 +28,24 @@ class MetricsLog:
 
             self._board = SummaryWriter(folder / "tensorboard", purge_step=first_step)
 
-    def write(self, values: dict[str, float | int]) -> None:
+    def write(self, values: dict[str, Any]) -> None:
+        """A line, with numbers by name; a mapping from whole numbers, as text, to counts is a histogram."""
         self._file.write(json.dumps({key: _rounded(value) for key, value in values.items()}) + "\n")
         if self._board is not None:
             for key, value in values.items():
-                if key != "step":
+                if isinstance(value, dict):
+                    self._write_histogram(key, value, values["step"])
+                elif key != "step":
                     self._board.add_scalar(key, value, values["step"])
+
+    def _write_histogram(self, name: str, counts: dict[str, int], step: int) -> None:
+        at = {int(key): number for key, number in sorted(counts.items(), key=lambda pair: int(pair[0]))}
+        if not at:
+            return
+        self._board.add_histogram_raw(
+            name, min(at), max(at), sum(at.values()), sum(k * n for k, n in at.items()),
+            sum(k * k * n for k, n in at.items()), [k + 0.5 for k in at], list(at.values()), step,
+        )  # fmt: skip
 
     def close(self) -> None:
         self._file.close()
@@ -58,6 +72,6 @@ def _lines_before(path: Path, step: int) -> list[str]:
     return kept
 
 
-def _rounded(value: float | int) -> float | int:
+def _rounded(value: Any) -> Any:
     """Times and rates need no 17 digits; losses keep 9, which tell any two float32 numbers apart."""
-    return value if isinstance(value, int) else float(f"{value:.9g}")
+    return float(f"{value:.9g}") if isinstance(value, float) else value

@@ -119,13 +119,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         lines = path.read_text().splitlines() if path.exists() else []
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
-    for line in lines:
+    for text in lines:
         try:
-            values = json.loads(line)
+            values = json.loads(text)
         except ValueError:
             continue
         if isinstance(values, dict) and {"step", "loss", "tokens_per_s"} <= set(values):
             found.append(values)
+        elif isinstance(values, dict) and "held_out_loss" in values:  # of an evaluator, which comes later than the step
+            for line in (line for line in found if line["step"] == values.get("step")):
+                line["held_out_loss"] = values["held_out_loss"]
     return found
 
 

@@ -15,13 +15,12 @@ Another plan reads the means only, which lie under the names that every checkpoi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from plait.run.agreeing.exchange import Pending
-from plait.run.agreeing.replicas import Replicas
 from plait.run.boxes import fragments
 from plait.run.saving.holding import Holding
 from plait.run.saving.manifest import Manifest
@@ -29,6 +28,9 @@ from plait.run.saving.optimizer_layouts import state_layout
 from plait.run.saving.snapshot import Run
 from plait.run.saving.source import Source, Wanted, whole_of
 from plait.spec.layout import Layout, Placement, Shard
+
+if TYPE_CHECKING:
+    from plait.run.agreeing.replicas import Replicas
 
 _MODEL, _STATE, _BUFFERS, _LEFT_OUT = (f"replicas/{each}/" for each in ("model", "optimizer", "buffers", "left_out"))
 _WEIGHTS, _MOMENTUM, _MEAN = (f"outer/{each}/" for each in ("weights", "momentum", "mean"))

@@ -10,22 +10,23 @@ run/saving/save.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from plait.comm.protocol import World
 from plait.errors import CheckpointError
-from plait.run.agreeing.replicas import Replicas
-from plait.run.boundary import from_boundary, to_boundary
-from plait.run.eager import EagerReplica
 from plait.run.optimizers import tried
-from plait.run.replica import Replica
 from plait.run.scaling import LossScale
 from plait.run.update import Update
 from plait.spec.layout import Only
 from plait.spec.plan import Plan
+
+if TYPE_CHECKING:  # a process that holds parameters and computes nothing is ready in half the time without these
+    from plait.run.agreeing.replicas import Replicas
+    from plait.run.eager import EagerReplica
+    from plait.run.replica import Replica
 
 
 class Run(Protocol):
@@ -51,6 +52,8 @@ _IMPLEMENTATION = ("foreach", "fused", "capturable")
 
 def take(run: Run) -> dict[str, Any]:
     """The state as DTensors (whole tensors in the threads world). Every rank calls it."""
+    from plait.run.boundary import to_boundary
+
     replica, world = run.replica, run.world
     model: dict[str, Tensor] = {
         name: to_boundary(replica.local(name), layout, world, replica.dtypes[name])
@@ -72,6 +75,8 @@ def take(run: Run) -> dict[str, Any]:
 
 def restore(run: Run, state: Mapping[str, Any]) -> None:
     """Take over a state made under any plan; names or shapes that differ are a CheckpointError, before any change."""
+    from plait.run.boundary import from_boundary
+
     replica, world = run.replica, run.world
     model = state["model"]
     check_model(replica, model)
@@ -132,6 +137,8 @@ def persistent_buffers(model: nn.Module) -> set[str]:
 
 def _optimizer_state(run: Run) -> dict[str, dict[str, Any]]:
     """By parameter name. On a rank that lacks a parameter the keys are those of the first one it has."""
+    from plait.run.boundary import to_boundary
+
     replica, world, optimizer = run.replica, run.world, run.optimizer
     assert optimizer is not None
     found: dict[str, dict[str, Any]] = {}
@@ -206,10 +213,12 @@ def set_group_options(run: Run, saved: Sequence[Mapping[str, Any]]) -> None:
 
 
 def model_of(replica: Replica | EagerReplica) -> nn.Module:
-    return replica.model if isinstance(replica, EagerReplica) else replica.compiler.model
+    return replica.model if hasattr(replica, "model") else replica.compiler.model
 
 
 def _restore_optimizer(run: Run, saved: Mapping[str, Any]) -> None:
+    from plait.run.boundary import from_boundary
+
     replica, world, optimizer = run.replica, run.world, run.optimizer
     assert optimizer is not None
     for name, values in saved["state"].items():

@@ -1,0 +1,96 @@
+"""Which server holds which variables, so that all of them hold, send and take nearly as many bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+_NEAR = 0.05  # of a server's share: a variable is not cut for less than this
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows `start` to `stop` of a variable of `shape` (of a number, which has no rows, the one that it is)."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole
+    dtype: str
+    start: int
+    stop: int
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        return (self.stop - self.start, *self.shape[1:]) if self.shape else ()
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.own_shape)
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.shape or (self.start, self.stop) == (0, self.shape[0])
+
+
+@dataclass(frozen=True)
+class Variable:
+    """What is served: a parameter's name, shape, type by its torch name, and bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+
+    def piece(self, start: int, stop: int) -> Piece:
+        return Piece(self.name, self.shape, self.dtype, start, stop)
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0] if self.shape else 1
+
+
+def balance(variables: Sequence[Variable], num_servers: int, may_cut: bool) -> tuple[tuple[Piece, ...], ...]:
+    """The pieces of each server; a server has at most one piece of a variable, in the variables' order.
+
+    With `may_cut` the variables are laid end to end and cut into equal parts, at a variable's end where one is near and
+    otherwise at a row. Without, each variable goes whole to the server that has the least, the largest first.
+    """
+    found = _cut(variables, num_servers) if may_cut and num_servers > 1 else _whole(variables, num_servers)
+    return tuple(tuple(pieces) for pieces in found)
+
+
+def loads(shards: Sequence[Sequence[Piece]], itemsize: Mapping[str, int]) -> list[int]:
+    """Bytes of each server."""
+    return [sum(piece.num_elements * itemsize[piece.dtype] for piece in pieces) for pieces in shards]
+
+
+def _whole(variables: Sequence[Variable], num_servers: int) -> list[list[Piece]]:
+    held = [0] * num_servers
+    server_of: dict[str, int] = {}
+    for variable in sorted(variables, key=lambda v: (-v.num_bytes, v.name)):
+        server = held.index(min(held))
+        held[server] += variable.num_bytes
+        server_of[variable.name] = server
+    return [[v.piece(0, v.rows) for v in variables if server_of[v.name] == i] for i in range(num_servers)]
+
+
+def _cut(variables: Sequence[Variable], num_servers: int) -> list[list[Piece]]:
+    total = sum(variable.num_bytes for variable in variables)
+    found: list[list[Piece]] = [[] for _ in range(num_servers)]
+    server, before = 0, 0
+    for variable in variables:
+        start = 0
+        row_bytes = variable.num_bytes / max(variable.rows, 1)
+        while start < variable.rows:
+            stop = variable.rows
+            end = total * (server + 1) / num_servers  # of this server's share
+            over = before + (stop - start) * row_bytes - end
+            if server < num_servers - 1 and over > _NEAR * total / num_servers:
+                stop = min(stop, start + round((end - before) / row_bytes))
+            if stop > start:
+                found[server].append(variable.piece(start, stop))
+                before += round((stop - start) * row_bytes)
+                start = stop
+            if server < num_servers - 1 and (before >= end - _NEAR * total / num_servers or start < variable.rows):
+                server += 1
+    return found

@@ -1,0 +1,45 @@
+"""Pieces of the data handed out to workers that come and go: every piece is trained on once, in order.
+
+Pieces are numbered through the whole run: piece n is part n % num_parts of batch n // num_parts. A worker knows the
+piece after the one that it works on, so that it can read ahead.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Handout:
+    """`next_piece` is the first that nobody was given."""
+
+    next_piece: int = 0
+    _now: dict[int, int] = field(default_factory=dict)
+    _ahead: dict[int, int] = field(default_factory=dict)
+    _returned: list[int] = field(default_factory=list)
+
+    def give(self, workers: Sequence[int]) -> dict[int, tuple[int, int]]:
+        """(piece to work on, piece after it) of workers that go on together."""
+        for worker in workers:
+            self._now[worker] = self._ahead.pop(worker) if worker in self._ahead else self._fresh()
+        for worker in workers:
+            self._ahead[worker] = self._fresh()
+        return {worker: (self._now[worker], self._ahead[worker]) for worker in workers}
+
+    def used(self, worker: int) -> None:
+        """The worker's gradient has come."""
+        self._now.pop(worker, None)
+
+    def take_back(self, worker: int) -> None:
+        """The worker is gone: others get what it was given and has not used."""
+        for given in (self._now, self._ahead):
+            if (piece := given.pop(worker, None)) is not None:
+                heapq.heappush(self._returned, piece)
+
+    def _fresh(self) -> int:
+        if self._returned:
+            return heapq.heappop(self._returned)
+        self.next_piece += 1
+        return self.next_piece - 1

@@ -1,0 +1,373 @@
+"""The chief: it decides which pushes make an update and who goes on, tells the servers, and writes checkpoints.
+
+It holds no values, so that one that is killed loses none: the servers say where they are, and it carries on from there.
+Every server gets its orders from here, in one order, so that a version of the run is the same on all of them.
+
+    worker  --push(note, references)-->  chief  --update(order, references)-->  servers
+            <--task(version, references)--       --read()-------------------->
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plait.decide.agreement import Agreement, Commit, Decision, Go, Late, Push, Refuse
+from plait.decide.handout import Handout
+from plait.errors import CheckpointError, PlaitError
+from plait.serve.job import Fingerprint, Job
+from plait.serve.notes import End, Note, Progress, Refused, Task
+from plait.serve.server import Done, Member, Order, Standing
+from plait.serve.tally import Tally
+from plait.serve.whole import Whole
+
+
+class Chief:
+    """An asyncio actor. `servers` and `evaluator` are handles of actors, whose calls give references to await."""
+
+    def __init__(self, job: Job, servers: Sequence[Any], evaluator: Any = None) -> None:
+        self.job = job
+        self._servers = list(servers)
+        self._evaluator = evaluator
+        self._lock = asyncio.Lock()  # events are taken one after the other
+        self._over = asyncio.Event()
+        self._begun = False
+        self._known_file, self._written = Path(job.out) / "chief.json", ""
+        self._unused = [0] * len(job.shards)  # of each server, as far as it was said
+        self._step = 0
+        self._values: tuple[int, tuple[Any, ...]] | None = None
+        self._notes: dict[int, tuple[Note, Sequence[Any]]] = {}  # pushes that wait for their update
+        self._next: dict[int, asyncio.Future[Task | None]] = {}
+        self._tasks: dict[int, Task] = {}
+        self._buffers: dict[str, np.ndarray] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._saving = asyncio.Lock()
+        self._saved_step = -1
+        self._finishing = False
+        self._stopped = False
+        self._error = ""
+        self._rate = 0.0
+
+    async def begin(self) -> int:
+        """Give the servers their first values, or find out where they are; returns the steps that are done."""
+        async with self._lock:
+            if not self._begun:
+                await self._begin()
+                self._begun = True
+        return self._step
+
+    async def join(self, worker: int, fingerprint: Fingerprint) -> Task | Refused | None:
+        """A worker is ready; returns once it has something to do. None: there is nothing to do any more."""
+        if why := self.job.fingerprint.difference(fingerprint):
+            async with self._lock:
+                self._tally.event("refused", f"worker {worker} may not join: {why}", worker=worker)
+            return Refused(f"worker {worker} has another model than this run: {why}")
+        return await self._event(worker, lambda: self.agreement.join(worker))
+
+    async def push(self, note: Note, gradients: Sequence[Any]) -> Task | None:
+        """A worker's gradient, one reference a server; returns its next task once it may go on."""
+        worker = note.worker
+
+        def taken() -> list[Decision]:
+            self._notes[worker] = (note, gradients)
+            self._handout.used(worker)
+            if note.buffers:
+                self._buffers = note.buffers
+            if not math.isfinite(note.loss) and self.job.on_nan == "raise":
+                self._error = (
+                    f"the loss of worker {worker} on values of version {note.base} is {note.loss}; lower the learning"
+                    " rate, set clip_norm, or pass on_nan='warn' to go on"
+                )
+                self._finish()
+                return []
+            return self.agreement.push(Push(worker, note.base, note.weight))
+
+        return await self._event(worker, taken)
+
+    async def again(self, worker: int) -> Task | None:
+        """The same task once more, for a worker whose values went with a server or a chief."""
+        await self.begin()
+        async with self._lock:
+            before = self._tasks.get(worker)
+            if self._finishing or before is None:
+                return None if self._finishing else await self._fresh_task(worker)
+            self._values = None
+            self._tasks[worker] = task = Task(self.agreement.version, before.piece, before.then, self._read())
+            return task
+
+    async def leave(self, worker: int, why: str, killed: bool = True) -> None:
+        """A worker is gone. What it was working on goes to others."""
+        await self.begin()
+        async with self._lock:
+            self._handout.take_back(worker)
+            self._tasks.pop(worker, None)
+            if killed:
+                self._tally.event(
+                    "worker", f"worker {worker} is gone ({why}); its unfinished step is lost", worker=worker
+                )
+            else:
+                self._tally.event("worker", f"worker {worker} has left", worker=worker)
+            decisions = self.agreement.leave(worker)
+            if not self._finishing:
+                await self._carry_out(decisions)
+            self._notes.pop(worker, None)
+            self._write_known()
+            if (future := self._next.pop(worker, None)) is not None and not future.done():
+                future.set_result(None)
+
+    async def stop(self) -> None:
+        """End after the step that is under way, as if it were the last."""
+        await self.begin()
+        self._stopped = True
+
+    async def note(self, kind: str, message: str) -> None:
+        """An event that somebody else has seen."""
+        await self.begin()
+        self._tally.event(kind, message)
+
+    async def progress(self) -> Progress:
+        await self.begin()
+        messages, self._tally.messages = tuple(self._tally.messages), []
+        num = len(self.agreement.clocks)
+        return Progress(
+            self._step, self._tally.loss, self._tally.tokens, num, self._rate, self._over.is_set(), messages
+        )  # fmt: skip
+
+    async def end(self) -> End:
+        """Returns when the run is over and everything is written."""
+        await self.begin()
+        await self._over.wait()
+        return End(self._step, self._tally.loss, self._stopped and self._step < self.job.steps, self._error)
+
+    async def staleness(self) -> dict[int, int]:
+        """How many gradients of each staleness there were since this chief began."""
+        await self.begin()
+        return dict(self._tally.staleness)
+
+    async def totals(self) -> dict[str, int]:
+        """Updates lost, gradients that came late or were refused, since this chief began."""
+        await self.begin()
+        return dict(self._tally.totals)
+
+    async def is_ending(self) -> bool:
+        """Whether there is nothing to do any more."""
+        return self._finishing
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    async def _begin(self) -> None:
+        job = self.job
+        self.agreement = Agreement(job.plan.workers, job.plan.staleness, job.plan.backup, order=job.order)
+        standings: list[Standing] = await asyncio.gather(*(s.where.remote() for s in self._servers))
+        self._whole = await asyncio.to_thread(Whole, job)
+        came_back = all(standing.number >= 0 for standing in standings)
+        if came_back:
+            self._step = max(standing.step for standing in standings)
+            self.agreement.version = max(standing.number for standing in standings)
+            next_piece = max(standing.next_piece for standing in standings)
+            self.agreement.started = True
+            self._read_known()
+        else:
+            batch = await asyncio.to_thread(self._whole.load) if job.resume else 0
+            self._step = self._whole.step
+            self.agreement.version = self._step * self.agreement.updates_per_step
+            next_piece = batch * job.num_parts
+            start = Standing(self.agreement.version, self._step, next_piece)
+            await asyncio.gather(
+                *(
+                    server.start.remote(self._whole.values(pieces), self._whole.state(index), start)
+                    for index, (server, pieces) in enumerate(zip(self._servers, job.shards, strict=True))
+                )
+            )
+        self._handout = Handout(next_piece)
+        self._tally = Tally(job.out, job.make_log(self._step + 1))
+        self._rate = self._whole.rate(self._step)
+        if came_back:
+            self._tally.event("chief", f"the chief came back, at update {self.agreement.version}")
+
+    async def _event(self, worker: int, happen: Any) -> Task | None:
+        """Take an event, carry out what it decides, and wait until its worker may go on."""
+        await self.begin()
+        async with self._lock:
+            if self._finishing:
+                return None
+            future = self._next[worker] = asyncio.get_running_loop().create_future()
+            decisions = happen()
+            self._write_known()
+            await self._carry_out(decisions)
+        return await future
+
+    async def _carry_out(self, decisions: Sequence[Decision]) -> None:
+        goes = [decision.worker for decision in decisions if isinstance(decision, Go)]
+        for decision in decisions:
+            if isinstance(decision, Commit):
+                await self._commit(decision)
+            elif isinstance(decision, Late):
+                self._tally.took(self._notes.pop(decision.worker)[0])
+                self._tally.count("late")
+            elif isinstance(decision, Refuse):
+                self._notes.pop(decision.worker, None)
+                self._tally.count("refused")
+                self._tally.event("refused", f"a push was refused: {decision.why}", worker=decision.worker)
+                if (future := self._next.get(decision.worker)) is not None and decision.worker not in goes:
+                    future.set_result(None)
+        if goes and not self._finishing:
+            self._go(goes)
+
+    def _go(self, workers: Sequence[int]) -> None:
+        for worker, (piece, then) in self._handout.give(workers).items():
+            self._tasks[worker] = task = Task(self.agreement.version, piece, then, self._read())
+            if (future := self._next.get(worker)) is not None and not future.done():
+                future.set_result(task)
+
+    async def _fresh_task(self, worker: int) -> Task:
+        """For a worker that another chief had given a task."""
+        self.agreement.adopt(worker)
+        self._go([worker])
+        return self._tasks[worker]
+
+    def _read(self) -> tuple[Any, ...]:
+        """References to the values of this version, which all who take them share."""
+        version = self.agreement.version
+        if self._values is None or self._values[0] != version:
+            self._values = (version, tuple(server.read.remote() for server in self._servers))
+        return self._values[1]
+
+    async def _commit(self, commit: Commit) -> None:
+        """Have every server make the update."""
+        taken = [self._notes.pop(worker) for worker in commit.members]
+        notes = [note for note, _ in taken]
+        self._tally.commit(commit, notes)
+        members = tuple(
+            Member(note.worker, share, note.base, note.job) for note, share in zip(notes, commit.shares, strict=True)
+        )
+        step = self._step + commit.ends_step
+        two_phase = self.job.clip_norm is not None and self.agreement.synchronous
+        order = Order(commit.number, step, members, self._handout.next_piece, two_phase)
+        pushes = [[gradients[index] for _, gradients in taken] for index in range(len(self._servers))]
+        if two_phase:
+            dones = [server.update.remote(order, each) for server, each in zip(self._servers, pushes, strict=True)]
+            norm = math.sqrt(sum(done.square for done in await self._account(dones)))
+            assert self.job.clip_norm is not None
+            scale = min(1.0, self.job.clip_norm / (norm + 1e-6))
+            for server in self._servers:
+                server.finish.remote(commit.number, scale)
+        else:  # whoever pushed takes the values next, mostly
+            both = [
+                server.update_and_read.options(num_returns=2).remote(order, each)
+                for server, each in zip(self._servers, pushes, strict=True)
+            ]
+            self._values = (commit.number, tuple(values for _, values in both))
+            self._in_background(self._account([done for done, _ in both]))
+        if commit.ends_step:
+            self._step = step
+            self._end_step()
+
+    async def _account(self, dones: Sequence[Any]) -> list[Done]:
+        """What came of an update: what was lost and refused is counted and said."""
+        found: list[Done] = await asyncio.gather(*dones)
+        refused: dict[tuple[int, str], list[int]] = {}
+        for index, done in enumerate(found):
+            for one in done.refused:
+                refused.setdefault(one, []).append(index)
+            lost = done.unused - self._unused[index] - len(done.refused)
+            self._unused[index] = done.unused
+            if lost or done.came_back:
+                self._tally.count("updates_lost", lost)
+                self._tally.event(
+                    "server",
+                    f"server {index} came back from its last snapshot: {lost} updates of its variables are lost",
+                    server=index,
+                    updates_lost=lost,
+                )
+        for (worker, why), servers in refused.items():
+            self._tally.count("refused")
+            self._tally.event("refused", why, worker=worker, servers=servers)
+        self._write_known()
+        return found
+
+    def _end_step(self) -> None:
+        job, step = self.job, self._step
+        last = step >= job.steps or self._stopped
+        self._tally.line(step, self._rate, len(self.agreement.clocks))
+        self._rate = self._whole.rate(step)
+        due = any(every and step % every == 0 for every in (job.save_every, job.evaluate_every))
+        if last or due:
+            states = [server.state.remote() for server in self._servers]  # behind this step's updates, before others
+            self._in_background(self._save(step, states))
+        if last:
+            self._finish()
+
+    async def _save(self, step: int, states: Sequence[Any]) -> None:
+        async with self._saving:
+            found = await asyncio.gather(*states)
+            try:
+                await asyncio.to_thread(self._whole.save, step, found, self._buffers)
+            except PlaitError as error:
+                self._fail(str(error))
+                return
+            self._saved_step = step
+        if self._evaluator is not None:
+            evaluated = await self._evaluator.look.remote()
+            if evaluated is not None:
+                self._tally.evaluated(*evaluated)
+
+    def _fail(self, why: str) -> None:
+        self._error = self._error or why
+        self._finish()
+
+    def _finish(self) -> None:
+        """No worker gets anything to do any more; the run is over when what is under way is done."""
+        if self._finishing:
+            return
+        self._finishing = True
+        for future in self._next.values():
+            if not future.done():
+                future.set_result(None)
+        asyncio.get_running_loop().create_task(self._close())
+
+    async def _close(self) -> None:
+        while self._background:
+            await asyncio.gather(*self._background, return_exceptions=True)
+        self._tally.close()
+        self._over.set()
+
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        async def guarded() -> None:
+            try:
+                await work
+            except CheckpointError as error:
+                self._fail(str(error))
+            except Exception as error:  # of the transport: somebody is gone for good
+                self._fail(f"{type(error).__name__}: {error}")
+
+        task = asyncio.get_running_loop().create_task(guarded())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _write_known(self) -> None:
+        """What a chief that comes back has to know, and servers do not: who is a member, and what has been said."""
+        known = {"job": self.job.name, "members": sorted(self.agreement.clocks), "unused": self._unused}
+        if (text := json.dumps(known)) != self._written:
+            new = self._known_file.with_suffix(".new")
+            new.write_text(text)
+            new.replace(self._known_file)
+            self._written = text
+
+    def _read_known(self) -> None:
+        try:
+            found = json.loads(self._known_file.read_text())
+        except (OSError, ValueError):
+            return
+        if found["job"] == self.job.name:
+            self._unused = found["unused"]
+            for worker in found["members"]:
+                self.agreement.adopt(worker)

@@ -1,0 +1,99 @@
+"""Ray, the cluster engine: one of this machine's own for as long as a run takes, or the one that RAY_ADDRESS names.
+
+The embedded one listens on the loopback interface only, and with a token that nobody else knows. One on several
+machines is joined with the token that it was started with: whoever can reach it could otherwise have it run anything.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from plait.errors import PlanError, WorldError
+from plait.serve.job import Job
+
+_SMALLEST_STORE = 192 << 20
+_INSTALL = "pip install 'plait[ray]'"
+
+
+def check_installed() -> None:
+    """PlanError with the command that installs Ray where it is missing."""
+    if importlib.util.find_spec("ray") is None:
+        raise PlanError(f"parameter servers run on Ray, which is not installed: {_INSTALL}")
+
+
+def load_ray() -> Any:
+    """The module, told how to behave before it is first imported."""
+    check_installed()
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it tells its makers nothing of this run
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if "RAY_ADDRESS" not in os.environ:
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the way to say: on the loopback interface
+        if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    import ray
+
+    return ray
+
+
+@contextmanager
+def cluster(job: Job) -> Iterator[Any]:
+    """Ray, with room for the roles of the job. One that is running already in this process is used and left running."""
+    ray = load_ray()
+    if ray.is_initialized():
+        _check_room(ray, job)
+        yield ray
+        return
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        if "RAY_ADDRESS" in os.environ:
+            ray.init(address=os.environ["RAY_ADDRESS"], configure_logging=False, log_to_driver=False)
+        else:
+            start_here(ray, num_cpus(job), store_bytes(job))
+    except Exception as error:
+        if type(error).__name__ != "AuthenticationError":
+            raise WorldError(f"Ray did not start: {type(error).__name__}: {error}") from error
+        raise WorldError(
+            f"the Ray cluster at {os.environ.get('RAY_ADDRESS')} asks for its token: put it into RAY_AUTH_TOKEN, or its"
+            " file into RAY_AUTH_TOKEN_PATH (`ray get-auth-token` on the head node shows it)"
+        ) from None
+    try:
+        _check_room(ray, job)
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def start_here(ray: Any, cpus: int, store: int) -> None:
+    """Start Ray on this machine: `cpus` processes at a time, so many bytes of shared memory for what they exchange."""
+    ray.init(
+        address="local", num_cpus=cpus, object_store_memory=store, include_dashboard=False, configure_logging=False,
+        log_to_driver=False,
+    )  # fmt: skip
+
+
+def num_cpus(job: Job) -> int:
+    """Processes that compute: servers, and every rank of every worker. Others are small."""
+    return job.plan.servers + job.plan.workers * job.plan.within.num_processes
+
+
+def store_bytes(job: Job) -> int:
+    """Values and gradients under way: of every worker the values it has and those it gets, and two gradients."""
+    size = sum(variable.num_bytes for variable in job.variables)
+    return max(_SMALLEST_STORE, int(1.2 * size * (4 * job.plan.workers + 4)))
+
+
+def _check_room(ray: Any, job: Job) -> None:
+    there = int(ray.cluster_resources().get("CPU", 0))
+    if there < num_cpus(job):
+        raise WorldError(
+            f"the plan {job.plan.title!r} has {num_cpus(job)} processes that compute, {job.plan.servers} servers and"
+            f" {job.plan.workers} workers of {job.plan.within.num_processes}, and the Ray cluster has {there} CPUs;"
+            " start more nodes with `ray start --address`, or give a smaller plan"
+        )

@@ -1,0 +1,150 @@
+"""What a worker computes: gradients of its own model on values that it is given, under the plan that it trains by."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.comm.protocol import World
+from plait.errors import CaptureError
+from plait.run.compiler import Captures, Compiler
+from plait.run.eager import EagerReplica, refuse_unless_data_only
+from plait.run.homes.homes import Homes
+from plait.run.local_batch import num_rows
+from plait.run.replica import Replica
+from plait.run.saving.snapshot import persistent_buffers
+from plait.run.state import is_whole, local_part
+from plait.serve.feed import Feed
+from plait.serve.job import Job, fingerprint_of, variables_of
+from plait.serve.tables.local import LocalTables
+from plait.serve.tables.module import specs_of, tables_away
+from plait.serve.wire import to_array, to_tensor, views
+from plait.trainer import step_key
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Of a piece: the mean loss, its weight among others, and what is pushed to every server: an array for each of its
+    pieces, None where there is none, and then of every table ids and their gradients."""
+
+    loss: float
+    weight: float
+    tokens: int
+    arrays: tuple[list[np.ndarray | None], ...]
+    buffers: dict[str, np.ndarray]
+
+
+class Computing:
+    """One rank of a worker. All ranks of a worker are given the same values and pieces."""
+
+    def __init__(self, job: Job, world: World) -> None:
+        self.job = job
+        self.world = world
+        with tables_away():
+            model, loss_fn = job.make_model()
+        self.feed = Feed(job, job.make_data()[0])
+        within = job.plan.within
+        self.fingerprint = fingerprint_of(variables_of(model), specs_of(model), job.plan)
+        self.tables = LocalTables(model, len(job.shards))
+        first = self.feed.read(0)
+        self.tables.size_for(first)
+        self.homes = Homes(within, world, job.scratch)
+        self._persistent = persistent_buffers(model)
+        self._taken: set[str] = set()  # parameters whose memory is that of the values they were last given
+        compiler = Compiler(Captures(model, loss_fn, world.device), within, job.layouts)
+        self.replica: Replica | EagerReplica
+        try:
+            self.replica = Replica(compiler, world, self.tables.localised(first), job.seed, True, self.homes)
+        except CaptureError as error:
+            refuse_unless_data_only(error, within, world)
+            warnings.warn(f"the model runs as it is, not as a graph: {error}", stacklevel=2)
+            self.replica = EagerReplica(model, loss_fn, within, world)
+
+    def read(self, piece: int, then: int | None = None) -> Any:
+        """The batch of a piece; `then` is read meanwhile. With tables, `self.tables` says which rows it wants."""
+        return self.tables.localised(self.feed.read(piece, then))
+
+    def take(self, flats: Sequence[np.ndarray], rows: Sequence[Sequence[np.ndarray]] = ()) -> None:
+        """Compute on these values from now on: each server's shard as bytes, which must stay as they are, and of every
+        server the rows of its tables that the batch wants."""
+        values: dict[str, Any] = dict(self.tables.weights(rows)) if self.tables.tables else {}
+        for flat, pieces in zip(flats, self.job.shards, strict=True):
+            for piece, view in zip(pieces, views(to_tensor(flat), pieces), strict=True):
+                if piece.is_whole:
+                    values[piece.name] = view
+                else:
+                    values.setdefault(piece.name, []).append(view)  # servers have the rows in order
+        for name, value in values.items():
+            self._set(name, torch.cat(value) if isinstance(value, list) else value)
+        self.replica.updated()
+
+    def gradient(self, batch: Any, piece: int) -> Gradient:
+        """Forward and backward on the batch of a piece."""
+        result = self.replica.run(batch, step_key(self.job.seed, piece))
+        found = self._whole(result.gradients)
+        if self.job.clip_norm is not None and self.job.plan.staleness != 0:
+            _clip(list(found.values()), self.job.clip_norm)
+        weight = float(result.parts[1]) if result.parts is not None else float(num_rows(batch))
+        persistent = {n: to_array(b).copy() for n, b in self.replica.buffers.items() if n in self._persistent}
+        pushes = self.tables.pushes(found)
+        arrays = tuple([*dense, *rows] for dense, rows in zip(self._arrays(found), pushes, strict=True))
+        return Gradient(float(result.loss), weight, num_tokens(batch), arrays, persistent)
+
+    def close(self) -> None:
+        self.feed.close()
+        self.homes.close()
+
+    def _set(self, name: str, whole: Tensor) -> None:
+        """Give a parameter new values. Where it is whole and in this memory, by taking theirs for its own."""
+        replica = self.replica
+        if isinstance(replica, EagerReplica):
+            replica.parameters[name].data = whole
+            return
+        inputs, own = replica.variables.inputs, replica.parameters.get(name)
+        alone = self.world.mesh.size == 1 and self.world.device.type == "cpu" and is_whole(replica.layouts[name])
+        if alone and name in inputs and (inputs[name] is own or name in self._taken):
+            self._taken.add(name)
+            inputs[name] = whole
+        elif name in replica.parameters:
+            replica.set_local(name, local_part(whole, replica.layouts[name], self.world).to(self.world.device))
+
+    def _whole(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The gradient of every variable, whole; all ranks of a worker call it."""
+        if self.world.mesh.size == 1 and not self.homes.norms:
+            return dict(gradients)
+        self.replica.set_gradients(gradients)
+        found = self.replica.whole_gradients()
+        for parameter in self.replica.parameters.values():
+            parameter.grad = None
+        return found
+
+    def _arrays(self, gradients: dict[str, Tensor]) -> tuple[list[np.ndarray | None], ...]:
+        whole = {name: to_array(gradient) for name, gradient in gradients.items()}
+        return tuple(
+            [
+                None if (g := whole.get(piece.name)) is None else g[piece.start : piece.stop] if piece.shape else g
+                for piece in pieces
+            ]
+            for pieces in self.job.shards
+        )
+
+
+def num_tokens(batch: Any) -> int:
+    """Elements of the widest integer tensor of the batch, or its rows where it has none."""
+    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(batch) if torch.is_tensor(leaf)]
+    widest = max((leaf.numel() for leaf in leaves if leaf.ndim > 1 and not leaf.is_floating_point()), default=0)
+    return widest or num_rows(batch)
+
+
+def _clip(gradients: list[Tensor], limit: float) -> None:
+    """Scale gradients in place to a 2-norm of at most `limit`, as the Trainer does."""
+    norm = math.sqrt(sum(float(n.double().square()) for n in torch._foreach_norm(gradients)))
+    if (scale := limit / (norm + 1e-6)) < 1:
+        torch._foreach_mul_(gradients, scale)

@@ -1,0 +1,156 @@
+"""What a run with parameter servers is, as every role of it gets it: how to build model, data and optimizer, and how
+to go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from plait.decide.balance import Piece, Variable
+from plait.errors import BatchError, PlanError
+from plait.graph.dtypes import torch_name
+from plait.run.feeding.order import check_batch_size
+from plait.run.optimizers import OptimizerFactory
+from plait.serve.tables.module import tables_of
+from plait.serve.tables.rows import TableSpec
+from plait.spec.annotation import Annotations
+from plait.spec.plan import Plan
+
+if TYPE_CHECKING:  # the graph's side of plait is for workers, and takes seconds to import
+    from plait.run.compiler import LossFn
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run. The functions are called in the processes that need what they make, and must be importable there.
+
+    make_model   () -> (model, loss_fn), the same values wherever it is called
+    make_data    () -> (training data, data to evaluate on or None), map-style
+    batch_size   rows of a step: one push of every worker, whatever the mode
+    out          the folder of metrics and of the servers' own snapshots; `folder` is that of checkpoints
+    make_log     first step -> what takes the metrics of each step (train.metrics.MetricsLog)
+    order        the worker of each push in turn, for a run that is to be repeated
+    """
+
+    name: str  # drawn anew for each run: pushes of other runs are refused
+    plan: Plan
+    make_model: Callable[[], tuple[nn.Module, LossFn]]
+    make_data: Callable[[], tuple[Any, Any]]
+    optimizer: OptimizerFactory
+    num_items: int  # of the training data
+    batch_size: int
+    steps: int
+    out: str
+    folder: str
+    make_log: Callable[[int], Any]
+    variables: tuple[Variable, ...]
+    shards: tuple[tuple[Piece, ...], ...]
+    tables: tuple[TableSpec, ...] = ()
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    layouts: Annotations | None = None
+    seed: int = 0
+    clip_norm: float | None = None
+    save_every: int = 0
+    evaluate_every: int = 0
+    evaluate_batches: int = 8
+    keep: int = 2
+    resume: bool = False
+    on_nan: str = "raise"
+    scratch: str | None = None
+    order: tuple[int, ...] = ()
+    num_threads: int = 1
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many pieces of work a batch is cut: one for each push that a step is made of."""
+        return self.plan.workers - self.plan.backup
+
+    @property
+    def server_names(self) -> list[str]:
+        """By which the actors of the run find its servers."""
+        return [f"plait-{self.name}-server-{index}" for index in range(len(self.shards))]
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        return fingerprint_of(self.variables, self.tables, self.plan)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """By which servers know the model of a worker: name, shape and type of every variable, and its own plan."""
+
+    variables: tuple[tuple[str, tuple[int, ...], str], ...]
+    plan: str
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps([self.variables, self.plan]).encode()).hexdigest()[:16]
+
+    def difference(self, other: Fingerprint) -> str:
+        """The first thing in which `other` is another one, in words; empty where it is the same."""
+        if self.plan != other.plan:
+            return f"its plan is {other.plan or 'one device'!r} and the run's {self.plan or 'one device'!r}"
+        mine, theirs = ({v[0]: v[1:] for v in each.variables} for each in (self, other))
+        for name, (shape, dtype) in mine.items():
+            if name not in theirs:
+                return f"it has no {name}, of shape {list(shape)}"
+            if theirs[name] != (shape, dtype):
+                there = theirs[name]
+                return f"its {name} is {there[1]}{list(there[0])} and the run's {dtype}{list(shape)}"
+        extra = sorted(theirs.keys() - mine.keys())
+        return f"it has {extra[0]}, which the run has not" if extra else ""
+
+
+def fingerprint_of(variables: Sequence[Variable], tables: Sequence[TableSpec], plan: Plan) -> Fingerprint:
+    rows = tuple((table.name, (table.dim,), f"rows by {table.optimizer} of ") for table in tables)
+    return Fingerprint((*((v.name, v.shape, v.dtype) for v in variables), *rows), str(plan.within))
+
+
+def variables_of(model: nn.Module) -> tuple[Variable, ...]:
+    """What is served whole: the parameters that are trained, but for tables."""
+    tables = {f"{name}.weight" for name in tables_of(model)}
+    return tuple(
+        Variable(name, tuple(p.shape), torch_name(p.dtype), p.numel() * p.element_size())
+        for name, p in model.named_parameters()
+        if p.requires_grad and name not in tables
+    )
+
+
+def check_plan(plan: Plan, batch_size: int) -> None:
+    """Refuse what does not go with parameter servers; PlanError or BatchError name what does."""
+    if plan.precision == "fp16":
+        raise PlanError(
+            "precision=fp16 scales the loss by what all gradients of a step are, which workers do not wait for; use"
+            " precision=bf16 with workers="
+        )
+    if plan.compress.kind != "none":
+        raise PlanError(
+            f"compress={plan.compress} does not go with workers={plan.workers} in this version: gradients are pushed as"
+            " they are; leave compress= out, or use data=N compress=..."
+        )
+    if plan.schedule.startswith("pipedream"):
+        raise PlanError(
+            f"schedule={plan.schedule} updates weights within a step, and with workers={plan.workers} servers do that;"
+            " use schedule=1f1b"
+        )
+    if plan.batchnorm != "global" and plan.workers:
+        plan = dataclasses.replace(plan, batchnorm="global")
+    parts = plan.workers - plan.backup
+    if batch_size % parts:
+        raise BatchError(
+            f"the global batch of {batch_size} does not split over the {parts} workers that a step waits for; choose a"
+            f" multiple of {parts}, such as {max(batch_size // parts, 1) * parts}"
+        )
+    within = plan.within
+    check_batch_size(batch_size // parts, within, f"a worker's part of the batch, {batch_size // parts} rows,")
+
+
+def itemsizes(variables: Sequence[Variable]) -> dict[str, int]:
+    return {v.dtype: getattr(torch, v.dtype).itemsize for v in variables}

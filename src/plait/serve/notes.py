@@ -1,0 +1,66 @@
+"""What chief and workers tell each other. Values and gradients are not in it, but references to where they lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a worker does next: pull the values of `version`, one reference a server, and train on `piece`."""
+
+    version: int
+    piece: int
+    then: int  # the piece after it, to be read ahead
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why a worker may not join."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """What comes with a push. Seconds are of the step that made it: waiting for values, for data, and in all; `moved`
+    are the bytes that it pulled and pushed."""
+
+    worker: int
+    job: str
+    base: int
+    loss: float
+    weight: float
+    tokens: int
+    waited: float = 0.0
+    data: float = 0.0
+    seconds: float = 0.0
+    moved: int = 0
+    buffers: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is, for people to look at."""
+
+    step: int = 0
+    loss: float = float("nan")
+    tokens: int = 0  # so far in this process
+    workers: int = 0
+    rate: float = 0.0
+    over: bool = False
+    messages: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class End:
+    """How a run ended; `error` says why where it was not by its last step."""
+
+    step: int
+    loss: float
+    stopped: bool = False
+    error: str = ""

@@ -1,0 +1,63 @@
+"""From a plan and what the user gives to a Job: what is served is found, and shared out among the servers."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.decide.balance import balance
+from plait.errors import PlaitError, PlanError
+from plait.serve.held import may_cut
+from plait.serve.job import Job, check_plan, variables_of
+from plait.serve.tables.module import specs_of, tables_away
+from plait.serve.tables.rows import TableSpec
+from plait.spec.plan import Plan
+
+
+def make_job(plan: Plan, **given: Any) -> Job:
+    """The job of a run; `given` are its fields but for name, variables and shards.
+
+    PlanError or BatchError for a plan, a batch or an optimizer that does not go with parameter servers.
+    """
+    check_plan(plan, given["batch_size"])
+    model = _on_meta(given["make_model"])
+    variables, tables = variables_of(model), specs_of(model)
+    if tables and (plan.within.num_processes > 1 or plan.micro > 1):
+        raise PlanError(
+            f"the plan {plan.title!r} does not go with the tables {_names(tables)}: a worker looks up the rows of a"
+            " batch for one rank, at once; use workers=N servers=M alone"
+        )
+    if tables and given.get("evaluate_every"):
+        raise PlanError(
+            f"evaluation needs the whole model in one process, and the tables {_names(tables)} are on servers; set"
+            " train.evaluate_every = 0"
+        )
+    if not variables:
+        raise PlanError("the model has no parameter to train, so that there is nothing for servers to hold")
+    shards = balance(variables, plan.servers, may_cut(variables, given["optimizer"]))
+    if not all(shards):
+        raise PlanError(
+            f"servers={plan.servers} do not all get a part of {len(variables)} variables of"
+            f" {sum(v.num_bytes for v in variables)} bytes; give fewer"
+        )
+    return Job(name=uuid.uuid4().hex[:12], plan=plan, variables=variables, shards=shards, tables=tables, **given)
+
+
+def _on_meta(make_model: Any) -> nn.Module:
+    """The model without memory, where that can be made."""
+    try:
+        with torch.device("meta"), tables_away():
+            return make_model()[0]
+    except PlaitError:
+        raise
+    except Exception:  # a constructor that needs values
+        with tables_away():
+            return make_model()[0]
+
+
+def _names(tables: Sequence[TableSpec]) -> str:
+    return ", ".join(table.name for table in tables)

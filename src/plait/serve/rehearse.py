@@ -1,0 +1,118 @@
+"""A run with parameter servers in one process, in a given order of pushes: what a definition is compared with.
+
+The servers, the workers' computing and the agreement are those of a real run; only nobody waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from plait.comm.process import process_world
+from plait.decide.agreement import Agreement, Commit, Go, Push, Refuse
+from plait.decide.handout import Handout
+from plait.errors import PlanError
+from plait.serve.computing import Computing, Gradient
+from plait.serve.job import Job
+from plait.serve.server import Member, Order, Server, Standing
+from plait.serve.whole import Whole
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """The values at the end, by name; the loss of every push in turn; every update."""
+
+    values: dict[str, Tensor]
+    losses: tuple[float, ...]
+    commits: tuple[Commit, ...]
+    tables: dict[str, dict[str, Tensor]]  # ids, values and what their optimizer keeps
+
+
+def rehearse(job: Job, order: Sequence[int]) -> Rehearsed:
+    """Run the job's plan in which worker `order[k]` makes the kth push. PlanError for an order that cannot be."""
+    return _Rehearsal(dataclasses.replace(job, order=tuple(order))).run()
+
+
+class _Rehearsal:
+    def __init__(self, job: Job) -> None:
+        if job.plan.within.num_processes > 1:
+            raise PlanError(f"a rehearsal has workers of one rank each, not of {job.plan.within.title!r}")
+        self.job = job
+        self.computing = Computing(job, process_world(job.plan.within.mesh, device="cpu"))
+        whole = Whole(job)
+        self.servers = [
+            Server(job.name, pieces, job.optimizer, job.scheduler, f"{job.out}/servers/{index}", table_specs=job.tables)
+            for index, pieces in enumerate(job.shards)
+        ]
+        for index, (server, pieces) in enumerate(zip(self.servers, job.shards, strict=True)):
+            server.start(whole.values(pieces), whole.state(index), Standing(0))
+        self.handout = Handout()
+        self.tasks: dict[int, tuple[int, int, list[np.ndarray]]] = {}  # of each worker: version, piece, values
+        self.rows: dict[int, list[list[np.ndarray]]] = {}  # that its batch wants, as they were when it began
+        self.pushes: dict[int, tuple[int, Gradient]] = {}
+        self.commits: list[Commit] = []
+        self.step = 0
+
+    def run(self) -> Rehearsed:
+        job = self.job
+        agreement = Agreement(job.plan.workers, job.plan.staleness, job.plan.backup, order=job.order)
+        losses = []
+        for worker in range(job.plan.workers):
+            self._carry_out(agreement, agreement.join(worker))
+        for worker in job.order:
+            if worker not in self.tasks:
+                raise PlanError(f"the order has worker {worker} push, which waits for others by the plan {job.plan}")
+            version, piece, values = self.tasks.pop(worker)
+            batch = self.computing.read(piece)
+            rows = self.rows.pop(worker) if self.job.tables else []
+            self.computing.take(values, rows)
+            found = self.computing.gradient(batch, piece)
+            arrays = tuple([None if a is None else a.copy() for a in each] for each in found.arrays)
+            self.pushes[worker] = (version, dataclasses.replace(found, arrays=arrays))
+            self.handout.used(worker)
+            losses.append(found.loss)
+            self._carry_out(agreement, agreement.push(Push(worker, version, found.weight)))
+        self.computing.close()
+        last = Whole(job)
+        last.join([server.state() for server in self.servers])
+        values = {name: p.detach() for name, p in last.held.parameters.items()}
+        return Rehearsed(values, tuple(losses), tuple(self.commits), last.tables)
+
+    def _carry_out(self, agreement: Agreement, decisions: Sequence[Any]) -> None:
+        for decision in decisions:
+            if isinstance(decision, Commit):
+                self._commit(decision)
+            elif isinstance(decision, Refuse):
+                raise PlanError(decision.why)
+        given = self.handout.give([decision.worker for decision in decisions if isinstance(decision, Go)])
+        for worker, (piece, _) in given.items():
+            self.tasks[worker] = (agreement.version, piece, [server.read().copy() for server in self.servers])
+            if self.job.tables:
+                self.computing.read(piece)
+                wanted = [self.computing.tables.wanted(index) for index in range(len(self.servers))]
+                self.rows[worker] = [server.pull(ids) for server, ids in zip(self.servers, wanted, strict=True)]
+
+    def _commit(self, commit: Commit) -> None:
+        self.commits.append(commit)
+        self.step += commit.ends_step
+        taken = [self.pushes.pop(worker) for worker in commit.members]
+        members = tuple(
+            Member(worker, share, base, self.job.name)
+            for worker, share, (base, _) in zip(commit.members, commit.shares, taken, strict=True)
+        )
+        two_phase = self.job.clip_norm is not None and self.job.plan.staleness == 0
+        order = Order(commit.number, self.step, members, 0, two_phase)
+        dones = [
+            server.update(order, [gradient.arrays[index] for _, gradient in taken])
+            for index, server in enumerate(self.servers)
+        ]
+        if two_phase and self.job.clip_norm is not None:
+            norm = math.sqrt(sum(done.square for done in dones))
+            for server in self.servers:
+                server.finish(commit.number, min(1.0, self.job.clip_norm / (norm + 1e-6)))

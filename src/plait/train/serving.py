@@ -1,0 +1,177 @@
+"""A training job with parameter servers: from the config to a Job, and what a user sees of it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from plait.errors import PlanError
+from plait.serve.cluster import check_installed, cluster
+from plait.serve.job import Job, check_plan
+from plait.serve.notes import Progress
+from plait.serve.prepare import make_job
+from plait.serve.running import Running
+from plait.spec.plan import Plan
+from plait.train.build import checkpoint_folder, make_data, make_model, optimizer_factory, scheduler_factory
+from plait.train.config import Config
+from plait.train.job import Outcome
+from plait.train.metrics import MetricsLog
+from plait.train.progress import Reporter
+
+_WORKERS = "workers"  # the file of a run's folder in which a user says how many workers there shall be
+
+
+def check_served(config: Config, plan: Plan) -> None:
+    """Refuse what does not go with parameter servers, and say how to install what they run on."""
+    check_plan(plan, config.train.batch_size)
+    check_installed()
+
+
+def run_served(config: Config, plan: Plan, resume: bool = False) -> Outcome:
+    """Train as `config` says with the plan's workers and servers, on this machine or on RAY_ADDRESS's cluster."""
+    job = served_job(config, plan, resume)
+    started = time.monotonic()
+    wanted = Path(config.train.out) / _WORKERS
+    wanted.unlink(missing_ok=True)
+    with cluster(job) as ray, _Interrupt() as interrupt:
+        running = Running(ray, job)
+        try:
+            shown = _Shown(config, running, time.monotonic() - started, resume)
+
+            def show(progress: Progress) -> None:
+                shown(progress)
+                _resize(running, wanted)
+
+            end = running.wait(show, interrupt.came)
+            shown.close(f"stopped after step {end.step}; --resume goes on from there" if end.stopped else None)
+        finally:
+            running.close()
+    return Outcome(end.step, end.loss, end.stopped)
+
+
+def served_job(config: Config, plan: Plan, resume: bool = False) -> Job:
+    """The Job that a config and a plan say."""
+    train = config.train
+    data = make_data(config)
+    return make_job(
+        plan,
+        make_model=functools.partial(_at, os.getcwd(), make_model, config),
+        make_data=functools.partial(_at, os.getcwd(), _datasets, config),
+        optimizer=optimizer_factory(config),
+        scheduler=scheduler_factory(config),
+        num_items=len(data.train),
+        batch_size=train.batch_size,
+        steps=train.steps,
+        out=str(Path(train.out).absolute()),
+        folder=_absolute(checkpoint_folder(config)),
+        make_log=functools.partial(_log, str(Path(train.out).absolute()), train.tensorboard),
+        layouts=config.layouts,
+        seed=train.seed,
+        clip_norm=train.clip_norm,
+        save_every=train.save_every,
+        evaluate_every=train.evaluate_every if data.held_out is not None else 0,
+        evaluate_batches=train.evaluate_batches,
+        keep=train.keep,
+        resume=resume,
+        on_nan=train.on_nan,
+        scratch=train.scratch,
+        num_threads=max(1, (os.cpu_count() or 1) // (plan.workers * plan.within.num_processes)),
+    )
+
+
+def _at(folder: str, make: Callable[[Config], Any], config: Config) -> Any:
+    """What a config names is found from the folder in which the job was started, where this process has that."""
+    if Path(folder).is_dir():
+        os.chdir(folder)
+    return make(config)
+
+
+def _datasets(config: Config) -> tuple[Any, Any]:
+    data = make_data(config)
+    return data.train, data.held_out
+
+
+def _log(out: str, tensorboard: bool, first_step: int) -> MetricsLog:
+    return MetricsLog(Path(out), first_step, tensorboard)
+
+
+def _absolute(folder: Any) -> str:
+    text = str(folder)
+    return text if "://" in text else str(Path(text).absolute())
+
+
+def _resize(running: Running, wanted: Path) -> None:
+    """Have as many workers as the file says, if there is one; what it says wrongly is told once, and it is removed."""
+    try:
+        text = wanted.read_text()
+    except OSError:
+        return
+    if not text.strip().isdecimal() or int(text) < 1:
+        wanted.unlink()
+        raise PlanError(f"{wanted} holds {text.strip()!r}; write the number of workers into it, 1 or more")
+    here = sorted(running.workers)
+    for _ in range(int(text) - len(here)):
+        running.add_worker()
+    for worker in here[int(text) :]:
+        running.remove_worker(worker)
+    wanted.unlink()
+
+
+class _Shown:
+    """What is said of a run's progress."""
+
+    def __init__(self, config: Config, running: Running, seconds: float, resume: bool) -> None:
+        self._reporter = Reporter(config.train.steps, running.first_step)
+        job = running.job
+        num = sum(v.num_bytes for v in job.variables)
+        self._reporter.say(
+            f"{num >> 20} MiB of variables on {job.plan.servers} servers, plan {job.plan.title}, started after"
+            f" {seconds:.1f} s" + (f"; going on after step {running.first_step}" if resume else "")
+        )
+        self._out = config.train.out
+        self._last = (running.first_step, 0, time.monotonic())
+
+    def __call__(self, progress: Progress) -> None:
+        for message in progress.messages:
+            self._reporter.say(message)
+        step, tokens, since = self._last
+        if progress.step > step:
+            now = time.monotonic()
+            self._reporter.step(progress.step, progress.loss, progress.tokens - tokens, now - since)
+            self._last = (progress.step, progress.tokens, now)
+
+    def close(self, text: str | None) -> None:
+        self._reporter.close()
+        self._reporter.say(text or f"done: checkpoint and metrics are in {self._out}")
+
+
+class _Interrupt:
+    """Takes over SIGINT and SIGTERM: the first ends the run after its step, a second Ctrl-C at once."""
+
+    def __init__(self) -> None:
+        self._came = False
+        self._before: dict[int, Any] = {}
+
+    @property
+    def came(self) -> Callable[[], bool]:
+        return lambda: self._came
+
+    def __enter__(self) -> _Interrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {n: signal.signal(n, self._take) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, frame: Any) -> None:
+        if self._came and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._came = True

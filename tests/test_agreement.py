@@ -1,0 +1,136 @@
+"""Who may go on, which pushes make an update, who holds what: decided without torch or any process."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.decide.agreement import Agreement, Commit, Go, Late, Push, Refuse, may_go_on, num_needed, shares_of
+from plait.decide.balance import Variable, balance
+from plait.decide.handout import Handout
+
+
+def begun(num: int, **options: object) -> Agreement:
+    agreement = Agreement(num, **options)  # type: ignore[arg-type]
+    for worker in range(num):
+        decisions = agreement.join(worker)
+    assert decisions == [Go(worker) for worker in range(num)]
+    return agreement
+
+
+def test_nobody_begins_before_all_are_there() -> None:
+    agreement = Agreement(2)
+    assert agreement.join(0) == [] and agreement.push(Push(0, 0))[0].why.endswith("without having taken values")
+    assert agreement.join(1) == [Go(0), Go(1)]
+    assert agreement.join(7) == [Go(7)], "who comes later begins at once"
+
+
+def test_asynchronous_waits_for_nobody() -> None:
+    agreement = begun(3)
+    for number in range(1, 10):
+        commit, go = agreement.push(Push(0, agreement.version))
+        assert commit == Commit(number, (0,), (1.0,), (0,), number % 3 == 0) and go == Go(0)
+    assert agreement.push(Push(1, 0))[0].staleness == (9,)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 10**6))
+def test_the_bound_holds_and_nobody_waits_for_ever(num: int, bound: int, seed: int) -> None:
+    agreement, draw = begun(num, staleness=bound), random.Random(seed)
+    base = dict.fromkeys(range(num), 0)
+    for _ in range(60):
+        worker = draw.choice(sorted(base))
+        for decision in agreement.push(Push(worker, base.pop(worker))):
+            if isinstance(decision, Go):
+                base[decision.worker] = agreement.version
+        clocks = agreement.clocks
+        assert max(clocks.values()) - min(clocks.values()) <= bound + 1
+        assert set(base) == {w for w in clocks if may_go_on(clocks, w, bound)}
+    assert agreement.version == 60
+
+
+def test_synchronous_takes_one_push_of_each_by_weight() -> None:
+    agreement = begun(2, staleness=0)
+    assert agreement.push(Push(1, 0, 3.0)) == []
+    assert agreement.push(Push(0, 0, 1.0)) == [Commit(1, (0, 1), (0.25, 0.75), (0, 0), True), Go(0), Go(1)]
+
+
+def test_a_backup_is_late() -> None:
+    agreement = begun(3, staleness=0, backup=1)
+    agreement.push(Push(2, 0))
+    assert agreement.push(Push(0, 0))[1:] == [Go(0), Go(2)]
+    assert agreement.push(Push(1, 0)) == [Late(1, 0), Go(1)]
+    assert num_needed(3, 1) == 2 and num_needed(1, 1) == 1 and shares_of([0, 0]) == (0.5, 0.5)
+
+
+def test_who_leaves_is_not_waited_for() -> None:
+    agreement = begun(3, staleness=1)
+    for _ in range(2):
+        agreement.push(Push(0, agreement.version))
+    agreement.push(Push(1, agreement.version))
+    assert agreement.leave(2) == [Go(0)]
+    assert agreement.push(Push(2, 0)) == [Refuse(2, "worker 2 is no member of this run")]
+    synchronous = begun(3, staleness=0)
+    synchronous.push(Push(0, 0))
+    synchronous.push(Push(1, 0))
+    assert [type(decision) for decision in synchronous.leave(2)] == [Commit, Go, Go]
+
+
+def test_versions_that_there_are_not() -> None:
+    agreement = begun(1)
+    refuse, go = agreement.push(Push(0, 5))
+    assert refuse == Refuse(0, "a gradient of version 5, and there are versions 0 to 0") and go == Go(0)
+
+
+def test_a_given_order_is_kept() -> None:
+    agreement = begun(2, order=(1, 1, 0))
+    assert agreement.push(Push(0, 0)) == []
+    assert agreement.push(Push(1, 0)) == [Commit(1, (1,), (1.0,), (0,), False), Go(1)]
+    decisions = agreement.push(Push(1, 1))
+    assert [d.members for d in decisions if isinstance(d, Commit)] == [(1,), (0,)]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 4), st.booleans())
+def test_servers_hold_every_row_once(rows: list[int], servers: int, may_cut: bool) -> None:
+    variables = [Variable(f"v{i}", (n, 4), "float32", n * 16) for i, n in enumerate(rows)]
+    shards = balance(variables, servers, may_cut)
+    assert len(shards) == servers
+    for variable in variables:
+        held = sorted((p.start, p.stop) for pieces in shards for p in pieces if p.name == variable.name)
+        assert held[0][0] == 0 and held[-1][1] == variable.rows
+        assert all(a[1] == b[0] and b[0] < b[1] for a, b in itertools.pairwise(held))
+        assert may_cut or len(held) == 1
+    assert all(len({p.name for p in pieces}) == len(pieces) for pieces in shards)
+    sizes = [sum(p.num_elements for p in pieces) for pieces in shards]
+    if may_cut and servers > 1 and sum(rows) > 40 * servers:
+        assert max(sizes) <= 1.12 * sum(sizes) / servers + 8
+    if not may_cut:
+        assert max(sizes) - min(sizes) <= max(rows) * 4
+
+
+def test_a_number_is_a_variable_too() -> None:
+    variables = [Variable("scale", (), "float32", 4), Variable("weight", (6, 2), "float32", 48)]
+    (first, second) = balance(variables, 2, True)
+    assert [(p.name, p.own_shape) for p in first] == [("scale", ()), ("weight", (3, 2))]
+    assert [p.own_shape for p in second] == [(3, 2)]
+
+
+def test_pieces_go_once_to_whoever_is_there() -> None:
+    handout = Handout()
+    assert handout.give([0, 1]) == {0: (0, 2), 1: (1, 3)}
+    handout.used(0)
+    assert handout.give([0]) == {0: (2, 4)}
+    handout.take_back(1)
+    assert handout.give([5]) == {5: (1, 3)}
+    assert handout.next_piece == 5
+
+
+@pytest.mark.parametrize("bound", [None, 2])
+def test_a_chief_that_comes_back_knows_who_computes(bound: int | None) -> None:
+    agreement = Agreement(2, bound, version=9, started=True)
+    agreement.adopt(4)
+    assert [type(d) for d in agreement.push(Push(4, 8))] == [Commit, Go]
+    assert agreement.version == 10

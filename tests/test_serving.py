@@ -1,0 +1,159 @@
+"""Parameter servers as processes of Ray: runs in which everything is killed once, and workers of several ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.run.saving.places import newest
+from plait.serve.cluster import load_ray, start_here
+from plait.serve.notes import Note, Progress, Refused
+from plait.serve.running import Running
+from plait.serve.whole import Whole
+from plait.spec.plan import Plan
+from plait.train.config import Config, load_config
+from plait.train.job import run_job
+from plait.train.metrics import read_metrics
+from plait.train.serving import run_served, served_job
+from tests.served import NUM_IDS, job_of, make_click, make_clicks
+
+# A dozen processes start in each, which takes a while on two cores that do other things as well.
+pytestmark = pytest.mark.timeout(500)
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    found = load_ray()
+    start_here(found, 12, 128 << 20)
+    yield found
+    found.shutdown()
+
+
+class Script:
+    """Acts on a run while it goes on: each act once its condition holds, one after the other; then it is stopped."""
+
+    def __init__(self, ray: Any, running: Running) -> None:
+        self.ray, self.running = ray, running
+        self.acts: list[tuple[Callable[[Progress], bool], Callable[[Progress], None]]] = []
+        self.done = 0
+        self._mark = 0
+
+    def after(self, steps: int, act: Callable[[], Any]) -> None:
+        """That many steps after the act before."""
+
+        def do(progress: Progress) -> None:
+            act()
+            self._mark = progress.step
+
+        self.acts.append((lambda progress: progress.step >= self._mark + steps, do))
+
+    def __call__(self, progress: Progress) -> None:
+        if self.done < len(self.acts) and self.acts[self.done][0](progress):
+            self.acts[self.done][1](progress)
+            self.done += 1
+
+    def over(self) -> bool:
+        return self.done == len(self.acts)
+
+    def kill(self, actor: Any, number: signal.Signals = signal.SIGKILL) -> None:
+        os.kill(self.ray.get(actor.pid.remote()), number)
+
+
+def test_everything_is_killed_once(ray: Any, tmp_path: Path) -> None:
+    job = job_of(
+        "workers=2 servers=2", tmp_path, make_model=make_click, make_data=make_clicks, steps=10**6, scheduler=None,
+        save_every=10,
+    )  # fmt: skip
+    running = Running(ray, job)
+    script, chief = Script(ray, running), running.chief
+    stopped: list[int] = []
+
+    def stop_one() -> None:
+        worker = min(running.workers)
+        stopped.append(ray.get(running.workers[worker][0].pid.remote()))
+        os.kill(stopped[0], signal.SIGSTOP)
+
+    other = dataclasses.replace(job.fingerprint, plan="tensor=2")
+    fake = Note(99, "another", 0, 0.0, 1.0, 1)
+    try:
+        script.after(3, lambda: refused.append(ray.get(chief.join.remote(98, other))))
+        script.after(0, lambda: chief.push.remote(fake, [None, None]))
+        script.after(1, lambda: script.kill(running.workers[0][0]))
+        script.after(5, lambda: script.kill(running.servers[0]))
+        script.after(5, lambda: script.kill(chief))
+        script.after(5, running.add_worker)
+        script.after(5, lambda: running.remove_worker(max(running.workers)))
+        script.after(5, stop_one)
+        script.after(5, lambda: os.kill(stopped[0], signal.SIGCONT))  # the others went on meanwhile
+        script.after(12, lambda: None)
+        refused: list[Any] = []
+        end = running.wait(script, script.over)
+        totals = ray.get(chief.totals.remote())
+    finally:
+        running.close()
+    assert isinstance(refused[0], Refused) and "its plan is 'tensor=2'" in refused[0].why
+    assert end.stopped and end.step >= 40
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    said = " | ".join(event["message"] for event in events)
+    assert "worker 0 is gone (its process has ended" in said and "the chief came back, at update" in said
+    assert "server 0 came back from its last snapshot" in said and "worker 99 is no member" in said
+    assert sum(event.get("updates_lost", 0) for event in events) >= totals.get("updates_lost", 0)
+    whole = Whole(job)
+    whole.load()
+    assert whole.step == end.step and newest(job.folder)
+    assert 0 < len(whole.tables["table"]["ids"]) <= NUM_IDS and whole.tables["table"]["values"].isfinite().all()
+
+
+JOB = """
+[model]
+layers = 1
+width = 16
+heads = 2
+sequence = 16
+[data]
+source = "text.txt"
+[optimizer]
+lr = 1e-2
+[scheduler]
+name = "constant"
+warmup = 5
+[train]
+batch_size = 4
+clip_norm = 1.0
+evaluate_every = 6
+[sample]
+length = 0
+"""
+
+
+def test_a_run_goes_from_one_device_to_servers_and_back(ray: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """In step, with two workers of two ranks each, it has the losses of a run that was on one device all along."""
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(JOB)
+    Path("text.txt").write_text("The quick brown fox jumps over the lazy dog while it rains. " * 40)
+
+    def config(out: str, steps: int) -> Config:
+        return load_config("job.toml", [f"train.out={out}", f"train.steps={steps}"])
+
+    run_job(config("one", 8), Plan())
+    run_job(config("two", 3), Plan())
+    plan = Plan.parse("workers=2 servers=1 staleness=0 tensor=2")
+    assert run_served(config("two", 6), plan, resume=True).step == 6
+    run_job(config("two", 8), Plan(), resume=True)
+    one, two = (read_metrics(tmp_path / out / "metrics.jsonl") for out in ("one", "two"))
+    held_out = [line for line in two if "loss" not in line]
+    two = [line for line in two if "loss" in line]
+    assert [line["step"] for line in two] == list(range(1, 9))
+    for key in ("loss", "lr"):
+        assert [line[key] for line in two] == pytest.approx([line[key] for line in one], rel=1e-5)
+    assert held_out == [{"step": 6, "held_out_loss": pytest.approx(one[5]["held_out_loss"], rel=1e-5)}]
+    size = sum(v.num_bytes for v in served_job(config("two", 6), plan).variables)
+    assert two[4]["bytes_moved"] == pytest.approx(2 * 2 * size, rel=0.05), "of two workers, values and gradients once"
+    assert two[4]["staleness"] == {"0": 2} and two[4]["updates"] == 1 and two[4]["workers"] == 2
