@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _NEAR = 0.05  # of a server's share: a variable is not cut for less than this
@@ -57,11 +57,6 @@ def balance(variables: Sequence[Variable], num_servers: int, may_cut: bool) -> t
     """
     found = _cut(variables, num_servers) if may_cut and num_servers > 1 else _whole(variables, num_servers)
     return tuple(tuple(pieces) for pieces in found)
-
-
-def loads(shards: Sequence[Sequence[Piece]], itemsize: Mapping[str, int]) -> list[int]:
-    """Bytes of each server."""
-    return [sum(piece.num_elements * itemsize[piece.dtype] for piece in pieces) for pieces in shards]
 
 
 def _whole(variables: Sequence[Variable], num_servers: int) -> list[list[Piece]]:

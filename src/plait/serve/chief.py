@@ -146,11 +146,6 @@ class Chief:
         await self._over.wait()
         return End(self._step, self._tally.loss, self._stopped and self._step < self.job.steps, self._error)
 
-    async def staleness(self) -> dict[int, int]:
-        """How many gradients of each staleness there were since this chief began."""
-        await self.begin()
-        return dict(self._tally.staleness)
-
     async def totals(self) -> dict[str, int]:
         """Updates lost, gradients that came late or were refused, since this chief began."""
         await self.begin()

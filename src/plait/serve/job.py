@@ -3,7 +3,6 @@ to go on."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -140,8 +139,6 @@ def check_plan(plan: Plan, batch_size: int) -> None:
             f"schedule={plan.schedule} updates weights within a step, and with workers={plan.workers} servers do that;"
             " use schedule=1f1b"
         )
-    if plan.batchnorm != "global" and plan.workers:
-        plan = dataclasses.replace(plan, batchnorm="global")
     parts = plan.workers - plan.backup
     if batch_size % parts:
         raise BatchError(
@@ -150,7 +147,3 @@ def check_plan(plan: Plan, batch_size: int) -> None:
         )
     within = plan.within
     check_batch_size(batch_size // parts, within, f"a worker's part of the batch, {batch_size // parts} rows,")
-
-
-def itemsizes(variables: Sequence[Variable]) -> dict[str, int]:
-    return {v.dtype: getattr(torch, v.dtype).itemsize for v in variables}

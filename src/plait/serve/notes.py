@@ -27,8 +27,8 @@ class Refused:
 
 @dataclass(frozen=True)
 class Note:
-    """What comes with a push. Seconds are of the step that made it: waiting for values, for data, and in all; `moved`
-    are the bytes that it pulled and pushed."""
+    """What comes with a push. Seconds are of the step that made it: waiting for values, and for data; `moved` are
+    the bytes that it pulled and pushed."""
 
     worker: int
     job: str
@@ -38,7 +38,6 @@ class Note:
     tokens: int
     waited: float = 0.0
     data: float = 0.0
-    seconds: float = 0.0
     moved: int = 0
     buffers: dict[str, np.ndarray] = field(default_factory=dict)
 

@@ -22,7 +22,6 @@ class Tally:
         self.tokens = 0
         self.loss = float("nan")
         self.totals: Counter[str] = Counter()
-        self.staleness: Counter[int] = Counter()  # of all updates
         self._begin()
         self._since = time.monotonic()
 
@@ -31,7 +30,6 @@ class Tally:
         self._updates += 1
         for stale in commit.staleness:
             self._stale[stale] += 1
-            self.staleness[stale] += 1
         for note in notes:
             self.took(note)
             self._losses.append((note.loss, note.weight))

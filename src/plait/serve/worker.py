@@ -104,7 +104,7 @@ class Worker:
         gradients = [ray.put(each) for each in found.arrays]
         note = Note(
             self._worker, self._job.name, task.version, found.loss, found.weight, found.tokens, waited,
-            data_seconds, time.perf_counter() - self._asked, moved, found.buffers,
+            data_seconds, moved, found.buffers,
         )  # fmt: skip
         self._asked = time.perf_counter()
         after: Task | None = ray.get(self._chief.push.remote(note, gradients))
