@@ -44,7 +44,10 @@ def _curve(run: Path, lines: Sequence[dict[str, Any]], held_out: bool) -> Curve:
         return list(accumulate(values))
 
     tokens = total([line["tokens_per_s"] * line["seconds"] for line in lines])
-    seconds, sent = total([line["seconds"] for line in lines]), total([line.get("sent_bytes", 0) for line in lines])
+    seconds, sent = (
+        total([line["seconds"] for line in lines]),
+        total([line.get("sent_bytes", line.get("bytes_moved", 0)) for line in lines]),
+    )
     losses = smoothed([line["loss"] for line in lines])
     at = [i for i, line in enumerate(lines) if not held_out or "held_out_loss" in line]
     return Curve(
@@ -53,7 +56,7 @@ def _curve(run: Path, lines: Sequence[dict[str, Any]], held_out: bool) -> Curve:
         tuple(tokens[i] for i in at),
         tuple(seconds[i] for i in at),
         tuple(sent[i] for i in at),
-        sum(line.get("agree_seconds", 0.0) for line in lines),
+        sum(line.get("agree_seconds", line.get("waited_seconds", 0.0)) for line in lines),
     )
 
 
