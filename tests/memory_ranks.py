@@ -49,13 +49,16 @@ def _peak(world: World, compiler: Compiler) -> int:
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if torch.is_tensor(t)}
     del held
     # What torch.distributed's own thread happens to let go last is not seen to go, or goes in the next step.
-    steps = [_allocated(trainer, local) for _ in range(5)]
+    # How far the other ranks are behind differs from step to step, and with it what lies in shared memory.
+    steps = [_allocated(trainer, local, arenas) for _ in range(7)]
     most = statistics.median_low([most for most, left in steps if left == 0] or [most for most, _ in steps])
-    return sum(storages.values()) + most + sum(arena.most for arena in arenas)
+    return sum(storages.values()) + most
 
 
-def _allocated(trainer: plait.Trainer, local: LocalBatch) -> tuple[int, int]:
-    """The most bytes at a time of what one step allocates, and what is left of it."""
+def _allocated(trainer: plait.Trainer, local: LocalBatch, arenas: list[_Arena]) -> tuple[int, int]:
+    """The most bytes at a time of what one step allocates, with the shared memory that it used, and what is left."""
+    for arena in arenas:
+        arena.most = 0
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         trainer.step(local)
     total = most = 0
@@ -63,11 +66,11 @@ def _allocated(trainer: plait.Trainer, local: LocalBatch) -> tuple[int, int]:
         if event.name() == "[memory]":
             total += event.nbytes()
             most = max(most, total)
-    return most, total
+    return most + sum(arena.most for arena in arenas), total
 
 
 class _Arena:
-    """How much of the shared memory from which this rank sends was ever used since."""
+    """How much of the shared memory from which this rank sends was used since `most` was set to 0."""
 
     def __init__(self, comm: Any) -> None:
         self.most = 0
