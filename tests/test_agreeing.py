@@ -182,7 +182,7 @@ def test_a_tensor_of_integers_has_no_mean() -> None:
 
 @functools.cache
 def verifier() -> plait.Verifier:
-    return plait.Verifier(gpt(), loss_fn, gpt_batch(12), steps=5, optimizer=ADAMW)
+    return plait.Verifier(gpt(), loss_fn, gpt_batch(12), steps=4, optimizer=ADAMW)
 
 
 @pytest.mark.parametrize(
