@@ -58,17 +58,6 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return {key: rows[index % GLOBAL_BATCH] for key, rows in self._batch.items()}
 
 
-class NoLog:
-    def __init__(self, first_step: int) -> None:
-        pass
-
-    def write(self, values: dict[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 def make_model(workload: str) -> tuple[torch.nn.Module, Any]:
     return WORKLOADS[workload].model(), loss_fn
 
@@ -81,7 +70,7 @@ def job_of(workload: str, out: str, plan: str = f"workers={NUM_WORKERS} servers=
     return make_job(
         Plan.parse(plan), make_model=functools.partial(make_model, workload), optimizer=optimizer,
         make_data=functools.partial(make_data, workload), num_items=GLOBAL_BATCH * 1000, batch_size=GLOBAL_BATCH,
-        steps=10**6, out=out, folder=out + "/checkpoints", make_log=NoLog,
+        steps=10**6, out=out, folder=out + "/checkpoints",
     )  # fmt: skip
 
 

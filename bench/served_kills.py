@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from bench.harness import publish
-from bench.parameter_server import NoLog
 from plait.serve.cluster import load_ray, start_here
 from plait.serve.notes import Progress
 from plait.serve.prepare import make_job
@@ -101,7 +100,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as out:
         job = make_job(
             Plan.parse(PLAN), make_model=make_model, make_data=make_data, num_items=600, batch_size=6, steps=10**6,
-            optimizer=functools.partial(torch.optim.SGD, lr=1.0), out=out, folder=f"{out}/checkpoints", make_log=NoLog,
+            optimizer=functools.partial(torch.optim.SGD, lr=1.0), out=out, folder=f"{out}/checkpoints",
         )  # fmt: skip
         ray = load_ray()
         start_here(ray, 16, 256 << 20)

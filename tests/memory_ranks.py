@@ -29,13 +29,14 @@ def batch() -> dict[str, torch.Tensor]:
     return {"x": symbols[:, :-1].contiguous(), "y": symbols[:, 1:].contiguous()}
 
 
-def peaks(world: World, plans: list[str]) -> list[int]:
-    """The most bytes of tensors that this rank has at a time in a step after the first, under each plan."""
+def peaks(world: World, plans: list[str]) -> list[tuple[int, int]]:
+    """The most bytes of tensors that this rank has at a time in a step after the first, under each plan; and of the
+    shared memory from which it sends, the most in any step: how much that is depends on how far the others are."""
     captures = Captures(gpt(), loss_fn, world.device)
     return [_peak(world, Compiler(captures, plait.Plan.parse(plan))) for plan in plans]
 
 
-def _peak(world: World, compiler: Compiler) -> int:
+def _peak(world: World, compiler: Compiler) -> tuple[int, int]:
     arenas = [_Arena(comm) for comm in (world.comm("data"), world.comm("pipeline"), world.everyone())]
     trainer = plait.Trainer(compiler.model, loss_fn, ADAMW, compiler.plan, world=world, compiler=compiler)
     rows = ROWS // world.comm("data").size
@@ -49,16 +50,13 @@ def _peak(world: World, compiler: Compiler) -> int:
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if torch.is_tensor(t)}
     del held
     # What torch.distributed's own thread happens to let go last is not seen to go, or goes in the next step.
-    # How far the other ranks are behind differs from step to step, and with it what lies in shared memory.
-    steps = [_allocated(trainer, local, arenas) for _ in range(7)]
+    steps = [_allocated(trainer, local) for _ in range(5)]
     most = statistics.median_low([most for most, left in steps if left == 0] or [most for most, _ in steps])
-    return sum(storages.values()) + most
+    return sum(storages.values()) + most, sum(arena.most for arena in arenas)
 
 
-def _allocated(trainer: plait.Trainer, local: LocalBatch, arenas: list[_Arena]) -> tuple[int, int]:
-    """The most bytes at a time of what one step allocates, with the shared memory that it used, and what is left."""
-    for arena in arenas:
-        arena.most = 0
+def _allocated(trainer: plait.Trainer, local: LocalBatch) -> tuple[int, int]:
+    """The most bytes at a time of what one step allocates, and what of it is left."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         trainer.step(local)
     total = most = 0
@@ -66,11 +64,11 @@ def _allocated(trainer: plait.Trainer, local: LocalBatch, arenas: list[_Arena]) 
         if event.name() == "[memory]":
             total += event.nbytes()
             most = max(most, total)
-    return most + sum(arena.most for arena in arenas), total
+    return most, total
 
 
 class _Arena:
-    """How much of the shared memory from which this rank sends was used since `most` was set to 0."""
+    """How much of the shared memory from which this rank sends has been used at a time."""
 
     def __init__(self, comm: Any) -> None:
         self.most = 0

@@ -86,17 +86,6 @@ def halved(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
 
-class NoLog:
-    def __init__(self, first_step: int) -> None:
-        pass
-
-    def write(self, values: dict[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 def job_of(plan: str, out: Path, **changes: Any) -> Job:
     given: dict[str, Any] = {
         "optimizer": functools.partial(torch.optim.AdamW, lr=0.05),
@@ -105,7 +94,6 @@ def job_of(plan: str, out: Path, **changes: Any) -> Job:
         "scheduler": halved,
         "make_model": make_model,
         "make_data": make_data,
-        "make_log": NoLog,
         "folder": str(out / "checkpoints"),
         "num_items": NUM_ITEMS,
     }

@@ -17,10 +17,11 @@ from torch.nn.functional import mse_loss
 import plait
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
+from plait.decide.compressing import BLOCK, coded_bytes
 from plait.decide.rounds import Rounds, split_in_parts
 from plait.errors import BatchError, PlanError, RankFailed
 from plait.memory_estimate import Estimator
-from plait.run.agreeing.codec import BLOCK, coded_bytes, decode, encode
+from plait.run.agreeing.codec import decode, encode
 from plait.run.agreeing.exchange import MeanExchange
 from plait.spec.compression import Compression
 from plait.spec.mesh import Mesh
@@ -36,8 +37,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 def times(text: str, steps: int = 12) -> str:
-    plan = Plan.parse(f"data=2 {text}")
-    rounds = Rounds(plan.sync, plan.streaming, plan.overlap)
+    rounds = Rounds.of(Plan.parse(f"data=2 {text}"))
     names = "abcdefgh"
     return " ".join(
         str(step)
@@ -182,7 +182,7 @@ def test_a_tensor_of_integers_has_no_mean() -> None:
 
 @functools.cache
 def verifier() -> plait.Verifier:
-    return plait.Verifier(gpt(), loss_fn, gpt_batch(12), steps=4, optimizer=ADAMW)
+    return plait.Verifier(gpt(), loss_fn, gpt_batch(12), steps=5, optimizer=ADAMW)
 
 
 @pytest.mark.parametrize(
@@ -287,38 +287,33 @@ def test_replicas_part_and_agree() -> None:
     ],
 )
 def test_a_resumed_run_is_the_unbroken_one(plan: str, tmp_path: Path) -> None:
-    def unbroken(trainer: Trainer) -> list[float]:
-        return [float(trainer.step(batch(8, seed))) for seed in range(8)]
+    expected = train(plan, lambda trainer: stepped(trainer, 0, 8)[5:])
+    train(plan, lambda trainer: saved(trainer, 5, tmp_path))
+    assert train(plan, lambda trainer: resumed(trainer, 5, 8, tmp_path)) == expected
 
-    def first(trainer: Trainer) -> None:
-        for seed in range(5):
-            trainer.step(batch(8, seed))
-        trainer.save(tmp_path)
 
-    def second(trainer: Trainer) -> list[float]:
-        trainer.prepare(gpt_batch(8))
-        trainer.load(tmp_path)
-        return [float(trainer.step(batch(8, seed))) for seed in range(5, 8)]
+def stepped(trainer: Trainer, first: int, end: int) -> list[float]:
+    """The losses of these steps, each on a batch of its own."""
+    return [float(trainer.step(batch(8, seed))) for seed in range(first, end)]
 
-    expected = [losses[5:] for losses in train(plan, unbroken)]
-    train(plan, first)
-    assert train(plan, second) == expected
+
+def saved(trainer: Trainer, steps: int, folder: Path) -> None:
+    stepped(trainer, 0, steps)
+    trainer.save(folder)
+
+
+def resumed(trainer: Trainer, first: int, end: int, folder: Path) -> list[float]:
+    trainer.prepare(gpt_batch(8))
+    trainer.load(folder)
+    return stepped(trainer, first, end)
 
 
 def test_a_checkpoint_of_a_step_at_which_an_exchange_would_be_under_way(tmp_path: Path) -> None:
-    def first(trainer: Trainer) -> None:
-        for seed in range(4):
-            trainer.step(batch(8, seed))
-        trainer.save(tmp_path)
-
-    def second(trainer: Trainer) -> list[float]:
-        trainer.prepare(gpt_batch(8))
-        trainer.load(tmp_path)
-        return [float(trainer.step(batch(8, seed))) for seed in range(4, 10)]
-
-    train("data=2", first)
-    for losses in train("data=2 sync=4 outer=nesterov streaming=2 overlap=1", second):
-        assert all(4 < loss < 6 for loss in losses)
+    """What has not begun is not taken in: until the next exchange each replica trains as if it were alone."""
+    train("data=2", lambda trainer: saved(trainer, 4, tmp_path))
+    plans = ("data=2 sync=4 outer=nesterov overlap=1", "data=2 sync=99")
+    overlapping, apart = (train(plan, lambda trainer: resumed(trainer, 4, 8, tmp_path)) for plan in plans)
+    assert overlapping == apart
 
 
 def test_threads_that_each_make_a_trainer() -> None:

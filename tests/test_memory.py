@@ -164,23 +164,27 @@ def rehearsed(plans: list[str], shared_memory: bool = True, optimizer=ranks.ADAM
     return found
 
 
-def predicted(plans: list[str], shared_memory: bool = True) -> list[int]:
-    return [found.step_peak for found in rehearsed(plans, shared_memory)]
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("recompute", ["none", "layer"])
 def test_the_prediction_is_what_processes_allocate(recompute: str, precision: str) -> None:
     plans = [f"data=2 zero={zero} recompute={recompute} precision={precision}" for zero in range(4)]
     measured = run("shm", Plan.parse(plans[0]).mesh, functools.partial(ranks.peaks, plans=plans))
-    for plan, expected, *found in zip(plans, predicted(plans), *measured, strict=True):
-        assert max(found) == pytest.approx(expected, rel=0.1), plan
+    for plan, expected, *found in zip(plans, rehearsed(plans), *measured, strict=True):
+        assert_as_predicted(max(found), expected, plan)
+
+
+def assert_as_predicted(measured: tuple[int, int], expected: RankMemory, plan: str) -> None:
+    """What is allocated is the same in every run; of shared memory less is used where the others keep up."""
+    allocated, shared = measured
+    assert allocated == pytest.approx(expected.step_peak - expected.shared, rel=0.05), plan
+    assert 0 < shared and allocated + shared < 1.1 * expected.step_peak, plan
 
 
 def test_over_torch_distributed_it_is_exact() -> None:
     plans = ["data=2 zero=1", "data=2 zero=2 micro=2", "data=2 recompute=layer"]
     measured = run("gloo", Plan.parse(plans[0]).mesh, functools.partial(ranks.peaks, plans=plans))
-    assert measured[0] == pytest.approx(predicted(plans, shared_memory=False), rel=0.01)
+    expected = [each.step_peak for each in rehearsed(plans, shared_memory=False)]
+    assert [allocated for allocated, _ in measured[0]] == pytest.approx(expected, rel=0.01)
 
 
 def test_pipelines_take_what_is_predicted_of_every_rank() -> None:
@@ -189,8 +193,8 @@ def test_pipelines_take_what_is_predicted_of_every_rank() -> None:
     estimator = Estimator(ranks.gpt(), loss_fn, ranks.batch(), ranks.ADAMW)
     found = [estimator.estimate(Plan.parse(plan)) for plan in plans]
     for rank in range(2):
-        expected = [each.rank(rank).step_peak for each in found]
-        assert measured[rank] == pytest.approx(expected, rel=0.1)
+        for plan, memory, each in zip(plans, measured[rank], found, strict=True):
+            assert_as_predicted(memory, each.rank(rank), plan)
     assert found[1].rank(0).saved > 3 * found[0].rank(0).saved  # gpipe holds all 8 microbatches, 1f1b 2
 
 
@@ -199,7 +203,7 @@ def test_pipelines_over_torch_distributed_let_go_of_what_is_taken() -> None:
     measured = run("gloo", Plan.parse(plans[0]).mesh, functools.partial(ranks.peaks, plans=plans))
     for rank in range(2):
         expected = [each.step_peak for each in rehearsed(plans, shared_memory=False, rank=rank)]
-        assert measured[rank] == pytest.approx(expected, rel=0.01)
+        assert [allocated for allocated, _ in measured[rank]] == pytest.approx(expected, rel=0.01)
 
 
 def test_a_stage_that_is_too_large_is_named_with_a_cut_that_fits() -> None:

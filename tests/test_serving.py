@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_train_job import JOB
 
 from plait.run.saving.places import newest
 from plait.serve.cluster import load_ray, start_here
@@ -111,28 +112,6 @@ def test_everything_is_killed_once(ray: Any, tmp_path: Path) -> None:
     assert 0 < len(whole.tables["table"]["ids"]) <= NUM_IDS and whole.tables["table"]["values"].isfinite().all()
 
 
-JOB = """
-[model]
-layers = 1
-width = 16
-heads = 2
-sequence = 16
-[data]
-source = "text.txt"
-[optimizer]
-lr = 1e-2
-[scheduler]
-name = "constant"
-warmup = 5
-[train]
-batch_size = 4
-clip_norm = 1.0
-evaluate_every = 6
-[sample]
-length = 0
-"""
-
-
 def test_a_run_goes_from_one_device_to_servers_and_back(ray: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """In step, with two workers of two ranks each, it has the losses of a run that was on one device all along."""
     monkeypatch.chdir(tmp_path)
@@ -140,7 +119,9 @@ def test_a_run_goes_from_one_device_to_servers_and_back(ray: Any, tmp_path: Path
     Path("text.txt").write_text("The quick brown fox jumps over the lazy dog while it rains. " * 40)
 
     def config(out: str, steps: int) -> Config:
-        return load_config("job.toml", [f"train.out={out}", f"train.steps={steps}"])
+        changes = ["model.dropout=0", "scheduler.name=constant", "scheduler.warmup=5", "train.save_every=0"]
+        changes += ["train.evaluate_every=6", "sample.length=0", f"train.out={out}", f"train.steps={steps}"]
+        return load_config("job.toml", changes)
 
     run_job(config("one", 8), Plan())
     run_job(config("two", 3), Plan())

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from comm_worlds import run
+from test_replicated_stages import tied_gpt
 from torch import Tensor, nn
 
 import plait
@@ -16,14 +17,6 @@ from plait.run.compiler import Captures, Compiler
 from plait.spec.layout import REPLICATE, Replicate, Shard
 from plait.spec.plan import Plan
 from plait.train.gpt import BytesGPT, loss_fn
-
-
-def tied_gpt() -> tuple[nn.Module, dict[str, Tensor]]:
-    torch.manual_seed(0)
-    model = BytesGPT(3, 16, heads=2, sequence=8, vocab=32, dropout=0.1)
-    model.head.weight = model.symbols.weight
-    symbols = torch.randint(32, (12, 9), generator=torch.Generator().manual_seed(1))
-    return model, {"x": symbols[:, :-1].contiguous(), "y": symbols[:, 1:].contiguous()}
 
 
 def test_the_plan() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from plait.decide.compressing import bytes_exchanged
 from plait.graph.lower import Lowered
-from plait.run.agreeing.exchange import bytes_exchanged
-from plait.run.agreeing.replicas import batch_of_replica
+from plait.run.agreeing.rows import batch_of_replica
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.microbatch import microbatches
 from plait.spec.annotation import Annotations
@@ -40,12 +40,11 @@ def _agreement(plan: Plan, lowered: Lowered) -> str:
     """What replicas do beside the step that is shown, and what a rank sends for it."""
     num = plan.mesh.axis_size(plan.relaxed_axis)
     mesh = plan.within.mesh
-    kept = [pattern for pattern, _ in plan.uncompressed]
     sent = 0.0
     for name, layout in lowered.states.items():
         if name not in lowered.captured.frozen:
             shape = layout.local_shape(mesh, mesh.coordinates(0))
-            plain = any(fnmatch.fnmatchcase(name, pattern) for pattern in kept)
+            plain = any(fnmatch.fnmatchcase(name, pattern) for pattern in plan.exempt)
             sent += bytes_exchanged(shape, NO_COMPRESSION if plain else plan.compress, num)
     what = "gradients at every step" if plan.sync == 1 else f"weights (sync={Interval().show(plan.sync)})"
     how = f", through compress={plan.compress}" if plan.compress.kind != "none" else ""

@@ -15,7 +15,8 @@ from plait.errors import PlanError
 from plait.graph.cut_within import cut_within
 from plait.graph.lower import Lowered
 from plait.graph.pipeline import AXIS as PIPELINE
-from plait.run.agreeing.replicas import batch_of_replica, bytes_kept
+from plait.run.agreeing.replicas import bytes_kept
+from plait.run.agreeing.rows import batch_of_replica
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.local_batch import num_rows
 from plait.run.microbatch import microbatches

@@ -20,7 +20,8 @@ from plait.comm.protocol import World
 from plait.errors import BatchError, CaptureError, CheckpointError, LossError, PlanError
 from plait.graph.pipeline import updates_within
 from plait.graph.precision import Precision
-from plait.run.agreeing.replicas import Replicas, refuse_unsettled, replica_key, rows_of_replica
+from plait.run.agreeing.replicas import Replicas, refuse_unsettled
+from plait.run.agreeing.rows import replica_key, rows_of_replica
 from plait.run.asynchronous import refuse_within
 from plait.run.checks import agree_on_data, check_given
 from plait.run.compiler import Captures, Compiler, LossFn

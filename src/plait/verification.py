@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
-from plait.comparison import HALF_MARGIN, ROUNDING_MARGIN, Difference, Report, Run, compare, in_half, last_bits
+from plait.differences import HALF_MARGIN, ROUNDING_MARGIN, Difference, Report, Run, compare, in_half, last_bits
 from plait.errors import CaptureError, LossError, PlanError
 from plait.graph.lower import Lowered
 from plait.graph.pipeline import Pipeline
 from plait.graph.precision import Precision
-from plait.run.agreeing.replicas import batch_of_replica
+from plait.run.agreeing.rows import batch_of_replica
 from plait.run.agreeing.serial import SerialReplicas
 from plait.run.checks import check_given
 from plait.run.compiler import Captures, Compiler, LossFn

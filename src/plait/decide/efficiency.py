@@ -36,10 +36,11 @@ class Curve:
                     return self.tokens[0], self.seconds[0], self.num_bytes[0]
                 before = self.loss[index - 1]
                 part = (before - target) / (before - loss)
-                return tuple(
+                tokens, seconds, num_bytes = (
                     spent[index - 1] + part * (spent[index] - spent[index - 1])
                     for spent in (self.tokens, self.seconds, self.num_bytes)
-                )  # type: ignore[return-value]
+                )
+                return tokens, seconds, num_bytes
         return None
 
 

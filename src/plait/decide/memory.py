@@ -51,6 +51,7 @@ class RankMemory:
     saved      activations that live from the end of forward into backward
     start      the same sum before the first step, where the model as it was built lies beside this rank's parts
     updated    how many numbers this rank's optimizer updates
+    shared     of the buffers, what lies in the memory from which other processes read, at most
     """
 
     most: Mapping[str, int]
@@ -59,6 +60,7 @@ class RankMemory:
     saved: int
     start: int
     updated: int
+    shared: int = 0
 
     @property
     def peak(self) -> int:

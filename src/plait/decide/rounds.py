@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from plait.spec.plan import Plan
+
 
 @dataclass(frozen=True)
 class Rounds:
@@ -20,6 +22,11 @@ class Rounds:
     sync: int | tuple[int, int]
     parts: int = 1
     overlap: int = 0
+
+    @classmethod
+    def of(cls, plan: Plan) -> Rounds:
+        """Those of a plan whose replicas agree every n steps."""
+        return cls(plan.sync, plan.streaming, plan.overlap)
 
     def begun(self, step: int) -> tuple[int, ...]:
         """The parts whose exchange begins after `step` steps, 1 being the first."""

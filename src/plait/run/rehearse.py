@@ -88,7 +88,7 @@ def rehearse(
     most, at_peak = Counter(meter.most), Counter(meter.at_peak)
     most[BUFFERS] += world.arena_bytes
     at_peak[BUFFERS] += world.arena_bytes
-    return RankMemory(most, at_peak, meter.peak_moment, meter.saved, start, updated)
+    return RankMemory(most, at_peak, meter.peak_moment, meter.saved, start, updated, world.arena_bytes)
 
 
 def _most_under_way(pipeline: Pipeline, world: RehearsalWorld) -> int:

@@ -52,7 +52,7 @@ class Chief:
         self._saved_step = -1
         self._finishing = False
         self._stopped = False
-        self._error = ""
+        self._error, self._of_loss = "", False
         self._rate = 0.0
 
     async def begin(self) -> int:
@@ -81,6 +81,7 @@ class Chief:
             if note.buffers:
                 self._buffers = note.buffers
             if not math.isfinite(note.loss) and self.job.on_nan == "raise":
+                self._of_loss = True
                 self._error = (
                     f"the loss of worker {worker} on values of version {note.base} is {note.loss}; lower the learning"
                     " rate, set clip_norm, or pass on_nan='warn' to go on"
@@ -144,7 +145,8 @@ class Chief:
         """Returns when the run is over and everything is written."""
         await self.begin()
         await self._over.wait()
-        return End(self._step, self._tally.loss, self._stopped and self._step < self.job.steps, self._error)
+        stopped = self._stopped and self._step < self.job.steps
+        return End(self._step, self._tally.loss, stopped, self._error, self._of_loss)
 
     async def totals(self) -> dict[str, int]:
         """Updates lost, gradients that came late or were refused, since this chief began."""

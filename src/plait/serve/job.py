@@ -26,6 +26,19 @@ if TYPE_CHECKING:  # the graph's side of plait is for workers, and takes seconds
     from plait.run.compiler import LossFn
 
 
+class NoLog:
+    """Takes the metrics of a run that keeps none."""
+
+    def __init__(self, first_step: int) -> None:
+        pass
+
+    def write(self, values: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Job:
     """One run. The functions are called in the processes that need what they make, and must be importable there.
@@ -34,7 +47,7 @@ class Job:
     make_data    () -> (training data, data to evaluate on or None), map-style
     batch_size   rows of a step: one push of every worker, whatever the mode
     out          the folder of metrics and of the servers' own snapshots; `folder` is that of checkpoints
-    make_log     first step -> what takes the metrics of each step (train.metrics.MetricsLog)
+    make_log     first step -> what takes the metrics of each step (train.metrics.MetricsLog); by default nothing does
     order        the worker of each push in turn, for a run that is to be repeated
     """
 
@@ -48,10 +61,10 @@ class Job:
     steps: int
     out: str
     folder: str
-    make_log: Callable[[int], Any]
     variables: tuple[Variable, ...]
     shards: tuple[tuple[Piece, ...], ...]
     tables: tuple[TableSpec, ...] = ()
+    make_log: Callable[[int], Any] = NoLog
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     layouts: Annotations | None = None
     seed: int = 0
@@ -124,6 +137,8 @@ def variables_of(model: nn.Module) -> tuple[Variable, ...]:
 
 def check_plan(plan: Plan, batch_size: int) -> None:
     """Refuse what does not go with parameter servers; PlanError or BatchError name what does."""
+    from plait.graph.pipeline import updates_within  # of the graph's side, which only the user's process checks with
+
     if plan.precision == "fp16":
         raise PlanError(
             "precision=fp16 scales the loss by what all gradients of a step are, which workers do not wait for; use"
@@ -134,7 +149,7 @@ def check_plan(plan: Plan, batch_size: int) -> None:
             f"compress={plan.compress} does not go with workers={plan.workers} in this version: gradients are pushed as"
             " they are; leave compress= out, or use data=N compress=..."
         )
-    if plan.schedule.startswith("pipedream"):
+    if updates_within(plan.within):
         raise PlanError(
             f"schedule={plan.schedule} updates weights within a step, and with workers={plan.workers} servers do that;"
             " use schedule=1f1b"

@@ -57,9 +57,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class End:
-    """How a run ended; `error` says why where it was not by its last step."""
+    """How a run ended; `error` says why where it was not by its last step, and `of_loss` that it is a loss's."""
 
     step: int
     loss: float
     stopped: bool = False
     error: str = ""
+    of_loss: bool = False

@@ -110,7 +110,7 @@ class Running:
                 found: End = self._get(end)
                 show(self._get(self.chief.progress.remote()))
                 if found.error:
-                    raise LossError(found.error) if found.error.startswith("the loss") else WorldError(found.error)
+                    raise LossError(found.error) if found.of_loss else WorldError(found.error)
                 return found
             if progress in ready:
                 now: Progress = self._get(progress)

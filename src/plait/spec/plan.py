@@ -121,7 +121,8 @@ class Plan:
                 f"stages={StagePlans().show(self.stages)} are {len(self.stages)}, and the plan has"
                 f" pipeline={Places().show(self.pipeline)}; make them agree, or leave pipeline= out"
             )
-        refuse_together({key_name(row): _kind(row).show(getattr(self, row.name)) for row in fields(self)})
+        values = {key_name(row): _kind(row).show(getattr(self, row.name)) for row in fields(self)}
+        refuse_together(values, {key_name(row) for row in fields(self) if getattr(self, row.name) != row.default})
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -226,7 +227,7 @@ class Plan:
 
         With both, the ranks of `data` agree at every step and the replicas, on other hosts, later.
         """
-        if self.workers or (self.sync == 1 and self.compress.kind == "none"):
+        if self.workers or (self.sync == 1 and self.compress == NO_COMPRESSION):
             return ""
         return "replica" if self.replica > 1 else "data"
 
@@ -238,6 +239,16 @@ class Plan:
             lr if self.outer_lr is None else self.outer_lr,
             momentum if self.outer_momentum is None else self.outer_momentum,
         )
+
+    @property
+    def keeps_agreed(self) -> bool:
+        """Whether replicas keep the weights on which they last agreed: they exchange changes, not weights."""
+        return self.sync != 1 and (self.outer != "none" or self.compress != NO_COMPRESSION)
+
+    @property
+    def exempt(self) -> tuple[str, ...]:
+        """Patterns of the names of parameters that are not compressed."""
+        return tuple(pattern for pattern, _ in self.uncompressed)
 
     @property
     def within(self) -> Plan:

@@ -10,7 +10,8 @@ from typing import Any
 from plait.decide.efficiency import Curve, compare_curves, smoothed
 from plait.errors import DataError
 from plait.run.tracing.folder import read_plan
-from plait.train.report import METRICS, read_lines, write_page
+from plait.train.metrics import METRICS, read_steps
+from plait.train.report import write_page
 from plait.view.compare import comparison_page, comparison_table
 
 
@@ -33,7 +34,7 @@ def compare_runs(runs: Sequence[Path], out: Path | None) -> str:
 
 
 def _lines(run: Path) -> list[dict[str, Any]]:
-    found = read_lines(run / METRICS)
+    found = read_steps(run / METRICS)
     if not found:
         raise DataError(f"{str(run)!r} has no {METRICS} with a step in it; name the folders of runs, their train.out")
     return found
@@ -44,10 +45,8 @@ def _curve(run: Path, lines: Sequence[dict[str, Any]], held_out: bool) -> Curve:
         return list(accumulate(values))
 
     tokens = total([line["tokens_per_s"] * line["seconds"] for line in lines])
-    seconds, sent = (
-        total([line["seconds"] for line in lines]),
-        total([line.get("sent_bytes", line.get("bytes_moved", 0)) for line in lines]),
-    )
+    seconds = total([line["seconds"] for line in lines])
+    sent = total([line.get("sent_bytes", line.get("bytes_moved", 0)) for line in lines])
     losses = smoothed([line["loss"] for line in lines])
     at = [i for i, line in enumerate(lines) if not held_out or "held_out_loss" in line]
     return Curve(

@@ -101,7 +101,7 @@ class _Job:
         """Before which step a rank knows that all have begun `step`."""
         plan = self.trainer.plan
         if plan.relaxed_axis and plan.sync != 1:
-            return Rounds(plan.sync, plan.streaming, plan.overlap).meeting_after(step)
+            return Rounds.of(plan).meeting_after(step)
         return step + 1
 
     def _start(self, resume: bool) -> Loader:

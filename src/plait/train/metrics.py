@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from plait.errors import DataError
+
+METRICS = "metrics.jsonl"
+
 
 class MetricsLog:
     """Writes `metrics.jsonl`; only rank 0 makes one.
@@ -18,7 +22,7 @@ class MetricsLog:
     """
 
     def __init__(self, folder: Path, first_step: int, tensorboard: bool = False) -> None:
-        self.path = folder / "metrics.jsonl"
+        self.path = folder / METRICS
         kept = _lines_before(self.path, first_step)
         self._file = open(self.path, "w", buffering=1)  # noqa: SIM115  (closed by `close`)
         self._file.writelines(kept)
@@ -56,6 +60,29 @@ class MetricsLog:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Every line of a metrics file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The lines of steps, as far as they can be read: a run may be killed, or go on, while it writes one.
+
+    DataError for a file that cannot be read at all; one that is not there has none.
+    """
+    found = []
+    try:
+        lines = path.read_text().splitlines() if path.exists() else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    for text in lines:
+        try:
+            values = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(values, dict) and {"step", "loss", "tokens_per_s"} <= set(values):
+            found.append(values)
+        elif isinstance(values, dict) and "held_out_loss" in values:  # of an evaluator, which comes later than the step
+            for line in (line for line in found if line["step"] == values.get("step")):
+                line["held_out_loss"] = values["held_out_loss"]
+    return found
 
 
 def _lines_before(path: Path, step: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +12,9 @@ from plait.decide.predict import measure_costs, predict, with_held
 from plait.errors import DataError, PlanError
 from plait.run.tracing.folder import PLAN, TRACE, Recorded, RunPlan, read_plan, read_trace
 from plait.spec.trace import Trace
+from plait.train.metrics import METRICS, read_steps
 from plait.view.perfetto import chrome_trace
 from plait.view.report import StepView, build_page, that_fit
-
-METRICS = "metrics.jsonl"
 
 
 def write_report(run: Path, out: Path, perfetto: Path | None = None) -> str:
@@ -27,7 +25,7 @@ def write_report(run: Path, out: Path, perfetto: Path | None = None) -> str:
     if not run.is_dir():
         what = "is a file" if run.exists() else "does not exist"
         raise DataError(f"{str(run)!r} {what}; name the folder of a run, which is the train.out of its job")
-    plan, metrics = read_plan(run), read_lines(run / METRICS)
+    plan, metrics = read_plan(run), read_steps(run / METRICS)
     if plan is None and not metrics:
         raise DataError(
             f"{str(run)!r} is no run: it has neither {PLAN} nor {METRICS}; name the folder that `plait train` wrote"
@@ -109,26 +107,6 @@ def _facts(
         ))  # fmt: skip
     elif not recorded:
         found.append(("trace", "none; train with --trace to see what each rank did"))
-    return found
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, as far as they can be read: a run may be killed, or go on, while it writes one."""
-    found = []
-    try:
-        lines = path.read_text().splitlines() if path.exists() else []
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
-    for text in lines:
-        try:
-            values = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(values, dict) and {"step", "loss", "tokens_per_s"} <= set(values):
-            found.append(values)
-        elif isinstance(values, dict) and "held_out_loss" in values:  # of an evaluator, which comes later than the step
-            for line in (line for line in found if line["step"] == values.get("step")):
-                line["held_out_loss"] = values["held_out_loss"]
     return found
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from plait.errors import PlanError
+from plait.comm.process import process_world
+from plait.comm.stop import StopVote
 from plait.serve.cluster import check_installed, cluster
 from plait.serve.job import Job, check_plan
 from plait.serve.notes import Progress
@@ -39,16 +38,17 @@ def run_served(config: Config, plan: Plan, resume: bool = False) -> Outcome:
     started = time.monotonic()
     wanted = Path(config.train.out) / _WORKERS
     wanted.unlink(missing_ok=True)
-    with cluster(job) as ray, _Interrupt() as interrupt:
+    with cluster(job) as ray, StopVote(process_world(Plan().mesh, device="cpu")) as vote:
         running = Running(ray, job)
         try:
             shown = _Shown(config, running, time.monotonic() - started, resume)
 
             def show(progress: Progress) -> None:
                 shown(progress)
-                _resize(running, wanted)
+                if wrong := _resize(running, wanted):
+                    shown.say(wrong)
 
-            end = running.wait(show, interrupt.came)
+            end = running.wait(show, lambda: vote.should_stop(0))
             shown.close(f"stopped after step {end.step}; --resume goes on from there" if end.stopped else None)
         finally:
             running.close()
@@ -106,21 +106,22 @@ def _absolute(folder: Any) -> str:
     return text if "://" in text else str(Path(text).absolute())
 
 
-def _resize(running: Running, wanted: Path) -> None:
-    """Have as many workers as the file says, if there is one; what it says wrongly is told once, and it is removed."""
+def _resize(running: Running, wanted: Path) -> str:
+    """Have as many workers as the file says, if there is one, and remove it; returns what to tell the user, if it says
+    no number."""
     try:
         text = wanted.read_text()
     except OSError:
-        return
+        return ""
+    wanted.unlink()
     if not text.strip().isdecimal() or int(text) < 1:
-        wanted.unlink()
-        raise PlanError(f"{wanted} holds {text.strip()!r}; write the number of workers into it, 1 or more")
+        return f"{wanted} held {text.strip()!r}, and was removed; write the number of workers into it, 1 or more"
     here = sorted(running.workers)
     for _ in range(int(text) - len(here)):
         running.add_worker()
     for worker in here[int(text) :]:
         running.remove_worker(worker)
-    wanted.unlink()
+    return ""
 
 
 class _Shown:
@@ -146,32 +147,9 @@ class _Shown:
             self._reporter.step(progress.step, progress.loss, progress.tokens - tokens, now - since)
             self._last = (progress.step, progress.tokens, now)
 
+    def say(self, text: str) -> None:
+        self._reporter.say(text)
+
     def close(self, text: str | None) -> None:
         self._reporter.close()
         self._reporter.say(text or f"done: checkpoint and metrics are in {self._out}")
-
-
-class _Interrupt:
-    """Takes over SIGINT and SIGTERM: the first ends the run after its step, a second Ctrl-C at once."""
-
-    def __init__(self) -> None:
-        self._came = False
-        self._before: dict[int, Any] = {}
-
-    @property
-    def came(self) -> Callable[[], bool]:
-        return lambda: self._came
-
-    def __enter__(self) -> _Interrupt:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {n: signal.signal(n, self._take) for n in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _take(self, number: int, frame: Any) -> None:
-        if self._came and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._came = True

@@ -15,7 +15,7 @@ _FEW = 8  # ranks: each has a line of its own; of more, a row of colours
 _NUM_BINS = 240
 _MEASURED, _PREDICTED = "#0072B2", "#E69F00"
 # Of lines that stand side by side (Okabe and Ito's palette, as the swimlanes).
-_LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#B0A000")
+LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#B0A000")
 
 
 def draw_utilisation(measured: Trace | None, predicted: Trace | None) -> Any:
@@ -53,7 +53,7 @@ def draw_samples(samples: Sequence[Sample], num_ranks: int, end: float, title: s
             figure.add_trace(
                 go.Scatter(
                     x=[*(time for time, _ in own), end], y=[*(value for _, value in own), own[-1][1] if own else None],
-                    mode="lines", line={"shape": "hv", "color": _LINES[rank]}, name=f"rank {rank}",
+                    mode="lines", line={"shape": "hv", "color": LINES[rank]}, name=f"rank {rank}",
                 )
             )  # fmt: skip
         figure.update_yaxes(rangemode="tozero", gridcolor="#EEEEEE", title_text="MiB" if as_bytes else None)
@@ -116,7 +116,7 @@ def draw_metrics(lines: Sequence[Mapping[str, Any]]) -> Any:
         )
     speed = [line.get("tokens_per_s") for line in lines]
     figure.add_trace(go.Scatter(x=steps, y=speed, name="tokens/s", mode="lines", showlegend=False), 1, 2)
-    figure.update_layout(colorway=list(_LINES))
+    figure.update_layout(colorway=list(LINES))
     figure.update_yaxes(gridcolor="#EEEEEE")
     figure.update_yaxes(rangemode="tozero", row=1, col=2)
     figure.update_xaxes(title_text="step", gridcolor="#EEEEEE")

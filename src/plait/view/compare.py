@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from plait.decide.efficiency import Comparison, Curve
 from plait.view.bytes import human_bytes
+from plait.view.charts import LINES
 from plait.view.swimlane import page, plotly
 
 _HEAD = ("run", "plan", "statistical efficiency", "tokens/s", "goodput", "waiting", "seconds", "sent")
@@ -33,7 +34,7 @@ def comparison_page(
     go, make_subplots = plotly()
     figure = make_subplots(rows=1, cols=3, shared_yaxes=True, horizontal_spacing=0.03)
     for number, (curve, plan) in enumerate(zip(curves, plans, strict=True)):
-        colour = _COLOURS[number % len(_COLOURS)]
+        colour = LINES[number % len(LINES)]
         for column, spent in enumerate((curve.tokens, curve.seconds, curve.num_bytes), start=1):
             figure.add_trace(
                 go.Scatter(
@@ -67,9 +68,6 @@ def comparison_page(
         ages.update_layout(height=320, plot_bgcolor="white", title="updates, by how many versions old they were")
         figures.append(ages)
     return page(figures, "plait: " + " against ".join(curve.name for curve in curves))
-
-
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#B0A000")
 
 
 def _cells(found: Sequence[Comparison], plans: Sequence[str]) -> list[tuple[str, ...]]:

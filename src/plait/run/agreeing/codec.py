@@ -9,15 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 256
+from plait.decide.compressing import BLOCK
+
 _LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}  # fp8 is e4m3
-
-
-def coded_bytes(num: int, kind: str) -> int:
-    """Bytes of `num` numbers, a multiple of BLOCK, once coded."""
-    if kind == "bf16":
-        return 2 * num
-    return num // (2 if kind == "int4" else 1) + num // BLOCK * 4
 
 
 def encode(numbers: Tensor, kind: str) -> Tensor:

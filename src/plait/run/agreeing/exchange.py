@@ -14,17 +14,16 @@ Stochastic Gradient Descent"; Karimireddy et al. 2019). What is left out of a me
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from plait.comm.group import AloneComm
 from plait.comm.protocol import Comm, Work
+from plait.decide.compressing import as_matrix, is_smaller, num_kept, num_owned
 from plait.errors import PlanError
-from plait.run.agreeing.codec import BLOCK, coded_bytes, decode, encode
+from plait.run.agreeing.codec import decode, encode
 from plait.spec.compression import Compression
 
 Named = Mapping[str, Tensor]
@@ -36,6 +35,15 @@ class Pending:
     def __init__(self, rounds: Sequence[Callable[[], None]], result: Callable[[], dict[str, Tensor]]) -> None:
         self._rounds = list(rounds)
         self._result = result
+
+    @classmethod
+    def over(cls, means: dict[str, Tensor]) -> Pending:
+        """One that has ended with these."""
+        return cls([], lambda: means)
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self._rounds)
 
     def go_on(self) -> None:
         if self._rounds:
@@ -86,23 +94,8 @@ class MeanExchange:
 
     def _is_plain(self, name: str, tensor: Tensor) -> bool:
         """Whether it is exchanged as it is: an exception, or so small that the compressor would not make it smaller."""
-        kind, num = self._compression.kind, tensor.numel()
-        if kind == "none" or any(fnmatch.fnmatchcase(name, pattern) for pattern in self._exempt):
-            return True
-        if kind == "powersgd":
-            rows, columns = _matrix(tensor.shape)
-            return (rows + columns) * self._compression.rank >= num
-        if kind == "topk":
-            return 2 * self._num_kept(tensor) >= num
-        return coded_bytes(self._comm.size * self._num_owned(tensor), kind) >= 4 * num
-
-    def _num_owned(self, tensor: Tensor) -> int:
-        """Elements of the part of a tensor that one replica owns, in whole blocks. Tensors share no block, nor a
-        ranking: what several ranks of a replica hold alike stays alike."""
-        return -(-tensor.numel() // (self._comm.size * BLOCK)) * BLOCK
-
-    def _num_kept(self, tensor: Tensor) -> int:
-        return math.ceil(self._compression.fraction * tensor.numel())
+        exempt = any(fnmatch.fnmatchcase(name, pattern) for pattern in self._exempt)
+        return exempt or not is_smaller(tensor.shape, self._compression, self._comm.size)
 
     def _corrected(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor with what was left out before; a copy."""
@@ -116,9 +109,9 @@ class MeanExchange:
 
     def _coded(self, tensors: dict[str, Tensor]) -> Pending:
         comm, kind, size = self._comm, self._compression.kind, self._comm.size
-        owned = {name: self._num_owned(tensor) for name, tensor in tensors.items()}
+        owned = {name: num_owned(tensor.numel(), size) for name, tensor in tensors.items()}
         num = sum(owned.values())
-        rows = torch.zeros(size, num)
+        rows = torch.zeros(size, num, device=next(iter(tensors.values())).device)
         for part, tensor in zip(rows.split(list(owned.values()), 1), tensors.values(), strict=True):
             part.copy_(functional.pad(tensor.reshape(-1), (0, part.numel() - tensor.numel())).view_as(part))
         coded = encode(rows, kind)
@@ -144,7 +137,7 @@ class MeanExchange:
 
     def _largest(self, tensors: dict[str, Tensor]) -> Pending:
         places = {
-            name: tensor.reshape(-1).abs().topk(self._num_kept(tensor), sorted=False).indices
+            name: tensor.reshape(-1).abs().topk(num_kept(tensor.numel(), self._compression), sorted=False).indices
             for name, tensor in tensors.items()
         }
         values = torch.cat([tensor.reshape(-1)[places[name]] for name, tensor in tensors.items()])
@@ -167,7 +160,7 @@ class MeanExchange:
         return Pending([], result)
 
     def _low_rank(self, tensors: dict[str, Tensor]) -> Pending:
-        matrices = {name: tensor.reshape(_matrix(tensor.shape)) for name, tensor in tensors.items()}
+        matrices = {name: tensor.reshape(as_matrix(tensor.shape)) for name, tensor in tensors.items()}
         for name, matrix in matrices.items():
             if name not in self.factors:
                 self.factors[name] = first_factor(name, matrix.shape[1], self._compression.rank).to(matrix)
@@ -198,27 +191,6 @@ def first_factor(name: str, num_columns: int, rank: int) -> Tensor:
     return torch.randn(num_columns, rank, generator=generator)
 
 
-def bytes_exchanged(shape: Sequence[int], compression: Compression, size: int) -> float:
-    """What a rank of `size` sends to exchange a tensor of this shape once."""
-    exchange = MeanExchange(AloneComm(0), compression)
-    exchange._comm.size = size
-    like = torch.empty(tuple(shape), device="meta")
-    ring = 2 * (size - 1) / size
-    if exchange._is_plain("", like):
-        return ring * 4 * like.numel()
-    if compression.kind == "topk":
-        return (size - 1) * 8.0 * exchange._num_kept(like)
-    if compression.kind == "powersgd":
-        return ring * 4 * sum(_matrix(shape)) * compression.rank
-    return ring * coded_bytes(size * exchange._num_owned(like), compression.kind)
-
-
-def _matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """The tensor as a matrix: its first dim against all others."""
-    rows = shape[0] if len(shape) > 1 else 1
-    return rows, math.prod(shape) // max(rows, 1)
-
-
 def _all_reduced(comm: Comm, tensors: Named) -> Pending:
     like = dict(tensors)
     work = comm.all_reduce(_flat(tensors), consume=True)
@@ -226,14 +198,14 @@ def _all_reduced(comm: Comm, tensors: Named) -> Pending:
 
 
 def _together(parts: Sequence[Pending]) -> Pending:
-    def result() -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+    def go_on() -> None:
         for part in parts:
-            found |= part.wait()
-        return found
+            part.go_on()
 
-    most = max((len(part._rounds) for part in parts), default=0)
-    return Pending([lambda: [part.go_on() for part in parts] and None] * most, result)  # type: ignore[func-returns-value]
+    def result() -> dict[str, Tensor]:
+        return {name: mean for part in parts for name, mean in part.wait().items()}
+
+    return Pending([go_on] * max((part.num_rounds for part in parts), default=0), result)
 
 
 def _flat(tensors: Named) -> Tensor:

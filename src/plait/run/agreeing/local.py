@@ -40,11 +40,11 @@ class LocalTraining:
         sizes: Mapping[str, int],
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        self.rounds = Rounds(plan.sync, plan.streaming, plan.overlap)
+        self.rounds = Rounds.of(plan)
         self._plan = plan
         self._parameters = parameters
         self._optimizer = optimizer
-        self.exchange = MeanExchange(comm, plan.compress, [pattern for pattern, _ in plan.uncompressed])
+        self.exchange = MeanExchange(comm, plan.compress, plan.exempt)
         self._plain = MeanExchange(comm, NO_COMPRESSION)
         numbers = split_in_parts(list(sizes.values()), plan.streaming)
         part_of = dict(zip(sizes, numbers, strict=True))
@@ -52,7 +52,7 @@ class LocalTraining:
         self.outer: dict[str, Tensor] = {}
         self.momentum: dict[str, Tensor] = {}
         self.pending: dict[int, Pending] = {}  # by part of the model
-        if plan.outer != "none" or plan.compress != NO_COMPRESSION:
+        if plan.keeps_agreed:
             self.begin()
 
     def begin(self) -> None:
@@ -86,8 +86,8 @@ class LocalTraining:
 
     def expect(self, part: int) -> None:
         """Make ready for what an exchange, which had begun before a checkpoint, gave: its means are filled in later."""
-        means = {name: torch.zeros_like(self._parameters[name].detach().float()) for name in self._parts[part]}
-        self.pending[part] = Pending([], lambda: means)
+        parameters = {name: self._parameters[name].detach() for name in self._parts[part]}
+        self.pending[part] = Pending.over({n: torch.zeros_like(p, dtype=torch.float32) for n, p in parameters.items()})
 
     def _start(self, part: int) -> None:
         names = self._parts[part]

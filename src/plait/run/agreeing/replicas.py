@@ -13,18 +13,15 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.comm.protocol import World
-from plait.errors import BatchError, PlanError
-from plait.graph.batch import map_batch
+from plait.errors import PlanError
 from plait.run.agreeing.exchange import MeanExchange
 from plait.run.agreeing.local import LocalTraining
 from plait.run.eager import EagerReplica
-from plait.run.local_batch import LocalBatch, num_rows, take_rows
 from plait.run.program import StepResult
 from plait.run.replica import Replica
 from plait.spec.compression import NO_COMPRESSION
@@ -42,17 +39,18 @@ class Replicas:
         self.axis = axis
         self.num = plan.mesh.axis_size(axis)
         self.index = world.mesh.coordinates(world.rank)[axis]
-        for pattern, _ in plan.uncompressed:
+        for pattern in plan.exempt:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in replica.layouts):
                 near = difflib.get_close_matches(pattern, replica.layouts, n=2, cutoff=0.3)
                 hint = f"; near it is {', '.join(near)}" if near else ""
                 raise PlanError(f"compress.{pattern}=none: no parameter has such a name{hint}")
         self._replica = replica
         self._comm = world.comm(axis)
+        self._device = world.device
         self._means = MeanExchange(self._comm, NO_COMPRESSION)
         self.trained = {name: p for name, p in replica.parameters.items() if p.requires_grad}
         self.local: LocalTraining | None = None
-        self.exchange = MeanExchange(self._comm, plan.compress, [pattern for pattern, _ in plan.uncompressed])
+        self.exchange = MeanExchange(self._comm, plan.compress, plan.exempt)
         if plan.sync != 1:
             sizes = {name: math.prod(replica.layouts[name].shape) for name in replica.layouts}
             self.local = LocalTraining(plan, self._comm, self.trained, sizes, optimizer)
@@ -133,7 +131,8 @@ class Replicas:
 
     def sum_of(self, numbers: list[float]) -> list[float]:
         """The sums over replicas of a few numbers."""
-        found: list[float] = self._comm.all_reduce(torch.tensor(numbers, dtype=torch.float64)).wait().tolist()
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        found: list[float] = self._comm.all_reduce(mine).wait().tolist()
         return found
 
     def _agree_on_buffers(self) -> None:
@@ -158,52 +157,10 @@ class Replicas:
         return {name: buffer for name, buffer in self._replica.buffers.items() if buffer.is_floating_point()}
 
 
-def rows_of_replica(batch: Any, plan: Plan, world: World) -> LocalBatch:
-    """This rank's rows, as a part of its replica's batch; microbatch after microbatch, as the loader has them.
-
-    BatchError for a batch that the ranks do not divide.
-    """
-    num = plan.mesh.axis_size(plan.relaxed_axis)
-    if isinstance(batch, LocalBatch):
-        return dataclasses.replace(batch, global_size=batch.global_size // num)
-    rows, parts, micro = num_rows(batch), plan.num_batch_parts, plan.micro
-    if rows % (parts * micro):
-        raise BatchError(
-            f"{parts} parts of {micro} microbatches do not divide the batch of {rows} rows (plan {plan.title}); give a"
-            f" multiple of {parts * micro}"
-        )
-    each = rows // (parts * micro)
-    part = plan.batch_part(world.mesh.coordinates(world.rank))
-    places = torch.arange(rows).view(micro, parts, each)[:, part].reshape(-1)
-    tree = map_batch(lambda _, leaf: _take(leaf, rows, places), batch)
-    return LocalBatch(tree, each * micro, rows // num)
-
-
-def batch_of_replica(batch: Any, plan: Plan) -> Any:
-    """Rows of a global batch that have the shapes of one replica's: the first ones; all of them where all agree.
-
-    BatchError for a batch that the replicas do not divide.
-    """
-    if not plan.relaxed_axis:
-        return batch
-    num, rows = plan.mesh.axis_size(plan.relaxed_axis), num_rows(batch)
-    if rows % num:
-        raise BatchError(
-            f"{num} replicas do not divide the batch of {rows} rows; give a multiple of {num * plan.micro}"
-        )
-    return take_rows(batch, rows, 0, rows // num)
-
-
 def bytes_kept(plan: Plan) -> int:
     """Bytes that a rank keeps of each number it trains, to agree later: agreed weights and the momentum of the outer
     optimizer, and what a compressor has left out."""
-    outer = plan.sync != 1 and (plan.outer != "none" or plan.compress != NO_COMPRESSION)
-    return 8 * outer + 4 * (plan.compress != NO_COMPRESSION)
-
-
-def replica_key(key: int, index: int) -> int:
-    """The key of a replica's random draws; that of the first is the step's."""
-    return (key + index * 0xD1B54A32D192ED03) & ((1 << 62) - 1)
+    return 8 * plan.keeps_agreed + 4 * (plan.compress != NO_COMPRESSION)
 
 
 def refuse_unsettled(plan: Plan, updates_within: bool) -> None:
@@ -217,8 +174,3 @@ def refuse_unsettled(plan: Plan, updates_within: bool) -> None:
         raise PlanError(
             f"moments={plan.moments} needs the optimizer's state in memory; use home.optimizer=host, or moments=kept"
         )
-
-
-def _take(leaf: Any, rows: int, places: Tensor) -> Any:
-    cut = torch.is_tensor(leaf) and leaf.ndim and leaf.shape[0] == rows
-    return leaf[places.to(leaf.device)] if cut else leaf

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.decide.compressing import is_smaller, num_kept, num_owned
 from plait.decide.rounds import Rounds, split_in_parts
-from plait.run.agreeing.codec import BLOCK, coded_bytes, decode, encode
+from plait.run.agreeing.codec import decode, encode
 from plait.run.agreeing.exchange import first_factor
 from plait.run.agreeing.local import MIXING
-from plait.run.agreeing.replicas import replica_key
+from plait.run.agreeing.rows import replica_key
 from plait.run.boxes import Fragment, fragments
 from plait.run.local_batch import num_rows, take_rows
 from plait.run.microbatch import microbatches
@@ -47,11 +48,11 @@ class Compressor:
         found = {name: torch.zeros(t.shape) for name, t in terms[0].items()}
         for rank in range(mesh.size):
             here = mesh.coordinates(rank)
-            pieces = {name: held for name in terms[0] if (held := fragments(self._layouts[name], mesh, here))}
-            parts = [{name: self._part(term[name], name, here) for name in pieces} for term in terms]
-            for name, mean in self._mean_of_rank(rank, parts).items() if pieces else ():
-                for each in pieces[name]:
-                    found[name][Fragment(each.box, each.box.start).slices] = mean[each.slices]
+            for name, whole in found.items():
+                held = fragments(self._layouts[name], mesh, here)
+                mean = self._mean(rank, name, [self._part(term[name], name, here) for term in terms]) if held else whole
+                for each in held:
+                    whole[Fragment(each.box, each.box.start).slices] = mean[each.slices]
         return found
 
     def _part(self, whole: Tensor, name: str, here: Mapping[str, int]) -> Tensor:
@@ -61,19 +62,12 @@ class Compressor:
             part[each.slices] = whole[Fragment(each.box, each.box.start).slices].float()
         return part
 
-    def _mean_of_rank(self, rank: int, parts: list[Named]) -> Named:
-        return {name: self._mean(rank, name, [part[name] for part in parts]) for name in parts[0]}
-
     def _mean(self, rank: int, name: str, terms: list[Tensor]) -> Tensor:
         """Of one tensor of each replica's."""
         kind, size, shape, num = self._compression.kind, len(terms), terms[0].shape, terms[0].numel()
-        owned = -(-num // (size * BLOCK)) * BLOCK
-        count = math.ceil(self._compression.fraction * num)
-        plain = any(fnmatch.fnmatchcase(name, pattern) for pattern, _ in self._plan.uncompressed)
-        smaller = {
-            "powersgd": not self._is_thin(terms[0]), "topk": 2 * count < num, "none": False,
-        }.get(kind, coded_bytes(size * owned, kind) < 4 * num)  # fmt: skip
-        if plain or not smaller:
+        owned, count = num_owned(num, size), num_kept(num, self._compression)
+        exempt = any(fnmatch.fnmatchcase(name, pattern) for pattern in self._plan.exempt)
+        if exempt or not is_smaller(shape, self._compression, size):
             return torch.stack(terms).mean(0)
         given = torch.stack([term + self._errors.get((r, rank, name), 0.0) for r, term in enumerate(terms)])
         if kind == "powersgd":
@@ -96,11 +90,6 @@ class Compressor:
         for r in range(size):
             self._errors[r, rank, name] = errors[r, :num].view(shape)
         return mean[:num].view(shape)
-
-    def _is_thin(self, tensor: Tensor) -> bool:
-        rows = tensor.shape[0] if tensor.ndim > 1 else 1
-        columns = tensor.numel() // max(rows, 1)
-        return (rows + columns) * self._compression.rank >= rows * columns
 
     def _low_rank(self, rank: int, name: str, terms: list[Tensor]) -> Tensor:
         matrices = torch.stack([term.reshape(term.shape[0], -1) for term in terms])
@@ -129,13 +118,13 @@ class SerialReplicas:
         self.twins = twins
         self._optimizers = optimizers
         self._named = [{n: p for n, p in twin.named_parameters() if p.requires_grad} for twin in twins]
-        self._rounds = Rounds(plan.sync, plan.streaming, plan.overlap)
+        self._rounds = Rounds.of(plan)
         self._compressor = Compressor(plan, layouts, plan.compress)
         part_of = split_in_parts([math.prod(layout.shape) for layout in layouts.values()], plan.streaming)
         self._part_of = dict(zip(layouts, part_of, strict=True))
         self._under_way: dict[tuple[int, int], Named] = {}  # by the step that it began after, and part
-        uses_outer = plan.sync != 1 and (plan.outer != "none" or plan.compress.kind != "none")
-        self._outer = {n: nn.Parameter(p.detach().clone()) for n, p in self._named[0].items()} if uses_outer else {}
+        kept = self._named[0] if plan.keeps_agreed else {}
+        self._outer = {n: nn.Parameter(p.detach().clone()) for n, p in kept.items()}
         lr, momentum = plan.outer_rates
         self._outer_steps = {
             n: torch.optim.SGD([p], lr=lr, momentum=momentum, nesterov=plan.outer == "nesterov" and momentum > 0)

@@ -7,6 +7,7 @@ backward. Each microbatch in flight has a slot of its own, so that the room need
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from plait.decide.pages import padded
@@ -17,7 +18,14 @@ from plait.run.homes.homes import Homes
 from plait.spec.action import BACKWARD, FORWARD
 from plait.spec.schedule import Schedule
 
-_Part = tuple[str, int]  # a value's name, and which tensor of it
+
+@dataclass
+class _Away:
+    """A value of which some tensors are away: those that stay here, and what brings the others back, by place."""
+
+    tensors: list[Any]
+    tokens: dict[int, Any]
+    several: bool  # whether the value is a tuple of tensors, or one
 
 
 class Between:
@@ -25,20 +33,20 @@ class Between:
 
     def __init__(self, homes: Homes, schedule: Schedule, rank: int, values: Sequence[Value]) -> None:
         self._homes = homes
-        self._offsets: dict[int, dict[_Part, int]] = {}  # by stage, within a slot
+        self._offsets: dict[int, dict[str, dict[int, int]]] = {}  # by stage, value and tensor of it, within a slot
         self._slots: dict[int, list[int]] = {}  # where the free ones begin, by stage
         self._taken: dict[tuple[int, int], int] = {}  # by microbatch and stage, as what follows
-        self._away: dict[tuple[int, int], dict[_Part, Any]] = {}
+        self._away: dict[tuple[int, int], dict[str, _Away]] = {}
         self._coming: dict[tuple[int, int], Coming] = {}
         total = 0
         for chunk, stage in enumerate(schedule.stages[rank]):
-            offsets: dict[_Part, int] = {}
+            offsets: dict[str, dict[int, int]] = {}
             size = 0
             for value in values:
                 if any(kind != FORWARD and on == stage for kind, on in value.users):
                     for index, tensor in enumerate(_tensors(value.like)):
                         if tensor is not None and is_large(tensor.numel()):
-                            offsets[value.name, index] = size
+                            offsets.setdefault(value.name, {})[index] = size
                             size += padded(tensor.numel() * tensor.itemsize)
             num = _most_in_flight(schedule, rank, chunk)
             self._offsets[stage] = offsets
@@ -48,21 +56,23 @@ class Between:
 
     def leave(self, micro: int, stage: int, box: Box) -> None:
         """After a forward whose backward is not what the rank does next."""
-        here = {part: at for part, at in self._offsets[stage].items() if part[0] in box}
+        here = {name: offsets for name, offsets in self._offsets[stage].items() if name in box}
         if not here:
             return
         slot = self._taken[micro, stage] = self._slots[stage].pop()
         away = self._away[micro, stage] = {}
-        for (name, index), offset in here.items():
-            tensors = _tensors(box[name])
-            away[name, index] = self._homes.stash(slot + offset, tensors[index])
-            tensors[index] = None
-            box[name] = tensors if isinstance(box[name], (tuple, list)) else None  # type: ignore[assignment]
+        for name, offsets in here.items():
+            value = box.pop(name)
+            tensors = _tensors(value)
+            tokens = {index: self._homes.stash(slot + at, tensors[index]) for index, at in offsets.items()}
+            stay = [None if index in tokens else tensor for index, tensor in enumerate(tensors)]
+            away[name] = _Away(stay, tokens, isinstance(value, (tuple, list)))
 
     def begin(self, micro: int, stage: int) -> None:
         """One action before the backward."""
         if (micro, stage) in self._away and (micro, stage) not in self._coming:
-            self._coming[micro, stage] = self._homes.unstash(list(self._away[micro, stage].values()))
+            tokens = [token for value in self._away[micro, stage].values() for token in value.tokens.values()]
+            self._coming[micro, stage] = self._homes.unstash(tokens)
 
     def back(self, micro: int, stage: int, box: Box) -> None:
         """Before the backward."""
@@ -70,11 +80,11 @@ class Between:
         away = self._away.pop((micro, stage), None)
         if away is None:
             return
-        for (name, index), tensor in zip(away, self._coming.pop((micro, stage)).wait(), strict=True):
-            if isinstance(box[name], list):
-                box[name][index] = tensor  # type: ignore[index]
-            else:
-                box[name] = tensor
+        came = iter(self._coming.pop((micro, stage)).wait())
+        for name, value in away.items():
+            for index in value.tokens:
+                value.tensors[index] = next(came)
+            box[name] = tuple(value.tensors) if value.several else value.tensors[0]  # type: ignore[assignment]
         self._slots[stage].append(self._taken.pop((micro, stage)))
 
 

@@ -122,6 +122,6 @@ def _tensors(run: Run, replicas: Replicas) -> Iterator[tuple[str, Tensor, Layout
             yield prefix + name, tensor, layouts[name]
     for part in sorted(local.pending):
         means = local.pending[part].wait()
-        local.pending[part] = Pending([], lambda means=means: means)  # type: ignore[misc]
+        local.pending[part] = Pending.over(means)
         for name, mean in means.items():
             yield _MEAN + name, mean, layouts[name]
