@@ -30,8 +30,8 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def peaks(world: World, plans: list[str]) -> list[tuple[int, int]]:
-    """The most bytes of tensors that this rank has at a time in a step after the first, under each plan; and of the
-    shared memory from which it sends, the most in any step: how much that is depends on how far the others are."""
+    """The most bytes of tensors that this rank has at a time in a step after the first, under each plan; and how
+    much of the shared memory from which it sends is used in a step: that depends on how far the others are."""
     captures = Captures(gpt(), loss_fn, world.device)
     return [_peak(world, Compiler(captures, plait.Plan.parse(plan))) for plan in plans]
 
@@ -50,13 +50,15 @@ def _peak(world: World, compiler: Compiler) -> tuple[int, int]:
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held if torch.is_tensor(t)}
     del held
     # What torch.distributed's own thread happens to let go last is not seen to go, or goes in the next step.
-    steps = [_allocated(trainer, local) for _ in range(5)]
-    most = statistics.median_low([most for most, left in steps if left == 0] or [most for most, _ in steps])
-    return sum(storages.values()) + most, sum(arena.most for arena in arenas)
+    steps = [_allocated(trainer, local, arenas) for _ in range(5)]
+    most = statistics.median_low([most for most, left, _ in steps if left == 0] or [most for most, *_ in steps])
+    return sum(storages.values()) + most, statistics.median_low([shared for *_, shared in steps])
 
 
-def _allocated(trainer: plait.Trainer, local: LocalBatch) -> tuple[int, int]:
-    """The most bytes at a time of what one step allocates, and what of it is left."""
+def _allocated(trainer: plait.Trainer, local: LocalBatch, arenas: list[_Arena]) -> tuple[int, int, int]:
+    """The most bytes at a time of what one step allocates, what of it is left, and the shared memory it used."""
+    for arena in arenas:
+        arena.most = 0
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         trainer.step(local)
     total = most = 0
@@ -64,11 +66,11 @@ def _allocated(trainer: plait.Trainer, local: LocalBatch) -> tuple[int, int]:
         if event.name() == "[memory]":
             total += event.nbytes()
             most = max(most, total)
-    return most, total
+    return most, total, sum(arena.most for arena in arenas)
 
 
 class _Arena:
-    """How much of the shared memory from which this rank sends has been used at a time."""
+    """How much of the shared memory from which this rank sends was used since `most` was set to 0."""
 
     def __init__(self, comm: Any) -> None:
         self.most = 0

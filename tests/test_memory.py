@@ -174,10 +174,10 @@ def test_the_prediction_is_what_processes_allocate(recompute: str, precision: st
 
 
 def assert_as_predicted(measured: tuple[int, int], expected: RankMemory, plan: str) -> None:
-    """What is allocated is the same in every run; of shared memory less is used where the others keep up."""
+    """What is allocated is the same in every run; of shared memory more is used the farther the others are behind."""
     allocated, shared = measured
     assert allocated == pytest.approx(expected.step_peak - expected.shared, rel=0.05), plan
-    assert 0 < shared and allocated + shared < 1.1 * expected.step_peak, plan
+    assert 0 < shared <= 2 * expected.shared, plan
 
 
 def test_over_torch_distributed_it_is_exact() -> None:

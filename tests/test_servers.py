@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import BatchError, PlanError
+from plait.run.agreeing.exchange import first_factor
 from plait.serve.cluster import check_installed
 from plait.serve.job import Job
 from plait.serve.rehearse import Rehearsed, rehearse
@@ -115,6 +117,101 @@ def test_synchronous_with_a_backup_leaves_the_last_one_out(tmp_path: Path) -> No
     same(found, now)
 
 
+def kept_of(compress: str, gradient: Tensor, name: str, factors: dict[str, Tensor]) -> Tensor:
+    """What the other side has of a gradient, by the definition of each compressor."""
+    kind, _, number = compress.partition(":")
+    flat = gradient.flatten()
+    if kind == "topk":
+        num = math.ceil(float(number) * len(flat))
+        return (
+            torch.where(gradient.abs() >= flat.abs().sort().values[-num], gradient, 0)
+            if 2 * num < len(flat)
+            else gradient
+        )
+    if kind == "powersgd":
+        if gradient.ndim < 2 or sum(gradient.shape) * int(number) >= gradient.numel():
+            return gradient
+        factor = factors.setdefault(name, first_factor(f"{name}:0", gradient.shape[1], int(number)))
+        left = torch.linalg.qr(gradient @ factor).Q
+        factors[name] = gradient.T @ left
+        return left @ factors[name].T
+    if len(flat) < 100:  # less than half a block
+        return gradient
+    if kind == "bf16":
+        return gradient.bfloat16().float()
+    scale = flat.abs().max() / {"int8": 127, "int4": 7}[kind]  # the tensors of these tests are one block each
+    return (gradient / scale).round() * scale
+
+
+@pytest.mark.parametrize("compress", ["bf16", "int8", "int4", "topk:0.1", "powersgd:2"])
+def test_pushes_made_smaller_with_error_feedback(tmp_path: Path, compress: str) -> None:
+    order = (0, 0, 1, 1, 0, 1, 1, 1, 0, 0)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    model = functools.partial(make_model, 24)
+    job = job_of(
+        f"workers=2 servers=1 compress={compress} compress.2.*=none",
+        tmp_path,
+        scheduler=None,
+        optimizer=sgd,
+        make_model=model,
+    )
+    found = rehearse(job, order)
+    plain = rehearse(job_of("workers=2 servers=1", tmp_path, scheduler=None, optimizer=sgd, make_model=model), order)
+    serial, now = Serial(job), Serial(job).values()
+    has, piece, fresh = {0: now, 1: now}, {0: [0, 2], 1: [1, 3]}, 4
+    left_out: list[dict[str, Tensor]] = [{}, {}]
+    factors: list[dict[str, Tensor]] = [{}, {}]
+    for worker in order:
+        gradients, weight = serial.gradient(has[worker], piece[worker].pop(0))
+        for name, gradient in gradients.items():
+            if name.startswith("0."):
+                whole = gradient + left_out[worker].get(name, 0)
+                gradients[name] = kept_of(compress, whole, name, factors[worker])
+                left_out[worker][name] = whole - gradients[name]
+        serial.update(now, [(gradients, weight)])
+        now = has[worker] = serial.values()
+        piece[worker].append(fresh)
+        fresh += 1
+    same(found, now)
+    far = max(float((found.values[name] - value).abs().max()) for name, value in plain.values.items())
+    assert 1e-5 < far < 0.5, "it does make a difference"
+
+
+@pytest.mark.parametrize("rest", ["", "outer=nesterov", "outer=sgd outer.lr=0.8 outer.momentum=0.5 moments=reset"])
+def test_workers_with_steps_of_their_own_are_local_sgd(tmp_path: Path, rest: str) -> None:
+    job = job_of(f"workers=3 servers=2 staleness=0 sync=2 {rest}", tmp_path, clip_norm=0.5)
+    found = rehearse(job, (2, 0, 1, 1, 0, 2, 0, 1, 2))
+    workers = [Serial(job) for _ in range(3)]
+    agreed = workers[0].values()
+    velocity = {name: torch.zeros_like(value) for name, value in agreed.items()}
+    lr, momentum = job.plan.outer_rates
+    for first in (0, 2, 4):
+        for number, worker in enumerate(workers):
+            for name, p in worker.model.named_parameters():
+                p.data = agreed[name].clone()
+            for step in (first, first + 1):
+                rows = worker.rows(3 * step + number)
+                worker.optimizer.zero_grad()
+                total, weight = worker.loss_fn(worker.model, rows)
+                (total / weight).backward()
+                torch.nn.utils.clip_grad_norm_(worker.model.parameters(), 0.5)
+                worker.optimizer.step()
+                worker.scheduler.step()
+            if "reset" in rest:
+                for kept in worker.optimizer.state.values():
+                    for value in kept.values():
+                        value.zero_()
+        now = [worker.values() for worker in workers]
+        for name, before in agreed.items():
+            change = sum((before - values[name] for values in now), torch.zeros_like(before)) / 3
+            if momentum:
+                velocity[name] = momentum * velocity[name] + change
+                change = change + momentum * velocity[name] if "nesterov" in rest else velocity[name]
+            agreed[name] = before - lr * change
+    same(found, agreed)
+    assert all(len(commit.members) == 3 and commit.ends_step for commit in found.commits)
+
+
 def test_tables_have_the_losses_of_a_dense_run(tmp_path: Path) -> None:
     """Rows of the batch alone in the workers, row-wise Adagrad on the servers; in the serial program a whole table."""
     order = (0, 0, 1, 0, 1, 1, 1, 0)
@@ -213,7 +310,10 @@ def test_a_worker_with_another_model_is_told_the_first_difference(tmp_path: Path
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        ("workers=2 servers=1 compress=int8", "gradients are pushed as they are"),
+        ("workers=2 servers=1 sync=4", "sync=4 with workers=2 takes the mean .* add staleness=0"),
+        ("workers=2 servers=1 staleness=0 sync=4..8", "sync=4..8 grows, .* such as sync=8"),
+        ("workers=2 servers=1 staleness=0 sync=4 outer=sgd overlap=1", "leave overlap= out"),
+        ("workers=2 servers=1 staleness=0 sync=4 moments=averaged", "use moments=reset"),
         ("workers=2 servers=1 precision=fp16", "use precision=bf16"),
         ("workers=5 servers=1", "the global batch of 12 does not split over the 5 workers"),
         ("workers=4 servers=1 data=2", "a worker's part of the batch, 3 rows, does not split over data=2"),

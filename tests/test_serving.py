@@ -6,11 +6,13 @@ import dataclasses
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_train_job import JOB
 
 from plait.run.saving.places import newest
@@ -23,6 +25,7 @@ from plait.train.config import Config, load_config
 from plait.train.job import run_job
 from plait.train.metrics import read_metrics
 from plait.train.serving import run_served, served_job
+from plait.trainer import Trainer
 from tests.served import NUM_IDS, job_of, make_click, make_clicks
 
 # A dozen processes start in each, which takes a while on two cores that do other things as well.
@@ -138,3 +141,60 @@ def test_a_run_goes_from_one_device_to_servers_and_back(ray: Any, tmp_path: Path
     size = sum(v.num_bytes for v in served_job(config("two", 6), plan).variables)
     assert two[4]["bytes_moved"] == pytest.approx(2 * 2 * size, rel=0.05), "of two workers, values and gradients once"
     assert two[4]["staleness"] == {"0": 2} and two[4]["updates"] == 1 and two[4]["workers"] == 2
+
+
+def test_local_sgd_with_workers_that_come_and_go(ray: Any, tmp_path: Path) -> None:
+    plan = "workers=2 servers=2 staleness=0 sync=4 outer=nesterov compress=int8"
+    job = job_of(plan, tmp_path, steps=10**6, save_every=10)
+    running = Running(ray, job)
+    script = Script(ray, running)
+    try:
+        script.after(8, lambda: script.kill(running.workers[0][0]))
+        script.after(8, running.add_worker)
+        script.after(8, lambda: running.remove_worker(min(running.workers)))
+        script.after(8, lambda: None)
+        end = running.wait(script, script.over)
+    finally:
+        running.close()
+    assert end.stopped and end.step % 4 == 0 and not end.error
+    said = (tmp_path / "events.jsonl").read_text()
+    assert "worker 0 is gone (its process has ended" in said and "has left" in said
+    model, loss_fn = job.make_model()
+    trainer = Trainer(model, loss_fn, job.optimizer, "data=1", scheduler=job.scheduler)
+    rows = torch.utils.data.default_collate([job.make_data()[0][index] for index in range(12)])
+    trainer.prepare(rows)
+    trainer.load(job.folder)  # with the moments of one of the workers
+    assert trainer.step_number == end.step and trainer.evaluate(rows) < 10
+    trainer.close()
+    again = dataclasses.replace(job, resume=True, steps=end.step + 6, name="again")
+    running = Running(ray, again)
+    try:
+        assert running.first_step == end.step
+        end = running.wait()
+    finally:
+        running.close()
+    assert end.step == again.steps and not end.error, "the last round is shorter"
+
+
+def test_a_worker_that_stands_still_is_waited_for_at_the_bound(ray: Any, tmp_path: Path) -> None:
+    job = job_of("workers=2 servers=1 staleness=4", tmp_path, steps=10**6)
+    running = Running(ray, job)
+    script = Script(ray, running)
+    pid = ray.get(running.workers[0][0].pid.remote())
+    reached: list[int] = []
+
+    def stand_still() -> None:
+        os.kill(pid, signal.SIGSTOP)
+        while len(reached) < 2 or reached[-1] != reached[-2]:
+            reached.append(ray.get(running.chief.progress.remote()).step)
+            time.sleep(1.0)
+
+    try:
+        script.after(3, stand_still)
+        script.after(0, lambda: os.kill(pid, signal.SIGCONT))
+        script.after(5, lambda: None)
+        end = running.wait(script, script.over)
+    finally:
+        running.close()
+    assert reached[-1] - reached[0] <= 3, "the other pushed at most 5 times more, and 2 are a step"
+    assert end.step >= reached[-1] + 5

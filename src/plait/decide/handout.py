@@ -1,6 +1,7 @@
 """Pieces of the data handed out to workers that come and go: every piece is trained on once, in order.
 
-Pieces are numbered through the whole run: piece n is part n % num_parts of batch n // num_parts. A worker knows the
+Pieces are numbered through the whole run: piece n is part n % num_parts of batch n // num_parts. A worker that takes
+several steps before it agrees is given the same part of as many batches, by the first of these pieces. It knows the
 piece after the one that it works on, so that it can read ahead.
 """
 
@@ -16,6 +17,8 @@ class Handout:
     """`next_piece` is the first that nobody was given."""
 
     next_piece: int = 0
+    num_parts: int = 1
+    num_batches: int = 1
     _now: dict[int, int] = field(default_factory=dict)
     _ahead: dict[int, int] = field(default_factory=dict)
     _returned: list[int] = field(default_factory=list)
@@ -41,5 +44,8 @@ class Handout:
     def _fresh(self) -> int:
         if self._returned:
             return heapq.heappop(self._returned)
+        piece = self.next_piece
         self.next_piece += 1
-        return self.next_piece - 1
+        if self.next_piece % self.num_parts == 0:
+            self.next_piece += (self.num_batches - 1) * self.num_parts
+        return piece

@@ -12,6 +12,7 @@ from plait.decide.balance import Piece
 from plait.run.optimizers import OptimizerFactory
 from plait.run.tuning import keep_freed_memory
 from plait.serve.chief import Chief
+from plait.serve.coding import Coding
 from plait.serve.job import Job
 from plait.serve.server import Server, Standing
 from plait.serve.tables.rows import TableSpec
@@ -28,12 +29,13 @@ class ServerActor(Server):
         make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
         folder: str,
         tables: Sequence[TableSpec] = (),
+        coding: Coding = Coding(),  # noqa: B008  (a frozen value)
     ) -> None:
         import ray
 
         torch.set_num_threads(1)
         keep_freed_memory()
-        super().__init__(job, pieces, make_optimizer, make_scheduler, folder, ray.get, tables)
+        super().__init__(job, pieces, make_optimizer, make_scheduler, folder, ray.get, tables, coding)
 
     def where(self) -> Standing:
         return self.standing

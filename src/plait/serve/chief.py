@@ -10,6 +10,7 @@ Every server gets its orders from here, in one order, so that a version of the r
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 import os
@@ -47,6 +48,8 @@ class Chief:
         self._next: dict[int, asyncio.Future[Task | None]] = {}
         self._tasks: dict[int, Task] = {}
         self._buffers: dict[str, np.ndarray] = {}
+        self._moments: dict[str, dict[str, Any]] = {}  # of a worker's own optimizer, as last heard of
+        self._saves = True  # whether the steps under way may be the last ones: what is then saved is asked for
         self._background: set[asyncio.Task[None]] = set()
         self._saving = asyncio.Lock()
         self._saved_step = -1
@@ -80,6 +83,8 @@ class Chief:
             self._handout.used(worker)
             if note.buffers:
                 self._buffers = note.buffers
+            if note.moments:
+                self._moments = note.moments
             if not math.isfinite(note.loss) and self.job.on_nan == "raise":
                 self._of_loss = True
                 self._error = (
@@ -100,8 +105,9 @@ class Chief:
             if self._finishing or before is None:
                 return None if self._finishing else await self._fresh_task(worker)
             self._values = None
-            self._tasks[worker] = task = Task(self.agreement.version, before.piece, before.then, self._read())
-            return task
+            again = dataclasses.replace(before, version=self.agreement.version, values=self._read())
+            self._tasks[worker] = again
+            return again
 
     async def leave(self, worker: int, why: str, killed: bool = True) -> None:
         """A worker is gone. What it was working on goes to others."""
@@ -184,7 +190,7 @@ class Chief:
                     for index, (server, pieces) in enumerate(zip(self._servers, job.shards, strict=True))
                 )
             )
-        self._handout = Handout(next_piece)
+        self._handout = Handout(next_piece, job.num_parts, job.steps_each)
         self._tally = Tally(job.out, job.make_log(self._step + 1))
         self._rate = self._whole.rate(self._step)
         if came_back:
@@ -220,8 +226,11 @@ class Chief:
             self._go(goes)
 
     def _go(self, workers: Sequence[int]) -> None:
+        steps = self._steps_ahead()
+        self._saves = not self.job.is_local or self._stopped or self._is_due(self._step, self._step + steps)
         for worker, (piece, then) in self._handout.give(workers).items():
-            self._tasks[worker] = task = Task(self.agreement.version, piece, then, self._read())
+            task = Task(self.agreement.version, piece, then, self._read(), self._step, steps, self._saves)
+            self._tasks[worker] = task
             if (future := self._next.get(worker)) is not None and not future.done():
                 future.set_result(task)
 
@@ -246,8 +255,8 @@ class Chief:
         members = tuple(
             Member(note.worker, share, note.base, note.job) for note, share in zip(notes, commit.shares, strict=True)
         )
-        step = self._step + commit.ends_step
-        two_phase = self.job.clip_norm is not None and self.agreement.synchronous
+        before, step = self._step, self._step + (self._steps_ahead() if commit.ends_step else 0)
+        two_phase = self.job.clip_norm is not None and self.agreement.synchronous and not self.job.is_local
         order = Order(commit.number, step, members, self._handout.next_piece, two_phase)
         pushes = [[gradients[index] for _, gradients in taken] for index in range(len(self._servers))]
         if two_phase:
@@ -266,7 +275,7 @@ class Chief:
             self._in_background(self._account([done for done, _ in both]))
         if commit.ends_step:
             self._step = step
-            self._end_step()
+            self._end_step(before)
 
     async def _account(self, dones: Sequence[Any]) -> list[Done]:
         """What came of an update: what was lost and refused is counted and said."""
@@ -291,13 +300,21 @@ class Chief:
         self._write_known()
         return found
 
-    def _end_step(self) -> None:
+    def _steps_ahead(self) -> int:
+        """The steps that the next update, of those that end one, is made of."""
+        return max(1, min(self.job.steps_each, self.job.steps - self._step))
+
+    def _is_due(self, before: int, step: int) -> bool:
+        """Whether a checkpoint is to be written after `step` steps, where the update before was after `before`."""
+        every = [each for each in (self.job.save_every, self.job.evaluate_every) if each]
+        return step >= self.job.steps or any(step // each > before // each for each in every)
+
+    def _end_step(self, before: int) -> None:
         job, step = self.job, self._step
-        last = step >= job.steps or self._stopped
+        last = step >= job.steps or (self._stopped and self._saves)
+        self._rate = self._whole.rate(step - 1)
         self._tally.line(step, self._rate, len(self.agreement.clocks))
-        self._rate = self._whole.rate(step)
-        due = any(every and step % every == 0 for every in (job.save_every, job.evaluate_every))
-        if last or due:
+        if last or self._is_due(before, step):
             states = [server.state.remote() for server in self._servers]  # behind this step's updates, before others
             self._in_background(self._save(step, states))
         if last:
@@ -307,7 +324,7 @@ class Chief:
         async with self._saving:
             found = await asyncio.gather(*states)
             try:
-                await asyncio.to_thread(self._whole.save, step, found, self._buffers)
+                await asyncio.to_thread(self._whole.save, step, found, self._buffers, self._moments)
             except PlaitError as error:
                 self._fail(str(error))
                 return

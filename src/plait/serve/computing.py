@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.protocol import World
+from plait.decide.rowhash import Ids
 from plait.errors import CaptureError
 from plait.run.compiler import Captures, Compiler
 from plait.run.eager import EagerReplica, refuse_unless_data_only
@@ -23,6 +24,7 @@ from plait.run.saving.snapshot import persistent_buffers
 from plait.run.state import is_whole, local_part
 from plait.serve.feed import Feed
 from plait.serve.job import Job, fingerprint_of, variables_of
+from plait.serve.notes import Task
 from plait.serve.tables.local import LocalTables
 from plait.serve.tables.module import specs_of, tables_away
 from plait.serve.wire import to_array, to_tensor, views
@@ -39,10 +41,12 @@ class Gradient:
     tokens: int
     arrays: tuple[list[np.ndarray | None], ...]
     buffers: dict[str, np.ndarray]
+    reading: float = 0.0  # seconds that it waited for data, but for its first batch
+    moments: Any = None  # what the worker's own optimizer keeps, where the task asked for it
 
 
 class Computing:
-    """One rank of a worker. All ranks of a worker are given the same values and pieces."""
+    """One rank of a worker. All ranks of a worker are given the same values and tasks."""
 
     def __init__(self, job: Job, world: World) -> None:
         self.job = job
@@ -67,11 +71,22 @@ class Computing:
             warnings.warn(f"the model runs as it is, not as a graph: {error}", stacklevel=2)
             self.replica = EagerReplica(model, loss_fn, within, world)
 
-    def read(self, piece: int, then: int | None = None) -> Any:
-        """The batch of a piece; `then` is read meanwhile. With tables, `self.tables` says which rows it wants."""
-        return self.tables.localised(self.feed.read(piece, then))
+    def read(self, task: Task) -> Any:
+        """The batch of a task; the next one's is read meanwhile."""
+        return self.tables.localised(self.feed.read(task.piece, task.then))
 
-    def take(self, flats: Sequence[np.ndarray], rows: Sequence[Sequence[np.ndarray]] = ()) -> None:
+    def wanted(self, server: int) -> list[Ids]:
+        """Of every table, the ids of the rows of that server which the batch that was read wants."""
+        return self.tables.wanted(server)
+
+    def compute(
+        self, task: Task, batch: Any, flats: Sequence[np.ndarray], rows: Sequence[Sequence[np.ndarray]] = ()
+    ) -> Gradient:
+        """Forward and backward on these values."""
+        self._take(flats, rows)
+        return self._gradient(batch, task.piece)
+
+    def _take(self, flats: Sequence[np.ndarray], rows: Sequence[Sequence[np.ndarray]] = ()) -> None:
         """Compute on these values from now on: each server's shard as bytes, which must stay as they are, and of every
         server the rows of its tables that the batch wants."""
         values: dict[str, Any] = dict(self.tables.weights(rows)) if self.tables.tables else {}
@@ -85,7 +100,7 @@ class Computing:
             self._set(name, torch.cat(value) if isinstance(value, list) else value)
         self.replica.updated()
 
-    def gradient(self, batch: Any, piece: int) -> Gradient:
+    def _gradient(self, batch: Any, piece: int) -> Gradient:
         """Forward and backward on the batch of a piece."""
         result = self.replica.run(batch, step_key(self.job.seed, piece))
         found = self._whole(result.gradients)

@@ -3,6 +3,7 @@ to go on."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from plait.errors import BatchError, PlanError
 from plait.graph.dtypes import torch_name
 from plait.run.feeding.order import check_batch_size
 from plait.run.optimizers import OptimizerFactory
+from plait.serve.coding import Coding
 from plait.serve.tables.module import tables_of
 from plait.serve.tables.rows import TableSpec
 from plait.spec.annotation import Annotations
@@ -85,6 +87,34 @@ class Job:
         return self.plan.workers - self.plan.backup
 
     @property
+    def coding(self) -> Coding:
+        """How gradients travel."""
+        return Coding(self.plan.compress, self.plan.exempt)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether workers take steps of their own, by the job's optimizer, and servers the mean of what they change."""
+        return self.plan.sync != 1
+
+    @property
+    def steps_each(self) -> int:
+        """Steps of a worker from one push to the next, of which the last may have fewer."""
+        assert isinstance(self.plan.sync, int)
+        return self.plan.sync
+
+    @property
+    def server_optimizer(self) -> OptimizerFactory:
+        """By which servers update: with `is_local` the outer optimizer, for which a mean change is the gradient."""
+        if not self.is_local:
+            return self.optimizer
+        lr, momentum = self.plan.outer_rates
+        return functools.partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=self.plan.outer == "nesterov")
+
+    @property
+    def server_scheduler(self) -> Callable[[torch.optim.Optimizer], Any] | None:
+        return None if self.is_local else self.scheduler
+
+    @property
     def server_names(self) -> list[str]:
         """By which the actors of the run find its servers."""
         return [f"plait-{self.name}-server-{index}" for index in range(len(self.shards))]
@@ -143,11 +173,6 @@ def check_plan(plan: Plan, batch_size: int) -> None:
         raise PlanError(
             "precision=fp16 scales the loss by what all gradients of a step are, which workers do not wait for; use"
             " precision=bf16 with workers="
-        )
-    if plan.compress.kind != "none":
-        raise PlanError(
-            f"compress={plan.compress} does not go with workers={plan.workers} in this version: gradients are pushed as"
-            " they are; leave compress= out, or use data=N compress=..."
         )
     if updates_within(plan.within):
         raise PlanError(

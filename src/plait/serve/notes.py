@@ -10,12 +10,19 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker does next: pull the values of `version`, one reference a server, and train on `piece`."""
+    """What a worker does next: pull the values of `version`, one reference a server, and train on `piece`.
+
+    `step` steps of the run are done. A worker that takes `num_steps` of its own before it pushes has its part of as
+    many batches, `piece` of the first; with `saves` it tells the chief then what its optimizer keeps.
+    """
 
     version: int
     piece: int
     then: int  # the piece after it, to be read ahead
     values: tuple[Any, ...]
+    step: int = 0
+    num_steps: int = 1
+    saves: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,7 @@ class Note:
     data: float = 0.0
     moved: int = 0
     buffers: dict[str, np.ndarray] = field(default_factory=dict)
+    moments: Any = None  # what the worker's own optimizer keeps, by name and key, where the task asked for it
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +32,11 @@ def make_job(plan: Plan, **given: Any) -> Job:
             f"the plan {plan.title!r} does not go with the tables {_names(tables)}: a worker looks up the rows of a"
             " batch for one rank, at once; use workers=N servers=M alone"
         )
+    if tables and plan.sync != 1:
+        raise PlanError(
+            f"sync={plan.sync} has workers take steps of their own on the whole model, and the rows of the tables"
+            f" {_names(tables)} are on servers; leave sync= out"
+        )
     if tables and given.get("evaluate_every"):
         raise PlanError(
             f"evaluation needs the whole model in one process, and the tables {_names(tables)} are on servers; set"
@@ -38,13 +44,14 @@ def make_job(plan: Plan, **given: Any) -> Job:
         )
     if not variables:
         raise PlanError("the model has no parameter to train, so that there is nothing for servers to hold")
-    shards = balance(variables, plan.servers, may_cut(variables, given["optimizer"]))
+    job = Job(name=uuid.uuid4().hex[:12], plan=plan, variables=variables, shards=(), tables=tables, **given)
+    shards = balance(variables, plan.servers, may_cut(variables, job.server_optimizer))
     if not all(shards):
         raise PlanError(
             f"servers={plan.servers} do not all get a part of {len(variables)} variables of"
             f" {sum(v.num_bytes for v in variables)} bytes; give fewer"
         )
-    return Job(name=uuid.uuid4().hex[:12], plan=plan, variables=variables, shards=shards, tables=tables, **given)
+    return dataclasses.replace(job, shards=shards)
 
 
 def _on_meta(make_model: Any) -> nn.Module:

@@ -18,8 +18,11 @@ from plait.comm.process import process_world
 from plait.decide.agreement import Agreement, Commit, Go, Push, Refuse
 from plait.decide.handout import Handout
 from plait.errors import PlanError
-from plait.serve.computing import Computing, Gradient
+from plait.serve.coding import Encoder
+from plait.serve.computing import Computing
 from plait.serve.job import Job
+from plait.serve.local_steps import LocalSteps
+from plait.serve.notes import Task
 from plait.serve.server import Member, Order, Server, Standing
 from plait.serve.whole import Whole
 
@@ -44,18 +47,22 @@ class _Rehearsal:
         if job.plan.within.num_processes > 1:
             raise PlanError(f"a rehearsal has workers of one rank each, not of {job.plan.within.title!r}")
         self.job = job
-        self.computing = Computing(job, process_world(job.plan.within.mesh, device="cpu"))
+        self.computing = _of_each_worker(job)
+        self.encoders = [Encoder(job.coding, job.shards) for _ in range(job.plan.workers)]
         whole = Whole(job)
         self.servers = [
-            Server(job.name, pieces, job.optimizer, job.scheduler, f"{job.out}/servers/{index}", table_specs=job.tables)
+            Server(
+                job.name, pieces, job.server_optimizer, job.server_scheduler, f"{job.out}/servers/{index}",
+                table_specs=job.tables, coding=job.coding,
+            )
             for index, pieces in enumerate(job.shards)
-        ]
+        ]  # fmt: skip
         for index, (server, pieces) in enumerate(zip(self.servers, job.shards, strict=True)):
             server.start(whole.values(pieces), whole.state(index), Standing(0))
-        self.handout = Handout()
-        self.tasks: dict[int, tuple[int, int, list[np.ndarray]]] = {}  # of each worker: version, piece, values
+        self.handout = Handout(0, job.num_parts, job.steps_each)
+        self.tasks: dict[int, Task] = {}  # of each worker; values are arrays
         self.rows: dict[int, list[list[np.ndarray]]] = {}  # that its batch wants, as they were when it began
-        self.pushes: dict[int, tuple[int, Gradient]] = {}
+        self.pushes: dict[int, tuple[int, list[list[np.ndarray | None]]]] = {}
         self.commits: list[Commit] = []
         self.step = 0
 
@@ -68,17 +75,16 @@ class _Rehearsal:
         for worker in job.order:
             if worker not in self.tasks:
                 raise PlanError(f"the order has worker {worker} push, which waits for others by the plan {job.plan}")
-            version, piece, values = self.tasks.pop(worker)
-            batch = self.computing.read(piece)
-            rows = self.rows.pop(worker) if self.job.tables else []
-            self.computing.take(values, rows)
-            found = self.computing.gradient(batch, piece)
-            arrays = tuple([None if a is None else a.copy() for a in each] for each in found.arrays)
-            self.pushes[worker] = (version, dataclasses.replace(found, arrays=arrays))
+            task, computing = self.tasks.pop(worker), self.computing[worker]
+            rows = self.rows.pop(worker) if job.tables else []
+            found = computing.compute(task, computing.read(task), task.values, rows)
+            push = self.encoders[worker].encode(found.arrays)
+            self.pushes[worker] = (task.version, [[None if a is None else a.copy() for a in each] for each in push])
             self.handout.used(worker)
             losses.append(found.loss)
-            self._carry_out(agreement, agreement.push(Push(worker, version, found.weight)))
-        self.computing.close()
+            self._carry_out(agreement, agreement.push(Push(worker, task.version, found.weight)))
+        for computing in set(self.computing):
+            computing.close()
         last = Whole(job)
         last.join([server.state() for server in self.servers])
         values = {name: p.detach() for name, p in last.held.parameters.items()}
@@ -91,28 +97,37 @@ class _Rehearsal:
             elif isinstance(decision, Refuse):
                 raise PlanError(decision.why)
         given = self.handout.give([decision.worker for decision in decisions if isinstance(decision, Go)])
-        for worker, (piece, _) in given.items():
-            self.tasks[worker] = (agreement.version, piece, [server.read().copy() for server in self.servers])
+        for worker, (piece, then) in given.items():
+            values = tuple(server.read().copy() for server in self.servers)
+            task = Task(agreement.version, piece, then, values, self.step, self.job.steps_each)
+            self.tasks[worker] = task
             if self.job.tables:
-                self.computing.read(piece)
-                wanted = [self.computing.tables.wanted(index) for index in range(len(self.servers))]
-                self.rows[worker] = [server.pull(ids) for server, ids in zip(self.servers, wanted, strict=True)]
+                computing = self.computing[worker]
+                computing.read(task)
+                self.rows[worker] = [server.pull(computing.wanted(i)) for i, server in enumerate(self.servers)]
 
     def _commit(self, commit: Commit) -> None:
         self.commits.append(commit)
-        self.step += commit.ends_step
+        self.step += commit.ends_step * self.job.steps_each
         taken = [self.pushes.pop(worker) for worker in commit.members]
         members = tuple(
             Member(worker, share, base, self.job.name)
             for worker, share, (base, _) in zip(commit.members, commit.shares, taken, strict=True)
         )
-        two_phase = self.job.clip_norm is not None and self.job.plan.staleness == 0
-        order = Order(commit.number, self.step, members, 0, two_phase)
+        clip = None if self.job.is_local or self.job.plan.staleness != 0 else self.job.clip_norm
+        order = Order(commit.number, self.step, members, 0, clip is not None)
         dones = [
-            server.update(order, [gradient.arrays[index] for _, gradient in taken])
-            for index, server in enumerate(self.servers)
+            server.update(order, [arrays[index] for _, arrays in taken]) for index, server in enumerate(self.servers)
         ]
-        if two_phase and self.job.clip_norm is not None:
+        if clip is not None:
             norm = math.sqrt(sum(done.square for done in dones))
             for server in self.servers:
-                server.finish(commit.number, min(1.0, self.job.clip_norm / (norm + 1e-6)))
+                server.finish(commit.number, min(1.0, clip / (norm + 1e-6)))
+
+
+def _of_each_worker(job: Job) -> list[Computing] | list[LocalSteps]:
+    """What each worker computes by. Where workers keep nothing to themselves, one computes for all."""
+    world = process_world(job.plan.within.mesh, device="cpu")
+    if job.is_local:
+        return [LocalSteps(job, world) for _ in range(job.plan.workers)]
+    return [Computing(job, world)] * job.plan.workers

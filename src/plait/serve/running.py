@@ -54,7 +54,13 @@ class Running:
         make_server = ray.remote(num_cpus=1, scheduling_strategy="SPREAD", **_COMES_BACK)(ServerActor)
         self.servers = [
             make_server.options(name=name).remote(
-                job.name, pieces, job.optimizer, job.scheduler, str(self._snapshots / str(index)), job.tables
+                job.name,
+                pieces,
+                job.server_optimizer,
+                job.server_scheduler,
+                str(self._snapshots / str(index)),
+                job.tables,
+                job.coding,
             )
             for index, (name, pieces) in enumerate(zip(names, job.shards, strict=True))
         ]

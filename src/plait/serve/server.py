@@ -22,10 +22,11 @@ from plait.run.optimizers import OptimizerFactory
 from plait.run.saving import load, save
 from plait.run.saving.places import has_checkpoints
 from plait.run.saving.saver import Saver
+from plait.serve.coding import Coding
 from plait.serve.held import Shard
 from plait.serve.tables.held import Tables
 from plait.serve.tables.rows import TableSpec
-from plait.serve.wire import dtype_of, misfit, packed, to_array, to_tensor, to_tensors, unpacked
+from plait.serve.wire import dtype_of, packed, to_array, to_tensor, unpacked
 
 _BETWEEN_SNAPSHOTS = 20.0  # seconds; and never more than this part of the time is spent on the copies for them
 _PART_FOR_SNAPSHOTS = 0.02
@@ -92,6 +93,7 @@ class Server:
     folder: str  # of its snapshots
     fetch: Callable[[Any], Sequence[Any]] = lambda arrays: arrays
     table_specs: Sequence[TableSpec] = ()
+    coding: Coding = Coding()  # noqa: RUF009  (a frozen value)
     standing: Standing = field(default_factory=Standing)
 
     def __post_init__(self) -> None:
@@ -119,7 +121,8 @@ class Server:
         if state:
             kept = {n: {k: unpacked(v) for k, v in of.items()} for n, of in state["optimizer"].items()}
             self.shard.set_optimizer_state(kept)
-            self.shard.set_options(state["groups"], state["scheduler"])
+            if state["groups"] is not None:
+                self.shard.set_options(state["groups"], state["scheduler"])
             self.tables.load({n: {k: unpacked(v) for k, v in of.items()} for n, of in state["tables"].items()})
         self.shard.step_number = standing.step
         self.standing = standing
@@ -146,7 +149,7 @@ class Server:
         if gradients:
             shares = shares if not refused else [share / sum(shares) for share in shares]
             num = len(self.pieces)
-            self.shard.set_gradients([to_tensors(push[:num], self.pieces) for push in gradients], shares)
+            self.shard.set_gradients([self.coding.tensors(push[:num], self.pieces) for push in gradients], shares)
             rows_square = self.tables.set_gradients([push[num:] for push in gradients], shares)
             if order.two_phase:
                 square = self.shard.square() + rows_square
@@ -228,7 +231,7 @@ class Server:
             there = f"{len(self.pieces)} variables and {len(self.table_specs)} tables"
             return f"worker {member.worker} pushes {len(arrays)} arrays, and there are {there}"
         for array, piece in zip(arrays, self.pieces, strict=False):
-            if array is not None and (why := misfit(array, piece)):
+            if array is not None and (why := self.coding.misfit(array, piece)):
                 return f"worker {member.worker} pushes a gradient of the wrong shape: {why}"
         if why := self.tables.misfit(arrays[len(self.pieces) :]):
             return f"worker {member.worker} pushes what is no gradient: {why}"

@@ -34,6 +34,7 @@ class Whole:
         self.held = Held(
             dict(model.named_parameters()), job.optimizer, job.scheduler, job.plan, job.seed, model=model
         )  # fmt: skip
+        self.outer: dict[str, dict[str, Any]] = {}  # what servers keep where workers take steps of their own
         self._saver = Saver()
         small = {v.name: nn.Parameter(torch.zeros((1,) * len(v.shape))) for v in job.variables}
         self._rates = Held(small, job.optimizer, job.scheduler, job.plan, job.seed)  # to know the learning rate by
@@ -48,6 +49,7 @@ class Whole:
         """Take over the newest checkpoint; returns the batch of the data to go on with, counted through all epochs."""
         extra = load.load(self.held, self.job.folder)
         data, self.tables = extra.get("data"), extra.get("tables", {})
+        self.outer = extra.get("outer", {})
         if not isinstance(data, Mapping) or not {"epoch", "items", "seed", "size"} <= set(data):
             raise CheckpointError(f"the checkpoint in {self.job.folder} does not say where its data stood")
         here = (self.job.seed, self.job.num_items)
@@ -74,29 +76,39 @@ class Whole:
     def state(self, server: int) -> dict[str, Any]:
         """What a server's optimizer, scheduler and tables are to know."""
         pieces = self.job.shards[server]
-        scheduler = self.held.scheduler
-        kept = self.held.optimizer_state()
+        scheduler, local = self.held.scheduler, self.job.is_local
+        kept = self.outer if local else self.held.optimizer_state()
         return {
             "optimizer": {
                 piece.name: {
                     key: packed(_rows(value, piece) if torch.is_tensor(value) and _like(value, piece) else value)
-                    for key, value in kept[piece.name].items()
+                    for key, value in kept.get(piece.name, {}).items()
                 }
                 for piece in pieces
             },
             "tables": {name: self._rows_of(kept, server) for name, kept in self.tables.items()},
-            "groups": self.held.options(),
-            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "groups": None if local else self.held.options(),
+            "scheduler": None if scheduler is None or local else scheduler.state_dict(),
         }
 
-    def save(self, step: int, states: Sequence[State], buffers: Mapping[str, np.ndarray]) -> None:
-        """Write the checkpoint of a step from what the servers hold. CheckpointError names what kept it from that."""
+    def save(
+        self,
+        step: int,
+        states: Sequence[State],
+        buffers: Mapping[str, np.ndarray],
+        moments: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Write the checkpoint of a step from what the servers hold, and of a worker its buffers and, where it has an
+        optimizer of its own, what that keeps. CheckpointError names what kept it from that."""
         self.join(states)
+        if moments:
+            self.held.set_optimizer_state({n: {k: unpacked(v) for k, v in of.items()} for n, of in moments.items()})
         for name, buffer in self.held.replica.buffers.items():
             if name in buffers:
                 buffer.copy_(to_tensor(buffers[name], buffer.dtype))
         self.held.advance(step)
-        extra = {"data": self._data(step)} | ({"tables": self.tables} if self.tables else {})
+        extra: dict[str, Any] = {"data": self._data(step), "job": self.job.name}
+        extra |= {name: kept for name, kept in (("tables", self.tables), ("outer", self.outer)) if kept}
         save.save(self.held, self.job.folder, extra, self.job.keep, self._saver, True)
 
     def join(self, states: Sequence[State]) -> None:
@@ -106,7 +118,10 @@ class Whole:
             for piece, value in zip(pieces, values, strict=True):
                 _rows(self.held.parameters[piece.name].detach(), piece).copy_(to_tensor(value, dtype_of(piece)))
                 self._join(state.setdefault(piece.name, {}), kept[piece.name], piece)
-        self.held.set_optimizer_state(state)
+        if self.job.is_local:
+            self.outer = state
+        else:
+            self.held.set_optimizer_state(state)
         for table in self.job.tables:
             parts = [{key: unpacked(value) for key, value in tables[table.name].items()} for _, _, tables in states]
             self.tables[table.name] = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}

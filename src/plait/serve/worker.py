@@ -18,8 +18,10 @@ import torch
 
 from plait.comm.process import process_world
 from plait.run.tuning import keep_freed_memory
-from plait.serve.computing import Computing, Gradient
+from plait.serve.coding import Encoder
+from plait.serve.computing import Computing
 from plait.serve.job import Job
+from plait.serve.local_steps import LocalSteps
 from plait.serve.notes import Note, Refused, Task
 
 _BETWEEN_TRIES = 0.2  # seconds
@@ -30,7 +32,8 @@ class Worker:
 
     def __init__(self, job: Job, rank: int = 0, size: int = 1) -> None:
         self._job, self._rank, self._size = job, rank, size
-        self._computing: Computing | None = None
+        self._computing: Computing | LocalSteps | None = None
+        self._encoder = Encoder(job.coding, job.shards)
         torch.set_num_threads(job.num_threads)
         keep_freed_memory()
 
@@ -50,14 +53,15 @@ class Worker:
                 "RANK": str(self._rank), "WORLD_SIZE": str(self._size), "LOCAL_RANK": "0",
                 "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1]),
             }  # fmt: skip
-        self._computing = Computing(self._job, process_world(self._job.plan.within.mesh))
+        make = LocalSteps if self._job.is_local else Computing
+        self._computing = make(self._job, process_world(self._job.plan.within.mesh))
 
-    def compute(self, values: Sequence[Any], piece: int, then: int) -> None:
+    def compute(self, task: Task) -> None:
         """A rank's part of a step that the first rank pushes."""
         import ray
 
         assert self._computing is not None
-        self._step(ray.get(list(values)), self._computing.read(piece, then), piece)
+        self._computing.compute(task, self._computing.read(task), ray.get(list(task.values)))
 
     def run(self, chief: Any, worker: int, peers: Sequence[Any] = (), address: Any = None) -> Refused | None:
         """The life of a worker, on its first rank. Returns when there is nothing left to do, or why it may not join."""
@@ -84,7 +88,7 @@ class Worker:
 
         assert self._computing is not None
         begun = time.perf_counter()
-        batch = self._computing.read(task.piece, task.then)
+        batch = self._computing.read(task)
         data_seconds = time.perf_counter() - begun
         try:
             rows = ray.get(self._pull_rows())
@@ -96,15 +100,15 @@ class Worker:
             again: Task | None = ray.get(self._chief.again.remote(self._worker))
             return again
         waited = time.perf_counter() - self._asked - data_seconds
-        others = [peer.compute.remote(task.values, task.piece, task.then) for peer in self._peers]
-        found = self._step(arrays, batch, task.piece, rows)
+        others = [peer.compute.remote(task) for peer in self._peers]
+        found = self._computing.compute(task, batch, arrays, rows)
         ray.get(others)
-        moved = _num_bytes(arrays) + _num_bytes(each for some in rows for each in some)
-        moved += _num_bytes(each for some in found.arrays for each in some)
-        gradients = [ray.put(each) for each in found.arrays]
+        push = self._encoder.encode(found.arrays)
+        moved = _num_bytes(each for some in (arrays, *rows, *push) for each in some)
+        gradients = [ray.put(each) for each in push]
         note = Note(
             self._worker, self._job.name, task.version, found.loss, found.weight, found.tokens, waited,
-            data_seconds, moved, found.buffers,
+            data_seconds + found.reading, moved, found.buffers, found.moments,
         )  # fmt: skip
         self._asked = time.perf_counter()
         after: Task | None = ray.get(self._chief.push.remote(note, gradients))
@@ -113,9 +117,8 @@ class Worker:
     def _pull_rows(self) -> list[Any]:
         """References to the rows that the batch wants, of every server; none without tables."""
         assert self._computing is not None
-        tables = self._computing.tables
-        servers = self._servers if tables.tables else ()
-        return [server.pull.remote(tables.wanted(index)) for index, server in enumerate(servers)]
+        wanted = self._computing.wanted
+        return [server.pull.remote(wanted(index)) for index, server in enumerate(self._servers)]
 
     def watch(self) -> None:
         """Returns never: whoever waits for it learns that this process is gone."""
@@ -123,11 +126,6 @@ class Worker:
 
     def pid(self) -> int:
         return os.getpid()
-
-    def _step(self, values: Sequence[Any], batch: Any, piece: int, rows: Sequence[Any] = ()) -> Gradient:
-        assert self._computing is not None
-        self._computing.take(values, rows)
-        return self._computing.gradient(batch, piece)
 
 
 def _num_bytes(arrays: Iterable[np.ndarray | None]) -> int:

@@ -25,8 +25,12 @@ NOT_TOGETHER: tuple[tuple[str, str, str, tuple[str, ...], str, str], ...] = (
      "use home.parameters=host, or leave central=host out"),
     ("stages", GIVEN, "tensor", (GIVEN,), "stages= says which of them are split by tensor",
      "write tensor=N within the brackets, or leave stages= out"),
-    ("sync", GIVEN, "workers", (GIVEN,), "workers agree through the servers",
-     "use staleness=N, or data=N in place of workers="),
+    ("workers", GIVEN, "streaming", (GIVEN,), "a worker pushes all that its steps have changed",
+     "leave streaming= out, or use data=N in place of workers="),
+    ("workers", GIVEN, "overlap", (GIVEN,), "a worker takes the values that come of its push before it goes on",
+     "leave overlap= out, or use data=N in place of workers="),
+    ("workers", GIVEN, "moments", ("averaged",), "each worker keeps its moments to itself",
+     "use moments=reset, or data=N in place of workers="),
     ("sync", GIVEN, "home.parameters", ("disk",), "replicas exchange what is in memory", "use home.parameters=host"),
     ("compress", GIVEN, "home.parameters", ("disk",), "replicas exchange what is in memory",
      "use home.parameters=host"),
@@ -80,6 +84,8 @@ def refuse_together(values: Mapping[str, str], given: Collection[str]) -> None:
                 raise PlanError(text.format(key=key, value=values[key]))
     if "backup" in given:
         _refuse_backup(values)
+    if "workers" in given and "sync" in given:
+        _refuse_rounds_of_workers(values)
     if "workers" not in given and ("sync" in given or "compress" in given):
         _refuse_replicas(values, "sync" if "sync" in given else "compress", given)
 
@@ -92,6 +98,20 @@ def _refuse_backup(values: Mapping[str, str]) -> None:
         )
     if int(values["backup"]) >= int(values["workers"]):
         raise PlanError(f"backup={values['backup']} leaves none of workers={values['workers']} to wait for; give fewer")
+
+
+def _refuse_rounds_of_workers(values: Mapping[str, str]) -> None:
+    sync = values["sync"]
+    if values["staleness"] != "0":
+        raise PlanError(
+            f"sync={sync} with workers={values['workers']} takes the mean of what all workers have changed, as a"
+            " synchronous update; add staleness=0, or leave sync= out"
+        )
+    if ".." in sync:
+        raise PlanError(
+            f"sync={sync} grows, which workers do not do: they come and go in the middle of it; give one number, such"
+            f" as sync={sync.partition('..')[2]}"
+        )
 
 
 def _refuse_replicas(values: Mapping[str, str], key: str, given: Collection[str]) -> None:
