@@ -9,6 +9,7 @@ not use shared memory here. Of what agrees every N steps, a step is N local ones
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
@@ -41,7 +42,7 @@ CONTENDERS = {
 TEXT = """The small GPT, a global batch of 8 sequences of 128 bytes, so that with twice the ranks each has half the
 rows; 2 cores, which 4 ranks share. Tokens a second, over those of torch DDP in the same round: median (min-max) of
 {rounds} rounds. To reach at 100 Mbit/s and 2 ranks: DiLoCo 8, compress=powersgd:2 6."""
-_SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "slow-links"
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "slow-links"
 
 
 def main() -> None:
@@ -49,10 +50,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker is not None:
-        print(json.dumps(measure(given.worker)), flush=True)
+        print(json.dumps(measure(given.worker, given.rounds)), flush=True)
         os._exit(0)
     if os.geteuid() != 0 or shutil.which("tc") is None:
         print("skipped: network namespaces with shaped links need root and iproute2 (ip, tc)")
@@ -62,13 +63,11 @@ def main() -> None:
         rows = ["| | " + " | ".join(rate or "unshaped" for rate in RATES) + " |", "| --- " * (len(RATES) + 1) + "|"]
         cells: dict[str, list[str]] = {name: [] for name in CONTENDERS}
         for rate in RATES:
-            subprocess.run([_SCRIPT, "up", str(num), *([rate] if rate else [])], check=True)
+            subprocess.run([SCRIPT, "up", str(num), *([rate] if rate else [])], check=True)
             try:
-                rounds = [
-                    {name: step_seconds(plan, num) for name, plan in CONTENDERS.items()} for _ in range(given.rounds)
-                ]
+                rounds = rounds_of(num, given.rounds)
             finally:
-                subprocess.run([_SCRIPT, "down"], check=True)
+                subprocess.run([SCRIPT, "down"], check=True)
             for name, column in cells.items():
                 ratios = [each["torch DDP"] / each[name] for each in rounds]
                 rate_of = GLOBAL_BATCH * SEQUENCE / statistics.median(each[name] for each in rounds)
@@ -81,8 +80,15 @@ def main() -> None:
     publish("Slow links", "\n\n".join(parts), "slow_links", given.write)
 
 
-def step_seconds(plan: str, num: int) -> float:
-    """Of one contender, by ranks that are started for it: seconds of a step, of the slowest rank."""
+def rounds_of(num: int, rounds: int) -> list[dict[str, float]]:
+    """By contender the seconds of a step, of the slowest rank: of several rounds, in which all take turns."""
+    ranks = started(["bench.slow_links", "--rounds", str(rounds), "--worker", str(num)], num)
+    found = [json.loads(process.communicate(timeout=1200)[0].splitlines()[-1]) for process in ranks]
+    return [{name: max(rank[i][name] for rank in found) for name in CONTENDERS} for i in range(rounds)]
+
+
+def started(arguments: list[str], num: int) -> list[subprocess.Popen[str]]:
+    """A module as so many ranks, each in the namespace of its number."""
     port = free_port()
     ranks = []
     for rank in range(num):
@@ -91,36 +97,46 @@ def step_seconds(plan: str, num: int) -> float:
             "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
-        command = ["ip", "netns", "exec", f"plait-{rank}", sys.executable, "-m", "bench.slow_links"]
-        command += ["--worker", plan.format(n=num)]
+        command = ["ip", "netns", "exec", f"plait-{rank}", sys.executable, "-m", *arguments]
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
-    return max(json.loads(process.communicate(timeout=600)[0].splitlines()[-1]) for process in ranks)
+    return ranks
 
 
-def measure(plan: str) -> float:
-    """In a rank: seconds of a step."""
+def measure(num: int, rounds: int) -> list[dict[str, float]]:
+    """In a rank."""
     torch.set_num_threads(1)
+    timers = {name: _timer(plan.format(n=num)) for name, plan in CONTENDERS.items()}
+    found = [{name: timer() for name, timer in timers.items()} for _ in range(rounds + 1)]
+    return found[1:]  # in the first, steps are captured and buffers made
+
+
+def _timer(plan: str) -> Callable[[], float]:
+    """What trains a few steps and returns the seconds of one."""
     workload = WORKLOADS["small"]
     if not plan:
         from bench.variants import torch_ddp
 
-        return _timed(torch_ddp("small"), STEPS)
+        step = torch_ddp("small")
+        return lambda: _timed(step, STEPS)
     chosen = Plan.parse(plan)
-    world = process_world(chosen.mesh, shared_memory=False)
-    trainer = Trainer(workload.model(), loss_fn, optimizer, chosen, world=world)
+    timed = chosen if chosen.sync == 1 else dataclasses.replace(chosen, sync=10**6)  # agrees when it is told to
+    trainer = Trainer(workload.model(), loss_fn, optimizer, timed, world=process_world(timed.mesh, shared_memory=False))
     batch = workload.batch()
-    each = _timed(lambda: float(trainer.step(batch)), STEPS)
-    if chosen.sync == 1:
-        return each
-    assert isinstance(chosen.sync, int)
-    return each + _timed(trainer.agree, 1, before=lambda: trainer.step(batch)) / chosen.sync
+
+    def train() -> float:
+        each = _timed(lambda: float(trainer.step(batch)), STEPS)
+        if chosen.sync == 1:
+            return each
+        assert isinstance(chosen.sync, int)
+        return each + _timed(trainer.agree, 1, before=lambda: trainer.step(batch)) / chosen.sync
+
+    return train
 
 
 def _timed(step: Callable[[], Any], num: int, before: Callable[[], Any] | None = None) -> float:
-    for _ in range(2):  # the first captures, or makes buffers
-        if before is not None:
-            before()
-        step()
+    if before is not None:
+        before()
+    step()
     total = 0.0
     for _ in range(num):
         if before is not None:

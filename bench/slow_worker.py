@@ -1,0 +1,172 @@
+"""One worker is three times as slow: steps and seconds to the loss that the synchronous run ends with.
+
+python -m bench.slow_worker [--workers 2 4] [--steps 120] [--write]
+
+The slow one is stopped for 0.2 of every 0.3 seconds by signals, from when all have joined.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from bench.harness import publish
+from bench.staleness import batch, symbols
+from bench.workloads import GLOBAL_BATCH, WORKLOADS, loss_fn
+from plait.serve.cluster import load_ray, start_here
+from plait.serve.notes import Progress
+from plait.serve.prepare import make_job
+from plait.serve.running import Running
+from plait.spec.plan import Plan
+from plait.train.metrics import MetricsLog, read_metrics
+
+MODES = {
+    "synchronous": "staleness=0",
+    "synchronous, a backup worker": "staleness=0 backup=1",
+    "bounded": "staleness=4",
+    "asynchronous": "",
+    "local SGD, rounds of 8": "staleness=0 sync=8",
+}
+SMOOTHED = 16  # steps over which a loss is averaged
+WARMUP = 20
+TEXT = """The small GPT on Python's own source text, 1 server, AdamW (lr 3e-4, {warmup} steps of warm-up), steps of 8
+sequences of 128 bytes that are drawn anew each time. Of every mode: the steps, and the seconds since the first one, at
+which the mean loss of the last {smoothed} steps is first at most that of the synchronous run after {steps} steps. To
+reach: fewer seconds than the synchronous run for the asynchronous one."""
+
+
+class Sequences(Dataset[dict[str, torch.Tensor]]):
+    def __init__(self) -> None:
+        self._text = symbols()
+
+    def __len__(self) -> int:
+        return GLOBAL_BATCH * 10_000
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {key: rows[0] for key, rows in batch(self._text, index, 1).items()}
+
+
+def make_model() -> tuple[torch.nn.Module, Any]:
+    return WORKLOADS["small"].model(), loss_fn
+
+
+def make_data() -> tuple[Any, Any]:
+    return Sequences(), None
+
+
+def make_log(out: str, first_step: int) -> MetricsLog:
+    return MetricsLog(Path(out), first_step)
+
+
+def warmed(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
+
+
+@contextmanager
+def slowed(pid: int) -> Iterator[threading.Event]:
+    """The process runs for a third of the time, once the event is set."""
+    begin, over = threading.Event(), threading.Event()
+
+    def go() -> None:
+        begin.wait()
+        while not over.is_set():
+            os.kill(pid, signal.SIGSTOP)
+            over.wait(0.2)
+            os.kill(pid, signal.SIGCONT)
+            over.wait(0.1)
+
+    thread = threading.Thread(target=go)
+    thread.start()
+    try:
+        yield begin
+    finally:
+        over.set()
+        begin.set()
+        thread.join()
+
+
+def curve(ray: Any, plan: str, steps: int) -> list[tuple[int, float, float]]:
+    """(step, seconds since the first was done, loss), a line of the run's metrics each."""
+    with tempfile.TemporaryDirectory(prefix="plait-bench-") as out:
+        job = make_job(
+            Plan.parse(plan), make_model=make_model, make_data=make_data, num_items=len(Sequences()), steps=steps,
+            optimizer=functools.partial(torch.optim.AdamW, lr=3e-4), scheduler=warmed, batch_size=GLOBAL_BATCH, out=out,
+            folder=f"{out}/checkpoints", make_log=functools.partial(make_log, out),
+        )  # fmt: skip
+        running = Running(ray, job)
+        try:
+            pid = ray.get(running.workers[0][0].pid.remote())
+            with slowed(pid) as begin:
+
+                def show(progress: Progress) -> None:
+                    if progress.step:
+                        begin.set()
+
+                end = running.wait(show)
+        finally:
+            running.close()
+        assert not end.error, end.error
+        lines = [line for line in read_metrics(Path(out) / "metrics.jsonl") if "loss" in line]
+    seconds, found = 0.0, []
+    for number, line in enumerate(lines):
+        seconds += line["seconds"] if number else 0.0
+        found.append((line["step"], seconds, line["loss"]))
+    return found
+
+
+def smoothed(lines: list[tuple[int, float, float]]) -> list[tuple[int, float, float]]:
+    """The same with mean losses over SMOOTHED steps, from where there are as many."""
+    found = []
+    for step, seconds, _ in lines:
+        some = [loss for at, _, loss in lines if step - SMOOTHED < at <= step]
+        if step >= SMOOTHED:
+            found.append((step, seconds, sum(some) / len(some)))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--write", action="store_true", help="keep the result in docs/bench/")
+    given = parser.parse_args()
+    ray = load_ray()
+    start_here(ray, 12, 512 << 20)
+    rows = [
+        "| workers | mode | loss to reach | steps | seconds | of the synchronous run's | s/step |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for workers in given.workers:
+        target = whole = 0.0
+        for mode, rest in MODES.items():
+            plan = f"workers={workers} servers=1 {rest}"
+            lines = smoothed(curve(ray, plan, given.steps if mode == "synchronous" else 2 * given.steps))
+            if not target:
+                whole, target = lines[-1][1:]
+            reached = next(((step, seconds) for step, seconds, loss in lines if loss <= target), None)
+            pace = lines[-1][1] / (lines[-1][0] - 1)
+            took = (
+                "not reached | - | -"
+                if reached is None
+                else f"{reached[0]} | {reached[1]:.0f} | {reached[1] / whole:.2f}"
+            )
+            rows.append(f"| {workers} | {mode} | {target:.3f} | {took} | {pace:.2f} |")
+            print(rows[-1], flush=True)
+    ray.shutdown()
+    text = TEXT.format(warmup=WARMUP, smoothed=SMOOTHED, steps=given.steps)
+    publish("A slow worker", text + "\n\n" + "\n".join(rows), "slow_worker", given.write)
+
+
+if __name__ == "__main__":
+    main()
