@@ -29,7 +29,7 @@ from plait.serve.notes import Progress
 from plait.serve.prepare import make_job
 from plait.serve.running import Running
 from plait.spec.plan import Plan
-from plait.train.metrics import MetricsLog, read_metrics
+from plait.train.metrics import METRICS, MetricsLog, read_steps
 
 MODES = {
     "synchronous": "staleness=0",
@@ -96,8 +96,8 @@ def slowed(pid: int) -> Iterator[threading.Event]:
         thread.join()
 
 
-def curve(ray: Any, plan: str, steps: int) -> list[tuple[int, float, float]]:
-    """(step, seconds since the first was done, loss), a line of the run's metrics each."""
+def curve(ray: Any, plan: str, steps: int, target: float) -> list[tuple[int, float, float]]:
+    """(step, seconds since the first was done, loss) of every step; it ends early where the target is reached."""
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as out:
         job = make_job(
             Plan.parse(plan), make_model=make_model, make_data=make_data, num_items=len(Sequences()), steps=steps,
@@ -113,13 +113,16 @@ def curve(ray: Any, plan: str, steps: int) -> list[tuple[int, float, float]]:
                     if progress.step:
                         begin.set()
 
-                end = running.wait(show)
+                end = running.wait(show, lambda: reached(lines_of(out), target) is not None)
         finally:
             running.close()
         assert not end.error, end.error
-        lines = [line for line in read_metrics(Path(out) / "metrics.jsonl") if "loss" in line]
+        return lines_of(out)
+
+
+def lines_of(out: str) -> list[tuple[int, float, float]]:
     seconds, found = 0.0, []
-    for number, line in enumerate(lines):
+    for number, line in enumerate(read_steps(Path(out) / METRICS)):
         seconds += line["seconds"] if number else 0.0
         found.append((line["step"], seconds, line["loss"]))
     return found
@@ -133,6 +136,11 @@ def smoothed(lines: list[tuple[int, float, float]]) -> list[tuple[int, float, fl
         if step >= SMOOTHED:
             found.append((step, seconds, sum(some) / len(some)))
     return found
+
+
+def reached(lines: list[tuple[int, float, float]], target: float) -> tuple[int, float] | None:
+    """The step, and the seconds, at which the smoothed loss is first at most the target."""
+    return next(((step, seconds) for step, seconds, loss in smoothed(lines) if loss <= target), None)
 
 
 def main() -> None:
@@ -151,16 +159,12 @@ def main() -> None:
         target = whole = 0.0
         for mode, rest in MODES.items():
             plan = f"workers={workers} servers=1 {rest}"
-            lines = smoothed(curve(ray, plan, given.steps if mode == "synchronous" else 2 * given.steps))
+            lines = curve(ray, plan, 2 * given.steps if target else given.steps, target)
             if not target:
-                whole, target = lines[-1][1:]
-            reached = next(((step, seconds) for step, seconds, loss in lines if loss <= target), None)
-            pace = lines[-1][1] / (lines[-1][0] - 1)
-            took = (
-                "not reached | - | -"
-                if reached is None
-                else f"{reached[0]} | {reached[1]:.0f} | {reached[1] / whole:.2f}"
-            )
+                whole, target = smoothed(lines)[-1][1:]
+            at = reached(lines, target)
+            pace = lines[-1][1] / (lines[-1][0] - lines[0][0])
+            took = "not reached | - | -" if at is None else f"{at[0]} | {at[1]:.0f} | {at[1] / whole:.2f}"
             rows.append(f"| {workers} | {mode} | {target:.3f} | {took} | {pace:.2f} |")
             print(rows[-1], flush=True)
     ray.shutdown()
