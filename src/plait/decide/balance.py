@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,10 @@ _NEAR = 0.05  # of a server's share: a variable is not cut for less than this
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `start` to `stop` of a variable of `shape` (of a number, which has no rows, the one that it is)."""
+    """Rows `start` to `stop` of a variable of `shape` (of a number, which has no rows, the one that it is).
+
+    A server asks a piece for its size at every push, so that it is worked out once.
+    """
 
     name: str
     shape: tuple[int, ...]  # of the whole
@@ -19,11 +23,11 @@ class Piece:
     start: int
     stop: int
 
-    @property
+    @functools.cached_property
     def own_shape(self) -> tuple[int, ...]:
         return (self.stop - self.start, *self.shape[1:]) if self.shape else ()
 
-    @property
+    @functools.cached_property
     def num_elements(self) -> int:
         return math.prod(self.own_shape)
 

@@ -35,7 +35,7 @@ class Coding:
 
     def misfit(self, array: object, piece: Piece) -> str:
         """Why an array is no gradient of the piece; empty where it is one."""
-        if not self.is_coded(piece):
+        if self.compression == NO_COMPRESSION or not self.is_coded(piece):
             return misfit(array, piece)
         if not isinstance(array, np.ndarray):
             return f"{piece.name} is a {type(array).__name__}, not an array"
