@@ -1,8 +1,9 @@
 """One worker is three times as slow: steps and seconds to the loss that the synchronous run ends with.
 
-python -m bench.slow_worker [--workers 2 4] [--steps 120] [--write]
+python -m bench.slow_worker [--workers 2 4] [--steps 120] [--keep FOLDER] [--write]
 
-The slow one is stopped for 0.2 of every 0.3 seconds by signals, from when all have joined.
+The slow one is stopped for 0.2 of every 0.3 seconds by signals, from when all have joined. Of the folders that --keep
+leaves, `plait compare` draws the curves.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -97,7 +99,7 @@ def slowed(pid: int) -> Iterator[threading.Event]:
         thread.join()
 
 
-def curve(ray: Any, plan: str, steps: int, target: float) -> list[tuple[int, float, float]]:
+def curve(ray: Any, plan: str, steps: int, target: float, keep: Path | None) -> list[tuple[int, float, float]]:
     """(step, seconds since the first was done, loss) of every step; it ends early where the target is reached."""
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as out:
         job = make_job(
@@ -118,6 +120,9 @@ def curve(ray: Any, plan: str, steps: int, target: float) -> list[tuple[int, flo
         finally:
             running.close()
         assert not end.error, end.error
+        if keep is not None:
+            keep.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(out) / METRICS, keep)
         return lines_of(out)
 
 
@@ -148,6 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--keep", type=Path, help="the folder for the runs' metrics")
     parser.add_argument("--write", action="store_true", help="keep the result in docs/bench/")
     given = parser.parse_args()
     ray = load_ray()
@@ -160,7 +166,8 @@ def main() -> None:
         target = whole = 0.0
         for mode, rest in MODES.items():
             plan = f"workers={workers} servers=1 {rest}"
-            lines = curve(ray, plan, 2 * given.steps if target else given.steps, target)
+            keep = None if given.keep is None else given.keep / f"{workers} workers, {mode}"
+            lines = curve(ray, plan, 2 * given.steps if target else given.steps, target, keep)
             if not target:
                 whole, target = smoothed(lines)[-1][1:]
             at = reached(lines, target)
