@@ -29,14 +29,14 @@ from plait.comm.process import process_world
 from plait.decide.efficiency import Curve, compare_curves
 from plait.view.compare import comparison_page, comparison_table
 
-PLANS = (
-    "data=2",
-    "data=2 compress=int8",
-    "data=2 compress=powersgd:2",
-    "data=2 sync=8",
-    "data=2 sync=32 outer=nesterov",
-    "data=2 sync=32 outer=nesterov streaming=4 overlap=2 compress=int8",
-)
+PLANS = {
+    "every step": "data=2",
+    "int8": "data=2 compress=int8",
+    "PowerSGD": "data=2 compress=powersgd:2",
+    "local SGD": "data=2 sync=8",
+    "DiLoCo": "data=2 sync=32 outer=nesterov",
+    "streaming DiLoCo": "data=2 sync=32 outer=nesterov streaming=4 overlap=2 compress=int8",
+}
 EVERY, NUM_UNSEEN = 10, 32
 WHICH = "held-out loss"
 TEXT = """The small GPT on Python's own source text, 2 ranks whose links are of {rate}, AdamW (lr 3e-4, {warmup} steps
@@ -89,24 +89,24 @@ def main() -> None:
         os._exit(0)
     subprocess.run([SCRIPT, "up", "2", given.rate], check=True)
     try:
-        curves = [_curve(plan, given.steps) for plan in PLANS]
+        curves = [_curve(name, plan, given.steps) for name, plan in PLANS.items()]
     finally:
         subprocess.run([SCRIPT, "down"], check=True)
     target, found = compare_curves(curves)
     if given.out is not None:
-        given.out.write_text(comparison_page(curves, found, PLANS, target, WHICH, [{} for _ in PLANS]))
+        given.out.write_text(comparison_page(curves, found, list(PLANS.values()), target, WHICH, [{} for _ in PLANS]))
     text = TEXT.format(rate=given.rate, warmup=WARMUP, steps=given.steps)
-    table = comparison_table(found, ["" for _ in PLANS], target, WHICH)
+    table = comparison_table(found, list(PLANS.values()), target, WHICH)
     publish("Agreeing later on a slow link", f"{text}\n\n```text\n{table}\n```", "agreement_curves", given.write)
 
 
-def _curve(plan: str, steps: int) -> Curve:
+def _curve(name: str, plan: str, steps: int) -> Curve:
     ranks = started(["bench.agreement_curves", "--steps", str(steps), "--worker", plan], 2)
     found, _ = (json.loads(process.communicate(timeout=1800)[0].splitlines()[-1]) for process in ranks)
     tokens = accumulate([float(EVERY * GLOBAL_BATCH * SEQUENCE)] * len(found["loss"]))
     spent = (tuple(tokens), tuple(found["seconds"]), tuple(found["bytes"]))
     print(plan, found["loss"][-1], round(found["seconds"][-1]), flush=True)
-    return Curve(plan, tuple(found["loss"]), *spent, found["waited"][0])
+    return Curve(name, tuple(found["loss"]), *spent, found["waited"][0])
 
 
 if __name__ == "__main__":

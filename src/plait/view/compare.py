@@ -45,10 +45,13 @@ def comparison_page(
             )  # fmt: skip
     for column, title in enumerate(("tokens", "seconds", "bytes sent by rank 0"), start=1):
         figure.update_xaxes(title_text=title, gridcolor="#EEEEEE", row=1, col=column)
+    figure.update_xaxes(type="log", exponentformat="SI", dtick=1, row=1, col=3)  # plans differ by factors of 100 in it
     figure.add_hline(y=target, line={"dash": "dot", "color": "#888888"})
     figure.update_yaxes(gridcolor="#EEEEEE")
     figure.update_yaxes(title_text=which, row=1, col=1)
-    figure.update_layout(height=420, plot_bgcolor="white", legend={"orientation": "h", "y": 1.1})
+    figure.update_layout(
+        height=460, plot_bgcolor="white", margin={"t": 20}, legend={"orientation": "h", "y": -0.2, "yanchor": "top"}
+    )
     cells = [[html.escape(cell) for cell in row] for row in _cells(found, plans)]
     table = go.Figure(
         go.Table(
@@ -67,7 +70,8 @@ def comparison_page(
                 )
         ages.update_layout(height=320, plot_bgcolor="white", title="updates, by how many versions old they were")
         figures.append(ages)
-    return page(figures, "plait: " + " against ".join(curve.name for curve in curves))
+    others = curves[1].name if len(curves) == 2 else f"{len(curves) - 1} others"
+    return page(figures, f"plait: {curves[0].name} against {others}")
 
 
 def _cells(found: Sequence[Comparison], plans: Sequence[str]) -> list[tuple[str, ...]]:
