@@ -16,7 +16,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +83,12 @@ def slowed(pid: int) -> Iterator[threading.Event]:
 
     def go() -> None:
         begin.wait()
-        while not over.is_set():
-            os.kill(pid, signal.SIGSTOP)
-            over.wait(0.2)
-            os.kill(pid, signal.SIGCONT)
-            over.wait(0.1)
+        with suppress(ProcessLookupError):  # it ends with the run
+            while not over.is_set():
+                os.kill(pid, signal.SIGSTOP)
+                over.wait(0.2)
+                os.kill(pid, signal.SIGCONT)
+                over.wait(0.1)
 
     thread = threading.Thread(target=go)
     thread.start()

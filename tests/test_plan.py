@@ -150,7 +150,7 @@ def test_what_each_replica_or_worker_trains_by(text: str, within: str) -> None:
         ("data=2 compress=topk:2", "more than 0 and at most 1"),
         ("data=2 compress=int3", "it is one of none, bf16, fp8, int8, int4, topk:FRACTION"),
         ("workers=2", "train against parameter servers, and the plan has none; add servers=1"),
-        ("workers=2 servers=1 sync=4", "sync=4 does not go with workers=2"),
+        ("workers=2 servers=1 sync=4", "sync=4 with workers=2 takes the mean"),
         ("workers=2 servers=1 backup=1", "add staleness=0"),
         ("workers=2 servers=1 staleness=0 backup=2", "leaves none of workers=2 to wait for"),
     ],

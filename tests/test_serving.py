@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(500)
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
     found = load_ray()
-    start_here(found, 12, 128 << 20)
+    start_here(found, 5, 128 << 20)
     yield found
     found.shutdown()
 
@@ -144,13 +144,14 @@ def test_a_run_goes_from_one_device_to_servers_and_back(ray: Any, tmp_path: Path
 
 
 def test_local_sgd_with_workers_that_come_and_go(ray: Any, tmp_path: Path) -> None:
-    plan = "workers=2 servers=2 staleness=0 sync=4 outer=nesterov compress=int8"
+    plan = "workers=3 servers=2 staleness=0 sync=4 outer=nesterov compress=int8"  # as many as there is room for
     job = job_of(plan, tmp_path, steps=10**6, save_every=10)
     running = Running(ray, job)
     script = Script(ray, running)
     try:
         script.after(8, lambda: script.kill(running.workers[0][0]))
         script.after(8, running.add_worker)
+        script.acts.append((lambda progress: progress.workers == 4, lambda progress: None))
         script.after(8, lambda: running.remove_worker(min(running.workers)))
         script.after(8, lambda: None)
         end = running.wait(script, script.over)
@@ -158,7 +159,7 @@ def test_local_sgd_with_workers_that_come_and_go(ray: Any, tmp_path: Path) -> No
         running.close()
     assert end.stopped and end.step % 4 == 0 and not end.error
     said = (tmp_path / "events.jsonl").read_text()
-    assert "worker 0 is gone (its process has ended" in said and "has left" in said
+    assert "worker 0 is gone (its process has ended" in said and "worker 4 has joined" in said and "has left" in said
     model, loss_fn = job.make_model()
     trainer = Trainer(model, loss_fn, job.optimizer, "data=1", scheduler=job.scheduler)
     rows = torch.utils.data.default_collate([job.make_data()[0][index] for index in range(12)])

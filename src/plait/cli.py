@@ -77,6 +77,11 @@ def train(
         if chosen.workers:
             from plait.train.serving import check_served, run_served
 
+            if trace:
+                raise PlanError(
+                    f"--trace is of ranks, and workers={chosen.workers} leaves none; metrics.jsonl has how long workers"
+                    " waited for values and for data; leave --trace out"
+                )
             check_served(job, chosen)
         if not _launched_here():
             check_job(job, chosen, resume)
@@ -274,6 +279,11 @@ def _choose_plan(text: str | None, processes: int | None) -> Plan:
     if text is None:
         return Plan.for_processes(processes or 1) if processes or "PLAIT_PLAN" not in os.environ else resolve_plan(None)
     chosen = _plan_of(text)
+    if processes is not None and chosen.workers:
+        raise PlanError(
+            f"--processes {processes} is about ranks that this command starts; workers={chosen.workers} are started by"
+            " Ray, so leave --processes out"
+        )
     if processes is not None:
         chosen.check_processes(processes)
     return chosen

@@ -55,6 +55,10 @@ class WorldError(PlaitError):
     """Ranks that are missing, that disagree, or of which one has failed."""
 
 
+class RoleFailed(WorldError):
+    """A worker, a server or the chief raised; another in its place would do so again."""
+
+
 class RankFailed(WorldError):
     """One rank raised; every rank stops and the first exception is shown once, with its rank."""
 

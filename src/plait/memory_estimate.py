@@ -75,9 +75,10 @@ class Estimator:
     def estimate(self, plan: Plan) -> MemoryEstimate:
         """What the plan takes on each of its ranks; what has its home elsewhere is counted as if on the device."""
         if plan.workers:
+            how = f"as {str(plan.within)!r}" if str(plan.within) else "on one device"
             raise PlanError(
-                f"the memory of parameter servers is not predicted; a worker computes as {plan.within.title!r}, without"
-                " the optimizer's state, which the servers share"
+                f"the memory of parameter servers is not predicted; a worker computes {how}, without the optimizer's"
+                " state, which the servers share"
             )
         model = self._captures.model
         homes: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Plan) if f.name.startswith("home")}

@@ -63,7 +63,10 @@ class Verifier:
         if not isinstance(plan, Plan):
             raise PlanError(f"the plan is a {type(plan).__name__}; give a Plan or its text, such as 'data=2 tensor=2'")
         if plan.workers:
-            raise PlanError(f"verify runs no parameter servers; check what each worker runs, {plan.within.title!r}")
+            what = (
+                f"check what each worker runs, {str(plan.within)!r}" if str(plan.within) else "a worker is one device"
+            )
+            raise PlanError(f"verify runs no parameter servers; {what}")
         compiler = Compiler(self.captures, plan.within, layouts)
         try:
             lowered = compiler.lowered(microbatches(batch_of_replica(self.batch, plan), plan.micro)[0])

@@ -72,6 +72,8 @@ class Chief:
             async with self._lock:
                 self._tally.event("refused", f"worker {worker} may not join: {why}", worker=worker)
             return Refused(f"worker {worker} has another model than this run: {why}")
+        await self.begin()
+        self._tally.event("joined", f"worker {worker} has joined", self.agreement.started, worker=worker)
         return await self._event(worker, lambda: self.agreement.join(worker))
 
     async def push(self, note: Note, gradients: Sequence[Any]) -> Task | None:
@@ -89,7 +91,7 @@ class Chief:
                 self._of_loss = True
                 self._error = (
                     f"the loss of worker {worker} on values of version {note.base} is {note.loss}; lower the learning"
-                    " rate, set clip_norm, or pass on_nan='warn' to go on"
+                    " rate, set train.clip_norm, or train.on_nan = 'warn' to go on"
                 )
                 self._finish()
                 return []

@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from plait.errors import PlanError, WorldError
 from plait.serve.job import Job
 
 _SMALLEST_STORE = 192 << 20
+_ANSWER_SECONDS = 5.0
 _INSTALL = "pip install 'plait[ray]'"
 
 
@@ -33,7 +35,7 @@ def load_ray() -> Any:
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it tells its makers nothing of this run
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if "RAY_ADDRESS" not in os.environ:
+    if is_own():
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the way to say: on the loopback interface
         if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -52,10 +54,13 @@ def cluster(job: Job) -> Iterator[Any]:
         return
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
-        if "RAY_ADDRESS" in os.environ:
+        if not is_own():
+            _check_answers(os.environ["RAY_ADDRESS"])
             ray.init(address=os.environ["RAY_ADDRESS"], configure_logging=False, log_to_driver=False)
         else:
             start_here(ray, num_cpus(job), store_bytes(job))
+    except WorldError:
+        raise
     except Exception as error:
         if type(error).__name__ != "AuthenticationError":
             raise WorldError(f"Ray did not start: {type(error).__name__}: {error}") from error
@@ -63,11 +68,37 @@ def cluster(job: Job) -> Iterator[Any]:
             f"the Ray cluster at {os.environ.get('RAY_ADDRESS')} asks for its token: put it into RAY_AUTH_TOKEN, or its"
             " file into RAY_AUTH_TOKEN_PATH (`ray get-auth-token` on the head node shows it)"
         ) from None
+    _keep_quiet(ray)
     try:
         _check_room(ray, job)
         yield ray
     finally:
         ray.shutdown()
+
+
+def is_own() -> bool:
+    """Whether Ray is this machine's own, started for the run."""
+    return "RAY_ADDRESS" not in os.environ
+
+
+def _check_answers(address: str) -> None:
+    """WorldError at once where nothing listens at host:port; Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if not colon or "/" in address or not port.isdecimal():  # auto, or a client's ray://
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
+    except OSError as error:
+        raise WorldError(
+            f"no Ray cluster answers at RAY_ADDRESS={address} ({error}); start one with `ray start --head`, or unset"
+            " RAY_ADDRESS to have plait start its own"
+        ) from None
+
+
+def _keep_quiet(ray: Any) -> None:
+    """Have Ray not print of actors that are gone: the chief says so, in a line."""
+    if hasattr(ray._private.worker, "print_to_stdstream"):
+        ray._private.worker.print_to_stdstream = lambda *values, **options: None
 
 
 def start_here(ray: Any, cpus: int, store: int) -> None:

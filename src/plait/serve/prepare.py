@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from plait.decide.balance import balance
-from plait.errors import PlaitError, PlanError
+from plait.errors import PlanError
 from plait.serve.held import may_cut
 from plait.serve.job import Job, check_plan, variables_of
 from plait.serve.tables.module import specs_of, tables_away
@@ -59,8 +59,6 @@ def _on_meta(make_model: Any) -> nn.Module:
     try:
         with torch.device("meta"), tables_away():
             return make_model()[0]
-    except PlaitError:
-        raise
     except Exception:  # a constructor that needs values
         with tables_away():
             return make_model()[0]

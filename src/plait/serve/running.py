@@ -7,6 +7,7 @@ one, which joins under a number of its own.
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -14,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.errors import LossError, PlaitError, PlanError, WorldError
+from plait.errors import LossError, PlaitError, PlanError, RoleFailed, WorldError
 from plait.serve.actors import ChiefActor, ServerActor
+from plait.serve.cluster import is_own
 from plait.serve.evaluator import Evaluator
 from plait.serve.job import Job
 from plait.serve.notes import End, Progress, Refused
@@ -87,7 +89,11 @@ class Running:
     def add_worker(self) -> int:
         """Start one more worker, which joins when it is ready; returns its number."""
         ray, size, worker = self._ray, self.job.plan.within.num_processes, next(self._ids)
-        make = ray.remote(num_cpus=1, num_gpus=self._gpus, max_concurrency=3, scheduling_strategy="SPREAD")(Worker)
+        has_room = ray.available_resources().get("CPU", 0) >= size
+        cpus = int(has_room or not is_own())  # this machine's own Ray has room for those that the plan begins with
+        make = ray.remote(num_cpus=cpus, num_gpus=self._gpus, max_concurrency=3, scheduling_strategy="SPREAD")(Worker)
+        if cpus and not has_room:
+            self.chief.note.remote("worker", f"worker {worker} begins once the Ray cluster has {size} free CPUs for it")
         actors = [make.remote(self.job, rank, size) for rank in range(size)]
         address = self._get(actors[0].address.remote()) if size > 1 else None
         for actor in actors[1:]:
@@ -150,6 +156,8 @@ class Running:
                     raise PlanError(refused.why)
                 ends = group.leaving or self._get(self.chief.is_ending.remote())
                 why = "" if ends else "the chief did not know it any more"
+            except RoleFailed as error:
+                raise RoleFailed(f"worker {group.worker} failed: {error}") from None
             except WorldError as error:
                 why = str(error)
         self._groups.remove(group)
@@ -174,9 +182,16 @@ class Running:
                 raise cause from None
             if isinstance(cause, ray.exceptions.RayError):
                 raise WorldError(f"a rank of it is gone: {type(cause).__name__}") from None
-            raise
+            raise RoleFailed(_in_words(error)) from None
         except ray.exceptions.RayActorError as error:
             raise WorldError(f"its process has ended: {str(error).splitlines()[0]}") from None
 
 
 __all__ = ["Running"]
+
+
+def _in_words(error: Any) -> str:
+    """What a call raised, and where."""
+    places = re.findall(r'File "([^"]+)", line (\d+)', str(error))
+    where = f" ({places[-1][0]}:{places[-1][1]})" if places else ""
+    return f"{type(error.cause).__name__}: {error.cause}{where}"

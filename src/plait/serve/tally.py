@@ -48,13 +48,14 @@ class Tally:
         self._counts[what] += number
         self.totals[what] += number
 
-    def event(self, kind: str, message: str, **values: Any) -> None:
+    def event(self, kind: str, message: str, show: bool = True, **values: Any) -> None:
         """Something that people may want to know of: into events.jsonl, and shown."""
         if not self._events.closed:
             self._events.write(
                 json.dumps({"time": round(time.time(), 3), "event": kind, "message": message} | values) + "\n"
             )
-        self.messages.append(message)
+        if show:
+            self.messages.append(message)
 
     def line(self, step: int, rate: float, num_workers: int) -> None:
         """The step is done: write its line. `loss` is the mean over its gradients, by weight."""

@@ -140,6 +140,9 @@ class Number:
 class Maybe(Number):
     """A whole number as Number has it, or None, which prints as `none`."""
 
+    def parse(self, word: str) -> Any:
+        return None if word == "none" else super().parse(word)
+
     def check(self, value: Any) -> None:
         if value is not None:
             super().check(value)

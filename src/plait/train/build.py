@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from plait import optim
-from plait.errors import CheckpointError, ConfigError, DataError, PlaitError
+from plait.errors import CheckpointError, ConfigError, DataError
 from plait.run.feeding.order import check_batch_size
 from plait.run.homes.scratch import scratch_folder
 from plait.run.saving.integrity import check_files
@@ -136,6 +136,16 @@ def checkpoint_folder(config: Config) -> str:
     return config.train.checkpoints or str(Path(config.train.out) / INSIDE)
 
 
+def make_out(config: Config) -> Path:
+    """The folder of the run, made if need be; ConfigError where it cannot be."""
+    out = Path(config.train.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"train.out = {str(out)!r}: the folder cannot be made: {error.strerror}") from None
+    return out
+
+
 def check_job(config: Config, plan: Plan, resume: bool = False, writes: bool = True) -> None:
     """Everything about a job that can be known before a process starts; raises the PlaitError of what is wrong.
 
@@ -166,8 +176,6 @@ def _on_meta(config: Config) -> nn.Module:
     try:
         with torch.device("meta"):
             return make_model(config)[0]
-    except PlaitError:
-        raise
     except Exception:  # a constructor that needs values; on a real device it may work
         return make_model(config)[0]
 

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from plait.comm.failure import guard
 from plait.comm.stop import StopVote
 from plait.decide.rounds import Rounds
-from plait.errors import ConfigError
 from plait.run.feeding.loader import Loader
 from plait.run.local_batch import LocalBatch
 from plait.spec.plan import Plan
@@ -23,6 +22,7 @@ from plait.train.build import (
     checkpoint_folder,
     make_data,
     make_model,
+    make_out,
     optimizer_factory,
     scheduler_factory,
 )
@@ -114,11 +114,7 @@ class _Job:
             loader.load_state_dict(trainer.load(self.folder)["data"])
         first = trainer.step_number
         if trainer.world.rank == 0:
-            out = Path(config.train.out)
-            try:
-                out.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(f"train.out = {str(out)!r}: the folder cannot be made: {error.strerror}") from None
+            out = make_out(config)
             if trainer.recorder is None:  # else it has done so
                 trainer.write_plan(out)
             self.log = MetricsLog(out, first + 1, config.train.tensorboard)

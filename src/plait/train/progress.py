@@ -17,7 +17,8 @@ class Reporter:
     def __init__(self, steps: int, done: int) -> None:
         self.console = Console(highlight=False)
         self._steps = steps
-        self._recent: deque[tuple[int, float]] = deque(maxlen=20)  # tokens and seconds of the last steps
+        self._recent: deque[tuple[int, int, float]] = deque(maxlen=20)  # number, tokens and seconds of the last steps
+        self._done = done
         self._last_line = 0.0
         self._bar: Progress | None = None
         if self.console.is_terminal:
@@ -33,16 +34,18 @@ class Reporter:
             self._bar.start()
 
     def step(self, step: int, loss: float, tokens: int, seconds: float) -> None:
-        self._recent.append((tokens, seconds))
-        spent = sum(s for _, s in self._recent)
-        speed = sum(t for t, _ in self._recent) / max(spent, 1e-9)
+        """`step` steps are done, those since the last call of so many tokens in so many seconds."""
+        self._recent.append((step - self._done, tokens, seconds))
+        self._done = step
+        num, all_tokens, spent = (sum(each) for each in zip(*self._recent, strict=True))
+        speed = all_tokens / max(spent, 1e-9)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, loss=loss, speed=speed)
             return
         now = time.monotonic()
         if now - self._last_line >= _LINE_SECONDS or step == self._steps:
             self._last_line = now
-            left = (self._steps - step) * spent / len(self._recent)
+            left = (self._steps - step) * spent / num
             self.say(f"step {step}/{self._steps}  loss {loss:.3f}  {speed:,.0f} tokens/s  {left:.0f} s left")
 
     def say(self, text: str) -> None:

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -83,3 +84,8 @@ def call(function: Callable[..., Any], arguments: Mapping[str, Any], table: str,
         raise
     except (TypeError, ValueError) as error:
         raise ConfigError(f"[{table}]: {error}") from error
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"[{table}]: {function.__name__} raised {type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+        ) from error

@@ -11,17 +11,26 @@ from typing import Any
 
 from plait.comm.process import process_world
 from plait.comm.stop import StopVote
+from plait.run.tracing.folder import write_plan
 from plait.serve.cluster import check_installed, cluster
 from plait.serve.job import Job, check_plan
 from plait.serve.notes import Progress
 from plait.serve.prepare import make_job
 from plait.serve.running import Running
 from plait.spec.plan import Plan
-from plait.train.build import checkpoint_folder, make_data, make_model, optimizer_factory, scheduler_factory
+from plait.train.build import (
+    checkpoint_folder,
+    make_data,
+    make_model,
+    make_out,
+    optimizer_factory,
+    scheduler_factory,
+)
 from plait.train.config import Config
 from plait.train.job import Outcome
 from plait.train.metrics import MetricsLog
 from plait.train.progress import Reporter
+from plait.view.bytes import human_bytes
 
 _WORKERS = "workers"  # the file of a run's folder in which a user says how many workers there shall be
 
@@ -36,20 +45,22 @@ def run_served(config: Config, plan: Plan, resume: bool = False) -> Outcome:
     """Train as `config` says with the plan's workers and servers, on this machine or on RAY_ADDRESS's cluster."""
     job = served_job(config, plan, resume)
     started = time.monotonic()
-    wanted = Path(config.train.out) / _WORKERS
+    out, world = make_out(config), process_world(Plan().mesh, device="cpu")
+    wanted = out / _WORKERS
     wanted.unlink(missing_ok=True)
-    with cluster(job) as ray, StopVote(process_world(Plan().mesh, device="cpu")) as vote:
+    write_plan(out, None, world, str(plan))
+    with cluster(job) as ray, StopVote(world) as vote:
+        shown: _Shown | None = None
         running = Running(ray, job)
         try:
             shown = _Shown(config, running, time.monotonic() - started, resume)
 
-            def show(progress: Progress) -> None:
-                shown(progress)
-                if wrong := _resize(running, wanted):
-                    shown.say(wrong)
-
-            end = running.wait(show, lambda: vote.should_stop(0))
+            end = running.wait(functools.partial(_show, shown, running, wanted), lambda: vote.should_stop(0))
             shown.close(f"stopped after step {end.step}; --resume goes on from there" if end.stopped else None)
+        except KeyboardInterrupt:
+            if shown is not None:
+                shown.close("stopped at once; --resume goes on from the last checkpoint")
+            raise
         finally:
             running.close()
     return Outcome(end.step, end.loss, end.stopped)
@@ -106,6 +117,12 @@ def _absolute(folder: Any) -> str:
     return text if "://" in text else str(Path(text).absolute())
 
 
+def _show(shown: _Shown, running: Running, wanted: Path, progress: Progress) -> None:
+    shown(progress)
+    if wrong := _resize(running, wanted):
+        shown.say(wrong)
+
+
 def _resize(running: Running, wanted: Path) -> str:
     """Have as many workers as the file says, if there is one, and remove it; returns what to tell the user, if it says
     no number."""
@@ -130,10 +147,10 @@ class _Shown:
     def __init__(self, config: Config, running: Running, seconds: float, resume: bool) -> None:
         self._reporter = Reporter(config.train.steps, running.first_step)
         job = running.job
-        num = sum(v.num_bytes for v in job.variables)
+        num, servers = sum(v.num_bytes for v in job.variables), job.plan.servers
         self._reporter.say(
-            f"{num >> 20} MiB of variables on {job.plan.servers} servers, plan {job.plan.title}, started after"
-            f" {seconds:.1f} s" + (f"; going on after step {running.first_step}" if resume else "")
+            f"{human_bytes(num)} of variables on {servers} server{'s' * (servers > 1)}, plan {job.plan.title}, started"
+            f" after {seconds:.1f} s" + (f"; going on after step {running.first_step}" if resume else "")
         )
         self._out = config.train.out
         self._last = (running.first_step, 0, time.monotonic())
@@ -144,7 +161,8 @@ class _Shown:
         step, tokens, since = self._last
         if progress.step > step:
             now = time.monotonic()
-            self._reporter.step(progress.step, progress.loss, progress.tokens - tokens, now - since)
+            if progress.tokens > tokens:  # else a chief has come back, which counts anew
+                self._reporter.step(progress.step, progress.loss, progress.tokens - tokens, now - since)
             self._last = (progress.step, progress.tokens, now)
 
     def say(self, text: str) -> None:
