@@ -29,7 +29,7 @@ from plait.trainer import Trainer
 from tests.served import NUM_IDS, job_of, make_click, make_clicks
 
 # A dozen processes start in each, which takes a while on two cores that do other things as well.
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.timeout(500), pytest.mark.xdist_group("ray")]  # which is started once, for all of them
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from plait.comm.protocol import World
 from plait.errors import CheckpointError
@@ -124,8 +123,8 @@ class LocalSteps:
         """What the worker's own optimizer keeps, whole; every rank calls it."""
         kept = self.trainer.state_dict()["optimizer"]["state"]
         return {
-            name: {key: packed(v.full_tensor() if isinstance(v, DTensor) else v) for key, v in of.items()}
-            for name, of in kept.items()
+            name: {key: packed(v.full_tensor() if hasattr(v, "full_tensor") else v) for key, v in of.items()}
+            for name, of in kept.items()  # a DTensor, where ranks share it
         }
 
     def _reset_moments(self) -> None:
