@@ -30,8 +30,10 @@ def test_efficiency_throughput_and_goodput_to_the_loss_that_all_reach() -> None:
 
 
 def test_smoothed_is_the_mean_of_the_last_few() -> None:
-    found = smoothed([float(n) for n in range(40)])
+    found = smoothed(range(1, 41), [float(n) for n in range(40)])
     assert found[0] == 0 and found[3] == 1.5 and found[-1] == pytest.approx(29.5)
+    a_line_a_round = smoothed(range(8, 80, 8), [float(n) for n in range(9)])
+    assert a_line_a_round[-1] == pytest.approx(7), "those of steps 53 to 72"
 
 
 def write(folder: Path, losses: list[float], **more: object) -> Path:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_WINDOW = 20  # training losses are noisy: each stands for the mean of as many as this around it
+_WINDOW = 20  # training losses are noisy: each stands for the mean over as many steps as this
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,16 @@ class Comparison:
         return self.efficiency * self.throughput
 
 
-def smoothed(losses: Sequence[float]) -> tuple[float, ...]:
-    """Each the mean of the last few; of the first ones as many as there are."""
+def smoothed(steps: Sequence[int], losses: Sequence[float]) -> tuple[float, ...]:
+    """Each the mean of those of the last few steps, of which a run may tell only some; of the first ones of all."""
     found = []
-    total = 0.0
-    for index, loss in enumerate(losses):
-        total += loss - (losses[index - _WINDOW] if index >= _WINDOW else 0.0)
-        found.append(total / min(index + 1, _WINDOW))
+    total, first = 0.0, 0
+    for index, (step, loss) in enumerate(zip(steps, losses, strict=True)):
+        total += loss
+        while steps[first] <= step - _WINDOW:
+            total -= losses[first]
+            first += 1
+        found.append(total / (index + 1 - first))
     return tuple(found)
 
 

@@ -27,7 +27,7 @@ from plait.serve.job import Job, fingerprint_of, variables_of
 from plait.serve.notes import Task
 from plait.serve.tables.local import LocalTables
 from plait.serve.tables.module import specs_of, tables_away
-from plait.serve.wire import to_array, to_tensor, views
+from plait.serve.wire import to_array, wholes
 from plait.trainer import step_key
 
 
@@ -89,15 +89,9 @@ class Computing:
     def _take(self, flats: Sequence[np.ndarray], rows: Sequence[Sequence[np.ndarray]] = ()) -> None:
         """Compute on these values from now on: each server's shard as bytes, which must stay as they are, and of every
         server the rows of its tables that the batch wants."""
-        values: dict[str, Any] = dict(self.tables.weights(rows)) if self.tables.tables else {}
-        for flat, pieces in zip(flats, self.job.shards, strict=True):
-            for piece, view in zip(pieces, views(to_tensor(flat), pieces), strict=True):
-                if piece.is_whole:
-                    values[piece.name] = view
-                else:
-                    values.setdefault(piece.name, []).append(view)  # servers have the rows in order
-        for name, value in values.items():
-            self._set(name, torch.cat(value) if isinstance(value, list) else value)
+        weights = self.tables.weights(rows) if self.tables.tables else {}
+        for name, value in (weights | wholes(flats, self.job.shards)).items():
+            self._set(name, value)
         self.replica.updated()
 
     def _gradient(self, batch: Any, piece: int) -> Gradient:

@@ -26,7 +26,7 @@ from plait.serve.computing import Gradient, num_tokens
 from plait.serve.feed import Feed
 from plait.serve.job import Job, fingerprint_of, variables_of
 from plait.serve.notes import Task
-from plait.serve.wire import dtype_of, packed, to_array, to_tensor, views
+from plait.serve.wire import dtype_of, packed, to_array, to_tensor, views, wholes
 from plait.trainer import Trainer
 
 
@@ -83,14 +83,9 @@ class LocalSteps:
         return task.piece + index * self.job.num_parts
 
     def _take(self, flats: Sequence[np.ndarray]) -> None:
-        values: dict[str, list[Tensor]] = {}
-        for flat, pieces in zip(flats, self.job.shards, strict=True):
-            for piece, view in zip(pieces, views(to_tensor(flat), pieces), strict=True):
-                values.setdefault(piece.name, []).append(view)  # servers have the rows in order
         replica = self.trainer.replica
-        for name, parts in values.items():
+        for name, whole in wholes(flats, self.job.shards).items():
             if name in replica.parameters:
-                whole = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
                 replica.set_local(name, local_part(whole, replica.layouts[name], self.world).to(self.world.device))
         replica.updated()
 

@@ -45,6 +45,15 @@ def views(flat: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
     ]
 
 
+def wholes(flats: Sequence[np.ndarray], shards: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
+    """The variables by name from every server's shard as bytes; one that is not cut lies in that very memory."""
+    parts: dict[str, list[Tensor]] = {}
+    for flat, pieces in zip(flats, shards, strict=True):
+        for piece, view in zip(pieces, views(to_tensor(flat), pieces), strict=True):
+            parts.setdefault(piece.name, []).append(view)  # servers have the rows in order
+    return {name: torch.cat(rows) if len(rows) > 1 else rows[0] for name, rows in parts.items()}
+
+
 def to_array(tensor: Tensor) -> np.ndarray:
     """The same memory, where it lies in order on the CPU."""
     plain = tensor.detach().cpu().contiguous()

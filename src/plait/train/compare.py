@@ -47,7 +47,7 @@ def _curve(run: Path, lines: Sequence[dict[str, Any]], held_out: bool) -> Curve:
     tokens = total([line["tokens_per_s"] * line["seconds"] for line in lines])
     seconds = total([line["seconds"] for line in lines])
     sent = total([line.get("sent_bytes", line.get("bytes_moved", 0)) for line in lines])
-    losses = smoothed([line["loss"] for line in lines])
+    losses = smoothed([line["step"] for line in lines], [line["loss"] for line in lines])
     at = [i for i, line in enumerate(lines) if not held_out or "held_out_loss" in line]
     return Curve(
         str(run),

@@ -79,8 +79,10 @@ def _facts(
     metrics: list[dict[str, Any]],
 ) -> list[tuple[str, str]]:
     found = []
+    served = any("workers" in line for line in metrics)  # by processes that are no ranks of the plan's mesh
     if plan is not None:
-        found.append(("plan", f"{plan.plan or 'one rank'} ({plan.num_ranks} rank{'s' * (plan.num_ranks > 1)})"))
+        ranks = f" ({plan.num_ranks} rank{'s' * (plan.num_ranks > 1)})"
+        found.append(("plan", (plan.plan or "one rank") + ("" if served else ranks)))
     if metrics:
         last = metrics[-1]
         speed = statistics.median(line["tokens_per_s"] for line in metrics)
@@ -106,7 +108,8 @@ def _facts(
             " to see what was done",
         ))  # fmt: skip
     elif not recorded:
-        found.append(("trace", "none; train with --trace to see what each rank did"))
+        how = "runs with parameter servers record none" if served else "train with --trace to see what each rank did"
+        found.append(("trace", f"none; {how}"))
     return found
 
 

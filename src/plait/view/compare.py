@@ -45,7 +45,7 @@ def comparison_page(
                 ),
                 row=1, col=column,
             )  # fmt: skip
-    for column, title in enumerate(("tokens", "seconds", "bytes sent by rank 0"), start=1):
+    for column, title in enumerate(("tokens", "seconds", "bytes sent"), start=1):
         figure.update_xaxes(title_text=title, gridcolor="#EEEEEE", row=1, col=column)
     figure.update_xaxes(type="log", exponentformat="SI", dtick=1, row=1, col=3)  # plans differ by factors of 100 in it
     figure.add_hline(y=target, line={"dash": "dot", "color": "#888888"})
@@ -59,17 +59,21 @@ def comparison_page(
         go.Table(
             header={"values": list(_HEAD), "align": "left"},
             cells={"values": list(zip(*cells, strict=True)), "align": "left"},
+            columnwidth=[3, 5, *[2] * (len(_HEAD) - 2)],
         )
     )
-    table.update_layout(height=120 + 30 * len(cells), margin={"t": 20, "b": 10})
+    table.update_layout(height=120 + 60 * len(cells), margin={"t": 20, "b": 10})
     figures = [figure, table]
     if any(staleness):
         ages = go.Figure()
-        for curve, plan, counts in zip(curves, plans, staleness, strict=True):
+        for number, (curve, plan, counts) in enumerate(zip(curves, plans, staleness, strict=True)):
             if counts:
                 ages.add_trace(
-                    go.Bar(x=sorted(counts), y=[counts[age] for age in sorted(counts)], name=plan or curve.name)
-                )
+                    go.Bar(
+                        x=sorted(counts), y=[counts[age] for age in sorted(counts)], name=plan or curve.name,
+                        marker={"color": LINES[number % len(LINES)]},
+                    )
+                )  # fmt: skip
         ages.update_layout(height=320, plot_bgcolor="white", title="updates, by how many versions old they were")
         figures.append(ages)
     others = curves[1].name if len(curves) == 2 else f"{len(curves) - 1} others"
