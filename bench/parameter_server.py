@@ -29,7 +29,6 @@ from bench.workloads import GLOBAL_BATCH, WORKLOADS, loss_fn, optimizer
 from plait.serve.actors import ChiefActor, ServerActor
 from plait.serve.cluster import load_ray, start_here
 from plait.serve.job import Job
-from plait.serve.notes import Task
 from plait.serve.prepare import make_job
 from plait.serve.worker import Worker
 from plait.spec.plan import Plan
@@ -79,17 +78,13 @@ class TurnWorker(Worker):
 
     def ready(self, chief: Any, worker: int) -> None:
         self.begin()
-        task = self.join(chief, worker)
-        assert isinstance(task, Task)
-        self._task: Task = task
+        assert self.join(chief, worker) is None
 
     def turn(self, num_steps: int) -> float:
         """Seconds a step."""
         begun = time.perf_counter()
         for _ in range(num_steps):
-            task = self.once(self._task)
-            assert task is not None
-            self._task = task
+            assert self.once()
         return (time.perf_counter() - begun) / num_steps
 
 

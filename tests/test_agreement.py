@@ -52,6 +52,35 @@ def test_the_bound_holds_and_nobody_waits_for_ever(num: int, bound: int, seed: i
     assert agreement.version == 60
 
 
+@given(st.integers(1, 4), st.integers(0, 2), st.integers(0, 3), st.integers(0, 10**6))
+def test_workers_with_several_tasks(num: int, overlap: int, more: int, seed: int) -> None:
+    """A worker's gradient is of the values once its push 1 + overlap before was taken in, or later if it waits."""
+    bound = overlap + more if overlap + more else None
+    agreement, draw = Agreement(num, bound, overlap=overlap), random.Random(seed)
+    bases: dict[int, list[int]] = {worker: [] for worker in range(num)}
+    pushed: dict[int, list[int]] = {worker: [0] * (1 + overlap) for worker in range(num)}  # versions after its pushes
+
+    def carry_out(decisions: list[object]) -> None:
+        for decision in decisions:
+            if isinstance(decision, Go):
+                bases[decision.worker].append(agreement.version)
+
+    for worker in range(num):
+        carry_out(agreement.join(worker))
+    assert all(tasks == [0] * (1 + overlap) for tasks in bases.values())
+    for _ in range(60):
+        worker = draw.choice([worker for worker, tasks in bases.items() if tasks])
+        base = bases[worker].pop(0)
+        assert base >= pushed[worker][-1 - overlap] and (bound or base == pushed[worker][-1 - overlap])
+        decisions = agreement.push(Push(worker, base))
+        pushed[worker].append(agreement.version)
+        carry_out(decisions)
+        ahead = {worker: agreement.clocks[worker] + len(tasks) for worker, tasks in bases.items()}
+        assert all(len(tasks) <= 1 + overlap for tasks in bases.values())
+        assert bound is None or max(ahead.values()) - min(agreement.clocks.values()) <= bound + 1
+    assert agreement.version == 60
+
+
 def test_synchronous_takes_one_push_of_each_by_weight() -> None:
     agreement = begun(2, staleness=0)
     assert agreement.push(Push(1, 0, 3.0)) == []
@@ -120,12 +149,21 @@ def test_a_number_is_a_variable_too() -> None:
 
 def test_pieces_go_once_to_whoever_is_there() -> None:
     handout = Handout()
-    assert handout.give([0, 1]) == {0: (0, 2), 1: (1, 3)}
-    handout.used(0)
-    assert handout.give([0]) == {0: (2, 4)}
+    assert handout.give([0, 1]) == [(0, 0, 2), (1, 1, 3)]
+    handout.used(0, 0)
+    assert handout.give([0]) == [(0, 2, 4)]
     handout.take_back(1)
-    assert handout.give([5]) == {5: (1, 3)}
+    assert handout.give([5]) == [(5, 1, 3)]
     assert handout.next_piece == 5
+
+
+def test_pieces_of_workers_with_several_tasks() -> None:
+    handout = Handout()
+    assert handout.give([0, 1, 0, 1]) == [(0, 0, 2), (1, 1, 3), (0, 2, 4), (1, 3, 5)]
+    handout.used(0, 0)
+    assert handout.give([0]) == [(0, 4, 6)] and handout.holds(0, 2) and not handout.holds(0, 0)
+    handout.take_back(0)
+    assert [piece for _, piece, _ in handout.give([7, 7, 7])] == [2, 4, 6]
 
 
 @pytest.mark.parametrize("bound", [None, 2])

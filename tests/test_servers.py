@@ -38,27 +38,31 @@ def same(found: Rehearsed, expected: dict[str, Tensor]) -> None:
 
 
 def one_by_one(job: Job, order: tuple[int, ...], wait_for: Any = None) -> dict[str, Tensor]:
-    """Asynchronous: worker w's gradient is of the values after its push before; each is an update.
+    """Asynchronous: worker w's gradient is of the values after its push before, or the one `overlap` pushes before
+    that; each is an update.
 
     `wait_for(clocks, worker)` says who must wait; they take the values of the moment at which they need not any more.
+    `clocks` counts what a worker has pushed and what it is to push.
     """
-    serial, num = Serial(job), job.plan.workers
+    serial, num, overlap = Serial(job), job.plan.workers, job.plan.overlap
     now = serial.values()
-    has: dict[int, dict[str, Tensor]] = dict.fromkeys(range(num), now)
-    piece, ahead = {w: w for w in range(num)}, {w: num + w for w in range(num)}
-    fresh, clocks = 2 * num, dict.fromkeys(range(num), 0)
+    has: dict[int, list[dict[str, Tensor]]] = {w: [now] * (1 + overlap) for w in range(num)}
+    pieces = {w: list(range(w, num * (2 + overlap), num)) for w in range(num)}  # of those that it has, and one more
+    fresh, clocks = num * (2 + overlap), dict.fromkeys(range(num), 0)
     for number, worker in enumerate(order, start=1):
-        gradient = serial.gradient(has.pop(worker), piece[worker])
+        gradient = serial.gradient(has[worker].pop(0), pieces[worker].pop(0))
         serial.update(now, [gradient])
         now = serial.values()
         if number % num == 0 and serial.scheduler is not None:
             serial.scheduler.step()
         clocks[worker] += 1
-        free = [w for w in range(num) if w not in has and not (wait_for and wait_for(clocks, w))]
-        for w in free:
-            has[w], piece[w] = now, ahead[w]
-        for w in free:
-            ahead[w], fresh = fresh, fresh + 1
+        for _ in range(1 + overlap):
+            for w in range(num):
+                ahead = {**clocks, w: clocks[w] + len(has[w])}
+                if len(has[w]) <= overlap and not (wait_for and wait_for(clocks, ahead[w])):
+                    has[w].append(now)
+                    pieces[w].append(fresh)
+                    fresh += 1
     return now
 
 
@@ -80,7 +84,19 @@ def test_bounded_in_a_given_order(tmp_path: Path) -> None:
         rehearse(job, order)
     order = (0, 0, 1, 2, 0, 1, 2, 1, 2, 0, 1, 2)
     found = rehearse(job, order)
-    same(found, one_by_one(job, order, lambda clocks, w: clocks[w] - min(clocks.values()) > 1))
+    same(found, one_by_one(job, order, lambda clocks, ahead: ahead - min(clocks.values()) > 1))
+
+
+@pytest.mark.parametrize(("overlap", "staleness"), [(1, "none"), (2, "none"), (1, "2"), (1, "1")])
+def test_pushes_beside_the_next_gradient_in_a_given_order(tmp_path: Path, overlap: int, staleness: str) -> None:
+    order = (0, 0, 1, 2, 0, 1, 2, 1, 2, 0, 1, 2)
+    job = job_of(f"workers=3 servers=2 overlap={overlap} staleness={staleness}", tmp_path)
+    found = rehearse(job, order)
+    bound = math.inf if staleness == "none" else int(staleness)
+    same(found, one_by_one(job, order, lambda clocks, ahead: ahead - min(clocks.values()) > bound))
+    alone = job_of(f"workers=1 servers=1 overlap={overlap} staleness={staleness}", tmp_path / "alone")
+    stale = [commit.staleness[0] for commit in rehearse(alone, (0,) * 6).commits]
+    assert stale == [min(number, overlap) for number in range(6)], "its own pushes that were under way"
 
 
 @pytest.mark.parametrize(("servers", "clip_norm"), [(1, None), (2, None), (2, 0.3)])
@@ -249,9 +265,11 @@ def served(tmp_path: Path, plan: str = "workers=2 servers=1") -> tuple[Job, Serv
     server = Server(job.name, job.shards[0], job.optimizer, None, str(tmp_path / "snapshots"))
     server.start([np.zeros(p.own_shape, np.float32) for p in job.shards[0]], {}, Standing(0))
 
-    def update(server: Server, number: int, arrays: Any = None, base: int | None = None, name: str = job.name) -> Done:
+    def update(
+        server: Server, number: int, arrays: Any = None, base: int = -1, push: int = 0, name: str = job.name
+    ) -> Done:
         arrays = [np.ones(p.own_shape, np.float32) for p in job.shards[0]] if arrays is None else arrays
-        member = Member(0, 1.0, number - 1 if base is None else base, name)
+        member = Member(0, push or number, 1.0, number - 1 if base < 0 else base, name)
         return server.update(Order(number, 0, (member,), 0), [arrays])
 
     return job, server, update
@@ -264,7 +282,7 @@ def test_what_a_server_refuses(tmp_path: Path) -> None:
     wrong = {
         "is of": {"name": "another"},
         "pushes a gradient of version 7, which there has not been": {"base": 7},
-        "pushes its gradient of version 0 a second time": {"base": 0},
+        "pushes its gradient 1 a second time": {"push": 1},
         r"0.weight is float32\[10, 5\], not float32\[10, 6\]": {"arrays": [good[0][:, 1:], *good[1:]]},
         r"0.weight is float64\[10, 6\], not float32": {"arrays": [good[0].astype(np.float64), *good[1:]]},
         "pushes 1 arrays, and there are 4 variables": {"arrays": good[:1]},
@@ -288,7 +306,7 @@ def test_a_server_that_comes_back_says_what_is_lost(tmp_path: Path) -> None:
     done = update(back, 4)
     assert (done.unused, done.came_back) == (2, True) and update(back, 5).unused == 2
     assert update(back, 5) == Done(unused=2), "an update is made once"
-    two = dataclasses.replace(Order(6, 0, (Member(0, 1.0, 5, job.name),), 0), two_phase=True)
+    two = dataclasses.replace(Order(6, 0, (Member(0, 6, 1.0, 5, job.name),), 0), two_phase=True)
     back.update(two, [[np.ones(p.own_shape, np.float32) for p in job.shards[0]]])
     assert update(back, 7).unused == 3, "a chief that is gone began it, and did not end it"
     back._saver.wait()  # whoever reads a snapshot that is being replaced finds that its files are gone
@@ -312,7 +330,9 @@ def test_a_worker_with_another_model_is_told_the_first_difference(tmp_path: Path
     [
         ("workers=2 servers=1 sync=4", "sync=4 with workers=2 takes the mean .* add staleness=0"),
         ("workers=2 servers=1 staleness=0 sync=4..8", "sync=4..8 grows, .* such as sync=8"),
-        ("workers=2 servers=1 staleness=0 sync=4 outer=sgd overlap=1", "leave overlap= out"),
+        ("workers=2 servers=1 staleness=0 sync=4 outer=sgd overlap=1", "waits for the mean of all; leave overlap= out"),
+        ("workers=2 servers=1 staleness=0 overlap=1", "waits for the update of all; .* use staleness=1 or none"),
+        ("workers=2 servers=1 staleness=1 overlap=2", "give overlap=1 or staleness=2"),
         ("workers=2 servers=1 staleness=0 sync=4 moments=averaged", "use moments=reset"),
         ("workers=2 servers=1 precision=fp16", "use precision=bf16"),
         ("workers=5 servers=1", "the global batch of 12 does not split over the 5 workers"),

@@ -18,6 +18,7 @@ from test_train_job import JOB
 from plait.run.saving.places import newest
 from plait.serve.cluster import load_ray, start_here
 from plait.serve.notes import Note, Progress, Refused
+from plait.serve.rehearse import rehearse
 from plait.serve.running import Running
 from plait.serve.whole import Whole
 from plait.spec.plan import Plan
@@ -72,8 +73,8 @@ class Script:
 
 def test_everything_is_killed_once(ray: Any, tmp_path: Path) -> None:
     job = job_of(
-        "workers=2 servers=2", tmp_path, make_model=make_click, make_data=make_clicks, steps=10**6, scheduler=None,
-        save_every=10,
+        "workers=2 servers=2 overlap=1", tmp_path, make_model=make_click, make_data=make_clicks, steps=10**6,
+        scheduler=None, save_every=10,
     )  # fmt: skip
     running = Running(ray, job)
     script, chief = Script(ray, running), running.chief
@@ -85,7 +86,7 @@ def test_everything_is_killed_once(ray: Any, tmp_path: Path) -> None:
         os.kill(stopped[0], signal.SIGSTOP)
 
     other = dataclasses.replace(job.fingerprint, plan="tensor=2")
-    fake = Note(99, "another", 0, 0.0, 1.0, 1)
+    fake = Note(99, 1, "another", 0, 0, 0.0, 1.0, 1)
     try:
         script.after(3, lambda: refused.append(ray.get(chief.join.remote(98, other))))
         script.after(0, lambda: chief.push.remote(fake, [None, None]))
@@ -113,6 +114,22 @@ def test_everything_is_killed_once(ray: Any, tmp_path: Path) -> None:
     whole.load()
     assert whole.step == end.step and newest(job.folder)
     assert 0 < len(whole.tables["table"]["ids"]) <= NUM_IDS and whole.tables["table"]["values"].isfinite().all()
+
+
+@pytest.mark.parametrize("plan", ["overlap=2 staleness=3", "compress=topk:0.1 overlap=1"])
+def test_a_run_in_a_given_order_is_its_definition(ray: Any, tmp_path: Path, plan: str) -> None:
+    order = (0, 1, 0, 0, 1, 1, 0, 1, 1, 0, 1, 0)
+    job = job_of(f"workers=2 servers=2 {plan}", tmp_path, steps=6, order=order, scheduler=None)
+    running = Running(ray, job)
+    try:
+        assert running.wait().step == 6
+    finally:
+        running.close()
+    whole = Whole(job)
+    whole.load()
+    expected = rehearse(dataclasses.replace(job, out=str(tmp_path / "again")), order)
+    for name, value in expected.values.items():
+        torch.testing.assert_close(whole.held.parameters[name].detach(), value, rtol=1e-5, atol=1e-6)
 
 
 def test_a_run_goes_from_one_device_to_servers_and_back(ray: Any, tmp_path: Path, monkeypatch: Any) -> None:

@@ -8,11 +8,15 @@ synchronous      an update is the mean of one push of every worker, made on the 
 with backups     it is the mean of the first pushes, of all workers but `backup`; later ones are left out (Chen et al.
                  2016, "Revisiting Distributed Synchronous SGD")
 
+In the first two a worker may have `overlap` tasks more than the one that it computes, so that its push and what it
+takes next travel while it computes: its gradient k is made on the values once its push k - 1 - overlap was taken in.
+
 What happens follows from the order of the events alone. Nothing is exchanged here, and nothing is timed.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -44,7 +48,7 @@ class Commit:
 
 @dataclass(frozen=True)
 class Go:
-    """The worker may take the newest values and go on."""
+    """The worker may take the newest values for one more task."""
 
     worker: int
 
@@ -68,9 +72,9 @@ class Refuse:
 Decision = Commit | Go | Late | Refuse
 
 
-def may_go_on(clocks: Mapping[int, int], worker: int, bound: int | None) -> bool:
-    """Whether a worker is at most `bound` pushes ahead of the slowest; None is no bound."""
-    return bound is None or clocks[worker] - min(clocks.values()) <= bound
+def may_go_on(clocks: Mapping[int, int], worker: int, bound: int | None, under_way: int = 0) -> bool:
+    """Whether a worker, with all under way, is at most `bound` pushes ahead of the slowest; None is no bound."""
+    return bound is None or clocks[worker] + under_way - min(clocks.values()) <= bound
 
 
 def num_needed(num_members: int, backup: int) -> int:
@@ -93,6 +97,7 @@ class Agreement:
     order      the worker of every push in turn, for a run that is to be repeated: a push that comes before its turn
                waits. Where it ends, pushes are taken as they come
     started    whether workers may begin before `num_workers` of them are there
+    overlap    tasks of a worker beside the one that it computes; not in the synchronous mode
     """
 
     num_workers: int
@@ -101,10 +106,11 @@ class Agreement:
     version: int = 0
     order: Sequence[int] = ()
     started: bool = False
+    overlap: int = 0
     clocks: dict[int, int] = field(default_factory=dict)  # pushes that were taken, of every member
-    _computing: set[int] = field(default_factory=set)  # who has values and has not pushed since
+    _tasks: Counter[int] = field(default_factory=Counter)  # of every member, those that it has not pushed for
     _arrived: dict[int, Push] = field(default_factory=dict)  # for the next synchronous update
-    _early: dict[int, Push] = field(default_factory=dict)
+    _early: list[Push] = field(default_factory=list)
     _taken: int = 0
 
     @property
@@ -117,61 +123,63 @@ class Agreement:
         return 1 if self.synchronous else self.num_workers
 
     def join(self, worker: int) -> list[Decision]:
-        """A worker is there; it begins where the slowest is."""
-        if worker in self.clocks:
-            return []
-        self.clocks[worker] = min(self.clocks.values(), default=0)
+        """A worker is there, with nothing to do; it begins where the slowest is."""
+        self.clocks.setdefault(worker, min(self.clocks.values(), default=0))
+        self._tasks[worker] = 0
         if self.started:
-            return self._go([worker])
+            return self._begun([worker])
         if len(self.clocks) < self.num_workers:
             return []
         self.started = True
-        return self._go(sorted(self.clocks))
+        return self._begun(sorted(self.clocks))
 
     def adopt(self, worker: int) -> None:
-        """Take a worker for a member that is computing, as one that another process in this place knew."""
+        """Take a worker for a member that has its tasks, as one that another process in this place knew."""
         self.clocks.setdefault(worker, min(self.clocks.values(), default=0))
-        self._computing.add(worker)
+        self._tasks[worker] = 1 + self.overlap
 
     def leave(self, worker: int) -> list[Decision]:
         """A worker is gone, with what it has pushed but nobody has used."""
         if self.clocks.pop(worker, None) is None:
             return []
-        self._computing.discard(worker)
+        self._tasks.pop(worker, None)
         self._arrived.pop(worker, None)
-        self._early.pop(worker, None)
+        self._early = [push for push in self._early if push.worker != worker]
         return [*self._step_if_complete(), *self._released(), *self._in_order()]
 
     def push(self, push: Push) -> list[Decision]:
         """A gradient has come."""
         if push.worker not in self.clocks:
             return [Refuse(push.worker, f"worker {push.worker} is no member of this run")]
-        if push.worker not in self._computing:
+        if not self._tasks[push.worker]:
             return [Refuse(push.worker, f"worker {push.worker} pushes without having taken values")]
         if not 0 <= push.base <= self.version:
             why = f"a gradient of version {push.base}, and there are versions 0 to {self.version}"
-            return [Refuse(push.worker, why), *self._go([push.worker])]
-        self._computing.remove(push.worker)
-        self._early[push.worker] = push
+            return [Refuse(push.worker, why), Go(push.worker)]
+        self._tasks[push.worker] -= 1
+        self._early.append(push)
         return self._in_order()
 
     def _in_order(self) -> list[Decision]:
         """Take what has come, as far as its turn is there."""
         found: list[Decision] = []
         while self._early:
-            worker = next(iter(self._early))
+            push: Push | None = self._early[0]
             if self._taken < len(self.order):
                 worker = self.order[self._taken]
-                if worker not in self._early:
+                push = next((push for push in self._early if push.worker == worker), None)
+                if push is None:
                     self._refuse_order(worker)
                     break
+            assert push is not None
             self._taken += 1
-            found += self._take(self._early.pop(worker))
+            self._early.remove(push)
+            found += self._take(push)
         return found
 
     def _refuse_order(self, worker: int) -> None:
         """PlanError where the push whose turn it is can never come."""
-        if worker in self.clocks and worker not in self._computing:
+        if worker in self.clocks and not self._tasks[worker]:
             raise PlanError(
                 f"the order has worker {worker} push next (push {self._taken + 1}), but it waits for others under"
                 f" staleness={self.staleness}; give an order in which it may go on"
@@ -202,11 +210,19 @@ class Agreement:
 
     def _released(self) -> list[Decision]:
         """Of those that wait, who may go on now."""
-        if self.synchronous or not self.started:
-            return []
-        waiting = [w for w in sorted(self.clocks) if w not in self._computing and w not in self._early]
-        return self._go([w for w in waiting if may_go_on(self.clocks, w, self.staleness)])
+        return [] if self.synchronous or not self.started else self._begun(sorted(self.clocks))
+
+    def _begun(self, workers: Sequence[int]) -> list[Decision]:
+        """Each of these, in turn, gets the tasks that it may have."""
+        found: list[Decision] = []
+        early = Counter(push.worker for push in self._early)
+        for _ in range(1 + self.overlap):
+            for worker in workers:
+                under_way = self._tasks[worker] + early[worker]
+                if under_way <= self.overlap and may_go_on(self.clocks, worker, self.staleness, under_way):
+                    found += self._go([worker])
+        return found
 
     def _go(self, workers: Sequence[int]) -> list[Decision]:
-        self._computing.update(workers)
+        self._tasks.update(workers)
         return [Go(worker) for worker in workers]

@@ -19,27 +19,41 @@ class Handout:
     next_piece: int = 0
     num_parts: int = 1
     num_batches: int = 1
-    _now: dict[int, int] = field(default_factory=dict)
+    _now: dict[int, list[int]] = field(default_factory=dict)
     _ahead: dict[int, int] = field(default_factory=dict)
     _returned: list[int] = field(default_factory=list)
 
-    def give(self, workers: Sequence[int]) -> dict[int, tuple[int, int]]:
-        """(piece to work on, piece after it) of workers that go on together."""
+    def give(self, workers: Sequence[int]) -> list[tuple[int, int, int]]:
+        """(worker, piece to work on, piece after it) of workers that go on together, each as often as it is named."""
+        found = []
         for worker in workers:
-            self._now[worker] = self._ahead.pop(worker) if worker in self._ahead else self._fresh()
+            piece = self._ahead.pop(worker) if worker in self._ahead else self._fresh()
+            self._now.setdefault(worker, []).append(piece)
+            found.append((worker, piece))
         for worker in workers:
-            self._ahead[worker] = self._fresh()
-        return {worker: (self._now[worker], self._ahead[worker]) for worker in workers}
+            if worker not in self._ahead:
+                self._ahead[worker] = self._fresh()
+        return [(worker, piece, self._after(worker, piece)) for worker, piece in found]
 
-    def used(self, worker: int) -> None:
-        """The worker's gradient has come."""
-        self._now.pop(worker, None)
+    def holds(self, worker: int, piece: int) -> bool:
+        """Whether the worker was given the piece, and its gradient has not come."""
+        return piece in self._now.get(worker, ())
+
+    def used(self, worker: int, piece: int) -> None:
+        """The worker's gradient of the piece has come."""
+        if self.holds(worker, piece):
+            self._now[worker].remove(piece)
 
     def take_back(self, worker: int) -> None:
         """The worker is gone: others get what it was given and has not used."""
-        for given in (self._now, self._ahead):
-            if (piece := given.pop(worker, None)) is not None:
-                heapq.heappush(self._returned, piece)
+        ahead = [self._ahead.pop(worker)] if worker in self._ahead else []
+        for piece in [*self._now.pop(worker, ()), *ahead]:
+            heapq.heappush(self._returned, piece)
+
+    def _after(self, worker: int, piece: int) -> int:
+        now = self._now[worker]
+        later = now.index(piece) + 1
+        return now[later] if later < len(now) else self._ahead[worker]
 
     def _fresh(self) -> int:
         if self._returned:

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import math
 import os
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from plait.decide.agreement import Agreement, Commit, Decision, Go, Late, Push, Refuse
+from plait.decide.agreement import Commit, Decision, Go, Late, Push, Refuse
 from plait.decide.handout import Handout
 from plait.errors import CheckpointError, PlaitError
-from plait.serve.job import Fingerprint, Job
+from plait.serve.job import Fingerprint, Job, agreement_of
+from plait.serve.known import Known
 from plait.serve.notes import End, Note, Progress, Refused, Task
 from plait.serve.server import Done, Member, Order, Standing
 from plait.serve.tally import Tally
@@ -38,15 +38,17 @@ class Chief:
         self._servers = list(servers)
         self._evaluator = evaluator
         self._lock = asyncio.Lock()  # events are taken one after the other
+        self._turns = asyncio.Condition(self._lock)
+        self._numbers: dict[int, int] = {}  # of workers, that of the last push that was taken
         self._over = asyncio.Event()
         self._begun = False
-        self._known_file, self._written = Path(job.out) / "chief.json", ""
+        self._known = Known(Path(job.out) / "chief.json", job.name)
         self._unused = [0] * len(job.shards)  # of each server, as far as it was said
         self._step = 0
+        self._version = 0  # that the servers have, or are told to make
         self._values: tuple[int, tuple[Any, ...]] | None = None
-        self._notes: dict[int, tuple[Note, Sequence[Any]]] = {}  # pushes that wait for their update
-        self._next: dict[int, asyncio.Future[Task | None]] = {}
-        self._tasks: dict[int, Task] = {}
+        self._notes: dict[int, list[tuple[Note, Sequence[Any]]]] = {}  # pushes that wait for their update
+        self._tasks: dict[int, asyncio.Queue[Task | None]] = {}  # for each worker to take; None is the end
         self._buffers: dict[str, np.ndarray] = {}
         self._moments: dict[str, dict[str, Any]] = {}  # of a worker's own optimizer, as last heard of
         self._saves = True  # whether the steps under way may be the last ones: what is then saved is asked for
@@ -66,61 +68,70 @@ class Chief:
                 self._begun = True
         return self._step
 
-    async def join(self, worker: int, fingerprint: Fingerprint) -> Task | Refused | None:
-        """A worker is ready; returns once it has something to do. None: there is nothing to do any more."""
+    async def join(self, worker: int, fingerprint: Fingerprint) -> list[Task] | Refused:
+        """A worker is ready; returns once it has something to do. No tasks: there is nothing to do any more."""
         if why := self.job.fingerprint.difference(fingerprint):
             async with self._lock:
                 self._tally.event("refused", f"worker {worker} may not join: {why}", worker=worker)
             return Refused(f"worker {worker} has another model than this run: {why}")
         await self.begin()
         self._tally.event("joined", f"worker {worker} has joined", self.agreement.started, worker=worker)
-        return await self._event(worker, lambda: self.agreement.join(worker))
+        async with self._lock:
+            if not self._finishing:
+                self._numbers[worker] = 0
+                await self._take(lambda: self.agreement.join(worker))
+        found = [await self._next(worker) for _ in range(1 + self.job.plan.overlap)]
+        return [task for task in found if task is not None]
 
     async def push(self, note: Note, gradients: Sequence[Any]) -> Task | None:
         """A worker's gradient, one reference a server; returns its next task once it may go on."""
+        await self.begin()
+        async with self._lock:  # calls may overtake each other on their way here
+            await self._turns.wait_for(lambda: note.number <= self._numbers.get(note.worker, note.number) + 1)
+            if not self._finishing:
+                await self._take(lambda: self._pushed(note, gradients))
+            self._turns.notify_all()
+        return await self._next(note.worker)
+
+    def _pushed(self, note: Note, gradients: Sequence[Any]) -> list[Decision]:
         worker = note.worker
+        self._numbers[worker] = max(note.number, self._numbers.get(worker, 0))
+        self._notes.setdefault(worker, []).append((note, gradients))
+        self._handout.used(worker, note.piece)
+        if note.buffers:
+            self._buffers = note.buffers
+        if note.moments:
+            self._moments = note.moments
+        if not math.isfinite(note.loss) and self.job.on_nan == "raise":
+            self._of_loss = True
+            self._error = (
+                f"the loss of worker {worker} on values of version {note.base} is {note.loss}; lower the learning"
+                " rate, set train.clip_norm, or train.on_nan = 'warn' to go on"
+            )
+            self._finish()
+            return []
+        return self.agreement.push(Push(worker, note.base, note.weight))
 
-        def taken() -> list[Decision]:
-            self._notes[worker] = (note, gradients)
-            self._handout.used(worker)
-            if note.buffers:
-                self._buffers = note.buffers
-            if note.moments:
-                self._moments = note.moments
-            if not math.isfinite(note.loss) and self.job.on_nan == "raise":
-                self._of_loss = True
-                self._error = (
-                    f"the loss of worker {worker} on values of version {note.base} is {note.loss}; lower the learning"
-                    " rate, set train.clip_norm, or train.on_nan = 'warn' to go on"
-                )
-                self._finish()
-                return []
-            return self.agreement.push(Push(worker, note.base, note.weight))
-
-        return await self._event(worker, taken)
-
-    async def again(self, worker: int) -> Task | None:
+    async def again(self, worker: int, task: Task) -> Task | None:
         """The same task once more, for a worker whose values went with a server or a chief."""
         await self.begin()
         async with self._lock:
-            before = self._tasks.get(worker)
-            if self._finishing or before is None:
-                return None if self._finishing else await self._fresh_task(worker)
-            self._values = None
-            again = dataclasses.replace(before, version=self.agreement.version, values=self._read())
-            self._tasks[worker] = again
-            return again
+            if not self._finishing:
+                self._values = None
+                if self._handout.holds(worker, task.piece):
+                    return dataclasses.replace(task, version=self._version, values=self._read())
+                self.agreement.adopt(worker)  # another chief gave it the task
+                self._go([worker])
+        return await self._next(worker)
 
     async def leave(self, worker: int, why: str, killed: bool = True) -> None:
         """A worker is gone. What it was working on goes to others."""
         await self.begin()
         async with self._lock:
             self._handout.take_back(worker)
-            self._tasks.pop(worker, None)
             if killed:
-                self._tally.event(
-                    "worker", f"worker {worker} is gone ({why}); its unfinished step is lost", worker=worker
-                )
+                lost = "its unfinished steps are lost" if self.job.plan.overlap else "its unfinished step is lost"
+                self._tally.event("worker", f"worker {worker} is gone ({why}); {lost}", worker=worker)
             else:
                 self._tally.event("worker", f"worker {worker} has left", worker=worker)
             decisions = self.agreement.leave(worker)
@@ -128,8 +139,10 @@ class Chief:
                 await self._carry_out(decisions)
             self._notes.pop(worker, None)
             self._write_known()
-            if (future := self._next.pop(worker, None)) is not None and not future.done():
-                future.set_result(None)
+            self._numbers.pop(worker, None)
+            self._turns.notify_all()
+            if worker in self._tasks:
+                self._tasks.pop(worker).put_nowait(None)
 
     async def stop(self) -> None:
         """End after the step that is under way, as if it were the last."""
@@ -170,7 +183,7 @@ class Chief:
 
     async def _begin(self) -> None:
         job = self.job
-        self.agreement = Agreement(job.plan.workers, job.plan.staleness, job.plan.backup, order=job.order)
+        self.agreement = agreement_of(job)
         standings: list[Standing] = await asyncio.gather(*(s.where.remote() for s in self._servers))
         self._whole = await asyncio.to_thread(Whole, job)
         came_back = all(standing.number >= 0 for standing in standings)
@@ -179,7 +192,10 @@ class Chief:
             self.agreement.version = max(standing.number for standing in standings)
             next_piece = max(standing.next_piece for standing in standings)
             self.agreement.started = True
-            self._read_known()
+            if (known := self._known.read()) is not None:
+                members, self._unused = known
+                for worker in members:
+                    self.agreement.adopt(worker)
         else:
             batch = await asyncio.to_thread(self._whole.load) if job.resume else 0
             self._step = self._whole.step
@@ -192,70 +208,76 @@ class Chief:
                     for index, (server, pieces) in enumerate(zip(self._servers, job.shards, strict=True))
                 )
             )
+        self._version = self.agreement.version
         self._handout = Handout(next_piece, job.num_parts, job.steps_each)
         self._tally = Tally(job.out, job.make_log(self._step + 1))
         self._rate = self._whole.rate(self._step)
         if came_back:
             self._tally.event("chief", f"the chief came back, at update {self.agreement.version}")
 
-    async def _event(self, worker: int, happen: Any) -> Task | None:
-        """Take an event, carry out what it decides, and wait until its worker may go on."""
-        await self.begin()
-        async with self._lock:
-            if self._finishing:
-                return None
-            future = self._next[worker] = asyncio.get_running_loop().create_future()
-            decisions = happen()
-            self._write_known()
-            await self._carry_out(decisions)
-        return await future
+    async def _take(self, happen: Callable[[], list[Decision]]) -> None:
+        """Take an event, and carry out what it decides."""
+        decisions = happen()
+        self._write_known()
+        await self._carry_out(decisions)
+
+    async def _next(self, worker: int) -> Task | None:
+        """The worker's next task. The end comes once what it has pushed is used: its gradients go with its process."""
+        if self._finishing:
+            await self._over.wait()
+            return None
+        tasks = self._tasks.setdefault(worker, asyncio.Queue())
+        if (task := await tasks.get()) is None:
+            tasks.put_nowait(None)  # for who else waits
+        return task
 
     async def _carry_out(self, decisions: Sequence[Decision]) -> None:
-        goes = [decision.worker for decision in decisions if isinstance(decision, Go)]
+        goes: list[int] = []  # who goes on together, after one update and before another
         for decision in decisions:
+            if self._finishing:
+                return
+            if isinstance(decision, Go):
+                goes.append(decision.worker)
+                continue
+            self._go(goes)
+            goes = []
             if isinstance(decision, Commit):
                 await self._commit(decision)
             elif isinstance(decision, Late):
-                self._tally.took(self._notes.pop(decision.worker)[0])
+                self._tally.took(self._notes[decision.worker].pop(0)[0])
                 self._tally.count("late")
             elif isinstance(decision, Refuse):
-                self._notes.pop(decision.worker, None)
+                self._notes[decision.worker].pop()
                 self._tally.count("refused")
                 self._tally.event("refused", f"a push was refused: {decision.why}", worker=decision.worker)
-                if (future := self._next.get(decision.worker)) is not None and decision.worker not in goes:
-                    future.set_result(None)
-        if goes and not self._finishing:
-            self._go(goes)
+                if Go(decision.worker) not in decisions:
+                    self._tasks.setdefault(decision.worker, asyncio.Queue()).put_nowait(None)
+        self._go(goes)
 
     def _go(self, workers: Sequence[int]) -> None:
+        if self._finishing or not workers:
+            return
         steps = self._steps_ahead()
         self._saves = not self.job.is_local or self._stopped or self._is_due(self._step, self._step + steps)
-        for worker, (piece, then) in self._handout.give(workers).items():
-            task = Task(self.agreement.version, piece, then, self._read(), self._step, steps, self._saves)
-            self._tasks[worker] = task
-            if (future := self._next.get(worker)) is not None and not future.done():
-                future.set_result(task)
-
-    async def _fresh_task(self, worker: int) -> Task:
-        """For a worker that another chief had given a task."""
-        self.agreement.adopt(worker)
-        self._go([worker])
-        return self._tasks[worker]
+        for worker, piece, then in self._handout.give(workers):
+            task = Task(self._version, piece, then, self._read(), self._step, steps, self._saves)
+            self._tasks.setdefault(worker, asyncio.Queue()).put_nowait(task)
 
     def _read(self) -> tuple[Any, ...]:
         """References to the values of this version, which all who take them share."""
-        version = self.agreement.version
-        if self._values is None or self._values[0] != version:
-            self._values = (version, tuple(server.read.remote() for server in self._servers))
+        if self._values is None or self._values[0] != self._version:
+            self._values = (self._version, tuple(server.read.remote() for server in self._servers))
         return self._values[1]
 
     async def _commit(self, commit: Commit) -> None:
         """Have every server make the update."""
-        taken = [self._notes.pop(worker) for worker in commit.members]
+        self._version = commit.number
+        taken = [self._notes[worker].pop(0) for worker in commit.members]
         notes = [note for note, _ in taken]
         self._tally.commit(commit, notes)
         members = tuple(
-            Member(note.worker, share, note.base, note.job) for note, share in zip(notes, commit.shares, strict=True)
+            Member(note.worker, note.number, share, note.base, note.job)
+            for note, share in zip(notes, commit.shares, strict=True)
         )
         before, step = self._step, self._step + (self._steps_ahead() if commit.ends_step else 0)
         two_phase = self.job.clip_norm is not None and self.agreement.synchronous and not self.job.is_local
@@ -345,9 +367,6 @@ class Chief:
         if self._finishing:
             return
         self._finishing = True
-        for future in self._next.values():
-            if not future.done():
-                future.set_result(None)
         asyncio.get_running_loop().create_task(self._close())
 
     async def _close(self) -> None:
@@ -355,6 +374,8 @@ class Chief:
             await asyncio.gather(*self._background, return_exceptions=True)
         self._tally.close()
         self._over.set()
+        for tasks in self._tasks.values():
+            tasks.put_nowait(None)
 
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         async def guarded() -> None:
@@ -370,20 +391,4 @@ class Chief:
         task.add_done_callback(self._background.discard)
 
     def _write_known(self) -> None:
-        """What a chief that comes back has to know, and servers do not: who is a member, and what has been said."""
-        known = {"job": self.job.name, "members": sorted(self.agreement.clocks), "unused": self._unused}
-        if (text := json.dumps(known)) != self._written:
-            new = self._known_file.with_suffix(".new")
-            new.write_text(text)
-            new.replace(self._known_file)
-            self._written = text
-
-    def _read_known(self) -> None:
-        try:
-            found = json.loads(self._known_file.read_text())
-        except (OSError, ValueError):
-            return
-        if found["job"] == self.job.name:
-            self._unused = found["unused"]
-            for worker in found["members"]:
-                self.agreement.adopt(worker)
+        self._known.write(sorted(self.agreement.clocks), self._unused)

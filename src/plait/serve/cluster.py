@@ -115,9 +115,10 @@ def num_cpus(job: Job) -> int:
 
 
 def store_bytes(job: Job) -> int:
-    """Values and gradients under way: of every worker the values it has and those it gets, and two gradients."""
+    """Values and gradients under way: of every worker the values it has and those it gets, and two gradients; values
+    and a gradient more for each task that it has beside the one that it computes."""
     size = sum(variable.num_bytes for variable in job.variables)
-    return max(_SMALLEST_STORE, int(1.2 * size * (4 * job.plan.workers + 4)))
+    return max(_SMALLEST_STORE, int(1.2 * size * ((4 + 2 * job.plan.overlap) * job.plan.workers + 4)))
 
 
 def _check_room(ray: Any, job: Job) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from plait.comm.protocol import World
-from plait.decide.rowhash import Ids
 from plait.errors import CaptureError
 from plait.run.compiler import Captures, Compiler
 from plait.run.eager import EagerReplica, refuse_unless_data_only
@@ -25,7 +24,7 @@ from plait.run.state import is_whole, local_part
 from plait.serve.feed import Feed
 from plait.serve.job import Job, fingerprint_of, variables_of
 from plait.serve.notes import Task
-from plait.serve.tables.local import LocalTables
+from plait.serve.tables.local import LocalTables, Lookup
 from plait.serve.tables.module import specs_of, tables_away
 from plait.serve.wire import to_array, wholes
 from plait.trainer import step_key
@@ -65,44 +64,41 @@ class Computing:
         compiler = Compiler(Captures(model, loss_fn, world.device), within, job.layouts)
         self.replica: Replica | EagerReplica
         try:
-            self.replica = Replica(compiler, world, self.tables.localised(first), job.seed, True, self.homes)
+            self.replica = Replica(compiler, world, self.tables.localised(first)[0], job.seed, True, self.homes)
         except CaptureError as error:
             refuse_unless_data_only(error, within, world)
             warnings.warn(f"the model runs as it is, not as a graph: {error}", stacklevel=2)
             self.replica = EagerReplica(model, loss_fn, within, world)
 
-    def read(self, task: Task) -> Any:
-        """The batch of a task; the next one's is read meanwhile."""
+    def read(self, task: Task) -> tuple[Any, Lookup]:
+        """The batch of a task, and the rows of tables that it wants; the next one's is read meanwhile."""
         return self.tables.localised(self.feed.read(task.piece, task.then))
 
-    def wanted(self, server: int) -> list[Ids]:
-        """Of every table, the ids of the rows of that server which the batch that was read wants."""
-        return self.tables.wanted(server)
-
     def compute(
-        self, task: Task, batch: Any, flats: Sequence[np.ndarray], rows: Sequence[Sequence[np.ndarray]] = ()
+        self,
+        task: Task,
+        batch: tuple[Any, Lookup],
+        flats: Sequence[np.ndarray],
+        rows: Sequence[Sequence[np.ndarray]] = (),
     ) -> Gradient:
-        """Forward and backward on these values."""
-        self._take(flats, rows)
-        return self._gradient(batch, task.piece)
+        """Forward and backward on what was read, with these values: each server's shard as bytes, which must stay as
+        they are, and of every server the rows of its tables that the batch wants."""
+        self._take(flats, self.tables.weights(batch[1], rows))
+        return self._gradient(*batch, task.piece)
 
-    def _take(self, flats: Sequence[np.ndarray], rows: Sequence[Sequence[np.ndarray]] = ()) -> None:
-        """Compute on these values from now on: each server's shard as bytes, which must stay as they are, and of every
-        server the rows of its tables that the batch wants."""
-        weights = self.tables.weights(rows) if self.tables.tables else {}
+    def _take(self, flats: Sequence[np.ndarray], weights: dict[str, Tensor]) -> None:
         for name, value in (weights | wholes(flats, self.job.shards)).items():
             self._set(name, value)
         self.replica.updated()
 
-    def _gradient(self, batch: Any, piece: int) -> Gradient:
-        """Forward and backward on the batch of a piece."""
+    def _gradient(self, batch: Any, lookup: Lookup, piece: int) -> Gradient:
         result = self.replica.run(batch, step_key(self.job.seed, piece))
         found = self._whole(result.gradients)
         if self.job.clip_norm is not None and self.job.plan.staleness != 0:
             _clip(list(found.values()), self.job.clip_norm)
         weight = float(result.parts[1]) if result.parts is not None else float(num_rows(batch))
         persistent = {n: to_array(b).copy() for n, b in self.replica.buffers.items() if n in self._persistent}
-        pushes = self.tables.pushes(found)
+        pushes = self.tables.pushes(lookup, found)
         arrays = tuple([*dense, *rows] for dense, rows in zip(self._arrays(found), pushes, strict=True))
         return Gradient(float(result.loss), weight, num_tokens(batch), arrays, persistent)
 

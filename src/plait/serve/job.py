@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from plait.decide.agreement import Agreement
 from plait.decide.balance import Piece, Variable
 from plait.errors import BatchError, PlanError
 from plait.graph.dtypes import torch_name
@@ -148,6 +149,12 @@ class Fingerprint:
                 return f"its {name} is {there[1]}{list(there[0])} and the run's {dtype}{list(shape)}"
         extra = sorted(theirs.keys() - mine.keys())
         return f"it has {extra[0]}, which the run has not" if extra else ""
+
+
+def agreement_of(job: Job) -> Agreement:
+    """How the job's workers agree, before any has joined."""
+    plan = job.plan
+    return Agreement(plan.workers, plan.staleness, plan.backup, order=job.order, overlap=plan.overlap)
 
 
 def fingerprint_of(variables: Sequence[Variable], tables: Sequence[TableSpec], plan: Plan) -> Fingerprint:

@@ -26,6 +26,7 @@ from plait.serve.computing import Gradient, num_tokens
 from plait.serve.feed import Feed
 from plait.serve.job import Job, fingerprint_of, variables_of
 from plait.serve.notes import Task
+from plait.serve.tables.local import Lookup
 from plait.serve.wire import dtype_of, packed, to_array, to_tensor, views, wholes
 from plait.trainer import Trainer
 
@@ -45,16 +46,15 @@ class LocalSteps:
         self.trainer.prepare(self.feed.read(0))
         self._is_new = True
 
-    def read(self, task: Task) -> Any:
-        """The first batch of a task; what comes next is read meanwhile."""
-        return self.feed.read(task.piece, self._piece(task, 1) if task.num_steps > 1 else task.then)
+    def read(self, task: Task) -> tuple[Any, Lookup]:
+        """The first batch of a task; what comes next is read meanwhile. No table's rows are wanted."""
+        return self.feed.read(task.piece, self._piece(task, 1) if task.num_steps > 1 else task.then), Lookup({}, {})
 
-    def wanted(self, server: int) -> list[Any]:
-        """The rows of tables, of which there are none."""
-        return []
-
-    def compute(self, task: Task, batch: Any, flats: Sequence[np.ndarray], rows: Sequence[Any] = ()) -> Gradient:
+    def compute(
+        self, task: Task, first: tuple[Any, Lookup], flats: Sequence[np.ndarray], rows: Sequence[Any] = ()
+    ) -> Gradient:
         """Take the task's steps from these values, each server's shard as bytes; what changed is the gradient."""
+        batch, _ = first
         self._catch_up(task.step)
         self._take(flats)
         losses, tokens, reading = [], 0, 0.0

@@ -34,11 +34,14 @@ class Refused:
 
 @dataclass(frozen=True)
 class Note:
-    """What comes with a push. Seconds are of the step that made it: waiting for values, and for data; `moved` are
-    the bytes that it pulled and pushed."""
+    """What comes with a push, the `number`th of its worker, made on a piece of the data and on values of version
+    `base`. Seconds are of the step that made it: waiting for values, and for data; `moved` are the bytes that it
+    pulled and pushed."""
 
     worker: int
+    number: int
     job: str
+    piece: int
     base: int
     loss: float
     weight: float

@@ -20,10 +20,11 @@ from plait.decide.handout import Handout
 from plait.errors import PlanError
 from plait.serve.coding import Encoder
 from plait.serve.computing import Computing
-from plait.serve.job import Job
+from plait.serve.job import Job, agreement_of
 from plait.serve.local_steps import LocalSteps
 from plait.serve.notes import Task
 from plait.serve.server import Member, Order, Server, Standing
+from plait.serve.tables.local import Lookup
 from plait.serve.whole import Whole
 
 
@@ -40,6 +41,15 @@ class Rehearsed:
 def rehearse(job: Job, order: Sequence[int]) -> Rehearsed:
     """Run the job's plan in which worker `order[k]` makes the kth push. PlanError for an order that cannot be."""
     return _Rehearsal(dataclasses.replace(job, order=tuple(order))).run()
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A task, whose values are arrays, with its batch and the rows that this wants as they were when it was given."""
+
+    task: Task
+    batch: tuple[Any, Lookup]
+    rows: list[list[np.ndarray]]
 
 
 class _Rehearsal:
@@ -60,27 +70,26 @@ class _Rehearsal:
         for index, (server, pieces) in enumerate(zip(self.servers, job.shards, strict=True)):
             server.start(whole.values(pieces), whole.state(index), Standing(0))
         self.handout = Handout(0, job.num_parts, job.steps_each)
-        self.tasks: dict[int, Task] = {}  # of each worker; values are arrays
-        self.rows: dict[int, list[list[np.ndarray]]] = {}  # that its batch wants, as they were when it began
+        self.tasks: dict[int, list[_Begun]] = {worker: [] for worker in range(job.plan.workers)}
         self.pushes: dict[int, tuple[int, list[list[np.ndarray | None]]]] = {}
         self.commits: list[Commit] = []
         self.step = 0
 
     def run(self) -> Rehearsed:
         job = self.job
-        agreement = Agreement(job.plan.workers, job.plan.staleness, job.plan.backup, order=job.order)
+        agreement = agreement_of(job)
         losses = []
         for worker in range(job.plan.workers):
             self._carry_out(agreement, agreement.join(worker))
         for worker in job.order:
-            if worker not in self.tasks:
+            if not self.tasks[worker]:
                 raise PlanError(f"the order has worker {worker} push, which waits for others by the plan {job.plan}")
-            task, computing = self.tasks.pop(worker), self.computing[worker]
-            rows = self.rows.pop(worker) if job.tables else []
-            found = computing.compute(task, computing.read(task), task.values, rows)
+            begun, computing = self.tasks[worker].pop(0), self.computing[worker]
+            task = begun.task
+            found = computing.compute(task, begun.batch, task.values, begun.rows)
             push = self.encoders[worker].encode(found.arrays)
             self.pushes[worker] = (task.version, [[None if a is None else a.copy() for a in each] for each in push])
-            self.handout.used(worker)
+            self.handout.used(worker, task.piece)
             losses.append(found.loss)
             self._carry_out(agreement, agreement.push(Push(worker, task.version, found.weight)))
         for computing in set(self.computing):
@@ -97,21 +106,19 @@ class _Rehearsal:
             elif isinstance(decision, Refuse):
                 raise PlanError(decision.why)
         given = self.handout.give([decision.worker for decision in decisions if isinstance(decision, Go)])
-        for worker, (piece, then) in given.items():
+        for worker, piece, then in given:
             values = tuple(server.read().copy() for server in self.servers)
             task = Task(agreement.version, piece, then, values, self.step, self.job.steps_each)
-            self.tasks[worker] = task
-            if self.job.tables:
-                computing = self.computing[worker]
-                computing.read(task)
-                self.rows[worker] = [server.pull(computing.wanted(i)) for i, server in enumerate(self.servers)]
+            batch = self.computing[worker].read(task)
+            rows = [server.pull(batch[1].wanted(index)) for index, server in enumerate(self.servers)]
+            self.tasks[worker].append(_Begun(task, batch, rows))
 
     def _commit(self, commit: Commit) -> None:
         self.commits.append(commit)
         self.step += commit.ends_step * self.job.steps_each
         taken = [self.pushes.pop(worker) for worker in commit.members]
         members = tuple(
-            Member(worker, share, base, self.job.name)
+            Member(worker, commit.number, share, base, self.job.name)
             for worker, share, (base, _) in zip(commit.members, commit.shares, taken, strict=True)
         )
         clip = None if self.job.is_local or self.job.plan.staleness != 0 else self.job.clip_norm

@@ -34,9 +34,11 @@ _PART_FOR_SNAPSHOTS = 0.02
 
 @dataclass(frozen=True)
 class Member:
-    """Whose gradient is part of an update, in which share, made on which version, in which run."""
+    """Whose gradient is part of an update, in which share, made on which version, in which run; the how manyth it is
+    of its worker's."""
 
     worker: int
+    number: int
     share: float
     base: int
     job: str
@@ -71,7 +73,7 @@ class Done:
 class Standing:
     """Where a server is; `number` is -1 for one that has no values yet.
 
-    `used` has, of every worker, the version of the last gradient that was used: a chief that comes back may be given a
+    `used` has, of every worker, the number of its last gradient that was used: a chief that comes back may be given a
     push once more. `unused` counts updates that were lost and gradients that were refused.
     """
 
@@ -143,7 +145,7 @@ class Server:
             else:
                 gradients.append(found)
                 shares.append(member.share)
-                here.used[member.worker] = member.base
+                here.used[member.worker] = member.number
         here.unused += lost + len(refused)
         square = 0.0
         if gradients:
@@ -221,8 +223,8 @@ class Server:
             return f"worker {member.worker} pushes for the job {member.job}, and this server is of {self.job}"
         if not 0 <= member.base < number:
             return f"worker {member.worker} pushes a gradient of version {member.base}, which there has not been"
-        if member.base <= self.standing.used.get(member.worker, -1):
-            return f"worker {member.worker} pushes its gradient of version {member.base} a second time"
+        if member.number <= self.standing.used.get(member.worker, 0):
+            return f"worker {member.worker} pushes its gradient {member.number} a second time"
         try:
             arrays = self.fetch(push)
         except Exception as error:  # whatever the transport says of objects whose owner is gone

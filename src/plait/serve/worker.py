@@ -9,22 +9,18 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from plait.comm.process import process_world
 from plait.run.tuning import keep_freed_memory
-from plait.serve.coding import Encoder
 from plait.serve.computing import Computing
 from plait.serve.job import Job
+from plait.serve.link import Link
 from plait.serve.local_steps import LocalSteps
-from plait.serve.notes import Note, Refused, Task
-
-_BETWEEN_TRIES = 0.2  # seconds
+from plait.serve.notes import Refused, Task
 
 
 class Worker:
@@ -33,7 +29,6 @@ class Worker:
     def __init__(self, job: Job, rank: int = 0, size: int = 1) -> None:
         self._job, self._rank, self._size = job, rank, size
         self._computing: Computing | LocalSteps | None = None
-        self._encoder = Encoder(job.coding, job.shards)
         torch.set_num_threads(job.num_threads)
         keep_freed_memory()
 
@@ -66,59 +61,32 @@ class Worker:
     def run(self, chief: Any, worker: int, peers: Sequence[Any] = (), address: Any = None) -> Refused | None:
         """The life of a worker, on its first rank. Returns when there is nothing left to do, or why it may not join."""
         self.begin(address)
-        task = self.join(chief, worker, peers)
-        while isinstance(task, Task):
-            task = self.once(task)
-        return task
+        if (refused := self.join(chief, worker, peers)) is not None:
+            return refused
+        while self.once():
+            pass
+        self._link.close()
+        return None
 
-    def join(self, chief: Any, worker: int, peers: Sequence[Any] = ()) -> Task | Refused | None:
-        """Ask the chief for something to do."""
+    def join(self, chief: Any, worker: int, peers: Sequence[Any] = ()) -> Refused | None:
+        """Ask the chief for something to do; `peers` are the other ranks."""
+        assert self._computing is not None
+        self._peers = peers
+        self._link = Link(self._job, chief, worker, self._computing)
+        return self._link.join()
+
+    def once(self) -> bool:
+        """Do a task, and push what comes of it; False when there is none any more."""
         import ray
 
         assert self._computing is not None
-        self._chief, self._worker, self._peers = chief, worker, peers
-        self._servers = [ray.get_actor(name) for name in self._job.server_names] if self._job.tables else []
-        found: Task | Refused | None = ray.get(chief.join.remote(worker, self._computing.fingerprint))
-        self._asked = time.perf_counter()
-        return found
-
-    def once(self, task: Task) -> Task | None:
-        """Do a task, and push what comes of it; returns the next one."""
-        import ray
-
-        assert self._computing is not None
-        begun = time.perf_counter()
-        batch = self._computing.read(task)
-        data_seconds = time.perf_counter() - begun
-        try:
-            rows = ray.get(self._pull_rows())
-            arrays = ray.get(list(task.values))
-        except ray.exceptions.RayTaskError:
-            raise
-        except ray.exceptions.RayError:  # a server or the chief is gone, and comes back
-            time.sleep(_BETWEEN_TRIES)
-            again: Task | None = ray.get(self._chief.again.remote(self._worker))
-            return again
-        waited = time.perf_counter() - self._asked - data_seconds
-        others = [peer.compute.remote(task) for peer in self._peers]
-        found = self._computing.compute(task, batch, arrays, rows)
+        if (work := self._link.next()) is None:
+            return False
+        others = [peer.compute.remote(work.task) for peer in self._peers]
+        found = self._computing.compute(work.task, work.batch, work.arrays, work.rows)
         ray.get(others)
-        push = self._encoder.encode(found.arrays)
-        moved = _num_bytes(each for some in (arrays, *rows, *push) for each in some)
-        gradients = [ray.put(each) for each in push]
-        note = Note(
-            self._worker, self._job.name, task.version, found.loss, found.weight, found.tokens, waited,
-            data_seconds + found.reading, moved, found.buffers, found.moments,
-        )  # fmt: skip
-        self._asked = time.perf_counter()
-        after: Task | None = ray.get(self._chief.push.remote(note, gradients))
-        return after
-
-    def _pull_rows(self) -> list[Any]:
-        """References to the rows that the batch wants, of every server; none without tables."""
-        assert self._computing is not None
-        wanted = self._computing.wanted
-        return [server.pull.remote(wanted(index)) for index, server in enumerate(self._servers)]
+        self._link.push(work, found)
+        return True
 
     def watch(self) -> None:
         """Returns never: whoever waits for it learns that this process is gone."""
@@ -126,7 +94,3 @@ class Worker:
 
     def pid(self) -> int:
         return os.getpid()
-
-
-def _num_bytes(arrays: Iterable[np.ndarray | None]) -> int:
-    return sum(array.nbytes for array in arrays if array is not None)

@@ -96,7 +96,7 @@ class Plan:
         Choice(("kept", "averaged", "reset")), "kept", "what becomes of the optimizer's moments when replicas agree"
     )
     streaming: int = _key(Number(1), 1, "parts of the model that agree one after the other within an interval")
-    overlap: int = _key(Number(0), 0, "steps that go on while the replicas exchange")
+    overlap: int = _key(Number(0), 0, "steps that go on while replicas exchange, or a worker with its servers")
     compress: Compression = _key(Compressions(), NO_COMPRESSION, "how what replicas exchange is made smaller")
     uncompressed: tuple[tuple[str, str], ...] = _key(
         Family("compress.", Choice(("none",))), (), "parameters, by name pattern, that are exchanged as they are"

@@ -27,8 +27,6 @@ NOT_TOGETHER: tuple[tuple[str, str, str, tuple[str, ...], str, str], ...] = (
      "write tensor=N within the brackets, or leave stages= out"),
     ("workers", GIVEN, "streaming", (GIVEN,), "a worker pushes all that its steps have changed",
      "leave streaming= out, or use data=N in place of workers="),
-    ("workers", GIVEN, "overlap", (GIVEN,), "a worker takes the values that come of its push before it goes on",
-     "leave overlap= out, or use data=N in place of workers="),
     ("workers", GIVEN, "moments", ("averaged",), "each worker keeps its moments to itself",
      "use moments=reset, or data=N in place of workers="),
     ("sync", GIVEN, "home.parameters", ("disk",), "replicas exchange what is in memory", "use home.parameters=host"),
@@ -37,9 +35,9 @@ NOT_TOGETHER: tuple[tuple[str, str, str, tuple[str, ...], str, str], ...] = (
 )  # fmt: skip
 
 OF_PIPELINES = ("schedule", "chunks", "cut")
-OF_LOCAL = ("outer", "outer.lr", "outer.momentum", "moments", "streaming", "overlap")
+OF_LOCAL = ("outer", "outer.lr", "outer.momentum", "moments", "streaming")
 OF_SERVERS = ("servers", "staleness", "backup")
-OF_AGREEMENT = ("sync", *OF_LOCAL, "compress", "compress.", "workers", *OF_SERVERS)
+OF_AGREEMENT = ("sync", *OF_LOCAL, "overlap", "compress", "compress.", "workers", *OF_SERVERS)
 
 # (keys that make sense only with one of the others, those, what is said of one that is given alone)
 NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
@@ -55,7 +53,11 @@ NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
      " being 2 or more, or leave {key}= out"),
     (("outer.lr", "outer.momentum"), ("outer",),
      "{key}={value} is about an outer optimizer, and the plan has none; add outer=sgd"),
-    (("streaming", "overlap"), ("outer",),
+    (("overlap",), ("sync", "workers"),
+     "{key}={value} is about replicas that agree every n steps, or workers, and this plan has neither; give sync=N with"
+     " it, N being 2 or more, or leave {key}= out"),
+    (("streaming",), ("outer",), "{key}={value} needs an outer optimizer; add outer=nesterov, or outer=sgd"),
+    (("overlap",), ("outer", "workers"),
      "{key}={value} needs an outer optimizer; add outer=nesterov, or outer=sgd"),
     (("compress.",), ("compress",), "{value} names an exception, and the plan compresses nothing; give compress=KIND"),
     (("sync", "compress"), ("data", "replica", "workers"),
@@ -86,6 +88,8 @@ def refuse_together(values: Mapping[str, str], given: Collection[str]) -> None:
         _refuse_backup(values)
     if "workers" in given and "sync" in given:
         _refuse_rounds_of_workers(values)
+    if "workers" in given and "overlap" in given:
+        _refuse_overlap_of_workers(values, given)
     if "workers" not in given and ("sync" in given or "compress" in given):
         _refuse_replicas(values, "sync" if "sync" in given else "compress", given)
 
@@ -111,6 +115,21 @@ def _refuse_rounds_of_workers(values: Mapping[str, str]) -> None:
         raise PlanError(
             f"sync={sync} grows, which workers do not do: they come and go in the middle of it; give one number, such"
             f" as sync={sync.partition('..')[2]}"
+        )
+
+
+def _refuse_overlap_of_workers(values: Mapping[str, str], given: Collection[str]) -> None:
+    overlap, staleness = values["overlap"], values["staleness"]
+    if staleness == "0":
+        waits = "the mean of all" if "sync" in given else "the update of all"
+        raise PlanError(
+            f"overlap={overlap} has a worker compute on values that its push before is not in, and with staleness=0 it"
+            f" waits for {waits}; leave overlap= out, or use staleness={overlap} or none"
+        )
+    if staleness != "none" and int(overlap) > int(staleness):
+        raise PlanError(
+            f"overlap={overlap} tasks beside the one that a worker computes put it further ahead than"
+            f" staleness={staleness} lets it be; give overlap={staleness} or staleness={overlap}"
         )
 
 
