@@ -34,6 +34,7 @@ from plait.serve.worker import Worker
 from plait.spec.plan import Plan
 
 NUM_WORKERS = 2
+PLANS = [f"workers={NUM_WORKERS} servers=1", f"workers={NUM_WORKERS} servers=1 overlap=1"]
 TARGETS = """To reach, on `small`: plait at least 95% of the throughput of two independent processes, which is a time of
 at most 1.053 of theirs; plait / plain Ray actor at most 0.93; plait / torch.distributed.rpc at most 0.4; bytes per step
 within 5% of twice the parameters. Milliseconds a step of each worker; a worker's batch is half of the global batch.
@@ -65,7 +66,7 @@ def make_data(workload: str) -> tuple[Any, Any]:
     return Rows(workload), None
 
 
-def job_of(workload: str, out: str, plan: str = f"workers={NUM_WORKERS} servers=1") -> Job:
+def job_of(workload: str, out: str, plan: str) -> Job:
     return make_job(
         Plan.parse(plan), make_model=functools.partial(make_model, workload), optimizer=optimizer,
         make_data=functools.partial(make_data, workload), num_items=GLOBAL_BATCH * 1000, batch_size=GLOBAL_BATCH,
@@ -91,13 +92,13 @@ class TurnWorker(Worker):
 class Plait:
     """plait's own actors, driven turn by turn."""
 
-    def __init__(self, ray: Any, workload: str) -> None:
+    def __init__(self, ray: Any, workload: str, plan: str) -> None:
         self._ray, self._out = ray, tempfile.mkdtemp(prefix="plait-bench-")
-        job = job_of(workload, self._out)
-        self._server = ray.remote(name=f"server-{workload}")(ServerActor).remote(
+        job = job_of(workload, self._out, plan)
+        self._server = ray.remote(name=job.server_names[0])(ServerActor).remote(
             job.name, job.shards[0], job.optimizer, None, self._out + "/servers/0"
         )
-        self._chief = ray.remote(ChiefActor).remote(job, [f"server-{workload}"])
+        self._chief = ray.remote(ChiefActor).remote(job, job.server_names)
         ray.get(self._chief.begin.remote())
         self._workers = [ray.remote(TurnWorker).remote(job) for _ in range(NUM_WORKERS)]
         ray.get([worker.ready.remote(self._chief, index) for index, worker in enumerate(self._workers)])
@@ -234,7 +235,7 @@ def contenders(ray: Any, workload: str) -> dict[str, Any]:
         "two independent, fused AdamW": Processes(Variant("fused", variants.independent, (workload, True))),
         "plain Ray actor server": Plain(ray, workload),
         "torch.distributed.rpc server": Processes(Variant("rpc", rpc_rank, (workload,), 3), 1),
-        "plait workers=2 servers=1": Plait(ray, workload),
+        **{f"plait {plan}": Plait(ray, workload, plan) for plan in PLANS},
     }
 
 
