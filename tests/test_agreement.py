@@ -162,7 +162,7 @@ def test_pieces_of_workers_with_several_tasks() -> None:
     assert handout.give([0, 1, 0, 1]) == [(0, 0, 2), (1, 1, 3), (0, 2, 4), (1, 3, 5)]
     handout.used(0, 0)
     assert handout.give([0]) == [(0, 4, 6)] and handout.holds(0, 2) and not handout.holds(0, 0)
-    handout.take_back(0)
+    assert handout.take_back(0) == [2, 4]
     assert [piece for _, piece, _ in handout.give([7, 7, 7])] == [2, 4, 6]
 
 

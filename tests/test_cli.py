@@ -79,6 +79,12 @@ def test_bad_input_is_one_message(folder: Path, arguments: list[str], parts: lis
     assert not (folder / "run").exists()
 
 
+def test_the_plan_of_the_environment_is_for_as_many_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLAIT_PLAN", "data=3")
+    result = CliRunner().invoke(app, ["run", "text.txt", "--processes", "2"])
+    assert result.exit_code == 2 and "'data=3' is for 3 processes, not 2" in result.stderr
+
+
 def test_version() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout.startswith("plait 0.")
 

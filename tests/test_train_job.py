@@ -11,6 +11,7 @@ import pytest
 from plait.errors import CheckpointError, ConfigError, LossError
 from plait.run.saving import checkpoint
 from plait.spec.plan import Plan
+from plait.train import serving
 from plait.train.build import check_job
 from plait.train.config import Config, load_config
 from plait.train.job import Outcome, run_job
@@ -119,6 +120,15 @@ def test_resume_of_a_damaged_checkpoint_is_refused_before_the_start(folder: Path
     file.write_bytes(file.read_bytes()[:-9])
     with pytest.raises(CheckpointError, match=rf"{file.name} \(crc32 \w+\) has"):
         train("train.steps=5", resume=True)
+
+
+def test_resume_with_servers_is_checked_before_anything_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "cluster", lambda job: pytest.fail("Ray was started"))
+    train("train.steps=2")
+    plan = Plan.parse("workers=2 servers=1")
+    for change, why in (("model.width=32", "made by another model"), ("train.seed=5", "seed and number of items were")):
+        with pytest.raises(CheckpointError, match=why):
+            serving.run_served(config(change, "train.steps=4", "train.evaluate_every=0"), plan, resume=True)
 
 
 def test_checkpoints_elsewhere_and_as_many_as_asked_for(folder: Path) -> None:

@@ -276,8 +276,8 @@ def _choose_plan(text: str | None, processes: int | None) -> Plan:
         chosen.check_processes(num_processes())
         os.environ["PLAIT_PLAN"] = str(chosen)
         return chosen
-    if text is None:
-        return Plan.for_processes(processes or 1) if processes or "PLAIT_PLAN" not in os.environ else resolve_plan(None)
+    if text is None and "PLAIT_PLAN" not in os.environ:
+        return Plan.for_processes(processes or 1)
     chosen = _plan_of(text)
     if processes is not None and chosen.workers:
         raise PlanError(

@@ -44,11 +44,12 @@ class Handout:
         if self.holds(worker, piece):
             self._now[worker].remove(piece)
 
-    def take_back(self, worker: int) -> None:
-        """The worker is gone: others get what it was given and has not used."""
-        ahead = [self._ahead.pop(worker)] if worker in self._ahead else []
-        for piece in [*self._now.pop(worker, ()), *ahead]:
+    def take_back(self, worker: int) -> list[int]:
+        """The worker is gone: others get what it was given and has not used. Returns what it was to work on."""
+        now = self._now.pop(worker, [])
+        for piece in now + ([self._ahead.pop(worker)] if worker in self._ahead else []):
             heapq.heappush(self._returned, piece)
+        return now
 
     def _after(self, worker: int, piece: int) -> int:
         now = self._now[worker]

@@ -128,10 +128,11 @@ class Chief:
         """A worker is gone. What it was working on goes to others."""
         await self.begin()
         async with self._lock:
-            self._handout.take_back(worker)
+            batches = [piece // self.job.num_parts for piece in self._handout.take_back(worker)]
             if killed:
-                lost = "its unfinished steps are lost" if self.job.plan.overlap else "its unfinished step is lost"
-                self._tally.event("worker", f"worker {worker} is gone ({why}); {lost}", worker=worker)
+                on = f", on {', '.join(f'batch {batch}' for batch in batches)} of the data," if batches else ""
+                text = f"worker {worker} is gone ({why}); what it had not finished{on} is lost"
+                self._tally.event("worker", text, worker=worker, batches=batches)
             else:
                 self._tally.event("worker", f"worker {worker} has left", worker=worker)
             decisions = self.agreement.leave(worker)

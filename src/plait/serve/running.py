@@ -95,10 +95,7 @@ class Running:
         if cpus and not has_room:
             self.chief.note.remote("worker", f"worker {worker} begins once the Ray cluster has {size} free CPUs for it")
         actors = [make.remote(self.job, rank, size) for rank in range(size)]
-        address = self._get(actors[0].address.remote()) if size > 1 else None
-        for actor in actors[1:]:
-            actor.begin.remote(address)
-        life = actors[0].run.remote(self.chief, worker, actors[1:], address)
+        life = actors[0].run.remote(self.chief, worker, actors[1:])
         self._groups.append(_Group(worker, actors, life, [actor.watch.remote() for actor in actors[1:]]))
         return worker
 
@@ -167,7 +164,10 @@ class Running:
             return
         self._deaths += 1
         if self._deaths > _TRIES * self.job.plan.workers:
-            raise WorldError(f"workers die one after the other, and no step is done in between; the last: {why}")
+            raise WorldError(
+                f"workers die one after the other, and no step is done in between; the last: {why} (events.jsonl in"
+                f" {self.job.out} says at which batches of the data)"
+            )
         self.chief.leave.remote(group.worker, why)
         self.add_worker()
 

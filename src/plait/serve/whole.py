@@ -48,8 +48,21 @@ class Whole:
     def load(self) -> int:
         """Take over the newest checkpoint; returns the batch of the data to go on with, counted through all epochs."""
         extra = load.load(self.held, self.job.folder)
-        data, self.tables = extra.get("data"), extra.get("tables", {})
-        self.outer = extra.get("outer", {})
+        self.tables, self.outer = extra.get("tables", {}), extra.get("outer", {})
+        data = self._checked(extra)
+        scheduler = self.held.scheduler
+        self._rates.set_options(self.held.options(), None if scheduler is None else scheduler.state_dict())
+        self._first_step = self._rates.step_number = self.step
+        self._first_batch = int(data["epoch"]) * self._batches + int(data["items"]) // self.job.batch_size
+        return self._first_batch
+
+    def check(self) -> None:
+        """Raise what `load` would of another model, optimizer or data, without reading any values."""
+        self._checked(load.check(self.held, self.job.folder))
+
+    def _checked(self, extra: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Where the saved run's data stood."""
+        data = extra.get("data")
         if not isinstance(data, Mapping) or not {"epoch", "items", "seed", "size"} <= set(data):
             raise CheckpointError(f"the checkpoint in {self.job.folder} does not say where its data stood")
         here = (self.job.seed, self.job.num_items)
@@ -58,11 +71,7 @@ class Whole:
                 f"the data is not that of the saved run: seed and number of items were {data['seed']} and"
                 f" {data['size']}, and are now {here[0]} and {here[1]}; use the same data and seed, or start anew"
             )
-        scheduler = self.held.scheduler
-        self._rates.set_options(self.held.options(), None if scheduler is None else scheduler.state_dict())
-        self._first_step = self._rates.step_number = self.step
-        self._first_batch = int(data["epoch"]) * self._batches + int(data["items"]) // self.job.batch_size
-        return self._first_batch
+        return data
 
     def rate(self, step: int) -> float:
         """The learning rate of the step that follows `step`; asked for one after the other."""

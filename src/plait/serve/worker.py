@@ -32,7 +32,7 @@ class Worker:
         torch.set_num_threads(job.num_threads)
         keep_freed_memory()
 
-    def address(self) -> tuple[str, int]:
+    def _address(self) -> tuple[str, int]:
         """Where the ranks of this worker meet."""
         import ray
 
@@ -58,9 +58,15 @@ class Worker:
         assert self._computing is not None
         self._computing.compute(task, self._computing.read(task), ray.get(list(task.values)))
 
-    def run(self, chief: Any, worker: int, peers: Sequence[Any] = (), address: Any = None) -> Refused | None:
-        """The life of a worker, on its first rank. Returns when there is nothing left to do, or why it may not join."""
+    def run(self, chief: Any, worker: int, peers: Sequence[Any] = ()) -> Refused | None:
+        """The life of a worker, on its first rank; `peers` are the others. Returns when there is nothing left to do, or
+        why it may not join."""
+        import ray
+
+        address = self._address() if peers else None
+        others = [peer.begin.remote(address) for peer in peers]
         self.begin(address)
+        ray.get(others)
         if (refused := self.join(chief, worker, peers)) is not None:
             return refused
         while self.once():
@@ -69,7 +75,7 @@ class Worker:
         return None
 
     def join(self, chief: Any, worker: int, peers: Sequence[Any] = ()) -> Refused | None:
-        """Ask the chief for something to do; `peers` are the other ranks."""
+        """Ask the chief for something to do."""
         assert self._computing is not None
         self._peers = peers
         self._link = Link(self._job, chief, worker, self._computing)

@@ -17,6 +17,7 @@ from plait.serve.job import Job, check_plan
 from plait.serve.notes import Progress
 from plait.serve.prepare import make_job
 from plait.serve.running import Running
+from plait.serve.whole import Whole
 from plait.spec.plan import Plan
 from plait.train.build import (
     checkpoint_folder,
@@ -44,6 +45,8 @@ def check_served(config: Config, plan: Plan) -> None:
 def run_served(config: Config, plan: Plan, resume: bool = False) -> Outcome:
     """Train as `config` says with the plan's workers and servers, on this machine or on RAY_ADDRESS's cluster."""
     job = served_job(config, plan, resume)
+    if resume:
+        Whole(job).check()  # before anything starts
     started = time.monotonic()
     out, world = make_out(config), process_world(Plan().mesh, device="cpu")
     wanted = out / _WORKERS

@@ -52,6 +52,13 @@ def load(run: Run, path: Location) -> dict[str, Any]:
     return extra
 
 
+def check(run: Run, path: Location) -> dict[str, Any]:
+    """That `load` would find a checkpoint of this model and optimizer, by its manifest alone; returns its `extra`, with
+    tensors by name. For a run of one rank, with the errors of `load`."""
+    extra: dict[str, Any] = _Load(run, folder_of(_choose(path)))._common["extra"]
+    return extra
+
+
 def load_weights(run: Run, path: Location) -> None:
     """Take over parameters and buffers alone: of a checkpoint, a safetensors file, or a folder of such files.
 
