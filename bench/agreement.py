@@ -1,6 +1,6 @@
 """What agreeing later costs in loss: the byte GPT after as many tokens under each strategy, and the bytes it sent.
 
-python -m bench.agreement [--steps 400] [--write]
+python -m bench.agreement [PLAN ...] [--steps 400] [--write]
 """
 
 from __future__ import annotations
@@ -75,12 +75,13 @@ def train(training: Training, steps: int) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plans", nargs="*", default=PLANS, metavar="PLAN", help="the first is the others' measure")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--write", action="store_true")
     given = parser.parse_args()
     rows = ["| plan | unseen | against data=2 | bytes sent, of data=2 | ms/step |", "| --- " * 5 + "|"]
     base: tuple[float, float, float] | None = None
-    for plan in PLANS:
+    for plan in given.plans:
         group = Group(Variant(plan, Training, (plan,)))
         try:
             found = group.call(train, given.steps)[0]

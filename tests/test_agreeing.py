@@ -403,8 +403,6 @@ def test_what_replicas_cannot_do() -> None:
         train("data=2 compress=int8 compress.nope*=none", lambda trainer: trainer.step(gpt_batch(4)))
     with pytest.raises(PlanError, match="the memory of parameter servers is not predicted"):
         plait.memory(gpt(), loss_fn, gpt_batch(4), "workers=2 servers=1")
-    with pytest.raises(PlanError, match="verify runs no parameter servers"):
-        plait.verify(gpt(), loss_fn, gpt_batch(4), "workers=2 servers=1")
     with pytest.raises(BatchError, match="2 parts of 1 microbatches do not divide the batch of 3 rows"):
         train("data=2 sync=2", lambda trainer: trainer.step(gpt_batch(3)))
 

@@ -48,8 +48,8 @@ class Report:
     plan: str
     steps: int
     tolerance: float
-    losses: tuple[tuple[float, float], ...]  # (one device, plan) of each step
-    gradients: tuple[Difference, ...]  # of the first step, in the model's order
+    losses: tuple[tuple[float, float], ...]  # (one device, plan) of each step; with servers of each push
+    gradients: tuple[Difference, ...]  # of the first step, in the model's order; with servers none
     loss: float  # the largest difference of a loss, as in Difference
     parameters: tuple[Difference, ...]  # after the last step, in the model's order
     buffers: tuple[Difference, ...]
@@ -77,11 +77,12 @@ class Report:
 
     def __str__(self) -> str:
         one, plan = self.losses[-1]
+        last = "step" if len(self.losses) == self.steps else "push"
         lines = [
             f"plan             {self.plan}",
             f"steps            {self.steps}, tolerance {self.tolerance:g} of each tensor's largest value",
-            f"loss             {self.loss:.2e}  (last step: one device {one:.6f}, plan {plan:.6f})",
-            f"worst gradient   {self.worst_gradient}",
+            f"loss             {self.loss:.2e}  (last {last}: one device {one:.6f}, plan {plan:.6f})",
+            *([f"worst gradient   {self.worst_gradient}"] if self.gradients else []),
             f"worst parameter  {self.worst_parameter}",
         ]
         if self.buffers:

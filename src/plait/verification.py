@@ -25,6 +25,7 @@ from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.microbatch import microbatches
 from plait.run.references import one_device_step, stale_step
 from plait.run.scaling import FIRST_SCALE
+from plait.serve.verifying import ServedCheck
 from plait.spec.annotation import Annotations
 from plait.spec.plan import Plan
 from plait.trainer import OptimizerFactory, Trainer, step_key
@@ -62,12 +63,9 @@ class Verifier:
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         if not isinstance(plan, Plan):
             raise PlanError(f"the plan is a {type(plan).__name__}; give a Plan or its text, such as 'data=2 tensor=2'")
-        if plan.workers:
-            what = (
-                f"check what each worker runs, {str(plan.within)!r}" if str(plan.within) else "a worker is one device"
-            )
-            raise PlanError(f"verify runs no parameter servers; {what}")
         compiler = Compiler(self.captures, plan.within, layouts)
+        if plan.workers:
+            return self._verify_served(plan, compiler, layouts, tolerance)
         try:
             lowered = compiler.lowered(microbatches(batch_of_replica(self.batch, plan), plan.micro)[0])
         except CaptureError as error:
@@ -81,6 +79,16 @@ class Verifier:
         reference, again = self._reference(plan, lowered)
         mine = self._run_plan(plan, compiler, min(reference.scale, again[0].scale) / _HEADROOM)
         return compare(reference, mine, again, plan, tolerance, sorted(lowered.without_rule))
+
+    def _verify_served(self, plan: Plan, compiler: Compiler, layouts: Annotations | None, tolerance: float) -> Report:
+        check = ServedCheck(
+            plan, compiler, self.batch, self.steps, optimizer=self.optimizer, layouts=layouts, seed=self.seed,
+            clip_norm=self.clip_norm,
+        )  # fmt: skip
+        draws = range(4 if plan.compress.kind != "none" else 1)
+        again = [check.serial(self._twin(last_bits(plan), draw)) for draw in draws]
+        report = compare(check.serial(self._twin(0.0)), check.rehearsed(), again, plan, tolerance)
+        return replace(report, steps=self.steps)
 
     def _run_plan(self, plan: Plan, compiler: Compiler, scale: float) -> Run:
         def rank(world: World) -> Run:
@@ -215,6 +223,10 @@ def verify(
     The reference is the user's own model under ordinary autograd and `optimizer`, on the whole `batch`; only its
     random draws are those that the plan makes. Gradients are compared after the first step; parameters and buffers
     after the last. The model given is left as it was.
+
+    Of a plan with servers all runs in this process, pushes in an order that is drawn: servers, and of every worker the
+    ranks as threads. The reference is the serial program of the plan's definition, in the same order; losses are of
+    pushes, gradients are not compared, and with sync=H it takes as many steps as whole rounds have.
 
     With batchnorm=local the reference runs the model on each rank's part of the batch in turn, and cannot draw the
     same dropout masks: verify such a plan with dropout off.

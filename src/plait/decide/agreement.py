@@ -16,6 +16,7 @@ What happens follows from the order of the events alone. Nothing is exchanged he
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -226,3 +227,18 @@ class Agreement:
     def _go(self, workers: Sequence[int]) -> list[Decision]:
         self._tasks.update(workers)
         return [Go(worker) for worker in workers]
+
+
+def drawn_order(agreement: Agreement, num_updates: int, seed: int = 0) -> tuple[int, ...]:
+    """The worker of each push in turn, until there are so many updates: of all that may push next, any. The agreement,
+    which nobody has joined, is used up."""
+    draw, found = random.Random(seed), list[int]()
+    bases: dict[int, list[int]] = {worker: [] for worker in range(agreement.num_workers)}
+    decisions = [decision for worker in bases for decision in agreement.join(worker)]
+    while agreement.version < num_updates:
+        for decision in decisions:
+            if isinstance(decision, Go):
+                bases[decision.worker].append(agreement.version)
+        found.append(draw.choice([worker for worker, tasks in bases.items() if tasks]))
+        decisions = agreement.push(Push(found[-1], bases[found[-1]].pop(0)))
+    return tuple(found)

@@ -21,7 +21,7 @@ from plait.run.local_batch import num_rows
 from plait.run.replica import Replica
 from plait.run.saving.snapshot import persistent_buffers
 from plait.run.state import is_whole, local_part
-from plait.serve.feed import Feed
+from plait.serve.feed import BatchFeed, Feed
 from plait.serve.job import Job, fingerprint_of, variables_of
 from plait.serve.notes import Task
 from plait.serve.tables.local import LocalTables, Lookup
@@ -45,15 +45,23 @@ class Gradient:
 
 
 class Computing:
-    """One rank of a worker. All ranks of a worker are given the same values and tasks."""
+    """One rank of a worker. All ranks of a worker are given the same values and tasks.
 
-    def __init__(self, job: Job, world: World) -> None:
+    `feed` is another one than the job's data has; `compiler` is shared with others that compute the same.
+    """
+
+    def __init__(
+        self, job: Job, world: World, feed: Feed | BatchFeed | None = None, compiler: Compiler | None = None
+    ) -> None:
         self.job = job
         self.world = world
-        with tables_away():
-            model, loss_fn = job.make_model()
-        self.feed = Feed(job, job.make_data()[0])
-        within = job.plan.within
+        within, adopt = job.plan.within, compiler is None
+        if compiler is None:
+            with tables_away():
+                made = job.make_model()
+            compiler = Compiler(Captures(*made, world.device), within, job.layouts)
+        model, loss_fn = compiler.model, compiler.loss_fn
+        self.feed = feed or Feed(job, job.make_data()[0])
         self.fingerprint = fingerprint_of(variables_of(model), specs_of(model), job.plan)
         self.tables = LocalTables(model, len(job.shards))
         first = self.feed.read(0)
@@ -61,10 +69,9 @@ class Computing:
         self.homes = Homes(within, world, job.scratch)
         self._persistent = persistent_buffers(model)
         self._taken: set[str] = set()  # parameters whose memory is that of the values they were last given
-        compiler = Compiler(Captures(model, loss_fn, world.device), within, job.layouts)
         self.replica: Replica | EagerReplica
         try:
-            self.replica = Replica(compiler, world, self.tables.localised(first)[0], job.seed, True, self.homes)
+            self.replica = Replica(compiler, world, self.tables.localised(first)[0], job.seed, adopt, self.homes)
         except CaptureError as error:
             refuse_unless_data_only(error, within, world)
             warnings.warn(f"the model runs as it is, not as a graph: {error}", stacklevel=2)

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from plait.comm.protocol import World
 from plait.errors import CheckpointError
+from plait.run.compiler import Compiler
 from plait.run.saving.manifest import Manifest
 from plait.run.saving.places import newest
 from plait.run.state import local_part
 from plait.serve.computing import Gradient, num_tokens
-from plait.serve.feed import Feed
+from plait.serve.feed import BatchFeed, Feed
 from plait.serve.job import Job, fingerprint_of, variables_of
 from plait.serve.notes import Task
 from plait.serve.tables.local import Lookup
@@ -34,14 +35,17 @@ from plait.trainer import Trainer
 class LocalSteps:
     """One rank of a worker, as Computing is. All ranks of a worker are given the same tasks."""
 
-    def __init__(self, job: Job, world: World) -> None:
+    def __init__(
+        self, job: Job, world: World, feed: Feed | BatchFeed | None = None, compiler: Compiler | None = None
+    ) -> None:
         self.job, self.world = job, world
-        model, loss_fn = job.make_model()
+        model, loss_fn = job.make_model() if compiler is None else (compiler.model, compiler.loss_fn)
         self.fingerprint = fingerprint_of(variables_of(model), (), job.plan)
-        self.feed = Feed(job, job.make_data()[0])
+        self.feed = feed or Feed(job, job.make_data()[0])
         self.trainer = Trainer(
             model, loss_fn, job.optimizer, job.plan.within, layouts=job.layouts, seed=job.seed,
             clip_norm=job.clip_norm, scheduler=job.scheduler, on_nan="warn", scratch=job.scratch, world=world,
+            compiler=compiler,
         )  # fmt: skip
         self.trainer.prepare(self.feed.read(0))
         self._is_new = True

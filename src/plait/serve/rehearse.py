@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from plait.comm.process import process_world
+from plait.comm.protocol import World
 from plait.decide.agreement import Agreement, Commit, Go, Push, Refuse
 from plait.decide.handout import Handout
 from plait.errors import PlanError
@@ -27,6 +28,8 @@ from plait.serve.server import Member, Order, Server, Standing
 from plait.serve.tables.local import Lookup
 from plait.serve.whole import Whole
 
+Computings = list[Computing] | list[LocalSteps]
+
 
 @dataclass(frozen=True)
 class Rehearsed:
@@ -38,9 +41,13 @@ class Rehearsed:
     tables: dict[str, dict[str, Tensor]]  # ids, values and what their optimizer keeps
 
 
-def rehearse(job: Job, order: Sequence[int]) -> Rehearsed:
-    """Run the job's plan in which worker `order[k]` makes the kth push. PlanError for an order that cannot be."""
-    return _Rehearsal(dataclasses.replace(job, order=tuple(order))).run()
+def rehearse(job: Job, order: Sequence[int], computing: Computings | None = None) -> Rehearsed:
+    """Run the job's plan in which worker `order[k]` makes the kth push. PlanError for an order that cannot be.
+
+    `computing` is what each worker computes by, as `of_each_worker` makes it. The ranks of a worker of several rehearse
+    all of it each, with theirs.
+    """
+    return _Rehearsal(dataclasses.replace(job, order=tuple(order)), computing).run()
 
 
 @dataclass(frozen=True)
@@ -53,11 +60,9 @@ class _Begun:
 
 
 class _Rehearsal:
-    def __init__(self, job: Job) -> None:
-        if job.plan.within.num_processes > 1:
-            raise PlanError(f"a rehearsal has workers of one rank each, not of {job.plan.within.title!r}")
+    def __init__(self, job: Job, computing: Computings | None) -> None:
         self.job = job
-        self.computing = _of_each_worker(job)
+        self.computing = computing or of_each_worker(job, process_world(job.plan.within.mesh, device="cpu"))
         self.encoders = [Encoder(job.coding, job.shards) for _ in range(job.plan.workers)]
         whole = Whole(job)
         self.servers = [
@@ -132,9 +137,8 @@ class _Rehearsal:
                 server.finish(commit.number, min(1.0, clip / (norm + 1e-6)))
 
 
-def _of_each_worker(job: Job) -> list[Computing] | list[LocalSteps]:
-    """What each worker computes by. Where workers keep nothing to themselves, one computes for all."""
-    world = process_world(job.plan.within.mesh, device="cpu")
+def of_each_worker(job: Job, world: World, **given: Any) -> Computings:
+    """What a rank of each worker computes by. Where workers keep nothing to themselves, one computes for all."""
     if job.is_local:
-        return [LocalSteps(job, world) for _ in range(job.plan.workers)]
-    return [Computing(job, world)] * job.plan.workers
+        return [LocalSteps(job, world, **given) for _ in range(job.plan.workers)]
+    return [Computing(job, world, **given)] * job.plan.workers

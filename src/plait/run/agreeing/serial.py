@@ -142,8 +142,8 @@ class SerialReplicas:
             for parameter in twin.parameters():
                 parameter.grad = None
             counted: list[float] = []
-            weighing = functools.partial(_weighing, loss_fn, counted)
-            loss = one_device_step(twin, weighing, rows, plan.within, replica_key(key, index), _norm_parts(plan), 1.0)
+            weighed = functools.partial(weighing, loss_fn, counted)
+            loss = one_device_step(twin, weighed, rows, plan.within, replica_key(key, index), norm_parts(plan), 1.0)
             losses.append(float(loss))
             weights.append(sum(counted) or 1.0)
         if plan.sync == 1:
@@ -227,11 +227,11 @@ def _joined(parts: Sequence[Any]) -> Any:
     return torch.utils._pytree.tree_unflatten(joined, spec)
 
 
-def _norm_parts(plan: Plan) -> int:
+def norm_parts(plan: Plan) -> int:
     return plan.within.num_batch_parts if plan.batchnorm == "local" else 1
 
 
-def _weighing(loss_fn: Callable[[Any, Any], Any], counted: list[float], model: nn.Module, rows: Any) -> Any:
+def weighing(loss_fn: Callable[[Any, Any], Any], counted: list[float], model: nn.Module, rows: Any) -> Any:
     """The loss, having noted by which it counts if it is a (sum, weight)."""
     found = loss_fn(model, rows)
     if isinstance(found, (tuple, list)):
