@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import plait
@@ -56,11 +59,44 @@ def verifier() -> plait.Verifier:
     return plait.Verifier(Dropped(), loss_fn, batch_of(Points(), 12), optimizer=ADAMW, steps=3, clip_norm=0.3)
 
 
+@pytest.fixture(scope="module")
+def whole() -> plait.Verifier:
+    """Of a batch that every number of workers divides."""
+    torch.manual_seed(5)
+    return plait.Verifier(Dropped(), make_model()[1], batch_of(Points(), 24), optimizer=ADAMW, steps=2)
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_rehearsal_equals_the_definition(verifier: plait.Verifier, plan: str) -> None:
     report = verifier.verify(plan, tolerance=1e-5)
     assert report.ok, report
     assert report.steps == 3 and {d.name for d in report.parameters} == set(dict(Dropped().named_parameters()))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> str:
+    mode = draw(st.sampled_from(["none", "bounded", "step", "rounds"]))
+    words = [f"workers={draw(st.integers(1, 4))}", f"servers={draw(st.integers(1, 3))}"]
+    words.append(
+        draw(st.sampled_from(["", "tensor=2", "data=2", "data=2 zero=3", "pipeline=2", "micro=2", "tensor=3"]))
+    )
+    words.append(draw(st.sampled_from(["", "", "compress=int8", "compress=int4", "compress=bf16", "compress=fp8"])))
+    overlap = draw(st.integers(0, 3))
+    if mode == "none":
+        words.append(f"overlap={overlap}")
+    elif mode == "bounded":
+        words.append(f"overlap={overlap} staleness={overlap + draw(st.integers(1, 2))}")
+    else:
+        words.append(f"staleness=0 backup={draw(st.integers(0, int(words[0][-1]) - 1))}")
+        words += ["sync=2", draw(st.sampled_from(["", "outer=sgd", "outer=nesterov"]))] if mode == "rounds" else []
+    return " ".join(words)
+
+
+@settings(deadline=None, max_examples=int(os.environ.get("EXAMPLES", 10)), suppress_health_check=[HealthCheck.too_slow])
+@given(plan=plans())
+def test_plans_drawn_at_random(whole: plait.Verifier, plan: str) -> None:
+    report = whole.verify(plan)
+    assert report.ok, report
 
 
 def test_what_is_wrong_is_found(verifier: plait.Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
