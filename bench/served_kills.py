@@ -1,6 +1,6 @@
 """Random kills of workers, servers and the chief in one run with parameter servers: it ends, and every loss is said.
 
-python -m bench.served_kills [--kills 50] [--seed 0] [--write]
+python -m bench.served_kills [--kills 50] [--seed 0] [--plan "workers=3 servers=2 overlap=1"] [--write]
 
 Every update takes exactly 1 from every number of the model, so that what the model is at the end says how many updates
 each server has made of those that were ordered. The others must all be in the run's log.
@@ -32,7 +32,6 @@ from plait.serve.running import Running
 from plait.serve.whole import Whole
 from plait.spec.plan import Plan
 
-PLAN = "workers=3 servers=2"
 STEPS_BETWEEN = 3
 SIZE = 4096
 
@@ -95,11 +94,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plan", default="workers=3 servers=2 overlap=1", type=Plan.parse)
     parser.add_argument("--write", action="store_true", help="keep the result in docs/bench/")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as out:
         job = make_job(
-            Plan.parse(PLAN), make_model=make_model, make_data=make_data, num_items=600, batch_size=6, steps=10**6,
+            given.plan, make_model=make_model, make_data=make_data, num_items=600, batch_size=6, steps=10**6,
             optimizer=functools.partial(torch.optim.SGD, lr=1.0), out=out, folder=f"{out}/checkpoints",
         )  # fmt: skip
         ray = load_ray()
@@ -128,9 +128,7 @@ def main() -> None:
     missing = [ordered - lost[i] - refused[i] - made[i] for i in range(2)]
     kills = ", ".join(f"{number} of a {kind}" for kind, number in sorted(killer.killed.items()))
     verdict = "Every update is accounted for." if not any(missing) else f"NOT ACCOUNTED FOR: {missing}"
-    text = (
-        f"{PLAN}: {sum(killer.killed.values())} kills ({kills}) in {seconds:.0f} s; the run ended at step {end.step}."
-    )
+    text = f"{given.plan}: {sum(killer.killed.values())} kills ({kills}) in {seconds:.0f} s; the run ended at step {end.step}."
     publish(
         "Kills in a run with parameter servers", "\n".join([text, "", *rows, "", verdict]), "served_kills", given.write
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import pytest
@@ -92,7 +91,7 @@ def plans(draw: st.DrawFn) -> str:
     return " ".join(words)
 
 
-@settings(deadline=None, max_examples=int(os.environ.get("EXAMPLES", 10)), suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans())
 def test_plans_drawn_at_random(whole: plait.Verifier, plan: str) -> None:
     report = whole.verify(plan)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -127,5 +127,5 @@ class Link:
         return None
 
 
-def _num_bytes(arrays: Iterable[np.ndarray | None] | Sequence[np.ndarray | None]) -> int:
+def _num_bytes(arrays: Iterable[np.ndarray | None]) -> int:
     return sum(array.nbytes for array in arrays if array is not None)
