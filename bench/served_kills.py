@@ -128,7 +128,8 @@ def main() -> None:
     missing = [ordered - lost[i] - refused[i] - made[i] for i in range(2)]
     kills = ", ".join(f"{number} of a {kind}" for kind, number in sorted(killer.killed.items()))
     verdict = "Every update is accounted for." if not any(missing) else f"NOT ACCOUNTED FOR: {missing}"
-    text = f"{given.plan}: {sum(killer.killed.values())} kills ({kills}) in {seconds:.0f} s; the run ended at step {end.step}."
+    kills = f"{sum(killer.killed.values())} kills ({kills}) in {seconds:.0f} s"
+    text = f"{given.plan}: {kills}; the run ended at step {end.step}."
     publish(
         "Kills in a run with parameter servers", "\n".join([text, "", *rows, "", verdict]), "served_kills", given.write
     )
