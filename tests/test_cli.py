@@ -113,6 +113,22 @@ def test_run_shows_the_first_exception_once(folder: Path) -> None:
     assert "runpy" not in error and "elastic" not in error
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_run_leaves_a_script_its_own_plan(folder: Path, size: int) -> None:
+    (folder / "script.py").write_text(
+        "import functools, torch, plait\n"
+        "sgd = functools.partial(torch.optim.SGD, lr=0.1)\n"
+        f"plan = 'data={size} sync=2' if {size} > 1 else 'micro=2'\n"
+        "trainer = plait.Trainer(torch.nn.Linear(4, 4), lambda model, x: model(x).square().mean(), sgd, plan)\n"
+        "trainer.step(torch.ones(8, 4))\n"
+        "print('trained by', trainer.plan)\n"
+    )
+    out, error = plait("run", "script.py", "--processes", str(size)).communicate()
+    assert out.count(f"trained by {'data=2 sync=2' if size > 1 else 'micro=2'}") == size, error
+    out, error = plait("run", "script.py", "--plan", f"data={size} micro=4").communicate()
+    assert out.count("micro=4") == size, error
+
+
 def test_run_traces_a_script_as_it_is(folder: Path) -> None:
     (folder / "script.py").write_text(
         "import functools, torch, plait\n"

@@ -10,6 +10,7 @@ import pytest
 from plait.decide.efficiency import Curve, compare_curves, smoothed
 from plait.errors import DataError
 from plait.train.compare import compare_runs
+from plait.train.metrics import MetricsLog, read_metrics
 
 
 def curve(name: str, losses: list[float], tokens: float, seconds: float, sent: float, waited: float = 0.0) -> Curve:
@@ -58,6 +59,22 @@ def test_a_table_and_a_page_of_runs(tmp_path: Path) -> None:
     assert "25.0%" in lines[2] and "training loss, smoothed of 3.5" in text
     page = (tmp_path / "page.html").read_text()
     assert "versions old" in page and len(page) > 1 << 20
+
+
+def test_a_run_that_went_on_under_another_plan(tmp_path: Path) -> None:
+    runs = [tmp_path / "a", tmp_path / "b"]
+    for run in runs:
+        run.mkdir()
+    for first, plan in ((1, "workers=2 servers=1"), (3, "workers=2 servers=1"), (5, "data=2")):
+        for run in runs:
+            log = MetricsLog(run, first, plan=plan if run.name == "a" else "data=2")
+            for step in range(first, first + 4):
+                log.write({"step": step, "loss": 9.0 - step, "tokens_per_s": 10.0, "seconds": 2.0})
+            log.close()
+    assert [line.get("plan") for line in read_metrics(runs[0] / "metrics.jsonl")][::2] == [
+        "workers=2 servers=1", "workers=2 servers=1", "data=2", None,
+    ]  # fmt: skip
+    assert "workers=2 servers=1 (from step 1), then data=2 (from step 5)" in compare_runs(runs, None)
 
 
 def test_folders_that_are_no_runs(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.errors import BatchError, PlanError
+from plait.errors import BatchError, PlanError, WorldError
 from plait.run.agreeing.exchange import first_factor
-from plait.serve.cluster import check_installed
+from plait.serve.cluster import check_installed, check_memory
 from plait.serve.job import Job
 from plait.serve.rehearse import Rehearsed, rehearse
 from plait.serve.server import Done, Member, Order, Server, Standing
@@ -343,6 +343,12 @@ def test_a_worker_with_another_model_is_told_the_first_difference(tmp_path: Path
 def test_what_does_not_go_with_servers(tmp_path: Path, plan: str, why: str) -> None:
     with pytest.raises((PlanError, BatchError), match=why):
         job_of(plan, tmp_path)
+
+
+def test_what_needs_more_memory_than_there_is(tmp_path: Path) -> None:
+    job = job_of("workers=2 servers=1 overlap=999999999", tmp_path)
+    with pytest.raises(WorldError, match=r"workers=2 and the overlap=999999999 tasks .* up to .*iB, and this machine"):
+        check_memory(job)
 
 
 def test_without_ray_the_command_that_installs_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from test_train_job import JOB
 
+from plait.errors import CheckpointError
 from plait.run.saving.places import newest
 from plait.serve.cluster import load_ray, start_here
 from plait.serve.notes import Note, Progress, Refused
@@ -113,6 +114,11 @@ def test_everything_is_killed_once(ray: Any, tmp_path: Path) -> None:
     whole = Whole(job)
     whole.load()
     assert whole.step == end.step and newest(job.folder)
+    trainer = Trainer(*make_click(), job.optimizer, "data=1")
+    trainer.prepare(torch.utils.data.default_collate([make_clicks()[0][index] for index in range(12)]))
+    with pytest.raises(CheckpointError, match="rows of the tables table as servers hold them; go on under a plan with"):
+        trainer.load(job.folder)
+    trainer.close()
     assert 0 < len(whole.tables["table"]["ids"]) <= NUM_IDS and whole.tables["table"]["values"].isfinite().all()
 
 

@@ -70,6 +70,7 @@ def test_what_a_run_leaves(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     lines = read_metrics(folder / "run" / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 23))
     assert set(lines[0]) == {
+        "plan",
         "step",
         "loss",
         "lr",

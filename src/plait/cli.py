@@ -92,7 +92,7 @@ def train(
         if not under_launcher() and chosen.num_processes > 1:
             arguments = ["train", str(config), *["--resume"] * resume, *["--trace"] * trace]
             arguments += [word for change in changes or [] for word in ("--set", change)]
-            _launch(arguments, chosen)
+            _launch(arguments, chosen.num_processes, chosen)
         from plait.train.job import run_job
 
         if run_job(job, chosen, resume, trace).stopped:
@@ -253,16 +253,17 @@ def run(
         Path | None, typer.Option("--trace", help="Record the last 20 steps into this folder, for plait report.")
     ] = None,
 ) -> None:
-    """Run your own script on processes of this machine. Its Trainer takes the plan given here."""
+    """Run your own script on processes of this machine. Its Trainer takes the plan given here, or else its own."""
     with _errors_shown_once():
         if not script.is_file():
             raise PlanError(f"there is no script {str(script)!r} (looked for {script.absolute()})")
-        chosen = _choose_plan(plan, processes)
+        chosen = _choose_plan(plan, processes) if plan is not None or "PLAIT_PLAN" in os.environ else None
         if trace is not None:
             os.environ["PLAIT_TRACE"] = str(trace)
-        if not under_launcher() and chosen.num_processes > 1:
-            _launch(["run", str(script), "--", *context.args], chosen)
-        if plan is not None or processes is not None:
+        size = (processes or 1) if chosen is None else chosen.num_processes
+        if not under_launcher() and size > 1:
+            _launch(["run", str(script), "--", *context.args], size, chosen)
+        if chosen is not None:
             os.environ["PLAIT_PLAN"] = str(chosen)
         from plait.script import run_script
 
@@ -300,10 +301,10 @@ def _launched_here() -> bool:
     return under_launcher() and FAILURE_FILE in os.environ
 
 
-def _launch(arguments: list[str], plan: Plan) -> None:
+def _launch(arguments: list[str], size: int, plan: Plan | None) -> None:
     from plait.comm.launch import launch
 
-    raise typer.Exit(launch(["-m", "plait", *arguments], plan.num_processes, {"PLAIT_PLAN": str(plan)}))
+    raise typer.Exit(launch(["-m", "plait", *arguments], size, {} if plan is None else {"PLAIT_PLAN": str(plan)}))
 
 
 @contextmanager

@@ -40,6 +40,7 @@ class Chief:
         self._lock = asyncio.Lock()  # events are taken one after the other
         self._turns = asyncio.Condition(self._lock)
         self._numbers: dict[int, int] = {}  # of workers, that of the last push that was taken
+        self._left: set[int] = set()  # whose last pushes may still be on their way
         self._over = asyncio.Event()
         self._begun = False
         self._known = Known(Path(job.out) / "chief.json", job.name)
@@ -88,10 +89,10 @@ class Chief:
         await self.begin()
         async with self._lock:  # calls may overtake each other on their way here
             await self._turns.wait_for(lambda: note.number <= self._numbers.get(note.worker, note.number) + 1)
-            if not self._finishing:
+            if not self._finishing and note.worker not in self._left:
                 await self._take(lambda: self._pushed(note, gradients))
             self._turns.notify_all()
-        return await self._next(note.worker)
+        return None if note.worker in self._left else await self._next(note.worker)
 
     def _pushed(self, note: Note, gradients: Sequence[Any]) -> list[Decision]:
         worker = note.worker
@@ -115,6 +116,8 @@ class Chief:
     async def again(self, worker: int, task: Task) -> Task | None:
         """The same task once more, for a worker whose values went with a server or a chief."""
         await self.begin()
+        if worker in self._left:
+            return None
         async with self._lock:
             if not self._finishing:
                 self._values = None
@@ -128,13 +131,13 @@ class Chief:
         """A worker is gone. What it was working on goes to others."""
         await self.begin()
         async with self._lock:
-            batches = [piece // self.job.num_parts for piece in self._handout.take_back(worker)]
-            if killed:
-                on = f", on {', '.join(f'batch {batch}' for batch in batches)} of the data," if batches else ""
-                text = f"worker {worker} is gone ({why}); what it had not finished{on} is lost"
-                self._tally.event("worker", text, worker=worker, batches=batches)
-            else:
-                self._tally.event("worker", f"worker {worker} has left", worker=worker)
+            pieces = self._handout.take_back(worker)
+            batches = [piece // self.job.num_parts for piece in pieces]
+            parts = ", ".join(f"{b} (part {p % self.job.num_parts})" for b, p in zip(batches, pieces, strict=True))
+            goes = f"; what it had of batch {parts} goes to others" if pieces else ""
+            text = f"worker {worker} is gone ({why}){goes}" if killed else f"worker {worker} has left{goes}"
+            self._tally.event("worker", text, worker=worker, batches=batches)
+            self._left.add(worker)
             decisions = self.agreement.leave(worker)
             if not self._finishing:
                 await self._carry_out(decisions)
@@ -313,9 +316,10 @@ class Chief:
             self._unused[index] = done.unused
             if lost or done.came_back:
                 self._tally.count("updates_lost", lost)
+                how = "came back from its last snapshot" if done.came_back else "was not there for an update"
                 self._tally.event(
                     "server",
-                    f"server {index} came back from its last snapshot: {lost} updates of its variables are lost",
+                    f"server {index} {how}: {lost} update{'s' * (lost != 1)} of its variables lost",
                     server=index,
                     updates_lost=lost,
                 )

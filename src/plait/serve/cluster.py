@@ -10,15 +10,19 @@ import importlib.util
 import logging
 import os
 import secrets
+import shutil
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from plait.errors import PlanError, WorldError
 from plait.serve.job import Job
+from plait.view.bytes import human_bytes
 
 _SMALLEST_STORE = 192 << 20
+_PART_OF_MEMORY = 0.8  # the rest is for what computes
 _ANSWER_SECONDS = 5.0
 _INSTALL = "pip install 'plait[ray]'"
 
@@ -53,12 +57,14 @@ def cluster(job: Job) -> Iterator[Any]:
         yield ray
         return
     logging.getLogger("ray").setLevel(logging.ERROR)
+    folder = tempfile.mkdtemp(prefix="plait-ray-", dir="/tmp" if os.path.isdir("/tmp") else None)
     try:
         if not is_own():
             _check_answers(os.environ["RAY_ADDRESS"])
             ray.init(address=os.environ["RAY_ADDRESS"], configure_logging=False, log_to_driver=False)
         else:
-            start_here(ray, num_cpus(job), store_bytes(job))
+            check_memory(job)
+            start_here(ray, num_cpus(job), store_bytes(job), folder)
     except WorldError:
         raise
     except Exception as error:
@@ -68,12 +74,16 @@ def cluster(job: Job) -> Iterator[Any]:
             f"the Ray cluster at {os.environ.get('RAY_ADDRESS')} asks for its token: put it into RAY_AUTH_TOKEN, or its"
             " file into RAY_AUTH_TOKEN_PATH (`ray get-auth-token` on the head node shows it)"
         ) from None
+    finally:
+        if not ray.is_initialized():
+            shutil.rmtree(folder, ignore_errors=True)
     _keep_quiet(ray)
     try:
         _check_room(ray, job)
         yield ray
     finally:
         ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_own() -> bool:
@@ -101,12 +111,25 @@ def _keep_quiet(ray: Any) -> None:
         ray._private.worker.print_to_stdstream = lambda *values, **options: None
 
 
-def start_here(ray: Any, cpus: int, store: int) -> None:
-    """Start Ray on this machine: `cpus` processes at a time, so many bytes of shared memory for what they exchange."""
+def start_here(ray: Any, cpus: int, store: int, folder: str | None = None) -> None:
+    """Start Ray on this machine: `cpus` processes at a time, so many bytes of shared memory for what they exchange;
+    its logs and sockets in `folder`, which is for sockets' sake a short name, or else where it has them by itself."""
     ray.init(
         address="local", num_cpus=cpus, object_store_memory=store, include_dashboard=False, configure_logging=False,
-        log_to_driver=False,
+        log_to_driver=False, _temp_dir=folder,
     )  # fmt: skip
+
+
+def check_memory(job: Job) -> None:
+    """WorldError where what the processes exchange needs more memory than this machine has."""
+    need, there = store_bytes(job), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > _PART_OF_MEMORY * there:
+        plan = job.plan
+        more = f" and the overlap={plan.overlap} tasks of each" if plan.overlap else ""
+        raise WorldError(
+            f"values and gradients under way between workers={plan.workers}{more} and servers take up to"
+            f" {human_bytes(need)}, and this machine has {human_bytes(there)} of memory; give fewer"
+        )
 
 
 def num_cpus(job: Job) -> int:

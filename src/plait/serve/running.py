@@ -21,6 +21,7 @@ from plait.serve.cluster import is_own
 from plait.serve.evaluator import Evaluator
 from plait.serve.job import Job
 from plait.serve.notes import End, Progress, Refused
+from plait.serve.tally import EVENTS
 from plait.serve.worker import Worker
 
 _LOOK_SECONDS = 0.5
@@ -52,6 +53,8 @@ class Running:
         self._snapshots = Path(job.out) / "servers"
         self._snapshots.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self._snapshots, ignore_errors=True)  # of an earlier run
+        if not job.resume:
+            (Path(job.out) / EVENTS).unlink(missing_ok=True)
         names = job.server_names
         make_server = ray.remote(num_cpus=1, scheduling_strategy="SPREAD", **_COMES_BACK)(ServerActor)
         self.servers = [

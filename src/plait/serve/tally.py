@@ -11,13 +11,15 @@ from typing import Any
 from plait.decide.agreement import Commit
 from plait.serve.notes import Note
 
+EVENTS = "events.jsonl"
+
 
 class Tally:
     """Counts since the last line, and totals since the run began in this process."""
 
     def __init__(self, out: str, log: Any) -> None:
         self._log = log
-        self._events = open(Path(out) / "events.jsonl", "a", buffering=1)  # noqa: SIM115  (closed by `close`)
+        self._events = open(Path(out) / EVENTS, "a", buffering=1)  # noqa: SIM115  (closed by `close`)
         self.messages: list[str] = []  # for people, until they are fetched
         self.tokens = 0
         self.loss = float("nan")

@@ -122,9 +122,10 @@ def _refuse_overlap_of_workers(values: Mapping[str, str], given: Collection[str]
     overlap, staleness = values["overlap"], values["staleness"]
     if staleness == "0":
         waits = "the mean of all" if "sync" in given else "the update of all"
+        instead = "" if "sync" in given else f", or use staleness={overlap} or none"
         raise PlanError(
             f"overlap={overlap} has a worker compute on values that its push before is not in, and with staleness=0 it"
-            f" waits for {waits}; leave overlap= out, or use staleness={overlap} or none"
+            f" waits for {waits}; leave overlap= out{instead}"
         )
     if staleness != "none" and int(overlap) > int(staleness):
         raise PlanError(

@@ -19,8 +19,9 @@ from plait import optim
 from plait.errors import CheckpointError, ConfigError, DataError
 from plait.run.feeding.order import check_batch_size
 from plait.run.homes.scratch import scratch_folder
+from plait.run.saving.fitting import refuse_tables
 from plait.run.saving.integrity import check_files
-from plait.run.saving.places import INSIDE, folders, newest
+from plait.run.saving.places import INSIDE, folders, newest, older_than
 from plait.spec.annotation import resolve_annotations
 from plait.spec.plan import Plan
 from plait.train.config import Config, SchedulerSection
@@ -169,7 +170,7 @@ def check_job(config: Config, plan: Plan, resume: bool = False, writes: bool = T
         )
     resolve_annotations(config.layouts, {name: tuple(p.shape) for name, p in model.named_parameters()}, plan.mesh)
     if writes:
-        _check_out(config, resume)
+        _check_out(config, plan, resume)
 
 
 def _on_meta(config: Config) -> nn.Module:
@@ -180,7 +181,7 @@ def _on_meta(config: Config) -> nn.Module:
         return make_model(config)[0]
 
 
-def _check_out(config: Config, resume: bool) -> None:
+def _check_out(config: Config, plan: Plan, resume: bool) -> None:
     out, folder = Path(config.train.out), checkpoint_folder(config)
     there = next((place for place in (out, *out.parents) if place.exists()), out)
     if not there.is_dir():
@@ -191,7 +192,14 @@ def _check_out(config: Config, resume: bool) -> None:
             f"train.out = {config.train.out!r} cannot be written: {there} is read-only; name another folder"
         )
     if resume:
-        step = check_files(newest(folder)).step
+        there = newest(folder)
+        try:
+            found = check_files(there)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{older_than(there)}") from None
+        if not plan.workers:
+            refuse_tables(f"the checkpoint {there}", found)
+        step = found.step
         if step >= config.train.steps:
             raise ConfigError(
                 f"the run in {config.train.out} has done {step} steps and train.steps = {config.train.steps};"

@@ -23,7 +23,7 @@ def compare_runs(runs: Sequence[Path], out: Path | None) -> str:
     held_out = all(sum("held_out_loss" in line for line in each) > 1 for each in lines.values())
     curves = [_curve(run, each, held_out) for run, each in lines.items()]
     target, found = compare_curves(curves)
-    plans = [plan.plan if (plan := read_plan(run)) is not None else "" for run in runs]
+    plans = [_plans(run, each) for run, each in lines.items()]
     stale = [_staleness(each) for each in lines.values()]
     which = "held-out loss" if held_out else "training loss, smoothed"
     table = comparison_table(found, plans, target, which)
@@ -38,6 +38,16 @@ def _lines(run: Path) -> list[dict[str, Any]]:
     if not found:
         raise DataError(f"{str(run)!r} has no {METRICS} with a step in it; name the folders of runs, their train.out")
     return found
+
+
+def _plans(run: Path, lines: Sequence[dict[str, Any]]) -> str:
+    """The run's plan; of one that went on under another, each with the step from which on it was."""
+    found = [(line["step"], str(line["plan"])) for line in lines if "plan" in line]
+    changes = [one for index, one in enumerate(found) if index == 0 or one[1] != found[index - 1][1]]
+    if len(changes) > 1:
+        return ", then ".join(f"{plan} (from step {step})" for step, plan in changes)
+    only = read_plan(run)
+    return only.plan if only is not None else ""
 
 
 def _curve(run: Path, lines: Sequence[dict[str, Any]], held_out: bool) -> Curve:

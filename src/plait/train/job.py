@@ -117,7 +117,7 @@ class _Job:
             out = make_out(config)
             if trainer.recorder is None:  # else it has done so
                 trainer.write_plan(out)
-            self.log = MetricsLog(out, first + 1, config.train.tensorboard)
+            self.log = MetricsLog(out, first + 1, config.train.tensorboard, str(trainer.plan) or "one device")
             self.reporter = Reporter(config.train.steps, first)
             parameters = sum(torch.Size(layout.shape).numel() for layout in trainer.layouts.values())
             self.reporter.say(

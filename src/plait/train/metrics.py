@@ -16,12 +16,14 @@ class MetricsLog:
 
     A line has `step` (counted from 1), `loss`, `lr`, `tokens_per_s`, `seconds` of the step, `data_seconds` of them
     spent on waiting for data, `sent_bytes` by this rank, `agree_seconds` spent on exchanges of replicas that agree
-    later, `gradient_norm` where gradients are clipped, and `held_out_loss` where it was evaluated.
+    later, `gradient_norm` where gradients are clipped, and `held_out_loss` where it was evaluated. The first line since
+    the run was started, or went on, has its `plan`.
     With parameter servers it also has what serve/tally.py counts, and `held_out_loss` has lines of its own: it comes
     from another process.
     """
 
-    def __init__(self, folder: Path, first_step: int, tensorboard: bool = False) -> None:
+    def __init__(self, folder: Path, first_step: int, tensorboard: bool = False, plan: str = "") -> None:
+        self._first = {"plan": plan} if plan else {}
         self.path = folder / METRICS
         kept = _lines_before(self.path, first_step)
         self._file = open(self.path, "w", buffering=1)  # noqa: SIM115  (closed by `close`)
@@ -34,7 +36,8 @@ class MetricsLog:
 
     def write(self, values: dict[str, Any]) -> None:
         """A line, with numbers by name; a mapping from whole numbers, as text, to counts is a histogram."""
-        self._file.write(json.dumps({key: _rounded(value) for key, value in values.items()}) + "\n")
+        first, self._first = self._first, {}
+        self._file.write(json.dumps({key: _rounded(value) for key, value in (values | first).items()}) + "\n")
         if self._board is not None:
             for key, value in values.items():
                 if isinstance(value, dict):

@@ -11,6 +11,7 @@ from typing import Any
 
 from plait.comm.process import process_world
 from plait.comm.stop import StopVote
+from plait.run.saving.places import has_checkpoints
 from plait.run.tracing.folder import write_plan
 from plait.serve.cluster import check_installed, cluster
 from plait.serve.job import Job, check_plan
@@ -57,12 +58,12 @@ def run_served(config: Config, plan: Plan, resume: bool = False) -> Outcome:
         running = Running(ray, job)
         try:
             shown = _Shown(config, running, time.monotonic() - started, resume)
-
             end = running.wait(functools.partial(_show, shown, running, wanted), lambda: vote.should_stop(0))
             shown.close(f"stopped after step {end.step}; --resume goes on from there" if end.stopped else None)
         except KeyboardInterrupt:
             if shown is not None:
-                shown.close("stopped at once; --resume goes on from the last checkpoint")
+                after = "--resume goes on from the last" if has_checkpoints(job.folder) else "there is no"
+                shown.close(f"stopped at once; {after} checkpoint")
             raise
         finally:
             running.close()
@@ -84,7 +85,7 @@ def served_job(config: Config, plan: Plan, resume: bool = False) -> Job:
         steps=train.steps,
         out=str(Path(train.out).absolute()),
         folder=_absolute(checkpoint_folder(config)),
-        make_log=functools.partial(_log, str(Path(train.out).absolute()), train.tensorboard),
+        make_log=functools.partial(_log, str(Path(train.out).absolute()), train.tensorboard, str(plan)),
         layouts=config.layouts,
         seed=train.seed,
         clip_norm=train.clip_norm,
@@ -111,8 +112,8 @@ def _datasets(config: Config) -> tuple[Any, Any]:
     return data.train, data.held_out
 
 
-def _log(out: str, tensorboard: bool, first_step: int) -> MetricsLog:
-    return MetricsLog(Path(out), first_step, tensorboard)
+def _log(out: str, tensorboard: bool, plan: str, first_step: int) -> MetricsLog:
+    return MetricsLog(Path(out), first_step, tensorboard, plan)
 
 
 def _absolute(folder: Any) -> str:

@@ -19,7 +19,8 @@ def comparison_table(found: Sequence[Comparison], plans: Sequence[str], target: 
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines.append(
-        f"to a {which} of {target:.4g}, the lowest that every run has reached; sent: by rank 0, or by all workers"
+        f"to a {which} of {target:.4g}, the lowest that every run has reached; sent: by rank 0,"
+        " or what all workers of parameter servers pulled and pushed"
     )
     return "\n".join(lines)
 

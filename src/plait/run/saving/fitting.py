@@ -46,6 +46,18 @@ def check_model(what: str, there: Shapes, here: Shapes, *, dtypes: bool = True) 
         raise CheckpointError(f"{what} was made by another model: {'; '.join(differences)}")
 
 
+def refuse_tables(what: str, manifest: Manifest, here: Shapes | None = None) -> None:
+    """Raise CheckpointError where rows of tables were on servers, which only plans with servers take over: those have
+    none of them `here`."""
+    extra = manifest.values["common"]["extra"]
+    tables = extra.get("tables", {}) if isinstance(extra, Mapping) else {}
+    if tables and any(here is None or here.get(f"{name}.weight", ((0,), ""))[0][0] for name in tables):
+        raise CheckpointError(
+            f"{what} has the rows of the tables {', '.join(tables)} as servers hold them; go on under a plan with"
+            " workers=N servers=M"
+        )
+
+
 def check_optimizer(what: str, manifest: Manifest, kind: str, here: Mapping[str, Set[str]], num_groups: int) -> None:
     """Raise CheckpointError unless the checkpoint has the optimizer state that is kept `here`, by parameter."""
     common = manifest.values["common"]

@@ -17,7 +17,16 @@ from plait.graph.dtypes import torch_name
 from plait.run.boxes import Fragment, fragments
 from plait.run.saving import randomstate, relaxed
 from plait.run.saving.consent import Consent
-from plait.run.saving.fitting import MODEL, STATE, Shapes, check_model, check_optimizer, saved_model, saved_state
+from plait.run.saving.fitting import (
+    MODEL,
+    STATE,
+    Shapes,
+    check_model,
+    check_optimizer,
+    refuse_tables,
+    saved_model,
+    saved_state,
+)
 from plait.run.saving.holding import is_away
 from plait.run.saving.integrity import check_files
 from plait.run.saving.manifest import Manifest
@@ -91,6 +100,7 @@ class _Load:
         self._small = {name: _empty(manifest, name) for name in (*tensor_names(self._common), *random)}
         what, optimizer = f"the checkpoint {folder}", run.optimizer
         assert optimizer is not None
+        refuse_tables(what, manifest, _shapes(run))
         check_model(what, saved_model(manifest), _shapes(run))
         expected = {name: set(keys) for name, keys in expected_state(run).items()}
         check_optimizer(what, manifest, type(optimizer).__name__, expected, len(optimizer.param_groups))
