@@ -125,8 +125,6 @@ def test_run_leaves_a_script_its_own_plan(folder: Path, size: int) -> None:
     )
     out, error = plait("run", "script.py", "--processes", str(size)).communicate()
     assert out.count(f"trained by {'data=2 sync=2' if size > 1 else 'micro=2'}") == size, error
-    out, error = plait("run", "script.py", "--plan", f"data={size} micro=4").communicate()
-    assert out.count("micro=4") == size, error
 
 
 def test_run_traces_a_script_as_it_is(folder: Path) -> None:

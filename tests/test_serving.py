@@ -220,5 +220,6 @@ def test_a_worker_that_stands_still_is_waited_for_at_the_bound(ray: Any, tmp_pat
         end = running.wait(script, script.over)
     finally:
         running.close()
-    assert reached[-1] - reached[0] <= 3, "the other pushed at most 5 times more, and 2 are a step"
+    # The other may have been 5 pushes behind, and is then at most 5 ahead; one of the worker's own was under way.
+    assert reached[-1] - reached[0] <= 6, "2 pushes are a step"
     assert end.step >= reached[-1] + 5
