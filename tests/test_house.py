@@ -83,7 +83,7 @@ def test_only_comm_names_torch_distributed(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_files_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
+    assert len(path.read_text().splitlines()) <= 500
 
 
 def _names(path: Path) -> set[str]:
