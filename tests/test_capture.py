@@ -145,7 +145,7 @@ def test_the_model_is_as_before():
     assert model.head.weight is model.embed.weight and not model.fixed.weight.requires_grad
     assert all(a is b for a, b in zip(lstm.lstm._flat_weights, weights, strict=True))
     with pytest.raises(CaptureError):
-        capture(model, lambda m, b: m(b).sum().item(), ids)
+        capture(model, lambda m, b: float(m(b).sum()), ids)
     assert all(p is parameters[n] for n, p in model.named_parameters())
 
 

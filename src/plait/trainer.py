@@ -372,10 +372,17 @@ class Trainer:
         if bad is None:
             bad = next((n for n, g in gradients.items() if not bool(g.isfinite().all())), None)
             where += f"; the first bad gradient is that of {bad}" if bad else ""
-        message = f"the loss of step {self.step_number + 1} is {float(loss)}: {where}"
+        message = f"the loss of step {self.step_number + 1} is {float(loss)}: {where}{self._late_checks()}"
         if self._on_nan == "raise":
             raise LossError(f"{message}; lower the learning rate, set clip_norm, or pass on_nan='warn' to go on")
         warnings.warn(message, stacklevel=3)
+
+    def _late_checks(self) -> str:
+        """The lines whose conditions the step checks itself, for the message of a loss that is not finite."""
+        checks = self.replica.lowered.captured.checks if isinstance(self.replica, Replica) else ()
+        if not checks:
+            return ""
+        return f"; or what the model or the loss makes sure of does not hold: {'; '.join(dict.fromkeys(checks))}"
 
 
 def _end_trace(reference: weakref.ref[Trainer]) -> None:

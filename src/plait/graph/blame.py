@@ -8,7 +8,7 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -18,6 +18,10 @@ from plait.errors import CaptureError
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _PLAIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_DISPATCH = tuple(
+    _TORCH + name.replace("/", os.sep)
+    for name in ("overrides.py", "_tensor.py", "_compile.py", "_ops.py", "_dynamo/", "_subclasses/", "utils/_")
+)
 _STANDARD = tuple(os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("stdlib", "platstdlib"))
 _PACKAGES = tuple(
     {os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("purelib", "platlib")}
@@ -37,6 +41,26 @@ def capture_error(error: Exception, model: Any, loss_fn: Callable[..., Any], doi
     found.file, found.line = file, line
     found.data_dependent = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
     return found
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame, from `frame` outwards, that is none of torch's and plait's own dispatch of a call."""
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith((_PLAIT, *_DISPATCH)) and code.co_name != "__torch_function__":
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def source_line(frame: FrameType) -> str:
+    """file:line: "source" of a frame, or of the code outside torch that called it."""
+    at: FrameType | None = frame
+    while at is not None and at.f_code.co_filename.startswith((_TORCH, _PLAIT)):
+        at = at.f_back
+    at = at or frame
+    file, line = at.f_code.co_filename, at.f_lineno
+    return f'{file}:{line}: "{linecache.getline(file, line).strip()}"'
 
 
 def _place(trace: TracebackType | None, model: Any) -> tuple[str, int] | None:

@@ -20,6 +20,7 @@ from plait.graph.batch import batch_leaves, map_batch
 from plait.graph.blame import capture_error
 from plait.graph.cleanup import clean
 from plait.graph.functional import functionalise
+from plait.graph.late import LateNumber, LateValues
 from plait.graph.modules import BackwardModules, ForwardModules
 from plait.graph.pause import collection_paused
 from plait.graph.precision import FULL, Precision
@@ -68,6 +69,7 @@ class Captured:
     tied: dict[str, str] = field(default_factory=dict)  # further name of a parameter or buffer -> its first name
     unused: tuple[str, ...] = ()  # parameters that train but do not reach the loss
     frozen: tuple[str, ...] = ()  # parameters with requires_grad=False
+    checks: tuple[str, ...] = ()  # lines of which a condition must hold when the step runs, or else the loss is NaN
 
 
 def capture(
@@ -139,11 +141,14 @@ def _capture(
         stack.enter_context(fake_mode)
         stack.enter_context(recorder)
         stack.enter_context(VisibleDropout())
+        late = stack.enter_context(LateValues(recorder.known_value, lambda: recorder.phase == "forward"))
+        recorder.scalar = late.scalar
         forward = stack.enter_context(ForwardModules(model, recorder))
         stack.enter_context(torch.set_grad_enabled(differentiate))
         try:
             with precision.computing(model, where.type):
                 results = _losses(loss_fn(model, fake_batch))
+            results = [(o, late.checked(v) if o.kind in ("loss", "sum") else v) for o, v in results]
         except (LossError, PlanError):
             raise
         except Exception as error:
@@ -165,6 +170,7 @@ def _capture(
         _check_attributes(stand, recorder)
         results += [(Output("buffer", name), b) for name, b in written.items()]
         recorder.output([value for _, value in results])
+    late.warn()
     graph = recorder.graph
     kinds = {node.name: kind for node, kind in nodes.items()}
     kinds |= {
@@ -185,6 +191,7 @@ def _capture(
         tied=stand.tied,
         unused=tuple(name for name in trained if name not in gradients) if differentiate else (),
         frozen=tuple(name for name, p in stand.parameters.items() if not p.requires_grad),
+        checks=tuple(check.place for check in late.checks),
     )
 
 
@@ -235,6 +242,10 @@ def _losses(value: Any) -> list[tuple[Output, Tensor]]:
 
 
 def _scalar(value: Any, what: str, floating: bool = True) -> Tensor:
+    if isinstance(value, LateNumber):
+        if floating:
+            raise LossError(f"{what} is a Python number made by .item(), which has no gradient; {_FORMS}")
+        value = value.tensor()
     if not isinstance(value, Tensor):
         kind = type(value)
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

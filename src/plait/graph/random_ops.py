@@ -155,6 +155,23 @@ def _rrelu(
     return x * slope
 
 
+def _randperm(draw: Draw, n: int, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    order = torch.argsort(draw((n,), torch.float64, _device(device), "uniform", (0.0, 1.0)))
+    return order.to(dtype or torch.int64)
+
+
+def _multinomial(
+    draw: Draw, p: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None
+) -> Tensor:
+    """Without replacement by an exponential race (Efraimidis and Spirakis 2006), with it by the inverse of the sums."""
+    if not replacement or num_samples == 1:
+        arrivals = draw(p.shape, p.dtype, p.device, "exponential", (1.0,))
+        return torch.topk(p / arrivals, num_samples, dim=-1).indices
+    sums = p.cumsum(-1)
+    drawn = draw((*p.shape[:-1], num_samples), p.dtype, p.device, "uniform", (0.0, 1.0)) * sums[..., -1:]
+    return (drawn.unsqueeze(-1) >= sums.unsqueeze(-2)).sum(-1).clamp(max=p.shape[-1] - 1)
+
+
 RANDOM: dict[Any, Callable[..., Any]] = {
     aten.bernoulli.default: _bernoulli,
     aten.bernoulli.p: _bernoulli_p,
@@ -185,6 +202,9 @@ RANDOM: dict[Any, Callable[..., Any]] = {
     aten.randint.generator: _randint,
     aten.randint.low: _randint_low,
     aten.randint.low_generator: _randint_low,
+    aten.randperm.default: _randperm,
+    aten.randperm.generator: _randperm,
+    aten.multinomial.default: _multinomial,
     aten.randint_like.default: _randint_like,
     aten.randint_like.low_dtype: _randint_like,
     getattr(aten.random_, "from"): _random,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from plait.errors import CaptureError
+from plait.graph.late import known_value
 from plait.graph.random import draw
 from plait.graph.random_ops import RANDOM, check_random
 from plait.graph.shapes import ShapeMemo, fake_of, spec_of
@@ -51,6 +53,7 @@ class Recorder(TorchDispatchMode):
         self._numbers: list[int] = []  # autograd's sequence number after each forward call, and the call's place
         self._places: list[int] = []
         self.mutating = False
+        self.scalar: Callable[[Tensor], Any] | None = None  # what Python gets that asks for the number in a fake tensor
         self.constants: dict[str, Tensor] = {}
         self.constant_nodes: list[Node] = []
         self.key: Node | None = None
@@ -109,6 +112,15 @@ class Recorder(TorchDispatchMode):
         """Whether the step reads this real tensor, which is none of its inputs, as a constant."""
         return id(tensor) in self._lifted
 
+    def known_value(self, tensor: Tensor) -> Tensor | None:
+        """The value of a tensor that follows from constants alone; None of others."""
+        node = self._nodes.get(id(tensor))
+        if node is None or self.mutating:
+            return None
+        constants = {n.name: self.constants[name] for n, name in zip(self.constant_nodes, self.constants, strict=True)}
+        with _disable_current_modes(), torch.no_grad():
+            return known_value(node, constants)
+
     def place_of(self, number: int) -> int:
         """The place of the forward call for which autograd made the node of this sequence number."""
         i = bisect.bisect_right(self._numbers, number)
@@ -158,9 +170,12 @@ class Recorder(TorchDispatchMode):
                 return _batch_norm(*args, **kwargs)
         if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
             return self._constant(args[0], func(*args))
-        if func is aten._local_scalar_dense.default and not isinstance(args[0], FakeTensor):
-            with _disable_current_modes():
-                return args[0].item()
+        if func is aten._local_scalar_dense.default:
+            if not isinstance(args[0], FakeTensor):
+                with _disable_current_modes():
+                    return args[0].item()
+            if self.scalar is not None and args[0].constant is None:
+                return self.scalar(args[0])
         if func.namespace == "prim":  # asks for the device
             return func(*args, **kwargs)
         if _composite(func):

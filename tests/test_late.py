@@ -1,0 +1,216 @@
+"""What Python reads of tensors while a step is captured: log lines, assertions, argument checks, constant masks."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import plait
+
+PLANS = ("data=2", "tensor=2", "data=2 zero=3", "pipeline=2 micro=2")
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+KEPT: list[Any] = []
+Loss = Callable[[Any, Any], Tensor]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).double()
+
+
+def batch() -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return {
+        "x": torch.randn(8, 16, generator=g, dtype=torch.float64),
+        "y": torch.randint(0, 4, (8,), generator=g),
+        "t": torch.randn(8, 4, generator=g, dtype=torch.float64),
+        "m": torch.tensor([1, 0, 1, 1, 0, 1, 1, 1]),
+    }
+
+
+def prints(m: Any, b: Any) -> Tensor:
+    loss = F.cross_entropy(m(b["x"]), b["y"])
+    print("loss", loss.item(), f"{loss:.3f}", "%.3f" % loss.item(), round(loss.item(), 2))  # noqa: UP031
+    return loss
+
+
+def keeps(m: Any, b: Any) -> Tensor:
+    loss = F.cross_entropy(m(b["x"]), b["y"])
+    KEPT.append(loss.item() * 2)
+    return loss
+
+
+def shows_array(m: Any, b: Any) -> Tensor:
+    z = m(b["x"])
+    print(z.detach().cpu().numpy())
+    return F.cross_entropy(z, b["y"])
+
+
+def asserts(m: Any, b: Any) -> Tensor:
+    z = m(b["x"])
+    assert z.isfinite().all(), f"not finite: {z.shape}"
+    return F.cross_entropy(z, b["y"])
+
+
+def raises(m: Any, b: Any) -> Tensor:
+    z = m(b["x"])
+    if torch.isnan(z).any() or (z > 1e6).any():
+        raise ValueError(f"bad {z.shape}" if z.ndim else "bad")
+    if not F.mse_loss(z, b["t"]).item() < 1e6:
+        raise ValueError("large")
+    return F.cross_entropy(z, b["y"])
+
+
+def divides_by_a_count(m: Any, b: Any) -> Tensor:
+    each = F.cross_entropy(m(b["x"]), b["y"], reduction="none")
+    return (each * b["m"]).sum() / b["m"].sum().item()
+
+
+def scales_by_losses(m: Any, b: Any) -> Tensor:
+    z = m(b["x"])
+    one, two = F.cross_entropy(z, b["y"]), F.mse_loss(z, b["t"])
+    return one + 0.5 * (one.item() / (two.item() + 1e-3)) * two
+
+
+def normal(m: Any, b: Any) -> Tensor:
+    z = m(b["x"])
+    return -torch.distributions.Normal(z, z.exp()).log_prob(b["t"]).mean()
+
+
+def policy_gradient(m: Any, b: Any) -> Tensor:
+    policy = torch.distributions.Categorical(logits=m(b["x"]))
+    return -(policy.log_prob(policy.sample()) * b["t"][:, 0]).mean()
+
+
+def gaussian_nll(m: Any, b: Any) -> Tensor:
+    z = m(b["x"])
+    return F.gaussian_nll_loss(z, b["t"], z.exp())
+
+
+def shuffles(m: Any, b: Any) -> Tensor:
+    z = m(b["x"])
+    return F.mse_loss(z, z.detach()[torch.randperm(len(z))] + 1)
+
+
+def samples(m: Any, b: Any) -> Tensor:
+    z = m(b["x"])
+    p = z.detach().softmax(-1)
+    few = torch.multinomial(p, 2)
+    many = torch.multinomial(p, 6, replacement=True)
+    return z.gather(1, few).mean() + z.gather(1, many).pow(2).mean()
+
+
+READ_FOR_THE_EYE = [prints, keeps, shows_array]
+CHECKED = [asserts, raises, normal, gaussian_nll]
+COMPUTED = [divides_by_a_count, scales_by_losses, policy_gradient, shuffles, samples]
+
+
+@pytest.mark.parametrize("loss_fn", READ_FOR_THE_EYE, ids=lambda f: f.__name__)
+def test_a_log_line_costs_no_plan_and_is_named_once(loss_fn: Loss) -> None:
+    verifier = plait.Verifier(net(), loss_fn, batch())
+    with pytest.warns(UserWarning, match=r"test_late.py:\d+.*return \(loss, {"):
+        assert verifier.verify("data=2").ok
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert verifier.verify("tensor=2").ok
+
+
+@pytest.mark.parametrize("loss_fn", [*CHECKED, *COMPUTED], ids=lambda f: f.__name__)
+def test_checks_and_numbers_of_tensors_are_part_of_the_step(loss_fn: Loss) -> None:
+    verifier = plait.Verifier(net(), loss_fn, batch())
+    for plan in PLANS:
+        assert verifier.verify(plan).ok, plan
+
+
+@pytest.mark.parametrize("loss_fn", [asserts, raises], ids=lambda f: f.__name__)
+def test_a_check_that_fails_later_names_its_line(loss_fn: Loss) -> None:
+    trainer = plait.Trainer(net(), loss_fn, SGD, "data=1")
+    trainer.step(batch())
+    bad = batch()
+    bad["x"][3, 3] = math.inf
+    with pytest.raises(plait.LossError, match=r"does not hold: .*test_late.py:\d+"):
+        trainer.step(bad)
+
+
+def test_a_check_whose_failure_the_model_handles_is_a_branch() -> None:
+    def loss_fn(m: Any, b: Any) -> Tensor:
+        z = m(b["x"])
+        try:
+            if not z.isfinite().all():
+                raise ValueError("bad")
+        except ValueError:
+            z = z.nan_to_num()
+        return z.mean()
+
+    with pytest.raises(plait.CaptureError, match="needs the number"):
+        plait.verify(net(), loss_fn, batch(), "data=2")
+
+
+def test_a_number_leaves_the_dtype_as_python_numbers_do() -> None:
+    def loss_fn(m: Any, b: Any) -> Tensor:
+        z = m(b["x"])
+        number, count = z.mean().item(), b["m"].sum().item()
+        results = [z.mean() * number, z * number, b["m"] * count, b["m"] * number, b["m"].sum() / count, -number + z]
+        assert [r.dtype for r in results] == [torch.float32] * 2 + [torch.int64] + [torch.float32] * 3
+        assert type(torch.tensor(number)) is not float
+        assert torch.tensor([number, 1.0]).dtype == torch.float32
+        return results[0] + results[-1].mean() + torch.tensor(number)
+
+    given = {"x": batch()["x"].float(), "m": batch()["m"]}
+    assert plait.verify(net().float(), loss_fn, given, "data=2").ok
+
+
+def test_a_weight_may_be_a_number_and_a_loss_may_not() -> None:
+    def weighted(m: Any, b: Any) -> Any:
+        each = F.cross_entropy(m(b["x"]), b["y"], reduction="none")
+        return (each * b["m"]).sum(), b["m"].sum().item()
+
+    assert plait.verify(net(), weighted, batch(), "data=2 micro=2").ok
+    with pytest.raises(plait.LossError, match=r"made by .item\(\)"):
+        plait.verify(net(), lambda m, b: m(b["x"]).mean().item(), batch(), "data=2")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda z: z.sum() if z.sum() > 0 else z.mean(),
+        lambda z: z[: z.argmax().item()].sum(),
+        lambda z: z.sum() * math.log(z.sum().item()),
+        lambda z: z.sum() * float(z.sum()),
+        lambda z: z.sum() * (1.0 if z.sum().item() > 0 else 2.0),
+        lambda z: z.sum() * z.detach().numpy().mean(),
+        lambda z: sum(z[0, i].sum() for i in range(z.argmax().item())) + z.sum(),
+    ],
+)  # fmt: skip
+def test_what_needs_the_number_itself_is_refused_by_its_line(use: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(plait.CaptureError, match=r"test_late.py:\d+.*needs the number") as caught:
+        plait.verify(net(), lambda m, b: use(m(b["x"])), batch(), "data=2")
+    assert caught.value.data_dependent
+
+
+def test_a_mask_made_of_constants_is_known() -> None:
+    class Causal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+            self.body = nn.TransformerEncoder(layer, 1)
+            self.head = nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], dtype=x.dtype)
+            return self.head(self.body(x, mask=mask))
+
+    given = {"x": torch.randn(4, 6, 16, dtype=torch.float64), "y": torch.randint(0, 4, (4, 6))}
+    verifier = plait.Verifier(
+        Causal().double(), lambda m, b: F.cross_entropy(m(b["x"]).flatten(0, 1), b["y"].flatten()), given
+    )
+    for plan in PLANS:
+        assert verifier.verify(plan).ok, plan
