@@ -26,6 +26,7 @@ from plait.graph.pause import collection_paused
 from plait.graph.precision import FULL, Precision
 from plait.graph.random import VisibleDropout
 from plait.graph.record import Recorder
+from plait.graph.selection import Selections
 from plait.graph.standin import StandIns, standing_in
 
 LossFn = Callable[[Any, Any], Any]
@@ -143,6 +144,7 @@ def _capture(
         stack.enter_context(VisibleDropout())
         late = stack.enter_context(LateValues(recorder.known_value, lambda: recorder.phase == "forward"))
         recorder.scalar = late.scalar
+        stack.enter_context(Selections(late, recorder.node_of))
         forward = stack.enter_context(ForwardModules(model, recorder))
         stack.enter_context(torch.set_grad_enabled(differentiate))
         try:

@@ -1,0 +1,124 @@
+"""Rows that a boolean mask selects, under every plan: the numbers of plain PyTorch, or a refusal by line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import plait
+
+PLANS = ("data=2", "tensor=2", "data=2 zero=3", "pipeline=2 micro=2")
+WEIGHT = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).double()
+
+
+def batch() -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(3)
+    found = {
+        "x": torch.randn(8, 16, generator=g, dtype=torch.float64),
+        "y": torch.randint(0, 4, (8,), generator=g),
+        "t": torch.randn(8, 4, generator=g, dtype=torch.float64),
+        "k": torch.tensor([1, 0, 1, 1, 0, 1, 1, 1]) > 0,
+    }
+    found["t"][1, 2] = found["t"][5, 0] = torch.nan
+    return found
+
+
+Use = Callable[[Tensor, dict[str, Tensor]], Tensor]
+
+
+def labelled(z: Tensor, b: dict[str, Tensor]) -> Tensor:
+    ok = ~torch.isnan(b["t"])
+    return F.mse_loss(z[ok], b["t"][ok])
+
+
+def twice(z: Tensor, b: dict[str, Tensor]) -> Tensor:
+    z, y = z[b["k"]], b["y"][b["k"]]
+    return F.cross_entropy(z[y > 0], y[y > 0])
+
+
+def changed(z: Tensor, b: dict[str, Tensor]) -> Tensor:
+    z = z.clone()
+    z[b["k"]] = z[b["k"]] * 2
+    return z.square().mean()
+
+
+def routed(z: Tensor, b: dict[str, Tensor]) -> Tensor:
+    out = torch.zeros_like(z)
+    for expert in range(2):
+        rows, which = torch.where((b["y"] % 2 == expert).unsqueeze(1) & (torch.arange(3) < 2))
+        out.index_add_(0, rows, z[rows] * (expert + 1) * (which + 1).unsqueeze(-1))
+    return out.square().mean()
+
+
+def mean_by_hand(z: Tensor, b: dict[str, Tensor]) -> Tensor:
+    chosen = z[b["k"]]
+    return chosen.sum() / chosen.numel() + chosen.sum() / chosen.shape[0] + chosen.sum() / b["k"].sum()
+
+
+USES: dict[str, Use] = {
+    "cross_entropy": lambda z, b: F.cross_entropy(z[b["k"]], b["y"][b["k"]]),
+    "weights": lambda z, b: F.cross_entropy(z[b["k"]], b["y"][b["k"]], weight=WEIGHT, label_smoothing=0.1),
+    "sum": lambda z, b: F.cross_entropy(z[b["k"]], b["y"][b["k"]], reduction="sum"),
+    "labelled": labelled,
+    "where": lambda z, b: F.cross_entropy(z[torch.where(b["k"])[0]], b["y"][torch.where(b["k"])[0]]),
+    "nonzero": lambda z, b: z[b["k"].nonzero().squeeze(-1)].square().mean(),
+    "masked_select": lambda z, b: z.masked_select(b["t"].nan_to_num(-1) > 0).square().mean(),
+    "linear": lambda z, b: F.layer_norm(F.linear(z[b["k"]], WEIGHT.diag()), (4,)).log_softmax(-1)[:, 0].mean(),
+    "mask of two dims": lambda z, b: z[b["x"][:, :4] > 0].log1p().nan_to_num().mean(),
+    "extremes": lambda z, b: z[b["k"]].max() - z[b["k"]].amin() + z[b["k"]].sum(0).square().mean(),
+    "gather": lambda z, b: -z[b["k"]].log_softmax(-1).gather(1, b["y"][b["k"]].unsqueeze(1)).mean(),
+    "cat": lambda z, b: torch.cat([z[b["k"]], z[~b["k"]] * 2, z]).square().mean(),
+    "twice": twice,
+    "changed": changed,
+    "routed": routed,
+    "mean_by_hand": mean_by_hand,
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_selected_rows_are_those_of_plain_pytorch(name: str) -> None:
+    verifier = plait.Verifier(net(), lambda m, b: USES[name](m(b["x"]), b), batch())
+    for plan in PLANS:
+        assert verifier.verify(plan).ok, plan
+
+
+def test_the_loss_of_a_batch_without_a_selected_row_is_that_of_pytorch() -> None:
+    def loss_fn(m: Any, b: Any) -> Tensor:
+        return F.mse_loss(m(b["x"])[b["k"]], b["t"].nan_to_num()[b["k"]], reduction="sum") + 0 * m(b["x"]).sum()
+
+    given = batch()
+    given["k"] = torch.zeros(8, dtype=torch.bool)
+    report = plait.verify(net(), loss_fn, given, "data=2")
+    assert report.ok
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda z, b: torch.zeros(len(z[b["k"]])).sum() + z.mean(),
+        lambda z, b: (z[b["k"]] * z[b["y"] > 0]).mean(),
+        lambda z, b: (z[b["k"]] * z).mean(),
+        lambda z, b: z[b["k"]].std(),
+        lambda z, b: (z[b["k"]] @ z[b["k"]].t()).mean(),
+        lambda z, b: F.batch_norm(z[b["k"]], None, None, training=True).square().mean(),
+        lambda z, b: F.dropout(z[b["k"]], 0.5).mean(),
+        lambda z, b: z[b["k"]][0].mean(),
+        lambda z, b: z[b["k"]].softmax(0).square().mean(),
+        lambda z, b: z[:, torch.zeros_like(z[0], dtype=torch.bool)].sum() + z.mean(),
+        lambda z, b: torch.unique(b["y"]).double().mean() * z.mean(),
+    ],
+)  # fmt: skip
+def test_what_needs_the_number_of_rows_is_refused_by_its_line(use: Use) -> None:
+    with pytest.raises(plait.CaptureError, match=r"test_selection.py:\d+.*depends on the numbers") as caught:
+        plait.verify(net(), lambda m, b: use(m(b["x"]), b), batch(), "data=2")
+    assert caught.value.data_dependent
