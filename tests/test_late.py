@@ -214,3 +214,42 @@ def test_a_mask_made_of_constants_is_known() -> None:
     )
     for plan in PLANS:
         assert verifier.verify(plan).ok, plan
+
+
+class Speech(nn.Module):
+    """Log-probabilities [T, N, C] of features [N, T, 8]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(8, 16, 3, padding=1)
+        self.head = nn.Linear(16, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv(x.transpose(1, 2)).relu().transpose(1, 2)).log_softmax(-1).transpose(0, 1)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_ctc_loss_reads_its_lengths_from_tensors(reduction: str) -> None:
+    torch.manual_seed(0)
+    given = {
+        "x": torch.randn(8, 12, 8, dtype=torch.float64),
+        "y": torch.randint(1, 6, (8, 4)),
+        "frames": torch.randint(4, 13, (8,)),
+        "letters": torch.randint(1, 5, (8,)),
+    }
+    ctc = functools.partial(F.ctc_loss, reduction=reduction, zero_infinity=True)
+    verifier = plait.Verifier(
+        Speech().double(), lambda m, b: ctc(m(b["x"]), b["y"], b["frames"], b["letters"]).mean(), given
+    )
+    for plan in (*PLANS, "data=4 micro=2"):
+        report = verifier.verify(plan)
+        assert report.ok and not report.without_rule, plan
+
+
+def test_ctc_loss_of_targets_without_padding_is_refused_by_its_line() -> None:
+    given = {
+        "x": torch.randn(2, 12, 8), "y": torch.randint(1, 6, (6,)), "frames": torch.tensor([12, 11]),
+        "letters": torch.tensor([2, 4]),
+    }  # fmt: skip
+    with pytest.raises(plait.CaptureError, match=r"test_late.py:\d+.*needs the number"):
+        plait.verify(Speech(), lambda m, b: F.ctc_loss(m(b["x"]), b["y"], b["frames"], b["letters"]), given, "data=1")

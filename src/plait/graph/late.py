@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from plait.graph.blame import source_line, users_frame
+from plait.graph.ctc import with_lengths
 
 UNKNOWN = "?"  # what a number prints as that is known only when the step runs
 _MAX_STEPS = 400  # instructions that are followed to find out whether a branch only raises
@@ -71,6 +72,8 @@ class LateValues(TorchFunctionMode):
             return bool(torch.eq(args[0], args[1]).all())
         if func in _ALL:
             return _ALL[func](*args, **kwargs)
+        if func in _CTC and (found := with_lengths(*args, **kwargs)) is not NotImplemented:
+            return found
         if func in (torch.tensor, torch.as_tensor) and _holds_late(args[0]):
             return _built(args[0], kwargs)
         return func(*args, **kwargs)
@@ -160,6 +163,7 @@ class LateValues(TorchFunctionMode):
 
 
 _ALL = {torch._is_all_true: torch.all, torch._is_any_true: torch.any}  # as distributions check their arguments
+_CTC = frozenset({torch.nn.functional.ctc_loss, torch.ctc_loss})
 _EQUAL = frozenset({torch.equal, Tensor.equal})
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+import plait.graph.ctc  # noqa: F401  (defines ops)
 from plait.graph.rules.base import (
     REPLICATE,
     Builder,
@@ -20,6 +21,7 @@ from plait.graph.rules.base import (
     Rule,
     Shard,
     Strategy,
+    einsum,
     register,
 )
 from plait.graph.rules.dims import (
@@ -200,4 +202,12 @@ register(*overloads("nll_loss_forward", "nll_loss2d_forward"), rule=Rule(strateg
 register(
     *overloads("nll_loss_backward", "nll_loss2d_backward"),
     rule=Rule(strategies=_nll_backward_strategies, linear=first_operand),
+)
+
+# ---- connectionist temporal classification: samples are free ----
+
+register(torch.ops.plait.ctc_loss.default, rule=Rule(factors=einsum("T n C, n S, n, n -> n, n T A")))
+register(
+    torch.ops.plait.ctc_loss_backward.default,
+    rule=Rule(factors=einsum("n, T n C, n S, n, n, n, n T A -> T n C")),
 )
