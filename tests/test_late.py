@@ -251,5 +251,5 @@ def test_ctc_loss_of_targets_without_padding_is_refused_by_its_line() -> None:
         "x": torch.randn(2, 12, 8), "y": torch.randint(1, 6, (6,)), "frames": torch.tensor([12, 11]),
         "letters": torch.tensor([2, 4]),
     }  # fmt: skip
-    with pytest.raises(plait.CaptureError, match=r"test_late.py:\d+.*needs the number"):
+    with pytest.raises(plait.CaptureError, match=r"test_late.py:\d+.*pad the targets"):
         plait.verify(Speech(), lambda m, b: F.ctc_loss(m(b["x"]), b["y"], b["frames"], b["letters"]), given, "data=1")

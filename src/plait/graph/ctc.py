@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from plait.errors import CaptureError
+
 aten = torch.ops.aten
 
 
@@ -86,8 +88,14 @@ def with_lengths(
     reduction: str | int = "mean",
     zero_infinity: bool = False,
 ) -> Any:
-    """torch.nn.functional.ctc_loss of padded targets [N, S]; NotImplemented for targets in a row without padding."""
+    """torch.nn.functional.ctc_loss of padded targets [N, S]; NotImplemented where lengths are numbers and targets lie in
+    a row without padding. CaptureError where they do and lengths are tensors."""
     if targets.ndim != 2 or log_probs.ndim != 3:
+        if isinstance(target_lengths, Tensor) and targets.ndim == 1 and log_probs.ndim == 3:
+            raise CaptureError(
+                "ctc_loss of targets without padding has shapes that depend on the numbers in target_lengths; pad the"
+                " targets to one length, [N, S]"
+            )
         return NotImplemented
     lengths = [torch.as_tensor(n, device=targets.device).long() for n in (input_lengths, target_lengths)]
     loss, _ = ctc_loss(log_probs.contiguous(), targets, *lengths, blank, zero_infinity)
