@@ -88,8 +88,8 @@ def with_lengths(
     reduction: str | int = "mean",
     zero_infinity: bool = False,
 ) -> Any:
-    """torch.nn.functional.ctc_loss of padded targets [N, S]; NotImplemented where lengths are numbers and targets lie in
-    a row without padding. CaptureError where they do and lengths are tensors."""
+    """torch.nn.functional.ctc_loss of padded targets [N, S]; NotImplemented where lengths are numbers and targets lie
+    in a row without padding. CaptureError where they do and lengths are tensors."""
     if targets.ndim != 2 or log_probs.ndim != 3:
         if isinstance(target_lengths, Tensor) and targets.ndim == 1 and log_probs.ndim == 3:
             raise CaptureError(
