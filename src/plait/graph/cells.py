@@ -13,16 +13,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
 from plait.decide.readiness import Cell, Edges
-from plait.graph.calls import is_item, num_bytes, placeholders
+from plait.graph.calls import is_item, num_bytes, output_node, placeholders
 from plait.graph.capture import Output
 from plait.graph.partition import WORLD
 from plait.graph.sharing import apart
 from plait.graph.stages import base_of
 
+aten = torch.ops.aten
 BOX = "box"  # name of the placeholder that stands for what a stage keeps of a microbatch
 
 
@@ -118,6 +120,12 @@ def split_cells(
         values.append(Value(node.name, cell_of[node], users, node.meta["val"], dict(node.meta.get("only", {}))))
     by_name = {value.name: value for value in values}
     nodes = {node.name: node for node in cell_of}
+    for results in ending.values():
+        for place, (output, result) in enumerate(results):
+            if output.kind == "gradient" and result in cell_of and base_of(result).name in by_name:
+                results[place] = (output, _own(graph, result))
+                cell_of[results[place][1]] = cell_of[result]
+                order[results[place][1]] = len(order)
     inside: dict[Cell, dict[Node, None]] = {cell: {} for cell in turn}
     for node in sorted(cell_of, key=order.__getitem__):
         inside[cell_of[node]][node] = None
@@ -137,6 +145,14 @@ def split_cells(
             if output.kind == "gradient":
                 parameters.setdefault(output.name, set()).add(cell[1])
     return Cells(graphs, tuple(values), num_stages, {n: tuple(sorted(s)) for n, s in parameters.items()})
+
+
+def _own(graph: Graph, gradient: Node) -> Node:
+    """A copy of a gradient, to which others are added in place, where another cell reads the same memory."""
+    with graph.inserting_before(output_node(graph)):
+        copy = graph.call_function(aten.clone.default, (gradient,), {"memory_format": torch.contiguous_format})
+    copy.meta = {**gradient.meta, "val": gradient.meta["val"].contiguous()}
+    return copy
 
 
 def _in_order(num_stages: int, weights: bool) -> list[Cell]:

@@ -67,6 +67,8 @@ def _normal_name(node: Node) -> None:
         node.target = aten.view.default
     elif node.target is aten.zero.default:
         node.target = aten.zeros_like.default
+    elif node.target is aten._efficientzerotensor.default:  # forward-mode gradients: nothing may be written into it
+        node.target = aten.zeros.default
     elif node.target is aten.fill.Scalar:
         node.target = aten.full_like.default
 

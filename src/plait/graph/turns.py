@@ -148,15 +148,22 @@ def _unsummed(graph: Graph, gradients: Mapping[int, str], add: bool) -> Graph:
 
 
 def _add_to(graph: Graph, gradients: Mapping[int, str]) -> Graph:
-    """Add the sums so far to each gradient's term, before it is summed over ranks."""
-    (results,) = output_node(graph).args
+    """Add the sums so far to each gradient's term, before it is summed over ranks. Whatever else reads the term, such
+    as another cell that it is handed to, still gets this microbatch's own."""
+    end = output_node(graph)
+    results = list(end.args[0])  # type: ignore[arg-type]
     for index, name in gradients.items():
-        if isinstance(result := results[index], Node):  # type: ignore[index]
-            term = _term(result)
-            readers = [u for u in term.users if u.target is ops.all_reduce or u.op == "output"]
-            total = _added(graph, term, name)
-            for reader in readers:
-                reader.replace_input_with(term, total)
+        if not isinstance(node := results[index], Node):
+            continue
+        term, reader = _term(node), None
+        while node is not term:
+            node, reader = node.args[1], node
+        total = _added(graph, term, name)
+        if reader is None:
+            results[index] = total
+        else:
+            reader.replace_input_with(term, total)
+    end.args = (tuple(results),)
     return graph
 
 
