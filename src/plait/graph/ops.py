@@ -1,13 +1,15 @@
 """The calls that plait adds to a graph: collectives along one mesh axis.
 
 Each takes the rank's World first (a placeholder of the graph, named `world`): nothing is reached through a global.
-Tensors are local; `blocks` is as in `spec.layout.Shard`.
+Tensors are local; `blocks` is as in `spec.layout.Shard`. What comes out is dense, as the values of one device are: some
+kernels read an input's memory without asking for its strides (the statistics that the backward of a norm is given).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 World = Any  # comm.protocol.World; graph/ lies below comm/ and knows it only by its methods
@@ -44,9 +46,11 @@ def reduce_scatter(world: World, tensor: Tensor, axis: str, dim: int, blocks: in
 
 
 def shard(world: World, tensor: Tensor, axis: str, dim: int, blocks: int) -> Tensor:
-    """Whole -> Shard(dim, blocks): this rank's part, nothing is moved."""
+    """Whole -> Shard(dim, blocks): this rank's part, nothing is sent."""
     comm = world.comm(axis)
-    return take(tensor, comm.rank, comm.size, dim, blocks)
+    part = take(tensor, comm.rank, comm.size, dim, blocks)
+    # A part of outer rows lies in one piece as it is; of a tensor with gaps the copy has none, in the same order.
+    return part if part.is_contiguous() else part.clone(memory_format=torch.preserve_format)
 
 
 def all_to_all(world: World, tensor: Tensor, axis: str, dim: int, blocks: int, to_dim: int, to_blocks: int) -> Tensor:
@@ -80,7 +84,7 @@ def _join(rows: Tensor, dim: int, blocks: int) -> Tensor:
     """The inverse of `_parts`."""
     size = rows.shape[0]
     split = rows.unflatten(dim + 1, (blocks, rows.shape[dim + 1] // blocks))
-    return split.movedim(0, dim + 1).flatten(dim, dim + 2) if size > 1 else rows[0]
+    return split.movedim(0, dim + 1).flatten(dim, dim + 2).contiguous() if size > 1 else rows[0]
 
 
 COMMUNICATING = frozenset({all_reduce, all_reduce_start, wait, all_gather, reduce_scatter, all_to_all, broadcast})
