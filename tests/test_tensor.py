@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
 from plait.comm.threads import run_ranks
 from plait.graph import ops
+from plait.graph.lower import Lowered
+from plait.run.compiler import Captures, Compiler, LossFn
 from plait.spec.mesh import Mesh
+from plait.spec.plan import Plan
 
 WIDTH, HEADS, VOCAB = 32, 4, 48
 
@@ -26,16 +30,16 @@ def turned(x: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Separate query, key and value; fewer heads of keys and values are repeated, as transformers does."""
 
-    def __init__(self, kv_heads: int) -> None:
+    def __init__(self, kv_heads: int, normed: bool = False) -> None:
         super().__init__()
+        self.norm = nn.RMSNorm(WIDTH) if normed else nn.Identity()  # over all heads together
         self.query, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.key, self.value = (nn.Linear(WIDTH, kv_heads * WIDTH // HEADS) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         size = WIDTH // HEADS
-        query, key, value = (
-            layer(x).unflatten(-1, (-1, size)).transpose(1, 2) for layer in (self.query, self.key, self.value)
-        )
+        projected = self.norm(self.query(x)), self.key(x), self.value(x)
+        query, key, value = (y.unflatten(-1, (-1, size)).transpose(1, 2) for y in projected)
         repeats = HEADS // key.shape[1]
         key, value = turned(key).repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         return self.out(F.scaled_dot_product_attention(turned(query), key, value).transpose(1, 2).flatten(2))
@@ -97,3 +101,61 @@ def test_what_changes_its_placement_is_dense() -> None:
     for part, gathered, channels in run_ranks(Mesh((("tensor", 2),)), rank):
         assert part.is_contiguous() and gathered.is_contiguous()
         assert channels.is_contiguous(memory_format=torch.channels_last)
+
+
+def lowered(model: nn.Module, plan: str, loss: LossFn = loss_fn, rows: int = 4) -> Lowered:
+    return Compiler(Captures(model, loss), Plan.parse(plan)).lowered(text(rows))
+
+
+def whole_weights(found: Lowered) -> list[str]:
+    """Names of the matrices and tables of which every rank has all."""
+    here = found.plan.mesh.coordinates(0)
+    parameters = {i.name for i in found.captured.inputs if i.kind == "parameter"}
+    layouts = {name: layout for name, layout in found.layouts.items() if name in parameters and len(layout.shape) > 1}
+    return [name for name, each in layouts.items() if each.local_shape(found.plan.mesh, here) == each.shape]
+
+
+def count(found: Lowered, op: object) -> int:
+    return sum(node.target is op for node in found.graph.nodes)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_keys_that_are_turned_are_split(kv_heads: int) -> None:
+    found = lowered(Decoder(Attention(kv_heads), Attention(kv_heads)), "tensor=2")
+    assert whole_weights(found) == []
+    assert count(found, ops.all_gather) == 0
+    sums = count(found, ops.all_reduce) + count(found, ops.all_reduce_start)
+    assert sums <= 2 * 2 + 6  # two a block; the table, the head, and the loss over the vocabulary
+
+
+def test_a_norm_over_all_heads_is_a_small_sum() -> None:
+    found = lowered(Decoder(Attention(4, normed=True)), "tensor=2")
+    assert whole_weights(found) == []
+    assert count(found, ops.all_gather) == 0
+    torch.manual_seed(0)
+    model = Decoder(Attention(4, normed=True)).double()
+    report = plait.verify(model, loss_fn, text(4), "tensor=4", tolerance=1e-6)
+    assert report.ok, report
+
+
+def hf_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(input_ids=batch["x"]).logits.flatten(0, 1), batch["y"].flatten())
+
+
+def experts() -> nn.Module:
+    torch.manual_seed(0)
+    config = hf.MixtralConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0, use_cache=False,
+    )  # fmt: skip
+    return hf.MixtralForCausalLM._from_config(config).train()
+
+
+def test_experts_are_split_inside() -> None:
+    found = lowered(experts(), "tensor=2", hf_loss)
+    assert whole_weights(found) == ["model.layers.0.mlp.gate.weight"]
+    assert str(found.layouts["model.layers.0.mlp.experts.gate_up_proj"]) == "f32[4, 96@tensor/2, 32]"
+    assert str(found.layouts["model.layers.0.mlp.experts.down_proj"]) == "f32[4, 32, 48@tensor]"
+    for plan in ("tensor=4", "data=2 tensor=2 zero=3"):
+        report = plait.verify(experts(), hf_loss, text(4), plan)
+        assert report.ok, report

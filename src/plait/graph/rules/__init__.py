@@ -43,12 +43,18 @@ from plait.graph.rules.base import (
     register,
     strategies_of,
 )
+from plait.graph.rules.dims import overloads
 
 # Ops of other libraries, by name: they are not there before the library is imported.
 NAMED: dict[str, Rule] = {
     "transformers.grouped_mm_fallback.default": matmul.GROUPED,
     "transformers.grouped_mm_fallback_backward.default": matmul.GROUPED_BACKWARD,
 }
+
+# Where a dim that is cut may end: rows of a table that are looked up, and a vocabulary whose softmax goes into a loss.
+LOOKUPS = frozenset(overloads("embedding"))
+SOFTMAXES = frozenset(overloads("_log_softmax"))
+LOSSES = frozenset(overloads("nll_loss_forward", "nll_loss2d_forward"))
 
 
 def rule_for(op: Any) -> Rule | None:
@@ -58,6 +64,6 @@ def rule_for(op: Any) -> Rule | None:
 
 
 __all__ = [
-    "NAMED", "RULES", "Builder", "Call", "Emit", "Factor", "Partial", "Placement", "Replicate", "Rule", "Shard",
-    "Spec", "Strategy", "einsum", "register", "rule_for", "strategies_of",
+    "LOOKUPS", "LOSSES", "NAMED", "RULES", "SOFTMAXES", "Builder", "Call", "Emit", "Factor", "Partial", "Placement",
+    "Replicate", "Rule", "Shard", "Spec", "Strategy", "einsum", "register", "rule_for", "strategies_of",
 ]  # fmt: skip

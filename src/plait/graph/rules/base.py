@@ -115,6 +115,7 @@ class Rule:
     emit        how the local op is written, when it is not the same op with the same arguments
     decompose   a function of the op's arguments that computes the same from simpler ops, used when an input is sharded
                 along a dim that no factor names
+    weighted    whether the op is a sum that an operand, such as a model's weight, weighs
     """
 
     factors: Callable[[Call], Sequence[Factor]] = field(default=lambda call: ())
@@ -123,6 +124,7 @@ class Rule:
     sizes: int | None = None
     emit: Emit | None = None
     decompose: Callable[..., Any] | None = None
+    weighted: bool = False
 
 
 RULES: dict[Any, Rule] = {}

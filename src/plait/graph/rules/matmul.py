@@ -37,7 +37,7 @@ _PRODUCTS = {
     "dot": "k, k ->",
 }
 for _name, _text in _PRODUCTS.items():
-    register(*overloads(_name), rule=Rule(factors=einsum(_text), linear=each_operand))
+    register(*overloads(_name), rule=Rule(factors=einsum(_text), linear=each_operand, weighted=True))
 
 
 def _with_bias(product: str) -> Rule:
@@ -73,8 +73,9 @@ def _with_bias(product: str) -> Rule:
 
     # Jointly linear in the bias and either operand.
     return Rule(
-        factors=lambda call: parts(call)[0], strategies=strategies, emit=emit, linear=lambda call: [(0, 1), (0, 2)]
-    )
+        factors=lambda call: parts(call)[0], strategies=strategies, emit=emit, linear=lambda call: [(0, 1), (0, 2)],
+        weighted=True,
+    )  # fmt: skip
 
 
 register(*overloads("addmm"), rule=_with_bias("mm"))
@@ -108,7 +109,9 @@ def _linear_groups(call: Call) -> list[tuple[int, ...]]:
 
 register(
     *overloads("linear"),
-    rule=Rule(factors=_linear_factors, strategies=_linear_strategies, emit=_emit_linear, linear=_linear_groups),
+    rule=Rule(
+        factors=_linear_factors, strategies=_linear_strategies, emit=_emit_linear, linear=_linear_groups, weighted=True
+    ),
 )
 
 
@@ -133,7 +136,7 @@ def _matmul_factors(call: Call) -> list[Factor]:
     ]
 
 
-register(*overloads("matmul"), rule=Rule(factors=_matmul_factors, linear=each_operand))
+register(*overloads("matmul"), rule=Rule(factors=_matmul_factors, linear=each_operand, weighted=True))
 
 
 def _trilinear_factors(call: Call) -> list[Factor]:
@@ -171,6 +174,6 @@ def _grouped_backward_factors(call: Call) -> list[Factor]:
     return [Factor((1, 1, None, None), (1, 1)), Factor((None, 2, None, 1), (None, 2))]
 
 
-GROUPED = Rule(factors=_grouped_factors, linear=lambda call: [(0,), (1,)])
+GROUPED = Rule(factors=_grouped_factors, linear=lambda call: [(0,), (1,)], weighted=True)
 GROUPED_BACKWARD = Rule(factors=_grouped_backward_factors, linear=lambda call: [(3,)])
 register(*overloads("_grouped_mm"), rule=GROUPED)
