@@ -111,7 +111,7 @@ class _Job:
         loader = self._loader(self.data.train, shuffle=True)
         trainer.prepare(next(iter(self._loader(self.data.train, shuffle=True, ahead=False))))
         if resume:
-            loader.load_state_dict(trainer.load(self.folder)["data"])
+            loader.load_state_dict(trainer.load(self.folder).get("data"))
         first = trainer.step_number
         if trainer.world.rank == 0:
             out = make_out(config)

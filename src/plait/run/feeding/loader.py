@@ -113,8 +113,13 @@ class Loader:
 
         An iteration that is under way ends; the next one begins at the new place.
         """
+        if not isinstance(state, Mapping):
+            raise DataError(f"this is no state of a loader: {state!r:.80}")
         if missing := sorted({"epoch", "items", "seed", "shuffle", "size"} - set(state)):
             raise DataError(f"this is no state of a loader: it lacks {', '.join(missing)}")
+        for key in ("epoch", "items"):
+            if type(state[key]) is not int or not 0 <= state[key] < 1 << 62:
+                raise DataError(f"this is no state of a loader: {key} is {state[key]!r:.80}")
         for key, here in (("seed", self._order.seed), ("shuffle", self._order.shuffle), ("size", self._order.size)):
             if state[key] != here:
                 raise DataError(

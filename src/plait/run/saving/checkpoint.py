@@ -27,7 +27,7 @@ from plait.run.saving.consent import Consent
 from plait.run.saving.holding import Holding, Piece, pieces
 from plait.run.saving.image import Image
 from plait.run.saving.manifest import NAME, FileEntry, Manifest, saved_at
-from plait.run.saving.places import checkpoints, folders, newest
+from plait.run.saving.places import checkpoints, newest, own_folders
 from plait.run.saving.plainvalues import encode
 from plait.run.saving.safetensor import check_dtype
 from plait.run.saving.saver import Saver
@@ -135,7 +135,7 @@ class _Save:
     def _make_room(self) -> str:
         """On rank 0: make the folder, remove what killed saves have left; returns the name of this save."""
         try:
-            for folder in folders(self._base):
+            for folder in own_folders(self._base):
                 _sweep(folder)
             self._final.make()
         except OSError as error:
@@ -188,7 +188,7 @@ class _Save:
             for record in records:
                 self._final.remove(record)
             self._unneeded = _unneeded(self._final)  # of an earlier save of this step
-            others = [folder for folder in checkpoints(self._base) if folder.name != self._final.name]
+            others = [one for one in checkpoints(self._base) if one.name != self._final.name and not one.is_link()]
             others.sort(key=lambda folder: saved_at(folder) or 0.0)  # damaged ones are the first to go
             for old in others[: max(len(others) + 1 - self._keep, 0)]:
                 old.remove(NAME)  # it is none any more

@@ -6,10 +6,12 @@ it needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from pydantic import BaseModel, TypeAdapter
 from torch import Tensor, nn
 
 from plait.errors import CheckpointError
@@ -29,13 +31,14 @@ from plait.run.saving.fitting import (
 )
 from plait.run.saving.holding import is_away
 from plait.run.saving.integrity import check_files
-from plait.run.saving.manifest import Manifest
+from plait.run.saving.manifest import NAME, Manifest
 from plait.run.saving.optimizer_layouts import expected_state, state_layout
 from plait.run.saving.places import has_checkpoints, newest, older_than
 from plait.run.saving.plainvalues import decode, tensor_names
 from plait.run.saving.snapshot import Run, model_of, persistent_buffers, set_group_options
 from plait.run.saving.source import Source, Wanted, whole_of
 from plait.run.saving.storage import Folder, Location, folder_of
+from plait.run.saving.strict import Count, Text, Whole, checked
 
 _AT_ONCE = 256 << 20  # bytes of optimizer state that are read before they are moved to where they are kept
 
@@ -86,6 +89,21 @@ def load_weights(run: Run, path: Location) -> None:
         run.replicas.begin(run.step_number)
 
 
+class _Common(BaseModel):
+    """What every checkpoint of a run says, as it is encoded."""
+
+    step: Count
+    seed: Whole
+    optimizer: Text
+    groups: list[dict[Text, Any]]
+    scheduler: Any
+    loss_scale: Any
+    extra: dict[Text, Any]
+
+
+_COMMON = TypeAdapter(_Common)
+
+
 class _Load:
     """One rank's side of a load. CheckpointError where another model or optimizer made the checkpoint."""
 
@@ -94,6 +112,7 @@ class _Load:
         self._manifest = manifest = Manifest.read(folder)
         self._source = Source.checkpoint(folder, manifest)
         self._common = manifest.values["common"]
+        checked(_COMMON, self._common, f"{folder}/{NAME}: values.common")
         self._model = _wanted_model(run)
         mine = f"random/{run.world.rank}/"
         random = [n for n in manifest.tensors if n.startswith(mine)] if randomstate.has_own(run.world) else []
@@ -144,17 +163,30 @@ class _Load:
         run, own = self._run, self._manifest.values["own"]
         common = decode(self._common, self._small.__getitem__)
         set_group_options(run, common["groups"])
-        if run.scheduler is not None and common["scheduler"] is not None:
-            run.scheduler.load_state_dict(common["scheduler"])
-        if run.loss_scale is not None and common["loss_scale"] is not None:
-            run.loss_scale.load_state_dict(common["loss_scale"])
+        with self._taking("common.scheduler"):
+            if run.scheduler is not None and common["scheduler"] is not None:
+                run.scheduler.load_state_dict(common["scheduler"])
+        with self._taking("common.loss_scale"):
+            if run.loss_scale is not None and common["loss_scale"] is not None:
+                run.loss_scale.load_state_dict(common["loss_scale"])
         mine = f"random/{run.world.rank}"
         if mine in own and randomstate.has_own(run.world):
             tensors = {name.rpartition("/")[2]: t for name, t in self._small.items() if name.startswith(mine + "/")}
-            randomstate.restore(run.world, tensors, decode(own[mine], self._small.__getitem__))
+            with self._taking(f"own.{mine}"):
+                randomstate.restore(run.world, tensors, decode(own[mine], self._small.__getitem__))
         run.seed, run.step_number = common["seed"], common["step"]
         extra: dict[str, Any] = common["extra"]
         return extra
+
+    @contextmanager
+    def _taking(self, place: str) -> Iterator[None]:
+        """Whatever is raised by an object that takes over a value which is not one of its own, as CheckpointError."""
+        try:
+            yield
+        except Exception as error:
+            raise CheckpointError(
+                f"{self._source.folder}/{NAME}: values.{place} cannot be taken over: {type(error).__name__}: {error}"
+            ) from error
 
     def take_own(self) -> None:
         """What each of several replicas had for itself."""

@@ -47,6 +47,11 @@ def checkpoints(path: Location | Folder) -> list[Folder]:
     return [folder for _, _, folder in sorted(ages, key=lambda age: age[:2])]
 
 
+def own_folders(path: Location | Folder) -> list[Folder]:
+    """Those that lie there themselves: one that is only linked from there is for reading."""
+    return [folder for folder in folders(path) if not folder.is_link()]
+
+
 def folders(path: Location | Folder) -> list[Folder]:
     """All that are named like a checkpoint, whether or not they are one."""
     folder = folder_of(path) if isinstance(path, str) or hasattr(path, "__fspath__") else path

@@ -10,35 +10,40 @@ Numbers, text, None, lists and dicts with text as keys stand for themselves. Oth
 from __future__ import annotations
 
 import base64
+import functools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from plait.errors import CheckpointError
 
 _MARK = "$"
+_DEEPEST = 100  # of values within values
 _PAIRS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _LISTS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
-def encode(value: Any, path: str, put: Callable[[str, Any], None]) -> Any:
+def encode(value: Any, path: str, put: Callable[[str, Any], None], depth: int = 0) -> Any:
     """The value as JSON has it; `put(name, tensor)` gets each tensor. CheckpointError names what cannot be kept."""
+    if depth > _DEEPEST:
+        raise CheckpointError(f"{path[:200]} is nested more than {_DEEPEST} deep, which a checkpoint does not keep")
+    deeper = functools.partial(encode, put=put, depth=depth + 1)
     if value is None or isinstance(value, (bool, int, float, str)):
         return _plain(value)
     if isinstance(value, bytes):
         return {_MARK: "bytes", "of": base64.b64encode(value).decode()}
     if type(value) is list:
-        return [encode(item, f"{path}/{i}", put) for i, item in enumerate(value)]
+        return [deeper(item, f"{path}/{i}") for i, item in enumerate(value)]
     for mark, kind in _LISTS.items():
         if type(value) is kind:
-            return {_MARK: mark, "of": [encode(item, f"{path}/{i}", put) for i, item in enumerate(value)]}
+            return {_MARK: mark, "of": [deeper(item, f"{path}/{i}") for i, item in enumerate(value)]}
     if isinstance(value, Mapping):
         texts = all(isinstance(key, str) for key in value)
         if texts and _MARK not in value and not isinstance(value, (Counter, OrderedDict)):
-            return {key: encode(item, f"{path}/{key}", put) for key, item in value.items()}
+            return {key: deeper(item, f"{path}/{key}") for key, item in value.items()}
         mark = "counter" if isinstance(value, Counter) else "ordered" if isinstance(value, OrderedDict) else "dict"
         pairs = [
-            [encode(key, f"{path}/{i}", put), encode(item, f"{path}/{key if isinstance(key, str) else i}", put)]
+            [deeper(key, f"{path}/{i}"), deeper(item, f"{path}/{key if isinstance(key, str) else i}")]
             for i, (key, item) in enumerate(value.items())
         ]
         return {_MARK: mark, "of": pairs}
@@ -65,10 +70,43 @@ def decode(value: Any, get: Callable[[str], Any]) -> Any:
     if mark == "tensor":
         return get(value["name"])
     if mark == "bytes":
-        return base64.b64decode(value["of"])
+        return base64.b64decode(value["of"], validate=True)
     if mark in _PAIRS:
         return _PAIRS[mark]({decode(key, get): decode(item, get) for key, item in value["of"]})
     return _LISTS[mark]([decode(item, get) for item in value["of"]])
+
+
+def check_values(value: Any, path: str, tensors: Container[str], where: str, depth: int = 0) -> None:
+    """CheckpointError names the first place where a value is not one that `encode` makes, of these tensors."""
+    if depth > 3 * _DEEPEST:
+        raise CheckpointError(f"{where}: {path[:200]}: it is nested too deeply")
+    deeper = functools.partial(check_values, tensors=tensors, where=where, depth=depth + 1)
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            deeper(item, f"{path}.{i}")
+    if not isinstance(value, dict):
+        return
+    if _MARK not in value:
+        for key, item in value.items():
+            deeper(item, f"{path}.{key}")
+        return
+    mark = value[_MARK]
+    if mark == "tensor":
+        name = value.get("name")
+        if set(value) != {_MARK, "name"} or not isinstance(name, str) or name not in tensors:
+            raise CheckpointError(f"{where}: {path}: the checkpoint has no such tensor")
+        return
+    of = value.get("of")
+    marked = isinstance(mark, str) and set(value) == {_MARK, "of"}
+    pairs = isinstance(of, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in of)
+    if marked and ((isinstance(of, list) and mark in _LISTS) or (pairs and mark in _PAIRS)):
+        deeper(of, path)
+    elif not (marked and mark == "bytes" and isinstance(of, str)):
+        raise CheckpointError(f"{where}: {path}: it is marked as {str(mark)[:40]!r}, and is none")
+    try:
+        decode(value, lambda name: object())
+    except (TypeError, ValueError):  # a list as a key, or text that is no base64
+        raise CheckpointError(f"{where}: {path}: it is no {mark}") from None
 
 
 def tensor_names(value: Any) -> list[str]:

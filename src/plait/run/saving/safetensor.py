@@ -11,13 +11,16 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, TypeAdapter
 
 from plait.decide.pages import PAGE
 from plait.errors import CheckpointError
+from plait.run.saving.strict import Count, Extents, Strict, Text, checked, read_json
 
 _LENGTH = 8
-_LARGEST_HEADER = 1 << 30
+_LARGEST_HEADER = 100_000_000  # as the library has it
 _TYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
@@ -86,22 +89,74 @@ def write_header(
 
 def read_header(file: str, size: int, read: Callable[[int, int], bytes]) -> list[Entry]:
     """The tensors of a file of `size` bytes, of which `read(offset, num)` gives some; CheckpointError if it is none."""
-    try:
-        length = int.from_bytes(read(0, _LENGTH), "little")
-        if not 2 <= length <= min(size - _LENGTH, _LARGEST_HEADER):
-            raise ValueError("its header is too long for it")
-        header = json.loads(read(_LENGTH, length))
-        metadata = header.pop("__metadata__", {})
-        marks = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
-        found = []
-        for name, entry in header.items():
-            shape = tuple(entry["shape"])
-            start = tuple(marks[name]["saved_offsets"]) if name in marks else (0,) * len(shape)
-            first, end = entry["data_offsets"]
-            one = Entry(name, _NAMES[entry["dtype"]], shape, start, _LENGTH + length + first)
-            if end - first != one.num_bytes or _LENGTH + length + end > size:
-                raise ValueError(f"{name} does not lie within it")
-            found.append(one)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is no whole safetensors file: {error}") from None
+    what = f"{file} is no whole safetensors file"
+    length = int.from_bytes(read(0, _LENGTH), "little")
+    if not 2 <= length <= min(size - _LENGTH, _LARGEST_HEADER):
+        raise CheckpointError(f"{what}: its header is too long for it")
+    header = read_json(read(_LENGTH, length), f"{what}: its header")
+    metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else {}
+    sharding = checked(_METADATA, metadata, f"{what}: __metadata__").get("DCP_SHARDING_INFO", "{}")
+    marks = checked(_MARKS, read_json(sharding, f"{what}: DCP_SHARDING_INFO"), f"{what}: DCP_SHARDING_INFO")
+    found, ranges = [], []
+    for name, entry in checked(_HEADER, header, what).items():
+        start = marks[name].saved_offsets if name in marks else (0,) * len(entry.shape)
+        first, end = entry.data_offsets
+        one = Entry(name, _NAMES[entry.dtype], entry.shape, start, _LENGTH + length + first)
+        if len(start) != len(entry.shape):
+            raise CheckpointError(f"{what}: {name} begins at {list(start)} and has the shape {list(entry.shape)}")
+        if not fits_memory(entry.shape, one.dtype) or end - first != one.num_bytes:
+            raise CheckpointError(
+                f"{what}: {name} of {entry.dtype} and shape {list(entry.shape)} does not take bytes {first} to {end}"
+            )
+        if _LENGTH + length + end > size:
+            raise CheckpointError(f"{what}: {name} does not lie within it")
+        ranges.append((first, end, name))
+        found.append(one)
+    if twice := first_overlap(ranges):
+        raise CheckpointError(f"{what}: the bytes of {twice} are also another tensor's")
     return found
+
+
+def fits_memory(shape: tuple[int, ...], dtype: str) -> bool:
+    """Whether there can be a tensor of this shape at all: torch counts its bytes, and those between rows, in words."""
+    return math.prod(max(num, 1) for num in shape) * item_bytes(dtype) < 1 << 62
+
+
+def first_overlap(ranges: Sequence[tuple[int, int, str]]) -> str | None:
+    """The name of a range (first, end, name) that begins before another one ends; None where all are apart."""
+    last = 0
+    for first, end, name in sorted(one for one in ranges if one[0] < one[1]):
+        if first < last:
+            return name
+        last = end
+    return None
+
+
+def _known(dtype: str) -> str:
+    if dtype not in _TYPES:
+        raise ValueError(f"{dtype[:40]!r} is not one of {', '.join(_TYPES)}")
+    return dtype
+
+
+def _known_short(dtype: str) -> str:
+    if dtype not in _NAMES:
+        raise ValueError(f"{dtype[:40]!r} is not one of {', '.join(_NAMES)}")
+    return dtype
+
+
+Dtype = Annotated[Text, AfterValidator(_known)]
+
+
+class _Entry(Strict):
+    dtype: Annotated[Text, AfterValidator(_known_short)]
+    shape: Extents
+    data_offsets: tuple[Count, Count]
+
+
+class _Mark(Strict):
+    saved_offsets: Extents
+
+
+_HEADER = TypeAdapter(dict[Text, _Entry])
+_METADATA = TypeAdapter(dict[Text, Text])
+_MARKS = TypeAdapter(dict[Text, _Mark])

@@ -10,6 +10,7 @@ run/saving/save.py.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Number
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -206,10 +207,23 @@ def set_group_options(run: Run, saved: Sequence[Mapping[str, Any]]) -> None:
         for key, value in options.items():
             if key == "params" or key in _IMPLEMENTATION:
                 continue
+            if not _alike(value, group.get(key)):
+                raise CheckpointError(f"the state has {key} = {value!r:.80} and this optimizer {group.get(key)!r:.80}")
             if torch.is_tensor(value) and torch.is_tensor(group.get(key)):
                 group[key].copy_(value)
             else:
                 group[key] = value
+
+
+def _alike(saved: Any, here: Any) -> bool:
+    """Whether an option may take the place of the one that is here: a number of a number, a pair of a pair."""
+    if saved is None or here is None:
+        return True
+    if isinstance(saved, Number) or (torch.is_tensor(saved) and saved.numel() == 1):
+        return isinstance(here, Number) or (torch.is_tensor(here) and here.numel() == 1)
+    if isinstance(saved, (tuple, list)):
+        return isinstance(here, (tuple, list)) and len(saved) == len(here) and all(map(_alike, saved, here))
+    return type(saved) is type(here)
 
 
 def model_of(replica: Replica | EagerReplica) -> nn.Module:

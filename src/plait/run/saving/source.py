@@ -5,13 +5,14 @@ Every rank reads what it needs and no more, each range of bytes in one go, from 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import BaseModel, Field, TypeAdapter
 from torch import Tensor
 
 from plait.errors import CheckpointError
@@ -20,6 +21,7 @@ from plait.run.saving.integrity import check_blocks, in_threads
 from plait.run.saving.manifest import BLOCK, FileEntry, Manifest, Part
 from plait.run.saving.safetensor import item_bytes, read_header
 from plait.run.saving.storage import Folder, Location, folder_of
+from plait.run.saving.strict import FileName, Text, checked, read_json
 
 _CHUNK = 16 << 20
 INDEX = "model.safetensors.index.json"
@@ -56,15 +58,24 @@ class Source:
     @classmethod
     def safetensors(cls, path: Location) -> Source:
         """A file, or a folder that has one or several with an index, as Hugging Face lays them out."""
-        folder, names = _safetensors_files(path)
-        tensors, parts = {}, {}
+        folder, names, places = _safetensors_files(path)
+        tensors: dict[str, tuple[tuple[int, ...], str]] = {}
+        parts: dict[str, list[Part]] = {}
         for name in names:
             size = folder.size(name)
             if size is None:
                 raise CheckpointError(f"{folder} has no {name}, which its {INDEX} names")
-            for entry in read_header(f"{folder}/{name}", size, _reader(folder, name)):
+            try:
+                entries = read_header(f"{folder}/{name}", size, _reader(folder, name))
+            except OSError as error:
+                raise CheckpointError(f"cannot read {folder}/{name}: {error.strerror or error}") from None
+            for entry in entries:
+                if places and places.get(entry.name) != name:
+                    continue
                 tensors[entry.name] = (entry.shape, entry.dtype)
                 parts[entry.name] = [Part(name, entry.offset, Box.whole(entry.shape))]
+        if missing := next((name for name in places if name not in tensors), None):
+            raise CheckpointError(f"{folder}/{INDEX} says that {places[missing]} has {missing}, which it has not")
         return cls(folder, tensors, parts, {})
 
     def check(self, needed: Mapping[str, tuple[Fragment, ...]]) -> None:
@@ -150,21 +161,33 @@ def _reader(folder: Folder, name: str) -> Callable[[int, int], bytes]:
     return read
 
 
-def _safetensors_files(path: Location) -> tuple[Folder, list[str]]:
+def _safetensors_files(path: Location) -> tuple[Folder, list[str], dict[str, str]]:
+    """The folder, the files of it, and where there is an index, which file it says that each tensor is in. Links are
+    followed: the cache of the Hugging Face hub is made of them."""
     text = os.fspath(path)
     if text.endswith(".safetensors"):
         parent, slash, name = text.rpartition("/")
-        folder = folder_of(parent or slash or ".")
+        folder = folder_of(parent or slash or ".", links=True)
         if folder.size(name) is None:
             raise CheckpointError(f"there is no file {text}")
-        return folder, [name]
-    folder = folder_of(path)
+        return folder, [name], {}
+    folder = folder_of(path, links=True)
     names = folder.names()
     if INDEX in names:
+        where = f"{folder}/{INDEX}"
         try:
-            return folder, sorted(set(json.loads(folder.read(INDEX))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{folder}/{INDEX} cannot be read: {error}") from None
+            found = read_json(folder.read(INDEX), where)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {where}: {error.strerror or error}") from None
+        places = checked(_INDEX, found, where).weight_map
+        return folder, sorted(set(places.values())), places
     if SINGLE in names:
-        return folder, [SINGLE]
+        return folder, [SINGLE], {}
     raise CheckpointError(f"{folder} has no checkpoint, no {SINGLE} and no {INDEX}: there are no weights to load")
+
+
+class _Index(BaseModel):
+    weight_map: Annotated[dict[Text, FileName], Field(min_length=1)]
+
+
+_INDEX = TypeAdapter(_Index)

@@ -1,7 +1,7 @@
 """Folders that checkpoints are kept in: local ones, and any that fsspec knows by a URL such as s3://bucket/run.
 
 What is put under a name appears there whole or not at all; large files are written block by block, and count only once
-something else names them.
+something else names them. A name is that of a file in the folder: no path, and no link unless links are asked for.
 """
 
 from __future__ import annotations
@@ -10,14 +10,20 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from plait.errors import CheckpointError
 
 Location = str | Path | os.PathLike[str]
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_LARGEST_TEXT = 1 << 30  # bytes of a file that is read whole
 
 
 class NewFile(Protocol):
@@ -47,7 +53,11 @@ class Folder(Protocol):
     def names(self) -> list[str]:
         """What it holds, sorted; nothing where it does not exist."""
 
-    def make(self) -> None: ...
+    def is_link(self) -> bool:
+        """Whether it only leads to a folder, which is then nobody's to change from here."""
+
+    def make(self) -> None:
+        """Make it if it is not there; a link that is there in its place goes."""
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None where there is none."""
@@ -68,13 +78,18 @@ class Folder(Protocol):
         """Remove the folder with all that is in it."""
 
 
-def folder_of(location: Location) -> Folder:
-    """The folder at a path or URL, whether or not it exists."""
+def is_plain_name(name: str) -> bool:
+    """Whether the text names a file of a folder, and cannot lead out of it."""
+    return _PLAIN_NAME.fullmatch(name) is not None
+
+
+def folder_of(location: Location, *, links: bool = False) -> Folder:
+    """The folder at a path or URL, whether or not it exists; with `links`, files of it that are links are followed."""
     text = os.fspath(location)
     if "://" not in text:
-        return LocalFolder(Path(text))
+        return LocalFolder(Path(text), links)
     if text.startswith("file://"):
-        return LocalFolder(Path(text.removeprefix("file://")))
+        return LocalFolder(Path(text.removeprefix("file://")), links)
     try:
         import fsspec
     except ImportError:
@@ -87,59 +102,99 @@ def folder_of(location: Location) -> Folder:
 
 
 class LocalFolder:
-    def __init__(self, path: Path) -> None:
+    """`inside` is one that another folder holds: nothing is changed through it where it is a link."""
+
+    def __init__(self, path: Path, links: bool = False, inside: bool = False) -> None:
         self.path = path
         self.name = path.name
+        self._links = links
+        self._inside = inside
 
     def __str__(self) -> str:
         return str(self.path)
 
     def child(self, name: str) -> LocalFolder:
-        return LocalFolder(self.path / name)
+        return LocalFolder(self.path / name, self._links, inside=True)
 
     def names(self) -> list[str]:
         return sorted(os.listdir(self.path)) if self.path.is_dir() else []
 
+    def is_link(self) -> bool:
+        return self.path.is_symlink()
+
     def make(self) -> None:
+        if self._inside and self.is_link():
+            self.path.unlink()
         self.path.mkdir(parents=True, exist_ok=True)
         _sync_folder(self.path.parent)
 
     def size(self, name: str) -> int | None:
-        path = self.path / name
-        return path.stat().st_size if path.is_file() else None
+        try:
+            found = os.stat(self.path / name, follow_symlinks=self._links)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def read(self, name: str) -> bytes:
-        return (self.path / name).read_bytes()
+        with open(self._opened(name), "rb") as file:
+            if os.fstat(file.fileno()).st_size > _LARGEST_TEXT:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(self.path / name))
+            return file.read()
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> int:
         done = 0
-        with open(self.path / name, "rb", buffering=0) as file:
+        with open(self._opened(name), "rb", buffering=0) as file:
             while done < len(memory) and (num := os.preadv(file.fileno(), [memory[done:]], offset + done)):
                 done += num
         return done
 
     def put(self, name: str, data: Iterable[bytes | memoryview]) -> None:
-        aside = self.path / f".{name}.aside"
-        try:
-            with open(aside, "wb") as file:
-                for part in data:
-                    file.write(part)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, self.path / name)
-        except BaseException:
-            aside.unlink(missing_ok=True)
-            raise
-        _sync_folder(self.path)
+        aside = f".{name}.aside"
+        with self._held() as here:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(aside, dir_fd=here)
+            try:
+                with open(os.open(aside, _NEW | os.O_EXCL, 0o666, dir_fd=here), "wb") as file:
+                    for part in data:
+                        file.write(part)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(aside, name, src_dir_fd=here, dst_dir_fd=here)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(aside, dir_fd=here)
+                raise
+            os.fsync(here)
 
     def create(self, name: str, size: int) -> NewFile:
-        return _LocalFile(self.path / name, size)
+        with self._held() as here:
+            return _LocalFile(self.path / name, os.open(name, _NEW | os.O_TRUNC, 0o644, dir_fd=here), size)
 
     def remove(self, name: str) -> None:
-        (self.path / name).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError), self._held() as here:
+            os.unlink(name, dir_fd=here)
 
     def remove_all(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        shutil.rmtree(self.path, ignore_errors=True)  # which leaves a link alone
+
+    def _opened(self, name: str) -> int:
+        """A descriptor of a file; no other kind is waited for or read."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if self._links else os.O_NOFOLLOW)
+        found = os.open(self.path / name, flags)
+        if not stat.S_ISREG(os.fstat(found).st_mode):
+            os.close(found)
+            raise OSError(errno.EINVAL, "it is no file", str(self.path / name))
+        return found
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[int]:
+        """A descriptor of the folder, so that names mean files of it whatever becomes of its path meanwhile."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if self._inside else 0)
+        here = os.open(self.path, flags)
+        try:
+            yield here
+        finally:
+            os.close(here)
 
 
 class _LocalFile:
@@ -147,10 +202,10 @@ class _LocalFile:
 
     parallel = True
 
-    def __init__(self, path: Path, size: int) -> None:
+    def __init__(self, path: Path, fd: int, size: int) -> None:
         self._path = path
         self._size = size
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._fd = fd
         self._direct = self._set_direct(True)
 
     def write(self, offset: int, block: memoryview) -> None:
@@ -215,6 +270,9 @@ class RemoteFolder:
             return []
         return sorted({name.rstrip("/").rpartition("/")[2] for name in found} - {""})
 
+    def is_link(self) -> bool:
+        return False
+
     def make(self) -> None:
         self._system.makedirs(self._path, exist_ok=True)
 
@@ -225,6 +283,8 @@ class RemoteFolder:
             return None
 
     def read(self, name: str) -> bytes:
+        if (self.size(name) or 0) > _LARGEST_TEXT:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), f"{self._text}/{name}")
         found: bytes = self._system.cat_file(f"{self._path}/{name}")
         return found
 
