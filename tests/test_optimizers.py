@@ -18,7 +18,7 @@ from plait.errors import ConfigError, PlanError, RankFailed
 from plait.optim import Lamb
 from plait.optim.adafactor import Adafactor
 from plait.run.compiler import Captures, Compiler
-from plait.run.optimizers import state_layouts
+from plait.run.trying import state_layouts
 from plait.spec.layout import Layout, Only, Shard
 from plait.train.build import optimizer_factory
 from plait.train.config import Config

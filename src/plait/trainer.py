@@ -58,7 +58,9 @@ class Trainer:
     model      any nn.Module, on any device or on the meta device; its code is not touched
     loss_fn    (model, batch) -> the mean loss over the batch, or (sum, weight) for a loss normalised by a count
     optimizer  parameters -> torch.optim.Optimizer, such as functools.partial(torch.optim.AdamW, lr=3e-4); if its first
-               argument is called `named_parameters` it gets (name, parameter) pairs
+               argument is called `named_parameters` it gets (name, parameter) pairs. Several optimizers are a list of
+               (name pattern, such a function) pairs, of which the first that fits a parameter trains it, or whatever
+               the function returns: a list of optimizers, or an object that holds some and steps them
     plan       a Plan or its text; by default the environment's PLAIT_PLAN, or data parallel over all processes
     layouts    annotations of parameters by name pattern (spec.annotation); the recipes decide on the others
     clip_norm  clip the 2-norm of all gradients to this
@@ -152,7 +154,9 @@ class Trainer:
         self._replica = self._build_replica(self._rows(batch))
         make_optimizer, make_scheduler = self._factories
         replica = self._replica
-        self.optimizer = build_optimizer(make_optimizer, replica.parameters, replica.layouts, self.world)
+        self.optimizer = build_optimizer(
+            make_optimizer, replica.parameters, replica.layouts, self.world, replica.absent
+        )
         self.scheduler = build_scheduler(make_scheduler, self.optimizer)
         self.update = Update(self.optimizer, replica.parameters, replica.layouts, self.world, self.homes)
         if self.plan.relaxed_axis:

@@ -13,16 +13,28 @@ from torch import Tensor, nn
 
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
-from plait.differences import HALF_MARGIN, ROUNDING_MARGIN, Difference, Report, Run, compare, in_half, last_bits
+from plait.differences import (
+    HALF_MARGIN,
+    LAST_BITS,
+    ROUNDING_MARGIN,
+    Difference,
+    Report,
+    Run,
+    compare,
+    in_half,
+    last_bits,
+)
 from plait.errors import CaptureError, LossError, PlanError
 from plait.graph.lower import Lowered
 from plait.graph.pipeline import Pipeline
 from plait.graph.precision import Precision
+from plait.optim.several import Several
 from plait.run.agreeing.rows import batch_of_replica
 from plait.run.agreeing.serial import SerialReplicas
 from plait.run.checks import check_given
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.microbatch import microbatches
+from plait.run.optimizers import make_optimizer, refuse_inexact
 from plait.run.references import one_device_step, stale_step
 from plait.run.scaling import FIRST_SCALE
 from plait.serve.verifying import ServedCheck
@@ -76,6 +88,7 @@ class Verifier:
                 " the model trains as it is, under PyTorch's DDP",
             )
             raise
+        refuse_inexact(self.optimizer, compiler.model, lowered.states, plan.within)
         reference, again = self._reference(plan, lowered)
         mine = self._run_plan(plan, compiler, min(reference.scale, again[0].scale) / _HEADROOM)
         return compare(reference, mine, again, plan, tolerance, sorted(lowered.without_rule))
@@ -144,7 +157,7 @@ class Verifier:
             scale = FIRST_SCALE if scaled else 1.0
         twin = self._twin(rounding)
         named = dict(twin.named_parameters())
-        optimizer = self.optimizer([p for p in named.values() if p.requires_grad])
+        optimizer = make_optimizer(self.optimizer, _trained(twin))
         losses: list[float] = []
         gradients: dict[str, Tensor] = {}
         for step in range(self.steps):
@@ -166,6 +179,8 @@ class Verifier:
                 gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
             if self.clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_([p for p in named.values() if p.grad is not None], self.clip_norm)
+            if rounding:
+                _round_as_within(optimizer, self.seed + step)
             optimizer.step()
         return Run(losses, gradients, {n: p.detach() for n, p in named.items()}, dict(twin.named_buffers()), scale)
 
@@ -176,7 +191,7 @@ class Verifier:
         if lowered.pipeline is not None and lowered.pipeline.schedule.asynchronous:
             raise PlanError(f"verify has no serial program for sync= with schedule={plan.schedule}; take 1f1b")
         twins = [self._twin(rounding, draw) for _ in range(plan.mesh.axis_size(plan.relaxed_axis))]
-        optimizers = [self.optimizer([p for p in twin.parameters() if p.requires_grad]) for twin in twins]
+        optimizers = [make_optimizer(self.optimizer, _trained(twin)) for twin in twins]
         states = {n: lowered.states[n] for n, p in self.captures.model.named_parameters()}
         serial = SerialReplicas(plan, twins, optimizers, states)
         losses, gradients = [], {}
@@ -203,6 +218,20 @@ class Verifier:
                 last_bits = max(rounding, torch.finfo(parameter.dtype).eps / 4)
                 parameter.data.mul_(1 + last_bits * noise)
         return twin
+
+
+def _round_as_within(optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """Change gradients by what an optimizer that computes in bfloat16 may make of their rounding: in the run whose
+    weights differ by rounding few numbers turn to the next one of bfloat16, and by chance none does."""
+    generator = torch.Generator().manual_seed(seed)
+    members = optimizer.members.values() if isinstance(optimizer, Several) else [optimizer]
+    for member in (each for each in members if isinstance(each, torch.optim.Muon)):
+        for p in (p for group in member.param_groups for p in group["params"] if p.grad is not None):
+            p.grad.mul_(1 + LAST_BITS["bf16"] / 4 * torch.randn(p.shape, generator=generator).to(p.grad))
+
+
+def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def verify(

@@ -13,6 +13,7 @@ from plait.comm.protocol import World
 from plait.errors import PlanError
 from plait.graph.batch import batch_leaves, batch_signature
 from plait.run.local_batch import LocalBatch
+from plait.run.optimizers import check_patterns
 
 _MOST_BYTES = 1 << 20  # of each tensor that a fingerprint reads
 
@@ -23,11 +24,7 @@ def check_given(model: Any, loss_fn: Any, optimizer: Any, clip_norm: float | Non
         raise PlanError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
     if not callable(loss_fn):
         raise PlanError(f"loss_fn is a {type(loss_fn).__name__}; give a function of (model, batch)")
-    if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
-        raise PlanError(
-            f"the optimizer is a {type(optimizer).__name__}, but the trainer makes its own from the parameters that a"
-            " rank holds: give a function of them, such as functools.partial(torch.optim.AdamW, lr=3e-4)"
-        )
+    check_patterns(optimizer)
     if clip_norm is not None and not clip_norm > 0:
         raise PlanError(f"clip_norm={clip_norm}: a norm to clip to is more than 0; leave it out not to clip")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class EagerReplica:
     """One rank of data=N on a model as it is; the counterpart of `run.replica.Replica`."""
 
     with_gradient: tuple[str, ...] = ()
+    absent: Mapping[str, nn.Parameter] = MappingProxyType({})
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, plan: Plan, world: World) -> None:
         self.model = model

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from plait.graph.homes import is_large
-from plait.run.optimizers import tried
+from plait.run.trying import tried
 
 _Forms = list[tuple[tuple[int, ...], torch.dtype]]
 

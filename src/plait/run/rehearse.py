@@ -29,6 +29,7 @@ from plait.graph.lower import Lowered, cell_name
 from plait.graph.pipeline import AXIS as PIPELINE
 from plait.graph.pipeline import Pipeline
 from plait.graph.precision import Precision
+from plait.optim.several import title_of
 from plait.run.compiler import Captures, Compiler
 from plait.run.execute import Executor
 from plait.run.homes.disk import RehearsedFile
@@ -68,7 +69,9 @@ def rehearse(
         meter.claim_all(PARAMETERS)
         adopted = sum(t.nbytes for t in [*twin.parameters(), *twin.buffers()] if not t.is_meta)
         start = model_bytes + meter.total - adopted
-    updates = build_optimizer(optimizer, replica.parameters, replica.layouts, world)  # tries it on tensors with values
+    updates = build_optimizer(
+        optimizer, replica.parameters, replica.layouts, world, replica.absent
+    )  # tries it on tensors with values
     with _without_memory(fake, meter):
         update = Update(updates, replica.parameters, replica.layouts, world, homes)
         _make_state(updates, update, replica.parameters, lowered)
@@ -221,7 +224,7 @@ def _make_state(
         update.step()
     except Exception as error:
         raise PlanError(
-            f"the memory of {type(optimizer).__name__} cannot be predicted: its step failed on tensors without values"
+            f"the memory of {title_of(optimizer)} cannot be predicted: its step failed on tensors without values"
             f" ({type(error).__name__}: {error})"
         ) from error
     optimizer.zero_grad(set_to_none=True)

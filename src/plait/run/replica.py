@@ -68,6 +68,17 @@ class Replica:
         """What the optimizer updates: this rank's part of each parameter, by name."""
         return self.variables.parameters
 
+    @property
+    def absent(self) -> dict[str, nn.Parameter]:
+        """In the place of each parameter that other ranks have, one without memory of the same shape."""
+        here, own = self.world.mesh.coordinates(self.world.rank), dict(self.compiler.model.named_parameters())
+        shapes = {n: layout.local_shape(self.world.mesh, here) for n, layout in self.layouts.items()}
+        return {
+            name: nn.Parameter(torch.empty(shape, dtype=self.dtypes[name], device="meta"), own[name].requires_grad)
+            for name, shape in shapes.items()
+            if name not in self.parameters
+        }
+
     def program(self, batch: Any, train: bool = True, num_micro: int = 1) -> Program | PipelineProgram:
         """The program for a microbatch of this structure and shape; to evaluate, for the first of so many."""
         whole = global_like(batch) if isinstance(batch, LocalBatch) else batch

@@ -59,7 +59,9 @@ def prefer_fused(optimizer: torch.optim.Optimizer) -> None:
         plain = not group.get("differentiable") and not group.get("capturable")
         # In half precision the fused SGD of torch 2.13 leaves all but the smallest tensors on CPU as they are.
         floats = all(
-            p.dtype in (torch.float32, torch.float64) and p.device.type in ("cpu", "cuda") for p in group["params"]
+            p.dtype in (torch.float32, torch.float64) and p.device.type in ("cpu", "cuda")
+            for p in group["params"]
+            if not p.is_meta  # of another rank
         )
         if unsaid and plain and floats and not torch.is_tensor(group.get("lr")):
             group["fused"] = True

@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from plait.comm.protocol import World
 from plait.decide.pages import padded
 from plait.graph.homes import is_large
+from plait.optim.several import each_parameter
 from plait.run.foresee import Foresight
 from plait.run.homes.disk import Place, Transfer
 from plait.run.homes.homes import Homes, hollow
+from plait.run.optimizers import refuse_some_at_a_time
 from plait.run.pages import page_memory
 from plait.spec.layout import Layout, Shard
 
@@ -93,15 +95,15 @@ class Update:
         self._common = world if homes.plan.shares_parameters else None
         if not homes.plan.uses_disk:
             return
+        refuse_some_at_a_time(optimizer, homes.plan)
         foresight = Foresight(optimizer)
         self._chunks = self._cut(foresight, layouts, world)
         if homes.plan.home_optimizer != "disk":
             return
         needed = 0
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                self._places[p] = {}
-                needed += sum(padded(n) for n in foresight.state_bytes(group, tuple(p.shape), p.dtype))
+        for group, p in self._own():
+            self._places[p] = {}
+            needed += sum(padded(n) for n in foresight.state_bytes(group, tuple(p.shape), p.dtype))
         homes.file.promise(needed, "the optimizer's state")
         for p in self._places:
             self.settle(p)  # some optimizers make their state at once
@@ -249,19 +251,22 @@ class Update:
         """The parameters in the optimizer's order, so many at a time that what is read for them fits a buffer."""
         found: list[list[nn.Parameter]] = []
         held = 0
-        for group in self._optimizer.param_groups:
-            for p in group["params"]:
-                layout = layouts[self._names[p]]
-                axes = [axis for axis, where in layout.placements if isinstance(where, Shard)]
-                size = sum(foresight.state_bytes(group, layout.shape, p.dtype))
-                size += 2 * math.prod(layout.shape) * p.dtype.itemsize if self._homes.fetches_parameters else 0
-                size //= math.prod(world.mesh.axis_size(axis) for axis in axes)
-                if not found or held + size > _CHUNK_BYTES:
-                    found.append([])
-                    held = 0
-                found[-1].append(p)
-                held += size
+        for group, p in self._own():
+            layout = layouts[self._names[p]]
+            axes = [axis for axis, where in layout.placements if isinstance(where, Shard)]
+            size = sum(foresight.state_bytes(group, layout.shape, p.dtype))
+            size += 2 * math.prod(layout.shape) * p.dtype.itemsize if self._homes.fetches_parameters else 0
+            size //= math.prod(world.mesh.axis_size(axis) for axis in axes)
+            if not found or held + size > _CHUNK_BYTES:
+                found.append([])
+                held = 0
+            found[-1].append(p)
+            held += size
         return found
+
+    def _own(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
+        """The parameters of this rank, each with its group."""
+        return ((group, p) for group, p in each_parameter(self._optimizer) if p in self._names)
 
 
 def _is_away(value: Any) -> bool:

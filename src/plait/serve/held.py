@@ -14,9 +14,12 @@ from torch import Tensor, nn
 
 from plait.comm.process import process_world
 from plait.decide.balance import Piece, Variable
+from plait.errors import PlanError
 from plait.graph.dtypes import torch_name
-from plait.run.optimizers import EXACT, OptimizerFactory, build_optimizer, build_scheduler, depends_on_the_cut
+from plait.optim.several import Several
+from plait.run.optimizers import OptimizerFactory, build_optimizer, build_scheduler
 from plait.run.saving.snapshot import persistent_buffers
+from plait.run.trying import EXACT, depends_on_the_cut
 from plait.serve.wire import offsets, views
 from plait.spec.layout import Layout
 from plait.spec.plan import Plan
@@ -184,6 +187,11 @@ def may_cut(variables: Sequence[Variable], make_optimizer: OptimizerFactory) -> 
     small = {v.name: nn.Parameter(torch.zeros((2,) * len(v.shape), dtype=getattr(torch, v.dtype))) for v in variables}
     layouts = {name: Layout(torch_name(p.dtype), tuple(p.shape)) for name, p in small.items()}
     optimizer = build_optimizer(make_optimizer, small, layouts, process_world(Plan().mesh, device="cpu"))
+    if isinstance(optimizer, Several):
+        raise PlanError(
+            f"a server updates its pieces of the variables with one optimizer, and {optimizer.title} are several; use"
+            " one optimizer, or data=N in place of workers="
+        )
     if hasattr(optimizer, "bind") or type(optimizer) in EXACT:
         return False
     return not any(

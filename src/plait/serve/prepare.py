@@ -45,6 +45,7 @@ def make_job(plan: Plan, **given: Any) -> Job:
     if not variables:
         raise PlanError("the model has no parameter to train, so that there is nothing for servers to hold")
     job = Job(name=uuid.uuid4().hex[:12], plan=plan, variables=variables, shards=(), tables=tables, **given)
+    may_cut(variables, job.optimizer)  # refuses what workers cannot have
     shards = balance(variables, plan.servers, may_cut(variables, job.server_optimizer))
     if not all(shards):
         raise PlanError(

@@ -19,6 +19,7 @@ from plait.decide.handout import Handout
 from plait.run.agreeing.alone import make_smaller
 from plait.run.agreeing.serial import norm_parts, weighing
 from plait.run.local_batch import batch_part, num_rows
+from plait.run.optimizers import make_optimizer
 from plait.run.references import one_device_step
 from plait.serve.job import Job
 from plait.trainer import step_key
@@ -34,9 +35,9 @@ class SerialServers:
         num = job.plan.workers
         self.model, self.loss_fn = job.make_model()
         self.twins = [copy.deepcopy(self.model) for _ in range(num if job.is_local else 1)]
-        self.optimizers = [job.optimizer(_trained(twin)) for twin in self.twins if job.is_local]
+        self.optimizers = [make_optimizer(job.optimizer, _named(twin)) for twin in self.twins if job.is_local]
         self.now = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.server = job.server_optimizer(list(self.now.values()))
+        self.server = make_optimizer(job.server_optimizer, list(self.now.items()))
         self.handout = Handout(0, job.num_parts, job.steps_each)
         self.tasks: dict[int, list[tuple[int, Named, int]]] = {w: [] for w in range(num)}  # version, values, piece
         self.clocks = dict.fromkeys(range(num), 0)
@@ -150,4 +151,8 @@ class SerialServers:
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
-    return [p for p in model.parameters() if p.requires_grad]
+    return [p for _, p in _named(model)]
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from plait.errors import CheckpointError
 from plait.graph.dtypes import torch_name
+from plait.optim.several import each_parameter, set_own_values, title_of
 from plait.run.boxes import Fragment, fragments
 from plait.run.saving import randomstate, relaxed
 from plait.run.saving.consent import Consent
@@ -122,7 +123,7 @@ class _Load:
         refuse_tables(what, manifest, _shapes(run))
         check_model(what, saved_model(manifest), _shapes(run))
         expected = {name: set(keys) for name, keys in expected_state(run).items()}
-        check_optimizer(what, manifest, type(optimizer).__name__, expected, len(optimizer.param_groups))
+        check_optimizer(what, manifest, title_of(optimizer), expected, len(optimizer.param_groups))
         self._names = {id(p): name for name, p in run.replica.parameters.items()}
         self._saved = saved_state(manifest)
         self._parts = self._state_parts()
@@ -146,23 +147,27 @@ class _Load:
         batch: dict[str, Wanted] = {}
         members: list[nn.Parameter] = []
         num_bytes = 0
-        for group in optimizer.param_groups:
-            for parameter in (p for p in group["params"] if id(p) in self._names):
-                before = optimizer.state.pop(parameter, {})
-                if after := self._state_of(parameter, before, group, batch):
-                    optimizer.state[parameter] = after
-                    members.append(parameter)
-                    num_bytes += sum(value.nbytes for value in after.values() if torch.is_tensor(value))
-                if num_bytes >= _AT_ONCE:
-                    self._settle(batch, members)
-                    num_bytes = 0
+        for group, parameter in each_parameter(optimizer):
+            if id(parameter) not in self._names:
+                continue
+            before = optimizer.state.pop(parameter, {})
+            if after := self._state_of(parameter, before, group, batch):
+                optimizer.state[parameter] = after
+                members.append(parameter)
+                num_bytes += sum(value.nbytes for value in after.values() if torch.is_tensor(value))
+            if num_bytes >= _AT_ONCE:
+                self._settle(batch, members)
+                num_bytes = 0
         self._settle(batch, members)
 
     def take_values(self) -> dict[str, Any]:
         """All that is no tensor of the model or the optimizer; returns what the caller had saved with it."""
         run, own = self._run, self._manifest.values["own"]
         common = decode(self._common, self._small.__getitem__)
+        assert run.optimizer is not None
         set_group_options(run, common["groups"])
+        with self._taking("common.optimizer_values"):
+            set_own_values(run.optimizer, common.get("optimizer_values", {}))
         with self._taking("common.scheduler"):
             if run.scheduler is not None and common["scheduler"] is not None:
                 run.scheduler.load_state_dict(common["scheduler"])

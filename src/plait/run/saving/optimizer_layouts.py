@@ -6,8 +6,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from plait.run.optimizers import state_layouts
 from plait.run.saving.snapshot import Run
+from plait.run.trying import state_layouts
 from plait.spec.layout import Layout, Only
 
 _layouts: WeakKeyDictionary[torch.optim.Optimizer, dict[str, dict[str, Layout | None]]] = WeakKeyDictionary()

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.errors import CheckpointError
+from plait.optim.several import own_values, tensors_outside_state, title_of
 from plait.run.saving import checkpoint, randomstate, relaxed
 from plait.run.saving.checkpoint import State
 from plait.run.saving.fitting import MODEL, STATE
@@ -35,6 +37,11 @@ def describe(run: Run, extra: Mapping[str, Any]) -> State:
     """What this rank holds of the run's state. Nothing is copied."""
     replica, world, optimizer = run.replica, run.world, run.optimizer
     assert optimizer is not None
+    if lost := tensors_outside_state(optimizer):
+        raise CheckpointError(
+            f"{title_of(optimizer)} keeps tensors in its attribute {lost}, and a checkpoint cannot know what they"
+            " belong to; let it keep them in state[parameter]"
+        )
     tensors: dict[str, Holding] = {}
     own: dict[str, Any] = {}
     means = _means(run)
@@ -63,7 +70,8 @@ def describe(run: Run, extra: Mapping[str, Any]) -> State:
     values = {
         "step": run.step_number,
         "seed": run.seed,
-        "optimizer": type(optimizer).__name__,
+        "optimizer": title_of(optimizer),
+        **({"optimizer_values": found} if (found := own_values(optimizer)) else {}),
         "groups": group_options(run),
         "scheduler": run.scheduler.state_dict() if run.scheduler is not None else None,
         "loss_scale": run.loss_scale.state_dict() if run.loss_scale is not None else None,

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from plait.comm.protocol import World
 from plait.errors import CheckpointError
-from plait.run.optimizers import tried
+from plait.optim.several import own_values, set_own_values
 from plait.run.scaling import LossScale
+from plait.run.state import gather_whole
+from plait.run.trying import kept_of, parameters_of, state_layouts
 from plait.run.update import Update
 from plait.spec.layout import Only
 from plait.spec.plan import Plan
@@ -55,7 +57,8 @@ def take(run: Run) -> dict[str, Any]:
     """The state as DTensors (whole tensors in the threads world). Every rank calls it."""
     from plait.run.boundary import to_boundary
 
-    replica, world = run.replica, run.world
+    replica, world, optimizer = run.replica, run.world, run.optimizer
+    assert optimizer is not None
     model: dict[str, Tensor] = {
         name: to_boundary(replica.local(name), layout, world, replica.dtypes[name])
         for name, layout in replica.layouts.items()
@@ -64,7 +67,7 @@ def take(run: Run) -> dict[str, Any]:
     model |= {name: buffer for name, buffer in replica.buffers.items() if name in persistent}
     state: dict[str, Any] = {
         "model": model,
-        "optimizer": {"state": _optimizer_state(run), "groups": group_options(run)},
+        "optimizer": {"state": _optimizer_state(run), "groups": group_options(run), "own": own_values(optimizer)},
         "step": run.step_number,
     }
     if run.scheduler is not None:
@@ -137,27 +140,35 @@ def persistent_buffers(model: nn.Module) -> set[str]:
 
 
 def _optimizer_state(run: Run) -> dict[str, dict[str, Any]]:
-    """By parameter name. On a rank that lacks a parameter the keys are those of the first one it has."""
+    """By parameter name; on a rank that lacks the parameter the keys are what its optimizer keeps of a small one."""
     from plait.run.boundary import to_boundary
 
     replica, world, optimizer = run.replica, run.world, run.optimizer
     assert optimizer is not None
     found: dict[str, dict[str, Any]] = {}
-    keys = next((dict(s) for s in optimizer.state.values() if s), {})
     with_state = _with_state(run)
-    if with_state:
-        keys = keys or _keys_of(optimizer, run.step_number)
+    try:
+        expected = state_layouts(optimizer, replica.parameters, replica.layouts) if with_state else {}
+    except Exception:  # an optimizer of the user's that works on real parameters only
+        expected = {}
     for name, layout in replica.layouts.items():
         parameter = replica.parameters.get(name)
         if name not in with_state:
             continue
-        mine = run.update.state_of(parameter) if parameter is not None else keys
+        if parameter is not None:
+            mine = run.update.state_of(parameter)
+        else:
+            mine = kept_of(optimizer, name, len(layout.shape), run.step_number)
         found[name] = {}
-        for key, value in mine.items():
-            if torch.is_tensor(value) and parameter is not None and value.shape == parameter.shape and value.ndim:
-                value = to_boundary(value, layout, world, value.dtype)
-            elif torch.is_tensor(value) and parameter is None and value.ndim:
-                value = to_boundary(None, layout, world, value.dtype)
+        for key, value in sorted(mine.items()):
+            form = expected.get(name, {}).get(key, layout)
+            if not torch.is_tensor(value) or not value.ndim or form is None:
+                pass
+            elif form == layout:
+                if parameter is None or value.shape == parameter.shape:
+                    value = to_boundary(value if parameter is not None else None, layout, world, value.dtype)
+            elif any(isinstance(p, Only) for _, p in form.placements):
+                value = gather_whole(value if parameter is not None else None, form, world, value.dtype)
             found[name][key] = value
     return found
 
@@ -174,24 +185,14 @@ def _with_state(run: Run) -> set[str]:
     return {name for name, each in zip(names, held, strict=True) if each}
 
 
-def _keys_of(optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """What the optimizer keeps of a parameter, found by trying it on a small one."""
-    toy = torch.ones(2)
-    found = tried(optimizer, optimizer.param_groups[0], [toy])[toy]
-    return {key: torch.full_like(value, step) if key == "step" else value for key, value in found.items()}
-
-
 def group_options(run: Run) -> list[dict[str, Any]]:
-    """The parameter groups with names in place of tensors; those that this rank lacks are taken to be in the first."""
+    """The parameter groups with names in place of tensors, also of those parameters that other ranks have."""
     assert run.optimizer is not None
-    replica = run.replica
-    names = {id(p): name for name, p in replica.parameters.items()}
+    names = {id(p): name for name, p in parameters_of(run.optimizer, run.replica.parameters).items()}
     found = []
     for group in run.optimizer.param_groups:
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         members = [names[id(p)] for p in group["params"] if id(p) in names]
-        if not found and len(replica.parameters) < len(replica.layouts):
-            members = [name for name in replica.layouts if name in members or name not in replica.parameters]
         found.append({**options, "params": members})
     return found
 
@@ -230,6 +231,15 @@ def model_of(replica: Replica | EagerReplica) -> nn.Module:
     return replica.model if hasattr(replica, "model") else replica.compiler.model
 
 
+def _own(value: Any, parameter: nn.Parameter) -> Any:
+    """A copy, in memory of the same form as the parameter's: fused optimizers walk both side by side."""
+    if not torch.is_tensor(value):
+        return value
+    if value.shape != parameter.shape or not value.ndim:
+        return value.clone()
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
 def _restore_optimizer(run: Run, saved: Mapping[str, Any]) -> None:
     from plait.run.boundary import from_boundary
 
@@ -241,7 +251,8 @@ def _restore_optimizer(run: Run, saved: Mapping[str, Any]) -> None:
             if torch.is_tensor(value) and value.ndim and tuple(value.shape) == layout.shape:
                 value = from_boundary(value, layout, world)
             if parameter is not None:
-                optimizer.state[parameter][key] = value.clone() if torch.is_tensor(value) else value
+                optimizer.state[parameter][key] = _own(value, parameter)
         if parameter is not None:
             run.update.settle(parameter)
     set_group_options(run, saved["groups"])
+    set_own_values(optimizer, saved.get("own", {}))
