@@ -156,7 +156,7 @@ class Stops(nn.Module):
 
 def stops_loss(model: nn.Module, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     keep = rows["keep"]
-    return ((model(rows["x"])[:, 0] - rows["y"]).square() * keep).sum(), keep.sum()
+    return plait.Weighted(((model(rows["x"])[:, 0] - rows["y"]).square() * keep).sum(), keep.sum())
 
 
 def stops_batch() -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+import plait
 from plait.serve.job import Job
 from plait.serve.prepare import make_job
 from plait.serve.tables.module import SparseTable
@@ -40,7 +41,7 @@ def make_model(width: int = 10) -> tuple[nn.Module, Any]:
 def weighted(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(sum, weight): rows count differently, so that workers' gradients do too."""
     errors = (model(batch["x"]) - batch["y"]).square().sum(1)
-    return (errors * batch["counts"]).sum(), batch["counts"].sum()
+    return plait.Weighted((errors * batch["counts"]).sum(), batch["counts"].sum())
 
 
 def make_data() -> tuple[Any, Any]:

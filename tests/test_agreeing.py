@@ -222,7 +222,7 @@ def test_weighted_losses_batch_norm_and_clipping() -> None:
     def weighted(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
         loss = nn.functional.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), reduction="none")
         keep = (batch["y"] < 200).flatten()
-        return (loss * keep).sum(), keep.sum()
+        return plait.Weighted((loss * keep).sum(), keep.sum())
 
     for plan in ("data=2 compress=int8", "data=2 sync=2 outer=nesterov"):
         report = plait.verify(gpt(), weighted, gpt_batch(8), plan, steps=3, optimizer=ADAMW, clip_norm=0.1)

@@ -19,6 +19,7 @@ from zoo import EXTRA, ZOO
 from plait.errors import BatchError, CaptureError, LossError, PlanError
 from plait.graph.batch import batch_leaves, batch_signature
 from plait.graph.capture import Captured, capture
+from plait.graph.loss import Weighted
 from plait.graph.random import GlobalRandom, draw
 
 KEY = 11
@@ -190,11 +191,11 @@ def test_sum_and_weight():
     x, mask = torch.randn(6, 8), torch.tensor([1, 1, 0, 1, 0, 1])
 
     def loss_fn(model, batch):
-        return (model(batch[0]).square().sum(1) * batch[1]).sum(), batch[1].sum()
+        return Weighted((model(batch[0]).square().sum(1) * batch[1]).sum(), batch[1].sum())
 
     captured = check(nn.Linear(8, 8), loss_fn, (x, mask))
     assert [o.kind for o in captured.outputs] == ["loss", "sum", "weight", "gradient", "gradient"]
-    captured = capture(nn.Linear(8, 8), lambda m, b: (m(b).sum(), b.shape[0]), x)
+    captured = capture(nn.Linear(8, 8), lambda m, b: Weighted(m(b).sum(), b.shape[0]), x)
     assert run(captured, nn.Linear(8, 8), x)[("weight", "weight")] == 6
 
 
@@ -204,7 +205,7 @@ def test_sum_and_weight():
         (lambda y: y, r"the loss has shape \[4, 8\]"),
         (lambda y: None, "the loss is a NoneType"),
         (lambda y: {"loss": y.mean()}, "the loss is a dict"),
-        (lambda y: (y.sum(), y), r"the weight of \(sum, weight\) has shape \[4, 8\]"),
+        (lambda y: Weighted(y.sum(), y), r"the weight of plait.Weighted\(sum, weight\) has shape \[4, 8\]"),
         (lambda y: (y.sum(), y.sum(), y.sum()), "the loss is a tuple of 3 elements"),
         (lambda y: y.argmax(), "dtype torch.int64"),
         (lambda y: y.detach().mean(), "does not depend on any parameter"),

@@ -171,7 +171,7 @@ def test_a_number_leaves_the_dtype_as_python_numbers_do() -> None:
 def test_a_weight_may_be_a_number_and_a_loss_may_not() -> None:
     def weighted(m: Any, b: Any) -> Any:
         each = F.cross_entropy(m(b["x"]), b["y"], reduction="none")
-        return (each * b["m"]).sum(), b["m"].sum().item()
+        return plait.Weighted((each * b["m"]).sum(), b["m"].sum().item())
 
     assert plait.verify(net(), weighted, batch(), "data=2 micro=2").ok
     with pytest.raises(plait.LossError, match=r"made by .item\(\)"):

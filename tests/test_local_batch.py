@@ -47,4 +47,5 @@ def test_class_weights_of_a_batch_stay_whole(plan: str) -> None:
 
 def _weighted(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     weights = batch["weights"][batch["y"]]
-    return (F.cross_entropy(model(batch["x"]), batch["y"], reduction="none") * weights).sum(), weights.sum()
+    losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    return plait.Weighted((losses * weights).sum(), weights.sum())

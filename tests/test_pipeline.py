@@ -95,7 +95,7 @@ def masked_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Ten
     """The sum over bytes below 100 and their number."""
     keep = batch["y"] < 100
     losses = F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), reduction="none")
-    return (losses * keep.flatten()).sum(), keep.sum()
+    return plait.Weighted((losses * keep.flatten()).sum(), keep.sum())
 
 
 @functools.cache

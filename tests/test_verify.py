@@ -45,7 +45,7 @@ def masked_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Ten
     logits = model(batch["x"])
     keep = (batch["y"] < 100) & (torch.arange(batch["y"].shape[0])[:, None] > 2)
     losses = F.cross_entropy(logits.flatten(0, 1), batch["y"].flatten(), reduction="none")
-    return (losses * keep.flatten()).sum(), keep.sum()
+    return plait.Weighted((losses * keep.flatten()).sum(), keep.sum())
 
 
 class Tied(BytesGPT):

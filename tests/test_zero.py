@@ -96,7 +96,7 @@ def odd_batch() -> dict[str, Tensor]:
 
 def weighted_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
-    return (losses * batch["weight"]).sum(), batch["weight"].sum()
+    return plait.Weighted((losses * batch["weight"]).sum(), batch["weight"].sum())
 
 
 @pytest.fixture(scope="module")

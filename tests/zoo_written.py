@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import plait
+
 
 class DoubleConv(nn.Sequential):
     def __init__(self, inside: int, outside: int) -> None:
@@ -120,11 +122,11 @@ def pixel_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
-def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """(sum, weight): the sum over tokens that have a label, and their number."""
+def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> plait.Weighted:
+    """The sum over tokens that have a label, and their number."""
     ids, labels = batch
     loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-    return loss, (labels != -100).sum()
+    return plait.Weighted(loss, (labels != -100).sum())
 
 
 def image_batch() -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -54,6 +54,7 @@ class Report:
     parameters: tuple[Difference, ...]  # after the last step, in the model's order
     buffers: tuple[Difference, ...]
     without_rule: tuple[str, ...] = ()
+    outputs: tuple[Difference, ...] = ()  # of what the loss of the first step came with
 
     @property
     def worst_gradient(self) -> Difference:
@@ -65,10 +66,10 @@ class Report:
 
     @property
     def first_bad(self) -> Difference | None:
-        """The first tensor that differs: the loss, else a gradient, else a parameter, else a buffer."""
+        """The first tensor that differs: the loss, else what it came with, a gradient, a parameter or a buffer."""
         if not self.loss <= self.tolerance:
             return Difference("loss", self.loss)
-        every = (*self.gradients, *self.parameters, *self.buffers)
+        every = (*self.outputs, *self.gradients, *self.parameters, *self.buffers)
         return next((d for d in every if not d.relative <= self.tolerance), None)
 
     @property
@@ -82,6 +83,7 @@ class Report:
             f"plan             {self.plan}",
             f"steps            {self.steps}, tolerance {self.tolerance:g} of each tensor's largest value",
             f"loss             {self.loss:.2e}  (last {last}: one device {one:.6f}, plan {plan:.6f})",
+            *([f"worst output     {_worst(self.outputs)}"] if self.outputs else []),
             *([f"worst gradient   {self.worst_gradient}"] if self.gradients else []),
             f"worst parameter  {self.worst_parameter}",
         ]
@@ -103,6 +105,7 @@ class Run:
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     scale: float = 1.0  # of the loss, where precision needs one: the largest that did not overflow
+    outputs: dict[str, Tensor] = field(default_factory=dict)  # what the loss of the first step came with
 
 
 def compare(
@@ -130,6 +133,7 @@ def compare(
         ),
         buffers=_differences(reference.buffers, mine.buffers, [run.buffers for run in again], tolerance, margin, ulp),
         without_rule=tuple(without_rule),
+        outputs=_differences(reference.outputs, mine.outputs, [run.outputs for run in again], tolerance, margin, ulp),
     )
 
 
@@ -147,8 +151,11 @@ def _differences(
             # autograd gives an unused parameter no gradient, or zeros; both mean the same
             found.append(Difference(name, 0.0 if _largest(tensor) == 0 else math.inf))
             continue
+        if mine[name].shape != tensor.shape:
+            found.append(Difference(name, math.inf))
+            continue
         apart = _apart(mine[name], tensor)
-        largest = _largest(tensor)
+        largest = _largest(tensor.detach().double().nan_to_num(posinf=0.0, neginf=0.0))
         own_ulp = _ulp(torch.finfo(tensor.dtype).eps / 4) if tensor.is_floating_point() else 0.0
         rounding = max(margin * _apart(run[name], tensor) for run in again)
         found.append(Difference(name, _relative(apart, largest, rounding, max(ulp, own_ulp) * largest, tolerance)))
@@ -180,7 +187,8 @@ def _relative(apart: float, largest: float, rounding: float, ulp: float, toleran
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
-    return _largest(one.detach().to(other.device).double() - other.detach().double())
+    one, other = one.detach().to(other.device).double(), other.detach().double()
+    return _largest(torch.where(one == other, 0.0, one - other))  # where both are infinite, too
 
 
 def _largest(tensor: Tensor) -> float:

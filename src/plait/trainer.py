@@ -6,9 +6,9 @@ import atexit
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from plait.comm.process import process_world
 from plait.comm.protocol import World
 from plait.errors import BatchError, CaptureError, CheckpointError, LossError, PlanError
+from plait.graph.batch import is_container
+from plait.graph.loss import Outputs, join_outputs, results
 from plait.graph.pipeline import updates_within
 from plait.graph.precision import Precision
 from plait.run.agreeing.replicas import Replicas, refuse_unsettled
@@ -25,7 +27,7 @@ from plait.run.agreeing.rows import replica_key, rows_of_replica
 from plait.run.asynchronous import refuse_within
 from plait.run.checks import agree_on_data, check_given
 from plait.run.compiler import Captures, Compiler, LossFn
-from plait.run.eager import EagerReplica, refuse_unless_data_only
+from plait.run.eager import EagerReplica, check_allowed, ddp_warning, refuse_unless_data_only
 from plait.run.environment import resolve_plan, resolve_trace
 from plait.run.homes.homes import Homes
 from plait.run.local_batch import LocalBatch, num_rows
@@ -50,13 +52,15 @@ class StepEnd:
     step: int
     loss: float
     gradient_norm: float | None  # before clipping; None where no clip_norm was given
+    aux: Mapping[str, Tensor] = field(default_factory=dict)  # what the loss came with
 
 
 class Trainer:
     """Trains `model` under `plan`; the same script runs on one process, on many, and on many machines.
 
     model      any nn.Module, on any device or on the meta device; its code is not touched
-    loss_fn    (model, batch) -> the mean loss over the batch, or (sum, weight) for a loss normalised by a count
+    loss_fn    (model, batch) -> the mean loss over the batch, or Weighted(sum, weight) for a loss normalised by a
+               count; or (loss, aux), where aux is a dict of further outputs by name
     optimizer  parameters -> torch.optim.Optimizer, such as functools.partial(torch.optim.AdamW, lr=3e-4); if its first
                argument is called `named_parameters` it gets (name, parameter) pairs. Several optimizers are a list of
                (name pattern, such a function) pairs, of which the first that fits a parameter trains it, or whatever
@@ -68,11 +72,18 @@ class Trainer:
     callbacks  called with a StepEnd after each step, on every rank
     on_nan     "raise" LossError when the loss is not finite (nothing is updated), or "warn" and go on
     scratch    the folder for what the plan keeps on disk; by default TMPDIR or /var/tmp. Nothing is left in it
+    allow      "local_loss" for a model that cannot be captured and runs under PyTorch's DDP: train on the mean of the
+               ranks' losses where that is not the loss of the batch, as of a loss that couples rows. It is refused else
     trace      a folder for what every rank did in the last 20 steps, written by `close`; `plait report` shows it
 
     A step trains in training mode: a model given in evaluation mode is switched as a whole, as `model.train()` would;
     one in training mode keeps the mode of each of its submodules. Python values that model or loss read, such as a
     weight that a schedule changes, are fixed when the step is captured: put what changes into the batch.
+
+    What `loss_fn` returns beside the loss, `step` and `evaluate` return too, as it is for the whole global batch: a
+    tensor with a row for each row of the batch has them in the batch's order; a scalar is, over microbatches and over
+    the batches of an evaluation, the mean weighted by rows; Sum(x), Mean(x), Max(x), Min(x) and Weighted(sum, weight)
+    say otherwise, and may have any shape. These outputs have no gradient.
 
     What a plan splits, such as tensor-parallel weights, lives in the trainer, and the model's own copy is let go.
     """
@@ -92,10 +103,12 @@ class Trainer:
         on_nan: Literal["raise", "warn"] = "raise",
         scratch: str | Path | None = None,
         trace: str | Path | None = None,
+        allow: Collection[str] = (),
         world: World | None = None,
         compiler: Compiler | None = None,
     ) -> None:
         check_given(model, loss_fn, optimizer, clip_norm)
+        self._allow = check_allowed(allow)
         self.plan = resolve_plan(plan)
         if self.plan.workers:
             raise PlanError(
@@ -173,9 +186,9 @@ class Trainer:
         except CaptureError as error:
             refuse_unless_data_only(error, self.plan, self.world)
             if self.world.rank == 0:
-                how = "" if self.plan.relaxed_axis else ", under PyTorch's DDP"
+                how = ddp_warning(self.plan)
                 warnings.warn(f"the model runs as it is{how}: {error}", stacklevel=4)
-            return EagerReplica(self.compiler.model, self.compiler.loss_fn, self.plan.within, self.world)
+            return EagerReplica(self.compiler.model, self.compiler.loss_fn, self.plan.within, self.world, self._allow)
 
     def _rows(self, batch: Any) -> Any:
         return rows_of_replica(batch, self.plan, self.world) if self.plan.relaxed_axis else batch
@@ -184,15 +197,17 @@ class Trainer:
         key = step_key(self.seed, self.step_number)
         return key if self.replicas is None else replica_key(key, self.replicas.index)
 
-    def step(self, batch: Any) -> Tensor:
-        """One training step on a global batch (or this rank's LocalBatch); returns the global loss, a 0-d tensor.
+    def step(self, batch: Any) -> Any:
+        """One training step on a global batch (or this rank's LocalBatch); returns the global loss, a 0-d tensor, or
+        (loss, aux) where `loss_fn` does.
 
-        With sync=N it is the loss of this rank's replica, on its part of the batch: the others are not waited for.
+        With sync=N it is that of this rank's replica, on its part of the batch: the others are not waited for. Of an
+        asynchronous schedule it is what each microbatch gave with the weights that it used.
         """
         return self.step_with_gradients(batch, want=False)[0]
 
-    def step_with_gradients(self, batch: Any, want: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
-        """As `step`, and with `want` also the gradients before clipping, as whole tensors by name."""
+    def step_with_gradients(self, batch: Any, want: bool = True) -> tuple[Any, dict[str, Tensor]]:
+        """What `step` returns, and with `want` also the gradients before clipping, as whole tensors by name."""
         self.prepare(batch)
         self._saver.check(self.step_number)
         if self.recorder is not None:
@@ -209,8 +224,9 @@ class Trainer:
             with self.span("reduce", "gradients"):
                 result = self.replicas.gradients(result)
         self._check_finite(result.loss, result.gradients)
+        aux = None if result.aux is None else results(join_outputs(result.aux))
         if self._updates_within:
-            return self._finished(result.loss, None), {}
+            return self._finished(result.loss, aux, None), {}
         replica.set_gradients(result.gradients)
         wanted = replica.whole_gradients() if want else {}
         loss, gradients = result.loss, [*result.gradients.values(), *self.homes.norms.values()]
@@ -224,10 +240,10 @@ class Trainer:
         optimizer.zero_grad(set_to_none=True)
         if steps:
             replica.updated()
-        return self._finished(loss, norm, steps), wanted
+        return self._finished(loss, aux, norm, steps), wanted
 
-    def _finished(self, loss: Tensor, norm: float | None, updated: bool = True) -> Tensor:
-        """What comes after the update; returns the loss."""
+    def _finished(self, loss: Tensor, aux: dict[str, Tensor] | None, norm: float | None, updated: bool = True) -> Any:
+        """What comes after the update; returns what the step does."""
         if updated and self.scheduler is not None:
             self.scheduler.step()
         self.step_number += 1
@@ -237,8 +253,8 @@ class Trainer:
         if self.recorder is not None:
             self.recorder.end(self.step_number)
         for callback in self._callbacks:
-            callback(StepEnd(self.step_number, float(loss), norm))
-        return loss
+            callback(StepEnd(self.step_number, float(loss), norm, aux or {}))
+        return loss if aux is None else (loss, aux)
 
     def _update_within(self, gradients: dict[str, Tensor]) -> None:
         """One of the updates of an asynchronous schedule."""
@@ -248,12 +264,14 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.replica.updated()
 
-    def evaluate(self, data: Any) -> float:
-        """The loss without gradients, in evaluation mode: of one batch, or over a loader of them.
+    def evaluate(self, data: Any) -> Any:
+        """The loss without gradients, in evaluation mode, a float: of one batch, or over a loader of them. Where
+        `loss_fn` returns (loss, aux) so does this, with the outputs of all batches put together.
 
         Of replicas that agree later it is that of the mean of their weights.
         """
         total, weight = 0.0, 0.0
+        aux: list[Outputs] = []
         with ExitStack() as stack:
             for batch in data if _is_loader(data) else [data]:
                 self.prepare(batch)
@@ -264,11 +282,14 @@ class Trainer:
                 rows = num_rows(here)
                 parts = result.parts or (float(result.loss) * rows, rows)
                 total, weight = total + float(parts[0]), weight + float(parts[1])
+                if result.aux is not None:
+                    whole = result.aux if self.replicas is None else self.replicas.outputs(result.aux)
+                    aux.append(join_outputs(whole))
         if self.replicas is not None:
             total, weight = self.replicas.sum_of([total, weight])
         if weight == 0:
             raise BatchError("there was no batch to evaluate on")
-        return total / weight
+        return (total / weight, results(join_outputs(aux))) if aux else total / weight
 
     def agree(self) -> None:
         """Let replicas that agree every n steps agree now, as after the last step; nothing where all agree at each."""
@@ -401,7 +422,7 @@ def step_key(seed: int, step: int) -> int:
 
 def _is_loader(data: Any) -> bool:
     """Whether `data` yields batches, rather than being one."""
-    return isinstance(data, Iterable) and not isinstance(data, (LocalBatch, Tensor, Mapping, tuple, list))
+    return isinstance(data, Iterable) and not isinstance(data, LocalBatch) and not is_container(data)
 
 
 __all__ = ["StepEnd", "Trainer", "step_key"]

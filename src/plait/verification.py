@@ -25,6 +25,7 @@ from plait.differences import (
     last_bits,
 )
 from plait.errors import CaptureError, LossError, PlanError
+from plait.graph.loss import loss_and_aux, results
 from plait.graph.lower import Lowered
 from plait.graph.pipeline import Pipeline
 from plait.graph.precision import Precision
@@ -112,14 +113,16 @@ class Verifier:
             if trainer.loss_scale is not None:
                 trainer.loss_scale.value = scale
             gradients: dict[str, Tensor] = {}
-            losses = []
+            losses, outputs = [], list[dict[str, Tensor]]()
             for step in range(self.steps):
-                loss, found = trainer.step_with_gradients(self.batch, want=step == 0)
+                result, found = trainer.step_with_gradients(self.batch, want=step == 0)
+                loss, aux = loss_and_aux(result)
                 losses.append(float(loss))
+                outputs.append(aux)
                 gradients = found or gradients
             replica = trainer.replica
             parameters = {n: replica.whole(n, replica.local(n)).clone() for n in replica.layouts}
-            return Run(losses, gradients, parameters, replica.buffers)
+            return Run(losses, gradients, parameters, replica.buffers, outputs=outputs[0])
 
         return run_ranks(plan.mesh, rank, algorithm=plan.allreduce)[0]
 
@@ -159,15 +162,20 @@ class Verifier:
         named = dict(twin.named_parameters())
         optimizer = make_optimizer(self.optimizer, _trained(twin))
         losses: list[float] = []
+        outputs: list[dict[str, Tensor]] = []
         gradients: dict[str, Tensor] = {}
         for step in range(self.steps):
             optimizer.zero_grad(set_to_none=True)
             key = step_key(self.seed, step)
             given = (twin, self.captures.loss_fn, self.batch, plan, key)
             if stale is not None:  # which updates as it goes
-                losses.append(float(stale_step(*given, stale, optimizer)))
+                found = stale_step(*given, stale, optimizer)
+            else:
+                found = one_device_step(*given, num_parts, scale)
+            losses.append(float(found.loss))
+            outputs.append(results(found.outputs or {}))
+            if stale is not None:
                 continue
-            losses.append(float(one_device_step(*given, num_parts, scale)))
             if not math.isfinite(losses[-1]):
                 raise LossError(
                     f"the loss of step {step + 1} is {losses[-1]} on one device: there is nothing to compare"
@@ -182,7 +190,8 @@ class Verifier:
             if rounding:
                 _round_as_within(optimizer, self.seed + step)
             optimizer.step()
-        return Run(losses, gradients, {n: p.detach() for n, p in named.items()}, dict(twin.named_buffers()), scale)
+        parameters = {n: p.detach() for n, p in named.items()}
+        return Run(losses, gradients, parameters, dict(twin.named_buffers()), scale, outputs[0])
 
     def _run_replicas(self, lowered: Lowered, plan: Plan, rounding: float = 0.0, draw: int = 0) -> Run:
         """As _run_one_device, of replicas that agree later: what the first of them ends with."""
@@ -194,15 +203,16 @@ class Verifier:
         optimizers = [make_optimizer(self.optimizer, _trained(twin)) for twin in twins]
         states = {n: lowered.states[n] for n, p in self.captures.model.named_parameters()}
         serial = SerialReplicas(plan, twins, optimizers, states)
-        losses, gradients = [], {}
+        losses, gradients, outputs = [], {}, list[dict[str, Tensor]]()
         for step in range(self.steps):
-            loss, found = serial.step(
+            loss, found, aux = serial.step(
                 self.captures.loss_fn, self.batch, step_key(self.seed, step), step + 1, self.clip_norm
             )
             losses.append(loss)
+            outputs.append(aux)
             gradients = gradients or found
         parameters = {n: p.detach() for n, p in twins[0].named_parameters()}
-        return Run(losses, gradients, parameters, dict(twins[0].named_buffers()))
+        return Run(losses, gradients, parameters, dict(twins[0].named_buffers()), outputs=outputs[0])
 
     def _twin(self, rounding: float, draw: int = 0) -> nn.Module:
         """A copy of the model, its weights changed by rounding."""
@@ -250,8 +260,8 @@ def verify(
     """Compare `steps` steps under `plan`, ranks as threads of this process, with one device.
 
     The reference is the user's own model under ordinary autograd and `optimizer`, on the whole `batch`; only its
-    random draws are those that the plan makes. Gradients are compared after the first step; parameters and buffers
-    after the last. The model given is left as it was.
+    random draws are those that the plan makes. Gradients, and what the loss function returns beside the loss, are
+    compared after the first step; parameters and buffers after the last. The model given is left as it was.
 
     Of a plan with servers all runs in this process, pushes in an order that is drawn: servers, and of every worker the
     ranks as threads. The reference is the serial program of the plan's definition, in the same order; losses are of

@@ -1,11 +1,15 @@
-"""Batches: any nesting of dicts, lists, tuples and dataclasses around tensors. Each tensor gets a name: its path."""
+"""Batches: any nesting of mappings, lists, tuples, dataclasses and registered pytrees around tensors.
+
+This is the one place that knows how to walk a batch. Each tensor gets a name: its path.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping, MutableMapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +28,58 @@ def map_batch(function: Callable[[str, Any], Any], batch: Any) -> Any:
     Names are paths: `x`, `inputs.ids`, `0`; a batch that is one tensor is called `batch`.
     """
     return _map(function, "", batch)
+
+
+def batch_tensors(batch: Any) -> list[Tensor]:
+    """The tensors of the batch, in order, whatever else it holds."""
+    found: list[Tensor] = []
+    map_batch(lambda _, leaf: found.append(leaf) if torch.is_tensor(leaf) else leaf, batch)
+    return found
+
+
+def is_container(value: Any) -> bool:
+    """Whether a value is a tensor or holds a batch's leaves, rather than being one of them, or yielding batches."""
+    return torch.is_tensor(value) or _children(value) is not None
+
+
+def common_size(tensors: Iterable[Tensor]) -> int | None:
+    """The first dim that most of the tensors share; None where none has one."""
+    sizes = Counter(tensor.shape[0] for tensor in tensors if tensor.ndim)
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+def count_rows(batch: Any) -> int:
+    """Rows of a batch: the first dim that most of its tensors share; 1 where none has one."""
+    found = common_size(batch_tensors(batch))
+    return 1 if found is None else found
+
+
+def map_rows(function: Callable[[Tensor], Any], batch: Any, rows: int) -> Any:
+    """The batch with function(tensor) in place of every tensor that has a row for each of its `rows`."""
+
+    def change(_: str, leaf: Any) -> Any:
+        return function(leaf) if torch.is_tensor(leaf) and leaf.ndim and leaf.shape[0] == rows else leaf
+
+    return map_batch(change, batch)
+
+
+def take_rows(batch: Any, rows: int, start: int, num: int) -> Any:
+    """`num` rows from `start` on of a batch of `rows`."""
+    return map_rows(lambda leaf: leaf[start : start + num], batch, rows)
+
+
+def join_rows(batches: Sequence[Any]) -> Any:
+    """The rows of several batches of one structure, one after the other; what has no rows is the first one's."""
+    first = batches[0]
+    sizes = [count_rows(batch) for batch in batches]
+    leaves = [batch_leaves(batch) for batch in batches]
+
+    def join(name: str, leaf: Any) -> Any:
+        if not torch.is_tensor(leaf) or not leaf.ndim or leaf.shape[0] != sizes[0]:
+            return leaf
+        return torch.cat([found[name] for found in leaves])
+
+    return map_batch(join, first)
 
 
 def batch_leaves(batch: Any) -> dict[str, Tensor]:
@@ -68,11 +124,6 @@ def _map(function: Callable[[str, Any], Any], name: str, batch: Any) -> Any:
     if children is None:
         return function(name or "batch", batch)
     new = [(key, _map(function, _join(name, key), child)) for key, child in children]
-    if dataclasses.is_dataclass(batch):
-        made = copy.copy(batch)
-        for key, child in new:
-            object.__setattr__(made, key, child)  # also where the dataclass is frozen
-        return made
     if isinstance(batch, MutableMapping):  # keeps the class, and what else the object holds (BatchEncoding)
         made = copy.copy(batch)
         for key, child in new:
@@ -80,7 +131,12 @@ def _map(function: Callable[[str, Any], Any], name: str, batch: Any) -> Any:
         return made
     values = [child for _, child in new]
     if isinstance(batch, Mapping):
-        return type(batch)(zip([key for key, _ in new], values, strict=True))  # type: ignore[call-arg]
+        return type(batch)(dict(zip([key for key, _ in new], values, strict=True)))  # type: ignore[call-arg]
+    if dataclasses.is_dataclass(batch):
+        made = copy.copy(batch)
+        for key, child in new:
+            object.__setattr__(made, key, child)  # also where the dataclass is frozen
+        return made
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*values)
     if isinstance(batch, (list, tuple)):

@@ -5,22 +5,24 @@ from __future__ import annotations
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from plait.errors import BatchError, CaptureError, LossError, PlanError
-from plait.graph.batch import batch_leaves, map_batch
+from plait.graph.batch import batch_leaves, count_rows, map_batch
 from plait.graph.blame import capture_error
+from plait.graph.calls import output_node
 from plait.graph.cleanup import clean
 from plait.graph.functional import functionalise
-from plait.graph.late import LateNumber, LateValues
+from plait.graph.late import LateValues
+from plait.graph.loss import RATIO, Loss, read_loss
 from plait.graph.modules import BackwardModules, ForwardModules
 from plait.graph.pause import collection_paused
 from plait.graph.precision import FULL, Precision
@@ -28,9 +30,9 @@ from plait.graph.random import VisibleDropout
 from plait.graph.record import Recorder
 from plait.graph.selection import Selections
 from plait.graph.standin import StandIns, standing_in
+from plait.graph.views import is_view
 
 LossFn = Callable[[Any, Any], Any]
-_FORMS = "loss_fn(model, batch) returns a scalar tensor, or (sum, weight) for a loss normalised by a count"
 _one_at_a_time = threading.Lock()  # a capture puts stand-ins into the model
 
 
@@ -49,7 +51,11 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """An element of the graph's output. kind: loss, sum, weight, gradient or buffer (its new value)."""
+    """An element of the graph's output.
+
+    kind: loss, sum, weight, gradient, buffer (its new value), or what the loss function returned beside the loss: aux,
+    and of a ratio also aux_weight.
+    """
 
     kind: str
     name: str
@@ -71,6 +77,8 @@ class Captured:
     unused: tuple[str, ...] = ()  # parameters that train but do not reach the loss
     frozen: tuple[str, ...] = ()  # parameters with requires_grad=False
     checks: tuple[str, ...] = ()  # lines of which a condition must hold when the step runs, or else the loss is NaN
+    rows: int = 0  # of the batch
+    aux: Mapping[str, str] | None = None  # kinds (graph.loss.Part) of the outputs beside the loss, if it came with some
 
 
 def capture(
@@ -88,11 +96,10 @@ def capture(
 
     The model may be on the meta device; it is as before afterwards. The graph runs on `device`, wherever model and
     batch are now (by default: where they are), in that precision; where gradients could underflow, of the loss times a
-    scale. Of a loss given as (sum, weight) the gradients are those of sum / weight, or, not `normalised`, of the sum.
+    scale. Of a plait.Weighted the gradients are those of sum / weight, or, not `normalised`, of the sum.
 
-    Raises CaptureError, with the line of the model
-    that stopped the capture, LossError for a loss that is neither a scalar nor (sum, weight), BatchError for a batch
-    that holds something else than tensors and constants.
+    Raises CaptureError, with the line of the model that stopped the capture, LossError for a loss of none of the forms
+    in graph/loss.py, BatchError for a batch that holds something else than tensors and constants.
     """
     leaves = batch_leaves(batch)
     if not leaves:
@@ -127,6 +134,7 @@ def _capture(
 ) -> Captured:
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fake_mode)
+    rows = count_rows(batch)
     where = device or _device(leaves)
     with ExitStack() as stack:
         stand = stack.enter_context(standing_in(model, fake_mode, where, train, move=device is not None))
@@ -149,8 +157,9 @@ def _capture(
         stack.enter_context(torch.set_grad_enabled(differentiate))
         try:
             with precision.computing(model, where.type):
-                results = _losses(loss_fn(model, fake_batch))
-            results = [(o, late.checked(v) if o.kind in ("loss", "sum") else v) for o, v in results]
+                found = read_loss(loss_fn(model, fake_batch), rows)
+                found = replace(found, total=late.checked(found.total))
+                results = _results(found)
         except (LossError, PlanError):
             raise
         except Exception as error:
@@ -158,9 +167,7 @@ def _capture(
             raise refusal or capture_error(error, model, loss_fn, "in the forward pass") from error
         gradients: dict[str, Tensor] = {}
         if differentiate:
-            loss = results[0][1]
-            if len(results) > 1 and not normalised:
-                loss = _sum_alone(results)
+            loss = found.mean if normalised else _sum_alone(found)
             if precision.scaled:
                 scale = torch.empty((), device=where)
                 nodes[recorder.placeholder("scale", scale)] = ("scale", "scale")
@@ -183,6 +190,7 @@ def _capture(
     if recorder.mutating:
         graph = functionalise(graph, fake_mode)
     graph = clean(graph)
+    _copy_inputs(graph, [i for i, (output, _) in enumerate(results) if output.kind in ("aux", "aux_weight")])
     inputs = tuple(Input(*kinds[n.name], n.name) for n in graph.nodes if n.op == "placeholder")
     trained = [name for name, p in stand.parameters.items() if p.requires_grad]
     return Captured(
@@ -194,6 +202,8 @@ def _capture(
         unused=tuple(name for name in trained if name not in gradients) if differentiate else (),
         frozen=tuple(name for name, p in stand.parameters.items() if not p.requires_grad),
         checks=tuple(check.place for check in late.checks),
+        rows=rows,
+        aux=None if found.outputs is None else {name: part.kind for name, part in found.outputs.items()},
     )
 
 
@@ -225,48 +235,40 @@ def _check_attributes(stand: StandIns, recorder: Recorder) -> None:
             )
 
 
-def _losses(value: Any) -> list[tuple[Output, Tensor]]:
-    """The outputs loss, or loss, sum and weight. Raises LossError for anything else than the two forms."""
-    if isinstance(value, (tuple, list)) and len(value) == 2:
-        total = _scalar(value[0], "the sum of (sum, weight)")
-        weight = value[1]
-        if isinstance(weight, (int, float)):
-            weight = torch.full((), float(weight), dtype=total.dtype, device=total.device)
-        weight = _scalar(weight, "the weight of (sum, weight)", floating=False)
-        return [
-            (Output("loss", "loss"), total / weight),
-            (Output("sum", "sum"), total),
-            (Output("weight", "weight"), weight),
-        ]
-    if isinstance(value, (tuple, list)):
-        raise LossError(f"the loss is a {type(value).__name__} of {len(value)} elements; {_FORMS}")
-    return [(Output("loss", "loss"), _scalar(value, "the loss"))]
+def _results(loss: Loss) -> list[tuple[Output, Tensor]]:
+    """The outputs loss, or loss, sum and weight, and those beside the loss."""
+    found = [(Output("loss", "loss"), loss.mean)]
+    if loss.weight is not None:
+        found += [(Output("sum", "sum"), loss.total), (Output("weight", "weight"), loss.weight)]
+    for name, part in (loss.outputs or {}).items():
+        found.append((Output("aux", name), part.value))
+        if part.kind == RATIO:
+            found.append((Output("aux_weight", name), torch.as_tensor(part.weight)))
+    return found
 
 
-def _scalar(value: Any, what: str, floating: bool = True) -> Tensor:
-    if isinstance(value, LateNumber):
-        if floating:
-            raise LossError(f"{what} is a Python number made by .item(), which has no gradient; {_FORMS}")
-        value = value.tensor()
-    if not isinstance(value, Tensor):
-        kind = type(value)
-        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        raise LossError(f"{what} is a {name}, not a tensor; {_FORMS}")
-    if value.numel() != 1:
-        raise LossError(f"{what} has shape {list(value.shape)}, not one element; {_FORMS}")
-    if floating and not value.dtype.is_floating_point:
-        raise LossError(f"{what} has dtype {value.dtype}, which has no gradient; {_FORMS}")
-    return value.reshape(()) if value.ndim else value
+def _copy_inputs(graph: Graph, indices: Collection[int]) -> None:
+    """Let these outputs have memory of their own where they are views of inputs, which may change. Changes `graph`."""
+    end = output_node(graph)
+    outputs = list(end.args[0])  # type: ignore[arg-type]
+    for index in indices:
+        base = node = outputs[index]
+        while base.op == "call_function" and is_view(base):
+            base = base.all_input_nodes[0]
+        if base.op == "placeholder":
+            with graph.inserting_before(end):
+                outputs[index] = graph.call_function(torch.ops.aten.clone.default, (node,))
+            outputs[index].meta = {"val": node.meta["val"].clone(), "module": "", "phase": "forward"}
+    end.args = (tuple(outputs),)
 
 
-def _sum_alone(results: list[tuple[Output, Tensor]]) -> Tensor:
-    (_, total), (_, weight) = results[1:]
-    if weight.requires_grad:
+def _sum_alone(loss: Loss) -> Tensor:
+    if loss.weight is not None and loss.weight.requires_grad:
         raise LossError(
-            "the weight of (sum, weight) depends on parameters, so microbatches cannot be added up; detach it, or leave"
-            " micro out of the plan"
+            "the weight of plait.Weighted(sum, weight) depends on parameters, so microbatches cannot be added up;"
+            " detach it, or leave micro out of the plan"
         )
-    return total
+    return loss.total
 
 
 def _differentiate(

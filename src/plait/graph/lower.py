@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -124,7 +123,7 @@ def lower(
     placements: dict[str, list[tuple[str, Placement]]] = {name: [] for name in nodes}
     origins: dict[str, str] = {}
     without_rule: set[str] = set()
-    batch_size, split = _batch_leaves(captured, values)
+    batch_size, split = captured.rows, _cut_leaves(captured, values)
     if batch_size % plan.num_batch_parts:
         raise PlanError(_uneven_batch(batch_size, plan))
     begins = None
@@ -239,17 +238,10 @@ def _copy(captured: Captured) -> Graph:
     return own_gradients(graph, [i for i, o in enumerate(captured.outputs) if o.kind == "gradient"])
 
 
-def _batch_leaves(captured: Captured, values: dict[str, object]) -> tuple[int, list[str]]:
-    """The size of the batch, which is the first size that most of its tensors share, and the leaves that have it."""
-    sizes = {
-        i.name: v.shape[0]
-        for i in captured.inputs
-        if i.kind == "batch" and isinstance(v := values[i.node], torch.Tensor) and v.ndim > 0
-    }
-    if not sizes:
-        return 0, []
-    batch_size = Counter(sizes.values()).most_common(1)[0][0]
-    return batch_size, [name for name, n in sizes.items() if n == batch_size]
+def _cut_leaves(captured: Captured, values: dict[str, object]) -> list[str]:
+    """The tensors of the batch that have a row for each of its rows."""
+    leaves = {i.name: values[i.node] for i in captured.inputs if i.kind == "batch"}
+    return [n for n, v in leaves.items() if isinstance(v, torch.Tensor) and v.ndim and v.shape[0] == captured.rows]
 
 
 def _uneven_batch(batch_size: int, plan: Plan) -> str:

@@ -40,6 +40,7 @@ class CellRunner:
         self._counts: Counter[Cell] = Counter()
         self._sums: dict[Cell, dict[str, Tensor]] = defaultdict(dict)
         self.losses: dict[tuple[str, int], Tensor] = {}
+        self.aux: dict[tuple[str, str, int], Tensor] = {}  # by kind, name and microbatch
         self.gradients: dict[str, Tensor] = {}
 
     def run_cell(self, cell: Cell, micro: int, box: Box) -> Mapping[str, Tensor]:
@@ -77,4 +78,7 @@ class CellRunner:
         for kind in ("loss", "sum", "weight"):
             for value in found[kind].values():
                 self.losses[kind, micro] = value
+        for kind in ("aux", "aux_weight"):
+            for name, value in found[kind].items():
+                self.aux[kind, name, micro] = value
         return found

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.utils import _pytree as pytree
-
 from plait.errors import BatchError
+from plait.graph.batch import batch_tensors, count_rows, map_rows, take_rows
 
 
 @dataclass(frozen=True)
@@ -25,37 +22,20 @@ class LocalBatch:
     place: str = ""
 
     def __post_init__(self) -> None:
-        sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(self.tree) if torch.is_tensor(leaf) and leaf.ndim]
+        sizes = [leaf.shape[0] for leaf in batch_tensors(self.tree) if leaf.ndim]
         if self.local_size not in sizes:
             raise BatchError(f"a local batch of {self.local_size} rows holds no tensor of that size: {sizes}")
 
 
 def global_like(batch: LocalBatch) -> Any:
     """A stand-in for the global batch that has its shapes and takes no memory."""
-
-    def widen(leaf: Any) -> Any:
-        if torch.is_tensor(leaf) and leaf.ndim and leaf.shape[0] == batch.local_size:
-            return leaf[:1].expand(batch.global_size, *leaf.shape[1:])
-        return leaf
-
-    return pytree.tree_map(widen, batch.tree)
+    num = batch.global_size
+    return map_rows(lambda leaf: leaf[:1].expand(num, *leaf.shape[1:]), batch.tree, batch.local_size)
 
 
 def num_rows(batch: Any) -> int:
-    """Rows of the global batch: the first dim that most of its tensors share."""
-    if isinstance(batch, LocalBatch):
-        return batch.global_size
-    sizes = Counter(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if torch.is_tensor(leaf) and leaf.ndim)
-    return sizes.most_common(1)[0][0] if sizes else 1
-
-
-def take_rows(tree: Any, rows: int, start: int, num: int) -> Any:
-    """`num` rows from `start` on of every tensor that has the batch's `rows` as its first dim; the rest as it is."""
-
-    def take(leaf: Any) -> Any:
-        return leaf[start : start + num] if torch.is_tensor(leaf) and leaf.ndim and leaf.shape[0] == rows else leaf
-
-    return pytree.tree_map(take, tree)
+    """Rows of the global batch."""
+    return batch.global_size if isinstance(batch, LocalBatch) else count_rows(batch)
 
 
 def batch_part(batch: Any, index: int, count: int) -> Any:

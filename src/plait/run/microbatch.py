@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from plait.errors import BatchError
-from plait.run.local_batch import LocalBatch, num_rows, take_rows
+from plait.graph.batch import take_rows
+from plait.run.local_batch import LocalBatch, num_rows
 from plait.run.program import StepResult
 
 
@@ -50,7 +51,7 @@ def micro_key(key: int, index: int) -> int:
 def joined(results: Sequence[StepResult], scale: Tensor | None = None) -> StepResult:
     """The step's result from those of its microbatches, of which the last has the sums of the gradients.
 
-    Of losses given as (sum, weight), gradients are those of the sums, where there is more than one microbatch.
+    Of a plait.Weighted, gradients are those of the sums, where there is more than one microbatch.
     """
     last = results[-1]
     loss, parts, factor = last.loss, last.parts, None
@@ -70,7 +71,8 @@ def joined(results: Sequence[StepResult], scale: Tensor | None = None) -> StepRe
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for dtype, gradients in by_dtype.items():
             torch._foreach_mul_(gradients, factor.to(gradients[0].device, dtype))
-    return StepResult(loss, parts, last.gradients, last.buffers, 1.0 if factor is None else float(factor))
+    aux = None if last.aux is None else tuple(each for r in results for each in r.aux or ())
+    return StepResult(loss, parts, last.gradients, last.buffers, 1.0 if factor is None else float(factor), aux)
 
 
 def _num_here(batch: Any) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor
 from plait.comm.protocol import World
 from plait.graph.calls import output_node
 from plait.graph.homes import activations_away, gradients_away, large
+from plait.graph.loss import Outputs
 from plait.graph.lower import Lowered
 from plait.graph.pipeline import AXIS
 from plait.run.asynchronous import StaleRunner, Update
@@ -18,7 +19,7 @@ from plait.run.cell_runner import CellRunner
 from plait.run.execute import Executor
 from plait.run.homes.between import Between
 from plait.run.homes.homes import Homes
-from plait.run.program import Program, StepResult
+from plait.run.program import Program, StepResult, outputs_of
 from plait.run.tracing.recorder import Recorder
 
 
@@ -60,6 +61,12 @@ class PipelineProgram:
             for each in cells.graphs.values()
             for output, result in zip(each.outputs, output_node(each.graph).args[0], strict=True)  # type: ignore[arg-type]
             if output.kind in ("loss", "sum", "weight")
+        }
+        self._aux = {
+            (output.kind, output.name): (cell[1], result.meta["val"])
+            for cell, each in cells.graphs.items()
+            for output, result in zip(each.outputs, output_node(each.graph).args[0], strict=True)  # type: ignore[arg-type]
+            if output.kind in ("aux", "aux_weight")
         }
         self.most_versions = 1  # of the weights that this rank has held at a time
         self._shared = [n for n in self.pipeline.stages if len(self.pipeline.ranks_of(n)) > 1]
@@ -139,9 +146,30 @@ class PipelineProgram:
                     mine[row, micro] = step.losses[kind, micro]
         rows = self.comm.all_reduce(mine).wait()
         found = {kind: row.to(dtype) for row, (kind, dtype) in zip(rows, self._loss_dtypes.items(), strict=True)}
+        aux = self._outputs(step)
         results = []
         for micro in range(num):
             parts = (found["sum"][micro], found["weight"][micro]) if "sum" in found else None
             gradients = step.gradients if micro == num - 1 else {}
-            results.append(StepResult(found["loss"][micro], parts, gradients, {}))
+            results.append(StepResult(found["loss"][micro], parts, gradients, {}, aux=aux[micro]))
         return results
+
+    def _outputs(self, step: CellRunner) -> list[tuple[Outputs] | None]:
+        """What the loss came with, of each microbatch, on every rank: from the rank whose turn it was."""
+        schedule, mine = self.pipeline.schedule, self.comm.rank
+        works = {}
+        for (kind, name), (stage, like) in self._aux.items():
+            roots = [schedule.where(stage, micro)[0] for micro in range(schedule.num_micro)]
+            for root in dict.fromkeys(roots):  # one message from each rank
+                micros = [micro for micro, rank in enumerate(roots) if rank == root]
+                if root == mine:
+                    sent = torch.stack([step.aux[kind, name, micro] for micro in micros])
+                else:
+                    sent = torch.empty((len(micros), *like.shape), dtype=like.dtype, device=self.world.device)
+                works[kind, name, root] = micros, self.comm.broadcast(sent, root)
+        found: list[dict[str, dict[str, Tensor]]] = [{"aux": {}, "aux_weight": {}} for _ in range(schedule.num_micro)]
+        for (kind, name, _), (micros, work) in works.items():
+            for micro, value in zip(micros, work.wait().unbind(), strict=True):
+                found[micro][kind][name] = value
+        parts = [outputs_of(self.lowered.captured, each["aux"], each["aux_weight"]) for each in found]
+        return [None if part is None else (part,) for part in parts]

@@ -13,7 +13,8 @@ from torch.fx import Graph, GraphModule
 
 from plait.comm.protocol import World
 from plait.graph.calls import placeholders
-from plait.graph.capture import Output
+from plait.graph.capture import Captured, Output
+from plait.graph.loss import Outputs, Part
 from plait.graph.lower import Lowered
 from plait.graph.partition import WORLD
 from plait.graph.precision import Precision
@@ -34,10 +35,11 @@ class StepResult:
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
     factor: float = 1.0
+    aux: tuple[Outputs, ...] | None = None  # of each microbatch, where the loss came with outputs beside it
 
 
 _NAMED = ("parameter", "buffer", "batch", "constant", "sum")
-_RESULTS = ("loss", "sum", "weight", "gradient", "buffer", "value")
+_RESULTS = ("loss", "sum", "weight", "aux", "aux_weight", "gradient", "buffer", "value")
 
 
 class Program:
@@ -78,7 +80,8 @@ class Program:
         if found["sum"]:
             parts = (next(iter(found["sum"].values())), next(iter(found["weight"].values())))
         (loss,) = found["loss"].values()
-        return StepResult(loss, parts, found["gradient"], found["buffer"])
+        aux = outputs_of(self.lowered.captured, found["aux"], found["aux_weight"])
+        return StepResult(loss, parts, found["gradient"], found["buffer"], aux=None if aux is None else (aux,))
 
     def call(self, graph: str, outputs: Sequence[Output], **given: Any) -> dict[str, dict[str, Any]]:
         """Run one of the lowered graphs; its results by kind and name. `given` has its inputs by kind: of those that
@@ -115,6 +118,14 @@ class Program:
             ]
             self._turns[turn] = (_compile(graph), inputs)
         return self._turns[turn]
+
+
+def outputs_of(captured: Captured, values: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Outputs | None:
+    """The outputs beside the loss, of one microbatch."""
+    if captured.aux is None:
+        return None
+    rows = float(captured.rows)
+    return {name: Part(kind, values[name], weights.get(name, rows)) for name, kind in captured.aux.items()}
 
 
 _one_at_a_time = threading.Lock()  # torch.fx writes code with the help of globals

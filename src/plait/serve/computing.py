@@ -14,6 +14,7 @@ from torch import Tensor
 
 from plait.comm.protocol import World
 from plait.errors import CaptureError
+from plait.graph.batch import batch_tensors
 from plait.run.compiler import Captures, Compiler
 from plait.run.eager import EagerReplica, refuse_unless_data_only
 from plait.run.homes.homes import Homes
@@ -150,7 +151,7 @@ class Computing:
 
 def num_tokens(batch: Any) -> int:
     """Elements of the widest integer tensor of the batch, or its rows where it has none."""
-    leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(batch) if torch.is_tensor(leaf)]
+    leaves = batch_tensors(batch)
     widest = max((leaf.numel() for leaf in leaves if leaf.ndim > 1 and not leaf.is_floating_point()), default=0)
     return widest or num_rows(batch)
 

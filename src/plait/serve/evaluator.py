@@ -8,6 +8,7 @@ from itertools import islice
 import torch
 
 from plait.errors import CheckpointError
+from plait.graph.loss import loss_and_aux
 from plait.run.feeding.loader import Loader
 from plait.run.saving.manifest import Manifest
 from plait.run.saving.places import newest
@@ -49,7 +50,8 @@ class Evaluator:
                 if str(newest(self._job.folder)) == str(folder):  # else it was removed, for newer ones, meanwhile
                     raise
         self._seen = step
-        return step, self._trainer.evaluate(islice(self._loader, self._job.evaluate_batches))
+        loss, _ = loss_and_aux(self._trainer.evaluate(islice(self._loader, self._job.evaluate_batches)))
+        return step, loss
 
     def pid(self) -> int:
         return os.getpid()

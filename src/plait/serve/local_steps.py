@@ -19,6 +19,7 @@ from torch import Tensor
 
 from plait.comm.protocol import World
 from plait.errors import CheckpointError
+from plait.graph.loss import loss_and_aux
 from plait.run.compiler import Compiler
 from plait.run.saving.manifest import Manifest
 from plait.run.saving.places import newest
@@ -68,7 +69,7 @@ class LocalSteps:
                 after = self._piece(task, index + 1) if index + 1 < task.num_steps else task.then
                 batch = self.feed.read(self._piece(task, index), after)
                 reading += time.perf_counter() - since
-            losses.append(float(self.trainer.step(batch)))
+            losses.append(float(loss_and_aux(self.trainer.step(batch))[0]))
             tokens += num_tokens(batch)
         state = self.trainer.full_state_dict()
         moments = self._moments() if task.saves else None

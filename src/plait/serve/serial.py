@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from plait.decide.handout import Handout
 from plait.run.agreeing.alone import make_smaller
-from plait.run.agreeing.serial import norm_parts, weighing
+from plait.run.agreeing.serial import norm_parts
 from plait.run.local_batch import batch_part, num_rows
 from plait.run.optimizers import make_optimizer
 from plait.run.references import one_device_step
@@ -122,14 +122,13 @@ class SerialServers:
 
     def _backward(self, twin: nn.Module, values: Named, piece: int, key: int) -> tuple[float, float]:
         """Loss and weight of a piece; the twin has its gradients, at these values or those that it has."""
-        named, counted = dict(twin.named_parameters()), list[float]()
+        named = dict(twin.named_parameters())
         for name, value in values.items():
             named[name].data.copy_(value)
         twin.zero_grad(set_to_none=True)
         rows = batch_part(self.batch, piece % self.job.num_parts, self.job.num_parts)
-        loss_fn = functools.partial(weighing, self.loss_fn, counted)
-        loss = one_device_step(twin, loss_fn, rows, self.plan.within, key, norm_parts(self.plan))
-        return float(loss), sum(counted) if counted else float(num_rows(rows))
+        found = one_device_step(twin, self.loss_fn, rows, self.plan.within, key, norm_parts(self.plan))
+        return float(found.loss), float(num_rows(rows)) if found.weight is None else found.weight
 
     def _made_smaller(self, worker: int, push: Named) -> Named:
         """What a server has of a push: each piece of a variable by itself, with what was left out of it before."""

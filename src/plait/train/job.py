@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from plait.comm.failure import guard
 from plait.comm.stop import StopVote
 from plait.decide.rounds import Rounds
+from plait.graph.batch import batch_tensors
 from plait.run.feeding.loader import Loader
 from plait.run.local_batch import LocalBatch
 from plait.spec.plan import Plan
@@ -239,6 +239,6 @@ def _endless(loader: Loader) -> Any:
 
 def num_tokens(batch: LocalBatch) -> int:
     """Tokens of the global batch: the elements of its widest integer tensor, or its rows where it has none."""
-    leaves = [leaf for leaf in pytree.tree_leaves(batch.tree) if torch.is_tensor(leaf)]
+    leaves = batch_tensors(batch.tree)
     widest = max((leaf.numel() for leaf in leaves if leaf.ndim > 1 and not leaf.is_floating_point()), default=0)
     return (widest or batch.local_size) * batch.global_size // batch.local_size

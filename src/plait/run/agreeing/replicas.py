@@ -11,7 +11,7 @@ import difflib
 import fnmatch
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,9 +19,11 @@ from torch import Tensor
 
 from plait.comm.protocol import World
 from plait.errors import PlanError
+from plait.graph.loss import ROWS, Outputs, Part, join_outputs
 from plait.run.agreeing.exchange import MeanExchange
 from plait.run.agreeing.local import LocalTraining
 from plait.run.eager import EagerReplica
+from plait.run.outputs import gather_outputs
 from plait.run.program import StepResult
 from plait.run.replica import Replica
 from plait.spec.compression import NO_COMPRESSION
@@ -72,7 +74,23 @@ class Replicas:
         self._seconds += time.perf_counter() - start
         loss = (sums[0] / sums[1]).to(result.loss.dtype)
         parts = None if result.parts is None else (sums[0], sums[1])
-        return dataclasses.replace(result, loss=loss, parts=parts, gradients=gradients)
+        aux = None if result.aux is None else self.outputs(result.aux)
+        return dataclasses.replace(result, loss=loss, parts=parts, gradients=gradients, aux=aux)
+
+    def outputs(self, aux: Sequence[Outputs]) -> tuple[Outputs, ...]:
+        """Of each microbatch what the loss came with, of all replicas: rows in the order of the global batch."""
+        inner = 1 if self.axis == "data" else self.plan.within.num_batch_parts  # `data` cuts the batch first
+        found = []
+        for outputs in aux:
+            rows = next((float(part.weight) for part in outputs.values() if part.kind == "mean"), 1.0)
+            rows = next((float(len(part.value)) for part in outputs.values() if part.kind == ROWS), rows)
+            joined = join_outputs(gather_outputs(self._comm, outputs, rows, self._device))
+            for name, part in joined.items():
+                if part.kind == ROWS and inner > 1:
+                    rows = part.value.unflatten(0, (self.num, inner, -1)).transpose(0, 1).flatten(0, 2)
+                    joined[name] = Part(ROWS, rows)
+            found.append(joined)
+        return tuple(found)
 
     def take_seconds(self) -> float:
         """What exchanges have taken since this was asked last."""

@@ -6,12 +6,11 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from plait.comm.protocol import World
 from plait.errors import BatchError
-from plait.graph.batch import map_batch
-from plait.run.local_batch import LocalBatch, num_rows, take_rows
+from plait.graph.batch import map_rows, take_rows
+from plait.run.local_batch import LocalBatch, num_rows
 from plait.spec.plan import Plan
 
 
@@ -32,7 +31,7 @@ def rows_of_replica(batch: Any, plan: Plan, world: World) -> LocalBatch:
     each = rows // (parts * micro)
     part = plan.batch_part(world.mesh.coordinates(world.rank))
     places = torch.arange(rows).view(micro, parts, each)[:, part].reshape(-1)
-    tree = map_batch(lambda _, leaf: _take(leaf, rows, places), batch)
+    tree = map_rows(lambda leaf: leaf[places.to(leaf.device)], batch, rows)
     return LocalBatch(tree, each * micro, rows // num)
 
 
@@ -54,8 +53,3 @@ def batch_of_replica(batch: Any, plan: Plan) -> Any:
 def replica_key(key: int, index: int) -> int:
     """The key of a replica's random draws; that of the first is the step's."""
     return (key + index * 0xD1B54A32D192ED03) & ((1 << 62) - 1)
-
-
-def _take(leaf: Any, rows: int, places: Tensor) -> Any:
-    cut = torch.is_tensor(leaf) and leaf.ndim and leaf.shape[0] == rows
-    return leaf[places.to(leaf.device)] if cut else leaf

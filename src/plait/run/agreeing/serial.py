@@ -7,7 +7,6 @@ no communication, and every exchange is a line of arithmetic on the list of all 
 from __future__ import annotations
 
 import fnmatch
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,12 +16,14 @@ from torch import Tensor, nn
 
 from plait.decide.compressing import is_smaller, num_kept, num_owned
 from plait.decide.rounds import Rounds, split_in_parts
+from plait.graph.batch import join_rows, take_rows
+from plait.graph.loss import ROWS, Outputs, Part, join_outputs, results
 from plait.run.agreeing.codec import decode, encode
 from plait.run.agreeing.exchange import first_factor
 from plait.run.agreeing.local import MIXING
 from plait.run.agreeing.rows import replica_key
 from plait.run.boxes import Fragment, fragments
-from plait.run.local_batch import num_rows, take_rows
+from plait.run.local_batch import num_rows
 from plait.run.microbatch import microbatches
 from plait.run.references import one_device_step
 from plait.spec.compression import Compression
@@ -133,19 +134,20 @@ class SerialReplicas:
 
     def step(
         self, loss_fn: Callable[[Any, Any], Any], batch: Any, key: int, step: int, clip_norm: float | None
-    ) -> tuple[float, Named]:
-        """Step number `step`, 1 being the first; the loss and gradients that a trainer of the first replica gives."""
+    ) -> tuple[float, Named, Named]:
+        """Step number `step`, 1 being the first; loss, gradients and outputs that a trainer of the first replica
+        gives."""
         plan, num = self.plan, len(self.twins)
         losses, weights = [], []
+        outputs: list[Outputs] = []
         for index, twin in enumerate(self.twins):
             rows = rows_of(batch, plan, index)
             for parameter in twin.parameters():
                 parameter.grad = None
-            counted: list[float] = []
-            weighed = functools.partial(weighing, loss_fn, counted)
-            loss = one_device_step(twin, weighed, rows, plan.within, replica_key(key, index), norm_parts(plan), 1.0)
-            losses.append(float(loss))
-            weights.append(sum(counted) or 1.0)
+            found = one_device_step(twin, loss_fn, rows, plan.within, replica_key(key, index), norm_parts(plan), 1.0)
+            losses.append(float(found.loss))
+            weights.append(1.0 if found.weight is None else found.weight)
+            outputs.append(found.outputs or {})
         if plan.sync == 1:
             total = sum(weights)
             terms = [
@@ -164,7 +166,16 @@ class SerialReplicas:
             optimizer.step()
         if plan.sync != 1:
             self._agree(step)
-        return losses[0], gradients
+        return losses[0], gradients, results(self._all_rows(outputs, num_rows(batch)) if plan.sync == 1 else outputs[0])
+
+    def _all_rows(self, outputs: Sequence[Outputs], rows: int) -> Outputs:
+        """What the losses of all replicas came with; rows in the order of the global batch."""
+        joined = join_outputs(outputs)
+        places = torch.cat([rows_of(torch.arange(rows), self.plan, index) for index in range(len(outputs))])
+        for name, part in joined.items():
+            if part.kind == ROWS:
+                joined[name] = Part(ROWS, part.value[places.argsort()])
+        return joined
 
     @torch.no_grad()
     def _agree(self, step: int) -> None:
@@ -214,26 +225,8 @@ def rows_of(batch: Any, plan: Plan, index: int) -> Any:
         for part in range(inner):
             place = index * inner + part if outermost else part * num + index
             parts.append(take_rows(micro, rows // plan.micro, place * each, each))
-    return _joined(parts)
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    leaves = [torch.utils._pytree.tree_flatten(part) for part in parts]
-    spec = leaves[0][1]
-    joined = [
-        torch.cat(same) if torch.is_tensor(same[0]) and same[0].ndim else same[0]
-        for same in zip(*(found for found, _ in leaves), strict=True)
-    ]
-    return torch.utils._pytree.tree_unflatten(joined, spec)
+    return join_rows(parts)
 
 
 def norm_parts(plan: Plan) -> int:
     return plan.within.num_batch_parts if plan.batchnorm == "local" else 1
-
-
-def weighing(loss_fn: Callable[[Any, Any], Any], counted: list[float], model: nn.Module, rows: Any) -> Any:
-    """The loss, having noted by which it counts if it is a (sum, weight)."""
-    found = loss_fn(model, rows)
-    if isinstance(found, (tuple, list)):
-        counted.append(float(found[1]))
-    return found

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
+from plait.graph.batch import batch_tensors, map_batch
 from plait.run.feeding.order import Rows
 from plait.run.feeding.reading import Failure, Reader
 
@@ -178,7 +178,7 @@ class _Mover:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
-            moved = pytree.tree_map_only(Tensor, self._move, batch)
+            moved = map_batch(lambda _, leaf: self._move(leaf) if torch.is_tensor(leaf) else leaf, batch)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return moved, event
@@ -187,9 +187,8 @@ class _Mover:
         """The batch, for the stream of who calls."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(event)
-        for leaf in pytree.tree_leaves(batch):
-            if torch.is_tensor(leaf):
-                leaf.record_stream(stream)  # its memory is not given to the next batch while a step reads it
+        for leaf in batch_tensors(batch):
+            leaf.record_stream(stream)  # its memory is not given to the next batch while a step reads it
         return batch
 
     def _move(self, leaf: Tensor) -> Tensor:

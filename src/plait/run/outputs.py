@@ -1,0 +1,34 @@
+"""What losses came with on several ranks, each on its own rows, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from plait.comm.protocol import Comm
+from plait.graph.loss import RATIO, ROWS, Outputs, Part
+
+
+def gather_outputs(comm: Comm, outputs: Outputs, rows: float, device: torch.device) -> list[Outputs]:
+    """The outputs of every rank of the group, in order; this rank's are of `rows` rows. Every rank calls it."""
+    every: list[Outputs] = [{} for _ in range(comm.size)]
+    mine = torch.tensor([float(rows)], dtype=torch.float64, device=device)
+    sizes: list[float] = _gather(comm, mine).flatten().tolist()
+    most = int(max(sizes))
+    for name, part in outputs.items():
+        value = part.value.to(device)
+        if part.kind == ROWS and len(value) < most:  # ranks meet with tensors of one shape
+            value = torch.cat([value, value.new_zeros((most - len(value), *value.shape[1:]))])
+        values = _gather(comm, value).unbind()
+        weights: Sequence[Tensor | float] = sizes
+        if part.kind == RATIO:
+            weights = _gather(comm, torch.as_tensor(part.weight, device=device)).unbind()
+        for rank, (found, weight) in enumerate(zip(values, weights, strict=True)):
+            every[rank][name] = Part(part.kind, found[: int(sizes[rank])] if part.kind == ROWS else found, weight)
+    return every
+
+
+def _gather(comm: Comm, tensor: Tensor) -> Tensor:
+    return comm.all_gather(tensor.contiguous()).wait()
