@@ -1,0 +1,325 @@
+"""Models drawn from a grammar: values that print, and how they are made into a model, its loss and a batch."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fuzz import blocks_any, blocks_image, blocks_sequence
+from fuzz.model import NAMES, Loss, Model
+from fuzz.shape import Shape
+from torch import Tensor, nn
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "plain": functools.partial(torch.optim.SGD, lr=0.05, weight_decay=0.01),
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4),
+}
+HOW = ("plain", "residual", "prenorm", "twice", "skip", "checkpoint")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: its class in the block files, its options, how it is called, and whether its weights are frozen."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...]
+    how: str = "plain"
+    frozen: bool = False
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A model, its loss and its batch."""
+
+    source: str  # ids, floats, image, vector
+    rows: int
+    length: int  # positions of a sequence, height of an image
+    width: int
+    out: int
+    layers: tuple[Layer, ...]
+    task: str
+    form: str = "mean"
+    extra: str = ""
+    dtype: str = "float64"
+    channels_last: bool = False
+    tied: bool = False
+    frozen_embed: bool = False
+    all_leaves: bool = False  # leaves in the batch that nothing reads
+    container: str = "dict"
+    optimizer: str = "sgd"
+    clip_norm: float | None = None
+    seed: int = 0
+
+    @property
+    def shape(self) -> Shape:
+        """What the source gives to the first layer."""
+        kind = {"ids": "sequence", "floats": "sequence", "image": "image", "vector": "vector"}[self.source]
+        return Shape(kind, self.width, self.length if kind != "vector" else 1)
+
+
+@dataclass(frozen=True)
+class Made:
+    """What `plait.Verifier` is given."""
+
+    model: nn.Module
+    loss_fn: Callable[[nn.Module, Any], Any]
+    batch: Any
+    optimizer: Callable[..., torch.optim.Optimizer]
+
+
+def block(name: str) -> Any:
+    """The class of a layer."""
+    for module in (blocks_any, blocks_sequence, blocks_image):
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise KeyError(name)
+
+
+def make(spec: Spec) -> Made:
+    """The model in training mode, its loss function, a batch and the optimizer's factory; the same every time."""
+    with torch.random.fork_rng():
+        torch.manual_seed(spec.seed)
+        layers = [(block(layer.name), dict(layer.options), layer.how, layer.frozen) for layer in spec.layers]
+        model = Model(spec.source, spec.shape, layers, spec.out, spec.tied).to(DTYPES[spec.dtype])
+        if spec.frozen_embed:
+            model.embed.requires_grad_(False)
+        if spec.channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        batch = make_batch(spec, model)
+    return Made(model.train(), Loss(spec.task, spec.form, spec.extra), batch, OPTIMIZERS[spec.optimizer])
+
+
+def make_batch(spec: Spec, model: nn.Module) -> Any:
+    """Leaves that the model and its loss read, or all that there are."""
+    dtype, rows = DTYPES[spec.dtype], spec.rows
+    mask = (torch.arange(spec.length) < torch.randint(2, spec.length + 1, (rows, 1))).long()
+    shapes = {
+        "ids": (rows, spec.length),
+        "floats": (rows, spec.length, 6),
+        "image": (rows, 3, spec.length, spec.length),
+    }
+    x = torch.randn(shapes.get(spec.source, (rows, 6)), dtype=dtype)
+    if spec.source == "ids":
+        x = torch.randint(0, spec.out, shapes["ids"])
+    if spec.channels_last and spec.source == "image":
+        x = x.contiguous(memory_format=torch.channels_last)
+    leaves: dict[str, Tensor] = {
+        "x": x,
+        "mask": mask,
+        "memory": torch.randn(rows, 3, 8, dtype=dtype),
+        "condition": torch.randn(rows, 4, dtype=dtype),
+        "categories": torch.randint(0, 12, (rows, 3)),
+        "weight": torch.randint(0, 3, (rows,)).to(dtype) + 0.5,
+    }
+    with torch.no_grad():
+        state = {n: b.clone() for n, b in model.named_buffers()}
+        out = model(leaves)[0]
+        for name, buffer in model.named_buffers():
+            buffer.data = state[name]
+    if spec.task in ("classify", "smooth"):
+        shape = (out.shape[0], *out.shape[2:]) if out.dim() != 3 else out.shape[:2]
+        y = torch.randint(0, spec.out, shape)
+        if y.dim() > 1:  # labels that do not count, unevenly over rows
+            y[torch.rand(shape) < torch.linspace(0, 0.6, rows).view(-1, *(1,) * (y.dim() - 1))] = -100
+            y[:, 0] = 0
+    else:
+        y = torch.randn(out.shape[:1] if spec.task == "cosine row" else out.shape, dtype=dtype)
+    leaves["y"] = y
+    read = {"x", "y", "weight"} if spec.form == "weighted" else {"x", "y"}
+    read |= {name for layer in spec.layers for name in getattr(block(layer.name), "reads", ())}
+    if spec.container == "tuple":
+        return tuple(leaves[name] for name in NAMES)
+    return {name: leaf for name, leaf in leaves.items() if spec.all_leaves or name in read}
+
+
+def draw(rng: random.Random) -> Spec:
+    """A model that runs on one device: what does not is drawn again."""
+    for _ in range(50):
+        spec = _draw(rng)
+        if runs(spec):
+            return spec
+    raise AssertionError("50 drawn models do not run in plain PyTorch: the grammar is wrong")
+
+
+def runs(spec: Spec) -> bool:
+    """Whether a step of the model in plain PyTorch ends with finite numbers."""
+    try:
+        made = make(spec)
+        loss = made.loss_fn(made.model, made.batch)
+        loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+        loss.backward()
+    except (RuntimeError, ValueError, IndexError, AssertionError):
+        return False
+    gradients = [p.grad for p in made.model.parameters() if p.grad is not None]
+    return bool(loss.isfinite()) and bool(gradients) and all(bool(g.isfinite().all()) for g in gradients)
+
+
+def _draw(rng: random.Random) -> Spec:
+    source = rng.choices(["ids", "floats", "image", "vector"], [4, 2, 3, 2])[0]
+    width = rng.choice([8, 8, 12, 16, 16, 24, 32])
+    length = rng.choice([4, 6, 8]) if source == "image" else rng.choice([3, 4, 5, 6, 8])
+    rows = rng.choice([4, 6, 8, 8, 8, 8, 12])
+    shape = Spec(source, rows, length, width, 8, (), "regress").shape
+    layers: list[Layer] = []
+    for _ in range(rng.choice([1, 2, 2, 3, 3, 4, 5])):
+        layer = _draw_layer(rng, shape)
+        try:
+            out_shape = block(layer.name)(shape, **dict(layer.options)).out_shape
+        except (RuntimeError, ValueError, AssertionError, ZeroDivisionError):
+            continue
+        if out_shape.length < 1 or out_shape.length > 40:
+            continue
+        layers.append(layer)
+        shape = out_shape
+    tasks = [
+        "classify",
+        "classify",
+        "classify",
+        "regress",
+        "smooth",
+        "binary",
+        "distil",
+        "huber",
+        "contrast",
+        "pairs",
+        "cosine",
+    ]
+    extras = [""] * 8 + ["decay", "spread", "inner"] + (["penalty"] if source != "ids" else [])
+    dtype = rng.choices(["float64", "float32", "bfloat16"], [8, 2, 1])[0]
+    return Spec(
+        source, rows, length, width, rng.choice([4, 6, 8, 16]), tuple(layers),
+        task=rng.choice(tasks),
+        form=rng.choice(["mean", "mean", "weighted"]),
+        extra=rng.choice(extras),
+        dtype=dtype,
+        channels_last=source == "image" and rng.random() < 0.4,
+        tied=rng.random() < 0.3,
+        frozen_embed=rng.random() < 0.1,
+        all_leaves=rng.random() < 0.2,
+        container="tuple" if rng.random() < 0.1 else "dict",
+        optimizer=rng.choices(["sgd", "plain", "adamw"], [3, 1, 1])[0],
+        clip_norm=rng.choice([None, None, None, 0.05]),
+        seed=rng.randrange(10**6),
+    )  # fmt: skip
+
+
+def _draw_layer(rng: random.Random, shape: Shape) -> Layer:
+    table = {"sequence": SEQUENCE, "image": IMAGE, "vector": VECTOR}[shape.kind]
+    weights = [weight for weight, _, _ in table]
+    _, name, options = rng.choices(table, weights)[0]
+    how = rng.choices(HOW, [4, 4, 4, 1, 1, 0.5])[0]
+    return Layer(name, tuple(options(rng, shape).items()), how, rng.random() < 0.06)
+
+
+Options = Callable[[random.Random, Shape], dict[str, Any]]
+Row = tuple[float, str, Options]
+
+
+def _heads(rng: random.Random, shape: Shape, even: bool = False) -> int:
+    fits = [h for h in (1, 2, 3, 4, 6, 8) if shape.width % h == 0 and (not even or shape.width // h % 4 == 0)]
+    return rng.choice(fits or [1])
+
+
+def _choices(**of: Any) -> Options:
+    """Options of which each is drawn from its list."""
+    return lambda rng, shape: {name: rng.choice(values) for name, values in of.items()}
+
+
+def _attention(rng: random.Random, shape: Shape) -> dict[str, Any]:
+    positions = rng.choice(["none", "none", "half", "pairs", "complex", "partial", "alibi", "t5"])
+    heads = _heads(rng, shape, positions in ("half", "pairs", "complex", "partial"))
+    kv_heads = rng.choice([h for h in (1, 2, 3, 4, 6, 8) if heads % h == 0 and h <= heads])
+    spellings = ["separate", "separate", "half", "split", "grouped"]
+    if kv_heads == heads:
+        spellings += ["three", "by head"]
+    return {
+        "heads": heads, "kv_heads": kv_heads, "qkv": rng.choice(spellings), "positions": positions,
+        "mask": rng.choice(["none", "causal", "causal", "buffer", "sliding", "padding", "both"]),
+        "product": rng.choice(["sdpa", "sdpa", "grouped", "expand", "manual", "einsum", "softcap"]),
+        "dropout": rng.choice([0.0, 0.0, 0.2]), "bias": rng.random() < 0.5, "norm": rng.random() < 0.25,
+    }  # fmt: skip
+
+
+def _with_heads(**of: Any) -> Options:
+    return lambda rng, shape: {"heads": _heads(rng, shape), **{n: rng.choice(v) for n, v in of.items()}}
+
+
+def _conv(rng: random.Random, shape: Shape) -> dict[str, Any]:
+    groups = rng.choice([1, 1, 1, 2, shape.width])
+    out = shape.width if groups == shape.width else rng.choice([shape.width, shape.width, 8, 16])
+    return {
+        "out": out, "kernel": rng.choice([1, 3, 3]), "stride": rng.choice([1, 1, 1, 2]), "groups": groups,
+        "mode": rng.choice(["zeros", "zeros", "zeros", "reflect", "circular"]), "bias": rng.random() < 0.6,
+        "activation": rng.choice(["relu", "gelu", "silu"]),
+    }  # fmt: skip
+
+
+_DROP = [0.0, 0.0, 0.2]
+_MLP: Row = (3, "MLP", _choices(
+    inner=[8, 16, 24, 32], activation=["gelu", "relu", "silu", "tanh", "mish"],
+    gate=["none", "none", "separate", "chunk", "interleaved"], bias=[True, False], dropout=_DROP,
+))  # fmt: skip
+_KINDS = ["layer", "rms", "rms by hand", "group", "instance", "batch", "batch", "mean"]
+ANY: list[Row] = [
+    _MLP,
+    (2, "Norm", _choices(kind=_KINDS, affine=[True, True, False], running=[True, True, False])),
+    (1, "Linear", _choices(out=[8, 12, 16, 24], normed=["", "", "", "weight", "spectral"])),
+    (0.5, "LowRank", _choices(rank=[2, 4])),
+    (0.7, "Activation",
+     _choices(kind=["prelu", "leaky", "hardswish", "softplus", "mish", "celu", "tanh", "softmax"])),
+    (1, "Noise", _choices(kind=["rows", "bernoulli", "normal", "channels", "elements", "alpha"])),
+    (1, "Memory", _choices(kind=["ema", "assigned", "largest", "lerp"], read=[True, False])),
+    (0.5, "Scaled", _choices(kind=["scalar", "channels", "unused"])),
+    (0.6, "Conditioned", _choices(zero=[True, False])),
+    (0.4, "Variational", _choices(inner=[4, 6], aux=[True, False])),
+    (0.4, "Quantised", _choices(entries=[4, 6], ema=[True, False])),
+]  # fmt: skip
+SEQUENCE: list[Row] = [
+    *ANY,
+    (7, "Attention", _attention),
+    (1, "TorchAttention", _with_heads(
+        cross=[True, False, False], mask=["none", "causal", "padding"], weights=[True, False], dropout=_DROP)),
+    (1, "CrossAttention", _with_heads(fused=[True, False])),
+    (0.7, "TorchEncoderLayer", _with_heads(norm_first=[True, False], activation=["relu", "gelu"], dropout=_DROP)),
+    (0.4, "TorchDecoderLayer", _with_heads(dropout=_DROP)),
+    (0.5, "LinearAttention", _with_heads()),
+    (0.8, "Recurrent", _choices(
+        kind=["LSTM", "GRU", "RNN"], layers=[1, 1, 2], both=[True, False, False], dropout=_DROP, first=[True, False])),
+    (0.3, "RecurrentLoop", _choices(kind=["LSTMCell", "GRUCell", "RNNCell"])),
+    (1.5, "Experts", lambda rng, shape: {
+        "experts": rng.choice([2, 3, 4]), "chosen": rng.choice([1, 2, 2]),
+        "spelling": rng.choice(["dense", "loop", "index_add", "einsum", "gather", "bmm"]),
+        "balance": rng.random() < 0.4}),
+    (1, "Positions", _choices(kind=["parameter", "embedding", "buffer", "sines"])),
+    (0.4, "ClassToken", _choices(num=[1, 2], front=[True, False])),
+    (1, "TokenMix", _choices(kind=["linear", "conv", "depthwise", "shift", "roll", "flip", "mean"])),
+    (0.5, "Masked", _choices(kind=["zero", "fill", "token"])),
+    (1, "Pool", _choices(kind=["mean", "max", "flat", "attention", "masked", "gather", "first", "last"])),
+]  # fmt: skip
+IMAGE: list[Row] = [
+    *ANY,
+    (5, "Conv", _conv),
+    (0.7, "Up", _choices(kind=["transposed", "nearest", "bilinear", "shuffle"])),
+    (0.7, "Down", _choices(kind=["max", "avg", "adaptive", "unshuffle"])),
+    (0.5, "SqueezeExcite", _choices()),
+    (0.7, "ConvNeXt", _choices()),
+    (0.7, "SpatialAttention", _with_heads()),
+    (1, "Bottleneck", _choices(inplace=[True, False])),
+    (0.7, "Branches", _choices(join=["cat", "sum", "stack"])),
+    (0.5, "InnerUNet", _choices()),
+    (0.5, "ToChannelsLast", _choices(back=[True, False])),
+    (1, "Patches", lambda rng, shape: {
+        "kind": rng.choice(["conv", "flat", "unfold", "reshape"]), "width": rng.choice([8, 16])}),
+    (1.2, "PoolImage", _choices(kind=["mean", "max", "flat", "adaptive"])),
+]  # fmt: skip
+VECTOR: list[Row] = [
+    *ANY,
+    (1, "Crossed", _choices(kind=["cross", "bilinear", "pairs", "gate"])),
+    (0.7, "Bag", _choices(kind=["sum", "mean", "lookup"])),
+]  # fmt: skip

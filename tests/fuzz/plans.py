@@ -1,0 +1,149 @@
+"""Plans drawn at random: every key there is, up to eight ranks, most of them legal for the model."""
+
+from __future__ import annotations
+
+import random
+
+from fuzz.grammar import Spec
+
+from plait.spec.kinds import SCHEDULE_NAMES
+
+AXES = ("tensor", "data")
+_SIMPLE = (
+    "data=2", "tensor=2", "data=4", "tensor=4", "data=2 tensor=2", "pipeline=2 micro=2", "data=2 zero=1", "data=2 zero=3",
+    "micro=2", "data=2 micro=2", "tensor=2 micro=2", "pipeline=2 data=2 micro=2", "data=2 zero=2 recompute=layer",
+)  # fmt: skip
+
+
+def draw(rng: random.Random, spec: Spec) -> str:
+    """A plan's text; a third are simple ones, which must not be lost among the rest."""
+    if rng.random() < 0.3:
+        return rng.choice(_SIMPLE)
+    while True:
+        words = _draw(rng, spec)
+        if words:
+            return " ".join(f"{key}={value}" for key, value in words.items())
+
+
+def _draw(rng: random.Random, spec: Spec) -> dict[str, str]:
+    words: dict[str, str] = {}
+    kind = rng.choices(["axes", "pipeline", "stages", "agreement", "servers"], [8, 7, 1, 3, 1])[0]
+    room = 8
+    micro = rng.choice([1, 1, 2, 2, 3, 4])
+    if kind == "servers":
+        return _servers(rng, spec)
+    if kind == "stages":
+        inner, num = rng.choice([2, 2, 3]), rng.choice([2, 2, 3])
+        words["stages"] = f"[{'|'.join(f'{rng.choice(AXES)}={inner}' for _ in range(num))}]"
+        room = max(8 // (inner * num), 1)
+        micro = rng.choice([1, 2, 2, 4])
+    elif kind == "pipeline":
+        room = _pipeline(rng, words, room)
+        micro = rng.choice([1, 2, 2, 3, 4, 4, 6])
+    rows = spec.rows
+    for key in rng.sample(("data", "tensor", "replica"), 3):
+        size = rng.choice([s for s in (1, 1, 2, 2, 3, 4, 8) if s <= room])
+        if key == "tensor" and kind == "stages":
+            continue
+        if key != "tensor" and rows % (size * micro) and rng.random() < 0.9:
+            continue
+        if size > 1:
+            words[key], room = str(size), room // size
+            if key != "tensor":
+                rows //= size
+    if rows % micro and rng.random() < 0.9:
+        micro = 1
+    if micro > 1:
+        words["micro"] = str(micro)
+    if kind == "agreement":
+        _agreement(rng, words)
+    _memory(rng, words)
+    _numbers(rng, words, spec)
+    return words
+
+
+def _pipeline(rng: random.Random, words: dict[str, str], room: int) -> int:
+    """A pipeline with its schedule; the ranks that are left for other axes."""
+    stages = rng.choice([2, 2, 2, 3, 4])
+    if rng.random() < 0.12:
+        copies = [rng.choice([1, 2]) for _ in range(rng.choice([2, 3]))]
+        words["pipeline"] = f"[{','.join(map(str, copies))}]"
+        return room // sum(copies)
+    words["pipeline"] = str(stages)
+    if rng.random() < 0.7:
+        words["schedule"] = rng.choice(SCHEDULE_NAMES)
+        if words["schedule"] in ("interleaved", "looped-bfs") and rng.random() < 0.4:
+            words["chunks"] = rng.choice(["1", "2", "3"])
+    elif rng.random() < 0.15:
+        words["cut"] = ",".join(f"layers.{place}" for place in range(1, stages))
+    return room // stages
+
+
+def _memory(rng: random.Random, words: dict[str, str]) -> None:
+    if "data" in words and rng.random() < 0.5:
+        words["zero"] = rng.choice(["1", "2", "3", "3"])
+    elif "data" in words and rng.random() < 0.1:
+        words["central"] = "host"
+    if rng.random() < 0.25:
+        words["recompute"] = rng.choice(["layer", "layer", "layers.0", "*.out", "budget=2KiB"])
+    if rng.random() < 0.1:
+        words[rng.choice(["home.optimizer", "home.parameters", "home.activations"])] = rng.choice(["host", "disk"])
+    if rng.random() < 0.2:
+        words["bucket"] = rng.choice(["64B", "1KiB", "1MiB"])
+    if rng.random() < 0.15:
+        words["allreduce"] = rng.choice(["ring", "naive"])
+
+
+def _numbers(rng: random.Random, words: dict[str, str], spec: Spec) -> None:
+    """Keys that change what is computed: precision, and whose rows batch norm sees."""
+    if rng.random() < (0.25 if spec.dtype == "float32" else 0.04):
+        words["precision"] = rng.choice(["bf16", "bf16", "fp16"])
+        if rng.random() < 0.3:
+            words["precision.layers.0"] = "fp32"
+    draws = any(layer.name == "Noise" or dict(layer.options).get("dropout") for layer in spec.layers)
+    if not draws and rng.random() < 0.06:
+        words["batchnorm"] = "local"
+
+
+def _agreement(rng: random.Random, words: dict[str, str]) -> None:
+    """Replicas that agree later, or through a compressor."""
+    if not {"data", "replica"} & words.keys():
+        words["data"] = "2"
+    if rng.random() < 0.7:
+        words["sync"] = rng.choice(["2", "2", "3", "2..4"])
+        if rng.random() < 0.6:
+            words["outer"] = rng.choice(["sgd", "nesterov"])
+            if rng.random() < 0.3:
+                words["outer.lr"] = rng.choice(["0.5", "1"])
+            if rng.random() < 0.3:
+                words["outer.momentum"] = rng.choice(["0", "0.5"])
+            if rng.random() < 0.3:
+                words["streaming"] = "2"
+            if rng.random() < 0.3:
+                words["overlap"] = "1"
+        if rng.random() < 0.3:
+            words["moments"] = rng.choice(["kept", "averaged", "reset"])
+    if "sync" not in words or rng.random() < 0.3:
+        words["compress"] = rng.choice(["bf16", "fp8", "int8", "int4", "topk:0.1", "powersgd:2"])
+        if rng.random() < 0.2:
+            words["compress.*.bias"] = "none"
+
+
+def _servers(rng: random.Random, spec: Spec) -> dict[str, str]:
+    words = {"workers": rng.choice(["1", "2", "2", "3"]), "servers": rng.choice(["1", "1", "2"])}
+    if rng.random() < 0.5:
+        words["staleness"] = rng.choice(["0", "0", "1", "2"])
+    if words.get("staleness") == "0":
+        if words["workers"] != "1" and rng.random() < 0.3:
+            words["backup"] = "1"
+        elif rng.random() < 0.4:
+            words["sync"] = "2"
+            if rng.random() < 0.5:
+                words["outer"] = rng.choice(["sgd", "nesterov"])
+    elif rng.random() < 0.3:
+        words["overlap"] = "1"
+    if rng.random() < 0.3:
+        words["compress"] = rng.choice(["bf16", "int8", "topk:0.1"])
+    if rng.random() < 0.3:
+        words[rng.choice(["data", "tensor", "pipeline", "micro"])] = "2"
+    return words
