@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fuzz.shape import Shape
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+
+from fuzz.shape import Shape
 
 Batch = dict[str, Tensor]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from fuzz.shape import Shape
 from torch import Tensor, nn
+
+from fuzz.shape import Shape
 
 Batch = dict[str, Tensor]
 

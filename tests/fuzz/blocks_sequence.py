@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from fuzz.shape import Shape
 from torch import Tensor, nn
+
+from fuzz.shape import Shape
 
 Batch = dict[str, Tensor]
 
@@ -49,8 +50,8 @@ class Attention(nn.Module):
     reads = ("mask",)
 
     def __init__(
-        self, shape: Shape, heads: int, kv_heads: int, qkv: str, positions: str, mask: str, product: str, dropout: float,
-        bias: bool, norm: bool,
+        self, shape: Shape, heads: int, kv_heads: int, qkv: str, positions: str, mask: str, product: str,
+        dropout: float, bias: bool, norm: bool,
     ) -> None:  # fmt: skip
         super().__init__()
         width = shape.width

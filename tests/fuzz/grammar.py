@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from fuzz import blocks_any, blocks_image, blocks_sequence
 from fuzz.model import NAMES, Loss, Model
 from fuzz.shape import Shape
-from torch import Tensor, nn
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -61,6 +62,13 @@ class Spec:
         """What the source gives to the first layer."""
         kind = {"ids": "sequence", "floats": "sequence", "image": "image", "vector": "vector"}[self.source]
         return Shape(kind, self.width, self.length if kind != "vector" else 1)
+
+    @property
+    def words(self) -> set[str]:
+        """Its layers' names and options, and what else is chosen by name."""
+        found = {self.source, self.task, self.form, self.extra, self.optimizer}
+        found |= {word for layer in self.layers for word in (layer.name, layer.how)}
+        return found | {value for layer in self.layers for _, value in layer.options if isinstance(value, str)}
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,7 @@ def make_batch(spec: Spec, model: nn.Module) -> Any:
             y[torch.rand(shape) < torch.linspace(0, 0.6, rows).view(-1, *(1,) * (y.dim() - 1))] = -100
             y[:, 0] = 0
     else:
-        y = torch.randn(out.shape[:1] if spec.task == "cosine row" else out.shape, dtype=dtype)
+        y = torch.randn(out.shape, dtype=dtype)
     leaves["y"] = y
     read = {"x", "y", "weight"} if spec.form == "weighted" else {"x", "y"}
     read |= {name for layer in spec.layers for name in getattr(block(layer.name), "reads", ())}

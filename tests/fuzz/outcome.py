@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fuzz.grammar import Made, Spec, make
 
 import plait
-from plait.errors import CaptureError, LayoutError, LossError, PlaitError, PlanError, RankFailed
+from fuzz.grammar import Made, Spec, make
+from plait.errors import CaptureError, LayoutError, PlaitError, PlanError, RankFailed
 
 KINDS = ("verified", "refused", "wrong", "crashed", "late", "hung")  # late: refused when ranks already ran
 FAULTS = ("wrong", "crashed", "late", "hung")
@@ -23,7 +23,7 @@ _SOURCE = str(Path(plait.__file__).parent)
 
 @dataclass(frozen=True)
 class Outcome:
-    """`reason` is what is counted together: of a refusal its text without values, of a crash the error and its place."""
+    """`reason` is what is counted together: a refusal's text without values, a crash's error and place."""
 
     kind: str
     reason: str = ""

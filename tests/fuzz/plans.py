@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 
 from fuzz.grammar import Spec
-
 from plait.spec.kinds import SCHEDULE_NAMES
 
 AXES = ("tensor", "data")
 _SIMPLE = (
-    "data=2", "tensor=2", "data=4", "tensor=4", "data=2 tensor=2", "pipeline=2 micro=2", "data=2 zero=1", "data=2 zero=3",
-    "micro=2", "data=2 micro=2", "tensor=2 micro=2", "pipeline=2 data=2 micro=2", "data=2 zero=2 recompute=layer",
+    "data=2", "tensor=2", "data=4", "tensor=4", "data=2 tensor=2", "pipeline=2 micro=2", "data=2 zero=1",
+    "data=2 zero=3", "micro=2", "data=2 micro=2", "tensor=2 micro=2", "pipeline=2 data=2 micro=2",
+    "data=2 zero=2 recompute=layer",
 )  # fmt: skip
 
 

@@ -60,9 +60,8 @@ class Tally:
     def show(self, seed: int, seconds: float) -> str:
         """The counts, the faults by kind and reason, and the refusals by reason."""
         counts = ", ".join(f"{self.counts[kind]} {kind}" for kind in KINDS)
-        lines = [
-            f"seed {seed}: {self.counts.total()} cases in {seconds:.0f} s: {counts}, {len(self.slow)} slow {self.slow or ''}"
-        ]
+        slow = f"{len(self.slow)} slow" + (f" {self.slow}" if self.slow else "")
+        lines = [f"seed {seed}: {self.counts.total()} cases in {seconds:.0f} s: {counts}, {slow}"]
         lines += [f"  {number:5} {kind}: {reason}" for (kind, reason), number in self.faults.most_common()]
         lines += [f"  {number:5} refused: {reason}" for reason, number in self.refusals.most_common()]
         return "\n".join(lines)
@@ -75,7 +74,7 @@ class Fuzzer:
         self.options = options
         self.tally = Tally()
         self._lock = threading.Lock()
-        self._next = 0
+        self._next = options.first // PLANS_EACH * PLANS_EACH
         self._start = time.monotonic()
 
     def run(self) -> int:
@@ -92,13 +91,23 @@ class Fuzzer:
             if time.monotonic() - self._start > self.options.seconds:
                 return None
             if self.options.case is not None:
-                self._next += 1
-                return range(self.options.case, self.options.case + 1) if self._next == 1 else None
+                taken, self.options.case = self.options.case, -1
+                return range(taken, taken + 1) if taken >= 0 else None
             if self.options.cases is not None and self._next >= self.options.cases:
                 return None
+            self._skip()
             taken = range(self._next, self._next + PLANS_EACH)
             self._next += PLANS_EACH
             return taken
+
+    def _skip(self) -> None:
+        """Pass by models that are not wanted."""
+        wanted, unwanted = self.options.dtypes.split(","), set(self.options.without.split(","))
+        while True:
+            spec = model_of(self.options.seed, self._next)
+            if spec.dtype in wanted and not unwanted & spec.words:
+                return
+            self._next += PLANS_EACH
 
     def _work(self) -> None:
         worker = Worker(self.options.limit)
@@ -139,6 +148,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=None, help="by default a random one, which is printed")
     parser.add_argument("--cases", type=int, default=None, help="stop after that many cases")
     parser.add_argument("--case", type=int, default=None, help="this case of the seed alone, in full")
+    parser.add_argument("--first", type=int, default=0, help="the case to begin with")
+    parser.add_argument("--dtypes", default=",".join(grammar.DTYPES), help="models of these dtypes alone")
+    parser.add_argument("--without", default="-", help="no models with these layers, options or tasks")
     parser.add_argument("--jobs", type=int, default=2, help="child processes side by side")
     parser.add_argument("--limit", type=float, default=120, help="seconds after which a case counts as hung")
     parser.add_argument("--shrink", type=float, default=60, help="seconds to make each new fault smaller; 0 not to")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Shape:
-    """A value's kind and sizes but its rows: sequence [length, width], image [width, height, height], vector [width]."""
+    """A value's kind and sizes but its rows: sequence [length, width], image [width, height, height], or vector."""
 
     kind: str
     width: int

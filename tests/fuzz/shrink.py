@@ -79,15 +79,14 @@ def smaller_layers(layer: Layer) -> Iterator[Layer]:
     if layer.frozen:
         yield replace(layer, frozen=False)
     for place, (name, value) in enumerate(layer.options):
-        simple = _SIMPLE.get(type(value), ())
+        simple: tuple[object, ...] = (_WORDS[name],) if name in _WORDS else _SIMPLE.get(type(value), ())
         for less in simple:
-            if less != value and not (isinstance(value, int) and less > value):
+            if less != value and not (isinstance(value, int) and isinstance(less, int) and less > value):
                 yield replace(layer, options=(*layer.options[:place], (name, less), *layer.options[place + 1 :]))
 
 
-_SIMPLE: dict[type, tuple[object, ...]] = {
-    bool: (False,),
-    float: (0.0,),
-    str: ("none", "", "separate", "sdpa", "zeros"),
-    int: (1, 2),
-}
+_SIMPLE: dict[type, tuple[object, ...]] = {bool: (False,), float: (0.0,), int: (1, 2)}
+_WORDS = {
+    "qkv": "separate", "product": "sdpa", "mask": "none", "positions": "none", "gate": "none", "normed": "",
+    "mode": "zeros", "activation": "relu",
+}  # fmt: skip

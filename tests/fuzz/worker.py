@@ -90,10 +90,11 @@ def serve(line: Connection, folder: str, limit: float) -> None:
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)
-    stacks = Path(folder, "stacks").open("w")
+    stacks = Path(folder, "stacks").open("w")  # noqa: SIM115 - for as long as the process lives
     faulthandler.enable(stacks, all_threads=True)
     warnings.simplefilter("ignore")
     import torch
+
     from fuzz.outcome import Checker, classify
 
     torch.set_num_threads(1)

@@ -69,7 +69,7 @@ class SerialServers:
                     self._update([arrived[w][0] for w in members], [arrived[w][1] for w in members])
                     arrived = {}
                     self._go(members)
-        return losses, {name: p.detach() for name, p in self.now.items()}
+        return losses, {name: p.detach() for name, p in self.model.named_parameters()}  # frozen ones too
 
     def _release(self) -> None:
         """Who has fewer tasks than it may, and is within the bound with them, gets one more; at first, everybody."""

@@ -1,6 +1,6 @@
 """The mean over replicas of tensors that each has its own values of, through a compressor where the plan has one.
 
-    none              an all-reduce of float32
+    none              an all-reduce of float32, of float64 where that is what is exchanged
     bf16 ... int4     each replica owns a part: it gets all others' coded terms of it, adds them up in float32, and
                       sends its coded mean of it to all; 2(N-1)/N of the coded bytes leave a replica
     topk:F            each sends the largest F of its numbers with their places to all
@@ -69,7 +69,7 @@ class MeanExchange:
         self.factors: dict[str, Tensor] = {}  # Q of each matrix, which PowerSGD begins the next time with
 
     def start(self, tensors: Named) -> Pending:
-        """Begin to exchange tensors of any float type; the means are float32. All replicas have the same names.
+        """Begin to exchange tensors of any float type; means have `dtype_of_mean`. All replicas have the same names.
 
         PlanError for a tensor that has no mean, being of integers.
         """
@@ -208,8 +208,14 @@ def _together(parts: Sequence[Pending]) -> Pending:
     return Pending([go_on] * max((part.num_rounds for part in parts), default=0), result)
 
 
+def dtype_of_mean(dtype: torch.dtype) -> torch.dtype:
+    """In what tensors of this dtype are summed where they are not compressed: float32, or float64 of float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def _flat(tensors: Named) -> Tensor:
-    return torch.cat([tensor.detach().float().reshape(-1) for tensor in tensors.values()])
+    """All of them one after the other, in the widest of their dtypes."""
+    return torch.cat([tensor.detach().to(dtype_of_mean(tensor.dtype)).reshape(-1) for tensor in tensors.values()])
 
 
 def _split(flat: Tensor, like: Named) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from plait.comm.protocol import Comm
 from plait.decide.rounds import Rounds, split_in_parts
-from plait.run.agreeing.exchange import MeanExchange, Pending
+from plait.run.agreeing.exchange import MeanExchange, Pending, dtype_of_mean
 from plait.spec.compression import NO_COMPRESSION
 from plait.spec.plan import Plan
 
@@ -28,8 +28,8 @@ class LocalTraining:
     """One rank's side. `parameters` are this rank's parts of those that are trained, `sizes` the whole numbers of
     elements, by which parts of the model are made alike on all ranks.
 
-    `outer` are the weights as last agreed and `momentum` of the outer optimizer, both float32 and by name; `outer` is
-    empty where replicas just take the mean.
+    `outer` are the weights as last agreed and `momentum` of the outer optimizer, both by name and of `dtype_of_mean`;
+    `outer` is empty where replicas just take the mean.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LocalTraining:
 
     def begin(self) -> None:
         """Take the weights that are there, which are alike on all replicas, as the agreed ones."""
-        self.outer = {name: p.detach().float().clone() for name, p in self._parameters.items()}
+        self.outer = {name: p.detach().to(dtype_of_mean(p.dtype), copy=True) for name, p in self._parameters.items()}
         self.momentum = {name: torch.zeros_like(value) for name, value in self.outer.items()}
         self.pending.clear()
 
@@ -87,7 +87,9 @@ class LocalTraining:
     def expect(self, part: int) -> None:
         """Make ready for what an exchange, which had begun before a checkpoint, gave: its means are filled in later."""
         parameters = {name: self._parameters[name].detach() for name in self._parts[part]}
-        self.pending[part] = Pending.over({n: torch.zeros_like(p, dtype=torch.float32) for n, p in parameters.items()})
+        self.pending[part] = Pending.over(
+            {n: torch.zeros_like(p, dtype=dtype_of_mean(p.dtype)) for n, p in parameters.items()}
+        )
 
     def _start(self, part: int) -> None:
         names = self._parts[part]

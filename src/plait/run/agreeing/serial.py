@@ -19,7 +19,7 @@ from plait.decide.rounds import Rounds, split_in_parts
 from plait.graph.batch import join_rows, take_rows
 from plait.graph.loss import ROWS, Outputs, Part, join_outputs, results
 from plait.run.agreeing.codec import decode, encode
-from plait.run.agreeing.exchange import first_factor
+from plait.run.agreeing.exchange import dtype_of_mean, first_factor
 from plait.run.agreeing.local import MIXING
 from plait.run.agreeing.rows import replica_key
 from plait.run.boxes import Fragment, fragments
@@ -44,9 +44,9 @@ class Compressor:
         self._factors: dict[tuple[int, str], Tensor] = {}
 
     def mean(self, terms: Sequence[Named]) -> Named:
-        """Of each replica's whole tensors, as float32."""
+        """Of each replica's whole tensors, in the dtype that their mean has."""
         mesh = self._plan.within.mesh
-        found = {name: torch.zeros(t.shape) for name, t in terms[0].items()}
+        found = {name: torch.zeros(t.shape, dtype=dtype_of_mean(t.dtype)) for name, t in terms[0].items()}
         for rank in range(mesh.size):
             here = mesh.coordinates(rank)
             for name, whole in found.items():
@@ -58,9 +58,9 @@ class Compressor:
 
     def _part(self, whole: Tensor, name: str, here: Mapping[str, int]) -> Tensor:
         layout, mesh = self._layouts[name], self._plan.within.mesh
-        part = torch.empty(layout.local_shape(mesh, here))
+        part = torch.empty(layout.local_shape(mesh, here), dtype=dtype_of_mean(whole.dtype))
         for each in fragments(layout, mesh, here):
-            part[each.slices] = whole[Fragment(each.box, each.box.start).slices].float()
+            part[each.slices] = whole[Fragment(each.box, each.box.start).slices]
         return part
 
     def _mean(self, rank: int, name: str, terms: list[Tensor]) -> Tensor:
@@ -70,7 +70,7 @@ class Compressor:
         exempt = any(fnmatch.fnmatchcase(name, pattern) for pattern in self._plan.exempt)
         if exempt or not is_smaller(shape, self._compression, size):
             return torch.stack(terms).mean(0)
-        given = torch.stack([term + self._errors.get((r, rank, name), 0.0) for r, term in enumerate(terms)])
+        given = torch.stack([term.float() + self._errors.get((r, rank, name), 0.0) for r, term in enumerate(terms)])
         if kind == "powersgd":
             return self._low_rank(rank, name, list(given))
         flats = given.flatten(1)
@@ -125,7 +125,7 @@ class SerialReplicas:
         self._part_of = dict(zip(layouts, part_of, strict=True))
         self._under_way: dict[tuple[int, int], Named] = {}  # by the step that it began after, and part
         kept = self._named[0] if plan.keeps_agreed else {}
-        self._outer = {n: nn.Parameter(p.detach().clone()) for n, p in kept.items()}
+        self._outer = {n: nn.Parameter(p.detach().to(dtype_of_mean(p.dtype), copy=True)) for n, p in kept.items()}
         lr, momentum = plan.outer_rates
         self._outer_steps = {
             n: torch.optim.SGD([p], lr=lr, momentum=momentum, nesterov=plan.outer == "nesterov" and momentum > 0)
@@ -194,7 +194,8 @@ class SerialReplicas:
                     mean = self._outer[name].detach()
                 mixing = MIXING if self.plan.overlap else 0.0
                 for named in self._named:
-                    named[name].copy_(torch.lerp(named[name], mean, 1 - mixing) if mixing else mean)
+                    own = named[name]
+                    own.copy_(torch.lerp(own, mean.to(own.dtype), 1 - mixing) if mixing else mean)
                 self._settle(name)
         if self.plan.overlap == 0 and len(self._rounds.begun(step)) == self.plan.streaming:
             for buffers in zip(*(twin.buffers() for twin in self.twins), strict=True):

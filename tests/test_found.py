@@ -1,0 +1,48 @@
+"""What the fuzzer found: each case is a model and plans that were once wrong, or crashed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+from plait.comm.protocol import World
+from plait.comm.threads import run_ranks
+from plait.run.agreeing.exchange import MeanExchange
+from plait.spec.compression import NO_COMPRESSION
+from plait.spec.plan import Plan
+
+
+def square(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def mlp(width: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, 16), nn.Tanh(), nn.Linear(16, width))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "plan", ["data=2 sync=2", "data=2 sync=2 outer=nesterov streaming=2 overlap=1", "data=2 compress=int8"]
+)
+def test_replicas_of_a_model_that_is_not_float32_agree(dtype: torch.dtype, plan: str) -> None:
+    report = plait.verify(mlp().to(dtype), square, torch.randn(8, 8, dtype=dtype), plan, steps=4)
+    assert report.ok, report
+
+
+def test_the_mean_of_float64_is_float64() -> None:
+    def rank(world: World) -> Tensor:
+        value = torch.tensor([1.0 + world.rank * 2.0**-40], dtype=torch.float64)
+        return MeanExchange(world.comm("data"), NO_COMPRESSION).mean({"w": value})["w"]
+
+    assert run_ranks(Plan.parse("data=2").mesh, rank)[0].item() == 1.0 + 2.0**-41
+
+
+def test_a_frozen_parameter_with_servers() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    report = plait.verify(model, square, torch.randn(8, 8), "workers=2 servers=1")
+    assert report.ok, report
+    assert len(report.parameters) == 4
