@@ -46,3 +46,27 @@ def test_a_frozen_parameter_with_servers() -> None:
     report = plait.verify(model, square, torch.randn(8, 8), "workers=2 servers=1")
     assert report.ok, report
     assert len(report.parameters) == 4
+
+
+class Ordered(nn.Module):
+    """Pairs of rows in their right order: the bias of the score has no effect, and its gradient is zero but for
+    rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.score(x).mean(1)
+
+
+def test_a_gradient_that_is_exactly_zero_on_one_device() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        score, right = model(batch[:, :8]), batch[:, 8]
+        return nn.functional.softplus(-(score[:, None] - score) * (right[:, None] - right).sign()).mean()
+
+    torch.manual_seed(0)
+    verifier = plait.Verifier(Ordered().double(), loss, torch.randn(8, 9, dtype=torch.float64))
+    for plan in ("data=2", "data=4", "data=2 micro=2"):
+        report = verifier.verify(plan)
+        assert report.ok, report
