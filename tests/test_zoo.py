@@ -1,0 +1,42 @@
+"""The zoo's further families, each under some of the plans, in rotation: with test_verify.py's, more than eighty."""
+
+from __future__ import annotations
+
+import pytest
+from zoo import EXTRA, ZOO
+from zoo_more import MORE
+
+import plait
+
+PLANS = ("data=2", "tensor=2", "pipeline=2 micro=2", "data=2 zero=3", "data=2 tensor=2")
+# What does not verify yet: (family, plan) -> why. An entry that is no longer needed fails.
+NOT_YET: dict[tuple[str, str], str] = {}
+
+
+def plans_of(number: int, num: int) -> list[str]:
+    """The plans of a family, by its number: neighbours have others."""
+    return [PLANS[(number + 2 * place) % len(PLANS)] for place in range(num)]
+
+
+# Those of transformers take seconds to capture, and have one plan each.
+CASES = [
+    *((name, plans_of(number, 2)) for number, name in enumerate(MORE)),
+    *((name, plans_of(number, 1)) for number, name in enumerate(EXTRA)),
+]
+
+
+@pytest.mark.filterwarnings("ignore:plait has no rule", "ignore:.*pipeline.*cut")
+@pytest.mark.parametrize(("family", "plans"), CASES, ids=[name for name, _ in CASES])
+def test_family(family: str, plans: list[str]) -> None:
+    model, loss_fn, batch = {**MORE, **EXTRA}[family].make()
+    verifier = plait.Verifier(model, loss_fn, batch)
+    for plan in plans:
+        report = verifier.verify(plan)
+        assert report.ok == ((family, plan) not in NOT_YET), f"{family}\n{report}"
+
+
+def test_the_zoo_has_sixty_families() -> None:
+    assert len({*ZOO, *EXTRA, *MORE}) >= 60
+    assert not ZOO.keys() & (EXTRA.keys() | MORE.keys()) and not EXTRA.keys() & MORE.keys()
+    for plan in PLANS:
+        assert sum(plan in plans for _, plans in CASES) >= 15, plan
