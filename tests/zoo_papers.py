@@ -265,7 +265,7 @@ class UNet2D(nn.Module):
         time = self.time(timestep_embedding(t, self.width).to(x.dtype))
         skip = self.down(self.conv_in(x), time)
         x = self.mid1(self.downsample(skip), time)
-        rows, width, height, _ = x.shape
+        rows, width, _height, _ = x.shape
         x = x + self.attn(self.norm(x).view(rows, width, -1).transpose(1, 2)).transpose(1, 2).reshape(x.shape)
         x = self.upsample(F.interpolate(x, scale_factor=2.0, mode="nearest"))
         x = self.up(torch.cat([x, skip], dim=1), time)
