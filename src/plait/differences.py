@@ -161,7 +161,7 @@ def _differences(
             found.append(Difference(name, math.inf))
             continue
         apart = _apart(mine[name], tensor)
-        largest = _largest(tensor.detach().double().nan_to_num(posinf=0.0, neginf=0.0))
+        largest = _largest(_reals(tensor).nan_to_num(posinf=0.0, neginf=0.0))
         eps = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
         zero_sum = _ZERO_SUM_ULPS * min(eps, LAST_BITS["fp32"] / 8) * overall if overall < math.inf else 0.0
         rounding = max(margin * _apart(run[name], tensor) for run in again)
@@ -195,12 +195,17 @@ def _relative(apart: float, largest: float, rounding: float, ulp: float, toleran
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
-    one, other = one.detach().to(other.device).double(), other.detach().double()
+    one, other = _reals(one).to(other.device), _reals(other)
     return _largest(torch.where(one == other, 0.0, one - other))  # where both are infinite, too
 
 
 def _largest(tensor: Tensor) -> float:
-    return float(tensor.detach().double().abs().max()) if tensor.numel() else 0.0
+    return float(_reals(tensor).abs().max()) if tensor.numel() else 0.0
+
+
+def _reals(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
 
 
 def _worst(differences: tuple[Difference, ...]) -> Difference:

@@ -41,7 +41,14 @@ def _slice_strategies(call: Call, given: Placements, size: int) -> list[Strategy
         if step == 1 and not rest and width and first % width == 0 and last % width == 0 and last > first:
             pieces = (last - first) // width
             found.append(Strategy((Shard(dim, blocks),), (Shard(dim, pieces),), _emit_slice))
+        if _every(spec.shape[dim], first, last, step, blocks * size):
+            found.append(Strategy((Shard(dim, blocks),), (Shard(dim, blocks),)))
     return found
+
+
+def _every(length: int, first: int, last: int, step: int, parts: int) -> bool:
+    """Whether every `step`-th element of the whole dim is taken, and of each part alike."""
+    return step > 1 and first < step and last == length and length % (step * parts) == 0
 
 
 def _emit_slice(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
@@ -137,7 +144,16 @@ def _slice_backward_strategies(call: Call, given: Placements, size: int) -> list
         if call.args[5] == 1 and width and not rest and first % width == 0 and sizes[dim] % width == 0:
             out = Shard(dim, sizes[dim] // width)
             found.append(Strategy((Shard(dim, blocks),), (out,), _emit_slice_backward))
+        if _every(sizes[dim], first, last, call.args[5], blocks * size):
+            found.append(Strategy((Shard(dim, blocks),), (Shard(dim, blocks),), _emit_every_backward))
     return found
+
+
+def _emit_every_backward(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    sizes = list(args[1])
+    dim = positive(args[2], len(sizes))
+    sizes[dim] //= builder.size
+    return builder.call(call.op, args[0], sizes, *args[2:])
 
 
 def _emit_slice_backward(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:

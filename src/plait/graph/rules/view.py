@@ -145,6 +145,19 @@ register(
     rule=Rule(factors=_existing(_expand).factors, strategies=_expand_strategies, linear=first_operand, sizes=1),
 )
 register(*overloads("flip"), rule=_keeping(_flipped))
+
+
+def _to_complex(call: Call) -> Sequence[int | None]:
+    return range(call.inputs[0].ndim - 1)
+
+
+def _to_real(call: Call) -> Sequence[int | None]:
+    return [*range(call.inputs[0].ndim), None]
+
+
+# Real and imaginary parts lie in a last dim of two, which stays whole. Sums are made before: they travel as reals.
+register(*overloads("view_as_complex", "view_as_complex_copy"), rule=Rule(factors=_existing(_to_complex).factors))
+register(*overloads("view_as_real", "view_as_real_copy"), rule=Rule(factors=_existing(_to_real).factors))
 register(*overloads("roll"), rule=_keeping(_rolled))
 register(*overloads("tril", "triu"), rule=_keeping(_triangle))
 
