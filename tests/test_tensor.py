@@ -159,3 +159,57 @@ def test_experts_are_split_inside() -> None:
     for plan in ("tensor=4", "data=2 tensor=2 zero=3"):
         report = plait.verify(experts(), hf_loss, text(4), plan)
         assert report.ok, report
+
+
+# At their real widths, one layer each, as on any number of layers; on the meta device.
+FAMILIES: dict[str, dict[str, object]] = {
+    "Llama": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "Qwen2": {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4},
+    "Qwen3": {"hidden_size": 4096, "intermediate_size": 12288, "num_key_value_heads": 8},
+    "Mistral": {},
+    "Gemma2": {},
+    "Phi": {},
+    "GPTJ": {"n_layer": 1},
+    "GPTNeoX": {},
+    "Olmo2": {},
+    "Cohere": {},
+    "StableLm": {},
+    "SmolLM3": {"pad_token_id": 0},
+    "Falcon": {"hidden_size": 8192, "num_attention_heads": 128, "num_kv_heads": 8, "new_decoder_architecture": True},
+    "Glm": {"pad_token_id": 0},
+    "Mixtral": {},
+    "Qwen2Moe": {},
+    "GptOss": {"num_local_experts": 8},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_almost_all_of_real_models_is_split(name: str) -> None:
+    layers = {} if "n_layer" in FAMILIES[name] else {"num_hidden_layers": 1}
+    config = getattr(hf, f"{name}Config")(**{"vocab_size": 32000, "use_cache": False, **layers, **FAMILIES[name]})
+    with torch.device("meta"):
+        model = getattr(hf, f"{name}ForCausalLM")._from_config(config).train()
+    share = lowered(model, "tensor=2", hf_loss, rows=2).share
+    assert share is not None and share.parameters > 0.99 and share.flops > 0.95, share
+
+
+class Unsplit(nn.Module):
+    """Every width of what the first layer gives goes through a sort."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(self.wide(x).sort(-1).values)
+
+
+def test_the_user_is_told_what_stays_whole_and_why() -> None:
+    found = lowered(Decoder(Unsplit(), Unsplit(), Attention(4)), "tensor=2")
+    assert found.share is not None
+    assert 0.3 < found.share.parameters < 0.8
+    assert found.share.whole[0].name == "blocks.*.wide.weight" and found.share.whole[0].num == 2
+    page = str(plait.explain(Decoder(Unsplit(), Attention(4)), loss_fn, text(4), "tensor=2"))
+    line = next(line for line in page.splitlines() if line.startswith("tensor=2 splits"))
+    assert "% of the parameters and " in line and "blocks.0.wide.weight (" in line
+    assert "aten.sort.default in blocks.0 needs what it gives whole" in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import warnings
 import weakref
@@ -22,6 +23,7 @@ from plait.graph.batch import is_container
 from plait.graph.loss import Outputs, join_outputs, results
 from plait.graph.pipeline import updates_within
 from plait.graph.precision import Precision
+from plait.graph.share import SplitShare
 from plait.run.agreeing.replicas import Replicas, refuse_unsettled
 from plait.run.agreeing.rows import replica_key, rows_of_replica
 from plait.run.asynchronous import refuse_within
@@ -43,6 +45,9 @@ from plait.run.update import Update
 from plait.spec.annotation import Annotations
 from plait.spec.layout import Layout
 from plait.spec.plan import Plan
+
+_LOG = logging.getLogger("plait")
+_MOST = 0.9  # an axis that is to split weights, and splits less of them, is worth a warning in the log
 
 
 @dataclass(frozen=True)
@@ -182,7 +187,10 @@ class Trainer:
 
     def _build_replica(self, batch: Any) -> Replica | EagerReplica:
         try:
-            return Replica(self.compiler, self.world, batch, self.seed, self._adopt, self.homes, self.recorder)
+            replica = Replica(self.compiler, self.world, batch, self.seed, self._adopt, self.homes, self.recorder)
+            if self.world.rank == 0 and (share := replica.lowered.share) is not None:
+                _LOG.log(logging.INFO if share.parameters > _MOST else logging.WARNING, "%s", share)
+            return replica
         except CaptureError as error:
             refuse_unless_data_only(error, self.plan, self.world)
             if self.world.rank == 0:
@@ -295,6 +303,11 @@ class Trainer:
         """Let replicas that agree every n steps agree now, as after the last step; nothing where all agree at each."""
         if self.replicas is not None:
             self.replicas.agree(self.step_number)
+
+    @property
+    def split_share(self) -> SplitShare | None:
+        """How much of the model an axis that splits weights does split; None without such an axis."""
+        return self.replica.lowered.share if isinstance(self.replica, Replica) else None
 
     @property
     def layouts(self) -> dict[str, Layout]:

@@ -22,6 +22,7 @@ from plait.graph.propagate import propagate
 from plait.graph.recipe import recipe
 from plait.graph.recompute import recompute
 from plait.graph.rows import Cut
+from plait.graph.share import SplitShare, split_share, step_flops
 from plait.graph.turns import graphs_of_turns, narrowed, turns_of
 from plait.graph.views import RESHAPES
 from plait.graph.zero import cut_of, state_layouts
@@ -57,6 +58,7 @@ class Lowered:
     without_rule: frozenset[str]  # ops that ran on whole inputs for lack of a rule
     batch_size: int  # of one microbatch
     pipeline: Pipeline | None = None
+    share: SplitShare | None = None  # of an axis that splits weights: how much it does
 
     @property
     def graph(self) -> Graph:
@@ -132,7 +134,8 @@ def lower(
             raise PlanError(_uneven_batch(batch_size, plan))
         schedule, begins = cut_in_stages(graph, captured, plan, stages)
         give_roles(graph, [plan.stages[schedule.where(stage)[0]][0] for stage in range(schedule.num_stages)])
-    chosen = _choose_parameters(graph, plan, annotated, settled, nodes)
+    chosen, reasons = _choose_parameters(graph, plan, annotated, settled, nodes)
+    flops: dict[str, tuple[int, int]] = {}  # by axis that splits weights: before it does, and after
     for axis in (*BATCH_AXES, *(axis for axis in plan.mesh.names if axis not in BATCH_AXES)):
         size = plan.mesh.axis_size(axis)
         if size == 1 or axis == PIPELINE:
@@ -151,7 +154,10 @@ def lower(
             laid_out = propagate(graph, size, fixed, wanted, origin, local_ops)
         if _local_norm(plan, axis):
             laid_out.broadcast_outputs = frozenset(i for i, o in enumerate(captured.outputs) if o.kind == "buffer")
+        before = 0 if axis in BATCH_AXES else step_flops(graph)
         graph = partition(laid_out, axis)
+        if axis not in BATCH_AXES:
+            flops[axis] = before, step_flops(graph)
         without_rule |= laid_out.without_rule
         for node, placement in fixed.items():
             if not isinstance(placement, Replicate):
@@ -162,6 +168,10 @@ def lower(
         for i in captured.inputs
         if isinstance(values[i.node], torch.Tensor)
     }
+    parameters = {i.name: layouts[i.name] for i in captured.inputs if i.kind == "parameter"}
+    share = None
+    for axis, (before, after) in flops.items():
+        share = split_share(parameters, axis, plan.mesh.axis_size(axis), before, after, reasons)
     pipeline = None
     if len(plan.copies) > 1:
         pipeline = pipelined(graph, captured, plan, stages, begins)
@@ -183,7 +193,7 @@ def lower(
             ).items()
         }
     return Lowered(
-        graphs, captured, plan, layouts, states, dtypes, origins, frozenset(without_rule), batch_size, pipeline
+        graphs, captured, plan, layouts, states, dtypes, origins, frozenset(without_rule), batch_size, pipeline, share
     )
 
 
@@ -193,10 +203,11 @@ def _choose_parameters(
     annotated: Mapping[str, Mapping[str, Placement]],
     settled: Mapping[str, Layout] | None,
     nodes: Mapping[str, str],
-) -> dict[str, tuple[dict[str, Placement], dict[str, str]]]:
-    """Placement of parameters along each axis, by node, and where it came from. Recipes read the graph as captured,
-    before any axis has changed it."""
+) -> tuple[dict[str, tuple[dict[str, Placement], dict[str, str]]], dict[str, str]]:
+    """Placement of parameters along each axis, by node, and where it came from; and why others stay whole, by name.
+    Recipes read the graph as captured, before any axis has changed it."""
     chosen = {}
+    reasons: dict[str, str] = {}
     names = {node: name for name, node in nodes.items()}
     for axis, size in plan.mesh.axes:
         if axis == PIPELINE:
@@ -209,13 +220,15 @@ def _choose_parameters(
         if axis not in BATCH_AXES and size > 1:
             if axis == INNER:
                 among = split_by_tensor(graph)
-                found = recipe(graph, size, fixed, "tensor", among) if among else {}
+                found, why = recipe(graph, size, fixed, "tensor", among) if among else ({}, {})
             else:
-                found = recipe(graph, size, fixed, axis)
+                found, why = recipe(graph, size, fixed, axis)
+            reasons |= {names[node]: reason for node, reason in why.items() if node not in found}
+            reasons |= {name: "layouts= says so" for name, on in annotated.items() if axis in on}
             origin |= {node: f"recipe: {names[node]}" for node in found}
             fixed |= found
         chosen[axis] = (fixed, origin)
-    return chosen
+    return chosen, reasons
 
 
 def _local_norm(plan: Plan, axis: str) -> bool:

@@ -38,6 +38,7 @@ class Recipe:
         self.decided |= {n: REPLICATE for n in parameters if among is not None and n.name not in among}
         self.spared: set[Node] = set()  # weights that an accepted region reads whole by design (few key-value heads)
         self.grower = Grower(graph, size, self.decided)
+        self.reasons: dict[str, str] = {}  # why weights stay whole, by placeholder name
 
     def run(self) -> dict[str, Placement]:
         """Placement of each parameter that is to be sharded, by placeholder name."""
@@ -53,6 +54,8 @@ class Recipe:
                     found.update(region.parameters)
                     self.decided.update(region.parameters)
                     self.spared |= region.spared
+                elif parameter.name not in self.reasons:
+                    self.reasons[parameter.name] = self._reason(parameter)
         return {node.name: placement for node, placement in found.items()}
 
     def _weights(self, node: Node) -> list[Node]:
@@ -75,6 +78,14 @@ class Recipe:
                 self._refuse(parameter, node, works)
         return region
 
+    def _reason(self, parameter: Node) -> str:
+        halted = self.grower.halted
+        if parameter in self.spared:
+            return f"{self.axis}={self.size} does not divide its heads"
+        if halted is None:
+            return "no weight sums what it gives"
+        return f"{halted.target} in {halted.meta.get('module') or 'the loss'} needs what it gives whole"
+
     def _refuse(self, parameter: Node, node: Node, works: int) -> None:
         size = self.size
         shape = list(node.meta["val"].shape)
@@ -88,7 +99,7 @@ class Recipe:
 
 def _first_region(grower: Grower, parameter: Node, use: Node) -> Region | None:
     shape = tuple(parameter.meta["val"].shape)
-    grower.stuck = None
+    grower.stuck = grower.halted = None
     for dim in [0] if use.target in LOOKUPS else range(len(shape)):
         for blocks in _BLOCKS:
             seed = Shard(dim, blocks)
@@ -99,17 +110,18 @@ def _first_region(grower: Grower, parameter: Node, use: Node) -> Region | None:
 
 def recipe(
     graph: Graph, size: int, taken: Mapping[str, Placement], axis: str, among: Collection[str] | None = None
-) -> dict[str, Placement]:
+) -> tuple[dict[str, Placement], dict[str, str]]:
     """Placements over one axis of `size` ranks for parameters that `taken` does not name, by placeholder name; of those
-    in `among` only, if given.
+    in `among` only, if given. And why others stay whole.
 
     Raises PlanError if the axis divides nothing at all, or does not divide heads that it must split.
     """
-    found = Recipe(graph, size, taken, axis, among).run()
+    made = Recipe(graph, size, taken, axis, among)
+    found = made.run()
     if not found and not any(not isinstance(p, Replicate) for p in taken.values()):
         raise PlanError(
             f"{axis}={size} splits no pair of weights of this model: no weight has an output dim that {size} divides"
             f" and that reaches a weight which sums it with nothing on the way that needs it whole. Choose a size that"
             f" divides its heads and widths, say by layouts={{...}} what to split, or leave {axis} out of the plan"
         )
-    return found
+    return found, made.reasons

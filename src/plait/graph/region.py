@@ -60,6 +60,7 @@ class Grower:
         self.size = size
         self.decided = decided
         self.stuck: tuple[Node, int] | None = None  # where a path ended only because the size does not divide a dim
+        self.halted: Node | None = None  # the reader furthest on that needed a cut value whole
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.parameters = {n for n in placeholders(graph) if n.meta.get("kind") == "parameter"}
         self.from_parameter: dict[Node, Node] = {n: n for n in self.parameters}
@@ -113,6 +114,8 @@ class Grower:
                 known = REPLICATE
             outcome = self._step(node, region, count=known is None)
             if outcome is None or (known is not None and outcome != known):
+                if self.halted is None or self.order[self.halted] < self.order[node]:
+                    self.halted = node
                 return False
             if known is not None:
                 continue

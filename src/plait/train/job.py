@@ -124,6 +124,8 @@ class _Job:
                 f"{parameters:,} parameters, plan {trainer.plan.title}, ready after {time.monotonic() - started:.1f} s"
                 + (f"; going on after step {first}" if resume else "")
             )
+            if trainer.split_share is not None:
+                self.reporter.say(str(trainer.split_share))
         return loader
 
     def _steps(self, loader: Loader, vote: StopVote) -> Outcome:

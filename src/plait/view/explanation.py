@@ -47,6 +47,8 @@ class Explanation:
         lines += [f"  {name:40} {self.lowered.layouts[name]}" for name in batch if name in self.lowered.layouts]
         lines += ["", "parameters"]
         lines += [f"  {name:40} {self.lowered.layouts[name]}{self._origin(name)}" for name in parameters]
+        if self.lowered.share is not None:
+            lines += ["", str(self.lowered.share)]
         if stages := describe_stages(self.lowered):
             lines += ["", *stages]
         lines += ["", "collectives of one step, in order (bytes that each rank sends)"]
