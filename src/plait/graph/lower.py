@@ -13,6 +13,7 @@ from plait.errors import PlanError
 from plait.graph.by_role import INNER, give_roles, propagate_by_role, split_by_tensor
 from plait.graph.calls import output_node, placeholders
 from plait.graph.capture import Captured
+from plait.graph.formats import keep_formats, note_formats
 from plait.graph.owning import own_gradients
 from plait.graph.partition import partition
 from plait.graph.pause import collection_paused
@@ -24,7 +25,6 @@ from plait.graph.recompute import recompute
 from plait.graph.rows import Cut
 from plait.graph.share import SplitShare, split_share, step_flops
 from plait.graph.turns import graphs_of_turns, narrowed, turns_of
-from plait.graph.views import RESHAPES
 from plait.graph.zero import cut_of, state_layouts
 from plait.spec.annotation import Annotations, resolve_annotations
 from plait.spec.layout import REPLICATE, Layout, Placement, Replicate, Shard
@@ -116,7 +116,7 @@ def lower(
     decided: they are kept as they are.
     Raises PlanError where an axis does not divide what it must split, LayoutError for a bad annotation.
     """
-    graph = _copy(captured)
+    graph = _copy(captured, plan.num_processes > 1)
     values = {node.name: node.meta["val"] for node in placeholders(graph)}
     names = {i.node: i.name for i in captured.inputs}
     nodes = {i.name: i.node for i in captured.inputs}
@@ -172,6 +172,7 @@ def lower(
     share = None
     for axis, (before, after) in flops.items():
         share = split_share(parameters, axis, plan.mesh.axis_size(axis), before, after, reasons)
+    graph = keep_formats(graph)
     pipeline = None
     if len(plan.copies) > 1:
         pipeline = pipelined(graph, captured, plan, stages, begins)
@@ -235,9 +236,9 @@ def _local_norm(plan: Plan, axis: str) -> bool:
     return axis in BATCH_AXES and plan.batchnorm == "local"
 
 
-def _copy(captured: Captured) -> Graph:
-    """A copy whose placeholders know their kind and name, whose gradients have memory of their own, and whose views do
-    not rely on the strides of one device."""
+def _copy(captured: Captured, several: bool) -> Graph:
+    """A copy whose placeholders know their kind and name, whose gradients have memory of their own, whose views do not
+    rely on the strides of one device, and whose calls know which memory formats they rely on."""
     graph = Graph()
     source = captured.graph.graph
     graph.output(graph.graph_copy(source, {}))
@@ -245,9 +246,7 @@ def _copy(captured: Captured) -> Graph:
     inputs = {i.node: i for i in captured.inputs}
     for node in placeholders(graph):
         node.meta["kind"], node.meta["name"] = inputs[node.name].kind, inputs[node.name].name
-    for node in graph.nodes:
-        if node.target in RESHAPES:
-            node.target = aten.reshape.default
+    graph = note_formats(graph, several)
     return own_gradients(graph, [i for i, o in enumerate(captured.outputs) if o.kind == "gradient"])
 
 

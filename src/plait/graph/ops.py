@@ -1,12 +1,13 @@
-"""The calls that plait adds to a graph: collectives along one mesh axis.
+"""The calls that plait adds to a graph: collectives along one mesh axis, and changes of memory format.
 
-Each takes the rank's World first (a placeholder of the graph, named `world`): nothing is reached through a global.
-Tensors are local; `blocks` is as in `spec.layout.Shard`. What comes out is dense, as the values of one device are: some
-kernels read an input's memory without asking for its strides (the statistics that the backward of a norm is given).
+Each collective takes the rank's World first (a placeholder of the graph, named `world`): nothing is reached through a
+global. Tensors are local; `blocks` is as in `spec.layout.Shard`. What comes out is dense, as the values of one device
+are: some kernels read an input's memory without asking for its strides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,6 +64,29 @@ def all_to_all(world: World, tensor: Tensor, axis: str, dim: int, blocks: int, t
 def broadcast(world: World, tensor: Tensor, axis: str, root: int) -> Tensor:
     """Only(root) -> whole. The other ranks give any tensor of the shape."""
     return world.comm(axis).broadcast(tensor.contiguous(), root).wait()
+
+
+def in_format(tensor: Tensor, order: Sequence[int], dense: bool) -> Tensor:
+    """The same numbers, their dims in this order in memory, from the widest stride to the narrowest: the tensor itself,
+    or a copy. What is not to be `dense` may have holes, but not between the numbers of the last dim."""
+    laid_out = tensor.permute(*order)
+    if laid_out.stride() == _dense(laid_out.shape) or (not dense and _ordered(laid_out)):
+        return tensor
+    back = sorted(range(len(order)), key=order.__getitem__)
+    # Through one dim, after which dims of size 1 have the stride that kernels expect of them.
+    return laid_out.contiguous().view(-1).view(laid_out.shape).permute(*back)
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1]
+    for n in reversed(shape[1:]):
+        strides.append(strides[-1] * max(n, 1))
+    return tuple(reversed(strides))
+
+
+def _ordered(tensor: Tensor) -> bool:
+    strides = [step for step, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
+    return strides[-1] == 1 and strides == sorted(strides, reverse=True)
 
 
 def take(tensor: Tensor, rank: int, size: int, dim: int, blocks: int) -> Tensor:

@@ -33,8 +33,6 @@ from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Sh
 # Moving a parameter that somebody sharded would undo the decision: only where nothing else works.
 PARAMETER_WEIGHT = 1000.0
 _ADDITIVE = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.reshape.default, torch.ops.aten.t.default})
-# Ops that speak of memory, which a rank may have laid out otherwise than one device: rewritten wherever they stand.
-_READS_MEMORY = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default})
 
 
 @dataclass
@@ -94,8 +92,6 @@ class Propagator:
         """Decide for one node and return the next one to visit."""
         if node.op != "call_function" or is_item(node):
             return node.next
-        if node.target in _READS_MEMORY and (memory_rule := rule_of(node)) and memory_rule.decompose:
-            return decompose_node(node, memory_rule.decompose)
         inputs = tensor_inputs(node)
         given = tuple(self.found.placement(i) for i in inputs)
         if all(isinstance(p, Replicate) for p in given):  # by far the most common: nothing to decide

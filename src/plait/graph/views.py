@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.fx import Graph, Node
 
+from plait.graph import ops
+
 aten = torch.ops.aten
 
 # The input itself: tracing leaves them behind, and they can go.
@@ -25,7 +27,7 @@ WHOLE_VIEWS = RESHAPES | {
 VIEWS = WHOLE_VIEWS | {
     aten.expand.default, aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default,
     aten.unbind.int, aten.detach.default, aten.alias.default, aten.diagonal.default, aten.unfold.default,
-    aten.as_strided.default,
+    aten.as_strided.default, ops.in_format,
 }  # fmt: skip
 
 

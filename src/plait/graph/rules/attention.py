@@ -124,4 +124,4 @@ _SIGNATURES: dict[str, Signature] = {
 
 for _name, _signature in _SIGNATURES.items():
     _groups = first_operand if _signature.query else no_groups  # backward ops are linear in the gradient
-    register(*overloads(_name), rule=Rule(strategies=_strategies(_signature), linear=_groups))
+    register(*overloads(_name), rule=Rule(strategies=_strategies(_signature), linear=_groups, formats=True))

@@ -113,6 +113,7 @@ class Rule:
                 ranks
     sizes       position of an argument that holds the output's shape, to be made local
     emit        how the local op is written, when it is not the same op with the same arguments
+    formats     whether the kernel relies on its inputs' memory: each comes in its format at capture (graph/formats.py)
     decompose   a function of the op's arguments that computes the same from simpler ops, used when an input is sharded
                 along a dim that no factor names
     weighted    whether the op is a sum that an operand, such as a model's weight, weighs
@@ -123,6 +124,7 @@ class Rule:
     strategies: Callable[[Call, Placements, int], Sequence[Strategy]] = no_strategies
     sizes: int | None = None
     emit: Emit | None = None
+    formats: bool = False
     decompose: Callable[..., Any] | None = None
     weighted: bool = False
 

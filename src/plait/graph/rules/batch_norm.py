@@ -216,12 +216,18 @@ def _any_backward(
     return _native_backward(grad, x, weight, rm, rv, save_mean, save_var, update, eps, output_mask)
 
 
-def _rule(decompose: Callable[..., Any], position: int | None = None, always: bool = True, linear: int = -1) -> Rule:
+def _rule(
+    decompose: Callable[..., Any],
+    position: int | None = None,
+    always: bool = True,
+    linear: int = -1,
+    formats: bool = False,
+) -> Rule:
     """`position` of the argument that says whether it is training, else `always`; `linear` in that input."""
     strategies = _strategies(lambda call: always if position is None else bool(call.args[position]))
     if linear < 0:
         return Rule(strategies=strategies, decompose=decompose)
-    return Rule(strategies=strategies, decompose=decompose, linear=lambda call: [(linear,)])
+    return Rule(strategies=strategies, decompose=decompose, linear=lambda call: [(linear,)], formats=formats)
 
 
 register(*overloads("native_batch_norm", "_native_batch_norm_legit"), rule=_rule(_native, 5))
@@ -232,5 +238,5 @@ register(*overloads("cudnn_batch_norm"), rule=_rule(_cudnn, 5))
 register(*overloads("_batch_norm_with_update_functional"), rule=_rule(_updating))
 register(*overloads("_batch_norm_no_update"), rule=Rule(strategies=_strategies(lambda call: False)))
 register(*overloads("native_batch_norm_backward"), rule=_rule(_native_backward, 7, linear=0))
-register(*overloads("cudnn_batch_norm_backward"), rule=_rule(_cudnn_backward, linear=1))
+register(*overloads("cudnn_batch_norm_backward"), rule=_rule(_cudnn_backward, linear=1, formats=True))
 register(*overloads("batch_norm_backward"), rule=_rule(_any_backward, 7, linear=0))

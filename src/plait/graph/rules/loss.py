@@ -201,7 +201,7 @@ def _emit_nll_backward_classes(builder: Builder, call: Call, strategy: Strategy,
 register(*overloads("nll_loss_forward", "nll_loss2d_forward"), rule=Rule(strategies=_nll_strategies, decompose=_nll))
 register(
     *overloads("nll_loss_backward", "nll_loss2d_backward"),
-    rule=Rule(strategies=_nll_backward_strategies, linear=first_operand),
+    rule=Rule(strategies=_nll_backward_strategies, linear=first_operand, formats=True),
 )
 
 # ---- connectionist temporal classification: samples are free ----

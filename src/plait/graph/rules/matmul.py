@@ -174,6 +174,6 @@ def _grouped_backward_factors(call: Call) -> list[Factor]:
     return [Factor((1, 1, None, None), (1, 1)), Factor((None, 2, None, 1), (None, 2))]
 
 
-GROUPED = Rule(factors=_grouped_factors, linear=lambda call: [(0,), (1,)], weighted=True)
-GROUPED_BACKWARD = Rule(factors=_grouped_backward_factors, linear=lambda call: [(3,)])
+GROUPED = Rule(factors=_grouped_factors, linear=lambda call: [(0,), (1,)], weighted=True, formats=True)
+GROUPED_BACKWARD = Rule(factors=_grouped_backward_factors, linear=lambda call: [(3,)], formats=True)
 register(*overloads("_grouped_mm"), rule=GROUPED)

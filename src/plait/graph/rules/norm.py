@@ -108,12 +108,12 @@ def _rms_norm_backward(
 register(*overloads("native_layer_norm"), rule=Rule(strategies=_forward_rows, decompose=_layer_norm))
 register(
     *overloads("native_layer_norm_backward"),
-    rule=Rule(strategies=_backward_rows, linear=first_operand, decompose=_layer_norm_backward),
+    rule=Rule(strategies=_backward_rows, linear=first_operand, formats=True, decompose=_layer_norm_backward),
 )
 register(*overloads("_fused_rms_norm"), rule=Rule(strategies=_forward_rows, decompose=_rms_norm))
 register(
     *overloads("_fused_rms_norm_backward"),
-    rule=Rule(strategies=_backward_rows, linear=first_operand, decompose=_rms_norm_backward),
+    rule=Rule(strategies=_backward_rows, linear=first_operand, formats=True, decompose=_rms_norm_backward),
 )
 
 # ---- group norm: (x, weight, bias, N, C, HxW, group, eps) -> out, mean, rstd, the last two of [N, group] ----
@@ -179,9 +179,16 @@ def _group_norm_backward(
 
 _GROUP_BACKWARD = frozenset(overloads("native_group_norm_backward"))
 register(
-    *overloads("native_group_norm"), rule=Rule(strategies=_group_strategies, emit=_emit_group, decompose=_group_norm)
+    *overloads("native_group_norm"),
+    rule=Rule(strategies=_group_strategies, emit=_emit_group, formats=True, decompose=_group_norm),
 )
 register(
     *_GROUP_BACKWARD,
-    rule=Rule(strategies=_group_strategies, emit=_emit_group, linear=first_operand, decompose=_group_norm_backward),
+    rule=Rule(
+        strategies=_group_strategies,
+        emit=_emit_group,
+        linear=first_operand,
+        formats=True,
+        decompose=_group_norm_backward,
+    ),
 )

@@ -43,7 +43,8 @@ for _n in (2, 3):
     _maxima = (f"max_pool{_n}d_with_indices", f"adaptive_max_pool{_n}d")
     register(*overloads(*_maxima), rule=Rule(factors=_planes(_n)))
     register(
-        *overloads(*(f"{name}_backward" for name in _maxima)), rule=Rule(factors=_planes(_n), linear=first_operand)
+        *overloads(*(f"{name}_backward" for name in _maxima)),
+        rule=Rule(factors=_planes(_n), linear=first_operand, formats=True),
     )
     register(*overloads(f"max_unpool{_n}d"), rule=Rule(factors=_planes(_n)))
 

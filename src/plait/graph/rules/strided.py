@@ -1,7 +1,7 @@
 """as_strided, which speaks of memory: rewritten as ops that speak of elements.
 
-On one rank the memory of a tensor need not be laid out as on one device, so an engine should rewrite these ops before
-it runs them on tensors that it has moved.
+On one rank the memory of a tensor need not be laid out as on one device, so they are rewritten before anything else
+(graph/formats.py).
 """
 
 from __future__ import annotations

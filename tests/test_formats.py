@@ -1,0 +1,154 @@
+"""Memory formats: kernels that read memory get it as at capture, whatever a stage or a rank makes of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from oracle import run_whole
+from rule_samples import all_samples
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+import plait
+from plait.graph.ops import in_format
+from plait.graph.rules import RULES
+from plait.graph.views import RESHAPES
+
+aten = torch.ops.aten
+REWRITTEN = {*RESHAPES, aten._reshape_alias.default, aten.as_strided.default, aten.as_strided_scatter.default}
+
+
+def lying_otherwise(x: Tensor) -> Iterator[Tensor]:
+    """The same numbers: dims in the reverse order in memory, and with holes."""
+    back = list(reversed(range(x.ndim)))
+    yield x.permute(back).contiguous().permute(back)
+    wide = x.new_empty([2 * n for n in x.shape])
+    yield wide[tuple(slice(0, 2 * n, 2) for n in x.shape)].copy_(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*non-contiguous")
+def test_kernels_that_follow_strides_are_told_from_those_that_do_not() -> None:
+    wrong = set()
+    for op, samples in all_samples().items():
+        if getattr(op, "namespace", "") != "aten" or op in REWRITTEN or RULES[op].formats:
+            continue
+        for sample in samples[:3]:
+            leaves, tree = tree_flatten((sample.args, sample.kwargs))
+            places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.ndim > 1]
+            if sample.shapes_only or not places:
+                continue
+            wanted = run_whole(sample)
+            for place in places:
+                for other in lying_otherwise(leaves[place]):
+                    args, kwargs = tree_unflatten([*leaves[:place], other, *leaves[place + 1 :]], tree)
+                    result = sample.run(*args, **kwargs)
+                    found = result if isinstance(result, (tuple, list)) else (result,)
+                    pairs = [(a, b) for a, b in zip(found, wanted, strict=True) if isinstance(b, Tensor)]
+                    if not all(torch.allclose(a, b, 1e-4, 1e-5, equal_nan=True) for a, b in pairs):
+                        wrong.add(str(op))
+    assert not wrong, f"give these ops formats=True in their rows: {sorted(wrong)}"
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1), (3, 1, 0, 2)])
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 3, 4, 5), (2, 1, 4, 1), (0, 3, 4, 5)])
+def test_a_format_is_kept_or_made(shape: tuple[int, ...], order: tuple[int, ...]) -> None:
+    back = sorted(range(4), key=order.__getitem__)
+    made = torch.empty([shape[d] for d in order]).permute(back)
+    repeated = torch.randn(shape[0], 1, *shape[2:]).expand(shape)
+    for given in (torch.randn(shape), *lying_otherwise(torch.randn(shape)), repeated):
+        found = in_format(given, order, True)
+        assert found.equal(given) and found.stride() == made.stride()
+        assert in_format(found, order, True) is found
+    holes = torch.randn(2, 4, 6)[:, :2]
+    assert in_format(holes, (0, 1, 2), False) is holes
+    assert in_format(holes, (1, 0, 2), False).stride() == (6, 12, 1)
+
+
+class Pixels(nn.Module):
+    """Linear over pixels, whose result lies channels-last."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(x.shape)  # type: ignore[no-any-return]
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.GroupNorm(4, width), nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(F.silu(self.norm(x)))  # type: ignore[no-any-return]
+
+
+class Groups(nn.GroupNorm):
+    def __init__(self, width: int) -> None:
+        super().__init__(4, width)
+
+
+class Channels(nn.Module):
+    """A norm over channels, which lie last for it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.LayerNorm(width), nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.conv(F.silu(self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)))  # type: ignore[no-any-return]
+
+
+class Overlapping(nn.Module):
+    """Reads memory itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, c, h, w = x.shape
+        windows = x.contiguous().as_strided((n, c, h, w - 1, 2), (c * h * w, h * w, w, 1, 1))
+        return x + F.pad(windows.mean(-1), (0, 1))
+
+
+class Resized(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.interpolate(F.adaptive_max_pool2d(x, 4), scale_factor=2, mode="bilinear") + F.max_pool2d(x, 3, 1, 1)
+
+
+def image_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch["x"]), batch["x"])
+
+
+@functools.cache
+def images(channels_last: bool, *kinds: Any) -> plait.Verifier:
+    torch.manual_seed(0)
+    middle = [kind() if kind in (Overlapping, Resized) else kind(8) for kind in kinds]
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *middle, nn.Conv2d(8, 3, 3, padding=1)).double()
+    lie = torch.channels_last if channels_last else torch.contiguous_format
+    batch = {"x": torch.randn(8, 3, 8, 8, dtype=torch.float64).contiguous(memory_format=lie)}
+    return plait.Verifier(model.to(memory_format=lie), image_loss, batch, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("channels_last", "kinds", "plan"),
+    [
+        (False, (Pixels, Residual), "pipeline=2 micro=4 cut=2.conv"),
+        (False, (Pixels, Residual), "data=2 pipeline=2 micro=4 cut=2"),  # one row a rank: strides of that dim are free
+        (True, (Residual, Residual), "pipeline=2 micro=4"),
+        (True, (Residual, Residual), "pipeline=2 micro=2 schedule=zb-v recompute=layer"),
+        (True, (Residual, Resized, Residual), "pipeline=3 micro=2 home.activations=host"),
+        (True, (Groups, Channels), "tensor=4"),  # of one group a rank the statistics are one column
+        (True, (Residual, nn.BatchNorm2d, Residual), "tensor=2"),
+        (True, (Residual, Pixels, Residual), "data=2 tensor=2 pipeline=2 micro=2 zero=3"),
+        (False, (Residual, Overlapping, Pixels, Overlapping), "pipeline=3 micro=2"),
+        (True, (Overlapping, Resized, Overlapping), "data=2 zero=3 recompute=layer"),
+    ],
+)
+def test_images_in_both_formats(channels_last: bool, kinds: Any, plan: str) -> None:
+    report = images(channels_last, *kinds).verify(plan)
+    # In front of a batch norm a bias has a gradient of nothing but rounding.
+    assert report.ok and report.worst_gradient.relative < 1e-5, report
