@@ -27,7 +27,7 @@ from bench import variants
 from bench.harness import Group, Variant, arguments, publish
 from bench.workloads import GLOBAL_BATCH, WORKLOADS, loss_fn, optimizer
 from plait.serve.actors import ChiefActor, ServerActor
-from plait.serve.cluster import load_ray, start_here
+from plait.serve.cluster import load_ray, started_here
 from plait.serve.job import Job
 from plait.serve.prepare import make_job
 from plait.serve.worker import Worker
@@ -241,14 +241,10 @@ def contenders(ray: Any, workload: str) -> dict[str, Any]:
 
 def main() -> None:
     given = arguments(__doc__, WORKLOADS)
-    ray = load_ray()
-    start_here(ray, 16, 2 << 30)
     parts = [TARGETS]
-    try:
+    with started_here(load_ray(), 16, 2 << 30) as ray:
         for workload in given.workloads:
             parts.append(f"## {workload}\n\n{_table(ray, workload, given.rounds, given.steps)}")
-    finally:
-        ray.shutdown()
     publish("Parameter server, 2 workers and 1 server", "\n\n".join(parts), "parameter_server", given.write)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from bench.harness import publish
-from plait.serve.cluster import load_ray, start_here
+from plait.serve.cluster import load_ray, started_here
 from plait.serve.notes import Progress
 from plait.serve.prepare import make_job
 from plait.serve.running import Running
@@ -102,16 +102,14 @@ def main() -> None:
             given.plan, make_model=make_model, make_data=make_data, num_items=600, batch_size=6, steps=10**6,
             optimizer=functools.partial(torch.optim.SGD, lr=1.0), out=out, folder=f"{out}/checkpoints",
         )  # fmt: skip
-        ray = load_ray()
-        start_here(ray, 16, 256 << 20)
-        begun = time.monotonic()
-        running = Running(ray, job)
-        try:
-            killer = Killer(ray, running, given.kills, given.seed)
-            end = running.wait(killer, killer.over)
-        finally:
-            running.close()
-            ray.shutdown()
+        with started_here(load_ray(), 16, 256 << 20) as ray:
+            begun = time.monotonic()
+            running = Running(ray, job)
+            try:
+                killer = Killer(ray, running, given.kills, given.seed)
+                end = running.wait(killer, killer.over)
+            finally:
+                running.close()
         seconds = time.monotonic() - begun
         events = [json.loads(line) for line in (Path(out) / "events.jsonl").read_text().splitlines()]
         whole = Whole(job)

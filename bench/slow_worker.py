@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 from bench.harness import publish
 from bench.staleness import batch, symbols
 from bench.workloads import GLOBAL_BATCH, WORKLOADS, loss_fn
-from plait.serve.cluster import load_ray, start_here
+from plait.serve.cluster import load_ray, started_here
 from plait.serve.notes import Progress
 from plait.serve.prepare import make_job
 from plait.serve.running import Running
@@ -157,26 +157,24 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="the folder for the runs' metrics")
     parser.add_argument("--write", action="store_true", help="keep the result in docs/bench/")
     given = parser.parse_args()
-    ray = load_ray()
-    start_here(ray, 12, 512 << 20)
     rows = [
         "| workers | mode | loss to reach | steps | seconds | of the synchronous run's | s/step |",
         "|---|---|---|---|---|---|---|",
     ]
-    for workers in given.workers:
-        target = whole = 0.0
-        for mode, rest in MODES.items():
-            plan = f"workers={workers} servers=1 {rest}"
-            keep = None if given.keep is None else given.keep / f"{workers} workers, {mode}"
-            lines = curve(ray, plan, 2 * given.steps if target else given.steps, target, keep)
-            if not target:
-                whole, target = smoothed(lines)[-1][1:]
-            at = reached(lines, target)
-            pace = lines[-1][1] / (lines[-1][0] - lines[0][0])
-            took = "not reached | - | -" if at is None else f"{at[0]} | {at[1]:.0f} | {at[1] / whole:.2f}"
-            rows.append(f"| {workers} | {mode} | {target:.3f} | {took} | {pace:.2f} |")
-            print(rows[-1], flush=True)
-    ray.shutdown()
+    with started_here(load_ray(), 12, 512 << 20) as ray:
+        for workers in given.workers:
+            target = whole = 0.0
+            for mode, rest in MODES.items():
+                plan = f"workers={workers} servers=1 {rest}"
+                keep = None if given.keep is None else given.keep / f"{workers} workers, {mode}"
+                lines = curve(ray, plan, 2 * given.steps if target else given.steps, target, keep)
+                if not target:
+                    whole, target = smoothed(lines)[-1][1:]
+                at = reached(lines, target)
+                pace = lines[-1][1] / (lines[-1][0] - lines[0][0])
+                took = "not reached | - | -" if at is None else f"{at[0]} | {at[1]:.0f} | {at[1] / whole:.2f}"
+                rows.append(f"| {workers} | {mode} | {target:.3f} | {took} | {pace:.2f} |")
+                print(rows[-1], flush=True)
     text = TEXT.format(warmup=WARMUP, batch=BATCH, smoothed=SMOOTHED, steps=given.steps)
     publish("A slow worker", text + "\n\n" + "\n".join(rows), "slow_worker", given.write)
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from bench.harness import arguments, publish
 from plait.decide.rowhash import by_server
-from plait.serve.cluster import load_ray, start_here
+from plait.serve.cluster import load_ray, started_here
 from plait.serve.tables.module import unique_ids
 from plait.serve.tables.rows import Rows, TableSpec
 
@@ -101,9 +101,7 @@ class Clicks:
 
 def main() -> None:
     given = arguments(__doc__)
-    ray = load_ray()
-    start_here(ray, 4, 1 << 30)
-    try:
+    with started_here(load_ray(), 4, 1 << 30) as ray:
         spec = TableSpec("ads", DIM, lr=0.05)
         servers = [ray.remote(TableServer).remote(spec) for _ in range(NUM_SERVERS)]
         size = sum(ray.get([server.fill.remote(index) for index, server in enumerate(servers)]))
@@ -122,8 +120,6 @@ def main() -> None:
                     row.append(f"{statistics.median(rates):,.0f} ({min(rates):,.0f}-{max(rates):,.0f})")
             ray.kill(worker)
             lines.append(row)
-    finally:
-        ray.shutdown()
     text = TEXT.format(rows=NUM_ROWS, dim=DIM, gib=size / 2**30, rounds=NUM_ROUNDS, steps=NUM_STEPS)
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     publish(

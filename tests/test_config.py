@@ -74,6 +74,7 @@ def test_missing_file(tmp_path: Path) -> None:
         ("[model]\nheads = 3", ConfigError, ["[model]: heads = 3 does not divide width = 256"]),
         ('[model]\nname = "gpt"', ConfigError, ["model.name = 'gpt'", "bytes_gpt or 'module:function'"]),
         ('[model]\nname = "no_such_module_:f"', ConfigError, ["there is no module no_such_module_"]),
+        ('[model]\nname = "os:system"\ncommand = "touch x"', ConfigError, ["os is a module of Python itself"]),
         ('[model]\nname = "plait.train.gpt:bytes_gtp"', ConfigError, ["has no function", "did you mean bytes_gpt"]),
         ('[optimizer]\nname = "Adamm"', ConfigError, ["optimizer.name = 'Adamm'", "AdamW"]),
         ("[optimizer]\nlearning_rate = 1", ConfigError, ["unknown key optimizer.learning_rate", "lr"]),

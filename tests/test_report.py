@@ -7,6 +7,7 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -296,6 +297,15 @@ def test_many_spans_are_a_few_arrays(folder: Path) -> None:
     assert [row["ranks"] for row in figures["swimlanes"]["rows"]] == [16, 16]
     assert len(figures["swimlanes"]["names"]) < len(trace.spans)  # once each
     assert len(json.dumps(figures)) < 60 * 2 * len(trace.spans)
+
+
+def test_what_files_of_a_run_say_is_text_on_its_page() -> None:
+    bad = "</script><!--<script>alert(1)</script>"
+    step: Any = StepView(bad, Trace((Span(0, "forward", bad, 0, 1),), 1), None)  # type: ignore[arg-type]
+    page = build_page(bad, [(bad, bad)], [step], [])
+    assert "<script>alert" not in page and "</script><!--" not in page
+    figures = json.loads(re.search(r'id="step-0">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
+    assert bad in json.dumps(figures)
 
 
 def test_a_page_holds_the_last_steps_that_fit() -> None:

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,11 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from intruder import attack, below, is_loopback, listening, needs_proc, needs_root
 from test_train_job import JOB
 
 from plait.errors import CheckpointError
 from plait.run.saving.places import newest
-from plait.serve.cluster import load_ray, start_here
+from plait.serve.cluster import load_ray, started_here
 from plait.serve.notes import Note, Progress, Refused
 from plait.serve.rehearse import rehearse
 from plait.serve.running import Running
@@ -36,10 +39,8 @@ pytestmark = [pytest.mark.timeout(500), pytest.mark.xdist_group("ray")]  # which
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
-    found = load_ray()
-    start_here(found, 5, 128 << 20)
-    yield found
-    found.shutdown()
+    with started_here(load_ray(), 5, 128 << 20) as found:
+        yield found
 
 
 class Script:
@@ -223,3 +224,34 @@ def test_a_worker_that_stands_still_is_waited_for_at_the_bound(ray: Any, tmp_pat
     # The other may have been 5 pushes behind, and is then at most 5 ahead; one of the worker's own was under way.
     assert reached[-1] - reached[0] <= 6, "2 pushes are a step"
     assert end.step >= reached[-1] + 5
+
+
+@needs_proc
+@needs_root
+def test_nobody_gets_into_ray(ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    running = Running(ray, job_of("workers=1 servers=1 tensor=2", tmp_path, steps=10**6))
+    script = Script(ray, running)
+    listens: list[tuple[str, int]] = []
+    found: list[str] = []
+
+    def look() -> None:
+        pids = below(os.getpid())
+        listens.extend(listening(pids))
+        found.extend(attack(pids))
+
+    try:
+        script.after(1, look)
+        script.after(2, lambda: None)
+        running.wait(script, script.over)
+    finally:
+        running.close()
+    assert script.done == 2 and found == [] and not (tmp_path / "planted").exists()
+    assert len(listens) > 5 and [one for one in listens if not is_loopback(one[0])] == []
+    source = f"import ray; ray.init(address={ray.get_runtime_context().gcs_address!r}, log_to_driver=False)"
+    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64, "HOME": str(tmp_path)}
+    variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    other = subprocess.run(
+        [sys.executable, "-c", source], env=variables, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert other.returncode != 0 and "AuthenticationError" in other.stderr, other.stderr

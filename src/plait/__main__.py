@@ -5,12 +5,13 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-from plait.comm.launch import leave_interrupted
+from plait.comm.launch import end_with_launcher, leave_interrupted
 
 
 def main() -> None:
     """The entry point of `plait` and `python -m plait`. Ctrl-C ends it in one line, also while it still imports."""
     signal.signal(signal.SIGINT, _leave)
+    end_with_launcher()
     from plait.cli import main as command_line
 
     command_line()

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from plait.comm.launch import first_to_fail
+from plait.comm.launch import first_to_fail, ranks_folder
 from plait.errors import PlaitError
 from plait.run.environment import num_processes, rank
 
@@ -20,6 +20,10 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
     """Run the script as `python SCRIPT ARGUMENTS` would; of several ranks only the first to fail speaks."""
     if num_processes() > 1:
         _print_whole_lines()
+    if (folder := ranks_folder()) is not None:
+        from plait.comm.rendezvous import lead_scripts
+
+        lead_scripts(folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a script sees Ctrl-C as under plain Python
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.absolute().parent))

@@ -1,16 +1,34 @@
-"""Starting the ranks of this machine, through the elastic launcher that torchrun is made of."""
+"""Starting the ranks of this machine.
+
+Ranks find each other through a folder that only this user may enter: the store of torch.distributed is a file there,
+and the board a socket. Nothing listens on a port, so there is nothing that another user or host could write to.
+"""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 FAILURE_FILE = "PLAIT_FAILURE_FILE"  # whichever rank creates this file is the one that shows its exception
+_FOLDER = "PLAIT_RANKS_FOLDER"  # where the ranks of a launch find each other
+_LAUNCHER = "PLAIT_LAUNCHER"  # the number of the process that started them
+STORE, BOARD = "store", "board"
+
+_LOOK_SECONDS = 0.05
+_LEAVE_SECONDS = 30.0  # for the others, once a rank has failed
+_SAVE_SECONDS = 600.0  # for all, once they are asked to stop: they may save first
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def launch(arguments: Sequence[str], num_processes: int, environment: Mapping[str, str]) -> int:
@@ -19,45 +37,119 @@ def launch(arguments: Sequence[str], num_processes: int, environment: Mapping[st
     A rank that fails stops the others. It shows its own exception; only one that was killed is reported here. Ctrl-C
     and SIGTERM are passed on to every rank, and the status is then 128 + the signal's number.
     """
-    import tempfile  # here, because Ctrl-C is answered in one line only once this module is there
-    import uuid
-
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from plait.comm.private import private_folder  # here, because Ctrl-C is answered in one line only from then on
+    from plait.comm.socketboard import serve_board
 
     # Ranks share the cores; more threads than cores make every collective wait for a turn on the processor.
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_processes)))
-    os.environ.update(environment)
-    logging.disable(logging.CRITICAL)  # the launcher's own account of what the ranks already said
-    with tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as folder:
-        os.environ[FAILURE_FILE] = str(Path(folder) / "failure")
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_processes,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
+    common = {"OMP_NUM_THREADS": str(max(1, num_cores // num_processes)), **os.environ, **environment}
+    with private_folder("ranks") as folder, serve_board(folder / BOARD), _signals() as asked:
+        common |= {
+            FAILURE_FILE: str(folder / "failure"), **meet_in(folder, os.getpid()),
+            "WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes),
+            "ROLE_WORLD_SIZE": str(num_processes), "ROLE_NAME": "default", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
+            "TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",  # by which libraries know that they need not start ranks themselves
+        }  # fmt: skip
+        for name in ("MASTER_ADDR", "MASTER_PORT"):  # of something that has started this process
+            common.pop(name, None)
+        ranks: list[subprocess.Popen[bytes]] = []
         try:
-            elastic_launch(config, sys.executable)(*arguments)
-        except SignalException as stopped:
-            return 128 + stopped.sigval.value
-        except ChildFailedError as failed:
-            rank, failure = failed.get_first_failure()
-            killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM
-            if killed and not Path(os.environ[FAILURE_FILE]).exists():
-                name = signal.Signals(-failure.exitcode).name
-                why = "; the machine may have run out of memory" if name == "SIGKILL" else ""
-                print(f"plait: rank {rank} was ended by {name}{why}", file=sys.stderr)
-            return failure.exitcode if failure.exitcode > 0 else 1
-        return 0
+            for rank in range(num_processes):
+                own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+                # A session of its own: Ctrl-C reaches a rank once, and what a rank has started can be ended with it.
+                ranks.append(subprocess.Popen([sys.executable, *arguments], env=common | own, start_new_session=True))
+            failed = _wait(ranks, asked)
+        finally:
+            _end(ranks, signal.SIGKILL)
+        if asked:
+            return 128 + asked[0]
+        if failed is None:
+            return 0
+        status = ranks[failed].returncode
+        if status < 0 and first_to_fail(str(folder / "failure")):
+            name = signal.Signals(-status).name
+            why = "; the machine may have run out of memory" if name == "SIGKILL" else ""
+            print(f"plait: rank {failed} was ended by {name}{why}", file=sys.stderr)
+        return max(status, 1)
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], asked: Sequence[int]) -> int | None:
+    """Until all ranks have ended; returns the first that failed, after which the others are ended."""
+    failed: int | None = None
+    passed_on = 0
+    limit = float("inf")
+    while None in [rank.poll() for rank in ranks]:
+        if passed_on < len(asked):
+            _end(ranks, asked[passed_on])
+            passed_on += 1
+            limit = min(limit, time.monotonic() + _SAVE_SECONDS)
+        if failed is None and (failed := _first_failed(ranks)) is not None:
+            _end(ranks, signal.SIGTERM)
+            limit = min(limit, time.monotonic() + _LEAVE_SECONDS)
+        if time.monotonic() > limit:
+            _end(ranks, signal.SIGKILL)
+        time.sleep(_LOOK_SECONDS)
+    return _first_failed(ranks) if failed is None else failed
+
+
+def _first_failed(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Of those that have failed since the last look, one that was killed: the others may have failed because of it."""
+    found = [(rank.returncode > 0, i) for i, rank in enumerate(ranks) if rank.returncode]
+    return min(found)[1] if found else None
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    """Send a signal to the ranks that are there still, with what they have started."""
+    for rank in ranks:
+        if rank.poll() is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(rank.pid, number)
+    if number == signal.SIGKILL:
+        for rank in ranks:
+            rank.wait()
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The signals that have come, in a list that grows; those that were ignored stay so."""
+    found: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        found.append(number)
+
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in _SIGNALS if main}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, note)
+    try:
+        yield found
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def meet_in(folder: Path, parent: int) -> dict[str, str]:
+    """What the environment of a rank says, so that it meets the others in the folder; `parent` has started it."""
+    return {_FOLDER: str(folder), _LAUNCHER: str(parent)}
+
+
+def ranks_folder() -> Path | None:
+    """Where this rank finds the others; None in a process that `launch` did not start, be it below one that it did."""
+    if os.environ.get(_LAUNCHER) != str(os.getppid()):
+        return None
+    return Path(os.environ[_FOLDER])
+
+
+def end_with_launcher() -> None:
+    """Have the system kill this process, if `launch` started it, when the launcher ends, however that happens."""
+    if ranks_folder() is not None and sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if ranks_folder() is None:  # it has just ended
+            os._exit(1)
 
 
 def leave_interrupted() -> NoReturn:
@@ -69,13 +161,13 @@ def leave_interrupted() -> NoReturn:
     os._exit(128 + signal.SIGINT)
 
 
-def first_to_fail() -> bool:
+def first_to_fail(file: str | None = None) -> bool:
     """Whether this rank is the one to show its exception: the first of this machine, or one that nobody launched."""
-    file = os.environ.get(FAILURE_FILE)
+    file = file or os.environ.get(FAILURE_FILE)
     if file is None:
         return True
     try:
-        os.close(os.open(file, os.O_CREAT | os.O_EXCL))
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o600))
     except OSError:
         return False
     return True

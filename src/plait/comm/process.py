@@ -21,10 +21,13 @@ from plait.comm.backend import BackendComm
 from plait.comm.board import Board, LocalBoard
 from plait.comm.group import AloneComm
 from plait.comm.header import create_segment, num_words
+from plait.comm.launch import BOARD, ranks_folder
 from plait.comm.protocol import Comm, World
+from plait.comm.rendezvous import join
 from plait.comm.segment import Segment
 from plait.comm.sharing import host_name
 from plait.comm.shm import ShmComm
+from plait.comm.socketboard import SocketBoard
 from plait.comm.store import StoreBoard
 from plait.errors import WorldError
 from plait.spec.mesh import Mesh
@@ -92,10 +95,10 @@ def process_world(
         world._comms = {axis: AloneComm(0) for axis in mesh.names}
         return world
     if not started:
-        _join(where)
+        join(where)
     rank = dist.get_rank()
     _num_worlds += 1
-    world = ProcessWorld(mesh, rank, where, StoreBoard(str(_num_worlds)), owns_group=not started)
+    world = ProcessWorld(mesh, rank, where, _board(str(_num_worlds)), owns_group=not started)
     groups = {axis: mesh.groups(axis) for axis in mesh.names} | {"": (tuple(range(size)),)}
     shared = _share_memory(world, groups) if shared_memory and where.type == "cpu" else {}
     world._shared = list(shared.values())
@@ -146,14 +149,10 @@ def _local_device(device: str | None) -> torch.device:
     return torch.device("cuda", local)
 
 
-def _join(where: torch.device) -> None:
-    absent = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if absent:
-        raise WorldError(f"WORLD_SIZE is set but {', '.join(absent)} is not; start with `plait run` or torchrun")
-    if where.type == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=where)
-    else:
-        dist.init_process_group("gloo")
+def _board(name: str) -> Board:
+    """The launcher's where `plait` is that, else in the store that the process group was started with."""
+    folder = ranks_folder()
+    return StoreBoard(name) if folder is None else SocketBoard(folder / BOARD, name)
 
 
 def _share_memory(world: ProcessWorld, groups: dict[str, tuple[tuple[int, ...], ...]]) -> dict[str, ShmComm]:

@@ -10,17 +10,17 @@ import importlib.util
 import logging
 import os
 import secrets
-import shutil
 import socket
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from plait.comm.private import private_folder
 from plait.errors import PlanError, WorldError
 from plait.serve.job import Job
 from plait.view.bytes import human_bytes
 
+OWN_FOLDER = "PLAIT_RAY_FOLDER"  # where the ranks of a worker find each other, if Ray is this machine's own
 _SMALLEST_STORE = 192 << 20
 _PART_OF_MEMORY = 0.8  # the rest is for what computes
 _ANSWER_SECONDS = 5.0
@@ -40,6 +40,7 @@ def load_ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it tells its makers nothing of this run
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if is_own():
+        os.environ["RAY_AUTH_MODE"] = "token"
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the way to say: on the loopback interface
         if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
@@ -57,33 +58,25 @@ def cluster(job: Job) -> Iterator[Any]:
         yield ray
         return
     logging.getLogger("ray").setLevel(logging.ERROR)
-    folder = tempfile.mkdtemp(prefix="plait-ray-", dir="/tmp" if os.path.isdir("/tmp") else None)
-    try:
-        if not is_own():
-            _check_answers(os.environ["RAY_ADDRESS"])
-            ray.init(address=os.environ["RAY_ADDRESS"], configure_logging=False, log_to_driver=False)
-        else:
-            check_memory(job)
-            start_here(ray, num_cpus(job), store_bytes(job), folder)
-    except WorldError:
-        raise
-    except Exception as error:
-        if type(error).__name__ != "AuthenticationError":
-            raise WorldError(f"Ray did not start: {type(error).__name__}: {error}") from error
-        raise WorldError(
-            f"the Ray cluster at {os.environ.get('RAY_ADDRESS')} asks for its token: put it into RAY_AUTH_TOKEN, or its"
-            " file into RAY_AUTH_TOKEN_PATH (`ray get-auth-token` on the head node shows it)"
-        ) from None
-    finally:
-        if not ray.is_initialized():
-            shutil.rmtree(folder, ignore_errors=True)
-    _keep_quiet(ray)
-    try:
+    with ExitStack() as started:
+        try:
+            if is_own():
+                check_memory(job)
+                started.enter_context(started_here(ray, num_cpus(job), store_bytes(job)))
+            else:
+                started.enter_context(_joined(ray, os.environ["RAY_ADDRESS"]))
+        except WorldError:
+            raise
+        except Exception as error:
+            if type(error).__name__ != "AuthenticationError":
+                raise WorldError(f"Ray did not start: {type(error).__name__}: {error}") from error
+            raise WorldError(
+                f"the Ray cluster at {os.environ.get('RAY_ADDRESS')} asks for its token: put it into RAY_AUTH_TOKEN, or"
+                " its file into RAY_AUTH_TOKEN_PATH (`ray get-auth-token` on the head node shows it)"
+            ) from None
+        _keep_quiet(ray)
         _check_room(ray, job)
         yield ray
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_own() -> bool:
@@ -111,13 +104,32 @@ def _keep_quiet(ray: Any) -> None:
         ray._private.worker.print_to_stdstream = lambda *values, **options: None
 
 
-def start_here(ray: Any, cpus: int, store: int, folder: str | None = None) -> None:
-    """Start Ray on this machine: `cpus` processes at a time, so many bytes of shared memory for what they exchange;
-    its logs and sockets in `folder`, which is for sockets' sake a short name, or else where it has them by itself."""
-    ray.init(
-        address="local", num_cpus=cpus, object_store_memory=store, include_dashboard=False, configure_logging=False,
-        log_to_driver=False, _temp_dir=folder,
-    )  # fmt: skip
+@contextmanager
+def started_here(ray: Any, cpus: int, store: int) -> Iterator[Any]:
+    """Ray on this machine: `cpus` processes at a time, so many bytes of shared memory for what they exchange."""
+    with private_folder("ray") as folder:
+        os.environ[OWN_FOLDER] = str(folder)  # which Ray's processes inherit
+        try:
+            ray.init(
+                address="local", num_cpus=cpus, object_store_memory=store, include_dashboard=False,
+                configure_logging=False, log_to_driver=False,
+                _temp_dir=str(folder / "r"),  # which Ray opens to all users: its parent must not be
+            )  # fmt: skip
+            yield ray
+        finally:
+            del os.environ[OWN_FOLDER]
+            ray.shutdown()
+
+
+@contextmanager
+def _joined(ray: Any, address: str) -> Iterator[Any]:
+    """The Ray cluster at an address."""
+    _check_answers(address)
+    try:
+        ray.init(address=address, configure_logging=False, log_to_driver=False)
+        yield ray
+    finally:
+        ray.shutdown()
 
 
 def check_memory(job: Job) -> None:

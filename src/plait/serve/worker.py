@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from plait.comm.launch import BOARD, meet_in
 from plait.comm.process import process_world
+from plait.comm.socketboard import serve_board
 from plait.run.tuning import keep_freed_memory
+from plait.serve.cluster import OWN_FOLDER
 from plait.serve.computing import Computing
 from plait.serve.job import Job
 from plait.serve.link import Link
@@ -29,25 +35,29 @@ class Worker:
     def __init__(self, job: Job, rank: int = 0, size: int = 1) -> None:
         self._job, self._rank, self._size = job, rank, size
         self._computing: Computing | LocalSteps | None = None
+        self._board = ExitStack()  # which the first of several ranks holds
         torch.set_num_threads(job.num_threads)
         keep_freed_memory()
 
-    def _address(self) -> tuple[str, int]:
-        """Where the ranks of this worker meet."""
+    def _meeting(self) -> dict[str, str]:
+        """Where the ranks of this worker meet: a folder if Ray is this machine's own, else a port of this host."""
         import ray
 
+        if (private := os.environ.get(OWN_FOLDER)) is not None:
+            folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=private))
+            self._board.enter_context(serve_board(folder / BOARD))
+            return meet_in(folder, os.getppid())
+        host = ray.util.get_node_ip_address()
         with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), int(probe.getsockname()[1])
+            probe.bind((host, 0))
+            return {"MASTER_ADDR": host, "MASTER_PORT": str(probe.getsockname()[1])}
 
-    def begin(self, address: tuple[str, int] | None = None) -> None:
+    def begin(self, meeting: Mapping[str, str] | None = None) -> None:
         """Join the other ranks, and make the model ready."""
         torch.set_num_threads(self._job.num_threads)  # of this thread
-        if address is not None:
-            os.environ |= {
-                "RANK": str(self._rank), "WORLD_SIZE": str(self._size), "LOCAL_RANK": "0",
-                "MASTER_ADDR": address[0], "MASTER_PORT": str(address[1]),
-            }  # fmt: skip
+        if meeting is not None:
+            own = {"RANK": str(self._rank), "WORLD_SIZE": str(self._size), "LOCAL_RANK": "0"}
+            os.environ |= own | dict(meeting)
         make = LocalSteps if self._job.is_local else Computing
         self._computing = make(self._job, process_world(self._job.plan.within.mesh))
 
@@ -63,9 +73,9 @@ class Worker:
         why it may not join."""
         import ray
 
-        address = self._address() if peers else None
-        others = [peer.begin.remote(address) for peer in peers]
-        self.begin(address)
+        meeting = self._meeting() if peers else None
+        others = [peer.begin.remote(meeting) for peer in peers]
+        self.begin(meeting)
         ray.get(others)
         if (refused := self.join(chief, worker, peers)) is not None:
             return refused

@@ -1,4 +1,8 @@
-"""`module:function` in a config, and the arguments that a table gives to what it names."""
+"""`module:function` in a config, and the arguments that a table gives to what it names.
+
+Whoever writes a job file decides what code runs: see docs/security.md. What is refused here, such as `os:system`, is a
+mistake, or a file that was not read before it was started; it is no fence around a file that is not to be trusted.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,11 @@ def is_reference(text: str) -> bool:
 def import_reference(text: str, key: str) -> Callable[..., Any]:
     """What `module:function` names; modules are also looked for in the working folder."""
     module_name, _, name = text.partition(":")
+    if module_name.partition(".")[0] in sys.stdlib_module_names:
+        raise ConfigError(
+            f"{key} = {text!r}: {module_name} is a module of Python itself, which has no models, data or optimizers;"
+            " name a module of your own or of a library"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -72,7 +72,8 @@ def build_page(
         for name, found in figures.items()
     )
     options = "".join(
-        f'<option value="{i}"{" selected" if i == shown else ""}>{_name(step)}</option>' for i, step in enumerate(steps)
+        f'<option value="{i}"{" selected" if i == shown else ""}>{html.escape(_name(step))}</option>'
+        for i, step in enumerate(steps)
     )
     rows = "".join(f"<tr><th>{html.escape(k)}</th><td>{html.escape(v)}</td></tr>" for k, v in facts)
     measured = any(step.measured for step in steps)
@@ -160,4 +161,4 @@ def _name(step: StepView) -> str:
 
 def _embedded(text: str) -> str:
     """JSON that may stand inside an element of a page."""
-    return text.replace("</", "<\\/").replace("<!--", "<\\!--")
+    return text.replace("<", "\\u003c")

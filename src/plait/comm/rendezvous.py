@@ -1,0 +1,106 @@
+"""How ranks that are processes find each other, without listening where nobody asked them to.
+
+Ranks that `plait` has started meet at a file that only this user can reach. Others meet as their launcher says, in
+MASTER_ADDR and MASTER_PORT; where that is an address and no name, rank 0 listens there and nowhere else. Ranks of one
+machine talk over its loopback interface.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plait.comm.launch import STORE, ranks_folder
+from plait.errors import WorldError
+
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_BACKLOG = 2048
+_num_stores = 0
+
+
+def join(where: torch.device) -> None:
+    """Start torch.distributed, from the environment of a rank."""
+    folder = ranks_folder()
+    wanted = ("RANK",) if folder is not None else ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    if absent := [name for name in wanted if name not in os.environ]:
+        raise WorldError(f"WORLD_SIZE is set but {', '.join(absent)} is not; start with `plait run` or torchrun")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store: Any = _file_store(folder, size) if folder is not None else _port_store(rank, size)
+    if folder is not None or _is_loopback(os.environ["MASTER_ADDR"]):
+        stay_on_loopback()
+    at = {} if store is None else {"store": store, "rank": rank, "world_size": size}
+    if where.type == "cuda":
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=where, **at)
+    else:
+        dist.init_process_group("gloo", **at)
+
+
+def lead_scripts(folder: Path) -> None:
+    """Have a script that starts torch.distributed by itself meet the other ranks in the folder, too."""
+    stay_on_loopback()
+    handlers = getattr(sys.modules["torch.distributed.rendezvous"], "_rendezvous_handlers", None)
+    if handlers is None:  # without MASTER_PORT it then fails, rather than listen on every interface
+        return
+
+    def meet(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+        size = int(os.environ["WORLD_SIZE"])
+        yield _file_store(folder, size), int(os.environ["RANK"]), size
+
+    handlers["env"] = meet
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # some libraries look for them; nobody listens
+
+
+def stay_on_loopback() -> None:
+    """Have Gloo and NCCL listen on the loopback interface, unless the user has named another."""
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    for variable in _INTERFACES if names else ():
+        os.environ.setdefault(variable, names[0])
+
+
+def _file_store(folder: Path, size: int) -> Any:
+    """A store that a process may ask for several times: all ranks do so alike, and find no keys of an earlier one."""
+    global _num_stores
+    _num_stores += 1
+    return dist.PrefixStore(str(_num_stores), dist.FileStore(str(folder / STORE), size))
+
+
+def _port_store(rank: int, size: int) -> Any:
+    """The store of rank 0, which listens at MASTER_ADDR alone; None where torch.distributed is left to make one: the
+    launcher has one already, or the address is a name, of which hosts may have their own idea."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    try:
+        there = str(ipaddress.ip_address("127.0.0.1" if address == "localhost" else address))
+    except ValueError:
+        return None
+    if rank != 0:
+        return dist.TCPStore(there, port, size, is_master=False)
+    listening = socket.socket(socket.AF_INET6 if ":" in there else socket.AF_INET, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((there, port))
+        listening.listen(_BACKLOG)
+    except OSError as error:
+        listening.close()
+        if _is_loopback(there):
+            raise WorldError(
+                f"rank 0 cannot listen at {there}:{port}: {error.strerror}; give another MASTER_PORT"
+            ) from None
+        return None  # an address that is this host's from outside only
+    return dist.TCPStore(there, port, size, is_master=True, master_listen_fd=listening.detach())
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
