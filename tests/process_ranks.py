@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import plait
 from plait.comm.failure import guard
 from plait.comm.protocol import World
-from plait.errors import PlanError
+from plait.errors import LossError, PlanError
 from plait.train.gpt import BytesGPT, loss_fn
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -154,6 +154,11 @@ class Stops(nn.Module):
         return self.second(self.first(x))
 
 
+def stops() -> Stops:
+    torch.manual_seed(0)
+    return Stops()
+
+
 def stops_loss(model: nn.Module, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     keep = rows["keep"]
     return plait.Weighted(((model(rows["x"])[:, 0] - rows["y"]).square() * keep).sum(), keep.sum())
@@ -179,6 +184,49 @@ def under_ddp(world: World) -> list[float]:
     if world.rank == 0:
         assert any("process_ranks.py" in str(w.message) for w in caught)
     return losses
+
+
+def labelled(model: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+    return (model(rows["x"])[:, 0] - rows["y"])[rows["keep"] > 0].square().mean()
+
+
+def contrasting(model: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+    found = model(rows["x"])
+    return (found - found.T).square().mean() + found.square().mean()
+
+
+def alone(model: nn.Module, rows: dict[str, Tensor]) -> Any:
+    errors = (model(rows["x"])[:, 0] - rows["y"]).square()
+    return errors.mean(), {"errors": errors, "most": plait.Max(errors.max()), "mean": errors.mean()}
+
+
+def random_loss(model: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+    return (model(rows["x"] + torch.randn_like(rows["x"]))[:, 0] - rows["y"]).square().mean()
+
+
+def other_numbers_under_ddp(world: World) -> dict[str, Any]:
+    """What becomes of losses that the ranks' own do, and do not, make."""
+    found: dict[str, Any] = {}
+    rows = {name: value[:7] for name, value in stops_batch().items()}
+
+    def step(loss: Any, model: nn.Module, plan: str = "", **more: Any) -> Any:
+        sgd = functools.partial(torch.optim.SGD, lr=0.1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return plait.Trainer(model, loss, sgd, f"{text(world)} {plan}", world=world, **more).step(rows)
+
+    for loss in (labelled, contrasting, stops_loss, alone, random_loss):
+        try:
+            found[loss.__name__] = step(loss, stops())
+        except LossError as error:
+            found[loss.__name__] = str(error)
+    found["allowed"] = float(step(contrasting, stops(), allow=("local_loss",)))
+    for plan in ("", "batchnorm=local"):
+        try:
+            found[f"norm {plan}"] = float(step(stops_loss, nn.Sequential(stops(), nn.BatchNorm1d(1)), plan))
+        except PlanError as error:
+            found[f"norm {plan}"] = str(error)
+    return found
 
 
 def refused_elsewhere(world: World) -> str:

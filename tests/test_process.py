@@ -166,6 +166,23 @@ def test_a_model_that_cannot_be_captured_trains_under_ddp() -> None:
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+def test_what_ddp_makes_another_number_of_is_refused() -> None:
+    rows = {name: value[:7] for name, value in ranks.stops_batch().items()}
+    expected, aux = ranks.alone(ranks.stops().requires_grad_(False), rows)
+    for found in on("data=2", ranks.other_numbers_under_ddp):
+        for name in ("labelled", "contrasting"):
+            assert "couples rows, or it is a mean over some of them. Return plait.Weighted" in found[name]
+        loss, outputs = found["alone"]  # of 4 and 3 rows
+        assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+        torch.testing.assert_close(outputs["errors"], aux["errors"])
+        assert float(outputs["most"]) == pytest.approx(float(aux["errors"].max()))
+        assert float(outputs["mean"]) == pytest.approx(float(expected), rel=1e-5)
+        assert float(found["stops_loss"]) == pytest.approx(float(ranks.stops_loss(ranks.stops(), rows).mean.detach()))
+        assert float(found["random_loss"]) > 0  # of which no two are the same: nothing is known
+        assert found["allowed"] > 0
+        assert "add batchnorm=local to the plan" in found["norm "] and found["norm batchnorm=local"] > 0
+
+
 def test_a_model_that_cannot_be_captured_is_refused_elsewhere_with_its_line() -> None:
     source = Path(ranks.__file__).read_text().splitlines()
     line = next(i for i, text in enumerate(source, start=1) if "the line that the message must name" in text)

@@ -32,7 +32,7 @@ class BatchError(PlaitError, ValueError):
 
 
 class LossError(PlaitError, ValueError):
-    """A loss that is neither a scalar nor a (sum, weight) pair, or that is not finite."""
+    """A loss of none of the forms that there are, or one that is not finite."""
 
 
 class ConfigError(PlaitError, ValueError):

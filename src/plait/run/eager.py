@@ -132,7 +132,12 @@ class EagerReplica:
         whole, halves, apart = 0.0, 0.0, 0.0
         if num > 1:
             with _undone(self.model), torch.no_grad():
-                whole, halves, apart = self._in_two(rows, num)
+                try:
+                    whole, halves, apart = self._in_two(rows, num)
+                except LossError:
+                    raise
+                except Exception:  # of a model that takes no half of its rows, or does not run in evaluation mode
+                    pass
         mine = torch.tensor([apart, math.isnan(whole)], dtype=torch.float64, device=self.world.device)
         every = self.world.comm("data").all_gather(mine).wait()
         most, rank = (float(found) for found in every[:, 0].max(0))
@@ -159,9 +164,9 @@ class EagerReplica:
             self._loss.num_rows = size
             return float(self._loss(part)), float(self._loss.weight)
 
-        self.model.train()
         modes = [(module, module.training) for module in self.model.modules()]
         try:
+            self.model.train(_batch_norm(self.model) is None)
             whole = taken(rows, num)
             if whole != taken(rows, num, seed=1):  # without dropout
                 self.model.eval()
@@ -239,8 +244,13 @@ def _undone(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(before)
 
 
+def _batch_norm(model: nn.Module) -> str | None:
+    """The name of a module whose output depends on the statistics of its rows."""
+    return next((n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None)
+
+
 def _refuse_batch_norm(model: nn.Module, plan: Plan) -> None:
-    found = next((n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None)
+    found = _batch_norm(model)
     if found is not None and plan.batchnorm != "local":
         raise PlanError(
             f"the model runs under PyTorch's DDP, where the batch statistics of {found or 'the model'} are those of"

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from plait.comm.failure import guard
 from plait.comm.stop import StopVote
 from plait.decide.rounds import Rounds
 from plait.graph.batch import batch_tensors
+from plait.graph.loss import loss_and_aux
 from plait.run.feeding.loader import Loader
 from plait.run.local_batch import LocalBatch
 from plait.spec.plan import Plan
@@ -145,7 +147,8 @@ class _Job:
                 batch = next(batches)
             assert trainer.optimizer is not None
             rate = float(trainer.optimizer.param_groups[0]["lr"])  # of this step; the scheduler moves it after
-            loss = float(trainer.step(batch))
+            result, aux = loss_and_aux(trainer.step(batch))
+            loss = float(result)
             seconds = time.perf_counter() - start
             step, tokens = trainer.step_number, num_tokens(batch)
             values: dict[str, float | int] = {
@@ -156,6 +159,7 @@ class _Job:
                 "seconds": seconds,
                 "data_seconds": loader.waited_seconds.last,
                 "sent_bytes": self._sent(),
+                **_numbers(aux, "aux/"),
             }
             if trainer.replicas is not None:
                 values["agree_seconds"] = trainer.replicas.take_seconds()
@@ -165,7 +169,7 @@ class _Job:
             if last:
                 trainer.agree()
             if self.data.held_out is not None and train.evaluate_every and (last or step % train.evaluate_every == 0):
-                values["held_out_loss"] = self._evaluate()
+                values |= self._evaluate()
             if self.log is not None and self.reporter is not None:
                 self.log.write(values)
                 self.reporter.step(step, loss, tokens, seconds)
@@ -201,12 +205,13 @@ class _Job:
         sent, self.num_sent = total - self.num_sent, total
         return sent
 
-    def _evaluate(self) -> float:
-        """The loss on the first batches of the held-out data, the same ones each time."""
+    def _evaluate(self) -> dict[str, float]:
+        """The loss, and what it comes with, on the first batches of the held-out data, the same ones each time."""
         if self.held_out is None:
             self.held_out = self._loader(self.data.held_out, shuffle=False)
         self.held_out.load_state_dict(self.held_out.state_dict() | {"epoch": 0, "items": 0})
-        return self.trainer.evaluate(islice(self.held_out, self.config.train.evaluate_batches))
+        loss, aux = loss_and_aux(self.trainer.evaluate(islice(self.held_out, self.config.train.evaluate_batches)))
+        return {"held_out_loss": loss, **_numbers(aux, "held_out_aux/")}
 
     def _save(self, loader: Loader, wait: bool = True) -> None:
         self.trainer.save(self.folder, {"data": loader.state_dict()}, keep=self.config.train.keep, wait=wait)
@@ -237,6 +242,11 @@ def _endless(loader: Loader) -> Any:
     """Batch after batch, epoch after epoch."""
     while True:
         yield from loader
+
+
+def _numbers(aux: dict[str, Tensor], prefix: str) -> dict[str, float]:
+    """What is one number each of what a loss came with."""
+    return {f"{prefix}{name}": float(value) for name, value in aux.items() if value.numel() == 1}
 
 
 def num_tokens(batch: LocalBatch) -> int:

@@ -16,8 +16,9 @@ class MetricsLog:
 
     A line has `step` (counted from 1), `loss`, `lr`, `tokens_per_s`, `seconds` of the step, `data_seconds` of them
     spent on waiting for data, `sent_bytes` by this rank, `agree_seconds` spent on exchanges of replicas that agree
-    later, `gradient_norm` where gradients are clipped, and `held_out_loss` where it was evaluated. The first line since
-    the run was started, or went on, has its `plan`.
+    later, `gradient_norm` where gradients are clipped, and `held_out_loss` where it was evaluated. Of what the loss
+    function returns beside the loss, each single number is `aux/NAME`, and `held_out_aux/NAME` of an evaluation. The
+    first line since the run was started, or went on, has its `plan`.
     With parameter servers it also has what serve/tally.py counts, and `held_out_loss` has lines of its own: it comes
     from another process.
     """
