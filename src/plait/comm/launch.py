@@ -27,6 +27,7 @@ STORE, BOARD = "store", "board"
 _LOOK_SECONDS = 0.05
 _LEAVE_SECONDS = 30.0  # for the others, once a rank has failed
 _SAVE_SECONDS = 600.0  # for all, once they are asked to stop: they may save first
+_INSISTS = 3  # signals, after which nobody waits for a save any more
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -83,7 +84,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], asked: Sequence[int]) -> int
         if passed_on < len(asked):
             _end(ranks, asked[passed_on])
             passed_on += 1
-            limit = min(limit, time.monotonic() + _SAVE_SECONDS)
+            limit = min(limit, time.monotonic() + (_SAVE_SECONDS if passed_on < _INSISTS else 0))
         if failed is None and (failed := _first_failed(ranks)) is not None:
             _end(ranks, signal.SIGTERM)
             limit = min(limit, time.monotonic() + _LEAVE_SECONDS)

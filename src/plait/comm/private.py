@@ -43,6 +43,9 @@ def private_folder(kind: str) -> Iterator[Path]:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+        if parent.name != _name():
+            with suppress(OSError):
+                parent.rmdir()
 
 
 def is_ours_alone(path: Path) -> bool:
@@ -54,13 +57,17 @@ def is_ours_alone(path: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
+def _name() -> str:
+    return f"plait-{os.geteuid()}"
+
+
 def _shared() -> Path:
     return Path("/tmp") if os.access("/tmp", os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
 
 def _of_this_user(base: Path) -> Path:
     """The user's own folder, or one of an unguessable name where another user has taken the one that it should have."""
-    path = base / f"plait-{os.geteuid()}"
+    path = base / _name()
     with suppress(OSError):
         os.mkdir(path, 0o700)
     return path if is_ours_alone(path) else Path(tempfile.mkdtemp(prefix="plait-", dir=base))

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from plait.errors import WorldError
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _BACKLOG = 2048
+_JOIN = timedelta(minutes=30)  # as torch.distributed waits for ranks that come late
+_held: dict[tuple[str, int], Any] = {}  # stores by address and port, which one process opens once
 _num_stores = 0
 
 
@@ -66,10 +69,8 @@ def stay_on_loopback() -> None:
 
 
 def _file_store(folder: Path, size: int) -> Any:
-    """A store that a process may ask for several times: all ranks do so alike, and find no keys of an earlier one."""
-    global _num_stores
-    _num_stores += 1
-    return dist.PrefixStore(str(_num_stores), dist.FileStore(str(folder / STORE), size))
+    """The store of ranks that meet in a folder."""
+    return _fresh(dist.FileStore(str(folder / STORE), size))
 
 
 def _port_store(rank: int, size: int) -> Any:
@@ -82,21 +83,32 @@ def _port_store(rank: int, size: int) -> Any:
         there = str(ipaddress.ip_address("127.0.0.1" if address == "localhost" else address))
     except ValueError:
         return None
+    if (there, port) in _held:
+        return _fresh(_held[there, port])
     if rank != 0:
-        return dist.TCPStore(there, port, size, is_master=False)
+        _held[there, port] = dist.TCPStore(there, port, size, is_master=False, timeout=_JOIN)
+        return _fresh(_held[there, port])
     listening = socket.socket(socket.AF_INET6 if ":" in there else socket.AF_INET, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    handed: dict[str, int] = {}
     try:
         listening.bind((there, port))
         listening.listen(_BACKLOG)
+        handed = {"master_listen_fd": listening.detach()}
     except OSError as error:
         listening.close()
         if _is_loopback(there):
-            raise WorldError(
-                f"rank 0 cannot listen at {there}:{port}: {error.strerror}; give another MASTER_PORT"
-            ) from None
-        return None  # an address that is this host's from outside only
-    return dist.TCPStore(there, port, size, is_master=True, master_listen_fd=listening.detach())
+            raise WorldError(f"rank 0 cannot listen at {there}:{port}: {error.strerror}") from None
+        # Else it is an address that this host has only for others, and the store listens on every interface.
+    _held[there, port] = dist.TCPStore(there, port, size, is_master=True, timeout=_JOIN, **handed)
+    return _fresh(_held[there, port])
+
+
+def _fresh(store: Any) -> Any:
+    """The store as one that has no keys of an earlier group of this run: all ranks ask for it equally often."""
+    global _num_stores
+    _num_stores += 1
+    return dist.PrefixStore(str(_num_stores), store)
 
 
 def _is_loopback(address: str) -> bool:
