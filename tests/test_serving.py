@@ -269,7 +269,7 @@ def asked(address: str) -> str:
 def posted(port: int) -> int:
     """The status of an answer to one who asks for an environment to be made; 0 of what speaks no HTTP."""
     try:
-        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as line:
+        with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=1)) as line:
             line.request("POST", "/get_or_create_runtime_env", b"")
             with closing(line.getresponse()) as reply:
                 return reply.status
