@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from plait.graph.ops import take
 from plait.graph.rules import Call, Rule, Spec, Strategy, strategies_of
-from plait.spec.layout import REPLICATE, Partial, Placement, Replicate, Shard, divides, local_shape
+from plait.spec.layout import REPLICATE, Partial, Placement, Replicate, Shard, block_lengths, divides, local_shape
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def given_placements(call: Call, size: int) -> Iterator[tuple[Placement, ...]]:
     """Nothing sharded; one input sharded in each way; all inputs sharded alike."""
     whole = (REPLICATE,) * len(call.inputs)
     yield whole
-    for blocks in (1, 2, 3):
+    for blocks in (1, 2, 3, (2, 1)):
         for i, spec in enumerate(call.inputs):
             for dim in range(spec.ndim):
                 if divides(spec.shape, part := Shard(dim, blocks), size):
@@ -133,6 +133,9 @@ def join(parts: list[Tensor], placement: Placement) -> Tensor:
     size = len(parts)
     match placement:
         case Shard(dim=dim, blocks=blocks):
+            if not isinstance(blocks, int):
+                pieces = [p.split(block_lengths(p.shape[dim], blocks), dim) for p in parts]
+                return torch.cat([torch.cat(block, dim) for block in zip(*pieces, strict=True)], dim)
             split = [p.unflatten(dim, (blocks, p.shape[dim] // blocks)) for p in parts]
             return torch.stack(split, dim + 1).flatten(dim, dim + 2)
         case Partial(op="sum"):

@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 
 from plait.errors import LayoutError, PlanError
 from plait.spec.annotation import parse_annotation, resolve_annotations
-from plait.spec.layout import REPLICATE, Layout, Only, Partial, Shard, local_shape
+from plait.spec.layout import (
+    REPLICATE,
+    Layout,
+    Only,
+    Partial,
+    Shard,
+    block_lengths,
+    divides,
+    local_shape,
+    parse_blocks,
+)
 from plait.spec.mesh import Mesh
 
 MESH = Mesh((("data", 2), ("tensor", 4)))
@@ -39,6 +49,7 @@ def test_mesh_refuses(make, text) -> None:
     [
         "f32[]",
         "f32[8@data, 128, 768@tensor/3]",
+        "f32[8@data, 768@tensor/4+1+1]",
         "bf16[8@data, 16] +tensor",
         "f32[4] +data ^tensor",
         "f32[64, 3, 3, 3] only:tensor=1",
@@ -48,7 +59,9 @@ def test_layout_prints_what_it_parses(text: str) -> None:
     assert str(Layout.parse(text)) == text
 
 
-placements = st.sampled_from([Shard(0), Shard(1), Shard(1, 3), Partial(), Partial("max"), Partial("min"), Only(1)])
+placements = st.sampled_from(
+    [Shard(0), Shard(1), Shard(1, 3), Shard(1, (4, 1, 1)), Partial(), Partial("max"), Partial("min"), Only(1)]
+)
 
 
 @given(st.tuples(placements, placements), st.tuples(st.integers(1, 99), st.integers(1, 99)))
@@ -63,6 +76,15 @@ def test_local_shape_composes_axes() -> None:
     assert Layout.parse("f32[16@data@tensor, 12@pipe]").shape == (16, 12)
     assert Layout.parse("f32[16@data@tensor, 12]").local_shape(MESH) == (2, 12)
     assert local_shape((12, 6), Shard(0, 3), 2) == (6, 6)
+    assert local_shape((24, 6), Shard(0, (4, 1, 1)), 2) == (12, 6)
+
+
+def test_unequal_blocks_are_proportions() -> None:
+    assert Shard(0, (8, 2, 2)) == Shard(0, (4, 1, 1)) and Shard(0, (5, 5)) == Shard(0, 2)
+    assert divides((48,), Shard(0, (4, 1, 1)), 8) and not divides((48,), Shard(0, (4, 1, 1)), 16)
+    assert block_lengths(48, (4, 1, 1)) == (32, 8, 8)
+    assert parse_blocks("4+1+1") == (4, 1, 1) and parse_blocks("2+2") == 2
+    assert parse_blocks("0+1") is None and parse_blocks("0") is None
 
 
 def test_a_shard_that_does_not_divide_names_axis_size_and_shape() -> None:
@@ -92,6 +114,7 @@ def test_annotations() -> None:
         ("tensor, tensor", "two dims over one axis"),
         ("only:tensor=4", "only 4 ranks"),
         ("tensor/x, -", "not a number of blocks"),
+        ("tensor/2+0, -", "not a number of blocks"),
     ],
 )
 def test_annotations_refuse(text: str, message: str) -> None:

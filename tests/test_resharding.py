@@ -105,6 +105,41 @@ def test_resharding_from_each_plan_to_the_next(first: tuple[Path, Any], tmp_path
         path = tmp_path / str(index)
 
 
+class Grouped(Small):
+    """A fused q, k, v of four heads of queries and two of keys and values: blocks of unequal length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.symbols(x)
+        q, k, v = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in self.qkv(h).split([8, 4, 4], -1))
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        h = h + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.head(h + self.down(F.gelu(self.up(h))))
+
+
+def test_unequal_blocks_load_under_any_plan(tmp_path: Path) -> None:
+    def save(world: Any) -> Any:
+        trainer = trainer_of("tensor=2", world, make=Grouped)
+        assert str(trainer.layouts["qkv.weight"]) == "f32[16@tensor/2+1+1, 8]"
+        trainer.step(batch(0))
+        trainer.save(tmp_path / "0")
+        return whole_state(trainer)
+
+    expected = on("tensor=2", save)[0]
+    for index, plan in enumerate(["data=2 tensor=2 zero=1", "data=2 zero=2", "data=2 tensor=2 zero=3", "tensor=2", ""]):
+
+        def load(world: Any, plan: str = plan, index: int = index) -> None:
+            trainer = trainer_of(plan, world, other=True, make=Grouped)
+            trainer.load(tmp_path / str(index))
+            assert_same_state(whole_state(trainer), expected)
+            trainer.save(tmp_path / str(index + 1))
+
+        on_axes(plan, load)
+
+
 class Numbers(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Rows that say which they are."""
 

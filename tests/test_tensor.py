@@ -103,6 +103,67 @@ def test_what_changes_its_placement_is_dense() -> None:
         assert channels.is_contiguous(memory_format=torch.channels_last)
 
 
+class Fused(nn.Module):
+    """Query, key and value of grouped heads in one weight, taken apart by slices and turned; a gate and what it gates
+    side by side (gpt-oss)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gated, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fused = self.fused(x)
+        parts = fused[..., :WIDTH], fused[..., WIDTH : 3 * WIDTH // 2], fused[..., 3 * WIDTH // 2 :]
+        query, key, value = (part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in parts)
+        y = F.scaled_dot_product_attention(turned(query), turned(key), value, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        gated = self.gated(x)
+        return self.down(F.silu(gated[..., ::2]) * gated[..., 1::2])
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", "data=2 tensor=2 zero=3", "tensor=2 pipeline=2 micro=2"])
+def test_fused_weights_of_unequal_blocks(plan: str) -> None:
+    torch.manual_seed(0)
+    report = plait.verify(Decoder(Fused(), Fused()).double(), loss_fn, text(4), plan, tolerance=1e-6)
+    assert report.ok, report
+
+
+def test_fused_weights_are_split_without_gathers() -> None:
+    found = lowered(Decoder(Fused()), "tensor=2")
+    assert whole_weights(found) == []
+    assert str(found.layouts["blocks.0.fused.weight"]) == "f32[64@tensor/2+1+1, 32]"
+    assert count(found, ops.all_gather) == 0
+
+
+class Complex(nn.Module):
+    """Rotary positions as a product of complex numbers, as torchtitan writes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        angle = torch.outer(torch.arange(8.0), 0.5 ** torch.arange(4.0))
+        self.register_buffer("turns", torch.polar(torch.ones_like(angle), angle))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (part.unflatten(-1, (HEADS, -1)) for part in self.fused(x).chunk(3, -1))
+        query, key, value = (part.transpose(1, 2) for part in parts)
+        query, key = (
+            torch.view_as_real(torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous()) * self.turns).flatten(-2)
+            for y in (query, key)
+        )
+        return self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("plan", ["data=2", "tensor=2"])
+def test_complex_rotary_positions_gather_nothing(plan: str) -> None:
+    found = lowered(Decoder(Complex()), plan)
+    assert not found.without_rule and count(found, ops.all_gather) == 0
+    torch.manual_seed(0)
+    report = plait.verify(Decoder(Complex()), loss_fn, text(4), plan)
+    assert report.ok, report
+
+
 def lowered(model: nn.Module, plan: str, loss: LossFn = loss_fn, rows: int = 4) -> Lowered:
     return Compiler(Captures(model, loss), Plan.parse(plan)).lowered(text(rows))
 

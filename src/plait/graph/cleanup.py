@@ -34,6 +34,7 @@ def clean(graph: Graph) -> Graph:
     _each(graph, _shorter)
     _share(graph)
     _each(graph, _shorter)
+    _each(graph, _joined)
     graph.eliminate_dead_code()
     graph.lint()
     return graph
@@ -135,3 +136,36 @@ def _same(node: Node, other: Any) -> bool:
         and (one.shape, one.dtype, one.device) == (two.shape, two.dtype, two.device)
         and one.stride() == two.stride()
     )
+
+
+def _joined(node: Node) -> Node | None:
+    """The gradients of slices that make up a whole dim, each put among zeros and added up, are joined instead."""
+    if node.target is not aten.add.Tensor:
+        return None
+    terms = _summands(node)
+    if len(terms) < 2 or any(term.target is not aten.slice_backward.default for term in terms):
+        return None
+    _, sizes, dim, *_ = terms[0].args
+    if any(term.args[1:3] != (sizes, dim) or term.args[5] != 1 for term in terms):
+        return None
+    dim = dim % len(sizes)  # type: ignore[operator, arg-type]
+    num = sizes[dim]  # type: ignore[index]
+    pieces = sorted(((slice(*t.args[3:5]).indices(num)[:2], t.args[0]) for t in terms), key=lambda piece: piece[0])
+    ends = [0, *(last for (_, last), _ in pieces)]
+    if [first for (first, _), _ in pieces] != ends[:-1] or ends[-1] != num:
+        return None
+    with node.graph.inserting_before(node):
+        joined = node.graph.call_function(aten.cat.default, ([piece for _, piece in pieces], dim))
+    joined.meta = dict(node.meta)
+    return joined
+
+
+def _summands(node: Node) -> list[Node]:
+    """What a sum of sums adds up, as far as the inner ones are read by it alone."""
+    found: list[Node] = []
+    for arg in node.args:
+        if not isinstance(arg, Node):
+            return []
+        inner = arg.target is aten.add.Tensor and len(arg.users) == 1
+        found += _summands(arg) if inner else [arg]
+    return [] if node.kwargs or len(node.args) != 2 else found

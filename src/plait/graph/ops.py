@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.spec.layout import Blocks, block_lengths
+
 World = Any  # comm.protocol.World; graph/ lies below comm/ and knows it only by its methods
 
 
@@ -34,19 +36,19 @@ def wait(work: Any) -> Tensor:
     return work.wait()
 
 
-def all_gather(world: World, tensor: Tensor, axis: str, dim: int, blocks: int) -> Tensor:
+def all_gather(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks) -> Tensor:
     """Shard(dim, blocks) -> whole."""
     rows = world.comm(axis).all_gather(tensor.contiguous()).wait()
     return _join(rows, dim, blocks)
 
 
-def reduce_scatter(world: World, tensor: Tensor, axis: str, dim: int, blocks: int) -> Tensor:
+def reduce_scatter(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks) -> Tensor:
     """Partial sums -> Shard(dim, blocks)."""
     comm = world.comm(axis)
     return comm.reduce_scatter(_parts(tensor, comm.size, dim, blocks)).wait()
 
 
-def shard(world: World, tensor: Tensor, axis: str, dim: int, blocks: int) -> Tensor:
+def shard(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks) -> Tensor:
     """Whole -> Shard(dim, blocks): this rank's part, nothing is sent."""
     comm = world.comm(axis)
     part = take(tensor, comm.rank, comm.size, dim, blocks)
@@ -54,7 +56,9 @@ def shard(world: World, tensor: Tensor, axis: str, dim: int, blocks: int) -> Ten
     return part if part.is_contiguous() else part.clone(memory_format=torch.preserve_format)
 
 
-def all_to_all(world: World, tensor: Tensor, axis: str, dim: int, blocks: int, to_dim: int, to_blocks: int) -> Tensor:
+def all_to_all(
+    world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks, to_dim: int, to_blocks: Blocks
+) -> Tensor:
     """Shard(dim, blocks) -> Shard(to_dim, to_blocks), on another dim."""
     comm = world.comm(axis)
     rows = comm.all_to_all(_parts(tensor, comm.size, to_dim, to_blocks)).wait()
@@ -89,8 +93,11 @@ def _ordered(tensor: Tensor) -> bool:
     return strides[-1] == 1 and strides == sorted(strides, reverse=True)
 
 
-def take(tensor: Tensor, rank: int, size: int, dim: int, blocks: int) -> Tensor:
+def take(tensor: Tensor, rank: int, size: int, dim: int, blocks: Blocks) -> Tensor:
     """Part `rank` of `size` of a whole tensor under Shard(dim, blocks)."""
+    if not isinstance(blocks, int):
+        pieces = tensor.split(block_lengths(tensor.shape[dim], blocks), dim)
+        return torch.cat([take(piece, rank, size, dim, 1) for piece in pieces], dim)
     if blocks == 1:
         step = tensor.shape[dim] // size
         return tensor.narrow(dim, rank * step, step)
@@ -98,15 +105,20 @@ def take(tensor: Tensor, rank: int, size: int, dim: int, blocks: int) -> Tensor:
     return split.select(dim + 1, rank).flatten(dim, dim + 1)
 
 
-def _parts(tensor: Tensor, size: int, dim: int, blocks: int) -> Tensor:
+def _parts(tensor: Tensor, size: int, dim: int, blocks: Blocks) -> Tensor:
     """Every rank's part, stacked: [size, *local shape]."""
+    if not isinstance(blocks, int):
+        return torch.stack([take(tensor, rank, size, dim, blocks) for rank in range(size)])
     split = tensor.unflatten(dim, (blocks, size, tensor.shape[dim] // (blocks * size)))
     return split.movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()
 
 
-def _join(rows: Tensor, dim: int, blocks: int) -> Tensor:
+def _join(rows: Tensor, dim: int, blocks: Blocks) -> Tensor:
     """The inverse of `_parts`."""
     size = rows.shape[0]
+    if not isinstance(blocks, int):
+        pieces = rows.split(block_lengths(rows.shape[dim + 1], blocks), dim + 1)
+        return torch.cat([_join(piece, dim, 1) for piece in pieces], dim)
     split = rows.unflatten(dim + 1, (blocks, rows.shape[dim + 1] // blocks))
     return split.movedim(0, dim + 1).flatten(dim, dim + 2).contiguous() if size > 1 else rows[0]
 

@@ -20,12 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.graph.ops import take
 from plait.graph.random_ops import RANDOM, check_random
+from plait.spec.layout import Blocks
 
 CHUNK = 1 << 16  # elements; small enough that a part wastes little, large enough that seeding costs nothing
 _MASK = (1 << 64) - 1
 _local = threading.local()
 
-Cut = tuple[int, int, int, int]  # coordinate, size, dim, blocks
+Cut = tuple[int, int, int, Blocks]  # coordinate, size, dim, blocks
 
 
 def draw(

@@ -8,17 +8,21 @@ values, biases) turns out to be wanted in sharded form too. A path that ends in 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping
 
+import torch
 from torch.fx import Graph, Node
 
 from plait.errors import PlanError
-from plait.graph.calls import placeholders, tensor_inputs
+from plait.graph.calls import is_item, placeholders, tensor_inputs
 from plait.graph.region import Grower, Region
 from plait.graph.rules import LOOKUPS
-from plait.spec.layout import REPLICATE, Placement, Replicate, Shard, divides
+from plait.spec.layout import REPLICATE, Blocks, Placement, Replicate, Shard, blocks_of_lengths, divides
 
+aten = torch.ops.aten
 _BLOCKS = (1, 2, 3, 4)  # of fused weights: gate and up; query, key and value; the gates of an LSTM
+_MAX_BLOCKS = 12
 
 
 class Recipe:
@@ -97,11 +101,58 @@ class Recipe:
         )
 
 
+def _cut_points(use: Node, num: int) -> list[Blocks]:
+    """The blocks into which readers of a weighted sum take a dim of `num` apart, by splits and slices."""
+    points: set[int] = set()
+    stack, seen = [(use, 0, num)], {use}
+    while stack and len(seen) < 50:
+        node, start, length = stack.pop()
+        for user in node.users:
+            if user.op != "call_function" or user.meta.get("phase") != "forward" or user in seen:
+                continue
+            seen.add(user)
+            if is_item(user):
+                continue
+            pieces = pieces_of(user, length)
+            points.update(start + edge for piece in pieces for edge in piece[1:])
+            for value, first, last in pieces:
+                stack.append((value, start + first, last - first))
+            value = user.meta.get("val")
+            if not pieces and isinstance(value, torch.Tensor) and length in value.shape and length > 1:
+                stack.append((user, start, length))
+    edges = sorted(points | {0, num})
+    lengths = [last - first for first, last in itertools.pairwise(edges)]
+    return [blocks_of_lengths(lengths)] if 1 < len(lengths) <= _MAX_BLOCKS else []
+
+
+def pieces_of(node: Node, num: int) -> list[tuple[Node, int, int]]:
+    """Where a split or a slice takes pieces of a dim of `num` from: (the piece, first, last)."""
+    source = next(iter(tensor_inputs(node)), None)
+    if source is None or not isinstance(source.meta.get("val"), torch.Tensor):
+        return []
+    shape = source.meta["val"].shape
+    if node.target is aten.slice.Tensor:
+        dim, first, last, step = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
+        if shape[dim] != num or step != 1:  # type: ignore[index]
+            return []
+        first, last, _ = slice(first, last, 1).indices(num)
+        return [(node, first, last)] if last - first < num else []
+    if node.target not in (aten.split.Tensor, aten.split_with_sizes.default):
+        return []
+    dim = node.args[2] if len(node.args) > 2 else 0
+    if shape[dim] != num:  # type: ignore[index]
+        return []
+    widths = [value.shape[dim] for value in node.meta["val"]]
+    ends = list(itertools.accumulate(widths))
+    items = {user.args[1]: user for user in node.users if is_item(user)}
+    return [(items[i], ends[i] - widths[i], ends[i]) for i in sorted(items)]
+
+
 def _first_region(grower: Grower, parameter: Node, use: Node) -> Region | None:
     shape = tuple(parameter.meta["val"].shape)
     grower.stuck = grower.halted = None
     for dim in [0] if use.target in LOOKUPS else range(len(shape)):
-        for blocks in _BLOCKS:
+        for blocks in dict.fromkeys((1, *_cut_points(use, shape[dim]), *_BLOCKS)):
             seed = Shard(dim, blocks)
             if divides(shape, seed, grower.size) and (region := grower.follow(parameter, seed, use)) is not None:
                 return region

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plait.spec.layout import Layout, Only, Replicate, Shard, part_bounds
+from plait.spec.layout import Blocks, Layout, Only, Replicate, Shard, block_lengths, num_units, part_bounds
 from plait.spec.mesh import Mesh
 
 
@@ -93,11 +93,12 @@ def copies(layout: Layout, mesh: Mesh, coordinates: Mapping[str, int]) -> tuple[
     return num, index
 
 
-def _cut(runs: list[tuple[int, int]], size: int, index: int, blocks: int) -> list[tuple[int, int]]:
+def _cut(runs: list[tuple[int, int]], size: int, index: int, blocks: Blocks) -> list[tuple[int, int]]:
     num = sum(length for _, length in runs)
-    if num % (size * blocks) == 0:
-        length = num // (size * blocks)
-        wanted = [((block * size + index) * length, length) for block in range(blocks)]
+    if num % (size * num_units(blocks)) == 0:
+        lengths = block_lengths(num, blocks)
+        starts = itertools.accumulate(lengths, initial=0)
+        wanted = [(start + index * (n // size), n // size) for start, n in zip(starts, lengths, strict=False)]
     else:
         start, stop = part_bounds(num, size, index)
         wanted = [(start, stop - start)]

@@ -58,7 +58,7 @@ def gather_whole(local: Tensor | None, layout: Layout, world: World, dtype: torc
 def _take(whole: Tensor, rank: int, size: int, placement: Shard) -> Tensor:
     """Part `rank` of `size`; one that does not divide evenly is cut as spec.layout.part_bounds says."""
     num = whole.shape[placement.dim]
-    if num % (size * placement.blocks) == 0:
+    if num % (size * placement.num_units) == 0:
         return ops.take(whole, rank, size, placement.dim, placement.blocks)
     start, stop = part_bounds(num, size, rank)
     return whole.narrow(placement.dim, start, stop - start)
@@ -67,7 +67,7 @@ def _take(whole: Tensor, rank: int, size: int, placement: Shard) -> Tensor:
 def _gather(world: World, part: Tensor, axis: str, placement: Shard, layout: Layout) -> Tensor:
     """The inverse of `_take` on every rank; no other axis cuts an uneven dim."""
     dim, size, num = placement.dim, world.mesh.axis_size(axis), layout.shape[placement.dim]
-    if num % (size * placement.blocks) == 0:
+    if num % (size * placement.num_units) == 0:
         return ops.all_gather(world, part, axis, dim, placement.blocks)
     longest = part_bounds(num, size, 0)[1]
     padding = part.new_zeros((*part.shape[:dim], longest - part.shape[dim], *part.shape[dim + 1 :]))

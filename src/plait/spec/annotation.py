@@ -2,8 +2,9 @@
 
     {"*.q_proj.weight": "tensor, -", "*.c_attn.weight": "-, tensor/3", "branch1.*": "only:tensor=1", "*.norm.*": "-"}
 
-An entry has one word a dim: an axis, an axis with blocks (`tensor/3`), or `-` for whole. A lone `-` leaves a parameter
-of any rank whole; `only:axis=i` puts it on one rank. The first pattern that matches a parameter decides.
+An entry has one word a dim: an axis, an axis with blocks (`tensor/3`; unequal ones as `tensor/4+1+1`), or `-` for
+whole. A lone `-` leaves a parameter of any rank whole; `only:axis=i` puts it on one rank. The first pattern that
+matches a parameter decides.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from plait.errors import LayoutError
-from plait.spec.layout import REPLICATE, Only, Placement, Shard, check_shard
+from plait.spec.layout import REPLICATE, Only, Placement, Shard, check_shard, parse_blocks
 from plait.spec.mesh import Mesh
 
 Annotations = Mapping[str, str]
@@ -41,11 +42,14 @@ def parse_annotation(text: str, shape: tuple[int, ...], mesh: Mesh, name: str) -
             continue
         axis, _, blocks = word.partition("/")
         _check_axis(axis, mesh, text, name)
-        if blocks and not blocks.isdigit():
-            raise LayoutError(f"{text!r} for {name}: {blocks!r} is not a number of blocks")
+        parsed = parse_blocks(blocks or "1")
+        if parsed is None:
+            raise LayoutError(
+                f"{text!r} for {name}: {blocks!r} is not a number of blocks; write 3 for equal ones, 4+1+1 for others"
+            )
         if found_placements[axis] != REPLICATE:
             raise LayoutError(f"{text!r} for {name} shards two dims over one axis, {axis}")
-        placement = Shard(dim, int(blocks or 1))
+        placement = Shard(dim, parsed)
         size = mesh.axis_size(axis)
         check_shard(left, placement, size, axis, name)
         left = tuple(n // size if i == dim else n for i, n in enumerate(left))

@@ -4,6 +4,7 @@
 
 `8@data`        the dim is cut into equal parts, one a rank along axis `data`
 `768@tensor/3`  the dim is three equal blocks laid end to end (a fused q, k, v); each block is cut on its own
+`768@tensor/4+1+1`  the same of unequal blocks, in these proportions (q of more heads than k and v)
 `+data`         partial sums, still to be added over `data` (`^data` maxima, `_data` minima)
 `only:tensor=1` the whole tensor lies on rank 1 of `tensor` and nowhere else (a parallel branch, a pipeline's stage);
                 `only:pipeline=0,3` on these two (tied weights)
@@ -11,8 +12,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from plait.errors import LayoutError
@@ -24,12 +26,55 @@ class Replicate:
     """Every rank of the axis holds the whole tensor."""
 
 
+Blocks = int | tuple[int, ...]  # so many equal blocks, or blocks in these proportions
+
+
+def blocks_of_lengths(lengths: Sequence[int]) -> Blocks:
+    """How blocks of these lengths are written: by their number if they are equal, else by their proportions."""
+    unit = math.gcd(*lengths)
+    if unit == 0 or len(set(lengths)) == 1:
+        return len(lengths)
+    return tuple(length // unit for length in lengths)
+
+
+def num_units(blocks: Blocks) -> int:
+    """Into how many equal units the blocks divide a dim: it can be cut over N ranks if N times as many divide it."""
+    return blocks if isinstance(blocks, int) else sum(blocks)
+
+
+def block_lengths(num: int, blocks: Blocks) -> tuple[int, ...]:
+    """The lengths of the blocks of a dim of `num`."""
+    unit = num // num_units(blocks)
+    return (unit,) * blocks if isinstance(blocks, int) else tuple(unit * part for part in blocks)
+
+
+def parse_blocks(text: str) -> Blocks | None:
+    """`3`, or the proportions `4+1+1`; None for anything else."""
+    if re.fullmatch(r"\d+(\+\d+)*", text) is None or 0 in (parts := [int(part) for part in text.split("+")]):
+        return None
+    return parts[0] if len(parts) == 1 else blocks_of_lengths(parts)
+
+
 @dataclass(frozen=True)
 class Shard:
-    """Every rank holds an equal part of `dim`; with `blocks` > 1 an equal part of each of that many equal blocks."""
+    """Every rank holds an equal part of `dim`; with several `blocks` an equal part of each block."""
 
     dim: int
-    blocks: int = 1
+    blocks: Blocks = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.blocks, int):  # one way to write each
+            object.__setattr__(self, "blocks", blocks_of_lengths(self.blocks))
+
+    @property
+    def num_units(self) -> int:
+        return num_units(self.blocks)
+
+    def blocks_text(self) -> str:
+        """As it is written after the axis: nothing for one block."""
+        if isinstance(self.blocks, int):
+            return f"/{self.blocks}" if self.blocks > 1 else ""
+        return "/" + "+".join(map(str, self.blocks))
 
 
 @dataclass(frozen=True)
@@ -78,8 +123,8 @@ def local_shape(shape: tuple[int, ...], placement: Placement, size: int) -> tupl
 
 def divides(shape: tuple[int, ...], placement: Shard, size: int) -> bool:
     """Whether the dim can be cut evenly, block by block."""
-    dim, blocks = placement.dim, placement.blocks
-    return 0 <= dim < len(shape) and shape[dim] % (blocks * size) == 0 and shape[dim] > 0
+    dim = placement.dim
+    return 0 <= dim < len(shape) and shape[dim] % (placement.num_units * size) == 0 and shape[dim] > 0
 
 
 def check_shard(shape: tuple[int, ...], placement: Shard, size: int, axis: str = "axis", name: str = "tensor") -> None:
@@ -87,7 +132,7 @@ def check_shard(shape: tuple[int, ...], placement: Shard, size: int, axis: str =
     if not 0 <= placement.dim < len(shape):
         raise LayoutError(f"{name} of shape {list(shape)} has no dim {placement.dim} to shard over {axis}")
     if not divides(shape, placement, size):
-        blocks = f" in {placement.blocks} blocks" if placement.blocks > 1 else ""
+        blocks = f" in blocks of {placement.blocks_text()[1:]}" if placement.blocks != 1 else ""
         raise LayoutError(
             f"{axis}={size} does not divide dim {placement.dim} of {name}: {shape[placement.dim]}{blocks}"
             f" (shape {list(shape)}); choose a size of {axis} that divides it, or leave the dim whole with '-'"
@@ -136,7 +181,7 @@ class Layout:
             text = str(n)
             for axis, p in self.placements:
                 if isinstance(p, Shard) and p.dim == dim:
-                    text += f"@{axis}" + (f"/{p.blocks}" if p.blocks > 1 else "")
+                    text += f"@{axis}{p.blocks_text()}"
             dims.append(text)
         tail = "".join(f" {_MARK[p.op]}{axis}" for axis, p in self.placements if isinstance(p, Partial))
         tail += "".join(
@@ -160,7 +205,10 @@ class Layout:
             shape.append(int(size))
             for mark in marks:
                 axis, _, blocks = mark.partition("/")
-                placements.append((axis, Shard(dim, int(blocks or 1))))
+                parsed = parse_blocks(blocks or "1")
+                if parsed is None:
+                    raise LayoutError(f"cannot read dim {dim} of {text!r}: {blocks!r} is no number of blocks")
+                placements.append((axis, Shard(dim, parsed)))
         for word in tail.split():
             if word[0] in _OP:
                 placements.append((word[1:], Partial(_OP[word[0]])))

@@ -22,6 +22,7 @@ from plait.graph.rules.base import (
     register,
 )
 from plait.graph.rules.dims import blocks_of, broadcast_dim, first_operand, overloads
+from plait.spec.layout import Blocks
 
 SAMPLES, HEADS, QUERIES = 0, 1, 2
 # How a tensor looks: [B, H, S, D] of queries, [B, H, T, D] of keys, [B, H, S], mask over [B, H, S, T], or none of it.
@@ -39,7 +40,7 @@ class Signature:
     dropout: tuple[int, str]
 
 
-def _placement(spec: Spec, look: str, factor: int, blocks: int, scores: tuple[int, ...]) -> Placement | None:
+def _placement(spec: Spec, look: str, factor: int, blocks: Blocks, scores: tuple[int, ...]) -> Placement | None:
     """None for a tensor that lacks the factor."""
     dim: int | None
     match look:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Node
 
-from plait.spec.layout import REPLICATE, Partial, Placement, Replicate, Shard
+from plait.spec.layout import REPLICATE, Blocks, Partial, Placement, Replicate, Shard
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,11 @@ class Strategy:
 Placements = tuple[Placement, ...]
 
 
+def by_number(blocks: Blocks) -> tuple[int, ...]:
+    """The order in which blocks are tried: those that are equal first."""
+    return (0, blocks) if isinstance(blocks, int) else (1, *blocks)
+
+
 def no_strategies(call: Call, given: Placements, size: int) -> Sequence[Strategy]:
     return ()
 
@@ -167,7 +172,7 @@ def strategies_of(rule: Rule, call: Call, given: Placements, size: int) -> list[
                 tuple(REPLICATE if dim is None else Shard(dim, b) for dim in factor.inputs),
                 tuple(Partial(factor.reduce) if dim is None else Shard(dim, b) for dim in factor.outputs),
             )
-            for b in sorted(blocks)
+            for b in sorted(blocks, key=by_number)
         ]
     for group in rule.linear(call):
         inputs = tuple(Partial() if i in group else REPLICATE for i in range(len(call.inputs)))

@@ -21,13 +21,15 @@ from plait.graph.rules.base import (
     Shard,
     Spec,
     Strategy,
+    by_number,
     register,
 )
 from plait.graph.rules.dims import overloads, widened
 from plait.graph.rules.norm import statistics_dtype
+from plait.spec.layout import Blocks
 
 
-def _channel(spec: Spec | None, x: Spec, blocks: int) -> Placement:
+def _channel(spec: Spec | None, x: Spec, blocks: Blocks) -> Placement:
     """Of a tensor of x's shape, of one value a channel, or of neither (an empty one)."""
     if spec is None or spec.shape not in (x.shape, x.shape[1:2]):
         return REPLICATE
@@ -40,7 +42,7 @@ def _strategies(is_training: Callable[[Call], bool]) -> Callable[[Call, Placemen
         blocks = {1} | {p.blocks for p in given if isinstance(p, Shard)}
         found = [
             Strategy(tuple(_channel(s, x, b) for s in call.inputs), tuple(_channel(s, x, b) for s in call.outputs))
-            for b in sorted(blocks)
+            for b in sorted(blocks, key=by_number)
         ]
         for d in () if is_training(call) else (0, *range(2, x.ndim)):
             found += [
@@ -48,7 +50,7 @@ def _strategies(is_training: Callable[[Call], bool]) -> Callable[[Call, Placemen
                     tuple(Shard(d, b) if s.shape == x.shape else REPLICATE for s in call.inputs),
                     tuple(_sample(s, x, Shard(d, b), call) for s in call.outputs),
                 )
-                for b in sorted(blocks)
+                for b in sorted(blocks, key=by_number)
             ]
         return found
 

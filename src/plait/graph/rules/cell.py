@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plait.graph.rules.base import Call, Partial, Placements, Rule, Shard, Strategy, register
-from plait.graph.rules.dims import blocks_of, first_operand, overloads, positive, sharded_strategy
+from plait.graph.rules.dims import blocks_of, equal_blocks_of, first_operand, overloads, positive, sharded_strategy
 
 
 def _samples(call: Call, given: Placements, size: int) -> list[Strategy]:
@@ -29,7 +29,7 @@ def _halves(call: Call, given: Placements, size: int) -> list[Strategy]:
     dim = positive(call.arg(2 if backward else 1, "dim", -1), x.ndim)
     found = []
     for d in range(x.ndim):
-        for b in blocks_of(given, (d,) * len(given)) if d != dim else _half_blocks(given[0], dim, backward):
+        for b in equal_blocks_of(given, (d,) * len(given)) if d != dim else _half_blocks(given[0], dim, backward):
             whole = Shard(d, b if d != dim else 2 * b)
             part = Shard(d, b)
             found.append(Strategy((part, whole) if backward else (whole,), (whole,) if backward else (part,)))
@@ -39,6 +39,8 @@ def _halves(call: Call, given: Placements, size: int) -> list[Strategy]:
 def _half_blocks(placement: object, dim: int, backward: bool) -> list[int]:
     """Blocks of one half, from those that the half (backward) or the whole (forward) has now."""
     if not isinstance(placement, Shard) or placement.dim != dim:
+        return [1]
+    if not isinstance(placement.blocks, int):
         return [1]
     return sorted({1, placement.blocks if backward else max(placement.blocks // 2, 1)})
 

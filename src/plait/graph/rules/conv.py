@@ -15,9 +15,11 @@ from plait.graph.rules.base import (
     Rule,
     Shard,
     Strategy,
+    by_number,
     register,
 )
 from plait.graph.rules.dims import aten, first_operand, overloads, put
+from plait.spec.layout import Blocks, divides
 
 BATCH, FILTERS, CHANNELS, GROUPS = "batch", "filters", "channels", "groups"
 # Dims of (input, weight, output) that each factor runs through, for a weight of [filters, channels, ...].
@@ -30,21 +32,21 @@ def _dims(kind: str, transposed: bool) -> tuple[int | None, int | None, int | No
     return x, (1 - weight if transposed and weight is not None and kind != GROUPS else weight), out
 
 
-def _part(dim: int | None, blocks: int) -> Placement:
+def _part(dim: int | None, blocks: Blocks) -> Placement:
     return REPLICATE if dim is None else Shard(dim, blocks)
 
 
-def _kinds(groups: int, size: int, blocks: int) -> Sequence[str]:
+def _kinds(groups: int, size: int, blocks: Blocks) -> Sequence[str]:
     if groups == 1:
         return (BATCH, FILTERS, CHANNELS)
-    return (BATCH, GROUPS) if groups % (size * blocks) == 0 else (BATCH,)
+    return (BATCH, GROUPS) if divides((groups,), Shard(0, blocks), size) else (BATCH,)
 
 
 def _forward(call: Call, given: Placements, size: int) -> list[Strategy]:
     """(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
     transposed, groups = call.args[6], call.args[8]
     found = []
-    for b in sorted({1} | {p.blocks for p in given if isinstance(p, Shard)}):
+    for b in sorted({1} | {p.blocks for p in given if isinstance(p, Shard)}, key=by_number):
         for kind in _kinds(groups, size, b):
             x, weight, out = _dims(kind, transposed)
             inputs: list[Placement] = [_part(x, b), _part(weight, b)]
@@ -79,7 +81,7 @@ def _backward(call: Call, given: Placements, size: int) -> list[Strategy]:
     """(grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask)."""
     transposed, groups = call.args[7], call.args[9]
     found = []
-    for b in sorted({1} | {p.blocks for p in given if isinstance(p, Shard)}):
+    for b in sorted({1} | {p.blocks for p in given if isinstance(p, Shard)}, key=by_number):
         for kind in _kinds(groups, size, b):
             x, weight, out = _dims(kind, transposed)
             # What lacks the factor is a sum over it, but for the bias, which knows nothing of the input's channels.

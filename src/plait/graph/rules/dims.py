@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from plait.graph.rules.base import REPLICATE, Call, Factor, Placement, Shard, Spec, Strategy
+from plait.graph.rules.base import REPLICATE, Call, Factor, Placement, Shard, Spec, Strategy, by_number
+from plait.spec.layout import Blocks
 
 aten = torch.ops.aten
 
@@ -60,7 +61,7 @@ def pointwise_factors(call: Call) -> list[Factor]:
     ]
 
 
-def placed(spec: Spec | None, dim: int | None, blocks: int, absent: Placement = REPLICATE) -> Placement:
+def placed(spec: Spec | None, dim: int | None, blocks: Blocks, absent: Placement = REPLICATE) -> Placement:
     """Shard(dim, blocks) of a tensor, `absent` where it lacks the dim, whole where there is no tensor."""
     if spec is None:
         return REPLICATE
@@ -71,7 +72,7 @@ def sharded_strategy(
     call: Call,
     inputs: Sequence[int | None],
     outputs: Sequence[int | None],
-    blocks: int = 1,
+    blocks: Blocks = 1,
     absent: Placement = REPLICATE,
 ) -> Strategy:
     """Shards by dim as a factor does; outputs that lack the dim are `absent`, those that are not there whole."""
@@ -81,9 +82,15 @@ def sharded_strategy(
     )
 
 
-def blocks_of(given: Sequence[Placement], dims: Sequence[int | None]) -> list[int]:
-    """Numbers of blocks worth trying: 1 and those that the inputs have on these dims."""
-    return sorted({1} | {p.blocks for p, d in zip(given, dims, strict=True) if isinstance(p, Shard) and p.dim == d})
+def blocks_of(given: Sequence[Placement], dims: Sequence[int | None]) -> list[Blocks]:
+    """Blocks worth trying: 1 and those that the inputs have on these dims."""
+    found = {p.blocks for p, d in zip(given, dims, strict=True) if isinstance(p, Shard) and p.dim == d}
+    return sorted({1} | found, key=by_number)
+
+
+def equal_blocks_of(given: Sequence[Placement], dims: Sequence[int | None]) -> list[int]:
+    """Those of them that are equal."""
+    return [b for b in blocks_of(given, dims) if isinstance(b, int)]
 
 
 def first_operand(call: Call) -> list[tuple[int, ...]]:

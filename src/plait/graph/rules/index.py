@@ -25,14 +25,16 @@ from plait.graph.rules.base import (
     Strategy,
     register,
 )
-from plait.graph.rules.dims import aten, blocks_of, first_operand, is_floating, overloads, positive, put
+from plait.graph.rules.dims import aten, equal_blocks_of, first_operand, is_floating, overloads, positive, put
+from plait.spec.layout import Blocks
 
 
-def local_index(builder: Builder, index: Node, length: int, blocks: int) -> tuple[Node, Node]:
+def local_index(builder: Builder, index: Node, length: int, blocks: Blocks) -> tuple[Node, Node]:
     """Global indices into a dim of `length`, as indices into this rank's part, and where they are not in it.
 
     The indices that are not in it may be anything: see `masked`.
     """
+    assert isinstance(blocks, int)  # unequal ones are not tried: see `equal_blocks_of`
     width = length // (blocks * builder.size)
     start = builder.call(operator.mul, builder.coordinate(), width)
     if blocks == 1:
@@ -73,7 +75,10 @@ def _embedding_factors(call: Call) -> list[Factor]:
 
 
 def _embedding_rows(call: Call, given: Placements, size: int) -> list[Strategy]:
-    return [Strategy((Shard(0, b), REPLICATE), (Partial(),), _emit_embedding_rows) for b in blocks_of(given, (0, None))]
+    return [
+        Strategy((Shard(0, b), REPLICATE), (Partial(),), _emit_embedding_rows)
+        for b in equal_blocks_of(given, (0, None))
+    ]
 
 
 def _emit_embedding_rows(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
@@ -140,7 +145,8 @@ def _gather_along(call: Call, given: Placements, size: int) -> list[Strategy]:
         return []
     dim = positive(call.args[1], x.ndim)
     return [
-        Strategy((Shard(dim, b), REPLICATE), (Partial(),), _emit_gather_along) for b in blocks_of(given, (dim, None))
+        Strategy((Shard(dim, b), REPLICATE), (Partial(),), _emit_gather_along)
+        for b in equal_blocks_of(given, (dim, None))
     ]
 
 
@@ -189,7 +195,7 @@ def _scatter_along(call: Call, given: Placements, size: int) -> list[Strategy]:
     rest = (REPLICATE,) * (len(call.inputs) - 1)
     found = [
         Strategy((Shard(dim, b), *rest), (Shard(dim, b),), _emit_scatter_along)
-        for b in blocks_of(given, (dim, *(None,) * len(rest)))
+        for b in equal_blocks_of(given, (dim, *(None,) * len(rest)))
     ]
     if call.op in _ADDING and is_floating(x) and index.ndim:
         along = Shard(0 if call.op is aten.index_add.default else dim)

@@ -24,9 +24,9 @@ from plait.graph.rules.base import (
 )
 from plait.graph.rules.dims import (
     aten,
-    blocks_of,
     broadcast_dim,
     broadcast_shape,
+    equal_blocks_of,
     first_operand,
     is_floating,
     overloads,
@@ -87,7 +87,7 @@ def _along(call: Call, given: Placements, size: int) -> list[Strategy]:
     return [
         Strategy((Shard(d, b), *rest), (Partial(),), _emit_along)
         for d in access.indexed
-        for b in blocks_of(given[:1], (d,))
+        for b in equal_blocks_of(given[:1], (d,))
     ]
 
 
@@ -142,13 +142,13 @@ def _put_along(call: Call, given: Placements, size: int) -> list[Strategy]:
     found = [
         Strategy((Shard(d, b), *rest), (Shard(d, b),), _emit_put_along)
         for d in access.indexed
-        for b in blocks_of(given[:1], (d,))
+        for b in equal_blocks_of(given[:1], (d,))
     ]
     if call.arg(3, "accumulate", False) and is_floating(x):
         shape, values = _result_shape(call, access), call.args[2]
         for d, n in enumerate(access.index_shape):
             dims = (*_index_dims(call, access, d), broadcast_dim(values.shape, access.first + d, shape))
-            for b in blocks_of(given[1:], dims) if n > 1 and any(k is not None for k in dims[:-1]) else ():
+            for b in equal_blocks_of(given[1:], dims) if n > 1 and any(k is not None for k in dims[:-1]) else ():
                 inputs = tuple(REPLICATE if k is None else Shard(k, b) for k in dims)
                 found.append(Strategy((REPLICATE, *inputs), (Partial(),), _emit_put_terms))
     return found

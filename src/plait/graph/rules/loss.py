@@ -26,9 +26,9 @@ from plait.graph.rules.base import (
 )
 from plait.graph.rules.dims import (
     aten,
-    blocks_of,
     broadcast_dim,
     broadcast_shape,
+    equal_blocks_of,
     first_operand,
     overloads,
     pointwise_factors,
@@ -106,12 +106,12 @@ def _nll_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
     weight = (REPLICATE,) * (len(call.inputs) - 2)
     found = []
     for d, t in _target_dims(call, 0) if reduction != MEAN else ():
-        for b in blocks_of(given[:2], (d, t)):
+        for b in equal_blocks_of(given[:2], (d, t)):
             out: Placements = (Shard(t, b), REPLICATE) if reduction == 0 else (Partial(), Partial())
             found.append(Strategy((Shard(d, b), Shard(t, b), *weight), out))
     found += [
         Strategy((Shard(classes, b), REPLICATE, *weight), (Partial(), REPLICATE), _emit_nll_classes)
-        for b in blocks_of(given[:1], (classes,))
+        for b in equal_blocks_of(given[:1], (classes,))
     ]
     return found
 
@@ -176,12 +176,12 @@ def _nll_backward_strategies(call: Call, given: Placements, size: int) -> list[S
     rest = (whole,) * (len(call.inputs) - 3)
     found = []
     for d, t in _target_dims(call, 1):
-        for b in blocks_of(given[1:3], (d, t)):
+        for b in equal_blocks_of(given[1:3], (d, t)):
             grad = Shard(t, b) if call.inputs[0].ndim else whole
             found.append(Strategy((grad, Shard(d, b), Shard(t, b), *rest), (Shard(d, b),)))
     found += [
         Strategy((whole, Shard(classes, b), whole, *rest), (Shard(classes, b),), _emit_nll_backward_classes)
-        for b in blocks_of(given[1:2], (classes,))
+        for b in equal_blocks_of(given[1:2], (classes,))
     ]
     return found
 

@@ -6,12 +6,14 @@ tensors of Shard(dim, 1), and cat puts them back.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from plait.graph.rules.base import Builder, Call, Factor, Placements, Rule, Shard, Strategy, register
 from plait.graph.rules.dims import all_operands, aten, blocks_of, first_operand, overloads, positive
+from plait.spec.layout import Blocks, block_lengths, blocks_of_lengths, num_units
 
 
 def _others(position: int) -> Callable[[Call], Sequence[Factor]]:
@@ -30,6 +32,21 @@ def _span(length: int, start: int | None, end: int | None, step: int) -> tuple[i
     return first, max(first, last)
 
 
+def _covered(length: int, blocks: Blocks, first: int, last: int) -> Blocks | None:
+    """The blocks of a dim that lie from `first` to `last`, if they are whole there; None if the ends cut any."""
+    if length % num_units(blocks):
+        return None
+    inner = []
+    start = 0
+    for width in block_lengths(length, blocks):
+        if first <= start and start + width <= last and width:
+            inner.append(width)
+        elif start < last and first < start + width:
+            return None
+        start += width
+    return blocks_of_lengths(inner) if inner else None
+
+
 def _slice_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
     spec = call.inputs[0]
     dim = positive(call.arg(1, "dim", 0), spec.ndim)
@@ -37,11 +54,10 @@ def _slice_strategies(call: Call, given: Placements, size: int) -> list[Strategy
     first, last = _span(spec.shape[dim], call.arg(2, "start"), call.arg(3, "end"), step)
     found = []
     for blocks in blocks_of(given, (dim,)):
-        width, rest = divmod(spec.shape[dim], blocks)
-        if step == 1 and not rest and width and first % width == 0 and last % width == 0 and last > first:
-            pieces = (last - first) // width
+        pieces = _covered(spec.shape[dim], blocks, first, last) if step == 1 else None
+        if pieces is not None:
             found.append(Strategy((Shard(dim, blocks),), (Shard(dim, pieces),), _emit_slice))
-        if _every(spec.shape[dim], first, last, step, blocks * size):
+        if _every(spec.shape[dim], first, last, step, num_units(blocks) * size):
             found.append(Strategy((Shard(dim, blocks),), (Shard(dim, blocks),)))
     return found
 
@@ -62,15 +78,20 @@ register(*overloads("slice.Tensor"), rule=Rule(factors=_others(1), strategies=_s
 
 
 def _split_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
+    """Blocks that the pieces hold whole: those that the input has, or, as a reader may want, each piece a block."""
     spec = call.inputs[0]
     dim = positive(call.arg(2, "dim", 0), spec.ndim)
     widths = [o.shape[dim] for o in call.outputs if o is not None]
+    tried = blocks_of(given, (dim,))
+    if not isinstance(given[0], Shard) and widths and min(widths) > 0:
+        tried.append(blocks_of_lengths(widths))
     found = []
-    for blocks in blocks_of(given, (dim,)):
-        width, rest = divmod(spec.shape[dim], blocks)
-        if not rest and width and all(w % width == 0 and w for w in widths):
-            pieces = tuple(Shard(dim, w // width) for w in widths)
-            found.append(Strategy((Shard(dim, blocks),), pieces, _emit_split))
+    for blocks in dict.fromkeys(tried):
+        ends = list(itertools.accumulate(widths))
+        pieces = [_covered(spec.shape[dim], blocks, end - width, end) for end, width in zip(ends, widths, strict=True)]
+        if all(piece is not None for piece in pieces):
+            outputs = tuple(Shard(dim, piece) for piece in pieces if piece is not None)
+            found.append(Strategy((Shard(dim, blocks),), outputs, _emit_split))
     return found
 
 
@@ -113,12 +134,21 @@ def _cat_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
     if any(s.ndim != out.ndim or s.shape[dim] == 0 for s in call.inputs):
         return []
     widths = [s.shape[dim] for s in call.inputs]
-    blocks = {w // p.blocks for w, p in zip(widths, given, strict=True) if isinstance(p, Shard) and p.dim == dim}
-    return [
+    have = [p.blocks if isinstance(p, Shard) and p.dim == dim else 1 for p in given]
+    blocks = {
+        w // p.blocks
+        for w, p in zip(widths, given, strict=True)
+        if isinstance(p, Shard) and p.dim == dim and isinstance(p.blocks, int)
+    }
+    found = [
         Strategy(tuple(Shard(dim, w // width) for w in widths), (Shard(dim, out.shape[dim] // width),))
         for width in sorted(blocks or {math.gcd(*widths)})
         if all(w % width == 0 for w in widths)
     ]
+    if all(w % num_units(b) == 0 for w, b in zip(widths, have, strict=True)):  # each as it is, end to end
+        lengths = [n for w, b in zip(widths, have, strict=True) for n in block_lengths(w, b)]
+        found.append(Strategy(tuple(Shard(dim, b) for b in have), (Shard(dim, blocks_of_lengths(lengths)),)))
+    return found
 
 
 register(*overloads("cat"), rule=Rule(factors=_cat_factors, strategies=_cat_strategies, linear=all_operands))
@@ -140,11 +170,15 @@ def _slice_backward_strategies(call: Call, given: Placements, size: int) -> list
     first, last = _span(sizes[dim], call.args[3], call.args[4], call.args[5])
     found = []
     for blocks in blocks_of(given, (dim,)):
-        width, rest = divmod(last - first, blocks)
-        if call.args[5] == 1 and width and not rest and first % width == 0 and sizes[dim] % width == 0:
-            out = Shard(dim, sizes[dim] // width)
+        width, rest = divmod(last - first, num_units(blocks))
+        if call.args[5] == 1 and width and not rest:
+            if isinstance(blocks, int) and first % width == 0 and sizes[dim] % width == 0:
+                out = Shard(dim, sizes[dim] // width)
+                found.append(Strategy((Shard(dim, blocks),), (out,), _emit_slice_backward))
+            lengths = [first, *block_lengths(last - first, blocks), sizes[dim] - last]
+            out = Shard(dim, blocks_of_lengths([n for n in lengths if n]))
             found.append(Strategy((Shard(dim, blocks),), (out,), _emit_slice_backward))
-        if _every(sizes[dim], first, last, call.args[5], blocks * size):
+        if _every(sizes[dim], first, last, call.args[5], num_units(blocks) * size):
             found.append(Strategy((Shard(dim, blocks),), (Shard(dim, blocks),), _emit_every_backward))
     return found
 

@@ -47,6 +47,8 @@ def carry(source: Shape, target: Shape, shard: Shard, size: int) -> Shard | None
     for dims, into in view_groups(source, target):
         if shard.dim not in dims:
             continue
+        if not isinstance(shard.blocks, int):
+            return _carry_unequal(source, target, shard, size, dims, into)
         left = math.prod(source[dims.start : shard.dim]) * shard.blocks
         before = 1
         for dim in into:
@@ -54,6 +56,14 @@ def carry(source: Shape, target: Shape, shard: Shard, size: int) -> Shard | None
                 return Shard(dim, left // before)
             before *= target[dim]
     return None
+
+
+def _carry_unequal(source: Shape, target: Shape, shard: Shard, size: int, dims: range, into: range) -> Shard | None:
+    """Unequal blocks stay on the first dim of the group, in the same proportions."""
+    dim = next((d for d in into if target[d] > 1), None)
+    if math.prod(source[dims.start : shard.dim]) > 1 or dim is None or target[dim] % (shard.num_units * size):
+        return None
+    return Shard(dim, shard.blocks)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -66,10 +76,13 @@ def _view_strategies(source: Shape, target: Shape, given: Shard | None, size: in
         wanted = [Shard(d, b) for d in range(len(target)) for b in _TRIED]
     found: dict[tuple[Shard, Shard], Strategy] = {}
     for shard in shards:
-        if source[shard.dim] % (shard.blocks * size) == 0 and (out := carry(source, target, shard, size)) is not None:
+        if (
+            source[shard.dim] % (shard.num_units * size) == 0
+            and (out := carry(source, target, shard, size)) is not None
+        ):
             found[shard, out] = Strategy((shard,), (out,))
     for out in wanted:
-        if target[out.dim] % (out.blocks * size) == 0 and (back := carry(target, source, out, size)) is not None:
+        if target[out.dim] % (out.num_units * size) == 0 and (back := carry(target, source, out, size)) is not None:
             found.setdefault((back, out), Strategy((back,), (out,)))
     return tuple(found.values())
 
