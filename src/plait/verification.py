@@ -169,7 +169,7 @@ class Verifier:
             key = step_key(self.seed, step)
             given = (twin, self.captures.loss_fn, self.batch, plan, key)
             if stale is not None:  # which updates as it goes
-                found = stale_step(*given, stale, optimizer)
+                found = stale_step(*given, stale, optimizer, num_parts)
             else:
                 found = one_device_step(*given, num_parts, scale)
             losses.append(float(found.loss))
@@ -216,7 +216,9 @@ class Verifier:
 
     def _twin(self, rounding: float, draw: int = 0) -> nn.Module:
         """A copy of the model, its weights changed by rounding."""
-        twin = copy.deepcopy(self.captures.model).train()
+        twin = copy.deepcopy(self.captures.model)
+        if not twin.training:  # else as in the capture, each submodule in its own mode
+            twin.train()
         named = dict(twin.named_parameters())
         for name, original in self.captures.model.named_parameters():
             for hook in (original._backward_hooks or {}).values():  # which a copy does not have
@@ -267,8 +269,8 @@ def verify(
     ranks as threads. The reference is the serial program of the plan's definition, in the same order; losses are of
     pushes, gradients are not compared, and with sync=H it takes as many steps as whole rounds have.
 
-    With batchnorm=local the reference runs the model on each rank's part of the batch in turn, and cannot draw the
-    same dropout masks: verify such a plan with dropout off.
+    With batchnorm=local the reference runs the model on the whole batch, in which batch norm takes statistics of each
+    rank's rows alone; its running statistics are those of the first rank.
     """
     verifier = Verifier(model, loss_fn, batch, optimizer=optimizer, steps=steps, seed=seed, clip_norm=clip_norm)
     return verifier.verify(plan, layouts=layouts, tolerance=tolerance)

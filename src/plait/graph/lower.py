@@ -23,6 +23,7 @@ from plait.graph.propagate import propagate
 from plait.graph.recipe import recipe
 from plait.graph.recompute import recompute
 from plait.graph.rows import Cut
+from plait.graph.rules.dims import overloads
 from plait.graph.share import SplitShare, split_share, step_flops
 from plait.graph.turns import graphs_of_turns, narrowed, turns_of
 from plait.graph.zero import cut_of, state_layouts
@@ -32,13 +33,11 @@ from plait.spec.plan import BATCH_AXES, Plan
 
 aten = torch.ops.aten
 BATCH_NORM = frozenset(
-    getattr(aten, name).default
-    for name in (
+    overloads(
         "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
         "_batch_norm_with_update", "_batch_norm_with_update_functional", "native_batch_norm_backward",
-        "batch_norm_backward", "cudnn_batch_norm", "cudnn_batch_norm_backward",
+        "batch_norm_backward", "cudnn_batch_norm", "cudnn_batch_norm_backward", "_native_batch_norm_legit.no_stats",
     )
-    if hasattr(aten, name)
 )  # fmt: skip
 _SHORT = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.bool: "bool"}
 
@@ -152,8 +151,6 @@ def lower(
         else:
             local_ops = BATCH_NORM if _local_norm(plan, axis) else frozenset()
             laid_out = propagate(graph, size, fixed, wanted, origin, local_ops)
-        if _local_norm(plan, axis):
-            laid_out.broadcast_outputs = frozenset(i for i, o in enumerate(captured.outputs) if o.kind == "buffer")
         before = 0 if axis in BATCH_AXES else step_flops(graph)
         graph = partition(laid_out, axis)
         if axis not in BATCH_AXES:

@@ -7,6 +7,7 @@ form is computed in that form, if that costs nothing (a mask, a table of positio
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, Node
 
+from plait.errors import PlanError
+from plait.graph import ops
 from plait.graph.calls import (
     NO_RULE,
     call_of,
@@ -32,6 +35,10 @@ from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Sh
 
 # Moving a parameter that somebody sharded would undo the decision: only where nothing else works.
 PARAMETER_WEIGHT = 1000.0
+aten = torch.ops.aten
+_KEEPING = frozenset(  # a running statistic is still one after these
+    {aten.copy.default, aten._to_copy.default, aten.clone.default, aten.detach.default, ops.broadcast}
+)
 _ADDITIVE = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.reshape.default, torch.ops.aten.t.default})
 
 
@@ -57,7 +64,8 @@ class Propagation:
 
 
 class Propagator:
-    """One walk over a graph. `local_ops` are ops whose data stays local by the user's wish (batchnorm=local)."""
+    """One walk over a graph. `local_ops` are the batch norms whose statistics are each rank's own by the user's wish
+    (batchnorm=local)."""
 
     def __init__(self, graph: Graph, size: int, local_ops: frozenset[object] = frozenset()) -> None:
         self.found = Propagation(graph, size)
@@ -66,6 +74,7 @@ class Propagator:
         self.calls: dict[Node, Call] = {}
         self.available: dict[Node, set[Placement]] = {}  # forms in which a value exists already
         self.from_parameter: set[Node] = set()
+        self.own: set[Node] = set()  # statistics of a rank's rows: other numbers on each rank
 
     def run(
         self, fixed: Mapping[str, Placement], origin: Mapping[str, str], required: tuple[Placement, ...]
@@ -83,6 +92,8 @@ class Propagator:
         while node.op != "output":
             node = self._visit(node)
         self._sink(required)
+        (results,) = output_node(found.graph).args
+        found.broadcast_outputs = frozenset(i for i, node in enumerate(results) if node in self.own)  # type: ignore[arg-type]
         if found.without_rule:
             names = ", ".join(sorted(found.without_rule))
             warnings.warn(f"plait has no rule for {names}: it runs on whole inputs on every rank", stacklevel=2)
@@ -90,12 +101,19 @@ class Propagator:
 
     def _visit(self, node: Node) -> Node:
         """Decide for one node and return the next one to visit."""
+        if self.own and node.op == "call_function":
+            self._follow_own(node)
         if node.op != "call_function" or is_item(node):
             return node.next
         inputs = tensor_inputs(node)
         given = tuple(self.found.placement(i) for i in inputs)
+        if node.target in self.local_ops and is_statistical(self.call(node)):
+            self._check_rows(node, given)
         if all(isinstance(p, Replicate) for p in given):  # by far the most common: nothing to decide
             self._set(node, inputs, whole_strategy(given, node))
+            return node.next
+        if node.target in self.local_ops and (local := self._local(node, given)) is not None:
+            self._set(node, inputs, local)
             return node.next
         call = self.call(node)
         rule = rule_of(node)
@@ -107,6 +125,53 @@ class Propagator:
         self._set(node, inputs, strategy)
         return node.next
 
+    def _local(self, node: Node, given: tuple[Placement, ...]) -> Strategy | None:
+        """Batch norm over a rank's rows: what has rows stays as it is cut, statistics are the rank's own, gradients of
+        weights are terms. None where no rows are cut, as of instance norm, whose samples are channels."""
+        call = self.call(node)
+        shape = max((spec.shape for spec in call.inputs), key=len)
+        rows = [p for p, spec in zip(given, call.inputs, strict=True) if spec.shape == shape and isinstance(p, Shard)]
+        if not rows or rows[0].dim == 1:
+            return None
+        part = rows[0]
+        inputs = tuple(part if spec.shape == shape else REPLICATE for spec in call.inputs)
+        forward = is_statistical(call)
+        rest: Placement = REPLICATE if forward else Partial()
+        if forward:
+            self.own |= {user for user in node.users if is_item(user) and user.args[1] != 0}
+        return Strategy(inputs, tuple(part if o is not None and o.shape == shape else rest for o in call.outputs))
+
+    def _check_rows(self, node: Node, given: tuple[Placement, ...]) -> None:
+        """PlanError where a rank's rows are not a part of the input of a batch norm in training, or too few."""
+        x, where = self.call(node).inputs[0], node.meta.get("module") or "the loss"
+        part = given[0]
+        if isinstance(part, Shard) and part.dim == 1:
+            return  # instance norm
+        if not isinstance(part, Shard) or part.dim != 0 or part.blocks != 1:
+            raise PlanError(
+                f"batchnorm=local: the input of the batch norm {where}, of shape {list(x.shape)}, does not have a"
+                f" rank's rows one after the other in its first dim (its layout is {part}); take batchnorm=global"
+            )
+        count = math.prod(x.shape) // (x.shape[1] * self.size)
+        if count < 2:
+            raise PlanError(
+                f"batchnorm=local: a rank has {count} value per channel for the batch norm {where}, whose input has"
+                f" shape {list(x.shape)} before it is cut over {self.size} ranks, and statistics need 2; give more"
+                " rows, fewer ranks along the axes that cut the batch, less of micro, or batchnorm=global"
+            )
+
+    def _follow_own(self, node: Node) -> None:
+        """Statistics of one rank go into running statistics and into the norm's own backward. PlanError for another
+        reader, which would be given other numbers on each rank."""
+        if node.target in self.local_ops or self.own.isdisjoint(node.all_input_nodes):
+            return
+        if node.target not in _KEEPING:
+            raise PlanError(
+                f"batchnorm=local: {node.target} in {node.meta.get('module') or 'the loss'} reads statistics of a batch"
+                " norm, which are other numbers on each rank; take batchnorm=global"
+            )
+        self.own.add(node)
+
     def call(self, node: Node) -> Call:
         if node not in self.calls:
             self.calls[node] = call_of(node)
@@ -116,8 +181,6 @@ class Propagator:
         self, node: Node, rule: Rule, call: Call, inputs: list[Node], given: tuple[Placement, ...]
     ) -> tuple[Strategy, float, bool]:
         """The cheapest strategy, its bytes, and whether it gives up a shard that an input has."""
-        if node.target in self.local_ops:
-            return local_strategy(call, given), 0.0, False
         options = [s for s in strategies_of(rule, call, given, self.size) if fits(s, call, self.size)]
         options += only_strategies(call, given)
         bytes_in = [num_bytes(i.meta["val"]) for i in inputs]
@@ -244,14 +307,9 @@ def only_strategies(call: Call, given: tuple[Placement, ...]) -> list[Strategy]:
     return [Strategy((place,) * len(given), (place,) * len(call.outputs))]
 
 
-def local_strategy(call: Call, given: tuple[Placement, ...]) -> Strategy:
-    """Batch-sharded tensors stay as they are; what a rank works out from its own part counts as whole (its statistics)
-    or as a term (gradients of parameters)."""
-    batch = call.inputs[0].shape
-    backward = sum(isinstance(p, Shard) for p in given) > 1
-    rest: Placement = Partial() if backward else REPLICATE
-    inputs = tuple(p if isinstance(p, Shard) else REPLICATE for p in given)
-    return Strategy(inputs, tuple(given[0] if o is not None and o.shape == batch else rest for o in call.outputs))
+def is_statistical(call: Call) -> bool:
+    """Whether a batch norm works out statistics of its input: the forward pass, in training."""
+    return sum(spec.shape == call.inputs[0].shape for spec in call.inputs) == 1
 
 
 def fits(strategy: Strategy, call: Call, size: int) -> bool:

@@ -2,21 +2,56 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from plait.graph.loss import Loss, Outputs, copied, join_outputs, read_loss
 from plait.graph.pipeline import Pipeline
 from plait.graph.precision import Precision
 from plait.graph.random import GlobalRandom
 from plait.run.compiler import LossFn
-from plait.run.local_batch import batch_part, num_rows
+from plait.run.local_batch import num_rows
 from plait.run.microbatch import micro_key, microbatches
 from plait.spec.plan import Plan
+
+_SIGNATURES = {  # torch.batch_norm is not written in Python
+    F.batch_norm: inspect.signature(F.batch_norm),
+    torch.batch_norm: inspect.signature(
+        lambda input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled: None
+    ),
+}
+
+
+class LocalBatchNorm(TorchFunctionMode):
+    """What batchnorm=local computes, on one device: while entered, batch norm in training takes statistics of each of
+    `num_parts` equal runs of rows alone. Running statistics are those of the first, as of rank 0 in PyTorch's DDP."""
+
+    def __init__(self, num_parts: int) -> None:
+        super().__init__()
+        self._num_parts = num_parts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (F.batch_norm, torch.batch_norm):
+            return func(*args, **(kwargs or {}))
+        bound = _SIGNATURES[func].bind(*args, **(kwargs or {}))
+        given = bound.arguments
+        if not given.get("training"):
+            return func(*args, **(kwargs or {}))
+        found = []
+        for index, rows in enumerate(given["input"].chunk(self._num_parts)):
+            given["input"] = rows
+            if index:
+                given["running_mean"] = given["running_var"] = None
+            found.append(func(*bound.args, **bound.kwargs))
+        return torch.cat(found)
 
 
 class OneDevice(NamedTuple):
@@ -28,26 +63,10 @@ class OneDevice(NamedTuple):
 
 
 def one_device_loss(model: nn.Module, loss_fn: LossFn, batch: Any, num_parts: int = 1) -> Loss:
-    """What the model itself gives on the whole batch; with several parts, part after part, for local batch norm."""
-    if num_parts == 1:
+    """What the model itself gives on the whole batch; with several parts, of local batch norm."""
+    with LocalBatchNorm(num_parts) if num_parts > 1 else nullcontext():
         found = read_loss(loss_fn(model, batch), num_rows(batch))
-        return replace(found, outputs=None if found.outputs is None else copied(found.outputs))
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
-    parts = []
-    kept: dict[str, Tensor] = {}
-    for index in range(num_parts):
-        for name, buffer in model.named_buffers():
-            buffer.data.copy_(buffers[name])
-        part = batch_part(batch, index, num_parts)
-        parts.append(one_device_loss(model, loss_fn, part))
-        if index == 0:  # running statistics are rank 0's
-            kept = {name: b.clone() for name, b in model.named_buffers()}
-    for name, buffer in model.named_buffers():
-        buffer.data.copy_(kept[name])
-    total = torch.stack([part.total for part in parts]).sum()
-    outputs = _joined([part.outputs for part in parts])
-    weights = [part.weight for part in parts if part.weight is not None]
-    return Loss(total, torch.stack(weights).sum(), outputs) if weights else Loss(total / num_parts, None, outputs)
+    return replace(found, outputs=None if found.outputs is None else copied(found.outputs))
 
 
 def one_device_step(
@@ -90,6 +109,7 @@ def stale_step(
     key: int,
     pipeline: Pipeline,
     optimizer: torch.optim.Optimizer,
+    num_parts: int = 1,
 ) -> OneDevice:
     """A step of an asynchronous pipeline as its definition reads, on one device: losses, gradients and updates.
 
@@ -111,7 +131,7 @@ def stale_step(
             parameter.data.copy_(history[schedule.version(rank, micro)][name])
         with GlobalRandom(micro_key(key, micro)):
             with precision.computing(model, device):
-                found = one_device_loss(model, loss_fn, part)
+                found = one_device_loss(model, loss_fn, part, num_parts)
             (found.mean.float() / num).backward()
         total, weight = found.pair
         totals.append(total.detach().float())
