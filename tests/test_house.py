@@ -37,6 +37,7 @@ def test_public_surface() -> None:
         "Mean",
         "Mesh",
         "Min",
+        "ModelError",
         "PlaitError",
         "Plan",
         "PlanError",

@@ -36,6 +36,7 @@ _HOME = {
     "CaptureError": "plait.errors",
     "BatchError": "plait.errors",
     "LossError": "plait.errors",
+    "ModelError": "plait.errors",
     "ConfigError": "plait.errors",
     "DataError": "plait.errors",
     "CheckpointError": "plait.errors",

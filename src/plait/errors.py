@@ -15,6 +15,10 @@ class ScheduleError(PlanError):
     """A schedule that cannot be read, that misses or repeats an action, or that deadlocks; the message has its grid."""
 
 
+class ModelError(PlaitError, RuntimeError):
+    """A use of the model's weights while a trainer has them elsewhere."""
+
+
 class LayoutError(PlaitError, ValueError):
     """A layout that does not fit the mesh or the tensor's shape, or a pattern that matches nothing."""
 

@@ -7,8 +7,8 @@ import logging
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -27,11 +27,14 @@ from plait.graph.share import SplitShare
 from plait.run.agreeing.replicas import Replicas, refuse_unsettled
 from plait.run.agreeing.rows import replica_key, rows_of_replica
 from plait.run.asynchronous import refuse_within
+from plait.run.average import MovingAverage
 from plait.run.checks import agree_on_data, check_given
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.eager import EagerReplica, check_allowed, ddp_warning, refuse_unless_data_only
 from plait.run.environment import resolve_plan, resolve_trace
+from plait.run.gathered import gathered
 from plait.run.homes.homes import Homes
+from plait.run.lending import AsItWas, refuse_away
 from plait.run.local_batch import LocalBatch, num_rows
 from plait.run.optimizers import OptimizerFactory, build_optimizer, build_scheduler
 from plait.run.replica import Replica
@@ -90,7 +93,9 @@ class Trainer:
     the batches of an evaluation, the mean weighted by rows; Sum(x), Mean(x), Max(x), Min(x) and Weighted(sum, weight)
     say otherwise, and may have any shape. These outputs have no gradient.
 
-    What a plan splits, such as tensor-parallel weights, lives in the trainer, and the model's own copy is let go.
+    What a plan splits, such as tensor-parallel weights, lives in the trainer, and the model's own copy is let go with
+    the first batch: `gathered` lends it to the model. After `close` it is gone; save it, or export it, before. If the
+    start fails the model is as it was.
     """
 
     def __init__(
@@ -154,6 +159,7 @@ class Trainer:
         self._on_nan = on_nan
         self._replica: Replica | EagerReplica | None = None
         self.replicas: Replicas | None = None  # made below, of a plan whose ranks agree later
+        self.average: MovingAverage | None = None  # made by `ema`
         self._pending: Mapping[str, Any] | None = None  # a state loaded before the first batch
         self._saver = Saver()
         if self._trace is not None:
@@ -169,6 +175,20 @@ class Trainer:
         """Capture the step, lay it out and place the parameters, as the first `step` would."""
         if self._replica is not None:
             return
+        before = AsItWas(self.compiler.model)
+        try:
+            self._prepare(batch)
+        except BaseException:
+            self._replica = self.optimizer = self.scheduler = self.replicas = None
+            before.restore()
+            raise
+        self.replica.release()
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self.load_state_dict(pending)
+
+    def _prepare(self, batch: Any) -> None:
+        refuse_away(self.compiler.model)
         self._replica = self._build_replica(self._rows(batch))
         make_optimizer, make_scheduler = self._factories
         replica = self._replica
@@ -181,9 +201,8 @@ class Trainer:
             self.replicas = Replicas(self.plan, self.world, replica, self.optimizer)
         if self._trace is not None and self.world.rank == 0:
             self.write_plan(self._trace)
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self.load_state_dict(pending)
+        if self.average is not None:
+            self.average.begin(self)
 
     def _build_replica(self, batch: Any) -> Replica | EagerReplica:
         try:
@@ -255,6 +274,8 @@ class Trainer:
         if updated and self.scheduler is not None:
             self.scheduler.step()
         self.step_number += 1
+        if updated and self.average is not None:
+            self.average.update()
         if self.replicas is not None:
             with self.span("reduce", "agree"):
                 self.replicas.stepped(self.step_number)
@@ -334,6 +355,44 @@ class Trainer:
         """The whole model as plain CPU tensors by name, as `model.state_dict()` has it. Every rank calls it."""
         with nullcontext() if self.replicas is None else self.replicas.aggregated(self.step_number):
             return snapshot.full_model(self.replica)
+
+    @contextmanager
+    def gathered(
+        self, rank: int | None = None, *, write: bool = True, at_once: bool = True, ema: bool = False
+    ) -> Iterator[nn.Module]:
+        """Inside, the model that the trainer was given has its weights, whole: to generate, evaluate, clamp, export.
+
+        rank     have them on that rank alone; by default on all. Every rank enters and leaves, whichever has them
+        write    take over at the end what was changed of weights and buffers: on all ranks alike, or that of `rank`.
+                 The optimizer's state stays as it is. Otherwise changes are dropped, as they are after an exception
+        at_once  False puts weights together op by op, as each is read, and lets go of them after: for a model that
+                 fits on no device. All ranks then use the model alike, without gradients, and write nothing
+        ema      the moving average that `ema` keeps, in place of the weights; nothing is written
+
+        Of replicas that agree later the weights are the mean; those that are changed become the same on all replicas.
+        """
+        if ema and self.average is None:
+            raise PlanError("gathered(ema=True): the trainer keeps no average; call trainer.ema(decay) first")
+        with ExitStack() as stack:
+            if ema and self.average is not None:
+                stack.enter_context(self.average.applied())
+            yield stack.enter_context(gathered(self, rank, write and not ema, at_once))
+
+    def ema(self, decay: float) -> MovingAverage:
+        """Keep an exponential moving average of the weights from now on, in parts like these, updated by each step.
+
+        `with trainer.ema(0.999).applied(): trainer.evaluate(...)`; `gathered(ema=True)` gives the model itself with it.
+        It is saved and resumed with checkpoints.
+        """
+        if self.plan.relaxed_axis:
+            raise PlanError(
+                f"the plan {self.plan.title!r} has replicas that agree later, each of which would have an average of"
+                " its own; use a plan without sync= and compress=, or average what agree() leaves yourself"
+            )
+        self.average = MovingAverage(decay)
+        if self._replica is not None:
+            self.average.begin(self)
+        return self.average
 
     def save(
         self, path: str | Path, extra: Mapping[str, Any] | None = None, *, keep: int = 2, wait: bool = True

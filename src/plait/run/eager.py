@@ -104,6 +104,9 @@ class EagerReplica:
             group = device_mesh(world).get_group("data")
             self._forward = DistributedDataParallel(self._forward, process_group=group, find_unused_parameters=True)
 
+    def release(self) -> None:
+        """The model has all of its parameters."""
+
     def run(self, batch: Any, key: int, train: bool = True, scale: Tensor | None = None) -> StepResult:
         rows, num = self._rows(batch)
         if train and self._checks and not self._num_runs & (self._num_runs - 1):  # of batches 0, 1, 2, 4, 8...

@@ -26,23 +26,23 @@ def initial_parameters(
     if any(p.is_meta for p in model.parameters()):
         yield from _from_meta(model, layouts, world, seed)
         return
-    everyone = world.everyone()
     for name, parameter in model.named_parameters():
-        value = parameter.detach()
-        if everyone.size > 1:
-            value.copy_(everyone.broadcast(value.contiguous(), 0).wait())
+        value = _of_rank_0(parameter.detach(), world)
         yield name, local_part(value, layouts[name], world) if lies_here(layouts[name], world) else None
 
 
 def initial_buffers(model: nn.Module, world: World) -> dict[str, Tensor]:
-    """Every buffer, as rank 0 has it."""
+    """Every buffer, as rank 0 has it: the model's own, or another tensor where that differs."""
+    return {name: _of_rank_0(buffer, world) for name, buffer in model.named_buffers()}
+
+
+def _of_rank_0(mine: Tensor, world: World) -> Tensor:
+    """The tensor as rank 0 has it, which is the one given where they are equal: the model is left as it is."""
     everyone = world.everyone()
-    found = {}
-    for name, buffer in model.named_buffers():
-        if everyone.size > 1:
-            buffer.copy_(everyone.broadcast(buffer.contiguous(), 0).wait())
-        found[name] = buffer
-    return found
+    if everyone.size == 1:
+        return mine
+    found = everyone.broadcast(mine.contiguous(), 0).wait()
+    return mine if torch.equal(found, mine) else torch.empty_like(mine).copy_(found)
 
 
 def _from_meta(

@@ -65,6 +65,7 @@ def rehearse(
         homes = Homes(plan, world, file=RehearsedFile())
         first = _local(batch, plan, few.plan.micro, device)
         replica = Replica(_Known(few, twin), world, first, adopt=True, homes=homes)
+        replica.release()
         del first
         meter.claim_all(PARAMETERS)
         adopted = sum(t.nbytes for t in [*twin.parameters(), *twin.buffers()] if not t.is_meta)

@@ -34,8 +34,8 @@ class Replica:
     """The state of one rank of a plan.
 
     Built from the first batch, because what is sharded is found in the graph of the step. With `adopt`, parameters
-    that stay whole are the model's own tensors, so that training changes the user's model; the model's copies of
-    others are let go.
+    that stay whole are the model's own tensors, so that training changes the user's model; `release` lets the model's
+    copies of others go.
     """
 
     def __init__(
@@ -60,8 +60,16 @@ class Replica:
         self.layouts: dict[str, Layout] = {name: lowered.states[name] for name, _ in model.named_parameters()}
         self.dtypes = {name: p.dtype for name, p in model.named_parameters()}
         self.variables = Variables(model, lowered, world, self.homes, seed, adopt)
-        buffers = initial_buffers(model, world)
-        self.buffers = buffers if adopt else {name: b.detach().clone().to(world.device) for name, b in buffers.items()}
+        self.buffers: dict[str, Tensor] = {}
+        own = dict(model.named_buffers())
+        for name, buffer in initial_buffers(model, world).items():
+            if adopt and buffer is not own[name]:
+                own[name].data = buffer
+            self.buffers[name] = own[name] if adopt else buffer.detach().clone().to(world.device)
+
+    def release(self) -> None:
+        """Let go of the model's own copy of parameters that live elsewhere."""
+        self.variables.release(self.layouts)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:

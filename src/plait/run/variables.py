@@ -15,7 +15,7 @@ the optimizer has copies of its own in host memory, which go back after it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +31,16 @@ from plait.graph.zero import cut_of
 from plait.run.common import common_parameters
 from plait.run.homes.homes import Homes, hollow
 from plait.run.initialise import initial_parameters
+from plait.run.lending import release, where
 from plait.run.state import is_whole, lies_here
+from plait.spec.layout import Layout
 
 
 class Variables:
     """`parameters` are the optimizer's, `inputs` the graph's, both by name; absent where another rank has them, and of
     the inputs those that the graph fetches.
 
-    With `adopt`, tensors that are whole are the model's own; the model's copies of others are let go.
+    With `adopt`, tensors that are whole are the model's own; `release` lets the model's copies of others go.
     """
 
     def __init__(self, model: nn.Module, lowered: Lowered, world: World, homes: Homes, seed: int, adopt: bool) -> None:
@@ -61,13 +63,22 @@ class Variables:
             if value is not None:
                 cut = cut_of(held[name], lowered.states[name], plan) if plan.zero in (1, 2) else None
                 can_adopt = adopt and is_whole(held[name]) and not own[name].is_meta
+                if can_adopt and value.data_ptr() != own[name].data_ptr():
+                    own[name].data = value  # of rank 0
                 if self._hold(name, value, own[name], cut, lowered.dtypes.get(name), can_adopt):
                     adopted.add(name)
         self._buckets = list(self._make_buckets())
         if self._common:
             world.comm("data").barrier()  # all have put their values there
-        if adopt:
-            _release(model, own.keys() - adopted)
+        self._released = own.keys() - adopted if adopt else set()
+        self._model = model
+
+    def release(self, states: Mapping[str, Layout]) -> None:
+        """Let go of the model's own copy of what lives elsewhere. Until then the model is as it was, for a start that
+        fails."""
+        plan = self._homes.plan
+        whys = {name: where(name, states[name], plan, name in self._away) for name in self._released}
+        release(self._model, self._released, whys)
 
     def _hold(
         self, name: str, value: Tensor, own: nn.Parameter, cut: Cut | None, narrow: str | None, adopt: bool
@@ -229,16 +240,3 @@ class Variables:
 def _apart(value: Tensor, own: Tensor) -> Tensor:
     """The value in memory that is not the model's own."""
     return value.clone() if value.data_ptr() == own.data_ptr() else value
-
-
-def _release(model: nn.Module, names: set[str]) -> None:
-    """Let go of the model's own copy of parameters that now live in parts."""
-    renamed: dict[int, nn.Parameter] = {}
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        first = renamed.get(id(parameter))
-        if first is None and name in names:
-            first = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-            renamed[id(parameter)] = first
-        if first is not None:
-            path, _, key = name.rpartition(".")
-            model.get_submodule(path)._parameters[key] = first

@@ -50,6 +50,7 @@ class Held:
 
     loss_scale = None
     replicas = None
+    average = None
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ Shapes = Mapping[str, tuple[tuple[int, ...], str]]  # (shape, dtype) by name
 
 MODEL = "model/"
 STATE = "optimizer/state/"
+EMA = "ema/"
 
 
 def saved_model(manifest: Manifest) -> Shapes:

@@ -21,6 +21,7 @@ from plait.run.boxes import Fragment, fragments
 from plait.run.saving import randomstate, relaxed
 from plait.run.saving.consent import Consent
 from plait.run.saving.fitting import (
+    EMA,
     MODEL,
     STATE,
     Shapes,
@@ -127,11 +128,13 @@ class _Load:
         self._names = {id(p): name for name, p in run.replica.parameters.items()}
         self._saved = saved_state(manifest)
         self._parts = self._state_parts()
+        self._average = _saved_average(run, manifest)
 
     def check_files(self) -> None:
         """That what this rank will read is as it was written."""
         needed = {MODEL + name: one.fragments for name, one in self._model.items()}
         needed |= {name: held for name, (_, held) in self._parts.items()}
+        needed |= {name: one.fragments for name, one in self._average.items()}
         needed |= {name: whole_of(tensor).fragments for name, tensor in self._small.items()}
         try:
             self._source.check(needed)
@@ -142,6 +145,9 @@ class _Load:
         """Read all tensors; the optimizer's so much at a time as may wait in memory to be moved to its home."""
         _fill_model(self._run, self._source, {name: MODEL + name for name in self._model}, self._model)
         self._source.fill({name: whole_of(tensor) for name, tensor in self._small.items()})
+        if self._run.average is not None and not self._average:
+            self._run.average.begin(self._run)
+        self._source.fill(self._average)
         optimizer = self._run.optimizer
         assert optimizer is not None
         batch: dict[str, Wanted] = {}
@@ -236,6 +242,19 @@ class _Load:
             self._run.update.settle(parameter)
         batch.clear()
         members.clear()
+
+
+def _saved_average(run: Run, manifest: Manifest) -> dict[str, Wanted]:
+    """This rank's parts of the moving average, where the run keeps one and the checkpoint has it."""
+    if run.average is None:
+        return {}
+    mesh, layouts = run.world.mesh, run.replica.layouts
+    here = mesh.coordinates(run.world.rank)
+    return {
+        EMA + name: Wanted(fragments(layouts[name], mesh, here), part)
+        for name, part in run.average.tensors.items()
+        if EMA + name in manifest.tensors
+    }
 
 
 def _choose(path: Location) -> str:

@@ -2,6 +2,7 @@
 
 model/NAME                  parameters and persistent buffers
 optimizer/state/NAME/KEY    what the optimizer keeps of a parameter, laid out as it or whole
+ema/NAME                    the moving average of a parameter, laid out as it
 random/RANK/NAME            the process's own random numbers
 values                      step, seed, optimizer groups, scheduler, loss scale, and the caller's `extra`
 """
@@ -19,7 +20,7 @@ from plait.errors import CheckpointError
 from plait.optim.several import own_values, tensors_outside_state, title_of
 from plait.run.saving import checkpoint, randomstate, relaxed
 from plait.run.saving.checkpoint import State
-from plait.run.saving.fitting import MODEL, STATE
+from plait.run.saving.fitting import EMA, MODEL, STATE
 from plait.run.saving.holding import Holding, Kept, is_away
 from plait.run.saving.optimizer_layouts import state_layout
 from plait.run.saving.saver import Saver
@@ -64,6 +65,9 @@ def describe(run: Run, extra: Mapping[str, Any]) -> State:
                 tensors[full] = Holding.laid_out(away.kept(key, value) if is_away(value) else value, layout, world)
             elif Holding.laid_out(None, state_layout(run, name, key, ()), world).copy == 0:
                 own[full] = value
+    if run.average is not None:
+        for name, part in run.average.tensors.items():
+            tensors[EMA + name] = Holding.laid_out(part, replica.layouts[name], world)
     if randomstate.has_own(world):
         found, own[f"random/{world.rank}"] = randomstate.take(world)
         tensors |= {f"random/{world.rank}/{name}": Holding.whole(tensor) for name, tensor in found.items()}

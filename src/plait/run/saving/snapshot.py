@@ -1,7 +1,7 @@
 """The state of a training run as one nested dict of tensors that does not depend on the plan, and back.
 
     {"model": {name: tensor}, "optimizer": {"state": {name: {key: tensor}}, "groups": [...]}, "scheduler": {...},
-     "loss_scale": {...}, "step": int}
+     "loss_scale": {...}, "ema": {name: tensor}, "step": int}
 
 Optimizer state that has its parameter's shape is laid out like the parameter. Checkpoints do not come this way: see
 run/saving/save.py.
@@ -28,6 +28,7 @@ from plait.spec.plan import Plan
 
 if TYPE_CHECKING:  # a process that holds parameters and computes nothing is ready in half the time without these
     from plait.run.agreeing.replicas import Replicas
+    from plait.run.average import MovingAverage
     from plait.run.eager import EagerReplica
     from plait.run.replica import Replica
 
@@ -44,6 +45,7 @@ class Run(Protocol):
     update: Update
     loss_scale: LossScale | None
     replicas: Replicas | None
+    average: MovingAverage | None
 
     @property
     def replica(self) -> Replica | EagerReplica: ...
@@ -74,6 +76,11 @@ def take(run: Run) -> dict[str, Any]:
         state["scheduler"] = run.scheduler.state_dict()
     if run.loss_scale is not None:
         state["loss_scale"] = run.loss_scale.state_dict()
+    if run.average is not None:
+        state["ema"] = {
+            name: to_boundary(run.average.tensors.get(name), layout, world, run.average.dtype_of(replica.dtypes[name]))
+            for name, layout in replica.layouts.items()
+        }
     return state
 
 
@@ -98,6 +105,12 @@ def restore(run: Run, state: Mapping[str, Any]) -> None:
     if run.loss_scale is not None and "loss_scale" in state:
         run.loss_scale.load_state_dict(state["loss_scale"])
     run.step_number = int(state["step"])
+    if run.average is not None:
+        run.average.begin(run)
+        for name, layout in replica.layouts.items() if "ema" in state else ():
+            local = from_boundary(state["ema"][name], layout, world)
+            if name in run.average.tensors:
+                run.average.tensors[name].copy_(local)
     if run.replicas is not None:
         run.replicas.begin(run.step_number)
     replica.updated()
