@@ -37,6 +37,7 @@ from plait.run.homes.homes import Homes
 from plait.run.lending import AsItWas, refuse_away
 from plait.run.local_batch import LocalBatch, num_rows
 from plait.run.optimizers import OptimizerFactory, build_optimizer, build_scheduler
+from plait.run.outputs import refuse_padding, without_padding
 from plait.run.replica import Replica
 from plait.run.saving import load, save, snapshot
 from plait.run.saving.saver import Saver
@@ -250,8 +251,9 @@ class Trainer:
         if self.replicas is not None and self.replicas.local is None:
             with self.span("reduce", "gradients"):
                 result = self.replicas.gradients(result)
+        refuse_padding(batch, result)
         self._check_finite(result.loss, result.gradients)
-        aux = None if result.aux is None else results(join_outputs(result.aux))
+        aux = None if result.aux is None else results(without_padding(batch, join_outputs(result.aux)))
         if self._updates_within:
             return self._finished(result.loss, aux, None), {}
         replica.set_gradients(result.gradients)
@@ -308,12 +310,13 @@ class Trainer:
                     stack.enter_context(self.replicas.aggregated(self.step_number))
                 here = self._rows(batch)
                 result = self.replica.run(here, self._key(), train=False)
+                refuse_padding(batch, result)
                 rows = num_rows(here)
                 parts = result.parts or (float(result.loss) * rows, rows)
                 total, weight = total + float(parts[0]), weight + float(parts[1])
                 if result.aux is not None:
                     whole = result.aux if self.replicas is None else self.replicas.outputs(result.aux)
-                    aux.append(join_outputs(whole))
+                    aux.append(without_padding(batch, join_outputs(whole)))
         if self.replicas is not None:
             total, weight = self.replicas.sum_of([total, weight])
         if weight == 0:

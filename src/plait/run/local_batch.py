@@ -20,6 +20,7 @@ class LocalBatch:
     local_size: int
     global_size: int
     place: str = ""
+    padding: int = 0  # rows of weight zero, which are the last of the global batch
 
     def __post_init__(self) -> None:
         sizes = [leaf.shape[0] for leaf in batch_tensors(self.tree) if leaf.ndim]

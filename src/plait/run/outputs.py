@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.comm.protocol import Comm
+from plait.errors import LossError
 from plait.graph.loss import RATIO, ROWS, Outputs, Part
+from plait.run.local_batch import LocalBatch
+from plait.run.program import StepResult
 
 
 def gather_outputs(comm: Comm, outputs: Outputs, rows: float, device: torch.device) -> list[Outputs]:
@@ -28,6 +33,24 @@ def gather_outputs(comm: Comm, outputs: Outputs, rows: float, device: torch.devi
         for rank, (found, weight) in enumerate(zip(values, weights, strict=True)):
             every[rank][name] = Part(part.kind, found[: int(sizes[rank])] if part.kind == ROWS else found, weight)
     return every
+
+
+def refuse_padding(batch: Any, result: StepResult) -> None:
+    """LossError for a mean over a batch that has rows of weight zero, which it counts."""
+    if isinstance(batch, LocalBatch) and batch.padding and result.parts is None:
+        raise LossError(
+            f"the batch is padded with {batch.padding} rows of weight zero, which a mean over its rows counts; return"
+            " plait.Weighted((losses * weights).sum(), weights.sum()) with the weights that row_weights= puts into the"
+            " batch, or drop a short last batch with drop_last=True"
+        )
+
+
+def without_padding(batch: Any, outputs: Outputs) -> Outputs:
+    """The outputs of a global batch, without the rows of its padding."""
+    if not isinstance(batch, LocalBatch) or not batch.padding:
+        return outputs
+    rows = batch.global_size - batch.padding
+    return {n: replace(part, value=part.value[:rows]) if part.kind == ROWS else part for n, part in outputs.items()}
 
 
 def _gather(comm: Comm, tensor: Tensor) -> Tensor:

@@ -39,8 +39,11 @@ class Reader:
     at once, by `__getitems__`, draws for all of them from the first.)
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, num_workers: int) -> None:
+    def __init__(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, num_workers: int, stream: bool = False
+    ) -> None:
         self.dataset = dataset
+        self._stream = stream  # rows come with their items
         self._collate = collate
         self._seed = seed
         # (its process, the item that it reads) of each worker, to know where one has died
@@ -53,9 +56,13 @@ class Reader:
         return type(self.dataset).__name__
 
     def read(self, rows: Rows) -> Any:
-        """The batch; DataError names the item that could not be read."""
+        """The batch, None of no rows; DataError names the item that could not be read."""
         items = list(rows.items)
-        if callable(getattr(self.dataset, "__getitems__", None)):
+        if not items:
+            return None
+        if self._stream:
+            found, items = items, []
+        elif callable(getattr(self.dataset, "__getitems__", None)):
             self._begin(items[0], rows.epoch)
             try:
                 found = self.dataset.__getitems__(items)
@@ -66,8 +73,9 @@ class Reader:
         try:
             return self._collate(found)
         except Exception as error:
+            which = f"items {_few(items)}" if items else "items"
             raise DataError(
-                f"items {_few(items)} of {self.name} do not make a batch: {type(error).__name__}: {error};"
+                f"{which} of {self.name} do not make a batch: {type(error).__name__}: {error};"
                 " give the loader a `collate` that joins them, or make all items of one form"
             ) from error
 
