@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import plait
+
 ROWS = 8
 Batch = dict[str, Tensor]
 
@@ -391,8 +393,8 @@ class Encoder(nn.Module):
         return torch.stack(found, 1)
 
 
-def translation_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+def translation_loss(model: nn.Module, batch: Batch) -> plait.Weighted:
     logits = model(batch["x"], batch["y"][:, :-1])
     right = batch["y"][:, 1:]
     loss = F.cross_entropy(logits.flatten(0, 1), right.flatten(), ignore_index=0, reduction="sum")
-    return loss, (right != 0).sum()
+    return plait.Weighted(loss, (right != 0).sum())

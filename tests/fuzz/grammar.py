@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import plait
 from fuzz import blocks_any, blocks_image, blocks_sequence
 from fuzz.model import NAMES, Loss, Model
 from fuzz.shape import Shape
@@ -47,6 +48,7 @@ class Spec:
     task: str
     form: str = "mean"
     extra: str = ""
+    outputs: bool = False  # beside the loss
     dtype: str = "float64"
     channels_last: bool = False
     tied: bool = False
@@ -100,7 +102,7 @@ def make(spec: Spec) -> Made:
         if spec.channels_last:
             model = model.to(memory_format=torch.channels_last)
         batch = make_batch(spec, model)
-    return Made(model.train(), Loss(spec.task, spec.form, spec.extra), batch, OPTIMIZERS[spec.optimizer])
+    return Made(model.train(), Loss(spec.task, spec.form, spec.extra, spec.outputs), batch, OPTIMIZERS[spec.optimizer])
 
 
 def make_batch(spec: Spec, model: nn.Module) -> Any:
@@ -160,7 +162,8 @@ def runs(spec: Spec) -> bool:
     try:
         made = make(spec)
         loss = made.loss_fn(made.model, made.batch)
-        loss = loss[0] / loss[1] if isinstance(loss, tuple) else loss
+        loss = loss[0] if spec.outputs else loss
+        loss = loss.mean if isinstance(loss, plait.Weighted) else loss
         loss.backward()
     except (RuntimeError, ValueError, IndexError, AssertionError):
         return False
@@ -205,6 +208,7 @@ def _draw(rng: random.Random) -> Spec:
         task=rng.choice(tasks),
         form=rng.choice(["mean", "mean", "weighted"]),
         extra=rng.choice(extras),
+        outputs=rng.random() < 0.15,
         dtype=dtype,
         channels_last=source == "image" and rng.random() < 0.4,
         tied=rng.random() < 0.3,

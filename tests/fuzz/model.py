@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import plait
 from fuzz.shape import Shape
 
 Batch = dict[str, Tensor]
@@ -70,10 +71,11 @@ class Model(nn.Module):
 
 
 class Loss:
-    """The loss of a drawn model: `task` compares output and target, `form` is a mean or a sum and its weight."""
+    """The loss of a drawn model: `task` compares output and target, `form` is a mean or a sum and its weight; with
+    `outputs` beside it."""
 
-    def __init__(self, task: str, form: str, extra: str) -> None:
-        self.task, self.form, self.extra = task, form, extra
+    def __init__(self, task: str, form: str, extra: str, outputs: bool) -> None:
+        self.task, self.form, self.extra, self.outputs = task, form, extra, outputs
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         if not isinstance(batch, dict):  # the same leaves in a tuple, in the order of their names
@@ -94,9 +96,13 @@ class Loss:
         elif self.extra == "spread":
             more = more - 0.01 * out.float().flatten(1).std(0).mean().to(out.dtype)
         if self.form == "mean":
-            return each.mean() + more
-        weight = self.weight(each, batch)
-        return ((each * weight).sum() + more * weight.sum(), weight.sum())
+            loss: Any = each.mean() + more
+        else:
+            weight = self.weight(each, batch)
+            loss = plait.Weighted((each * weight).sum() + more * weight.sum(), weight.sum())
+        if not self.outputs:
+            return loss
+        return loss, {"score": out.detach().flatten(1).mean(1), "size": out.detach().abs().mean()}
 
     def weight(self, each: Tensor, batch: Batch) -> Tensor:
         """The weight of each term: labels that count, or the batch's weights of rows."""

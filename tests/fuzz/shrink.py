@@ -46,8 +46,7 @@ def candidates(spec: Spec, plan: str) -> Iterator[tuple[Spec, str]]:
         for less in smaller_word(word):
             yield spec, " ".join([*words[:place], less, *words[place + 1 :]])
     plain = Spec(spec.source, spec.rows, spec.length, spec.width, spec.out, spec.layers, "regress", seed=spec.seed)
-    for name in ("extra", "form", "dtype", "channels_last", "tied", "frozen_embed", "all_leaves", "container", "task",
-                 "optimizer", "clip_norm"):  # fmt: skip
+    for name in _FIELDS:
         if getattr(spec, name) != getattr(plain, name):
             yield replace(spec, **{name: getattr(plain, name)}), plan
     for place, layer in enumerate(spec.layers):
@@ -85,6 +84,10 @@ def smaller_layers(layer: Layer) -> Iterator[Layer]:
                 yield replace(layer, options=(*layer.options[:place], (name, less), *layer.options[place + 1 :]))
 
 
+_FIELDS = (
+    "outputs", "extra", "form", "dtype", "channels_last", "tied", "frozen_embed", "all_leaves", "container", "task",
+    "optimizer", "clip_norm",
+)  # fmt: skip
 _SIMPLE: dict[type, tuple[object, ...]] = {bool: (False,), float: (0.0,), int: (1, 2)}
 _WORDS = {
     "qkv": "separate", "product": "sdpa", "mask": "none", "positions": "none", "gate": "none", "normed": "",

@@ -33,7 +33,7 @@ class Worker:
         """The outcome of each plan in turn, each within the limit of seconds."""
         rest = list(plans)
         while rest:
-            if self._process is None or self._num_models >= MODELS_EACH:
+            if self._process is None or not self._process.is_alive() or self._num_models >= MODELS_EACH:
                 self._start()
             self._num_models += 1
             self._line.send((spec, rest))
@@ -55,11 +55,11 @@ class Worker:
         except (EOFError, ConnectionError):
             self._process.join(10)
             found = Outcome("crashed", f"the process ended with {self._process.exitcode}", self._stacks())
-            self.close()
+            self._end()
             return found
         self._process.kill()  # its stacks were written shortly before
         found = Outcome("hung", "", self._stacks())
-        self.close()
+        self._end()
         return found
 
     def _stacks(self) -> str:
@@ -67,7 +67,7 @@ class Worker:
         return path.read_text()[-8000:] if path.exists() else ""
 
     def _start(self) -> None:
-        self.close()
+        self._end()
         context = multiprocessing.get_context("spawn")
         self._line, theirs = context.Pipe()
         self._process = context.Process(target=serve, args=(theirs, self._folder.name, self.limit), daemon=True)
@@ -76,7 +76,11 @@ class Worker:
         self._num_models = 0
 
     def close(self) -> None:
-        """End the child."""
+        """End the child, and remove its folder."""
+        self._end()
+        self._folder.cleanup()
+
+    def _end(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.join(10)
