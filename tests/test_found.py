@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import plait
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
+from plait.errors import LossError
 from plait.run.agreeing.exchange import MeanExchange
 from plait.spec.compression import NO_COMPRESSION
 from plait.spec.plan import Plan
@@ -70,3 +71,23 @@ def test_a_gradient_that_is_exactly_zero_on_one_device() -> None:
     for plan in ("data=2", "data=4", "data=2 micro=2"):
         report = verifier.verify(plan)
         assert report.ok, report
+
+
+@pytest.mark.filterwarnings("ignore:std")
+@pytest.mark.parametrize("plan", ["data=4 sync=2", "data=4 compress=bf16", "workers=4 servers=1"])
+def test_replicas_whose_loss_is_not_finite_cannot_be_compared(plan: str) -> None:
+    """A spread over rows, of which each replica has one; it was said that the plan's numbers differ."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).std(0).mean()
+
+    with pytest.raises(LossError, match="is nan on one device"):
+        plait.verify(mlp(), loss, torch.randn(4, 8), plan)
+
+
+def test_a_gradient_that_is_not_finite_cannot_be_compared() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return (model(batch) * 0).abs().sqrt().mean()
+
+    with pytest.raises(LossError, match=r"the gradient of 0\.weight is not finite on one device"):
+        plait.verify(mlp(), loss, torch.randn(4, 8), "data=2", steps=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -101,7 +102,7 @@ class Verifier:
         )  # fmt: skip
         draws = range(4 if plan.compress.kind != "none" else 1)
         again = [check.serial(self._twin(last_bits(plan), draw)) for draw in draws]
-        report = compare(check.serial(self._twin(0.0)), check.rehearsed(), again, plan, tolerance)
+        report = compare(_comparable(check.serial(self._twin(0.0))), check.rehearsed(), again, plan, tolerance)
         return replace(report, steps=self.steps)
 
     def _run_plan(self, plan: Plan, compiler: Compiler, scale: float) -> Run:
@@ -144,7 +145,7 @@ class Verifier:
                 again += [run(plan, rounding=last_bits(plan), draw=draw) for draw in (1, 2, 3)]
             if in_half(plan):
                 again.append(run(replace(plan, precision="fp32", exceptions=())))
-            self._references[key] = run(plan), again
+            self._references[key] = _comparable(run(plan)), again
         return self._references[key]
 
     def _run_one_device(
@@ -176,10 +177,7 @@ class Verifier:
             outputs.append(results(found.outputs or {}))
             if stale is not None:
                 continue
-            if not math.isfinite(losses[-1]):
-                raise LossError(
-                    f"the loss of step {step + 1} is {losses[-1]} on one device: there is nothing to compare"
-                )
+            _finite(losses, {})
             overflown = scaled and any(p.grad is not None and not p.grad.isfinite().all() for p in named.values())
             if overflown and scale > 1:  # as the trainer's scale comes down, but before the first step
                 return self._run_one_device(plan, num_parts, rounding, scale / 2)
@@ -244,6 +242,21 @@ def _round_as_within(optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _comparable(reference: Run) -> Run:
+    """The run on one device, if there is anything to compare with; LossError where its numbers are not finite."""
+    _finite(reference.losses, reference.gradients)
+    return reference
+
+
+def _finite(losses: Sequence[float], gradients: Mapping[str, Tensor]) -> None:
+    for number, loss in enumerate(losses, start=1):
+        if not math.isfinite(loss):
+            raise LossError(f"the loss of step {number} is {loss} on one device: there is nothing to compare")
+    for name, gradient in gradients.items():
+        if not gradient.isfinite().all():
+            raise LossError(f"the gradient of {name} is not finite on one device: there is nothing to compare")
 
 
 def verify(

@@ -68,7 +68,7 @@ class Spec:
     @property
     def words(self) -> set[str]:
         """Its layers' names and options, and what else is chosen by name."""
-        found = {self.source, self.task, self.form, self.extra, self.optimizer}
+        found = {self.source, self.dtype, self.task, self.form, self.extra, self.optimizer}
         found |= {word for layer in self.layers for word in (layer.name, layer.how)}
         return found | {value for layer in self.layers for _, value in layer.options if isinstance(value, str)}
 

@@ -102,11 +102,8 @@ class Fuzzer:
 
     def _skip(self) -> None:
         """Pass by models that are not wanted."""
-        wanted, unwanted = self.options.dtypes.split(","), set(self.options.without.split(","))
-        while True:
-            spec = model_of(self.options.seed, self._next)
-            if spec.dtype in wanted and not unwanted & spec.words:
-                return
+        unwanted = set(self.options.without.split(","))
+        while unwanted & model_of(self.options.seed, self._next).words:
             self._next += PLANS_EACH
 
     def _work(self) -> None:
@@ -149,8 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=None, help="stop after that many cases")
     parser.add_argument("--case", type=int, default=None, help="this case of the seed alone, in full")
     parser.add_argument("--first", type=int, default=0, help="the case to begin with")
-    parser.add_argument("--dtypes", default=",".join(grammar.DTYPES), help="models of these dtypes alone")
-    parser.add_argument("--without", default="-", help="no models with these layers, options or tasks")
+    parser.add_argument("--without", default="-", help="no models with these layers, options, dtypes or tasks")
     parser.add_argument("--jobs", type=int, default=2, help="child processes side by side")
     parser.add_argument("--limit", type=float, default=120, help="seconds after which a case counts as hung")
     parser.add_argument("--shrink", type=float, default=60, help="seconds to make each new fault smaller; 0 not to")
