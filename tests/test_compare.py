@@ -11,6 +11,7 @@ from plait.decide.efficiency import Curve, compare_curves, smoothed
 from plait.errors import DataError
 from plait.train.compare import compare_runs
 from plait.train.metrics import MetricsLog, read_metrics
+from plait.view.compare import names_in_figures
 
 
 def curve(name: str, losses: list[float], tokens: float, seconds: float, sent: float, waited: float = 0.0) -> Curve:
@@ -59,6 +60,15 @@ def test_a_table_and_a_page_of_runs(tmp_path: Path) -> None:
     assert "25.0%" in lines[2] and "training loss, smoothed of 3.5" in text
     page = (tmp_path / "page.html").read_text()
     assert "versions old" in page and len(page) > 1 << 20
+
+
+def test_runs_of_one_plan_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    curves = [Curve(name, (1.0,), (1.0,), (1.0,), (1.0,), 0.0) for name in "abc"]
+    assert names_in_figures(curves, ["data=2", "data=2", ""]) == ["data=2 (a)", "data=2 (b)", "c"]
+    runs = [write(tmp_path / name, [4.0, 3.0]) for name in "ab"]
+    compare_runs(runs, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text().replace("\\u002f", "/")
+    assert f'"name":"one device ({runs[0]})"' in page
 
 
 def test_a_run_that_went_on_under_another_plan(tmp_path: Path) -> None:

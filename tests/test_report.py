@@ -244,6 +244,7 @@ def test_report_of_a_traced_job(folder: Path) -> None:
     assert "http" not in re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
     figures = json.loads(re.search(r'id="step-0">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
     assert {trace["name"] for trace in figures["swimlanes"]["data"]} == {"data", "forward", "backward", "optimizer"}
+    assert "bubble" not in json.dumps(figures)  # no pipeline
     assert '<option value="2"' in page and "loss" in page
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"X", "C", "M"}

@@ -16,6 +16,7 @@ from plait.decide.costs import Costs
 from plait.decide.schedules import make_schedule
 from plait.decide.simulate import simulate
 from plait.spec.trace import KINDS, Span, Trace
+from plait.view.charts import draw_utilisation
 from plait.view.schedule import describe_schedule
 from plait.view.swimlane import COLOURS, draw_swimlanes, page
 
@@ -119,6 +120,18 @@ def test_swimlanes_have_every_span_predicted_above_measured() -> None:
     named = [bars.name for bars in figure.data if bars.showlegend]
     assert sorted(named) == sorted(set(named)) and "data" in named
     assert set(COLOURS) == set(KINDS)
+
+
+def test_units_and_bubbles_are_said_only_where_there_are_some() -> None:
+    trace = simulate(make_schedule("1f1b", 2, 3), Costs.equal(2))
+    abstract = draw_swimlanes(predicted=trace, unit="units")
+    title = abstract.layout.annotations[0].text
+    assert " units, utilisation" in title and ", bubble " in title
+    assert "units" in [axis.title.text for axis in abstract.select_xaxes()]
+    plain = draw_swimlanes(trace, bubble=False)
+    assert " s, utilisation" in plain.layout.annotations[0].text and "bubble" not in plain.layout.annotations[0].text
+    assert len(draw_utilisation(trace, None, bubble=False).layout.annotations) == 1
+    assert len(draw_utilisation(trace, trace).layout.annotations) == 2
 
 
 def test_many_spans_are_few_lines() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from plait.decide.compressing import bytes_exchanged
+from plait.errors import BatchError
 from plait.graph.lower import Lowered
 from plait.run.agreeing.rows import batch_of_replica
 from plait.run.compiler import Captures, Compiler, LossFn
+from plait.run.local_batch import num_rows, take_rows
 from plait.run.microbatch import microbatches
 from plait.spec.annotation import Annotations
 from plait.spec.compression import NO_COMPRESSION
@@ -26,14 +29,37 @@ def explain(
 ) -> Explanation:
     """The layouts, their origins and the collectives of one step on a global batch; print it, or ask `.tensor(name)`.
 
-    Of replicas that agree later it is the step of one of them.
+    Of replicas that agree later it is the step of one of them, and of parameter servers that of one worker.
 
     Raises PlanError, LayoutError or CaptureError as the Trainer would.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    part = microbatches(batch_of_replica(batch, plan), plan.micro)[0]
-    lowered = Compiler(Captures(model, loss_fn), plan.within, layouts).lowered(part)
-    return replace(explanation(lowered), agreement=_agreement(plan, lowered) if plan.relaxed_axis else "")
+    own = _batch_of_worker(batch, plan) if plan.workers else batch_of_replica(batch, plan)
+    lowered = Compiler(Captures(model, loss_fn), plan.within, layouts).lowered(microbatches(own, plan.micro)[0])
+    about = _service(plan, lowered) if plan.workers else _agreement(plan, lowered) if plan.relaxed_axis else ""
+    return replace(explanation(lowered), agreement=about)
+
+
+def _batch_of_worker(batch: Any, plan: Plan) -> Any:
+    """Rows of a global batch that have the shapes of one worker's part."""
+    rows, num = num_rows(batch), plan.workers - plan.backup
+    if rows % num:
+        raise BatchError(f"{num} workers do not divide the batch of {rows} rows; give a multiple of {num * plan.micro}")
+    return take_rows(batch, rows, 0, rows // num)
+
+
+def _service(plan: Plan, lowered: Lowered) -> str:
+    """What workers and servers do beside the step that is shown, and what a worker moves for it."""
+    names = [name for name in lowered.states if name not in lowered.captured.frozen]
+    held = sum(math.prod(lowered.states[name].shape) * lowered.dtype_of(name).itemsize for name in names)
+    servers = f"{plan.servers} server{'s' * (plan.servers != 1)}"
+    what = "its gradient" if plan.sync == 1 else f"what {plan.sync} steps of its own have changed"
+    how = f"through compress={plan.compress}" if plan.compress.kind != "none" else f"{human_bytes(held)}"
+    return (
+        f"plan {plan.title}: {plan.workers} workers, each on its part of the batch, and {servers} that hold the"
+        f" parameters and update them; for each update a worker pulls {human_bytes(held)} of parameters and pushes"
+        f" {what}, {how}. What follows is the step of one worker."
+    )
 
 
 def _agreement(plan: Plan, lowered: Lowered) -> str:

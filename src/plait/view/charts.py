@@ -18,16 +18,18 @@ _MEASURED, _PREDICTED = "#0072B2", "#E69F00"
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#B0A000")
 
 
-def draw_utilisation(measured: Trace | None, predicted: Trace | None) -> Any:
-    """Of each rank the part of the time in which it computes, and the bubble."""
+def draw_utilisation(measured: Trace | None, predicted: Trace | None, bubble: bool = True) -> Any:
+    """Of each rank the part of the time in which it computes, and with `bubble`, which pipelines have, that too."""
     go, make_subplots = plotly()
     titles = ("utilisation: computing, of the whole step", "bubble: idle between first and last computation")
-    figure = make_subplots(rows=1, cols=2, subplot_titles=titles, horizontal_spacing=0.08)
+    num = 2 if bubble else 1
+    figure = make_subplots(rows=1, cols=num, subplot_titles=titles[:num], horizontal_spacing=0.08)
     for name, trace, colour in (("measured", measured, _MEASURED), ("predicted", predicted, _PREDICTED)):
         if trace is None:
             continue
         ranks = list(range(trace.num_ranks))
-        for column, values in enumerate(([trace.utilisation(r) for r in ranks], [trace.bubble(r) for r in ranks]), 1):
+        both = ([trace.utilisation(r) for r in ranks], [trace.bubble(r) for r in ranks])
+        for column, values in enumerate(both[:num], 1):
             figure.add_trace(
                 go.Bar(
                     x=ranks, y=values, name=name, legendgroup=name, marker_color=colour, showlegend=column == 1,
@@ -139,7 +141,7 @@ def _binned(samples: Sequence[tuple[float, float]], end: float) -> list[float]:
 
 def _titles_to_the_left(figure: Any) -> None:
     """Of two figures side by side, so that the legend stands on the right of theirs."""
-    for title, start in zip(figure.layout.annotations, (0.0, 0.54), strict=True):
+    for title, start in zip(figure.layout.annotations, (0.0, 0.54), strict=False):
         title.update(x=start, xanchor="left")
 
 

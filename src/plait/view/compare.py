@@ -35,14 +35,15 @@ def comparison_page(
 ) -> str:
     """HTML: the loss against tokens, seconds and bytes, the table, and how old updates were."""
     go, make_subplots = plotly()
+    names = names_in_figures(curves, plans)
     figure = make_subplots(rows=1, cols=3, shared_yaxes=True, horizontal_spacing=0.03)
-    for number, (curve, plan) in enumerate(zip(curves, plans, strict=True)):
+    for number, (curve, name) in enumerate(zip(curves, names, strict=True)):
         colour = LINES[number % len(LINES)]
         for column, spent in enumerate((curve.tokens, curve.seconds, curve.num_bytes), start=1):
             figure.add_trace(
                 go.Scatter(
-                    x=spent, y=curve.loss, mode="lines", line={"color": colour}, name=plan or curve.name,
-                    legendgroup=curve.name, showlegend=column == 1,
+                    x=spent, y=curve.loss, mode="lines", line={"color": colour}, name=name,
+                    legendgroup=str(number), showlegend=column == 1,
                 ),
                 row=1, col=column,
             )  # fmt: skip
@@ -67,11 +68,11 @@ def comparison_page(
     figures = [figure, table]
     if any(staleness):
         ages = go.Figure()
-        for number, (curve, plan, counts) in enumerate(zip(curves, plans, staleness, strict=True)):
+        for number, (name, counts) in enumerate(zip(names, staleness, strict=True)):
             if counts:
                 ages.add_trace(
                     go.Bar(
-                        x=sorted(counts), y=[counts[age] for age in sorted(counts)], name=plan or curve.name,
+                        x=sorted(counts), y=[counts[age] for age in sorted(counts)], name=name,
                         marker={"color": LINES[number % len(LINES)]},
                     )
                 )  # fmt: skip
@@ -79,6 +80,14 @@ def comparison_page(
         figures.append(ages)
     others = curves[1].name if len(curves) == 2 else f"{len(curves) - 1} others"
     return page(figures, f"plait: {curves[0].name} against {others}")
+
+
+def names_in_figures(curves: Sequence[Curve], plans: Sequence[str]) -> list[str]:
+    """What each run is called in the figures: its plan, and its folder too where another run has the same plan."""
+    return [
+        f"{plan or 'one device'} ({curve.name})" if list(plans).count(plan) > 1 else plan or curve.name
+        for curve, plan in zip(curves, plans, strict=True)
+    ]
 
 
 def _cells(found: Sequence[Comparison], plans: Sequence[str]) -> list[tuple[str, ...]]:
@@ -92,4 +101,4 @@ def _cells(found: Sequence[Comparison], plans: Sequence[str]) -> list[tuple[str,
     ]  # fmt: skip
 
 
-__all__ = ["comparison_page", "comparison_table"]
+__all__ = ["comparison_page", "comparison_table", "names_in_figures"]

@@ -11,8 +11,10 @@ import torch
 from torch.fx import Graph, Node
 
 from plait.errors import LayoutError
+from plait.graph import ops
 from plait.graph.bucket import bucket_wait, rows_start, rows_wait
 from plait.graph.calls import is_item, output_node
+from plait.graph.gather import gather_start
 from plait.graph.lower import Lowered, dtype_name
 from plait.graph.wire import Collective, step_collectives
 from plait.spec.layout import Layout, Only
@@ -43,7 +45,8 @@ class Explanation:
     def __str__(self) -> str:
         parameters = [i.name for i in self.lowered.captured.inputs if i.kind == "parameter"]
         batch = [i.name for i in self.lowered.captured.inputs if i.kind == "batch"]
-        lines = [*[self.agreement] * bool(self.agreement), f"plan {self.lowered.plan.title}", "", "batch"]
+        title = f"plan {self.lowered.plan.title}"
+        lines = [*([self.agreement, "", f"each of them: {title}"] if self.agreement else [title]), "", "batch"]
         lines += [f"  {name:40} {self.lowered.layouts[name]}" for name in batch if name in self.lowered.layouts]
         lines += ["", "parameters"]
         lines += [f"  {name:40} {self.lowered.layouts[name]}{self._origin(name)}" for name in parameters]
@@ -88,8 +91,7 @@ class Explanation:
             for graph in self._graphs()
             for node in graph.nodes
             if node.op == "placeholder" and node.name == placeholder
-            for user in node.users
-            if user.op == "call_function"
+            for user in _readers(node)
         ]
         modules = sorted({user.meta.get("module") or "the loss" for user in readers})
         lines.append(f"  read by   {', '.join(modules) or 'nothing'}")
@@ -147,6 +149,9 @@ class Explanation:
         return lines
 
 
+# What brings a tensor to where it is read, and is not itself a reader of it.
+_MOVES = (ops.all_gather, ops.all_to_all, ops.broadcast, ops.shard, ops.wait)
+
 # Kind of collective, of what, and how often the (N-1)/N of a ring go round.
 _FORMULAS = (
     ("all_reduce", "gradients", "2 x "),
@@ -167,6 +172,26 @@ def _row(item: Collective) -> str:
     return (
         f"{item.phase:8} {item.kind:14} {item.axis:7} {human_bytes(item.sent_bytes):>10}  {item.value}{place}{origin}"
     )
+
+
+def _readers(node: Node) -> list[Node]:
+    """The calls that read a value: not what plait has put between, which gathers it or moves it to another place."""
+    found: list[Node] = []
+    for user in node.users:
+        if user.op != "call_function":
+            continue
+        target = user.target
+        if target is gather_start:
+            parts = list(user.args[4:])  # after world, axis, rows and dtypes
+            items = [item for wait in user.users for item in wait.users if is_item(item)]
+            for item in items:
+                if parts[item.args[1]] is node:  # type: ignore[call-overload]
+                    found += _readers(item)
+        elif target in _MOVES:
+            found += _readers(user)
+        else:
+            found.append(user)
+    return found
 
 
 def _way_of_gradient(node: Any) -> str:

@@ -15,7 +15,7 @@ from plait.view.swimlane import COLOURS, LANES, empty_swimlanes
 SCRIPT = Path(__file__).with_name("lanes.js")
 
 
-def pack_swimlanes(measured: Trace | None, predicted: Trace | None) -> dict[str, Any]:
+def pack_swimlanes(measured: Trace | None, predicted: Trace | None, bubble: bool = True) -> dict[str, Any]:
     """What lanes.js draws: the same picture as view.swimlane.draw_swimlanes, of any number of spans."""
     shown = [(name, trace) for name, trace in (("predicted", predicted), ("measured", measured)) if trace]
     names: dict[str, int] = {}
@@ -41,7 +41,7 @@ def pack_swimlanes(measured: Trace | None, predicted: Trace | None) -> dict[str,
             "name": kind, "colour": COLOURS[kind], "offset": offset, "height": height,
             "computes": kind in COMPUTE_KINDS, "beside": kind == "send",
         })  # fmt: skip
-    layout = json.loads(empty_swimlanes(shown)[0].to_json())["layout"]
+    layout = json.loads(empty_swimlanes(shown, bubble)[0].to_json())["layout"]
     return {"rows": rows, "names": list(names), "kinds": kinds, "layout": layout}
 
 

@@ -133,7 +133,8 @@ show(choose ? choose.value : 0);
 
 def _of_step(step: StepView) -> dict[str, Any]:
     """The figures of a step, as the page's script draws them."""
-    figures = {"utilisation": draw_utilisation(step.measured, step.predicted)}
+    bubble = step.predicted is not None  # of plans with a schedule
+    figures = {"utilisation": draw_utilisation(step.measured, step.predicted, bubble)}
     trace = step.measured or step.predicted
     assert trace is not None
     kind = step.memory_of if step.measured else "held"
@@ -147,8 +148,8 @@ def _of_step(step: StepView) -> dict[str, Any]:
         figures["links"] = draw_links(step.sent, trace.num_ranks)
     found = {name: _rows(figure) for name, figure in figures.items()}
     if step.num_spans <= MANY:
-        return found | {"swimlanes": _rows(draw_swimlanes(step.measured, step.predicted))}
-    return found | {"swimlanes": pack_swimlanes(step.measured, step.predicted)}
+        return found | {"swimlanes": _rows(draw_swimlanes(step.measured, step.predicted, bubble=bubble))}
+    return found | {"swimlanes": pack_swimlanes(step.measured, step.predicted, bubble)}
 
 
 def _rows(figure: Any) -> Any:

@@ -76,12 +76,16 @@ def describe_schedule(schedule: Schedule, trace: Trace, costs: Path | None, widt
     return "\n".join(lines)
 
 
-def write_page(path: Path, schedule: Schedule, trace: Trace) -> None:
-    """One self-contained HTML page with the swimlanes of the trace; PlanError without plotly or a place to write."""
+def write_page(path: Path, schedule: Schedule, trace: Trace, costs: Path | None = None) -> None:
+    """One self-contained HTML page with the swimlanes of the trace, in seconds only where there are `costs`.
+
+    PlanError without plotly or a place to write.
+    """
     from plait.view.swimlane import draw_swimlanes, page
 
     title = f"{schedule.name}, {schedule.num_ranks} ranks, {schedule.num_micro} microbatches"
-    text = page(draw_swimlanes(predicted=trace), title)
+    unit = "seconds" if costs else "units (a forward, or a part of a backward, takes 1)"
+    text = page(draw_swimlanes(predicted=trace, unit=unit), title)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

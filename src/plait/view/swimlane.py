@@ -19,14 +19,17 @@ MANY = 3000  # spans: beyond, each kind is one line of many pieces, drawn by Web
 LANES = {"wait": (0.0, 0.62), "send": (0.3, 0.12)}  # (offset, height) of those that are beside or behind compute
 
 
-def draw_swimlanes(measured: Trace | None = None, predicted: Trace | None = None) -> Any:
+def draw_swimlanes(
+    measured: Trace | None = None, predicted: Trace | None = None, *, bubble: bool = True, unit: str = "seconds"
+) -> Any:
     """A plotly figure of one trace or of both: zoom by dragging over time, double click for all of it again.
 
-    Each is shown from its own first span on, in seconds. PlanError if plotly is not installed.
+    Each is shown from its own first span on, in `unit`; `bubble` says whether the ranks are those of a pipeline, which
+    have one. PlanError if plotly is not installed.
     """
     go, _ = plotly()
     shown = [(name, trace) for name, trace in (("predicted", predicted), ("measured", measured)) if trace]
-    figure, lane = empty_swimlanes(shown)
+    figure, lane = empty_swimlanes(shown, bubble, unit)
     for row, (_, trace) in enumerate(shown, start=1):
         begin = min((span.start for span in trace.spans), default=0.0)
         draw = _bars if len(trace.spans) <= MANY else _lines
@@ -38,12 +41,13 @@ def draw_swimlanes(measured: Trace | None = None, predicted: Trace | None = None
     return figure
 
 
-def empty_swimlanes(shown: Sequence[tuple[str, Trace]]) -> tuple[Any, int]:
+def empty_swimlanes(shown: Sequence[tuple[str, Trace]], bubble: bool = True, unit: str = "seconds") -> tuple[Any, int]:
     """The figure of these traces, by name, before their spans are drawn; and the height of a lane in pixels."""
     _, make_subplots = plotly()
     assert shown, "a figure needs a trace"
     titles = [
-        f"{name}: {trace.seconds:.4g} s, utilisation {trace.utilisation():.1%}, bubble {trace.bubble():.1%}"
+        f"{name}: {trace.seconds:.4g} {'s' if unit == 'seconds' else 'units'}, utilisation {trace.utilisation():.1%}"
+        + (f", bubble {trace.bubble():.1%}" if bubble else "")
         for name, trace in shown
     ]
     lane = max(min(40, 900 // max(trace.num_ranks for _, trace in shown)), 12)  # pixels
@@ -60,7 +64,7 @@ def empty_swimlanes(shown: Sequence[tuple[str, Trace]]) -> tuple[Any, int]:
             showgrid=False, zeroline=False, row=row, col=1,
         )  # fmt: skip
     figure.update_annotations(x=0, xanchor="left")  # the titles, which leave the right to the legend
-    figure.update_xaxes(title_text="seconds", row=len(shown), col=1)
+    figure.update_xaxes(title_text=unit, row=len(shown), col=1)
     figure.update_xaxes(showgrid=True, gridcolor="#EEEEEE", zeroline=False)
     figure.update_layout(
         height=height, uniformtext={"mode": "hide", "minsize": 8}, barmode="overlay", bargap=0.0,
