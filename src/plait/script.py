@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plait.comm.launch import first_to_fail, ranks_folder
-from plait.errors import PlaitError
+from plait.errors import PlaitError, RankFailed
 from plait.run.environment import num_processes, rank
 
 
@@ -29,20 +29,41 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
     sys.path.insert(0, str(script.absolute().parent))
     try:
         runpy.run_path(str(script), run_name="__main__")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        _tell(error)
+        if num_processes() > 1 and first_to_fail():
+            print(f"plait: rank {rank()} was interrupted (KeyboardInterrupt)", file=sys.stderr, flush=True)
         _leave(130)
+    except SystemExit as error:
+        if num_processes() > 1 and error.code not in (None, 0):
+            _tell(error)
+            if first_to_fail():
+                print(f"plait: rank {rank()} left with sys.exit({error.code!r})", file=sys.stderr, flush=True)
+        raise
     except PlaitError as error:
         if num_processes() == 1:
             raise
+        _tell(error)
         if first_to_fail():
-            print(f"plait: rank {rank()} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            own = "" if isinstance(error, RankFailed) else f"rank {rank()} failed: {type(error).__name__}: "
+            print(f"plait: {own}{error}", file=sys.stderr, flush=True)
         _leave(2)
     except Exception as error:
+        _tell(error)
         if first_to_fail():
             print(_own_traceback(error, script), end="", file=sys.stderr)
             if num_processes() > 1:
                 print(f"plait: rank {rank()} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         _leave(1)
+
+
+def _tell(error: BaseException) -> None:
+    """Let the ranks that wait for this one know, where there are any."""
+    if num_processes() > 1 and "plait.comm.failure" in sys.modules:
+        from plait.comm.failure import let_speak_first, tell_failure
+
+        tell_failure(error)
+        let_speak_first(rank(), error)
 
 
 def _print_whole_lines() -> None:

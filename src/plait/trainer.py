@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import math
 import warnings
@@ -16,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from plait.comm.agree import attempt
 from plait.comm.process import process_world
 from plait.comm.protocol import World
 from plait.errors import BatchError, CaptureError, CheckpointError, LossError, PlanError
@@ -28,7 +30,7 @@ from plait.run.agreeing.replicas import Replicas, refuse_unsettled
 from plait.run.agreeing.rows import replica_key, rows_of_replica
 from plait.run.asynchronous import refuse_within
 from plait.run.average import MovingAverage
-from plait.run.checks import agree_on_data, check_given
+from plait.run.checks import agree_on_setup, check_given, describe_optimizer
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.eager import EagerReplica, check_allowed, ddp_warning, refuse_unless_data_only
 from plait.run.environment import resolve_plan, resolve_trace
@@ -39,6 +41,7 @@ from plait.run.local_batch import LocalBatch, num_rows
 from plait.run.optimizers import OptimizerFactory, build_optimizer, build_scheduler
 from plait.run.outputs import refuse_padding, without_padding
 from plait.run.replica import Replica
+from plait.run.same_batch import SameBatch
 from plait.run.saving import load, save, snapshot
 from plait.run.saving.saver import Saver
 from plait.run.scaling import LossScale
@@ -131,7 +134,6 @@ class Trainer:
         self.step_number = 0
         precision = Precision(self.plan.precision, self.plan.exceptions)
         self.loss_scale: LossScale | None = None  # made below, where fp16 needs one
-        self._num_taken = 0  # batches that this trainer was given
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: Any = None
         self._adopt = world is None
@@ -141,6 +143,7 @@ class Trainer:
                 f" {self.plan.mesh.spread or 'none'}; make the world of the plan's own mesh (plan.mesh)"
             )
         self.world = world if world is not None else process_world(self.plan.mesh, algorithm=self.plan.allreduce)
+        self._same = SameBatch(self.world, self.plan)
         self._trace = resolve_trace(trace)
         self.recorder = None if self._trace is None else Recorder(self.world)
         self.homes = Homes(self.plan.within, self.world, scratch)
@@ -190,13 +193,17 @@ class Trainer:
 
     def _prepare(self, batch: Any) -> None:
         refuse_away(self.compiler.model)
-        self._replica = self._build_replica(self._rows(batch))
+        agree_on_setup(self.world, self.plan, self.compiler.model, self.seed, self.clip_norm, self._on_nan)
+        replica = self._build_replica(self._rows(batch))
         make_optimizer, make_scheduler = self._factories
-        replica = self._replica
-        self.optimizer = build_optimizer(
-            make_optimizer, replica.parameters, replica.layouts, self.world, replica.absent
+        self.optimizer, self.scheduler = attempt(
+            self.world,
+            lambda: _optimizer_and_scheduler(make_optimizer, make_scheduler, replica, self.world),
+            "making the optimizer",
+            lambda made: describe_optimizer(made[0]),
+            "give every rank the same optimizer",
         )
-        self.scheduler = build_scheduler(make_scheduler, self.optimizer)
+        self._replica = replica
         self.update = Update(self.optimizer, replica.parameters, replica.layouts, self.world, self.homes)
         if self.plan.relaxed_axis:
             self.replicas = Replicas(self.plan, self.world, replica, self.optimizer)
@@ -242,17 +249,18 @@ class Trainer:
             self.recorder.begin()
         replica, optimizer = self.replica, self.optimizer
         assert optimizer is not None
-        agree_on_data(self.world, batch, self._num_taken)
-        self._num_taken += 1
+        self._begin(batch, "step")
         scale = self.loss_scale.tensor() if self.loss_scale is not None else None
         with self.span("backward", "step") if isinstance(replica, EagerReplica) else nullcontext():
             within = {"update": self._update_within} if self._updates_within else {}
             result = replica.run(self._rows(batch), self._key(), scale=scale, **within)
+        self._same.check()
         if self.replicas is not None and self.replicas.local is None:
             with self.span("reduce", "gradients"):
                 result = self.replicas.gradients(result)
         refuse_padding(batch, result)
-        self._check_finite(result.loss, result.gradients)
+        with self._awaited():
+            self._check_finite(result.loss, result.gradients)
         aux = None if result.aux is None else results(without_padding(batch, join_outputs(result.aux)))
         if self._updates_within:
             return self._finished(result.loss, aux, None), {}
@@ -271,6 +279,22 @@ class Trainer:
             replica.updated()
         return self._finished(loss, aux, norm, steps), wanted
 
+    def _begin(self, batch: Any, what: str) -> None:
+        """Let the other ranks know of the step, or the evaluation, that this rank begins."""
+        what = f"{what} {self.step_number + (what == 'step')}"
+        if self.world.monitor is not None:
+            self.world.monitor.num_steps += 1
+            self.world.monitor.does(what)
+        self._same.begin(batch, what)
+
+    def _awaited(self) -> AbstractContextManager[Any]:
+        """Within it this rank waits for what a GPU works out, which needs the other ranks to have begun the step."""
+        monitor = self.world.monitor
+        if monitor is None or self.world.device.type == "cpu" or self.plan.relaxed_axis:
+            return nullcontext()
+        late = functools.partial(monitor.behind_step, monitor.num_steps)
+        return monitor.waiting(f"step {self.step_number + 1}", late)
+
     def _finished(self, loss: Tensor, aux: dict[str, Tensor] | None, norm: float | None, updated: bool = True) -> Any:
         """What comes after the update; returns what the step does."""
         if updated and self.scheduler is not None:
@@ -283,6 +307,8 @@ class Trainer:
                 self.replicas.stepped(self.step_number)
         if self.recorder is not None:
             self.recorder.end(self.step_number)
+        if self.world.monitor is not None:
+            self.world.monitor.does(f"what comes after step {self.step_number}, such as its data, a callback or a save")
         for callback in self._callbacks:
             callback(StepEnd(self.step_number, float(loss), norm, aux or {}))
         return loss if aux is None else (loss, aux)
@@ -309,8 +335,10 @@ class Trainer:
                 if self.replicas is not None and weight == 0:
                     stack.enter_context(self.replicas.aggregated(self.step_number))
                 here = self._rows(batch)
+                self._begin(batch, "evaluation after step")
                 result = self.replica.run(here, self._key(), train=False)
                 refuse_padding(batch, result)
+                self._same.check()
                 rows = num_rows(here)
                 parts = result.parts or (float(result.loss) * rows, rows)
                 total, weight = total + float(parts[0]), weight + float(parts[1])
@@ -483,6 +511,16 @@ class Trainer:
         if not checks:
             return ""
         return f"; or what the model or the loss makes sure of does not hold: {'; '.join(dict.fromkeys(checks))}"
+
+
+def _optimizer_and_scheduler(
+    make_optimizer: OptimizerFactory,
+    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+    replica: Replica | EagerReplica,
+    world: World,
+) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = build_optimizer(make_optimizer, replica.parameters, replica.layouts, world, replica.absent)
+    return optimizer, build_scheduler(make_scheduler, optimizer)
 
 
 def _end_trace(reference: weakref.ref[Trainer]) -> None:

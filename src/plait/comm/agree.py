@@ -1,42 +1,141 @@
-"""Agreement outside the step: all ranks must hold the same text."""
+"""Agreement outside the step: what all ranks must hold alike, and work that all of them must have done.
+
+No collective is involved: some ranks may be in the middle of one. A rank that lives may be as late as
+comm/timeouts.py says; one that has ended, or that waits for this one elsewhere, is named within seconds.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
+from plait.comm.board import Board
+from plait.comm.monitor import ranks_text
 from plait.comm.protocol import World
-from plait.errors import WorldError
+from plait.comm.timeouts import timeout
+from plait.errors import CaptureError, RankFailed, WorldError
 
+T = TypeVar("T")
+
+_LOOK_SECONDS = 0.25
+_LEAVE_SECONDS = 1.0  # that a rank which has failed stays for the others
 _num_calls: WeakKeyDictionary[World, int] = WeakKeyDictionary()
 
 
-def agree(world: World, value: str, what: str = "value", *, remedy: str = "", seconds: float = 10.0) -> None:
+def agree(world: World, value: str, what: str = "value", *, remedy: str = "") -> None:
     """Check that all ranks hold the same text; WorldError on every rank, naming those that differ, with the remedy.
 
-    Every rank calls it when it finds that something has changed, taking it to have changed for all. Ranks that do not
-    come within the time, as for them nothing has changed, are named in the WorldError. No collective is involved: the
-    others may be in the middle of one.
+    Every rank calls it when it finds that something has changed, taking it to have changed for all. Where others wait
+    for this rank meanwhile, as for them nothing has changed, the WorldError says so.
     """
-    size = world.mesh.size
-    if size == 1:
-        return
+    if world.mesh.size > 1:
+        after = f"; {remedy}" if remedy else ""
+        notes = _exchanged(world, value, f"the agreement on the {what} ({value}){after}")
+        _check_same(dict(enumerate(notes)), what, after)
+
+
+def attempt(world: World, work: Callable[[], T], what: str, same: Callable[[T], str] | None = None,
+            remedy: str = "") -> T:  # fmt: skip
+    """Do `work` on every rank, and return what it gives here once all have done it.
+
+    Where it raises on some ranks, it raises on all: there what it raised, elsewhere a RankFailed that names the first
+    of them, or a CaptureError if that is what all of them raised. Where `same` gives different texts for what it gave,
+    WorldError names the ranks.
+    """
+    if world.mesh.size == 1:
+        return work()
+    try:
+        result = work()
+        note = {"text": "" if same is None else same(result)}
+    except CaptureError as error:
+        found = _notes(_exchanged(world, json.dumps({"error": "capture", "message": str(error)}), what))
+        if others := {rank: note for rank, note in found.items() if note.get("error") == "other"}:
+            rank, note = next(iter(others.items()))
+            raise RankFailed(rank, note["message"]) from error
+        raise
+    except BaseException as error:
+        keys = _post(world, json.dumps({"error": "other", "message": f"{type(error).__name__}: {error}"}))
+        if isinstance(error, Exception) and world.rank == 0:
+            with contextlib.suppress(RuntimeError):  # the store's host is gone
+                world.board.missing(list(keys.values()), _LEAVE_SECONDS)  # rank 0 may be the one that keeps it
+        raise
+    found = _notes(_exchanged(world, json.dumps(note), what))
+    failed = {rank: note for rank, note in found.items() if "error" in note}
+    if others := {rank: note for rank, note in failed.items() if note["error"] == "other"}:
+        rank, note = next(iter(others.items()))
+        raise RankFailed(rank, note["message"])
+    if failed:
+        rank, note = next(iter(failed.items()))
+        raise CaptureError(f"on {ranks_text(list(failed))} of {world.mesh.size}: {note['message']}")
     after = f"; {remedy}" if remedy else ""
-    number = _num_calls[world] = _num_calls.get(world, 0) + 1
-    keys = [f"agree/{number}/{rank}" for rank in range(size)]
-    world.board.set(keys[world.rank], value)
-    if absent := world.board.missing(keys, seconds):
-        late = [int(key.rpartition("/")[2]) for key in absent]
+    _check_same({rank: note["text"] for rank, note in found.items()}, f"result of {what}", after)
+    return result
+
+
+def wait_for_notes(world: World, keys: Mapping[int, str], what: str, board: Board | None = None) -> None:
+    """Wait until each of these ranks has set its key on the board; WorldError if one of them cannot, or is too late."""
+    board = world.board if board is None else board
+    absent = board.missing(list(keys.values()), 0.05)
+    if not absent:
+        return
+    rank_of = {key: rank for rank, key in keys.items()}
+    if world.monitor is None:
+        raise WorldError(f"{what}: there is no rank that could do it")
+    begun = time.monotonic()
+    with world.monitor.waiting(what, lambda: [rank for rank, key in keys.items() if board.get(key) is None]) as wait:
+        while absent := _missing(board, list(keys.values())):
+            wait.check()
+            if time.monotonic() - begun > timeout() + 60.0:  # the monitor's thread has ended
+                raise WorldError(f"waited {timeout():.0f} s for {ranks_text([rank_of[k] for k in absent])} in {what}")
+
+
+def _missing(board: Board, keys: list[str]) -> list[str]:
+    try:
+        return board.missing(keys, _LOOK_SECONDS)
+    except WorldError:
+        raise
+    except RuntimeError as error:  # what a store raises once its host is gone
         raise WorldError(
-            f"rank {world.rank} has a new {what}, {value}, but {_ranks(late)} did not come to agree on it within"
-            f" {seconds:g} s: it has changed on some ranks only{after}"
-        )
-    ranks_of: dict[str | None, list[int]] = {}
-    for rank, key in enumerate(keys):
-        ranks_of.setdefault(world.board.get(key), []).append(rank)
+            "the store where ranks leave notes is out of reach: the process that keeps it, which is rank 0 or the"
+            " launcher, has ended"
+        ) from error
+
+
+def _exchanged(world: World, text: str, what: str) -> list[str]:
+    """Everyone's text, in rank order."""
+    keys = _post(world, text)
+    wait_for_notes(world, keys, what)
+    return [world.board.get(key) or "" for key in keys.values()]
+
+
+def _post(world: World, text: str) -> dict[int, str]:
+    """Leave this rank's text of the next exchange; returns where everyone's is, by rank."""
+    number = _num_calls[world] = _num_calls.get(world, 0) + 1
+    keys = {rank: f"agree/{number}/{rank}" for rank in range(world.mesh.size)}
+    world.board.set(keys[world.rank], text)
+    return keys
+
+
+def _notes(texts: list[str]) -> dict[int, dict[str, str]]:
+    """By rank. What is no note is of an agreement on something else."""
+    found = {}
+    for rank, text in enumerate(texts):
+        try:
+            note = json.loads(text)
+        except ValueError:
+            note = None
+        found[rank] = note if isinstance(note, dict) else {"error": "other", "message": f"it is elsewhere: {text}"}
+    return found
+
+
+def _check_same(text_of: Mapping[int, str], what: str, after: str) -> None:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in text_of.items():
+        ranks_of.setdefault(text, []).append(rank)
     if len(ranks_of) > 1:
-        found = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in ranks_of.items())
+        found = "; ".join(f"{ranks_text(ranks)}: {text}" for text, ranks in ranks_of.items())
         raise WorldError(f"the ranks do not agree on the {what}: {found}{after}")
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

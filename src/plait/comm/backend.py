@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 
 from plait.comm.group import HALF, Done, GroupComm, Take, reduce_terms
 from plait.comm.meeting import taking
+from plait.comm.monitor import Late, Monitor
 from plait.comm.protocol import Work
 from plait.comm.sharing import share_file
 from plait.errors import WorldError
@@ -25,16 +28,28 @@ class BackendWork:
     """A collective of torch.distributed under way, the tensor that it fills, and what is left to do when it has."""
 
     def __init__(
-        self, what: str, start: Callable[[], Any], result: torch.Tensor, finish: Callable[[], Any] | None = None
+        self,
+        what: str,
+        start: Callable[[], Any],
+        result: torch.Tensor,
+        finish: Callable[[], Any] | None = None,
+        monitor: Monitor | None = None,
+        late: Late = tuple,
     ) -> None:
         self._what = what
+        self._monitor, self._late = monitor, late
         self._result = result
         self._finish = finish
         self._work: Any = self._guarded(start)
 
     def wait(self) -> torch.Tensor:
         if self._work is not None:
-            self._guarded(self._work.wait)
+            wait = self._monitor.begin(self._what, self._late) if self._monitor is not None else None
+            try:
+                self._guarded(self._work.wait)
+            finally:
+                if wait is not None and self._monitor is not None:
+                    self._monitor.end(wait)
             self._work = None
             if self._finish is not None:
                 self._finish()
@@ -45,6 +60,10 @@ class BackendWork:
         try:
             return call()
         except RuntimeError as error:
+            if self._monitor is not None:
+                gone = self._monitor.find_gone()
+                if gone is not None:
+                    raise self._monitor.why_gone(gone, self._what) from error
             text = (str(error).splitlines() or ["no reason given"])[0]
             raise WorldError(f"{self._what} failed, which mostly means that another rank is gone: {text}") from error
 
@@ -52,8 +71,12 @@ class BackendWork:
 class BackendComm(GroupComm):
     """One process group. Empty tensors are not sent: no backend needs to know of them."""
 
-    def __init__(self, ranks: tuple[int, ...], rank: int, group: Any, device: torch.device) -> None:
+    def __init__(
+        self, ranks: tuple[int, ...], rank: int, group: Any, device: torch.device, monitor: Monitor | None = None
+    ) -> None:
         super().__init__(ranks, rank)
+        self._monitor = monitor
+        self._num_received: Counter[str] = Counter()  # messages asked for, by pair of ranks
         self._group = group
         self._device = device
 
@@ -123,25 +146,59 @@ class BackendComm(GroupComm):
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         self.links.count(self.ranks[to], tensor.nbytes)
         data = tensor.detach()
-        return self._run("send", data, lambda: dist.isend(data, self.ranks[to], self._group, tag))
+        pair = f"{self.ranks[self.rank]}>{self.ranks[to]}"
+        return self._run("send", data, lambda: dist.isend(data, self.ranks[to], self._group, tag), pair=pair)
 
     def recv(self, like: torch.Tensor, source: int, tag: int = 0) -> Work:
         result = torch.empty_like(like)
-        return self._run("recv", result, lambda: dist.irecv(result, self.ranks[source], self._group, tag))
+        pair = f"{self.ranks[source]}>{self.ranks[self.rank]}"
+        self._num_received[pair] += 1
+        number = self._num_received[pair]
+
+        def late() -> list[int]:
+            return [] if self._monitor is None else self._monitor.behind(pair, number, [self.ranks[source]])
+
+        return self._run("recv", result, lambda: dist.irecv(result, self.ranks[source], self._group, tag), late=late)
 
     def barrier(self) -> None:
-        BackendWork("barrier", lambda: dist.barrier(self._group, async_op=True), torch.empty(0)).wait()
+        self._started("barrier", lambda: dist.barrier(self._group, async_op=True), torch.empty(0)).wait()
 
     def _rounds(self, tensor: torch.Tensor, op: str) -> bool:
         """Whether Gloo would round the sum more than once. NCCL is left to sum as it does, at its speed."""
         return tensor.dtype in HALF and op == "sum" and self.size > 2 and tensor.device.type == "cpu"
 
     def _run(
-        self, name: str, result: torch.Tensor, start: Callable[[], Any], finish: Callable[[], Any] | None = None
+        self,
+        name: str,
+        result: torch.Tensor,
+        start: Callable[[], Any],
+        finish: Callable[[], Any] | None = None,
+        *,
+        pair: str = "",
+        late: Late | None = None,
     ) -> Work:
         if result.numel() == 0:
             return Done(result)
-        return BackendWork(f"{name} of {list(result.shape)} among ranks {list(self.ranks)}", start, result, finish)
+        what = f"{name} of {list(result.shape)} among ranks {list(self.ranks)}"
+        return self._started(what, start, result, finish, pair, late)
+
+    def _started(
+        self,
+        what: str,
+        start: Callable[[], Any],
+        result: torch.Tensor,
+        finish: Callable[[], Any] | None = None,
+        pair: str = "",
+        late: Late | None = None,
+    ) -> BackendWork:
+        """Start it, and count it for the monitors of others; `pair` is that of a message that is sent."""
+        monitor = self._monitor
+        if monitor is not None and late is None:
+            group = pair or f"{self.ranks}"
+            monitor.started[group] += 1
+            number = monitor.started[group]
+            late = tuple if pair else functools.partial(monitor.behind, group, number, self.ranks)
+        return BackendWork(what, start, result, finish, monitor, late or tuple)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,13 @@
 """One rank's failure stops all, and is shown once.
 
 The first rank to raise puts its report on the board. Every other rank learns of it from a thread that looks at the
-board once a second, or from the errors of its own collectives, and leaves without a word.
+board once a second, or from the errors of its own collectives, and leaves without a word. A script without `guard`
+learns of it where it waits (comm/monitor.py), and leaves its own report at its end.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -16,18 +18,18 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
+from weakref import WeakSet
 
-from plait.comm.board import Board
+from plait.comm.agree import wait_for_notes
+from plait.comm.board import Board, LocalBoard
 from plait.comm.launch import first_to_fail
-from plait.comm.process import ProcessWorld
+from plait.comm.monitor import FAILURE, FINISHED, Monitor
 from plait.comm.protocol import World
-from plait.errors import PlaitError, RankFailed
+from plait.errors import PlaitError, RankFailed, WorldError
 
-_FAILURE = "failure"
 _LOOK_SECONDS = 1.0
 _GRACE_SECONDS = 1.0  # for a rank that knows of a failure to leave by itself, through its `finally` blocks
 _END_SECONDS = 5.0
-_LAST_SECONDS = 60.0  # that rank 0, which may hold the board, waits at the end for the others
 
 
 def watch(board: Board, key: str, call: Callable[[str], None]) -> Callable[[], None]:
@@ -65,18 +67,18 @@ def guard(world: World) -> Iterator[None]:
 
     That exception is printed once, with its rank; all ranks exit with status 1. A world of one process just raises.
     """
-    if not isinstance(world, ProcessWorld) or world.mesh.size == 1:
+    if world.mesh.size == 1 or isinstance(world.board, LocalBoard):
         yield
         return
-    end_watch = watch(world.board, _FAILURE, _leave)
+    end_watch = watch(world.board, FAILURE, _leave)
     try:
         yield
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             _finish(world)
             raise
-        _report(world, error)
-        world.abort()
+        _report(world.board, world.rank, error)
+        world.abort()  # type: ignore[attr-defined]  # of ranks that are processes
         _exit()
     else:
         _finish(world)
@@ -89,41 +91,75 @@ def _leave(report: str) -> None:
     _exit()
 
 
-def _report(world: ProcessWorld, error: BaseException) -> None:
+def leave(board: Board, rank: int, error: BaseException) -> NoReturn:
+    """Report the error and end this process, which waits for ever where no exception reaches it."""
+    _report(board, rank, error)
+    _exit()
+
+
+_monitors: WeakSet[Monitor] = WeakSet()
+
+
+def at_exit(monitor: Monitor) -> None:
+    """Once Python ends, tell the other ranks whether this one has finished, or what it raised."""
+    if not _monitors:
+        atexit.register(_tell_at_exit)
+    _monitors.add(monitor)
+
+
+def tell_failure(error: BaseException) -> None:
+    """Leave the report of an exception that ends this process for the ranks that wait for it. Nothing is printed."""
+    for monitor in list(_monitors):
+        rank, message = _described(monitor.rank, error)
+        report = {"by": monitor.rank, "rank": rank, "message": message, "traceback": ""}
+        monitor.close(json.dumps(report))
+
+
+def let_speak_first(own: int, error: BaseException) -> None:
+    """Where the error is of another rank, which has more to say of it, give it the time to do so."""
+    if isinstance(error, RankFailed) and error.rank != own:
+        time.sleep(2 * _GRACE_SECONDS)
+
+
+def _tell_at_exit() -> None:
+    error = getattr(sys, "last_value", None)  # what Python has shown as unhandled
+    if error is not None:
+        tell_failure(error)
+    for monitor in list(_monitors):
+        monitor.close()
+
+
+def _described(own: int, error: BaseException) -> tuple[int, str]:
+    """Which rank has failed, and how."""
+    if isinstance(error, RankFailed):
+        return error.rank, str(error)
+    text = str(error) or ("it was interrupted" if isinstance(error, KeyboardInterrupt) else "no message")
+    return own, f"rank {own} failed: {type(error).__name__}: {text}"
+
+
+def _report(board: Board, own: int, error: BaseException) -> None:
     """Print the failure, if it is the first."""
-    rank = error.rank if isinstance(error, RankFailed) else world.rank
-    message = str(error) if isinstance(error, RankFailed) else f"rank {rank} failed: {type(error).__name__}: {error}"
-    if isinstance(error, RankFailed) and _has_finished(world, rank):
-        message = (
-            f"rank {rank} has finished while rank {world.rank} still waits for it; give every rank the same number of"
-            " batches"
-        )
+    let_speak_first(own, error)
+    rank, message = _described(own, error)
     trace = "" if isinstance(error, PlaitError | SystemExit | KeyboardInterrupt) else "".join(
         traceback.format_exception(error)
     )  # fmt: skip
-    report = json.dumps({"by": world.rank, "rank": rank, "message": message, "traceback": trace})
+    report = json.dumps({"by": own, "rank": rank, "message": message, "traceback": trace})
     try:
-        first = world.board.first(_FAILURE, report) == report
+        first = board.first(FAILURE, report) == report
     except RuntimeError:  # the board's host is gone, which is rank 0's unless torchrun keeps it: let one rank speak
-        first = world.rank == min(1, world.mesh.size - 1)
+        first = own <= 1
     if first and first_to_fail():
         print(f"{trace}plait: {message}", file=sys.stderr, flush=True)
 
 
-def _has_finished(world: ProcessWorld, rank: int) -> bool:
-    try:
-        return world.board.get(f"finished/{rank}") is not None
-    except RuntimeError:  # the board's host is gone
-        return False
-
-
-def _finish(world: ProcessWorld) -> None:
+def _finish(world: World) -> None:
     """A rank that has done its part keeps the board within reach of those that have not."""
     try:
-        world.board.set(f"finished/{world.rank}", "")
+        world.board.set(f"{FINISHED}/{world.rank}", "")
         if world.rank == 0:
-            world.board.missing([f"finished/{rank}" for rank in range(world.mesh.size)], _LAST_SECONDS)
-    except RuntimeError:  # the board's host was done first
+            wait_for_notes(world, {r: f"{FINISHED}/{r}" for r in range(world.mesh.size)}, "the end of the run")
+    except (RuntimeError, WorldError):  # the board's host was done first, or a rank has died, which its launcher sees
         return
 
 

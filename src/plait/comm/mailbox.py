@@ -30,8 +30,9 @@ def num_mail_words(size: int) -> int:
 class Letter:
     """A message that this rank expects."""
 
-    def __init__(self, like: torch.Tensor, tag: int, wait_until: Callable[[Callable[[], bool]], None]) -> None:
+    def __init__(self, like: torch.Tensor, tag: int, source: int, wait_until: Callable[..., None]) -> None:
         self.tag = tag
+        self._source = source
         self._like = (like.dtype, like.shape)
         self._wait_until = wait_until
         self._result: torch.Tensor | None = None
@@ -48,7 +49,11 @@ class Letter:
 
     def wait(self) -> torch.Tensor:
         if self._result is None and self._error is None:
-            self._wait_until(lambda: self._result is not None or self._error is not None)
+            self._wait_until(
+                lambda: self._result is not None or self._error is not None,
+                lambda: f"recv of {list(self._like[1])}",
+                lambda: [self._source],
+            )
         if self._error is not None:
             raise self._error
         assert self._result is not None
@@ -88,7 +93,7 @@ class Mailbox:
         self._blocks.setdefault(to, deque()).append((number, offset, flat.nbytes))
 
     def recv(self, like: torch.Tensor, source: int, tag: int) -> Letter:
-        letter = Letter(like, tag, self._comm.wait_until)
+        letter = Letter(like, tag, self._comm.ranks[source], self._comm.wait_until)
         if self._unasked and self._unasked[source, tag]:
             letter.fill(self._unasked[source, tag].popleft(), self._comm.ranks[source])
         else:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from plait.comm.board import LocalBoard
 from plait.comm.group import Done, GroupComm, Take, reduce_terms
+from plait.comm.monitor import ranks_text
+from plait.comm.timeouts import timeout
 from plait.errors import RankFailed, WorldError
 
 Call = tuple[Any, ...]  # name, detail, dtype, shape: equal on all ranks of a collective
@@ -23,7 +27,7 @@ _LOOK_AROUND = 2.0  # seconds that a rank waits before it asks whether all ranks
 class _Meeting:
     """One collective: what each rank brought, and what came of it."""
 
-    __slots__ = ("brought", "call", "done", "error", "here", "num_left", "ranks", "result")
+    __slots__ = ("brought", "call", "done", "error", "here", "late", "num_left", "ranks", "result", "since")
 
     def __init__(self, call: Call, ranks: tuple[int, ...]) -> None:
         self.call = call
@@ -34,8 +38,12 @@ class _Meeting:
         self.done = threading.Event()
         self.result: torch.Tensor | None = None
         self.error: WorldError | None = None
+        self.late: Callable[[], Sequence[int]] | None = None  # of a wait for notes
+        self.since = time.monotonic()
 
     def absent(self) -> list[int]:
+        if self.late is not None:
+            return list(self.late())
         return [rank for rank in self.ranks if rank not in self.here]
 
     def break_up(self, text: str) -> None:
@@ -125,20 +133,74 @@ class Meetings:
             if meeting.num_left == 0:
                 del self._open[key]
 
+    @contextmanager
+    def waiting(self, rank: int, what: str, late: Callable[[], Sequence[int]]) -> Iterator[NotesWait]:
+        """A rank waits for others to leave notes on the board."""
+        meeting = _Meeting((what,), (rank,))
+        meeting.late = late
+        self._waiting[rank] = meeting
+        try:
+            yield NotesWait(self, rank, meeting)
+        finally:
+            self._waiting.pop(rank, None)
+
+    def check_notes(self, rank: int, meeting: _Meeting) -> None:
+        """Raise what keeps a wait for notes from coming to an end."""
+        if meeting.error is not None:
+            raise meeting.error
+        absent = meeting.absent()
+        if gone := [other for other in absent if other in self._left]:
+            if not [other for other in meeting.absent() if other in gone]:
+                return  # it has left its note, and then finished
+            raise WorldError(f"{ranks_text(gone)} finished while rank {rank} waited in {_text(meeting.call)}")
+        if time.monotonic() - meeting.since > _LOOK_AROUND:
+            self._check_deadlock(rank)
+        if time.monotonic() - meeting.since > timeout():
+            raise WorldError(f"rank {rank} waited {timeout():.0f} s for {ranks_text(absent)} in {_text(meeting.call)}")
+
     def _check_absent(self, meeting: _Meeting) -> None:
         if gone := [rank for rank in meeting.absent() if rank in self._left]:
-            here = _ranks(sorted(meeting.here))
-            meeting.break_up(f"{_ranks(gone)} finished while {here} waited in {_text(meeting.call)}")
+            here = ranks_text(sorted(meeting.here))
+            meeting.break_up(f"{ranks_text(gone)} finished while {here} waited in {_text(meeting.call)}")
 
     def _check_deadlock(self, rank: int) -> None:
         with self._lock:
             waiting = dict(self._waiting)
             if len(waiting) + len(self._left) < self._num_ranks or any(m.done.is_set() for m in waiting.values()):
                 return
+            if any(not m.absent() for m in waiting.values()):
+                return
             lines = "; ".join(
-                f"rank {r} in {_text(m.call)} for {_ranks(m.absent())}" for r, m in sorted(waiting.items())
+                f"rank {r} in {_text(m.call)} for {ranks_text(m.absent())}" for r, m in sorted(waiting.items())
             )
             waiting[rank].break_up(f"all ranks wait for each other: {lines}")
+
+
+class NotesWait:
+    """A rank's wait for notes of others."""
+
+    def __init__(self, meetings: Meetings, rank: int, meeting: _Meeting) -> None:
+        self._meetings, self._rank, self._meeting = meetings, rank, meeting
+
+    def check(self) -> None:
+        self._meetings.check_notes(self._rank, self._meeting)
+
+
+class ThreadWatch:
+    """Looks after the ranks of one process that one of them waits for."""
+
+    def __init__(self, meetings: Meetings, rank: int) -> None:
+        self._meetings, self._rank = meetings, rank
+        self.num_steps = 0
+
+    def does(self, what: str) -> None:
+        pass
+
+    def waiting(self, what: str, late: Callable[[], Sequence[int]]) -> AbstractContextManager[NotesWait]:
+        return self._meetings.waiting(self._rank, what, late)
+
+    def behind_step(self, step: int) -> list[int]:
+        return []
 
 
 class ThreadWork:
@@ -257,10 +319,8 @@ def _as_it_is(result: torch.Tensor) -> torch.Tensor:
 
 
 def _text(call: Call) -> str:
+    if len(call) == 1:
+        return str(call[0])
     name, detail, axis, dtype, shape = call
     where = f" over {axis}" if axis else ""
     return f"{name}({detail}){where} of {str(dtype).removeprefix('torch.')}{list(shape)}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

@@ -5,10 +5,12 @@ Ranks of one x86-64 host compute on CPU exchange through shared memory; all othe
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
 import warnings
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,12 +18,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
+from plait.comm.agree import agree, wait_for_notes
 from plait.comm.algorithms import choose
 from plait.comm.backend import BackendComm
 from plait.comm.board import Board, LocalBoard
+from plait.comm.failure import at_exit, leave
 from plait.comm.group import AloneComm
 from plait.comm.header import create_segment, num_words
 from plait.comm.launch import BOARD, ranks_folder
+from plait.comm.monitor import Monitor
 from plait.comm.protocol import Comm, World
 from plait.comm.rendezvous import join
 from plait.comm.segment import Segment
@@ -29,11 +34,11 @@ from plait.comm.sharing import host_name
 from plait.comm.shm import ShmComm
 from plait.comm.socketboard import SocketBoard
 from plait.comm.store import StoreBoard
+from plait.comm.timeouts import timeout
 from plait.errors import WorldError
 from plait.spec.mesh import Mesh
 
 _ROOM = 1 << 26  # bytes of free memory per rank and group without which shared memory is not tried
-_JOIN_SECONDS = 300.0
 _num_worlds = 0
 
 
@@ -45,6 +50,10 @@ class ProcessWorld:
         self.rank = rank
         self.device = device
         self.board = board
+        self.monitor: Monitor | None = None
+        if mesh.size > 1:
+            self.monitor = Monitor(board, rank, mesh.size, functools.partial(leave, board, rank))
+            at_exit(self.monitor)
         self._comms: dict[str, Comm] = {}
         self._everyone: Comm = AloneComm(rank)
         self._shared: list[ShmComm] = []
@@ -65,6 +74,8 @@ class ProcessWorld:
 
     def close(self) -> None:
         """Leave the group; all ranks do so together."""
+        if self.monitor is not None:
+            self.monitor.close()
         for comm in self._shared:
             comm.close()
         self._shared.clear()
@@ -100,6 +111,8 @@ def process_world(
     _num_worlds += 1
     world = ProcessWorld(mesh, rank, where, _board(str(_num_worlds)), owns_group=not started)
     groups = {axis: mesh.groups(axis) for axis in mesh.names} | {"": (tuple(range(size)),)}
+    remedy = "give every rank the same plan and the same arguments"
+    agree(world, f"{mesh}, {where.type}, allreduce={algorithm}", "mesh, device and transport", remedy=remedy)
     shared = _share_memory(world, groups) if shared_memory and where.type == "cpu" else {}
     world._shared = list(shared.values())
     for one in world._shared:
@@ -113,12 +126,20 @@ def process_world(
             comm = choose(shared[axis], algorithm)
         else:
             group = device_mesh(world).get_group(axis) if axis else dist.group.WORLD
-            comm = choose(BackendComm(ranks, ranks.index(rank), group, where), algorithm)
+            _allow_time(group)
+            comm = choose(BackendComm(ranks, ranks.index(rank), group, where, world.monitor), algorithm)
         if axis:
             world._comms[axis] = comm
         else:
             world._everyone = comm
     return world
+
+
+def _allow_time(group: Any) -> None:
+    """Let ranks of the group be as late as those of any other: a group of its own has a timeout of its own."""
+    set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    if set_timeout is not None:
+        set_timeout(timedelta(seconds=timeout()), group)
 
 
 def device_mesh(world: World) -> DeviceMesh:
@@ -169,7 +190,7 @@ def _share_memory(world: ProcessWorld, groups: dict[str, tuple[tuple[int, ...], 
                 note["fds"][axis] = own[axis].fd
     except (OSError, AttributeError) as error:
         note["why"] = f"{error}"
-    notes = _exchange(world.board, "shm", note, rank, size)
+    notes = _exchange(world, "shm", note)
     hosts = [each["host"] for each in notes]
     axes = [axis for axis, found in groups.items() if all(len({hosts[i] for i in ranks}) == 1 for ranks in found)]
     axes = [axis for axis in axes if len(mine[axis]) > 1 and hosts[0]]
@@ -185,7 +206,7 @@ def _share_memory(world: ProcessWorld, groups: dict[str, tuple[tuple[int, ...], 
             ]
     except OSError as error:
         why = f"{error}"
-    why = next((each for each in _exchange(world.board, "shm opened", why, rank, size) if each), "")
+    why = next((each for each in _exchange(world, "shm opened", why) if each), "")
     if why:
         if rank == 0 and axes:
             warnings.warn(f"no shared memory between the ranks of a host ({why}): slower Gloo is used", stacklevel=3)
@@ -200,19 +221,17 @@ def _share_memory(world: ProcessWorld, groups: dict[str, tuple[tuple[int, ...], 
     shared = {}
     for axis in axes:
         pids = [notes[i]["pid"] for i in mine[axis]]
-        shared[axis] = ShmComm(mine[axis], mine[axis].index(rank), opened[axis], pids, limit, crowded)
+        shared[axis] = ShmComm(mine[axis], mine[axis].index(rank), opened[axis], pids, limit, crowded, world.monitor)
     return shared
 
 
-def _exchange(board: Board, key: str, note: Any, rank: int, size: int) -> list[Any]:
+def _exchange(world: World, key: str, note: Any) -> list[Any]:
     """Everyone's note, in rank order."""
+    board, rank = world.board, world.rank
     board.set(f"{key}/{rank}", json.dumps(note))
-    keys = [f"{key}/{i}" for i in range(size)]
-    if absent := board.missing(keys, _JOIN_SECONDS):
-        raise WorldError(
-            f"ranks {[key.rpartition('/')[2] for key in absent]} did not join within {_JOIN_SECONDS:.0f} s"
-        )
-    return [json.loads(board.get(key) or "null") for key in keys]
+    keys = {i: f"{key}/{i}" for i in range(world.mesh.size)}
+    wait_for_notes(world, keys, "joining the run")
+    return [json.loads(board.get(key) or "null") for key in keys.values()]
 
 
 def _host() -> str:

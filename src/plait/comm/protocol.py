@@ -5,7 +5,8 @@ Nothing here is global: a rank gets its World, a World gives a Comm for each axi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -77,6 +78,28 @@ class Comm(Protocol):
     def barrier(self) -> None: ...
 
 
+class Waiting(Protocol):
+    """A wait for other ranks."""
+
+    def check(self) -> None:
+        """Raise WorldError if it will not end: a rank that it is for has ended or failed, or waits for this one."""
+
+
+class Watch(Protocol):
+    """Looks after the ranks that this one waits for."""
+
+    num_steps: int  # that this rank has begun
+
+    def does(self, what: str) -> None:
+        """Say what this rank does now, for those who will wait for it."""
+
+    def waiting(self, what: str, late: Callable[[], Sequence[int]]) -> AbstractContextManager[Waiting]:
+        """Within it this thread waits; `late()` names the ranks that have yet to do something for the wait to end."""
+
+    def behind_step(self, step: int) -> list[int]:
+        """The ranks that have not begun that many steps."""
+
+
 class World(Protocol):
     """This rank's view of all ranks. `comm` of an axis of size 1 works too, and moves nothing."""
 
@@ -84,6 +107,7 @@ class World(Protocol):
     rank: int
     device: torch.device
     board: Board  # where ranks leave each other notes
+    monitor: Watch | None  # None where there are no other ranks
 
     def comm(self, axis: str) -> Comm: ...
 

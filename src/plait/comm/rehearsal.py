@@ -16,7 +16,7 @@ from plait.comm.algorithms import choose
 from plait.comm.backend import BackendComm, BackendWork
 from plait.comm.board import Board, LocalBoard
 from plait.comm.group import AloneComm, Done, Take, chunk, reduce_terms
-from plait.comm.protocol import Comm, Work
+from plait.comm.protocol import Comm, Watch, Work
 from plait.comm.segment import Arena
 from plait.decide.memory import ACTIVATIONS
 from plait.graph.liveness import Meter
@@ -33,6 +33,7 @@ class RehearsalWorld:
         self.rank = rank
         self.device = device
         self.board: Board = _AgreeingBoard()
+        self.monitor: Watch | None = None
         self.meter = meter
         self._algorithm = algorithm
         self._shared_memory = shared_memory
@@ -90,7 +91,12 @@ class BackendRehearsal(BackendComm):
         pass
 
     def _run(
-        self, name: str, result: torch.Tensor, start: Callable[[], Any], finish: Callable[[], Any] | None = None
+        self,
+        name: str,
+        result: torch.Tensor,
+        start: Callable[[], Any],
+        finish: Callable[[], Any] | None = None,
+        **_: Any,
     ) -> Work:
         return BackendWork(name, lambda: _Sent(start), result, finish)
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from plait.comm.launch import STORE, ranks_folder
+from plait.comm.timeouts import notice_after, timeout
 from plait.errors import WorldError
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -39,7 +40,9 @@ def join(where: torch.device) -> None:
     store: Any = _file_store(folder, size) if folder is not None else _port_store(rank, size)
     if folder is not None or _is_loopback(os.environ["MASTER_ADDR"]):
         stay_on_loopback()
-    at = {} if store is None else {"store": store, "rank": rank, "world_size": size}
+    notice_after()  # a wrong value is refused here
+    at: dict[str, Any] = {"timeout": timedelta(seconds=timeout())}
+    at |= {} if store is None else {"store": store, "rank": rank, "world_size": size}
     if where.type == "cuda":
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=where, **at)
     else:

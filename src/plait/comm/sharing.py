@@ -71,3 +71,12 @@ def host_name() -> str:
 def _host_number() -> int:
     name = host_name()
     return zlib.crc32(name.encode()) if name else _NOT_HERE
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; one that has ended but was not yet collected by its parent does not."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        return False

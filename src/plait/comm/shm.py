@@ -21,8 +21,9 @@ import torch
 
 from plait.comm import steps
 from plait.comm.group import Done, GroupComm, Take, chunk
-from plait.comm.header import CONSUMED, FAILED, MAIL, NUM_CALLS, POSTED, REDUCED, describe
+from plait.comm.header import CONSUMED, FAILED, MAIL, NUM_CALLS, POSTED, REDUCED, call_text, describe
 from plait.comm.mailbox import Letter, Mailbox
+from plait.comm.monitor import Late, Monitor
 from plait.comm.segment import Arena, Segment
 from plait.comm.sharing import share_file
 from plait.comm.steps import Reader, Steps
@@ -44,7 +45,11 @@ class _Pending:
 
     def wait(self) -> torch.Tensor:
         if self.result is None:
-            self.comm.wait_until(lambda: self.result is not None)
+            self.comm.wait_until(
+                lambda: self.result is not None,
+                lambda: self.comm.call_text(self.seq),
+                lambda: self.comm.not_in(self.seq),
+            )
             assert self.result is not None
         return self.result
 
@@ -57,7 +62,14 @@ class ShmComm(GroupComm):
     """
 
     def __init__(
-        self, ranks: tuple[int, ...], rank: int, segments: list[Segment], pids: list[int], limit: int, crowded: bool
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        segments: list[Segment],
+        pids: list[int],
+        limit: int,
+        crowded: bool,
+        monitor: Monitor | None = None,
     ) -> None:
         super().__init__(ranks, rank)
         self._own = segments[rank]
@@ -73,7 +85,7 @@ class ShmComm(GroupComm):
         self.siblings: list[ShmComm] = []  # this rank's other groups, which a long wait here must not hold up
         self._mailbox = Mailbox(self, segments, rank, MAIL)
         self._reader = Reader(self, segments)
-        self._patience = Patience(ranks, self._peers, pids, self._needs, self._failed, crowded)
+        self._patience = Patience(ranks, self._peers, pids, self._needs, self._failed, crowded, monitor)
 
     # The protocol.
 
@@ -224,17 +236,32 @@ class ShmComm(GroupComm):
                 self._own.words[CONSUMED] = self._pending.popleft().seq
         self._mailbox.progress()
 
-    def wait_until(self, done: Callable[[], bool]) -> None:
-        """Move things on until that is so; RankFailed if a peer that is needed has failed or gone."""
+    def wait_until(self, done: Callable[[], bool], what: Callable[[], str] = str, late: Late | None = None) -> None:
+        """Move things on until that is so; RankFailed if a peer that is needed has failed or gone.
+
+        `late` names the ranks whose next call this wait is for.
+        """
         self.progress()
-        self._patience.begin()
-        while not done():
-            if self._patience.pause():
-                self._mailbox.read_all()
-                for other in self.siblings:
-                    other.progress()
-                    other._mailbox.read_all()
-            self.progress()
+        self._patience.begin(what, late)
+        try:
+            while not done():
+                if self._patience.pause():
+                    self._mailbox.read_all()
+                    for other in self.siblings:
+                        if other._error is None:  # else it has been raised once
+                            other.progress()
+                        other._mailbox.read_all()
+                self.progress()
+        finally:
+            self._patience.end()
+
+    def call_text(self, seq: int) -> str:
+        """What this rank has called as collective `seq`."""
+        return call_text(self._own.words, seq)
+
+    def not_in(self, seq: int) -> list[int]:
+        """The ranks that have not called collective `seq`."""
+        return [self.ranks[i] for i in self._peers if self._segments[i].words[POSTED] < seq]
 
     def _least(self, word: int) -> int:
         return min([self._segments[i].words[word] for i in self._peers])

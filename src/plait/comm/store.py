@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 _PREFIX = "plait"
+_LONGEST_PAUSE = 0.02  # seconds between two looks
 
 
 class StoreBoard:
@@ -32,11 +33,16 @@ class StoreBoard:
         return found.decode()
 
     def missing(self, keys: Sequence[str], seconds: float) -> list[str]:
-        try:
-            self._store.wait([self._key(key) for key in keys], timedelta(seconds=seconds))
-        except dist.DistStoreError:
-            return [key for key in keys if not self._store.check([self._key(key)])]
-        return []
+        """By looking again and again: a store's own wait warns of each time that it was for nothing."""
+        end, pause = time.monotonic() + seconds, 0.5e-3
+        absent = list(keys)
+        while absent := [key for key in absent if not self._store.check([self._key(key)])]:
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return absent
 
     def clone(self) -> StoreBoard:
         return StoreBoard(self._name, self._store.clone())

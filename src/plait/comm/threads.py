@@ -15,7 +15,7 @@ import torch
 
 from plait.comm.algorithms import choose
 from plait.comm.group import AloneComm
-from plait.comm.meeting import Meetings, ThreadComm
+from plait.comm.meeting import Meetings, ThreadComm, ThreadWatch
 from plait.comm.protocol import Comm
 from plait.errors import RankFailed
 from plait.spec.mesh import Mesh
@@ -31,6 +31,7 @@ class ThreadWorld:
         self.rank = rank
         self.device = device
         self.board = meetings.board
+        self.monitor = ThreadWatch(meetings, rank) if mesh.size > 1 else None
         self._comms = {axis: _comm(mesh.group(rank, axis), rank, axis, meetings, algorithm) for axis in mesh.names}
         self._everyone = _comm(tuple(range(mesh.size)), rank, "", meetings, algorithm)
 

@@ -9,17 +9,22 @@ import os
 import time
 from collections.abc import Callable
 
+from plait.comm.monitor import Late, Monitor, Wait
+from plait.comm.sharing import alive
+from plait.comm.timeouts import timeout
 from plait.errors import RankFailed, WorldError
 
 _SPINS = 200  # some 50 us
 _YIELD_SECONDS = 0.002
 _SHORT_SLEEP, _LONG_SLEEP = 50e-6, 500e-6
 _LOOK_SECONDS = 0.2
-_GIVE_UP_SECONDS = 1800.0  # as torch.distributed
 
 
 class Patience:
-    """One rank's waiting in one group. `needs(i)`: whether rank i still owes something; `failed(i)`: it said so."""
+    """One rank's waiting in one group. `needs(i)`: whether rank i still owes something; `failed(i)`: it said so.
+
+    `monitor`, where there is one, is told of waits that last.
+    """
 
     def __init__(
         self,
@@ -29,15 +34,25 @@ class Patience:
         needs: Callable[[int], bool],
         failed: Callable[[int], bool],
         crowded: bool,
+        monitor: Monitor | None = None,
     ) -> None:
+        self._monitor = monitor
         self._ranks, self._peers, self._pids = ranks, peers, pids
         self._needs, self._failed = needs, failed
         self._spins = 0 if crowded else _SPINS  # with more ranks than cores, spinning keeps a peer from running
+        self._wait: Wait | None = None
         self.begin()
 
-    def begin(self) -> None:
+    def begin(self, what: Callable[[], str] = str, late: Late | None = None) -> None:
+        """Begin to wait; `late` names the ranks that have yet to come, where that is known."""
         self._num_pauses = 0
         self._gone: int | None = None
+        self._what, self._late = what, late
+
+    def end(self) -> None:
+        if self._wait is not None and self._monitor is not None:
+            self._monitor.end(self._wait)
+            self._wait = None
 
     def pause(self) -> bool:
         """Let a little time pass, more the longer it has lasted; True once the wait is not a short one."""
@@ -65,18 +80,18 @@ class Patience:
             if self._failed(i):
                 raise RankFailed(self._ranks[i], "it stopped the run")
         if self._gone is not None and self._needs(self._gone):
-            raise RankFailed(self._ranks[self._gone], "its process ended without a word (killed, or out of memory?)")
+            raise self._why_gone(self._ranks[self._gone])
         # What a peer did just before it ended may be unread: only a second look decides.
         self._gone = next((i for i in self._peers if self._needs(i) and not alive(self._pids[i])), None)
-        if now - self._began > _GIVE_UP_SECONDS:
+        if self._monitor is not None and self._late is not None:
+            if self._wait is None:
+                self._wait = self._monitor.begin(self._what(), self._late)
+            self._wait.check()
+        elif now - self._began > timeout():
             late = [self._ranks[i] for i in self._peers if self._needs(i)]
-            raise WorldError(f"waited {_GIVE_UP_SECONDS:.0f} s for ranks {late}, which run but do not come")
+            raise WorldError(f"waited {timeout():.0f} s for ranks {late}, which live but do not come")
 
-
-def alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended but was not yet collected by its parent does not."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
+    def _why_gone(self, rank: int) -> WorldError:
+        if self._monitor is not None:
+            return self._monitor.why_gone(rank, self._what())
+        return RankFailed(rank, "its process ended without a word (killed, or out of memory?)")

@@ -1,4 +1,4 @@
-"""What a trainer is given, checked before anything starts; and whether all ranks were given the same data."""
+"""What a trainer is given, checked before anything starts; and whether all ranks were given the same."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from plait.comm.agree import agree
 from plait.comm.protocol import World
 from plait.errors import PlanError
-from plait.graph.batch import batch_leaves, batch_signature
-from plait.run.local_batch import LocalBatch
 from plait.run.optimizers import check_patterns
-
-_MOST_BYTES = 1 << 20  # of each tensor that a fingerprint reads
+from plait.spec.plan import Plan
 
 
 def check_given(model: Any, loss_fn: Any, optimizer: Any, clip_norm: float | None) -> None:
@@ -29,25 +27,32 @@ def check_given(model: Any, loss_fn: Any, optimizer: Any, clip_norm: float | Non
         raise PlanError(f"clip_norm={clip_norm}: a norm to clip to is more than 0; leave it out not to clip")
 
 
-def agree_on_data(world: World, batch: Any, num_taken: int) -> None:
-    """Compare what the ranks were given, at steps 0, 1, 2, 4, 8...: ranks out of step with each other stay so.
-
-    Of a loader's batches the place in the data, of global batches the numbers. WorldError names the ranks.
-    """
-    if world.mesh.size == 1 or num_taken & (num_taken - 1):
-        return
-    if isinstance(batch, LocalBatch):
-        remedy = "give plait.loader the same arguments on every rank, and take the same number of batches from it"
-        agree(world, batch.place, "place in the data", remedy=remedy)
-        return
-    remedy = "a plain batch is the global one, the same on every rank: seed its loader alike, or use plait.loader"
-    agree(world, _fingerprint(batch), "numbers of the global batch", remedy=remedy)
+def agree_on_setup(world: World, plan: Plan, model: nn.Module, seed: int, clip_norm: float | None, on_nan: str) -> None:
+    """Compare what the ranks made their trainers of; WorldError names the ranks that differ."""
+    if world.mesh.size > 1:
+        text = f"plan {plan.title}, {_described(model)}, seed={seed}, clip_norm={clip_norm}, on_nan={on_nan}"
+        agree(world, text, "trainer", remedy="give it the same arguments on every rank")
 
 
-def _fingerprint(batch: Any) -> str:
-    found = 0
-    for leaf in batch_leaves(batch).values():
-        flat = leaf.detach().contiguous().view(-1)
-        flat = flat[: _MOST_BYTES // max(flat.element_size(), 1)].cpu()
-        found = zlib.crc32(flat.view(torch.uint8).numpy().tobytes(), found)
-    return f"{batch_signature(batch)}, checksum {found:08x}"
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """What optimizers of several ranks must have alike."""
+    if hasattr(optimizer, "members"):  # of which ranks that hold other parameters may have others
+        return "several optimizers"
+    plain = (bool, int, float, str, tuple, list, type(None))
+    defaults = getattr(optimizer, "defaults", {})  # which one that wraps others may lack
+    options = {key: value.tolist() if torch.is_tensor(value) else value for key, value in defaults.items()}
+    shown = ", ".join(f"{key}={value}" for key, value in sorted(options.items()) if isinstance(value, plain))
+    return f"{type(optimizer).__name__}({shown})"
+
+
+def _described(model: nn.Module) -> str:
+    """A model by the names, shapes and modes of its parts."""
+    found = [f"{n} {p.dtype} {p.requires_grad} {() if is_lazy(p) else tuple(p.shape)}" for n, p in named(model)]
+    found += [f"{name} {module.training}" for name, module in model.named_modules()]
+    num = sum(0 if is_lazy(p) else p.numel() for _, p in named(model))
+    return f"model {type(model).__name__} of {num:,} numbers (checksum {zlib.crc32(repr(found).encode()):08x})"
+
+
+def named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by name."""
+    return [*model.named_parameters(), *model.named_buffers()]

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.comm.agree import agree
+from plait.comm.agree import agree, attempt
 from plait.comm.protocol import World
 from plait.graph.batch import batch_leaves, batch_signature
 from plait.graph.by_role import INNER
+from plait.graph.digest import captured_digest
 from plait.graph.lower import Lowered
 from plait.run.asynchronous import Update
 from plait.run.compiler import Compiler
@@ -28,6 +29,11 @@ from plait.run.state import counts_here, gather_whole, local_part, summed_square
 from plait.run.tracing.recorder import Recorder
 from plait.run.variables import Variables
 from plait.spec.layout import Layout
+
+_SAME_CODE = (
+    "model and loss must do the same on every rank: look for what depends on the rank, on the clock or on random"
+    " numbers of Python, and for values made with a seed of each rank's own"
+)
 
 
 class Replica:
@@ -96,7 +102,13 @@ class Replica:
             before = ", ".join(signature for signature, mode, _ in self._programs if mode == train)
             remedy = "give every rank rows of the same shapes at every step"
             agree(self.world, key[0], "shape of batch", remedy=f"{remedy} (so far: {before})" if before else remedy)
-            lowered = self.compiler.lowered(whole, train, num_micro)
+            lowered = attempt(
+                self.world,
+                lambda: self.compiler.lowered(whole, train, num_micro),
+                "capturing the step",
+                lambda lowered: captured_digest(lowered.captured),
+                _SAME_CODE,
+            )
             make = Program if lowered.pipeline is None else PipelineProgram
             self._programs[key] = make(lowered, self.world, self.homes, self._recorder)
         return self._programs[key]

@@ -5,16 +5,17 @@ No collective is involved, so it works in a background thread while the ranks tr
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from weakref import WeakKeyDictionary
 
+from plait.comm.agree import wait_for_notes
 from plait.comm.board import Board
 from plait.comm.protocol import World
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, WorldError
 
-_LOOK_SECONDS = 60.0  # for others at a time; a rank that has died is found by other means, and ends this one
-_LAST_SECONDS = 60.0
 _num_matters: WeakKeyDictionary[World, int] = WeakKeyDictionary()
 
 
@@ -26,6 +27,7 @@ class Consent:
         self._world = world
         self._board: Board = world.board.clone() if world.mesh.size > 1 else world.board
         self._name = f"consent/{number}"
+        self._awaited: Mapping[int, str] = {}
 
     def first_says(self, stage: str, work: Callable[[], str]) -> str:
         """Do `work` on rank 0; every rank gets its text once it is done, or raises what it raised."""
@@ -35,7 +37,7 @@ class Consent:
             if self._world.rank == 0:
                 self._board.set(key, json.dumps([text, error]))
             else:
-                text, error = json.loads(self._read(key))
+                text, error = json.loads(self._read({0: key})[0])
         if error:
             raise CheckpointError(error)
         return text
@@ -45,8 +47,8 @@ class Consent:
         _, error = _tried(lambda: str(work() or ""))
         if self._world.mesh.size > 1:
             self._board.set(f"{self._name}/{stage}/{self._world.rank}", error)
-            keys = [f"{self._name}/{stage}/{rank}" for rank in range(self._world.mesh.size)]
-            self.first_says(f"{stage}/all", lambda: _raise_first([self._read(key) for key in keys]))
+            keys = {rank: f"{self._name}/{stage}/{rank}" for rank in range(self._world.mesh.size)}
+            self.first_says(f"{stage}/all", lambda: _raise_first(self._read(keys)))
         elif error:
             raise CheckpointError(error)
 
@@ -56,7 +58,9 @@ class Consent:
             return
         self._board.set(f"{self._name}/left/{self._world.rank}", "")
         if self._world.rank == 0:
-            self._board.missing([f"{self._name}/left/{rank}" for rank in range(self._world.mesh.size)], _LAST_SECONDS)
+            keys = {rank: f"{self._name}/left/{rank}" for rank in range(self._world.mesh.size)}
+            with contextlib.suppress(WorldError):  # one that has died meanwhile is found by who needs it
+                wait_for_notes(self._world, keys, "the end of a save or load", self._board)
 
     def raise_together(self, step: int) -> bool:
         """Asked before every step once this matter has failed: whether all ranks raise it before this step.
@@ -70,10 +74,19 @@ class Consent:
         posts = [self._world.board.get(f"{self._name}/raise/{rank}") for rank in range(size)]
         return None not in posts and step > max(int(post or 0) for post in posts)
 
-    def _read(self, key: str) -> str:
-        while self._board.missing([key], _LOOK_SECONDS):
-            continue
-        return self._board.get(key) or ""
+    def waiting(self) -> AbstractContextManager[object]:
+        """Within it this thread waits for another of this process, that waits for the ranks of this matter."""
+        monitor = self._world.monitor
+        return nullcontext() if monitor is None else monitor.waiting("a save under way", self._late)
+
+    def _late(self) -> list[int]:
+        return [rank for rank, key in self._awaited.items() if self._board.get(key) is None]
+
+    def _read(self, keys: Mapping[int, str]) -> list[str]:
+        self._awaited = keys
+        wait_for_notes(self._world, keys, "a save or load", self._board)
+        self._awaited = {}
+        return [self._board.get(key) or "" for key in keys.values()]
 
 
 def _tried(work: Callable[[], str]) -> tuple[str, str]:

@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from torch import Tensor
 
@@ -61,7 +62,10 @@ class Saver:
 
     def wait(self) -> None:
         """Until the save under way is done; CheckpointError with the file's name where it failed."""
-        self._done.wait()
+        if not self._done.is_set():
+            consent = self._consent
+            with nullcontext() if consent is None else consent.waiting():
+                self._done.wait()
         if self._error is not None:
             error, self._error = self._error, None
             raise error

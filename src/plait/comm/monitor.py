@@ -1,0 +1,317 @@
+"""Who lives, and who waits for whom: one thread a process tells the board, and looks after what its rank waits for.
+
+A rank that lives may be late, up to the timeout of comm/timeouts.py. A wait ends early, with an error, when
+
+    a rank that it is for has ended      its process is gone, or, on another host, it has given no sign for two minutes
+    a rank has failed                    it has left its report on the board
+    ranks wait for each other            found in what they say of their waits, once it has stood still for two looks
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from plait.comm.board import Board
+from plait.comm.sharing import alive, host_name
+from plait.comm.timeouts import notice_after, timeout
+from plait.errors import RankFailed, WorldError
+
+FAILURE = "failure"  # where the first rank to fail leaves its report
+FINISHED = "finished"  # FINISHED/RANK is there once that rank has done its part
+
+_BEAT_SECONDS = 0.5
+_SHORT_SECONDS = 1.0  # a wait is not looked at before
+_LOST_SECONDS = 120.0  # without a sign of a rank of another host, which may keep Python's lock for long
+_LEAVE_SECONDS = 5.0  # that a rank has to leave a wait whose end is known; C++ code that waits cannot be told
+
+Late = Callable[[], Sequence[int]]
+
+
+class Wait:
+    """What a thread of this rank waits for. `late()` names the ranks that have yet to do something for it to end."""
+
+    def __init__(self, what: str, late: Late, number: int) -> None:
+        self.what, self.late, self.number = what, late, number
+        self.since = time.monotonic()
+        self.error: WorldError | None = None
+        self.num_notices = 0
+        self.error_since = 0.0
+
+    def check(self) -> None:
+        """Raise what has been found to end this wait."""
+        if self.error is not None:
+            raise self.error
+
+
+class Monitor:
+    """One rank's side. `leave` is called with the error of a wait that goes on although its end is known."""
+
+    def __init__(self, board: Board, rank: int, size: int, leave: Callable[[WorldError], None]) -> None:
+        self.rank = rank
+        self.started: Counter[str] = Counter()  # collectives and messages by group, of backends that keep no count
+        self.num_steps = 0  # that this rank has begun
+        self._board, self._size, self._leave = board.clone(), size, leave
+        self._doing, self._doing_since = "what comes before its first step", time.time()
+        self._host, self._pid = host_name(), os.getpid()
+        self._waits: dict[int, Wait] = {}  # by thread
+        self._owner = threading.get_ident()
+        self._num_waits = self._beat = 0
+        self._signs: dict[int, tuple[int, float]] = {}  # by rank: its latest beat, and when that was first seen
+        self._ended: set[int] = set()  # ranks that were found gone at the last look
+        self._suspect: tuple[tuple[tuple[int, int], ...], dict[int, int]] | None = None
+        self._interval = max(_BEAT_SECONDS, size / 50)  # many ranks share one board
+        self._over = threading.Event()
+        self._say(())
+        self._thread = threading.Thread(target=self._run, name="plait monitor", daemon=True)
+        self._thread.start()
+
+    def does(self, what: str) -> None:
+        """Say what this rank does now, for those who will wait for it."""
+        self._doing, self._doing_since = what, time.time()
+
+    @contextmanager
+    def waiting(self, what: str, late: Late) -> Iterator[Wait]:
+        wait = self.begin(what, late)
+        try:
+            yield wait
+        finally:
+            self.end(wait)
+
+    def begin(self, what: str, late: Late) -> Wait:
+        self._num_waits += 1
+        wait = self._waits[threading.get_ident()] = Wait(what, late, self._num_waits)
+        return wait
+
+    def end(self, wait: Wait) -> None:
+        thread = threading.get_ident()
+        if self._waits.get(thread) is wait:
+            del self._waits[thread]
+
+    def behind(self, group: str, number: int, ranks: Sequence[int]) -> list[int]:
+        """Those of the ranks that have not started so many collectives of a group."""
+        return [rank for rank in ranks if rank != self.rank and self._status(rank)["started"].get(group, 0) < number]
+
+    def behind_step(self, step: int) -> list[int]:
+        """The ranks that have not begun that many steps."""
+        return [rank for rank in range(self._size) if rank != self.rank and self._status(rank)["steps"] < step]
+
+    def find_gone(self) -> int | None:
+        """A rank that has ended, after a collective failed: of this host one without a process, of others what it says.
+
+        What ends a connection comes a little before the end of a process.
+        """
+        others = [rank for rank in range(self._size) if rank != self.rank]
+        for _ in range(10):
+            for rank in others:
+                status = self._status(rank)
+                here = self._host and status["host"] == self._host and not alive(status["pid"])
+                if here or self._get(f"{FINISHED}/{rank}") is not None:
+                    return rank
+            time.sleep(0.05)
+        return None
+
+    def why_gone(self, rank: int, what: str) -> WorldError:
+        """The error of a wait for a rank whose process has ended."""
+        if self._get(f"{FINISHED}/{rank}") is not None:
+            return WorldError(
+                f"rank {rank} has finished while rank {self.rank} still waits for it{_in(what)}; give every rank the"
+                " same number of batches, and let each of them call the same methods"
+            )
+        return self._failed() or RankFailed(rank, "its process ended without a word (killed, or out of memory?)")
+
+    def close(self, report: str = "") -> None:
+        """Stop looking; say that this rank has done its part, or leave the report of its failure."""
+        if self._over.is_set() or os.getpid() != self._pid:  # a child of this process has nothing to say
+            return
+        self._over.set()
+        try:
+            if report:
+                self._board.first(FAILURE, report)
+            else:
+                self._board.set(f"{FINISHED}/{self.rank}", "")
+        except RuntimeError:  # the board's host is gone
+            pass
+        if self._thread is not threading.current_thread():
+            self._thread.join(_LEAVE_SECONDS)  # one that Python's end finds within C++ code brings the process down
+
+    # The thread.
+
+    def _run(self) -> None:
+        while not self._over.wait(self._interval):
+            try:
+                self._look()
+            except (RuntimeError, KeyError, TypeError):
+                # The board's host is gone: a wait at the board finds that by itself, others go on as far as they can.
+                if self._get(f"heart/{self.rank}") is None:
+                    return
+
+    def _look(self) -> None:
+        waits = [(thread, wait) for thread, wait in self._waits.copy().items()]
+        now = time.monotonic()
+        late_of = {wait.number: tuple(wait.late()) for _, wait in waits if now - wait.since >= _SHORT_SECONDS}
+        own = self._waits.get(self._owner)
+        self._say(late_of.get(own.number, ()) if own is not None else ())
+        for thread, wait in waits:
+            if wait.number in late_of and self._waits.get(thread) is wait:
+                if wait.error is None:
+                    wait.error = self._found(wait, late_of[wait.number], thread == self._owner)
+                    wait.error_since = now
+                elif thread == self._owner and now - wait.error_since > _LEAVE_SECONDS:
+                    self._leave(wait.error)
+
+    def _found(self, wait: Wait, late: tuple[int, ...], by_owner: bool) -> WorldError | None:
+        if (failure := self._failed()) is not None:
+            return failure
+        for rank in late:
+            if self._is_gone(rank, by_owner):
+                return self.why_gone(rank, wait.what)
+        if by_owner and (cycle := self._stands_still(wait, late)):
+            return WorldError(f"ranks wait for each other, and none can go on: {cycle}")
+        waited = time.monotonic() - wait.since
+        if late and waited > timeout():
+            return WorldError(
+                f"rank {self.rank} waited {waited:.0f} s for {ranks_text(late)}{_in(wait.what)}, of which rank"
+                f" {late[0]} lives and {self._doing_of(late[0])}; a larger PLAIT_TIMEOUT, in seconds, lets it be later"
+            )
+        if late and waited > notice_after() * 2**wait.num_notices and (by_owner or self._owner not in self._waits):
+            self._notice(wait, late, waited)
+        return None
+
+    def _notice(self, wait: Wait, late: tuple[int, ...], waited: float) -> None:
+        """Tell the user once, whichever rank comes first, who is waited for."""
+        status = self._status(late[0])
+        key = f"notice/{late[0]}/{status['since']}/{wait.num_notices}"
+        wait.num_notices += 1
+        if self._board.first(key, str(self.rank)) != str(self.rank):
+            return
+        which = "it" if len(late) == 1 else f"rank {late[0]}, the first of them,"
+        print(
+            f"plait: rank {self.rank} has waited {waited:.0f} s for {ranks_text(late)}{_in(wait.what)}; {which} is"
+            f" process {status['pid']} on {status['host'].partition(' ')[0]}, lives, and {self._doing_of(late[0])};"
+            f" the wait ends after {timeout():.0f} s (PLAIT_TIMEOUT)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _say(self, late: Sequence[int]) -> None:
+        """One sign of life."""
+        self._beat += 1
+        wait = self._waits.get(self._owner)
+        status = {
+            "beat": self._beat,
+            "host": self._host,
+            "pid": self._pid,
+            "doing": self._doing,
+            "since": round(self._doing_since, 1),
+            "steps": self.num_steps,
+            "started": dict(self.started),
+            "wait": None if wait is None else [wait.number, wait.what, list(late)],
+        }
+        self._board.set(f"heart/{self.rank}", json.dumps(status))
+
+    def _status(self, rank: int) -> dict[str, Any]:
+        found = self._get(f"heart/{rank}")
+        if found is None:  # it has not come so far
+            begun = {"beat": 0, "steps": 0, "started": {}, "wait": None}
+            return begun | {"host": "", "pid": 0, "doing": "joining the run", "since": 0.0}
+        status: dict[str, Any] = json.loads(found)
+        return status
+
+    def _doing_of(self, rank: int) -> str:
+        status = self._status(rank)
+        seconds = max(time.time() - status["since"], 0.0)
+        return f"has been at this for {seconds:.0f} s: {status['doing']}"
+
+    def _is_gone(self, rank: int, by_owner: bool) -> bool:
+        """Whether a rank will not come: it has said so at its end, or its process is gone, at two looks."""
+        status = self._status(rank)
+        if status["pid"] and status["host"] and status["host"] == self._host:
+            gone = not alive(status["pid"])
+        else:
+            beat, since = self._signs.get(rank, (-1, 0.0))
+            if status["beat"] != beat:
+                beat, since = self._signs[rank] = (status["beat"], time.monotonic())
+            gone = beat > 0 and time.monotonic() - since > _LOST_SECONDS
+        gone = gone or (by_owner and self._get(f"{FINISHED}/{rank}") is not None)
+        before = rank in self._ended
+        (self._ended.add if gone else self._ended.discard)(rank)
+        return gone and before
+
+    def _failed(self) -> RankFailed | None:
+        report = self._get(FAILURE)
+        if not report:
+            return None
+        found = json.loads(report)
+        if found["by"] == self.rank:
+            return None
+        message: str = found["message"]
+        return RankFailed(found["rank"], message.removeprefix(f"rank {found['rank']} failed: "))
+
+    def _stands_still(self, wait: Wait, late: tuple[int, ...]) -> str:
+        """What ranks say that wait for each other, in a circle, if they have done so since the last look.
+
+        Each says anew what it waits for at every beat: where all have done so since the last look, and nothing has
+        changed, all of them were waiting at one time.
+        """
+        texts = {self.rank: (wait.number, wait.what)}
+        beats = {self.rank: self._beat}
+        came_from: dict[int, int] = {}
+        edges = {self.rank: late}
+        stack = [self.rank]
+        while stack and self.rank not in came_from:
+            rank = stack.pop()
+            for other in edges[rank]:
+                if other in came_from:
+                    continue
+                came_from[other] = rank
+                if other == self.rank:
+                    break
+                status = self._status(other)
+                if status["wait"] is not None:
+                    number, what, for_ranks = status["wait"]
+                    texts[other], beats[other], edges[other] = (number, what), status["beat"], tuple(for_ranks)
+                    stack.append(other)
+        if self.rank not in came_from:
+            self._suspect = None
+            return ""
+        circle = [self.rank]
+        while (before := came_from[circle[-1]]) != self.rank:
+            circle.append(before)
+        circle.reverse()  # each waits for the next
+        found = tuple((rank, texts[rank][0]) for rank in circle)
+        if self._suspect is None or self._suspect[0] != found:
+            self._suspect = (found, {rank: beats[rank] for rank in circle})
+            return ""
+        if any(beats[rank] < self._suspect[1][rank] + 2 for rank in circle):
+            return ""
+        start = circle.index(min(circle))
+        circle = circle[start:] + circle[:start]
+        pairs = zip(circle, circle[1:] + circle[:1], strict=True)
+        lines = [f"rank {r} waits for rank {n}{_in(texts[r][1])}" for r, n in pairs]
+        return "; ".join(lines)
+
+    def _get(self, key: str) -> str | None:
+        try:
+            return self._board.get(key)
+        except RuntimeError:  # the board's host is gone
+            return None
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """
+    >>> ranks_text([0, 2])
+    'ranks 0, 2'
+    """
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+def _in(what: str) -> str:
+    return f" in {what}" if what else ""
