@@ -227,7 +227,7 @@ class Branches(nn.Module):
         if self.what == "if":
             return y if y.sum() > 0 else -y
         if self.what == "nonzero":
-            return y[y > 0]
+            return y[y > 0].std()
         if self.what == "shape":
             return y @ torch.ones(7, 7)
         self.state.add_(y.detach().mean(0))
@@ -238,7 +238,7 @@ class Branches(nn.Module):
     ("what", "line", "reason"),
     [
         ("if", "return y if y.sum() > 0 else -y", "the number that a tensor holds"),
-        ("nonzero", "return y[y > 0]", "the shape of a result depends on"),
+        ("nonzero", "return y[y > 0].std()", "the shape of a result depends on"),
         ("shape", "return y @ torch.ones(7, 7)", "RuntimeError"),
         ("state", "self.state.add_(y.detach().mean(0))", "make it a buffer"),
     ],
