@@ -62,7 +62,12 @@ def plait(*arguments: str) -> subprocess.Popen[str]:
         (["train", "job.toml", "--set", "train.steps=x"], ["--set: train.steps = 'x'", "a whole number"]),
         (["train", "none.toml"], ["there is no config file 'none.toml'"]),
         (["train", "job.toml", "--set", "data.source=none"], ["there is no text file or folder 'none'"]),
-        (["train", "job.toml", "--resume"], ["there is no checkpoint in run/checkpoints"]),
+        (["train", "job.toml", "--resume"], ["there is no checkpoint in run/checkpoints", "--resume=auto begins anew"]),
+        (["train", "job.toml", "--resume=maybe"], ["--resume=maybe is unknown; write --resume, or --resume=auto"]),
+        (
+            ["train", "job.toml", "--checkpoint", "step-7"],
+            ["no checkpoint 'step-7' in run/checkpoints, which"],
+        ),
         (["verify", "job.toml", "--plan", "schedule=foo"], ["bad value 'foo' in 'schedule=foo'", "gpipe"]),
         (["explain", "job.toml", "--plan", "data=0"], ["'data=0'", "1 or more"]),
         (["memory", "job.toml", "--limit", "16G"], ["cannot read --limit '16G'", "KiB, MiB, GiB"]),
@@ -177,6 +182,24 @@ def test_verify_and_explain(folder: Path) -> None:
     result = CliRunner().invoke(app, ["explain", "job.toml", "--plan", "tensor=2", "--tensor", "blocks.0.query.weight"])
     assert result.exit_code == 0 and "16@tensor" in result.stdout
     assert not (folder / "run").exists()
+
+
+def test_explain_of_workers_names_them_and_the_servers(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["explain", "job.toml", "--plan", "workers=2 servers=1"])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("plan workers=2 servers=1: 2 workers, each on its part of the batch, and 1 server ")
+    assert "What follows is the step of one worker.\n\neach of them: plan one device\n" in result.output
+    result = CliRunner().invoke(app, ["explain", "job.toml", "--plan", "data=2 zero=3", "--tensor", "head.weight"])
+    assert "read by   head\n" in result.output, result.output
+
+
+def test_resume_may_stand_alone_or_be_auto(folder: Path) -> None:
+    for steps, words in (("1", ["--resume=auto"]), ("2", ["--resume"]), ("3", ["--resume", "auto"])):
+        result = CliRunner().invoke(app, ["train", "--set", f"train.steps={steps}", *words, "job.toml"])
+        assert result.exit_code == 0, result.output
+        assert ("going on after step" in result.output) is (steps != "1")
+    result = CliRunner().invoke(app, ["checkpoint", "convert", "run", "out"])
+    assert "out/model.safetensors\nno config.json: the checkpoint has no configuration" in result.output
 
 
 def test_runs_as_a_module_as_torchrun_starts_it() -> None:

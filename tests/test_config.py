@@ -8,7 +8,7 @@ import pytest
 
 from plait.errors import BatchError, CheckpointError, ConfigError, DataError, LayoutError, PlaitError
 from plait.spec.plan import Plan
-from plait.train.build import check_job, learning_rate, make_model, optimizer_factory
+from plait.train.build import AUTO, GO_ON, Resume, check_job, learning_rate, make_model, optimizer_factory
 from plait.train.config import SchedulerSection, load_config
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -103,13 +103,25 @@ def test_folder_of_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     config = load_config(write(tmp_path, SMALL + '[train]\nout = "run"'))
     with pytest.raises(CheckpointError, match="there is no checkpoint in run/checkpoints"):
-        check_job(config, Plan(), resume=True)
-    (tmp_path / "run" / "checkpoints" / "step-00000004").mkdir(parents=True)
+        check_job(config, Plan(), GO_ON)
+    check_job(config, Plan(), AUTO)
+    (tmp_path / "run" / "checkpoints" / "step-00000004").mkdir(parents=True)  # of a save that was killed
+    check_job(config, Plan())
+    check_job(config, Plan(), AUTO)
+    with pytest.raises(CheckpointError, match="it has no manifest.json.*--resume=auto begins anew"):
+        check_job(config, Plan(), GO_ON)
+    (tmp_path / "run" / "checkpoints" / "step-00000004" / "manifest.json").touch()
     with pytest.raises(CheckpointError, match=r"holds checkpoints of an earlier run \(step-00000004\).*--resume"):
         check_job(config, Plan())
-    with pytest.raises(CheckpointError, match="it has no manifest.json"):
-        check_job(config, Plan(), resume=True)
     check_job(config, Plan(), writes=False)
+    with pytest.raises(ConfigError, match="--checkpoint step-4 and --resume=auto exclude each other"):
+        Resume(True, True, "step-4")
+
+
+@pytest.mark.parametrize("key", ["out", "checkpoints", "scratch"])
+def test_a_folder_has_a_name(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"train.{key} = ''; it should be text that is not empty"):
+        load_config(write(tmp_path, f'[train]\n{key} = ""'))
 
 
 def test_own_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

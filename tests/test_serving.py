@@ -28,6 +28,7 @@ from plait.serve.rehearse import rehearse
 from plait.serve.running import Running
 from plait.serve.whole import Whole
 from plait.spec.plan import Plan
+from plait.train.build import GO_ON
 from plait.train.config import Config, load_config
 from plait.train.job import run_job
 from plait.train.metrics import read_metrics
@@ -155,8 +156,8 @@ def test_a_run_goes_from_one_device_to_servers_and_back(ray: Any, tmp_path: Path
     run_job(config("one", 8), Plan())
     run_job(config("two", 3), Plan())
     plan = Plan.parse("workers=2 servers=1 staleness=0 tensor=2")
-    assert run_served(config("two", 6), plan, resume=True).step == 6
-    run_job(config("two", 8), Plan(), resume=True)
+    assert run_served(config("two", 6), plan, GO_ON).step == 6
+    run_job(config("two", 8), Plan(), GO_ON)
     one, two = (read_metrics(tmp_path / out / "metrics.jsonl") for out in ("one", "two"))
     held_out = [line for line in two if "loss" not in line]
     two = [line for line in two if "loss" in line]

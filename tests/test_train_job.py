@@ -12,7 +12,7 @@ from plait.errors import CheckpointError, ConfigError, LossError
 from plait.run.saving import checkpoint
 from plait.spec.plan import Plan
 from plait.train import serving
-from plait.train.build import check_job
+from plait.train.build import AUTO, Resume, check_job
 from plait.train.config import Config, load_config
 from plait.train.job import Outcome, run_job
 from plait.train.metrics import read_metrics
@@ -56,7 +56,8 @@ def config(*changes: str) -> Config:
     return load_config("job.toml", changes)
 
 
-def train(*changes: str, resume: bool = False) -> Outcome:
+def train(*changes: str, resume: bool | Resume = False) -> Outcome:
+    resume = resume if isinstance(resume, Resume) else Resume(resume)
     check_job(config(*changes), Plan(), resume)
     return run_job(config(*changes), Plan(), resume)
 
@@ -123,13 +124,48 @@ def test_resume_of_a_damaged_checkpoint_is_refused_before_the_start(folder: Path
         train("train.steps=5", resume=True)
 
 
+def test_a_killed_first_save_stops_nothing(folder: Path) -> None:
+    half = folder / "run" / "checkpoints" / "step-00000002"
+    half.mkdir(parents=True)
+    (half / "part-00000-0123abcd.safetensors").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match="step-00000002 is none.*--resume=auto begins anew"):
+        train("train.steps=3", resume=True)
+    (folder / "run" / "checkpoints" / "notes").mkdir()
+    assert train("train.steps=3", resume=AUTO).step == 3
+    assert sorted(path.name for path in half.parent.iterdir()) == ["notes", "step-00000003"]
+    assert train("train.steps=4", resume=AUTO).step == 4  # there is one now, from which it goes on
+    assert len(losses("run")) == 4
+    with pytest.raises(CheckpointError, match="holds checkpoints of an earlier run"):
+        train("train.steps=5")
+
+
+def test_a_checkpoint_is_chosen_and_damage_elsewhere_does_not_matter(folder: Path) -> None:
+    train("train.steps=3", "train.save_every=1", "train.keep=3")
+    saved = folder / "run" / "checkpoints"
+    manifest = saved / "step-00000001" / "manifest.json"
+    whole = manifest.read_bytes()
+    manifest.write_bytes(b"?" + whole[1:])
+    assert [path.name[-1] for path in checkpoint.checkpoints(saved)] == ["1", "2", "3"]
+    assert train("train.steps=4", resume=True).step == 4
+    newest = saved / "step-00000004" / "manifest.json"
+    newest.write_bytes(newest.read_bytes()[:-9])
+    older = checkpoint.checkpoints(saved)[-2].name
+    for how in (True, AUTO):
+        with pytest.raises(CheckpointError, match=rf"step-00000004/manifest.json is damaged.*--checkpoint {older}"):
+            train("train.steps=5", resume=how)
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint 'step-9' in .*, which has .*step-00000004"):
+        train("train.steps=5", resume=Resume(True, checkpoint="step-9"))
+    assert train("train.steps=5", resume=Resume(True, checkpoint="step-3")).step == 5
+    assert [path.name[-1] for path in checkpoint.checkpoints(saved)][-1] == "5"
+
+
 def test_resume_with_servers_is_checked_before_anything_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "cluster", lambda job: pytest.fail("Ray was started"))
     train("train.steps=2")
     plan = Plan.parse("workers=2 servers=1")
     for change, why in (("model.width=32", "made by another model"), ("train.seed=5", "seed and number of items were")):
         with pytest.raises(CheckpointError, match=why):
-            serving.run_served(config(change, "train.steps=4", "train.evaluate_every=0"), plan, resume=True)
+            serving.run_served(config(change, "train.steps=4", "train.evaluate_every=0"), plan, Resume(True))
 
 
 def test_checkpoints_elsewhere_and_as_many_as_asked_for(folder: Path) -> None:

@@ -46,10 +46,10 @@ def test_weights_to_and_from_hugging_face(tmp_path: Path) -> None:
         return trainer.full_state_dict()
 
     trained = on("data=2", run)[0]
-    config.save_pretrained(tmp_path / "ours")
     files = export_weights(tmp_path / "run", tmp_path / "ours", shard_bytes=4096)
-    assert len(files) > 2 and files[-1].endswith("model.safetensors.index.json")
-    index = json.loads(Path(files[-1]).read_text())
+    assert len(files) > 3 and files[-2].endswith("model.safetensors.index.json") and files[-1].endswith("/config.json")
+    assert json.loads(Path(files[-1]).read_text())["architectures"] == ["GPT2LMHeadModel"]
+    index = json.loads(Path(files[-2]).read_text())
     assert "lm_head.weight" not in index["weight_map"]  # tied to transformer.wte.weight
     assert index["metadata"]["total_size"] == sum(p.nbytes for p in theirs.parameters())
     ours = GPT2LMHeadModel.from_pretrained(tmp_path / "ours")

@@ -10,14 +10,18 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from plait import __version__
-from plait.errors import PlaitError, PlanError
+from plait.errors import PlaitError, PlanError, RankFailed
 from plait.run.environment import num_processes, rank, resolve_plan, under_launcher
 from plait.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from plait.train.build import Resume
 
 # torch is imported inside the commands: a plan or a config that cannot be read is refused without waiting for it.
 app = typer.Typer(
@@ -57,12 +61,38 @@ def plait(
         raise typer.Exit
 
 
-@app.command()
+class _TrainCommand(TyperCommand):
+    """`--resume` may stand alone, or have a value: --resume=auto."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = list(args)
+        for at, word in enumerate(rest):
+            if word == "--":
+                break
+            if word == "--resume":
+                alone = rest[at + 1 : at + 2] != ["auto"]
+                rest[at : at + (1 if alone else 2)] = ["--resume=yes" if alone else "--resume=auto"]
+        found: list[str] = super().parse_args(ctx, rest)
+        return found
+
+
+@app.command(cls=_TrainCommand)
 def train(
     config: ConfigArgument,
     plan: PlanOption = None,
     processes: ProcessesOption = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    resume: Annotated[
+        str,
+        typer.Option(
+            "--resume",
+            metavar="[auto]",
+            help="Go on from the last checkpoint; with --resume=auto only if there is one, or else begin anew, which is"
+            " what a job that is queued again wants.",
+        ),
+    ] = "",
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", metavar="step-N", help="Go on from this checkpoint of the run.")
+    ] = "",
     trace: Annotated[bool, typer.Option("--trace", help="Record the last 20 steps, for plait report.")] = False,
     changes: SetOption = None,
 ) -> None:
@@ -83,19 +113,21 @@ def train(
                     " waited for values and for data; leave --trace out"
                 )
             check_served(job, chosen)
+        begins = _resume(resume, checkpoint)
         if not _launched_here():
-            check_job(job, chosen, resume)
+            check_job(job, chosen, begins)
         if chosen.workers:
-            if run_served(job, chosen, resume).stopped:
+            if run_served(job, chosen, begins).stopped:
                 raise typer.Exit(128 + signal.SIGINT)
             return
         if not under_launcher() and chosen.num_processes > 1:
-            arguments = ["train", str(config), *["--resume"] * resume, *["--trace"] * trace]
+            arguments = ["train", str(config), *[f"--resume={resume}"] * bool(resume), *["--trace"] * trace]
+            arguments += ["--checkpoint", checkpoint] * bool(checkpoint)
             arguments += [word for change in changes or [] for word in ("--set", change)]
             _launch(arguments, chosen.num_processes, chosen)
         from plait.train.job import run_job
 
-        if run_job(job, chosen, resume, trace).stopped:
+        if run_job(job, chosen, begins, trace).stopped:
             raise typer.Exit(128 + signal.SIGINT)
 
 
@@ -172,9 +204,15 @@ def convert(
 ) -> None:
     """Write the weights as safetensors, one file or a folder as Hugging Face has it."""
     with _errors_shown_once():
-        from plait.run.saving.export import export_weights
+        from plait.run.saving.export import CONFIG, export_weights
 
-        print(*export_weights(path, out), sep="\n")
+        written = export_weights(path, out)
+        print(*written, sep="\n")
+        if not out.endswith(".safetensors") and not written[-1].endswith(f"/{CONFIG}"):
+            print(
+                f"no {CONFIG}: the checkpoint has no configuration of the model's; from_pretrained needs one, which"
+                f" model.config.save_pretrained({out!r}) writes"
+            )
 
 
 @app.command()
@@ -211,7 +249,7 @@ def schedule(
         found = find_schedule(name, stages, micro, chunks)
         trace = predict(found, costs)
         if html is not None:
-            write_page(html, found, trace)
+            write_page(html, found, trace, costs)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print(describe_schedule(found, trace, costs, width))
 
@@ -270,6 +308,14 @@ def run(
         run_script(script, context.args)
 
 
+def _resume(text: str, checkpoint: str) -> Resume:
+    from plait.train.build import Resume
+
+    if text not in ("", "yes", "auto"):
+        raise PlanError(f"--resume={text} is unknown; write --resume, or --resume=auto, or --checkpoint step-N")
+    return Resume(bool(text or checkpoint), text == "auto", checkpoint)
+
+
 def _choose_plan(text: str | None, processes: int | None) -> Plan:
     """The plan to train by, checked against the number of processes."""
     if under_launcher():
@@ -313,20 +359,35 @@ def _errors_shown_once(status: int = 2) -> Iterator[None]:
     try:
         yield
     except PlaitError as error:
+        _tell(error)
         if _may_speak():
             from rich.console import Console
 
-            who = f"rank {rank()} failed: {type(error).__name__}: " if under_launcher() else ""
+            who = "" if isinstance(error, RankFailed) or not under_launcher() else _failed(error)
             console = Console(stderr=True, highlight=False)
             console.print(f"plait: {who}{error}", markup=False, style="red", soft_wrap=True)
         raise typer.Exit(status) from None
     except Exception as error:
         if not under_launcher() or isinstance(error, typer.Exit):
             raise
+        _tell(error)
         if _may_speak():
             traceback.print_exc()
-            print(f"plait: rank {rank()} failed: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"plait: {_failed(error)}{error}", file=sys.stderr)
         raise typer.Exit(1) from None
+
+
+def _tell(error: BaseException) -> None:
+    """Let the ranks that wait for this one know, where there are any."""
+    if under_launcher() and "plait.comm.failure" in sys.modules:
+        from plait.comm.failure import let_speak_first, tell_failure
+
+        tell_failure(error)
+        let_speak_first(rank(), error)
+
+
+def _failed(error: Exception) -> str:
+    return f"rank {rank()} failed: {type(error).__name__}: "
 
 
 def _may_speak() -> bool:

@@ -77,6 +77,7 @@ class Job:
     evaluate_batches: int = 8
     keep: int = 2
     resume: bool = False
+    begins_at: str = ""  # of a run that goes on: its checkpoint, or the folder of which that is the newest
     on_nan: str = "raise"
     scratch: str | None = None
     order: tuple[int, ...] = ()

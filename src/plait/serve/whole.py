@@ -47,7 +47,7 @@ class Whole:
 
     def load(self) -> int:
         """Take over the newest checkpoint; returns the batch of the data to go on with, counted through all epochs."""
-        extra = load.load(self.held, self.job.folder)
+        extra = load.load(self.held, self.job.begins_at or self.job.folder)
         self.tables, self.outer = extra.get("tables", {}), extra.get("outer", {})
         data = self._checked(extra)
         scheduler = self.held.scheduler
@@ -58,7 +58,7 @@ class Whole:
 
     def check(self) -> None:
         """Raise what `load` would of another model, optimizer or data, without reading any values."""
-        self._checked(load.check(self.held, self.job.folder))
+        self._checked(load.check(self.held, self.job.begins_at or self.job.folder))
 
     def _checked(self, extra: Mapping[str, Any]) -> Mapping[str, Any]:
         """Where the saved run's data stood."""

@@ -21,7 +21,7 @@ from plait.run.feeding.order import check_batch_size
 from plait.run.homes.scratch import scratch_folder
 from plait.run.saving.fitting import refuse_tables
 from plait.run.saving.integrity import check_files
-from plait.run.saving.places import INSIDE, folders, newest, older_than
+from plait.run.saving.places import INSIDE, checkpoint_of, checkpoints, newest, older_than
 from plait.spec.annotation import resolve_annotations
 from plait.spec.plan import Plan
 from plait.train.config import Config, SchedulerSection
@@ -147,7 +147,36 @@ def make_out(config: Config) -> Path:
     return out
 
 
-def check_job(config: Config, plan: Plan, resume: bool = False, writes: bool = True) -> None:
+@dataclass(frozen=True)
+class Resume:
+    """Where a job begins: anew; from a checkpoint; or, with `auto`, from the newest one if there is any.
+
+    `checkpoint` is the name of one, such as step-120; by default it is the newest.
+    """
+
+    wanted: bool = False
+    auto: bool = False
+    checkpoint: str = ""
+
+    def __post_init__(self) -> None:
+        if self.auto and self.checkpoint:
+            raise ConfigError(
+                f"--checkpoint {self.checkpoint} and --resume=auto exclude each other; leave one of them out"
+            )
+
+    def settled(self, folder: str) -> Resume:
+        """Without `auto`: whether there is something to go on from has been looked up."""
+        return Resume(bool(checkpoints(folder))) if self.auto else self
+
+    def place(self, folder: str) -> str:
+        """The checkpoint to load, or the folder of which it is the newest."""
+        return str(checkpoint_of(folder, self.checkpoint)) if self.checkpoint else folder
+
+
+ANEW, GO_ON, AUTO = Resume(), Resume(True), Resume(True, True)
+
+
+def check_job(config: Config, plan: Plan, resume: Resume = ANEW, writes: bool = True) -> None:
     """Everything about a job that can be known before a process starts; raises the PlaitError of what is wrong.
 
     The model is built on the meta device, so this takes no memory for it. Nothing is written. With `writes` false the
@@ -181,7 +210,7 @@ def _on_meta(config: Config) -> nn.Module:
         return make_model(config)[0]
 
 
-def _check_out(config: Config, plan: Plan, resume: bool) -> None:
+def _check_out(config: Config, plan: Plan, resume: Resume) -> None:
     out, folder = Path(config.train.out), checkpoint_folder(config)
     there = next((place for place in (out, *out.parents) if place.exists()), out)
     if not there.is_dir():
@@ -191,8 +220,13 @@ def _check_out(config: Config, plan: Plan, resume: bool) -> None:
         raise ConfigError(
             f"train.out = {config.train.out!r} cannot be written: {there} is read-only; name another folder"
         )
-    if resume:
-        there = newest(folder)
+    resume = resume.settled(folder)
+    if resume.wanted:
+        try:
+            there = newest(resume.place(folder))
+        except CheckpointError as error:
+            more = "" if resume.checkpoint else "; --resume=auto begins anew where there is none"
+            raise CheckpointError(f"{error}{more}") from None
         try:
             found = check_files(there)
         except CheckpointError as error:
@@ -205,9 +239,9 @@ def _check_out(config: Config, plan: Plan, resume: bool) -> None:
                 f"the run in {config.train.out} has done {step} steps and train.steps = {config.train.steps};"
                 " raise train.steps to go on"
             )
-    elif found := folders(folder):
+    elif whole := checkpoints(folder):
         key = "train.checkpoints" if config.train.checkpoints else "train.out"
         raise CheckpointError(
-            f"{folder} holds checkpoints of an earlier run ({found[-1].name}); go on with --resume, name another"
+            f"{folder} holds checkpoints of an earlier run ({whole[-1].name}); go on with --resume, name another"
             f" {key}, or remove the folder"
         )

@@ -76,13 +76,14 @@ class TrainSection(Section):
     seed: int = Field(default=0, ge=0)
     save_every: int = Field(default=0, ge=0)
     keep: int = Field(default=2, ge=1)  # checkpoints that are left
-    checkpoints: str | None = None  # a folder, or a URL such as s3://bucket/run; by default in `out`
+    checkpoints: str | None = Field(default=None, min_length=1)  # a folder, or a URL; by default in `out`
     evaluate_every: int = Field(default=0, ge=0)
     evaluate_batches: int = Field(default=8, ge=1)
-    out: str = "runs/plait"
+    out: str = Field(default="runs/plait", min_length=1)
     on_nan: Literal["raise", "warn"] = "raise"
-    scratch: str | None = None  # the folder for what the plan keeps on disk
+    scratch: str | None = Field(default=None, min_length=1)  # the folder for what the plan keeps on disk
     tensorboard: bool = False
+    timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # seconds that a rank may be late
 
 
 class Config(Section):
@@ -138,6 +139,7 @@ _TYPES = {
     "int_type": "a whole number",
     "float_type": "a number",
     "string_type": "text in quotes",
+    "string_too_short": "text that is not empty",
     "bool_type": "true or false",
     "dict_type": "a table",
     "model_type": "a table",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from dataclasses import dataclass
 from itertools import islice
@@ -13,14 +15,20 @@ from torch import Tensor
 
 from plait.comm.failure import guard
 from plait.comm.stop import StopVote
+from plait.comm.timeouts import TIMEOUT
 from plait.decide.rounds import Rounds
 from plait.graph.batch import batch_tensors
 from plait.graph.loss import loss_and_aux
 from plait.run.feeding.loader import Loader
 from plait.run.local_batch import LocalBatch
+from plait.run.saving.checkpoint import clean
+from plait.run.saving.consent import Consent
+from plait.run.saving.storage import folder_of
 from plait.spec.plan import Plan
 from plait.train.build import (
+    ANEW,
     Data,
+    Resume,
     checkpoint_folder,
     make_data,
     make_model,
@@ -45,11 +53,13 @@ class Outcome:
     stopped: bool
 
 
-def run_job(config: Config, plan: Plan, resume: bool = False, trace: bool = False) -> Outcome:
+def run_job(config: Config, plan: Plan, resume: Resume = ANEW, trace: bool = False) -> Outcome:
     """Train as `config` says, as one rank of `plan`; every rank calls it. The config was checked (`check_job`).
 
     With `trace` every rank leaves what it did in its last steps, for `plait report`.
     """
+    if config.train.timeout is not None:
+        os.environ.setdefault(TIMEOUT, str(config.train.timeout))
     model, loss_fn = make_model(config)
     train = config.train
     ends: list[StepEnd] = []
@@ -86,7 +96,7 @@ class _Job:
         self.held_out: Loader | None = None
         self.num_sent = 0  # bytes by this rank so far
 
-    def run(self, resume: bool) -> Outcome:
+    def run(self, resume: Resume) -> Outcome:
         try:
             with StopVote(self.trainer.world, self._meet_after) as vote:
                 loader = self._start(resume)
@@ -106,14 +116,16 @@ class _Job:
             return Rounds.of(plan).meeting_after(step)
         return step + 1
 
-    def _start(self, resume: bool) -> Loader:
+    def _start(self, resume: Resume) -> Loader:
         """Capture the step, place or load the parameters, open the log; returns the loader at its position."""
         config, trainer = self.config, self.trainer
         started = time.monotonic()
         loader = self._loader(self.data.train, shuffle=True)
         trainer.prepare(next(iter(self._loader(self.data.train, shuffle=True, ahead=False))))
-        if resume:
-            loader.load_state_dict(trainer.load(self.folder).get("data"))
+        begins = Consent(trainer.world)
+        place = begins.first_says("resume", lambda: self._prepare_folder(resume))
+        if place:
+            loader.load_state_dict(trainer.load(place).get("data"))
         first = trainer.step_number
         if trainer.world.rank == 0:
             out = make_out(config)
@@ -124,11 +136,18 @@ class _Job:
             parameters = sum(torch.Size(layout.shape).numel() for layout in trainer.layouts.values())
             self.reporter.say(
                 f"{parameters:,} parameters, plan {trainer.plan.title}, ready after {time.monotonic() - started:.1f} s"
-                + (f"; going on after step {first}" if resume else "")
+                + (f"; going on after step {first}" if place else "")
             )
             if trainer.split_share is not None:
                 self.reporter.say(str(trainer.split_share))
         return loader
+
+    def _prepare_folder(self, resume: Resume) -> str:
+        """On rank 0: remove what killed saves have left; returns the checkpoint to load, or nothing."""
+        resume = resume.settled(self.folder)
+        with contextlib.suppress(OSError):  # the first save looks again, and says what is wrong
+            clean(folder_of(self.folder))
+        return resume.place(self.folder) if resume.wanted else ""
 
     def _steps(self, loader: Loader, vote: StopVote) -> Outcome:
         train, trainer = self.config.train, self.trainer

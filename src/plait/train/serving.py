@@ -11,7 +11,9 @@ from typing import Any
 
 from plait.comm.process import process_world
 from plait.comm.stop import StopVote
+from plait.run.saving.checkpoint import clean
 from plait.run.saving.places import has_checkpoints
+from plait.run.saving.storage import folder_of
 from plait.run.tracing.folder import write_plan
 from plait.serve.cluster import check_installed, cluster
 from plait.serve.job import Job, check_plan
@@ -21,6 +23,8 @@ from plait.serve.running import Running
 from plait.serve.whole import Whole
 from plait.spec.plan import Plan
 from plait.train.build import (
+    ANEW,
+    Resume,
     checkpoint_folder,
     make_data,
     make_model,
@@ -43,10 +47,11 @@ def check_served(config: Config, plan: Plan) -> None:
     check_installed()
 
 
-def run_served(config: Config, plan: Plan, resume: bool = False) -> Outcome:
+def run_served(config: Config, plan: Plan, resume: Resume = ANEW) -> Outcome:
     """Train as `config` says with the plan's workers and servers, on this machine or on RAY_ADDRESS's cluster."""
     job = served_job(config, plan, resume)
-    if resume:
+    clean(folder_of(job.folder))
+    if job.resume:
         Whole(job).check()  # before anything starts
     started = time.monotonic()
     out, world = make_out(config), process_world(Plan().mesh, device="cpu")
@@ -57,7 +62,7 @@ def run_served(config: Config, plan: Plan, resume: bool = False) -> Outcome:
         shown: _Shown | None = None
         running = Running(ray, job)
         try:
-            shown = _Shown(config, running, time.monotonic() - started, resume)
+            shown = _Shown(config, running, time.monotonic() - started, job.resume)
             end = running.wait(functools.partial(_show, shown, running, wanted), lambda: vote.should_stop(0))
             shown.close(f"stopped after step {end.step}; --resume goes on from there" if end.stopped else None)
         except KeyboardInterrupt:
@@ -70,8 +75,10 @@ def run_served(config: Config, plan: Plan, resume: bool = False) -> Outcome:
     return Outcome(end.step, end.loss, end.stopped)
 
 
-def served_job(config: Config, plan: Plan, resume: bool = False) -> Job:
+def served_job(config: Config, plan: Plan, resume: Resume = ANEW) -> Job:
     """The Job that a config and a plan say."""
+    folder = _absolute(checkpoint_folder(config))
+    resume = resume.settled(folder)
     train = config.train
     data = make_data(config)
     return make_job(
@@ -84,7 +91,8 @@ def served_job(config: Config, plan: Plan, resume: bool = False) -> Job:
         batch_size=train.batch_size,
         steps=train.steps,
         out=str(Path(train.out).absolute()),
-        folder=_absolute(checkpoint_folder(config)),
+        folder=folder,
+        begins_at=resume.place(folder) if resume.wanted else "",
         make_log=functools.partial(_log, str(Path(train.out).absolute()), train.tensorboard, str(plan)),
         layouts=config.layouts,
         seed=train.seed,
@@ -93,7 +101,7 @@ def served_job(config: Config, plan: Plan, resume: bool = False) -> Job:
         evaluate_every=train.evaluate_every if data.held_out is not None else 0,
         evaluate_batches=train.evaluate_batches,
         keep=train.keep,
-        resume=resume,
+        resume=resume.wanted,
         on_nan=train.on_nan,
         scratch=train.scratch,
         num_threads=max(1, (os.cpu_count() or 1) // (plan.workers * plan.within.num_processes)),

@@ -135,8 +135,7 @@ class _Save:
     def _make_room(self) -> str:
         """On rank 0: make the folder, remove what killed saves have left; returns the name of this save."""
         try:
-            for folder in own_folders(self._base):
-                _sweep(folder)
+            clean(self._base)
             self._final.make()
         except OSError as error:
             raise self._failure(str(error.filename or self._final), error) from None
@@ -212,6 +211,12 @@ class _Save:
         )
 
 
+def clean(base: Folder) -> None:
+    """Remove what saves have left that did not come to their end. Only while nothing is being saved there."""
+    for folder in own_folders(base):
+        _sweep(folder)
+
+
 def _sweep(folder: Folder) -> None:
     """Remove the files of saves that did not come to their end; the whole folder if it has nothing else."""
     for name in _unneeded(folder):
@@ -232,4 +237,4 @@ def _unneeded(folder: Folder) -> list[str]:
     return [name for name in names if name not in needed and _OURS.fullmatch(name)]
 
 
-__all__ = ["KEEP", "State", "checkpoints", "newest", "save"]
+__all__ = ["KEEP", "State", "checkpoints", "clean", "newest", "save"]

@@ -23,13 +23,15 @@ from plait.run.saving.source import INDEX, SINGLE, Source, Wanted
 from plait.run.saving.storage import Folder, Location, folder_of
 
 SHARD_BYTES = 5 << 30
+CONFIG = "config.json"
 
 
 def export_weights(path: Location, out: Location, shard_bytes: int = SHARD_BYTES) -> list[str]:
     """Write the weights of a checkpoint to a file whose name ends in .safetensors, or into a folder; returns the files.
 
-    In a folder no file is larger than `shard_bytes`, but for one that holds a single tensor. Memory is needed for one
-    tensor. CheckpointError names a file that is damaged, or that cannot be written.
+    In a folder no file is larger than `shard_bytes`, but for one that holds a single tensor; the model's config.json is
+    there too, where the checkpoint has one. Memory is needed for one tensor. CheckpointError names a file that is
+    damaged, or that cannot be written.
     """
     folder = newest(path)
     manifest = check_files(folder)
@@ -48,6 +50,10 @@ def export_weights(path: Location, out: Location, shard_bytes: int = SHARD_BYTES
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
         _put(target, INDEX, lambda: iter([json.dumps(index, indent=2).encode()]))
         written.append(f"{target}/{INDEX}")
+    config = manifest.values["common"].get("model_config")
+    if isinstance(config, str):
+        _put(target, CONFIG, lambda: iter([config.encode()]))
+        written.append(f"{target}/{CONFIG}")
     return written
 
 

@@ -38,13 +38,37 @@ def has_checkpoints(path: Location) -> bool:
 
 
 def checkpoints(path: Location | Folder) -> list[Folder]:
-    """The checkpoints in a folder, in the order in which they were saved; a damaged one counts as the newest."""
-    ages = []
-    for folder in folders(path):
-        if folder.size(NAME) is not None:
-            saved = saved_at(folder)
-            ages.append((float("inf") if saved is None else saved, folder.name, folder))
-    return [folder for _, _, folder in sorted(ages, key=lambda age: age[:2])]
+    """The checkpoints in a folder, in the order in which they were saved.
+
+    One whose manifest cannot be read comes after those of fewer steps: it is the newest only where it has the most.
+    """
+    found = [folder for folder in folders(path) if folder.size(NAME) is not None]
+    saved = {folder.name: saved_at(folder) for folder in found}
+    ages: list[tuple[float, bool, str, Folder]] = []
+    for folder in found:
+        when = saved[folder.name]
+        if when is None:
+            before = [at for name, at in saved.items() if at is not None and _step_of(name) < _step_of(folder.name)]
+            ages.append((max(before, default=0.0), True, folder.name, folder))
+        else:
+            ages.append((when, False, folder.name, folder))
+    return [folder for *_, folder in sorted(ages, key=lambda age: age[:3])]
+
+
+def checkpoint_of(path: Location, step: str) -> Folder:
+    """The checkpoint of a run that is called step-120, or of that step; CheckpointError names those that there are."""
+    folder = folder_of(path)
+    digits = step.removeprefix("step-")
+    there = checkpoints(folder)
+    found = [one for one in there if digits.isdigit() and _step_of(one.name) == int(digits)]
+    if not found:
+        names = ", ".join(one.name for one in there) or "none"
+        raise CheckpointError(f"there is no checkpoint {step!r} in {folder}, which has {names}")
+    return found[0]
+
+
+def _step_of(name: str) -> int:
+    return int(name.removeprefix("step-"))
 
 
 def own_folders(path: Location | Folder) -> list[Folder]:
@@ -62,4 +86,4 @@ def older_than(folder: Folder) -> str:
     """What to do about a checkpoint that does not load, as the end of a sentence."""
     parent = str(folder).rpartition("/")[0]
     others = [one for one in checkpoints(parent) if one.name != folder.name] if parent else []
-    return f"; load an older one, {others[-1]}" if others else ""
+    return f"; load an older one, {others[-1]} (plait train --checkpoint {others[-1].name})" if others else ""

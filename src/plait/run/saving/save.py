@@ -9,7 +9,9 @@ values                      step, seed, optimizer groups, scheduler, loss scale,
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,8 +83,31 @@ def describe(run: Run, extra: Mapping[str, Any]) -> State:
         "loss_scale": run.loss_scale.state_dict() if run.loss_scale is not None else None,
         "replicas": relaxed.values(run),
         "extra": dict(extra),
+        "model_config": config_of(model_of(replica)),
     }
     return State(tensors | relaxed.holdings(run), values, own)
+
+
+def config_of(model: nn.Module) -> str | None:
+    """The model's own configuration as the text of a config.json, where it has one that JSON can hold.
+
+    That of transformers and diffusers models, a mapping, or a dataclass.
+    """
+    config = getattr(model, "config", None)
+    try:
+        if hasattr(config, "to_dict"):
+            plain = dict(config.to_dict())
+        elif dataclasses.is_dataclass(config) and not isinstance(config, type):
+            plain = dataclasses.asdict(config)
+        elif isinstance(config, Mapping):
+            plain = dict(config)
+        else:
+            return None
+        if "model_type" in plain and not plain.get("architectures"):
+            plain["architectures"] = [type(model).__name__]
+        return json.dumps(plain, indent=2, sort_keys=True)
+    except Exception:  # of the user's own config, without which the checkpoint is whole
+        return None
 
 
 def _means(run: Run) -> dict[str, Tensor]:
