@@ -47,7 +47,9 @@ from plait.run.saving.saver import Saver
 from plait.run.scaling import LossScale
 from plait.run.tracing.folder import write_plan, write_trace
 from plait.run.tracing.recorder import Recorder
+from plait.run.trying import note_absent
 from plait.run.tuning import give_freed_memory_back, keep_freed_memory, warn_of_slow_precision
+from plait.run.unfreezing import follow_frozen
 from plait.run.update import Update
 from plait.spec.annotation import Annotations
 from plait.spec.layout import Layout
@@ -204,6 +206,8 @@ class Trainer:
             "give every rank the same optimizer",
         )
         self._replica = replica
+        self._frozen = replica.frozen if isinstance(replica, Replica) else ()
+        self._trained = replica.layouts.keys() - {*self._frozen}
         self.update = Update(self.optimizer, replica.parameters, replica.layouts, self.world, self.homes)
         if self.plan.relaxed_axis:
             self.replicas = Replicas(self.plan, self.world, replica, self.optimizer)
@@ -262,6 +266,7 @@ class Trainer:
         with self._awaited():
             self._check_finite(result.loss, result.gradients)
         aux = None if result.aux is None else results(without_padding(batch, join_outputs(result.aux)))
+        self._follow_frozen(replica)
         if self._updates_within:
             return self._finished(result.loss, aux, None), {}
         replica.set_gradients(result.gradients)
@@ -294,6 +299,24 @@ class Trainer:
             return nullcontext()
         late = functools.partial(monitor.behind_step, monitor.num_steps)
         return monitor.waiting(f"step {self.step_number + 1}", late)
+
+    def _follow_frozen(self, replica: Replica | EagerReplica) -> None:
+        """Let the optimizer take over parameters that train from this step on."""
+        if not isinstance(replica, Replica) or replica.frozen == self._frozen:
+            return
+
+        absent = replica.absent
+
+        def make() -> torch.optim.Optimizer:
+            return build_optimizer(self._factories[0], replica.parameters, replica.layouts, self.world, absent)
+
+        assert self.optimizer is not None
+        given = (self.optimizer, make, replica.parameters, absent, replica.frozen, self._trained, self.plan)
+        if follow_frozen(*given):
+            self.update = Update(self.optimizer, replica.parameters, replica.layouts, self.world, self.homes)
+            note_absent(self.optimizer, absent)
+            self._trained |= replica.layouts.keys() - {*replica.frozen}
+        self._frozen = replica.frozen
 
     def _finished(self, loss: Tensor, aux: dict[str, Tensor] | None, norm: float | None, updated: bool = True) -> Any:
         """What comes after the update; returns what the step does."""

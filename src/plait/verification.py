@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from plait.run.microbatch import microbatches
 from plait.run.optimizers import make_optimizer, refuse_inexact
 from plait.run.references import one_device_step, stale_step
 from plait.run.scaling import FIRST_SCALE
+from plait.run.twin import Twin, preserved
 from plait.serve.verifying import ServedCheck
 from plait.spec.annotation import Annotations
 from plait.spec.plan import Plan
@@ -101,8 +102,11 @@ class Verifier:
             clip_norm=self.clip_norm,
         )  # fmt: skip
         draws = range(4 if plan.compress.kind != "none" else 1)
-        again = [check.serial(self._twin(last_bits(plan), draw)) for draw in draws]
-        report = compare(_comparable(check.serial(self._twin(0.0))), check.rehearsed(), again, plan, tolerance)
+        serial = self._as_it_was(lambda *given: check.serial(self._twin(*given)))
+        again = [serial(last_bits(plan), draw) for draw in draws]
+        with self._preserved():
+            mine = check.rehearsed()
+        report = compare(_comparable(serial(0.0)), mine, again, plan, tolerance)
         return replace(report, steps=self.steps)
 
     def _run_plan(self, plan: Plan, compiler: Compiler, scale: float) -> Run:
@@ -125,7 +129,8 @@ class Verifier:
             parameters = {n: replica.whole(n, replica.local(n)).clone() for n in replica.layouts}
             return Run(losses, gradients, parameters, replica.buffers, outputs=outputs[0])
 
-        return run_ranks(plan.mesh, rank, algorithm=plan.allreduce)[0]
+        with self._preserved():
+            return run_ranks(plan.mesh, rank, algorithm=plan.allreduce)[0]
 
     def _reference(self, plan: Plan, lowered: Lowered) -> tuple[Run, list[Run]]:
         """The run on one device, and again with weights that differ by rounding, and of half precision in float32;
@@ -140,6 +145,7 @@ class Verifier:
                 run = functools.partial(self._run_replicas, lowered)
             else:
                 run = functools.partial(self._run_one_device, num_parts=num_parts, stale=stale)
+            run = self._as_it_was(run)
             again = [run(plan, rounding=last_bits(plan))]
             if plan.compress.kind != "none":  # what a code of few bits makes of rounding, one run shows by chance
                 again += [run(plan, rounding=last_bits(plan), draw=draw) for draw in (1, 2, 3)]
@@ -161,6 +167,7 @@ class Verifier:
             scale = FIRST_SCALE if scaled else 1.0
         twin = self._twin(rounding)
         named = dict(twin.named_parameters())
+        changing = self.captures.changing  # by the step itself: no gradients, and outputs as buffers are
         optimizer = make_optimizer(self.optimizer, _trained(twin))
         losses: list[float] = []
         outputs: list[dict[str, Tensor]] = []
@@ -188,8 +195,9 @@ class Verifier:
             if rounding:
                 _round_as_within(optimizer, self.seed + step)
             optimizer.step()
-        parameters = {n: p.detach() for n, p in named.items()}
-        return Run(losses, gradients, parameters, dict(twin.named_buffers()), scale, outputs[0])
+        parameters = {n: p.detach() for n, p in named.items() if n not in changing}
+        buffers = dict(twin.named_buffers()) | {n: named[n].detach() for n in changing}
+        return Run(losses, gradients, parameters, buffers, scale, outputs[0])
 
     def _run_replicas(self, lowered: Lowered, plan: Plan, rounding: float = 0.0, draw: int = 0) -> Run:
         """As _run_one_device, of replicas that agree later: what the first of them ends with."""
@@ -199,7 +207,7 @@ class Verifier:
             raise PlanError(f"verify has no serial program for sync= with schedule={plan.schedule}; take 1f1b")
         twins = [self._twin(rounding, draw) for _ in range(plan.mesh.axis_size(plan.relaxed_axis))]
         optimizers = [make_optimizer(self.optimizer, _trained(twin)) for twin in twins]
-        states = {n: lowered.states[n] for n, p in self.captures.model.named_parameters()}
+        states = {n: lowered.states[n] for n, _ in self.captures.model.named_parameters() if n in lowered.states}
         serial = SerialReplicas(plan, twins, optimizers, states)
         losses, gradients, outputs = [], {}, list[dict[str, Tensor]]()
         for step in range(self.steps):
@@ -209,21 +217,27 @@ class Verifier:
             losses.append(loss)
             outputs.append(aux)
             gradients = gradients or found
-        parameters = {n: p.detach() for n, p in twins[0].named_parameters()}
+        parameters = {n: p.detach() for n, p in twins[0].named_parameters() if n in states}
         return Run(losses, gradients, parameters, dict(twins[0].named_buffers()), outputs=outputs[0])
 
-    def _twin(self, rounding: float, draw: int = 0) -> nn.Module:
-        """A copy of the model, its weights changed by rounding."""
-        twin = copy.deepcopy(self.captures.model)
-        if not twin.training:  # else as in the capture, each submodule in its own mode
-            twin.train()
-        named = dict(twin.named_parameters())
-        for name, original in self.captures.model.named_parameters():
-            for hook in (original._backward_hooks or {}).values():  # which a copy does not have
-                named[name].register_hook(hook)
+    def _preserved(self) -> AbstractContextManager[None]:
+        return preserved(self.captures.model, self.captures.loss_fn)
+
+    def _as_it_was(self, run: Callable[..., Run]) -> Callable[..., Run]:
+        """The run, which begins with what model and loss hold in Python, and leaves it as it was."""
+
+        def found(*args: Any, **kwargs: Any) -> Run:
+            with self._preserved():
+                return run(*args, **kwargs)
+
+        return found
+
+    def _twin(self, rounding: float, draw: int = 0) -> Twin:
+        """The model with other values, its own changed by rounding."""
+        twin = Twin(self.captures.model)
         if rounding:
             generator = torch.Generator().manual_seed(self.seed + draw)
-            for parameter in (p for p in named.values() if p.is_floating_point()):
+            for parameter in (p for p in twin.parameters() if p.is_floating_point()):
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter)
                 last_bits = max(rounding, torch.finfo(parameter.dtype).eps / 4)
                 parameter.data.mul_(1 + last_bits * noise)

@@ -83,6 +83,11 @@ def _home(model: Any) -> set[str]:
     return {f for f in found if not f.startswith(_TORCH)}
 
 
+def is_library(file: str) -> bool:
+    """Whether a file of Python code is not the user's own, but torch's, plait's, or that of another library."""
+    return file.startswith((_TORCH, _PLAIT)) or _library(file)
+
+
 def _library(file: str) -> bool:
     return any(part in file for part in _PACKAGES) or file.startswith(_STANDARD)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,16 +25,18 @@ from plait.graph.functional import functionalise
 from plait.graph.late import LateValues
 from plait.graph.loss import RATIO, Loss, read_loss
 from plait.graph.modules import BackwardModules, ForwardModules
+from plait.graph.outside import Outside
 from plait.graph.pause import collection_paused
 from plait.graph.precision import FULL, Precision
 from plait.graph.random import VisibleDropout
+from plait.graph.reach import Holder, Reached
 from plait.graph.record import Recorder
 from plait.graph.selection import Selections
-from plait.graph.standin import StandIns, standing_in
+from plait.graph.standin import Exchange, StandIns, refuse_scripted, standing_in
 from plait.graph.views import is_view
 
 LossFn = Callable[[Any, Any], Any]
-_one_at_a_time = threading.Lock()  # a capture puts stand-ins into the model
+one_at_a_time = threading.RLock()  # a capture puts stand-ins into the model
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Input:
     """A placeholder of the graph.
 
     kind: parameter, buffer, batch, constant, key (an int that changes every step) or scale (a scalar tensor, by which
-    the loss is multiplied before it is differentiated).
+    the loss is multiplied before it is differentiated). A buffer is one of the model, a parameter that does not train
+    and that the step changes, or a tensor from outside the model, under the name of its place.
     """
 
     kind: str
@@ -62,6 +66,24 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Effect:
+    """A Python value that the step has put in the place of another, which has been put back.
+
+    derived: whether it is a tensor that follows from what is not the same at every step
+    """
+
+    holder: Holder
+    key: Any
+    before: Any
+    now: Any
+    derived: bool = False
+
+    @property
+    def place(self) -> str:
+        return self.holder.place_of(self.key)
+
+
+@dataclass(frozen=True)
 class Captured:
     """A step as a graph: `inputs` are its placeholders in order, `outputs` the elements of the tuple it returns.
 
@@ -79,6 +101,11 @@ class Captured:
     checks: tuple[str, ...] = ()  # lines of which a condition must hold when the step runs, or else the loss is NaN
     rows: int = 0  # of the batch
     aux: Mapping[str, str] | None = None  # kinds (graph.loss.Part) of the outputs beside the loss, if it came with some
+    changing: frozenset[str] = frozenset()  # of these, those that the step changes: inputs of the kind buffer
+    outside: dict[str, Tensor] = field(default_factory=dict)  # tensors from outside the model, by place
+    rebound: frozenset[str] = frozenset()  # of these, those in whose place the step puts another tensor
+    compared: frozenset[str] = frozenset()  # and those of which Python has read numbers
+    effects: tuple[Effect, ...] = ()  # what the step changes beside tensors
 
 
 def capture(
@@ -91,12 +118,18 @@ def capture(
     device: torch.device | None = None,
     precision: Precision = FULL,
     normalised: bool = True,
+    changing: frozenset[str] = frozenset(),
+    reached: Reached | None = None,
 ) -> Captured:
     """The step `loss_fn(model, batch)`, and with `differentiate` its gradients, as a graph on the global batch.
 
     The model may be on the meta device; it is as before afterwards. The graph runs on `device`, wherever model and
     batch are now (by default: where they are), in that precision; where gradients could underflow, of the loss times a
     scale. Of a plait.Weighted the gradients are those of sum / weight, or, not `normalised`, of the sum.
+
+    A tensor that the step reads and that is none of the model's or the batch's becomes an input too, and an output if
+    the step changes it; so does a parameter that does not train but changes in this step, or is among those `changing`
+    in others. `reached` is what model and loss reach, if the caller knows.
 
     Raises CaptureError, with the line of the model that stopped the capture, LossError for a loss of none of the forms
     in graph/loss.py, BatchError for a batch that holds something else than tensors and constants.
@@ -106,8 +139,16 @@ def capture(
         raise BatchError(f"the batch holds no tensor: it is {_brief(batch)}")
     if empty := [name for name, leaf in leaves.items() if leaf.ndim and leaf.shape[0] == 0]:
         raise BatchError(f"the batch has 0 rows: {empty[0]} has shape {list(leaves[empty[0]].shape)}")
-    with _one_at_a_time, _quiet_log(), collection_paused():
-        return _capture(model, loss_fn, batch, leaves, train, differentiate, device, precision, normalised)
+    with one_at_a_time, _quiet_log(), collection_paused():
+        refuse_scripted(model)
+        found = reached or Reached(model, loss_fn)
+        with _nothing_drawn(found):
+            try:
+                return _capture(
+                    model, loss_fn, batch, leaves, train, differentiate, device, precision, normalised, changing, found
+                )
+            finally:
+                found.put_back()
 
 
 @contextmanager
@@ -131,6 +172,8 @@ def _capture(
     device: torch.device | None,
     precision: Precision,
     normalised: bool,
+    changing: frozenset[str],
+    reached: Reached,
 ) -> Captured:
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fake_mode)
@@ -144,11 +187,19 @@ def _capture(
             for name, value in values.items():
                 nodes[recorder.placeholder(f"{kind}_{_identifier(name)}", value)] = (kind, name)
         for name, parameter in stand.parameters.items():
-            recorder.protect(parameter, f"the step changes the parameter {name} in place; only buffers may change so")
+            if parameter.requires_grad:
+                recorder.protect(
+                    parameter,
+                    f"the step changes the parameter {name} in place, and trains it; only buffers and parameters with"
+                    " requires_grad=False may change so",
+                )
+        outside = Outside(reached, stand, recorder, fake_mode, where, move=device is not None)
+        recorder.outside = outside
         fake_batch = map_batch(lambda name, leaf: fake_leaves.get(name, leaf), batch)
         stack.enter_context(_plain_kernels())
         stack.enter_context(fake_mode)
         stack.enter_context(recorder)
+        stack.enter_context(Exchange(stand.made, outside.stand_in))
         stack.enter_context(VisibleDropout())
         late = stack.enter_context(LateValues(recorder.known_value, lambda: recorder.phase == "forward"))
         recorder.scalar = late.scalar
@@ -176,12 +227,16 @@ def _capture(
         results += [(Output("gradient", name), g) for name, g in gradients.items()]
         written = {name: b for name, b in stand.buffers.items() if recorder.was_written(b)}
         written |= _replaced_buffers(stand)
-        _check_attributes(stand, recorder)
+        moving = {name: p for name, p in stand.parameters.items() if recorder.was_written(p)}
+        rebound, effects = _effects(reached, outside, recorder)
+        written |= moving | outside.written() | rebound
         results += [(Output("buffer", name), b) for name, b in written.items()]
         recorder.output([value for _, value in results])
     late.warn()
     graph = recorder.graph
-    kinds = {node.name: kind for node, kind in nodes.items()}
+    changing |= moving.keys()
+    kinds = {node.name: ("buffer" if kind[1] in changing else kind[0], kind[1]) for node, kind in nodes.items()}
+    kinds |= {node.name: ("buffer", place) for node, place in outside.nodes.items()}
     kinds |= {
         node.name: ("constant", name) for node, name in zip(recorder.constant_nodes, recorder.constants, strict=True)
     }
@@ -204,6 +259,11 @@ def _capture(
         checks=tuple(check.place for check in late.checks),
         rows=rows,
         aux=None if found.outputs is None else {name: part.kind for name, part in found.outputs.items()},
+        changing=changing,
+        outside=outside.reals,
+        rebound=frozenset(rebound),
+        compared=frozenset(outside.compared),
+        effects=tuple(effects),
     )
 
 
@@ -219,20 +279,81 @@ def _replaced_buffers(stand: StandIns) -> dict[str, Tensor]:
     return found
 
 
-def _check_attributes(stand: StandIns, recorder: Recorder) -> None:
-    """What the forward leaves on modules is undone; say so where the next step would have read it."""
-    for name, before, now in stand.changed_attributes():
-        if isinstance(before, Tensor) and recorder.was_lifted(before):
+def _effects(reached: Reached, outside: Outside, recorder: Recorder) -> tuple[dict[str, Tensor], list[Effect]]:
+    """What the step has assigned in Python: the new values of tensors that it also reads, by place, and all else."""
+    rebound: dict[str, Tensor] = {}
+    effects: list[Effect] = []
+    for holder, key, before, now in reached.changes():
+        place = holder.place_of(key)
+        old = outside.fakes.get(place)
+        if old is None or now is old:
+            node = recorder.nodes.get(id(now)) if isinstance(now, Tensor) else None
+            effects.append(Effect(holder, key, before, now, node is not None and _varies(node)))
+        elif not isinstance(now, Tensor) or (now.shape, now.dtype) != (old.shape, old.dtype):
+            what = f"{now.dtype} of shape {list(now.shape)}" if isinstance(now, Tensor) else type(now).__name__
             raise CaptureError(
-                f"the step reads the tensor {name} and puts another in its place; make it a buffer with"
-                " register_buffer, so that its new value is kept"
+                f"the step reads {place}, {old.dtype} of shape {list(old.shape)}, and puts {what} in its place; a value"
+                " that the step hands on to the next keeps its type and shape"
             )
-        if type(before) in (int, float) and type(now) is type(before) and now != before:
-            warnings.warn(
-                f"the step changes {name} from {before} to {now}: Python values are fixed when the step is captured;"
-                " make it a buffer if the step reads it",
-                stacklevel=2,
-            )
+        elif id(now) in recorder.nodes:
+            rebound[place] = now
+    return rebound, effects
+
+
+def _varies(node: Node) -> bool:
+    """Whether a value depends on an input of the graph or on random numbers."""
+    seen, stack = {node}, [node]
+    while stack:
+        one = stack.pop()
+        if one.op == "placeholder" and not one.name.startswith("constant_"):
+            return True
+        stack += [source for source in one.all_input_nodes if source not in seen]
+        seen.update(one.all_input_nodes)
+    return False
+
+
+@contextmanager
+def _nothing_drawn(reached: Reached) -> Iterator[None]:
+    """Raise CaptureError where Python's or numpy's random numbers are drawn meanwhile; their state is put back."""
+    states = random.getstate(), np.random.get_state(legacy=False)
+    own = [(place, source, _state_of(source)) for place, source in reached.sources]
+    drawn: list[str] = []
+    try:
+        yield
+    finally:
+        if random.getstate() != states[0]:
+            random.setstate(states[0])
+            drawn.append("Python's random")
+        if repr(np.random.get_state(legacy=False)) != repr(states[1]):
+            np.random.set_state(states[1])
+            drawn.append("numpy.random")
+        for place, source, state in own:
+            if repr(_state_of(source)) != repr(state):
+                _set_state(source, state)
+                drawn.append(place)
+    if drawn:
+        raise CaptureError(
+            f"cannot capture the training step: it draws from {' and '.join(drawn)}, and a graph would have the"
+            " same numbers at every step; draw in the data loader and put the numbers into the batch, or draw with"
+            " torch, whose random numbers are new at every step"
+        )
+
+
+def _state_of(source: Any) -> Any:
+    if isinstance(source, random.Random):
+        return source.getstate()
+    if isinstance(source, np.random.Generator):
+        return source.bit_generator.state
+    return source.get_state()
+
+
+def _set_state(source: Any, state: Any) -> None:
+    if isinstance(source, random.Random):
+        source.setstate(state)
+    elif isinstance(source, np.random.Generator):
+        source.bit_generator.state = state
+    else:
+        source.set_state(state)
 
 
 def _results(loss: Loss) -> list[tuple[Output, Tensor]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from plait.decide.readiness import Cell
 from plait.errors import PlanError
@@ -108,11 +108,12 @@ def lower(
     annotations: Annotations | None = None,
     settled: Mapping[str, Layout] | None = None,
     stages: Mapping[str, tuple[int, ...]] | None = None,
+    frozen: Collection[str] | None = None,
 ) -> Lowered:
     """Lay out and partition a captured step along each axis of the plan, then place its collectives in time.
 
-    `settled` are layouts of parameters, and `stages` those of a pipeline, that an earlier capture of the same model
-    decided: they are kept as they are.
+    `settled` are layouts of parameters, `stages` those of a pipeline, and `frozen` the parameters that did not train,
+    that an earlier capture of the same model decided: they are kept as they are.
     Raises PlanError where an axis does not divide what it must split, LayoutError for a bad annotation.
     """
     graph = _copy(captured, plan.num_processes > 1)
@@ -176,7 +177,7 @@ def lower(
         layouts |= {name: pipeline.placed(name, layouts[name]) for name in pipeline.stages}
     else:
         graph = recompute(graph, plan.recompute)
-    states = state_layouts(captured, layouts, plan)
+    states = state_layouts(captured, layouts, plan, frozen)
     if pipeline is None:
         dtypes = narrowed([graph], plan, layouts, states)
         graphs = graphs_of_turns(graph, captured.outputs, plan, layouts, states, {plan.micro})
@@ -244,7 +245,25 @@ def _copy(captured: Captured, several: bool) -> Graph:
     for node in placeholders(graph):
         node.meta["kind"], node.meta["name"] = inputs[node.name].kind, inputs[node.name].name
     graph = note_formats(graph, several)
+    _mark_upkeep(graph, [i for i, o in enumerate(captured.outputs) if o.kind == "buffer"])
     return own_gradients(graph, [i for i, o in enumerate(captured.outputs) if o.kind == "gradient"])
+
+
+def _mark_upkeep(graph: Graph, outputs: list[int]) -> None:
+    """Mark what follows buffers and parameters alone and ends in a buffer's new value, such as a mean of weights."""
+    from_batch: set[Node] = set()
+    for node in graph.nodes:
+        if node.meta.get("kind") == "batch" or any(source in from_batch for source in node.all_input_nodes):
+            from_batch.add(node)
+    (results,) = output_node(graph).args
+    stack = [results[i] for i in outputs]  # type: ignore[index]
+    marked: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        if isinstance(node, Node) and node.op == "call_function" and node not in from_batch | marked:
+            node.meta["upkeep"] = True
+            marked.add(node)
+            stack += node.all_input_nodes
 
 
 def _cut_leaves(captured: Captured, values: dict[str, object]) -> list[str]:

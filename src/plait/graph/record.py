@@ -11,7 +11,7 @@ import bisect
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,12 +25,20 @@ from plait.graph.late import known_value
 from plait.graph.random import draw
 from plait.graph.random_ops import RANDOM, check_random
 from plait.graph.shapes import ShapeMemo, fake_of, spec_of
+from plait.graph.standin import is_real
 
 aten = torch.ops.aten
 _PLAIN_ATTRIBUTE = (
     "the step changes in place a tensor that is neither parameter nor buffer; make it a buffer with register_buffer, so"
     " that its new value is kept"
 )
+
+
+class Lookup(Protocol):
+    """Tensors from outside the step (graph/outside.py)."""
+
+    def stand_in(self, real: Tensor) -> Tensor: ...
+    def numbers(self, node: Node) -> dict[str, Tensor]: ...
 
 
 class Recorder(TorchDispatchMode):
@@ -57,11 +65,12 @@ class Recorder(TorchDispatchMode):
         self.constants: dict[str, Tensor] = {}
         self.constant_nodes: list[Node] = []
         self.key: Node | None = None
+        self.outside: Lookup | None = None  # knows the tensors that are neither parameters, buffers nor the batch
         self._fake_mode = fake_mode
         self._memo = ShapeMemo()
         self._values: dict[Any, FakeTensor] = {}  # by geometry: what nodes carry as their value
         self._draws = 0
-        self._nodes: dict[int, Node] = {}
+        self.nodes: dict[int, Node] = {}
         self._kept: list[Tensor] = []  # ids stay unique while the tensors live
         self._group_of: dict[int, int] = {}  # tensors of one group are views of one another
         self._groups: list[list[Tensor]] = []
@@ -97,10 +106,10 @@ class Recorder(TorchDispatchMode):
                 self._groups.append([])
             self._group_of[id(tensor)] = group
             self._groups[group].append(tensor)
-        self._nodes[id(tensor)] = node
+        self.nodes[id(tensor)] = node
 
     def node_of(self, tensor: Tensor) -> Node:
-        node = self._nodes.get(id(tensor))
+        node = self.nodes.get(id(tensor))
         assert node is not None, f"a tensor of type {type(tensor).__name__} that no recorded op made"
         return node
 
@@ -108,18 +117,15 @@ class Recorder(TorchDispatchMode):
         """Whether an op changed this tensor, or a view of it, in place."""
         return self._group_of[id(tensor)] in self._written
 
-    def was_lifted(self, tensor: Tensor) -> bool:
-        """Whether the step reads this real tensor, which is none of its inputs, as a constant."""
-        return id(tensor) in self._lifted
-
     def known_value(self, tensor: Tensor) -> Tensor | None:
-        """The value of a tensor that follows from constants alone; None of others."""
-        node = self._nodes.get(id(tensor))
+        """The value of a tensor that follows from constants and tensors from outside alone; None of others."""
+        node = self.nodes.get(id(tensor))
         if node is None or self.mutating:
             return None
         constants = {n.name: self.constants[name] for n, name in zip(self.constant_nodes, self.constants, strict=True)}
+        outside = {} if self.outside is None else self.outside.numbers(node)
         with _disable_current_modes(), torch.no_grad():
-            return known_value(node, constants)
+            return known_value(node, {**constants, **outside})
 
     def place_of(self, number: int) -> int:
         """The place of the forward call for which autograd made the node of this sequence number."""
@@ -248,7 +254,7 @@ class Recorder(TorchDispatchMode):
         func(*args, **kwargs)
         node = self.node_of(value)
         for peer in peers:
-            self._nodes[id(peer)] = node
+            self.nodes[id(peer)] = node
         return target
 
     def _copied(self, target: Tensor, source: Tensor) -> Tensor:
@@ -272,10 +278,12 @@ class Recorder(TorchDispatchMode):
 
     def _lift(self, value: Any) -> Any:
         """A real tensor that the model's code holds on to becomes a constant of the graph."""
-        if not isinstance(value, Tensor) or id(value) in self._nodes:
+        if not isinstance(value, Tensor) or id(value) in self.nodes:
             return value
         if isinstance(value, FakeTensor):
             return value
+        if self.outside is not None and is_real(value):
+            return self.outside.stand_in(value)
         if id(value) not in self._lifted:
             fake = self._constant(value, self._fake_mode.from_tensor(value, static_shapes=True))
             self.protect(fake, _PLAIN_ATTRIBUTE)

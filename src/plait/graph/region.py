@@ -308,7 +308,8 @@ class Grower:
 
 
 def _forward(node: Node) -> bool:
-    return node.op == "call_function" and node.meta.get("phase") == "forward"
+    """Whether it is a forward call, and not one that only keeps a buffer up to date with weights."""
+    return node.op == "call_function" and node.meta.get("phase") == "forward" and not node.meta.get("upkeep")
 
 
 def _softmax_dim(node: Node) -> int:

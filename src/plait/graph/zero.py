@@ -9,7 +9,7 @@ central=host cuts as zero=2 does; nothing is gathered, because all update their 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from plait.graph.capture import Captured
 from plait.graph.rows import Cut
@@ -17,12 +17,15 @@ from plait.spec.layout import Layout, Only, Replicate, Shard
 from plait.spec.plan import Plan
 
 
-def state_layouts(captured: Captured, layouts: Mapping[str, Layout], plan: Plan) -> dict[str, Layout]:
-    """The layout in which the optimizer holds each parameter."""
+def state_layouts(
+    captured: Captured, layouts: Mapping[str, Layout], plan: Plan, frozen: Collection[str] | None = None
+) -> dict[str, Layout]:
+    """The layout in which the optimizer holds each parameter. `frozen` are those that did not train when an earlier
+    capture of the model decided it."""
     names = [i.name for i in captured.inputs if i.kind == "parameter"]
     if plan.zero_stage == 0 or plan.data == 1:
         return {name: layouts[name] for name in names}
-    frozen = set(captured.frozen) if plan.zero_stage < 3 else set()
+    frozen = (captured.frozen if frozen is None else frozen) if plan.zero_stage < 3 else ()
     return {name: layouts[name] if name in frozen else split_over_data(layouts[name], plan) for name in names}
 
 

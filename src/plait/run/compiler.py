@@ -1,25 +1,51 @@
-"""Captures and lowers a step once for each shape of batch; plans share captures, ranks that are threads a compiler."""
+"""Captures and lowers a step once for each shape of batch; plans share captures, ranks that are threads a compiler.
+
+A step is captured anew when what it has read of Python differs (run/watch.py). Where that changes nothing of the graph,
+the values that differ are not looked at any more.
+"""
 
 from __future__ import annotations
 
 import threading
+import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plait.graph.batch import batch_signature
-from plait.graph.capture import Captured, capture
+from plait.graph.capture import Captured, capture, one_at_a_time
 from plait.graph.lower import Lowered, lower
 from plait.graph.pipeline import updates_within
 from plait.graph.precision import FULL, Precision
+from plait.graph.reach import Reached
+from plait.graph.same import same_step
+from plait.run.effects import Changes, examine, settled
+from plait.run.watch import Variant, Watch, is_flag
 from plait.spec.annotation import Annotations
 from plait.spec.layout import Layout
 from plait.spec.plan import Plan
 
 LossFn = Callable[[Any, Any], Any]
+MOST_KEPT = 64  # captures, and what is made of them
+_MANY = 8  # captures, after which a warning says why there are so many
+_Kind = tuple[str, bool, Precision, bool]
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Recent(OrderedDict[K, V]):
+    """The values that were last put in, MOST_KEPT at most."""
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        if len(self) > MOST_KEPT:
+            self.popitem(last=False)
 
 
 class Captures:
@@ -29,13 +55,46 @@ class Captures:
         self.model = model
         self.loss_fn = loss_fn
         self.device = device  # where the steps will run, if not where the model is
-        self._found: dict[tuple[str, bool, Precision, bool], Captured] = {}
+        self.changing: frozenset[str] = frozenset()  # parameters that do not train, but change in a step
+        self._watch: Watch | None = None
+        self._found: Recent[tuple[_Kind, Variant], Captured] = Recent()
+        self.changes: dict[int, Changes] = {}  # in Python, by the id of a capture; of those that change anything
+        self._reasons: list[str] = []
+
+    @property
+    def watch(self) -> Watch:
+        """What the step reads of Python."""
+        with one_at_a_time:
+            if self._watch is None:
+                self._watch = Watch(self.model, self.loss_fn)
+            return self._watch
+
+    @property
+    def variant(self) -> Variant:
+        """What of it differs by now from what it was at first."""
+        with one_at_a_time:
+            return self.watch.variant
+
+    def tensor(self, captured: Captured, name: str) -> Tensor:
+        """The tensor from outside that a step reads under this name, as it is now."""
+        with one_at_a_time:
+            found = self.watch.tensor(name) if name in self.watch.reached.tensors else captured.outside[name]
+        return found
 
     def captured(self, batch: Any, train: bool, precision: Precision = FULL, normalised: bool = True) -> Captured:
         """The step on a global batch; `train=False` is the forward of evaluation. CaptureError if it cannot be had."""
-        key = (batch_signature(batch), train, precision, normalised)
-        if key not in self._found:
-            self._found[key] = capture(
+        kind = (batch_signature(batch), train, precision, normalised)
+        with one_at_a_time:
+            found = self._found.get((kind, self.variant))
+            if found is None:
+                found = self._capture(batch, kind)
+            return found
+
+    def _capture(self, batch: Any, kind: _Kind) -> Captured:
+        _, train, precision, normalised = kind
+
+        def again(reached: Reached | None = None) -> Captured:
+            return capture(
                 self.model,
                 self.loss_fn,
                 batch,
@@ -44,8 +103,63 @@ class Captures:
                 device=self.device,
                 precision=precision,
                 normalised=normalised,
+                changing=self.changing,
+                reached=reached or self.watch.walk(),
             )
-        return self._found[key]
+
+        found = again(self.watch.reached)
+        changes = settled(found, self.watch, again)
+        if changes.effects:
+            self.changes[id(found)] = changes
+        self.changing |= found.changing
+        self.watch.compare(found.compared)
+        variant = self.watch.variant
+        for (other, before), known in list(self._found.items()):
+            if other == kind and before != variant and same_step(known, found):
+                differing = {place for place, _ in {*before} ^ {*variant} if not is_flag(place)}
+                numbers = {place for place in differing if self.watch.number(place) is not None}
+                self.watch.ignore(differing - numbers)
+                if numbers:
+                    examine(self.watch, again, numbers)
+                kept = [((k, self.watch.stripped(v)), c) for (k, v), c in self._found.items()]
+                self._found = Recent(kept)
+                variant, found = self.watch.variant, known
+                break
+        else:
+            self._count(kind, variant)
+        self._found[kind, variant] = found
+        return found
+
+    def _count(self, kind: _Kind, variant: Variant) -> None:
+        """Warn once where there are many captures, with what differs from one to the next."""
+        others = [(k, v) for k, v in self._found if k[1] == kind[1]]
+        if others and len(self._reasons) <= _MANY:
+            self._reasons.append(_difference(others[-1], (kind, variant), self.watch))
+        if len(self._reasons) == _MANY:
+            reasons = "; ".join(dict.fromkeys(self._reasons[-3:]))
+            warnings.warn(
+                f"the training step was captured {_MANY + 1} times, which takes seconds each: {reasons}. A number that"
+                " changes from step to step is an input, and captured once, if it is a 0-d tensor; pad batches to a few"
+                f" lengths. The last {MOST_KEPT} captures are kept",
+                stacklevel=2,
+            )
+
+
+def _difference(one: tuple[_Kind, Variant], other: tuple[_Kind, Variant], watch: Watch) -> str:
+    (before, was), (kind, now) = one, other
+    if before[0] != kind[0]:
+        return f"a batch {kind[0]} after {before[0]}"
+    old, new = dict(was), dict(now)
+    place = next((place for place in {**old, **new} if old.get(place) != new.get(place)), None)
+    if place is None:
+        return "another precision or plan"
+    first = watch.at_first(place)
+    return f"{place} is {_shown(new.get(place, first))} after {_shown(old.get(place, first))}"
+
+
+def _shown(token: Any) -> str:
+    text = token[1] if isinstance(token, tuple) and len(token) == 2 else token
+    return str(text) if len(str(text)) <= 40 else f"{str(text)[:37]}..."
 
 
 class Compiler:
@@ -58,9 +172,10 @@ class Compiler:
         self.captures = captures
         self.plan = plan
         self.annotations = annotations
-        self._found: dict[tuple[str, bool, int], Lowered] = {}
+        self._found: Recent[tuple[int, bool, int], Lowered] = Recent()
         self._settled: Mapping[str, Layout] | None = None
         self._stages: Mapping[str, tuple[int, ...]] | None = None
+        self._frozen: tuple[str, ...] | None = None
         self._lock = threading.Lock()
 
     @property
@@ -71,21 +186,27 @@ class Compiler:
     def loss_fn(self) -> LossFn:
         return self.captures.loss_fn
 
+    def captured(self, batch: Any, train: bool = True) -> Captured:
+        """The captured step for a global microbatch."""
+        precision = Precision(self.plan.precision, self.plan.exceptions)
+        return self.captures.captured(batch, train, precision, self.plan.micro == 1 or updates_within(self.plan))
+
     def lowered(self, batch: Any, train: bool = True, num_micro: int = 1) -> Lowered:
         """The lowered step for a global microbatch; of an evaluation for the first of so many."""
+        return self.lowered_from(self.captured(batch, train), train, num_micro)
+
+    def lowered_from(self, captured: Captured, train: bool = True, num_micro: int = 1) -> Lowered:
+        """As `lowered`, of a step that was captured for this plan."""
         plan = self.plan if train else replace(self.plan, micro=num_micro)
-        key = (batch_signature(batch), train, plan.micro)
+        key = (id(captured), train, plan.micro)
         with self._lock:
             if key not in self._found:
-                precision = Precision(self.plan.precision, self.plan.exceptions)
-                captured = self.captures.captured(
-                    batch, train, precision, self.plan.micro == 1 or updates_within(self.plan)
-                )
-                found = lower(captured, plan, self.annotations, self._settled, self._stages)
+                found = lower(captured, plan, self.annotations, self._settled, self._stages, self._frozen)
                 if self._stages is None and found.pipeline is not None:
                     self._stages = found.pipeline.stages
                 if self._settled is None:
                     parameters = {i.name for i in captured.inputs if i.kind == "parameter"}
                     self._settled = {name: found.layouts[name] for name in parameters}
+                    self._frozen = captured.frozen
                 self._found[key] = found
             return self._found[key]

@@ -82,6 +82,7 @@ class EagerReplica:
 
     with_gradient: tuple[str, ...] = ()
     absent: Mapping[str, nn.Parameter] = MappingProxyType({})
+    changing: frozenset[str] = frozenset()
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFn, plan: Plan, world: World, allow: Collection[str] = ()

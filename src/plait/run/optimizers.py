@@ -156,7 +156,7 @@ def _check_on_fewer(optimizer: torch.optim.Optimizer, layouts: Mapping[str, Layo
 
 def refuse_inexact(factory: OptimizerFactory, model: nn.Module, layouts: Mapping[str, Layout], plan: Plan) -> None:
     """PlanError for an optimizer that every rank would refuse, before there are any."""
-    named = dict(model.named_parameters())
+    named = {name: p for name, p in model.named_parameters() if name in layouts}
     optimizer = make_optimizer(
         factory, [(n, p) for n, p in named.items() if p.requires_grad], known=list(named.values())
     )

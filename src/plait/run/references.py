@@ -20,6 +20,7 @@ from plait.graph.random import GlobalRandom
 from plait.run.compiler import LossFn
 from plait.run.local_batch import num_rows
 from plait.run.microbatch import micro_key, microbatches
+from plait.run.twin import Twin
 from plait.spec.plan import Plan
 
 _SIGNATURES = {  # torch.batch_norm is not written in Python
@@ -76,6 +77,9 @@ def one_device_step(
 
     Gradients are those of the mean of the losses, or of the sum of sums over the sum of weights.
     """
+    if isinstance(model, Twin):
+        with model.installed() as own:
+            return one_device_step(own, loss_fn, batch, plan, key, num_parts, scale)
     precision = Precision(plan.precision, plan.exceptions)
     device = next((p.device.type for p in model.parameters()), "cpu")
     totals: list[Tensor] = []
@@ -117,6 +121,9 @@ def stale_step(
     it there (Schedule.version). After each group of microbatches the newest weights are updated by the mean of
     its gradients.
     """
+    if isinstance(model, Twin):
+        with model.installed() as own:
+            return stale_step(own, loss_fn, batch, plan, key, pipeline, optimizer)
     precision = Precision(plan.precision, plan.exceptions)
     schedule, named = pipeline.schedule, dict(model.named_parameters())
     device = next(iter(named.values())).device.type

@@ -24,6 +24,7 @@ from plait.decide.memory import ACTIVATIONS, BUFFERS, OPTIMIZER, PARAMETERS, Ran
 from plait.decide.under_way import most_under_way
 from plait.errors import PlanError
 from plait.graph.batch import map_batch
+from plait.graph.capture import Captured
 from plait.graph.liveness import Meter, marked
 from plait.graph.lower import Lowered, cell_name
 from plait.graph.pipeline import AXIS as PIPELINE
@@ -128,7 +129,10 @@ class _Known(Compiler):
         super().__init__(Captures(model, lambda *_: None), lowered.plan)
         self._known = lowered
 
-    def lowered(self, batch: Any, train: bool = True, num_micro: int = 1) -> Lowered:
+    def captured(self, batch: Any, train: bool = True) -> Captured:
+        return self._known.captured
+
+    def lowered_from(self, captured: Captured, train: bool = True, num_micro: int = 1) -> Lowered:
         return self._known
 
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from plait.comm.agree import agree, attempt
 from plait.comm.protocol import World
+from plait.errors import CaptureError, PlanError
 from plait.graph.batch import batch_leaves, batch_signature
 from plait.graph.by_role import INNER
+from plait.graph.capture import Captured
 from plait.graph.digest import captured_digest
 from plait.graph.lower import Lowered
 from plait.run.asynchronous import Update
-from plait.run.compiler import Compiler
+from plait.run.compiler import Compiler, Recent
+from plait.run.effects import Changes
 from plait.run.homes.homes import Homes
 from plait.run.initialise import initial_buffers
 from plait.run.local_batch import LocalBatch, global_like, num_rows
@@ -29,6 +32,8 @@ from plait.run.state import counts_here, gather_whole, local_part, summed_square
 from plait.run.tracing.recorder import Recorder
 from plait.run.variables import Variables
 from plait.spec.layout import Layout
+
+T = TypeVar("T")
 
 _SAME_CODE = (
     "model and loss must do the same on every rank: look for what depends on the rank, on the clock or on random"
@@ -58,20 +63,25 @@ class Replica:
         self._recorder = recorder
         self.world = world
         self.homes = homes or Homes(compiler.plan, world)
-        self._programs: dict[tuple[str, bool, int], Program | PipelineProgram] = {}
+        self._programs: Recent[tuple[int, bool, int], Program | PipelineProgram] = Recent()
+        self._signatures: dict[tuple[str, bool], None] = {}  # of batches so far
         self.with_gradient: tuple[str, ...] = ()  # parameters that the last step gave gradients of, on any rank
+        self.changing: frozenset[str] = frozenset()  # parameters that do not train, and that the step itself changes
+        self.frozen: tuple[str, ...] = ()  # parameters that did not train in the last step
         model = compiler.model
         lowered = self.program(first_microbatch(batch, compiler.plan.micro)).lowered
         self.lowered = lowered  # of the first batch
-        self.layouts: dict[str, Layout] = {name: lowered.states[name] for name, _ in model.named_parameters()}
-        self.dtypes = {name: p.dtype for name, p in model.named_parameters()}
+        own = {name: p for name, p in model.named_parameters() if name not in lowered.captured.changing}
+        self.layouts: dict[str, Layout] = {name: lowered.states[name] for name in own}
+        self.dtypes = {name: p.dtype for name, p in own.items()}
         self.variables = Variables(model, lowered, world, self.homes, seed, adopt)
         self.buffers: dict[str, Tensor] = {}
-        own = dict(model.named_buffers())
+        held = dict(model.named_buffers())
         for name, buffer in initial_buffers(model, world).items():
-            if adopt and buffer is not own[name]:
-                own[name].data = buffer
-            self.buffers[name] = own[name] if adopt else buffer.detach().clone().to(world.device)
+            if adopt and buffer is not held[name]:
+                held[name].data = buffer
+            self.buffers[name] = held[name] if adopt else buffer.detach().clone().to(world.device)
+        self.buffers |= self.variables.changing
 
     def release(self) -> None:
         """Let go of the model's own copy of parameters that live elsewhere."""
@@ -96,22 +106,41 @@ class Replica:
     def program(self, batch: Any, train: bool = True, num_micro: int = 1) -> Program | PipelineProgram:
         """The program for a microbatch of this structure and shape; to evaluate, for the first of so many."""
         whole = global_like(batch) if isinstance(batch, LocalBatch) else batch
-        key = (batch_signature(whole), train, num_micro)
-        if key not in self._programs:
+        signature = batch_signature(whole)
+        is_new = (signature, train) not in self._signatures
+        if is_new:
             # A rank with a shape of its own would wait for the others for ever.
-            before = ", ".join(signature for signature, mode, _ in self._programs if mode == train)
+            before = ", ".join(one for one, mode in self._signatures if mode == train)
             remedy = "give every rank rows of the same shapes at every step"
-            agree(self.world, key[0], "shape of batch", remedy=f"{remedy} (so far: {before})" if before else remedy)
-            lowered = attempt(
-                self.world,
-                lambda: self.compiler.lowered(whole, train, num_micro),
-                "capturing the step",
-                lambda lowered: captured_digest(lowered.captured),
-                _SAME_CODE,
+            agree(self.world, signature, "shape of batch", remedy=f"{remedy} (so far: {before})" if before else remedy)
+            captured = self._attempt(lambda: self.compiler.captured(whole, train), lambda found: found, _SAME_CODE)
+            self._signatures[signature, train] = None
+        else:
+            captured = self.compiler.captured(whole, train)
+        key = (id(captured), train, num_micro)
+        if key not in self._programs:
+            self._check_kinds(captured)
+            remedy = "change what loss_fn and model read in Python on all ranks alike, before the same step"
+            lowered = self._attempt(
+                lambda: self.compiler.lowered_from(captured, train, num_micro), lambda found: found.captured, remedy
             )
             make = Program if lowered.pipeline is None else PipelineProgram
             self._programs[key] = make(lowered, self.world, self.homes, self._recorder)
         return self._programs[key]
+
+    def _attempt(self, work: Callable[[], T], captured: Callable[[T], Captured], remedy: str) -> T:
+        """Work on a step that is new on all ranks; RankFailed, CaptureError or WorldError where ranks differ in it."""
+        return attempt(self.world, work, "capturing the step", lambda found: captured_digest(captured(found)), remedy)
+
+    def _check_kinds(self, captured: Captured) -> None:
+        """Raise PlanError where a later step changes parameters that the first one did not."""
+        if not self._programs:
+            self.changing, self.frozen = captured.changing, captured.frozen
+        if late := sorted(captured.changing - self.changing):
+            raise PlanError(
+                f"the step changes {late[0]}, a parameter that does not train, and did not do so when training began;"
+                " let it change from the first step on, or make it a buffer with register_buffer"
+            )
 
     def run(
         self, batch: Any, key: int, train: bool = True, scale: Tensor | None = None, update: Update | None = None
@@ -123,12 +152,25 @@ class Replica:
         parts = microbatches(batch, self.compiler.plan.micro if train else self._parts_of_evaluation(batch))
         self.homes.begin_step()
         program = self.program(parts[0]) if train else self.program(parts[0], False, len(parts))
+        captured = program.lowered.captured
+        outside = self._outside(captured)
+        buffers = {**self.buffers, **outside}
+        changes = self.compiler.captures.changes.get(id(captured), Changes())
+        if len(parts) > 1 and not changes.steady:
+            raise CaptureError(
+                f"the step changes {changes.effects[0].place}, with which it is another step, and the microbatches of"
+                f" micro={len(parts)} share one; leave micro out, or set the value before the first step"
+            )
+        before = changes.begin()
         if isinstance(program, PipelineProgram):
             leaves = [self._leaves(part, program.lowered) for part in parts]
-            results = program.run(key, self.variables.inputs, self.buffers, leaves, scale, update)
+            results = program.run(key, self.variables.inputs, buffers, leaves, scale, update)
         else:
-            results = self._one_by_one(parts, key, train, scale)
-        captured = program.lowered.captured
+            results = self._one_by_one(program, parts, key, scale, buffers)
+        self._hand_out(captured, outside)
+        changes.end(before, len(parts))
+        if train:
+            self.frozen = captured.frozen
         self.with_gradient = tuple(o.name for o in captured.outputs if o.kind == "gradient")
         result = joined(results, scale)
         self.homes.factor = result.factor
@@ -142,25 +184,50 @@ class Replica:
         rows = num_rows(batch)
         return 1 if rows % (plan.micro * plan.num_batch_parts * plan.mesh.axis_size(INNER)) else plan.micro
 
-    def _one_by_one(self, parts: Sequence[Any], key: int, train: bool, scale: Tensor | None) -> list[StepResult]:
-        """Every microbatch through the whole step."""
+    def _one_by_one(
+        self, program: Program, parts: Sequence[Any], key: int, scale: Tensor | None, buffers: Mapping[str, Tensor]
+    ) -> list[StepResult]:
+        """Every microbatch through the whole step; `buffers` take their new values."""
         results: list[StepResult] = []
         sums: dict[str, Tensor] = {}
         for index, part in enumerate(parts):
-            program = self.program(part, train)
-            assert isinstance(program, Program)
             turn = program.lowered.turns[index]
             leaves = self._leaves(part, program.lowered)
             own = micro_key(key, index)
             with nullcontext() if self._recorder is None else self._recorder.microbatch(index):
-                result = program.run(
-                    own, self.variables.inputs, self.buffers, leaves, turn=turn, sums=sums, scale=scale
-                )
+                result = program.run(own, self.variables.inputs, buffers, leaves, turn=turn, sums=sums, scale=scale)
             for name, value in result.buffers.items():
-                self.buffers[name].copy_(value)
+                buffers[name].copy_(value)
             sums = result.gradients
             results.append(result)
         return results
+
+    def _outside(self, captured: Captured) -> dict[str, Tensor]:
+        """The tensors from outside the model that the step reads, as they are now; copies of those that it changes."""
+        found = {}
+        written = {output.name for output in captured.outputs if output.kind == "buffer"}
+        for name in captured.outside:
+            live = self.compiler.captures.tensor(captured, name).detach()
+            if live.is_meta:
+                raise PlanError(
+                    f"the step reads {name}, which is on the meta device: a trainer has its weights by now; keep a copy"
+                    " for this step, or train both under a plan that leaves weights whole, such as data=N"
+                )
+            found[name] = live.to(self.world.device, copy=name in written)
+        return found
+
+    @torch.no_grad()
+    def _hand_out(self, captured: Captured, outside: Mapping[str, Tensor]) -> None:
+        """Give the tensors from outside that the step has changed their new values."""
+        captures = self.compiler.captures
+        for output in captured.outputs:
+            if output.kind != "buffer" or output.name not in outside:
+                continue
+            new, live = outside[output.name], captures.tensor(captured, output.name)
+            if output.name in captured.rebound:
+                captures.watch.exchange(output.name, new.to(live.device))
+            else:
+                live.detach().copy_(new)
 
     def updated(self) -> None:
         """The optimizer has stepped."""

@@ -56,11 +56,18 @@ class Variables:
         self.parameters: dict[str, nn.Parameter] = {}
         self.inputs: dict[str, Tensor] = {}
         own = dict(model.named_parameters())
-        held = {name: (lowered.states if plan.zero == 3 else lowered.layouts)[name] for name in own}
+        changing = lowered.captured.changing
+        self.changing: dict[str, Tensor] = {}  # parameters that do not train, and that the step itself changes; whole
+        states = lowered.layouts | (lowered.states if plan.zero == 3 else {})
+        held = {name: states[name] for name in own}
         adopted: set[str] = set()
         self._promise(lowered)
         for name, value in initial_parameters(model, held, world, seed):
-            if value is not None:
+            if name in changing:
+                assert value is not None
+                self.changing[name] = own[name].detach() if adopt else _apart(value.to(world.device), own[name])
+                adopted.add(name)
+            elif value is not None:
                 cut = cut_of(held[name], lowered.states[name], plan) if plan.zero in (1, 2) else None
                 can_adopt = adopt and is_whole(held[name]) and not own[name].is_meta
                 if can_adopt and value.data_ptr() != own[name].data_ptr():

@@ -37,7 +37,7 @@ from plait.run.saving.manifest import NAME, Manifest
 from plait.run.saving.optimizer_layouts import expected_state, state_layout
 from plait.run.saving.places import has_checkpoints, newest, older_than
 from plait.run.saving.plainvalues import decode, tensor_names
-from plait.run.saving.snapshot import Run, model_of, persistent_buffers, set_group_options
+from plait.run.saving.snapshot import Run, model_of, persistent_of, set_group_options
 from plait.run.saving.source import Source, Wanted, whole_of
 from plait.run.saving.storage import Folder, Location, folder_of
 from plait.run.saving.strict import Count, Text, Whole, checked
@@ -271,7 +271,7 @@ def _shapes(run: Run) -> Shapes:
     """Shape and type of every parameter and persistent buffer of the run's model, whole."""
     replica = run.replica
     here = {name: (layout.shape, torch_name(replica.dtypes[name])) for name, layout in replica.layouts.items()}
-    persistent = persistent_buffers(model_of(replica))
+    persistent = persistent_of(replica)
     return here | {n: (tuple(b.shape), torch_name(b.dtype)) for n, b in replica.buffers.items() if n in persistent}
 
 
@@ -283,7 +283,7 @@ def _wanted_model(run: Run) -> dict[str, Wanted]:
         name: Wanted(fragments(replica.layouts[name], mesh, here), parameter)
         for name, parameter in replica.parameters.items()
     }
-    persistent = persistent_buffers(model_of(replica))
+    persistent = persistent_of(replica)
     return found | {name: whole_of(b) for name, b in replica.buffers.items() if name in persistent}
 
 

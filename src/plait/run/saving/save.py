@@ -26,7 +26,7 @@ from plait.run.saving.fitting import EMA, MODEL, STATE
 from plait.run.saving.holding import Holding, Kept, is_away
 from plait.run.saving.optimizer_layouts import state_layout
 from plait.run.saving.saver import Saver
-from plait.run.saving.snapshot import Run, group_options, model_of, persistent_buffers
+from plait.run.saving.snapshot import Run, group_options, model_of, persistent_of
 from plait.run.saving.storage import Location
 
 
@@ -54,7 +54,7 @@ def describe(run: Run, extra: Mapping[str, Any]) -> State:
             data = Kept(tuple(data.shape), data.dtype, functools.partial(_local, run, name))
         tensors[MODEL + name] = Holding.laid_out(data, replica.layouts[name], world)
     if world.rank == 0:
-        persistent = persistent_buffers(model_of(replica))
+        persistent = persistent_of(replica)
         buffers = {MODEL + name: b for name, b in replica.buffers.items() if name in persistent}
         tensors |= {name: Holding.whole(means.get(name, buffer)) for name, buffer in buffers.items()}
     for name, parameter in replica.parameters.items():

@@ -65,7 +65,7 @@ def take(run: Run) -> dict[str, Any]:
         name: to_boundary(replica.local(name), layout, world, replica.dtypes[name])
         for name, layout in replica.layouts.items()
     }
-    persistent = persistent_buffers(model_of(replica))
+    persistent = persistent_of(replica)
     model |= {name: buffer for name, buffer in replica.buffers.items() if name in persistent}
     state: dict[str, Any] = {
         "model": model,
@@ -119,7 +119,7 @@ def restore(run: Run, state: Mapping[str, Any]) -> None:
 def full_model(replica: Replica) -> dict[str, Tensor]:
     """Every parameter and persistent buffer as a whole CPU tensor, tied ones under each of their names."""
     found = {name: replica.whole(name, replica.local(name)).detach().cpu().clone() for name in replica.layouts}
-    persistent = persistent_buffers(model_of(replica))
+    persistent = persistent_of(replica)
     found |= {name: b.detach().cpu().clone() for name, b in replica.buffers.items() if name in persistent}
     first: dict[int, str] = {}
     for name, parameter in model_of(replica).named_parameters(remove_duplicate=False):
@@ -142,6 +142,11 @@ def check_model(replica: Replica, model: Mapping[str, Tensor]) -> None:
                 f"the state was made by another model: {name} has shape {list(model[name].shape)} there and"
                 f" {list(layout.shape)} here"
             )
+
+
+def persistent_of(replica: Replica | EagerReplica) -> set[str]:
+    """What the replica has beside the parameters that it trains, as far as a checkpoint has it."""
+    return persistent_buffers(model_of(replica)) | replica.changing
 
 
 def persistent_buffers(model: nn.Module) -> set[str]:

@@ -1,0 +1,459 @@
+"""What a step can read beside its parameters, buffers and batch: all that loss_fn and the model reach in Python.
+
+The walk goes through closures, defaults, globals that the user's code names, partial arguments, bound objects, the
+attributes of modules, objects and classes, and the containers in them. Every value that can change has a place, such as
+`loss_fn:state['w']`; `Holder`s are the objects in which values can be exchanged for others.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from operator import is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from plait.graph.blame import is_library
+
+MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
+PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, range, slice, np.generic,
+)  # fmt: skip
+_MOST_ELEMENTS = 4096  # of a container that is looked into
+_MOST_BYTES = 1 << 16  # of an array whose values are compared
+_MOST_VALUES = 1 << 18
+_BY_KEYS = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__qualname__", "__firstlineno__")
+_CLOSED = {"torch", "plait", "numpy", "builtins", *sys.stdlib_module_names} - {"__main__", "argparse", "types"}
+
+
+class Holder:
+    """An object in which values can be exchanged for others, with those that it had when `note` was last called."""
+
+    __slots__ = ("before", "keys", "of", "place")
+
+    def __init__(self, place: str, of: Any, keys: list[Any] | None = None) -> None:
+        self.place = place
+        self.of = of
+        self.keys = keys  # of those that are looked at, None for all
+        self.before: dict[Any, Any] = self.now()
+
+    def now(self) -> dict[Any, Any]:
+        """The values by key."""
+        raise NotImplementedError
+
+    def put(self, key: Any, value: Any) -> None:
+        """Exchange one value; MISSING takes it out."""
+        raise NotImplementedError
+
+    def is_same(self) -> bool:
+        """Whether every value is the object that it was."""
+        now = self.now()
+        return len(now) == len(self.before) and all(map(is_, now.values(), self.before.values()))
+
+    def put_back(self) -> None:
+        """Let it hold what it held."""
+        now = self.now()
+        for key in now.keys() | self.before.keys():
+            if now.get(key, MISSING) is not self.before.get(key, MISSING):
+                self.put(key, self.before.get(key, MISSING))
+
+    def place_of(self, key: Any) -> str:
+        return f"{self.place}[{key!r}]"
+
+
+class _Dict(Holder):
+    """A dict, whole."""
+
+    __slots__ = ()
+
+    def now(self) -> dict[Any, Any]:
+        return dict(self.of)
+
+    def is_same(self) -> bool:
+        return len(self.of) == len(self.before) and all(map(is_, self.of.values(), self.before.values()))
+
+    def put(self, key: Any, value: Any) -> None:
+        if value is MISSING:
+            del self.of[key]
+        else:
+            self.of[key] = value
+
+    def put_back(self) -> None:
+        if list(self.of) == list(self.before):
+            super().put_back()
+        else:  # in the order that it had
+            self.of.clear()
+            self.of.update(self.before)
+
+
+class _Attributes(_Dict):
+    """The __dict__ of an object or module."""
+
+    __slots__ = ()
+
+    def place_of(self, key: Any) -> str:
+        return f"{self.place}{'' if self.place.endswith(':') else '.'}{key}"
+
+
+class _List(Holder):
+    """A list or deque."""
+
+    __slots__ = ()
+
+    def now(self) -> dict[Any, Any]:
+        return dict(enumerate(self.of))
+
+    def is_same(self) -> bool:
+        return len(self.of) == len(self.before) and all(map(is_, self.of, self.before.values()))
+
+    def put(self, key: Any, value: Any) -> None:
+        if value is not MISSING:
+            self.of[key] = value
+
+    def put_back(self) -> None:
+        self.of.clear()
+        self.of.extend(self.before.values())
+
+
+class _Set(Holder):
+    """A set of plain values, which has them under themselves."""
+
+    __slots__ = ()
+
+    def now(self) -> dict[Any, Any]:
+        return {value: value for value in self.of}
+
+    def is_same(self) -> bool:
+        return len(self.of) == len(self.before) and all(value in self.before for value in self.of)
+
+    def put(self, key: Any, value: Any) -> None:
+        self.of.discard(key) if value is MISSING else self.of.add(key)
+
+
+class _Names(Holder):
+    """Some names of globals, of a class, or of an object with slots; the content of a closure's cell."""
+
+    __slots__ = ()
+
+    def now(self) -> dict[Any, Any]:
+        assert self.keys is not None
+        if isinstance(self.of, types.CellType):
+            try:
+                return {self.keys[0]: self.of.cell_contents}
+            except ValueError:  # empty
+                return {self.keys[0]: MISSING}
+        if isinstance(self.of, dict):
+            return {key: self.of.get(key, MISSING) for key in self.keys}
+        if isinstance(self.of, type):
+            return {key: self.of.__dict__.get(key, MISSING) for key in self.keys}
+        return {key: getattr(self.of, key, MISSING) for key in self.keys}
+
+    def put(self, key: Any, value: Any) -> None:
+        if isinstance(self.of, types.CellType):
+            self.of.cell_contents = value
+        elif isinstance(self.of, dict):
+            if value is MISSING:
+                self.of.pop(key, None)
+            else:
+                self.of[key] = value
+        elif value is MISSING:
+            delattr(self.of, key)
+        else:
+            setattr(self.of, key, value)
+
+    def place_of(self, key: Any) -> str:
+        root = self.place
+        return f"{root}{key}" if root.endswith(":") else f"{root}.{key}"
+
+
+class Reached:
+    """All that a step can read: `holders`; `values` that are plain and `tensors` outside the model, by their places."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any, earlier: Mapping[int, str] | None = None) -> None:
+        self.earlier = dict(earlier or {})  # names of tensors that the model's parameters and buffers were, by id
+        self.values: dict[str, Any] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.places: dict[int, str] = {}  # of tensors, by id
+        self.slots: dict[str, tuple[Holder, Any]] = {}  # of what a holder holds itself, by place
+        self.structure: dict[str, Any] = {}  # what a place holds that is neither plain nor a tensor
+        self.holders: list[Holder] = []
+        self.empty: list[Any] = []  # containers that hold nothing
+        self.empty_places: list[str] = []
+        self.arrays: list[tuple[str, np.ndarray[Any, Any], bytes]] = []
+        self.sources: list[tuple[str, Any]] = []  # of random numbers
+        self.parameters: list[tuple[str, dict[str, nn.Parameter | None], str]] = []  # of the model
+        self._kept: list[Any] = []  # ids stay unique while these live
+        self._seen: set[int] = set()
+        self.own = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+        self._modules = {id(module) for module in model.modules()}
+        self._seen_names: set[tuple[int, str]] = set()
+        self._waiting: deque[tuple[str, Any]] = deque([("model:", model), ("loss_fn:", loss_fn)])
+        while self._waiting and len(self._seen) < _MOST_VALUES:
+            self._visit(*self._waiting.popleft())
+
+    def _visit(self, place: str, value: Any) -> None:
+        if isinstance(value, PLAIN):
+            self.values[place] = value
+            return
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        self._kept.append(value)
+        if isinstance(value, Tensor):
+            if id(value) not in self.own and id(value) not in self.earlier:
+                self.tensors[place] = value
+                self.places[id(value)] = place
+            return
+        if isinstance(value, (tuple, frozenset)):
+            if len(value) <= _MOST_ELEMENTS:
+                for key, one in enumerate(value):
+                    self._later(f"{place}[{key}]", one)
+            return
+        if isinstance(value, np.ndarray):
+            if value.nbytes <= _MOST_BYTES and value.dtype != object:
+                self.arrays.append((place, value, value.tobytes()))
+            return
+        self.structure[place] = value.__code__ if isinstance(value, types.FunctionType) else type(value)
+        for visit, kinds in _VISITS:
+            if isinstance(value, kinds):
+                visit(self, place, value)
+                return
+        if _is_source(value):
+            self.sources.append((place, value))
+        elif _is_open(type(value)):
+            self._object(place, value)
+
+    def _later(self, place: str, value: Any) -> None:
+        if not isinstance(value, Tensor) or id(value) not in self.own:
+            self._waiting.append((place, value))
+
+    def _hold(self, holder: Holder, skip: tuple[str, ...] = ()) -> None:
+        self.holders.append(holder)
+        for key, value in holder.before.items():
+            if key in skip or value is MISSING:
+                continue
+            place = holder.place_of(key)
+            self.slots[place] = (holder, key)
+            self._later(place, value)
+
+    def _hold_nothing(self, place: str, value: Any) -> None:
+        self.empty.append(value)
+        self.empty_places.append(place)
+
+    # kinds of values
+
+    def _module(self, place: str, module: nn.Module) -> None:
+        own = id(module) in self._modules
+        self._hold(_Attributes(place, module.__dict__), ("_parameters", "_buffers", "_modules"))
+        children = module.__dict__.get("_modules") or {}
+        if children:
+            self._hold(_Attributes(place, children))
+        tensors = module.__dict__.get("_parameters"), module.__dict__.get("_buffers")
+        for kind, named in zip(("parameter", "buffer"), tensors, strict=True):
+            if not named:
+                continue
+            if not own:
+                self._hold(_Attributes(place, named))
+            elif kind == "parameter":
+                prefix = place.removeprefix("model:")
+                self.parameters += [(f"{prefix}.{key}" if prefix else key, named, key) for key in named]
+        self._class(place, type(module))
+
+    def _dict(self, place: str, value: dict[Any, Any]) -> None:
+        if not value:
+            self._hold_nothing(place, value)
+        elif len(value) <= _MOST_ELEMENTS:
+            self._hold(_Dict(place, value))
+
+    def _list(self, place: str, value: Any) -> None:
+        if not value:
+            self._hold_nothing(place, value)
+        elif len(value) <= _MOST_ELEMENTS:
+            self._hold(_List(place, value))
+
+    def _set(self, place: str, value: set[Any]) -> None:
+        if not value:
+            self._hold_nothing(place, value)
+        elif len(value) <= _MOST_ELEMENTS:
+            self._hold(_Set(place, value))
+
+    def _function(self, place: str, function: types.FunctionType) -> None:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if id(cell) not in self._seen:
+                self._seen.add(id(cell))
+                self._kept.append(cell)
+                self._hold(_Names(_root(place), cell, [name]))
+        for name, value in (function.__kwdefaults__ or {}).items():
+            self._later(f"{_root(place)}{name}", value)
+        for name, value in zip(
+            reversed(function.__code__.co_varnames), reversed(function.__defaults__ or ()), strict=False
+        ):
+            self._later(f"{_root(place)}{name}", value)
+        if function.__dict__:
+            self._hold(_Attributes(place, function.__dict__))
+        if not is_library(function.__code__.co_filename):
+            self._globals(place, function.__code__, function.__globals__)
+
+    def _globals(self, place: str, code: types.CodeType, found: dict[str, Any]) -> None:
+        names = [name for name in sorted(_names(code)) if name in found]
+        plain = [name for name in names if not isinstance(found[name], types.ModuleType)]
+        for name in set(names) - set(plain):
+            module = found[name]
+            if not is_library(getattr(module, "__file__", None) or sys.executable):
+                inner = [n for n in sorted(_names(code)) if n in module.__dict__]
+                inner = [n for n in inner if not isinstance(module.__dict__[n], types.ModuleType)]
+                self._some(f"{_root(place)}{name}.", module.__dict__, inner)
+        self._some(_root(place), found, plain)
+
+    def _some(self, place: str, names: dict[str, Any], keys: list[str]) -> None:
+        keys = [key for key in keys if (id(names), key) not in self._seen_names]
+        self._seen_names |= {(id(names), key) for key in keys}
+        if keys:
+            self._hold(_Names(place, names, keys))
+
+    def _partial(self, place: str, value: functools.partial[Any]) -> None:
+        self._later(place, value.func)
+        for key, one in enumerate(value.args):
+            self._later(f"{place}[{key}]", one)
+        for name, one in value.keywords.items():
+            self._later(f"{_root(place)}{name}", one)
+
+    def _method(self, place: str, value: types.MethodType) -> None:
+        self._later(place if place.endswith(":") else f"{place}.__self__", value.__self__)
+        self._later(place, value.__func__)
+
+    def _type(self, place: str, value: type) -> None:
+        self._class(place, value)
+
+    def _object(self, place: str, value: Any) -> None:
+        if isinstance(getattr(value, "__dict__", None), dict):
+            self._hold(_Attributes(place, value.__dict__))
+        slots = [n for kind in type(value).__mro__ for n in _slots(kind) if n not in _BY_KEYS]
+        if slots:
+            self._hold(_Names(place, value, slots))
+        self._class(place, type(value))
+
+    def _class(self, place: str, kind: type) -> None:
+        for each in kind.__mro__:
+            if id(each) in self._seen or not _is_open(each):
+                continue
+            self._seen.add(id(each))
+            members = dict(each.__dict__)
+            keys = [k for k, v in members.items() if not k.startswith("__") and not _is_code(v)]
+            if keys:
+                self._hold(_Names(f"{_root(place)}{each.__qualname__}", each, keys))
+            for key, member in members.items() if not is_library(_file(each)) else ():
+                function: Any = member
+                if isinstance(member, (staticmethod, classmethod)):
+                    function = member.__func__
+                elif isinstance(member, property):
+                    function = member.fget
+                if isinstance(function, types.FunctionType):
+                    self._later(f"{_root(place)}{each.__qualname__}.{key}", function)
+
+    # later
+
+    def filled(self) -> list[str]:
+        """Places of containers that held nothing and do now."""
+        return (
+            [place for place, one in zip(self.empty_places, self.empty, strict=True) if one] if any(self.empty) else []
+        )
+
+    def moved(self, place: str, tensor: Tensor) -> None:
+        """Another tensor is at this place now."""
+        self.tensors[place] = tensor
+        self.places[id(tensor)] = place
+
+    def is_same(self) -> bool:
+        """Whether every holder holds the objects that it did, and arrays have their values."""
+        return (
+            all(holder.is_same() for holder in self.holders)
+            and not any(self.empty)
+            and all(array.tobytes() == before for _, array, before in self.arrays)
+        )
+
+    def changes(self) -> Iterator[tuple[Holder, Any, Any, Any]]:
+        """Of what holders hold: (holder, key, before, now), where it is another object."""
+        for holder in self.holders:
+            if not holder.is_same():
+                now = holder.now()
+                for key in [*holder.before, *(key for key in now if key not in holder.before)]:
+                    pair = holder.before.get(key, MISSING), now.get(key, MISSING)
+                    if pair[0] is not pair[1]:
+                        yield holder, key, *pair
+
+    def put_back(self) -> None:
+        """Let every holder hold what it held."""
+        for holder in self.holders:
+            if not holder.is_same():
+                holder.put_back()
+        for container in self.empty:
+            if container:
+                container.clear()
+        for _, array, before in self.arrays:
+            if array.flags.writeable and array.tobytes() != before:
+                array[...] = np.frombuffer(before, array.dtype).reshape(array.shape)
+
+
+_VISITS: list[tuple[Callable[[Reached, str, Any], None], Any]] = [
+    (Reached._module, nn.Module),
+    (Reached._dict, dict),
+    (Reached._list, (list, deque)),
+    (Reached._set, set),
+    (Reached._function, types.FunctionType),
+    (Reached._partial, functools.partial),
+    (Reached._method, types.MethodType),
+    (Reached._type, type),
+]
+
+
+def _root(place: str) -> str:
+    """`loss_fn:` of `loss_fn:outer.inner`: names of a function stand beside it."""
+    return place.partition(":")[0] + ":"
+
+
+@functools.cache
+def _names(code: types.CodeType) -> frozenset[str]:
+    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return frozenset(code.co_names).union(*map(_names, inner))
+
+
+@functools.cache
+def _is_open(kind: type) -> bool:
+    """Whether objects of the class are looked into: of the user's own code, and of most libraries."""
+    return kind.__module__.partition(".")[0] not in _CLOSED
+
+
+@functools.cache
+def _file(kind: type) -> str:
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+
+
+def _slots(kind: type) -> list[str]:
+    slots = kind.__dict__.get("__slots__", ())
+    return [slots] if isinstance(slots, str) else list(slots)
+
+
+def _is_code(value: Any) -> bool:
+    kinds = (
+        types.FunctionType,
+        staticmethod,
+        classmethod,
+        property,
+        types.GetSetDescriptorType,
+        types.MemberDescriptorType,
+    )
+    return isinstance(value, kinds) or callable(value)
+
+
+def _is_source(value: Any) -> bool:
+    return isinstance(value, (np.random.Generator, np.random.RandomState, random.Random, torch.Generator))

@@ -1,0 +1,101 @@
+"""Numbers that know what Python asks of them: whether a capture depends on a counter, and how."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Number = int | float
+
+
+@dataclass
+class Asked:
+    """What was asked of one number: conditions on it with their answers, or (`used`) the number itself."""
+
+    used: bool = False
+    conditions: list[tuple[Callable[[Number], bool], bool]] = field(default_factory=list)
+
+    def answers(self, value: Number) -> tuple[bool, ...]:
+        """The conditions of another value."""
+        return tuple(condition(value) for condition, _ in self.conditions)
+
+
+class Tracked:
+    """Stands for an int or float of the user's while a step is captured. Sums, products and remainders of it are
+    tracked too; to compare it asks a condition, and whoever wants the number itself uses it."""
+
+    __slots__ = ("asked", "of", "value")
+
+    def __init__(self, value: Number, asked: Asked, of: Callable[[Number], Any] = lambda value: value) -> None:
+        self.value = value
+        self.asked = asked
+        self.of = of  # from the number at the beginning to this one
+
+    def plain(self) -> Number:
+        self.asked.used = True
+        return self.value
+
+    def _computed(self, function: Callable[..., Any], other: Any, swapped: bool = False) -> Any:
+        if isinstance(other, Tracked):
+            other = other.plain()
+        if type(other) not in (int, float, bool):
+            return NotImplemented if not swapped else function(other, self.plain())
+        of = self.of
+        if swapped:
+            return Tracked(function(other, self.value), self.asked, lambda value: function(other, of(value)))
+        return Tracked(function(self.value, other), self.asked, lambda value: function(of(value), other))
+
+    def _asks(self, function: Callable[..., bool], *others: Any) -> bool:
+        others = tuple(other.plain() if isinstance(other, Tracked) else other for other in others)
+        of = self.of
+        self.asked.conditions.append((lambda value: bool(function(of(value), *others)), function(self.value, *others)))
+        return bool(function(self.value, *others))
+
+    def __bool__(self) -> bool:
+        return self._asks(bool)
+
+    def __index__(self) -> int:
+        return operator.index(self.plain())  # type: ignore[arg-type]
+
+    def __int__(self) -> int:
+        return int(self.plain())
+
+    def __float__(self) -> float:
+        return float(self.plain())
+
+    def __hash__(self) -> int:
+        return hash(self.plain())
+
+    def __repr__(self) -> str:  # to be printed changes nothing
+        return repr(self.value)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain(), name)
+
+
+def _computing(function: Callable[..., Any], swapped: bool) -> Any:
+    return lambda self, other: self._computed(function, other, swapped)
+
+
+def _asking(function: Callable[..., bool]) -> Any:
+    return lambda self, other: self._asks(function, other)
+
+
+for _name in ("add", "sub", "mul", "mod", "floordiv", "truediv", "pow"):
+    _function = getattr(operator, _name)
+    setattr(Tracked, f"__{_name}__", _computing(_function, False))
+    setattr(Tracked, f"__r{_name}__", _computing(_function, True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Tracked, f"__{_name}__", _asking(getattr(operator, _name)))
+Tracked.__neg__ = lambda self: self._computed(operator.mul, -1)  # type: ignore[attr-defined]
+Tracked.__abs__ = lambda self: abs(self.plain())  # type: ignore[attr-defined]
+
+
+def untracked(value: Any) -> Any:
+    """The number itself, of a tracked one."""
+    return value.plain() if isinstance(value, Tracked) else value

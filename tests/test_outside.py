@@ -1,0 +1,512 @@
+"""What a step reads that is neither parameter, buffer nor batch, and what it changes beside its parameters.
+
+Compared with plain PyTorch, under plans of every kind.
+"""
+
+import collections
+import copy
+import functools
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import plait
+
+PLANS = ["data=1", "data=2", "tensor=2", "data=2 zero=3", "pipeline=2 micro=2"]
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def net(width=16):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, width)).double()
+
+
+def batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(8, 16, generator=generator, dtype=torch.float64)
+    return {"x": x, "y": torch.randint(0, 4, (8,), generator=generator)}
+
+
+def micros(rows, num):
+    return [{k: v.chunk(num)[i] for k, v in rows.items()} for i in range(num)]
+
+
+def plain(make, plan, steps=4, optimizer=SGD):
+    """Losses and final parameters of the plain loop, with as many microbatches as the plan has."""
+    model, loss_fn, change = make()
+    made, losses = optimizer(model.parameters()), []
+    num = plait.Plan.parse(plan).micro
+    for step in range(steps):
+        made.zero_grad()
+        found = [loss_fn(model, rows) for rows in micros(batch(), num)]
+        (sum(found) / num).backward()
+        made.step()
+        losses.append(float(sum(found).detach() / num))
+        change(model, step)
+    return losses, {n: p.detach() for n, p in model.named_parameters()}
+
+
+def planned(make, plan, steps=4, optimizer=SGD):
+    """The same under the plan, every rank with objects of its own."""
+
+    plan = plait.Plan.parse(plan)
+    each = [make() for _ in range(plan.mesh.size)]  # not by the ranks, who have random numbers in common
+
+    def rank(world):
+        model, loss_fn, change = each[world.rank]
+        trainer = plait.Trainer(model, loss_fn, optimizer, plan, world=world)
+        losses = []
+        for step in range(steps):
+            losses.append(float(trainer.step(batch())))
+            change(model, step)
+        return losses, trainer.full_state_dict()
+
+    found = plait.run_ranks(plan.mesh, rank)
+    assert all(losses == found[0][0] for losses, _ in found)
+    return found[0]
+
+
+def check(make, plan, **options):
+    losses, parameters = plain(make, plan, **options)
+    got, state = planned(make, plan, **options)
+    assert got == pytest.approx(losses, rel=1e-9)
+    for name, value in parameters.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
+
+
+def nothing(model, step):
+    pass
+
+
+# tensors and modules that the loss closes over
+
+
+def weight_filled():
+    weight = torch.tensor(0.0, dtype=torch.float64)
+    return (
+        net(),
+        lambda m, b: F.cross_entropy(m(b["x"]), b["y"]) + weight * m(b["x"]).pow(2).mean(),
+        lambda m, i: weight.fill_(i + 1.0),
+    )
+
+
+def weight_rebound():
+    state = {"w": torch.tensor(0.0, dtype=torch.float64)}
+
+    def change(model, step):
+        state["w"] = torch.tensor(step + 1.0, dtype=torch.float64)
+
+    return net(), lambda m, b: F.cross_entropy(m(b["x"]), b["y"]) + state["w"] * m(b["x"]).pow(2).mean(), change
+
+
+def weight_number():
+    state = {"w": 0.0}
+    return (
+        net(),
+        lambda m, b: F.cross_entropy(m(b["x"]), b["y"]) + state["w"] * m(b["x"]).pow(2).mean(),
+        lambda m, i: state.update(w=float(i // 2)),
+    )
+
+
+def mean_teacher():
+    teacher = net().requires_grad_(False)
+
+    def change(model, step):  # of what every plan leaves as it is
+        for p in teacher.parameters():
+            p.mul_(0.5)
+
+    return net(), lambda m, b: F.mse_loss(m(b["x"]), teacher(b["x"]) * 0.5 + 1), change
+
+
+def centre_in_place():
+    centre = torch.zeros(16, dtype=torch.float64)
+
+    def loss_fn(model, rows):
+        z = model(rows["x"])
+        loss = (z - centre).pow(2).mean()
+        centre.mul_(0.9).add_(z.detach().mean(0), alpha=0.1)
+        return loss
+
+    return net(), loss_fn, nothing
+
+
+def centre_rebound():
+    state = {"centre": torch.zeros(16, dtype=torch.float64)}
+
+    def loss_fn(model, rows):
+        z = model(rows["x"])
+        loss = (z - state["centre"]).pow(2).mean()
+        state["centre"] = state["centre"] * 0.9 + z.detach().mean(0) * 0.1
+        return loss
+
+    return net(), loss_fn, nothing
+
+
+class Scaled(nn.Module):
+    """A plain attribute that is a tensor, and one that is a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.scale, self.shift = net(), torch.ones(16, dtype=torch.float64), 0.0
+
+    def forward(self, x):
+        return self.net(x) * self.scale + self.shift
+
+
+def attributes():
+    def change(model, step):
+        model.scale = model.scale + step
+        model.shift = float(step // 2)
+
+    return Scaled(), lambda m, b: m(b["x"]).pow(2).mean(), change
+
+
+OUTSIDE = [
+    weight_filled, weight_rebound, weight_number, mean_teacher, centre_in_place, centre_rebound, attributes,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "plan"),
+    [
+        *((make, "data=1") for make in OUTSIDE),
+        *((make, plan) for make in (weight_rebound, mean_teacher, centre_in_place) for plan in PLANS[1:]),
+        (centre_rebound, "pipeline=2 micro=2"), (weight_number, "tensor=2"), (attributes, "data=2"),
+    ],
+)  # fmt: skip
+def test_outside(make, plan):
+    check(make, plan)
+
+
+def test_the_other_half_of_a_gan():
+    def networks():
+        torch.manual_seed(0)
+        return nn.Linear(8, 16).double(), nn.Linear(16, 1).double()
+
+    def loss_of(d, g, rows):
+        with torch.no_grad():
+            fake = g(rows["x"][:, :8])
+        return F.softplus(d(fake)).mean() + F.softplus(-d(rows["x"])).mean()
+
+    def losses_of(g_step, d_step):
+        return [float(step(batch(i)).detach()) for i in range(3) for step in (d_step, g_step)]
+
+    def stepping(model, loss_fn):
+        made = SGD(model.parameters())
+
+        def step(rows):
+            made.zero_grad()
+            loss = loss_fn(model, rows)
+            loss.backward()
+            made.step()
+            return loss
+
+        return step
+
+    g, d = networks()
+    one = losses_of(
+        stepping(g, lambda m, b: F.softplus(-d(m(b["x"][:, :8]))).mean()), stepping(d, lambda m, b: loss_of(m, g, b))
+    )
+    g, d = networks()
+    g_trainer = plait.Trainer(g, lambda m, b: F.softplus(-d(m(b["x"][:, :8]))).mean(), SGD, "")
+    d_trainer = plait.Trainer(d, lambda m, b: loss_of(m, g, b), SGD, "")
+    assert losses_of(g_trainer.step, d_trainer.step) == pytest.approx(one, rel=1e-9)
+    assert all(p.grad is None for p in d.parameters())
+
+
+# parameters that the step itself changes
+
+
+class Momentum(nn.Module):
+    """BYOL, MoCo: a second encoder that follows the first, updated in forward."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.q, self.k, self.how = net(), net().requires_grad_(False), how
+
+    @torch.no_grad()
+    def follow(self):
+        for a, b in zip(self.q.parameters(), self.k.parameters(), strict=True):
+            if self.how == "data =":
+                b.data = b.data * 0.5 + a.data * 0.5
+            elif self.how == "data.mul_().add_()":
+                b.data.mul_(0.5).add_(a.data, alpha=0.5)
+            elif self.how == "mul_().add_()":
+                b.mul_(0.5).add_(a, alpha=0.5)
+            elif self.how == "lerp_":
+                b.lerp_(a, 0.5)
+            else:
+                b.copy_(b * 0.5 + a * 0.5)
+
+    def forward(self, x):
+        self.follow()
+        with torch.no_grad():
+            target = self.k(x)
+        return F.mse_loss(self.q(x), target + 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "plan"),
+    [
+        *((how, "data=1") for how in ("data =", "data.mul_().add_()", "mul_().add_()", "lerp_", "copy_")),
+        *(("data =", plan) for plan in PLANS[1:]),
+    ],
+)
+def test_momentum_encoders(how, plan):
+    check(lambda: (Momentum(how), lambda m, b: m(b["x"]), nothing), plan)
+
+
+def test_momentum_encoders_are_verified_saved_and_loaded(tmp_path):
+    model, loss_fn = Momentum("lerp_"), lambda m, b: m(b["x"])
+    before = copy.deepcopy(model.state_dict())
+    report = plait.verify(model, loss_fn, batch(), "data=2 zero=3", steps=3)
+    assert report.ok and {d.name for d in report.buffers} == {n for n in before if n.startswith("k.")}
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+    trainer = plait.Trainer(model, loss_fn, SGD, "")
+    trainer.step(batch())
+    trainer.save(tmp_path)
+    after = trainer.step(batch())
+    again = plait.Trainer(Momentum("lerp_"), loss_fn, SGD, "")
+    again.prepare(batch())
+    again.load(tmp_path)
+    assert float(again.step(batch())) == float(after)
+    moved = again.full_state_dict()
+    assert not torch.equal(moved["k.0.weight"], before["k.0.weight"])
+
+
+def test_a_parameter_that_trains_is_not_changed_by_the_step():
+    def loss_fn(model, rows):
+        with torch.no_grad():
+            model[0].weight.mul_(0.9)
+        return model(rows["x"]).mean()
+
+    with pytest.raises(plait.CaptureError, match="changes the parameter 0.weight in place, and trains it"):
+        plait.verify(net(), loss_fn, batch(), "data=2")
+
+
+# freezing and unfreezing
+
+
+def unfreezing(*flags):
+    def make():
+        model = net()
+        model[0].requires_grad_(flags[0])
+
+        def change(model, step):
+            model[0].requires_grad_(flags[min(step + 1, len(flags) - 1)])
+
+        return model, lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), change
+
+    return make
+
+
+@pytest.mark.parametrize("plan", [*PLANS, "data=2 zero=1", "data=2 zero=2"])
+def test_unfreezing(plan):
+    check(unfreezing(False, False, True), plan, steps=5)
+
+
+@pytest.mark.parametrize("plan", ["data=2 zero=1", "pipeline=2 micro=2"])
+def test_freezing(plan):
+    check(unfreezing(True, False, False, True), plan, steps=5)
+
+
+def test_unfreezing_keeps_the_schedule_and_loads(tmp_path):
+    def trainer(frozen):
+        model = net()
+        model[0].requires_grad_(not frozen)
+        decay = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+        made = plait.Trainer(model, lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), SGD, "", scheduler=decay)
+        made.prepare(batch())
+        return model, made
+
+    model, one = trainer(frozen=True)
+    one.step(batch())
+    model[0].requires_grad_(True)
+    one.step(batch())
+    assert one.optimizer.param_groups[0]["lr"] == 0.1 * 0.25 and len(one.optimizer.state) == 4
+    one.save(tmp_path)
+    _, other = trainer(frozen=False)
+    other.load(tmp_path)
+    assert float(other.step(batch())) == float(one.step(batch()))
+
+
+# what Python holds: compared before each step, and changed by it
+
+
+class Stateful(nn.Module):
+    """What a forward changes on its module, or reads there."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.net, self.how = net(), how
+        self.calls, self.first, self.last = 0, True, None
+
+    def forward(self, x):
+        y = self.net(x)
+        if self.how == "counts":
+            self.calls += 1
+        elif self.how == "warms up":
+            self.calls += 1
+            y = y * 2 if self.calls < 3 else y
+        elif self.how == "every other":
+            self.calls += 1
+            y = y * 2 if self.calls % 2 == 0 else y
+        elif self.how == "once":
+            y, self.first = (y + 1 if self.first else y), False
+        elif self.how == "logs":
+            self.last = y.detach()
+        elif self.how == "caches":
+            self.last = torch.arange(16.0) if self.last is None else self.last
+            y = y + self.last
+        elif self.how == "computes":
+            self.calls += 1
+            y = y * self.calls
+        elif self.how == "leaves":
+            y = y if self.last is None else y + self.last
+            self.last = y.detach().mean(0)
+        elif self.how == "draws":
+            y = y * random.random()
+        return y
+
+
+@pytest.mark.parametrize("how", ["counts", "warms up", "every other", "once", "logs", "caches"])
+def test_what_a_forward_changes_in_python(how):
+    check(lambda: (Stateful(how), lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), nothing), "data=2", steps=5)
+    model = Stateful(how)
+    trainer = plait.Trainer(model, lambda m, b: m(b["x"]).pow(2).mean(), SGD, "")
+    for _ in range(3):
+        trainer.step(batch())
+    assert model.calls == (3 if how in ("counts", "warms up", "every other") else 0)
+    assert model.first is (how != "once")
+    assert len(trainer.compiler.captures._found) <= 2
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("computes", "changes model:calls from 0 to 1 and computes with it"),
+        ("leaves", "leaves a tensor at model:last that the next step reads"),
+        ("draws", "draws from Python's random"),
+    ],
+)
+def test_what_no_graph_can_stand_for_is_named(how, message):
+    model, state = Stateful(how), random.getstate()
+    for plan in ("data=2", "tensor=2"):
+        with pytest.raises(plait.CaptureError, match=message):
+            plait.verify(model, lambda m, b: m(b["x"]).pow(2).mean(), batch(), plan)
+    assert (model.calls, model.last) == (0, None) and random.getstate() == state
+
+
+def test_a_value_that_makes_no_difference_is_captured_once_more_and_then_no_longer_looked_at():
+    settings = {"name": "a", "epoch": 0, "history": [0.0]}
+
+    def loss_fn(model, rows):
+        return model(rows["x"]).pow(2).mean() if settings["epoch"] < 100 else model(rows["x"]).abs().mean()
+
+    trainer = plait.Trainer(net(), loss_fn, SGD, "")
+    for epoch in range(6):
+        settings["epoch"] = epoch
+        settings["history"].append(0.0)
+        trainer.step(batch())
+    assert len({id(captured) for captured in trainer.compiler.captures._found.values()}) == 1
+    settings["epoch"] = 100  # and still its conditions count
+    expected = trainer.compiler.model(batch()["x"]).abs().mean().item()
+    assert float(trainer.step(batch())) == pytest.approx(expected, rel=1e-9)
+
+
+def test_many_captures_are_warned_of():
+    weight = {"w": 0.0}
+    trainer = plait.Trainer(net(), lambda m, b: m(b["x"]).pow(2).mean() * weight["w"], SGD, "")
+
+    def train():
+        for step in range(10):
+            weight["w"] = float(step)
+            trainer.step(batch())
+
+    with pytest.warns(UserWarning, match=r"captured 9 times.*loss_fn:weight\['w'\] is 8.0 after 7.0.*0-d tensor"):
+        train()
+
+
+def test_a_number_read_of_a_tensor_from_outside_is_compared():
+    gate = torch.tensor(1.0)
+    trainer = plait.Trainer(net(), lambda m, b: m(b["x"]).pow(2).mean() * (2 if gate > 0.5 else 1), SGD, "")
+    first = float(trainer.step(batch()))
+    gate.fill_(0.0)
+    expected = trainer.compiler.model(batch()["x"]).pow(2).mean().item()
+    assert float(trainer.step(batch())) == pytest.approx(expected, rel=1e-9) and first > 0
+
+
+def test_another_module_in_the_place_of_one_is_refused():
+    model = net()
+    trainer = plait.Trainer(model, lambda m, b: m(b["x"]).pow(2).mean(), SGD, "")
+    trainer.step(batch())
+    model[2] = nn.Linear(32, 16).double()
+    with pytest.raises(plait.PlanError, match="the module 2 of the model was exchanged"):
+        trainer.step(batch())
+
+
+# the user's objects are as they were
+
+
+class Frozen(collections.OrderedDict):
+    """As the configuration of a diffusers model."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.closed = True
+
+    def __setitem__(self, key, value):
+        if getattr(self, "closed", False):
+            raise TypeError("frozen")
+        super().__setitem__(key, value)
+
+    def clear(self):
+        raise TypeError("frozen")
+
+    update = clear
+
+
+class Closing(nn.Module):
+    """A lambda that closes over submodules, a list of parameters, and a frozen configuration."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.config = net(), Frozen({"width": 16})
+        inner = self.inner
+        self.call = lambda x: inner(x)
+        self.listed = [inner[0].weight]
+
+    def forward(self, x):
+        return self.call(x) * self.listed[0].mean()
+
+
+def test_closures_over_submodules_and_frozen_configurations():
+    model = Closing()
+    before = {name: p for name, p in model.named_parameters()}
+    values = copy.deepcopy(model.inner.state_dict())
+    for plan in ("data=2", "pipeline=2 micro=2", "data=2 sync=2"):
+        assert plait.verify(model, lambda m, b: m(b["x"]).pow(2).mean(), batch(), plan, steps=3).ok
+    assert all(p is before[name] and p.grad is None for name, p in model.named_parameters())
+    assert all(torch.equal(v, values[n]) for n, v in model.inner.state_dict().items())
+    assert dict(model.config) == {"width": 16} and model.listed[0] is model.inner[0].weight
+
+
+def test_lazy_modules_are_refused_and_left_as_they_are():
+    model = nn.Sequential(nn.LazyLinear(32), nn.ReLU(), nn.LazyLinear(4))
+    for use in (
+        lambda: plait.Trainer(model, lambda m, b: m(b["x"]).mean(), SGD, "").step(batch()),
+        lambda: plait.verify(model, lambda m, b: m(b["x"]).mean(), batch(), "data=2"),
+    ):
+        with pytest.raises(plait.PlanError, match="0.weight has no shape yet.*run the model once"):
+            use()
+    assert isinstance(model[0].weight, nn.UninitializedParameter)
+
+
+def test_a_scripted_module_is_named():
+    model = nn.Sequential(torch.jit.script(nn.Linear(16, 4)))
+    with pytest.raises(plait.CaptureError, match="the module 0 is compiled by TorchScript"):
+        plait.verify(model, lambda m, b: m(b["x"].float()).mean(), batch(), "data=2")
+    assert not any(isinstance(p, torch._subclasses.FakeTensor) for p in model.parameters())
