@@ -203,6 +203,15 @@ def hf_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(input_ids=batch["x"]).logits.flatten(0, 1), batch["y"].flatten())
 
 
+def test_fused_weights_of_few_key_value_heads_stay_whole() -> None:
+    config = hf.Phi3Config(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=8,
+        num_key_value_heads=2, pad_token_id=0, use_cache=False,
+    )  # fmt: skip
+    found = lowered(hf.Phi3ForCausalLM._from_config(config).train(), "tensor=4", hf_loss)
+    assert "model.layers.0.self_attn.qkv_proj.weight" in whole_weights(found)
+
+
 def experts() -> nn.Module:
     torch.manual_seed(0)
     config = hf.MixtralConfig(

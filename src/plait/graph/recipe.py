@@ -154,8 +154,11 @@ def _first_region(grower: Grower, parameter: Node, use: Node) -> Region | None:
     for dim in [0] if use.target in LOOKUPS else range(len(shape)):
         for blocks in dict.fromkeys((1, *_cut_points(use, shape[dim]), *_BLOCKS)):
             seed = Shard(dim, blocks)
+            stuck = grower.stuck
             if divides(shape, seed, grower.size) and (region := grower.follow(parameter, seed, use)) is not None:
                 return region
+            if not isinstance(blocks, int):  # few key-value heads beside many of queries: whole, as apart from them
+                grower.stuck = stuck
     return None
 
 
