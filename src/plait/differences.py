@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -110,13 +111,24 @@ class Run:
     buffers: dict[str, Tensor]
     scale: float = 1.0  # of the loss, where precision needs one: the largest that did not overflow
     outputs: dict[str, Tensor] = field(default_factory=dict)  # what the loss of the first step came with
+    rounding: float = 0.0  # by which the weights were changed
 
 
 def compare(
-    reference: Run, mine: Run, again: Sequence[Run], plan: Plan, tolerance: float, without_rule: Sequence[str] = ()
+    reference: Run,
+    mine: Run,
+    again: Sequence[Run],
+    plan: Plan,
+    tolerance: float,
+    without_rule: Sequence[str] = (),
+    bits: Mapping[str, float] | None = None,
 ) -> Report:
-    """Of a plan's run with the one on one device; `again` is the latter with rounding of other kinds."""
-    margin, ulp = _margin(plan), _ulp(last_bits(plan))
+    """Of a plan's run with the one on one device; `again` is the latter with rounding of other kinds. `bits` are the
+    last bits that each gradient, buffer and the loss is rounded to on its way, by default those of the plan."""
+    by_name = {} if bits is None else bits
+    coarsest = max(by_name.values(), default=last_bits(plan))
+    of = functools.partial(_Rounding.of, again=again, otherwise=coarsest, bits=by_name)
+    loss = of("loss")
     code = _CODE_STEPS.get(plan.compress.kind, 0.0) if plan.within.num_processes > 1 else 0.0
     return Report(
         plan=plan.title,
@@ -125,31 +137,45 @@ def compare(
         losses=tuple(zip(reference.losses, mine.losses, strict=True)),
         loss=max(
             _relative(
-                abs(there - here), abs(here), max(margin * abs(r - here) for r in rest), ulp * abs(here), tolerance
+                abs(there - here),
+                abs(here),
+                max(loss.margin * abs(r - here) for r in rest),
+                loss.ulp * abs(here),
+                tolerance,
             )
-            for here, there, *rest in zip(reference.losses, mine.losses, *(run.losses for run in again), strict=True)
+            for here, there, *rest in zip(
+                reference.losses, mine.losses, *(run.losses for run in loss.again), strict=True
+            )
         ),
-        gradients=_differences(
-            reference.gradients, mine.gradients, [run.gradients for run in again], tolerance, margin, max(ulp, code)
-        ),
-        parameters=_differences(
-            reference.parameters, mine.parameters, [run.parameters for run in again], tolerance, margin, ulp
-        ),
-        buffers=_differences(reference.buffers, mine.buffers, [run.buffers for run in again], tolerance, margin, ulp),
+        gradients=_differences("gradients", reference, mine, of, tolerance, code),
+        parameters=_differences("parameters", reference, mine, of, tolerance),
+        buffers=_differences("buffers", reference, mine, of, tolerance),
         without_rule=tuple(without_rule),
-        outputs=_differences(reference.outputs, mine.outputs, [run.outputs for run in again], tolerance, margin, ulp),
+        outputs=_differences("outputs", reference, mine, of, tolerance),
     )
 
 
+@dataclass(frozen=True)
+class _Rounding:
+    """What rounding explains of one value: so many times the differences of these runs, and so much of itself."""
+
+    again: Sequence[Run]
+    margin: float
+    ulp: float
+
+    @classmethod
+    def of(cls, name: str, again: Sequence[Run], otherwise: float, bits: Mapping[str, float]) -> _Rounding:
+        own = bits.get(name, otherwise)
+        runs = [run for run in again if run.rounding <= own]
+        return cls(runs or again, HALF_MARGIN if own > LAST_BITS["fp32"] else ROUNDING_MARGIN, _ulp(own))
+
+
 def _differences(
-    reference: Mapping[str, Tensor],
-    mine: Mapping[str, Tensor],
-    again: Sequence[Mapping[str, Tensor]],
-    tolerance: float,
-    margin: float,
-    ulp: float,
+    kind: str, one_device: Run, plan: Run, of: Callable[[str], _Rounding], tolerance: float, code: float = 0.0
 ) -> tuple[Difference, ...]:
     found = []
+    reference: dict[str, Tensor] = getattr(one_device, kind)
+    mine: dict[str, Tensor] = getattr(plan, kind)
     floats = [tensor for tensor in reference.values() if tensor.is_floating_point()]
     overall = max((_largest(tensor) for tensor in floats), default=0.0)
     for name, tensor in reference.items():
@@ -164,8 +190,9 @@ def _differences(
         largest = _largest(_reals(tensor).nan_to_num(posinf=0.0, neginf=0.0))
         eps = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
         zero_sum = _ZERO_SUM_ULPS * min(eps, LAST_BITS["fp32"] / 8) * overall if overall < math.inf else 0.0
-        rounding = max(margin * _apart(run[name], tensor) for run in again)
-        last_place = max(max(ulp, _ulp(eps / 4)) * largest, zero_sum)
+        own = of(name)
+        rounding = max(own.margin * _apart(getattr(run, kind)[name], tensor) for run in own.again)
+        last_place = max(max(own.ulp, code, _ulp(eps / 4)) * largest, zero_sum)
         found.append(Difference(name, _relative(apart, largest, rounding, last_place, tolerance)))
     found += [Difference(name, math.inf) for name in mine if name not in reference and _largest(mine[name]) > 0]
     return tuple(found)
@@ -177,10 +204,6 @@ def last_bits(plan: Plan) -> float:
 
 def in_half(plan: Plan) -> bool:
     return last_bits(plan) > LAST_BITS["fp32"]
-
-
-def _margin(plan: Plan) -> float:
-    return HALF_MARGIN if in_half(plan) else ROUNDING_MARGIN
 
 
 def _ulp(last_bits: float) -> float:

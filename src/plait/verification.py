@@ -29,7 +29,7 @@ from plait.errors import CaptureError, LossError, PlanError
 from plait.graph.loss import loss_and_aux, results
 from plait.graph.lower import Lowered
 from plait.graph.pipeline import Pipeline
-from plait.graph.precision import Precision
+from plait.graph.precision import Precision, narrowest
 from plait.optim.several import Several
 from plait.run.agreeing.rows import batch_of_replica
 from plait.run.agreeing.serial import SerialReplicas
@@ -94,7 +94,8 @@ class Verifier:
         refuse_inexact(self.optimizer, compiler.model, lowered.states, plan.within)
         reference, again = self._reference(plan, lowered)
         mine = self._run_plan(plan, compiler, min(reference.scale, again[0].scale) / _HEADROOM)
-        return compare(reference, mine, again, plan, tolerance, sorted(lowered.without_rule))
+        rules, bits = sorted(lowered.without_rule), _value_bits(lowered)
+        return compare(reference, mine, again, plan, tolerance, rules, bits)
 
     def _verify_served(self, plan: Plan, compiler: Compiler, layouts: Annotations | None, tolerance: float) -> Report:
         check = ServedCheck(
@@ -139,14 +140,20 @@ class Verifier:
         pipeline = lowered.pipeline
         stale = pipeline if pipeline is not None and pipeline.schedule.asynchronous else None
         own = stale is not None or bool(plan.relaxed_axis)  # a definition of its own
-        key = (num_parts, plan.micro, plan.precision, plan.exceptions, str(plan) if own else "")
+        levels = sorted({*_value_bits(lowered).values()})
+        key = (num_parts, plan.micro, plan.precision, plan.exceptions, str(plan) if own else "", *levels)
         if key not in self._references:
             if plan.relaxed_axis:
                 run = functools.partial(self._run_replicas, lowered)
             else:
                 run = functools.partial(self._run_one_device, num_parts=num_parts, stale=stale)
             run = self._as_it_was(run)
-            again = [run(plan, rounding=last_bits(plan))]
+            again = [replace(run(plan, rounding=level), rounding=level) for level in levels]
+            if levels[-1] > LAST_BITS["fp32"] and not in_half(plan):
+                # The model computes in half precision of its own accord, and cannot be asked for float32: of a value
+                # that is rounded coarsely one run may show nothing by chance.
+                runs = [run(plan, rounding=levels[-1], draw=draw) for draw in (1, 2)]
+                again += [replace(one, rounding=levels[-1]) for one in runs]
             if plan.compress.kind != "none":  # what a code of few bits makes of rounding, one run shows by chance
                 again += [run(plan, rounding=last_bits(plan), draw=draw) for draw in (1, 2, 3)]
             if in_half(plan):
@@ -161,11 +168,12 @@ class Verifier:
         rounding: float = 0.0,
         scale: float | None = None,
         stale: Pipeline | None = None,
+        draw: int = 0,
     ) -> Run:
         scaled = Precision(plan.precision, plan.exceptions).scaled
         if scale is None:
             scale = FIRST_SCALE if scaled else 1.0
-        twin = self._twin(rounding)
+        twin = self._twin(rounding, draw)
         named = dict(twin.named_parameters())
         changing = self.captures.changing  # by the step itself: no gradients, and outputs as buffers are
         optimizer = make_optimizer(self.optimizer, _trained(twin))
@@ -187,7 +195,7 @@ class Verifier:
             _finite(losses, {})
             overflown = scaled and any(p.grad is not None and not p.grad.isfinite().all() for p in named.values())
             if overflown and scale > 1:  # as the trainer's scale comes down, but before the first step
-                return self._run_one_device(plan, num_parts, rounding, scale / 2)
+                return self._run_one_device(plan, num_parts, rounding, scale / 2, draw=draw)
             if step == 0:
                 gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
             if self.clip_norm is not None:
@@ -271,6 +279,12 @@ def _finite(losses: Sequence[float], gradients: Mapping[str, Tensor]) -> None:
     for name, gradient in gradients.items():
         if not gradient.isfinite().all():
             raise LossError(f"the gradient of {name} is not finite on one device: there is nothing to compare")
+
+
+def _value_bits(lowered: Lowered) -> dict[str, float]:
+    """The last bits that the loss, each gradient (by its parameter) and each buffer is rounded to on its way."""
+    outputs, rounded = lowered.captured.outputs, narrowest(lowered.captured.graph.graph)
+    return {o.name: max(eps / 4, LAST_BITS["fp32"]) for o, eps in zip(outputs, rounded, strict=True)}
 
 
 def verify(

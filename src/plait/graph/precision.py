@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from plait.errors import PlanError
@@ -93,4 +94,27 @@ def _hooked(module: nn.Module, name: str, device: str) -> Iterator[None]:
             handle.remove()
 
 
+_SHAPE_ALONE = frozenset(  # of their input only the shape is read: the gradient of the loss is 1
+    getattr(torch.ops.aten, name).default
+    for name in ("ones_like", "zeros_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
+)
+
+
+def narrowest(graph: Graph) -> list[float]:
+    """Of each output of a graph the coarsest rounding on the way to it: the largest `torch.finfo(dtype).eps` of a value
+    in half precision that it comes from, 0.0 of an output that comes from none."""
+    coarsest: dict[Node, float] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            return [coarsest[result] if isinstance(result, Node) else 0.0 for result in node.args[0]]
+        if node.target in _SHAPE_ALONE:
+            coarsest[node] = 0.0
+            continue
+        values = node.meta["val"] if isinstance(node.meta.get("val"), (tuple, list)) else (node.meta.get("val"),)
+        own = [torch.finfo(v.dtype).eps for v in values if isinstance(v, Tensor) and v.dtype in HALF]
+        coarsest[node] = max([*own, *(coarsest[source] for source in node.all_input_nodes)], default=0.0)
+    raise AssertionError("a graph without output")
+
+
+HALF = (torch.bfloat16, torch.float16)
 FULL = Precision()

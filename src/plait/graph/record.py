@@ -24,6 +24,7 @@ from plait.errors import CaptureError
 from plait.graph.late import known_value
 from plait.graph.random import draw
 from plait.graph.random_ops import RANDOM, check_random
+from plait.graph.rules import rule_for
 from plait.graph.shapes import ShapeMemo, fake_of, spec_of
 from plait.graph.standin import is_real
 
@@ -350,12 +351,16 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dt
     return a.new_empty(shape, dtype=out_dtype or a.dtype)
 
 
-SHAPES = {aten._grouped_mm.default: _grouped_mm}
+SHAPES = {aten._grouped_mm.default: _grouped_mm, aten.mish_backward.default: aten.mul.Tensor}
 
 
 @functools.cache
 def _composite(func: Any) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+    """Whether an op is only written by simpler ones. One that has a rule has kernels too, which round once (the
+    backward of SiLU and of Mish)."""
+    return rule_for(func) is None and bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    )
 
 
 @functools.cache

@@ -32,6 +32,7 @@ from plait.graph.rules.dims import (
     first_operand,
     overloads,
     pointwise_factors,
+    widened,
 )
 from plait.graph.rules.index import local_index, masked
 
@@ -122,13 +123,22 @@ def _emit_nll_classes(builder: Builder, call: Call, strategy: Strategy, args: An
     counts, index, nothing, dim = _targets_here(builder, call, strategy, 0, (scores, target, weight, ignore))
     index = builder.call(aten.unsqueeze.default, index, dim)
     picked = builder.call(aten.squeeze.dim, builder.call(aten.gather.default, scores, dim, index), dim)
+    dtype = builder.dtype(scores)
+    if dtype in (torch.float16, torch.bfloat16):  # as the kernel does: sums in float32, rounded once
+        picked, counts = (builder.call(aten._to_copy.default, v, dtype=torch.float32) for v in (picked, counts))
     loss = builder.call(aten.neg.default, builder.call(aten.mul.Tensor, picked, counts))
     loss = builder.call(aten.masked_fill.Scalar, loss, nothing, 0)
     total = builder.call(aten.sum.default, counts)
     if reduction == 0:
-        return loss, builder.call(aten.zeros_like.default, total)
+        return _rounded(builder, loss, dtype), _rounded(builder, builder.call(aten.zeros_like.default, total), dtype)
     loss = builder.call(aten.sum.default, loss)
-    return (builder.call(aten.div.Tensor, loss, total) if reduction == MEAN else loss), total
+    loss = builder.call(aten.div.Tensor, loss, total) if reduction == MEAN else loss
+    return _rounded(builder, loss, dtype), _rounded(builder, total, dtype)
+
+
+def _rounded(builder: Builder, value: Node, dtype: torch.dtype) -> Node:
+    same = builder.dtype(value) == dtype
+    return value if same else builder.call(aten._to_copy.default, value, dtype=dtype)
 
 
 def _targets_here(
@@ -162,11 +172,12 @@ def _nll(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignor
     ignored = target == ignore_index
     safe = target.masked_fill(ignored, 0)
     counts = ignored.logical_not().to(x.dtype) if weight is None else weight[safe].masked_fill(ignored, 0)
-    loss = -x.gather(dim, safe.unsqueeze(dim)).squeeze(dim) * counts
+    counts = widened(counts)
+    loss = -widened(x.gather(dim, safe.unsqueeze(dim)).squeeze(dim)) * counts
     loss, total = loss.masked_fill(ignored, 0), counts.sum()
     if reduction == 0:
-        return loss, torch.zeros_like(total)
-    return (loss.sum() / total if reduction == MEAN else loss.sum()), total
+        return loss.to(x.dtype), torch.zeros_like(total).to(x.dtype)
+    return (loss.sum() / total if reduction == MEAN else loss.sum()).to(x.dtype), total.to(x.dtype)
 
 
 def _nll_backward_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
