@@ -156,7 +156,10 @@ def _to_real(call: Call) -> Sequence[int | None]:
 
 
 # Real and imaginary parts lie in a last dim of two, which stays whole. Sums are made before: they travel as reals.
-register(*overloads("view_as_complex", "view_as_complex_copy"), rule=Rule(factors=_existing(_to_complex).factors))
+register(
+    *overloads("view_as_complex", "view_as_complex_copy"),
+    rule=Rule(factors=_existing(_to_complex).factors, formats=True),
+)
 register(*overloads("view_as_real", "view_as_real_copy"), rule=Rule(factors=_existing(_to_real).factors))
 register(*overloads("roll"), rule=_keeping(_rolled))
 register(*overloads("tril", "triu"), rule=_keeping(_triangle))
