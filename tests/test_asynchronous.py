@@ -121,6 +121,9 @@ def test_refuses_what_needs_all_ranks_at_each_update(
     with pytest.raises((PlanError, RankFailed)) as caught:
         run_ranks(Plan.parse(plan).mesh, rank)
     assert all(part in str(caught.value) for part in parts), caught.value
+    with pytest.raises(PlanError) as before:  # which is no RankFailed
+        verify(Tower(), loss, batch, plan, optimizer=SGD, **options)  # type: ignore[arg-type]
+    assert all(part in str(before.value) for part in parts), before.value
 
 
 def test_refuses_weights_that_stages_share() -> None:

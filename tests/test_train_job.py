@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.errors import CheckpointError, ConfigError, LossError
+from plait.errors import CheckpointError, ConfigError, LossError, PlanError
 from plait.run.saving import checkpoint
 from plait.spec.plan import Plan
 from plait.train import serving
@@ -54,6 +54,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def config(*changes: str) -> Config:
     return load_config("job.toml", changes)
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "message"),
+    [
+        ("pipeline=2 micro=4 schedule=pipedream precision=fp16", ["train.clip_norm=null"], "loss scale of fp16"),
+        ("pipeline=2 micro=4 schedule=pipedream", [], "clip_norm=1.0 needs the norm of all gradients"),
+        ("data=2 compress=int8 compress.nope=none", [], "compress.nope=none: no parameter has such a name"),
+        ("pipeline=2 micro=2 cut=nowhere", [], "cut=nowhere: the model calls no module of this name"),
+        ("data=2", ["optimizer.name=LBFGS"], "LBFGS runs the model several times a step"),
+    ],
+)
+def test_what_no_rank_can_do_is_refused_before_any_starts(plan: str, changes: list[str], message: str) -> None:
+    job = config(*[change for change in changes if not change.endswith("null")])
+    dropped = {change.partition("=")[0] for change in changes if change.endswith("null")}
+    if "train.clip_norm" in dropped:
+        job = job.model_copy(update={"train": job.train.model_copy(update={"clip_norm": None})})
+    with pytest.raises(PlanError, match=message):
+        check_job(job, Plan.parse(plan))
 
 
 def train(*changes: str, resume: bool | Resume = False) -> Outcome:

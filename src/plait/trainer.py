@@ -26,11 +26,10 @@ from plait.graph.loss import Outputs, join_outputs, results
 from plait.graph.pipeline import updates_within
 from plait.graph.precision import Precision
 from plait.graph.share import SplitShare
-from plait.run.agreeing.replicas import Replicas, refuse_unsettled
+from plait.run.agreeing.replicas import Replicas
 from plait.run.agreeing.rows import replica_key, rows_of_replica
-from plait.run.asynchronous import refuse_within
 from plait.run.average import MovingAverage
-from plait.run.checks import agree_on_setup, check_given, describe_optimizer
+from plait.run.checks import agree_on_setup, check_given, check_plan, describe_optimizer
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.eager import EagerReplica, check_allowed, ddp_warning, refuse_unless_data_only
 from plait.run.environment import resolve_plan, resolve_trace
@@ -131,6 +130,7 @@ class Trainer:
                 f"the plan {self.plan.title!r} has parameter servers, which a Trainer is no part of; give it to plait"
                 " train, or use data=N"
             )
+        check_plan(self.plan, dict(model.named_parameters()), clip_norm)
         self.seed = seed
         self.clip_norm = clip_norm
         self.step_number = 0
@@ -158,9 +158,6 @@ class Trainer:
         self.compiler = compiler or Compiler(Captures(model, loss_fn, self.world.device), self.plan.within, layouts)
         self._factories = (optimizer, scheduler)
         self._updates_within = updates_within(self.plan)
-        if self._updates_within:
-            refuse_within(self.plan, clip_norm)
-        refuse_unsettled(self.plan, self._updates_within)
         self._callbacks = tuple(callbacks)
         self._on_nan = on_nan
         self._replica: Replica | EagerReplica | None = None

@@ -33,7 +33,7 @@ from plait.graph.precision import Precision, narrowest
 from plait.optim.several import Several
 from plait.run.agreeing.rows import batch_of_replica
 from plait.run.agreeing.serial import SerialReplicas
-from plait.run.checks import check_given
+from plait.run.checks import check_given, check_plan
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.microbatch import microbatches
 from plait.run.optimizers import make_optimizer, refuse_inexact
@@ -78,6 +78,7 @@ class Verifier:
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         if not isinstance(plan, Plan):
             raise PlanError(f"the plan is a {type(plan).__name__}; give a Plan or its text, such as 'data=2 tensor=2'")
+        check_plan(plan, dict(self.captures.model.named_parameters()), self.clip_norm)
         compiler = Compiler(self.captures, plan.within, layouts)
         if plan.workers:
             return self._verify_served(plan, compiler, layouts, tolerance)

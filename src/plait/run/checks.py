@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch.nn.parameter import is_lazy
 from plait.comm.agree import agree
 from plait.comm.protocol import World
 from plait.errors import PlanError
+from plait.graph.pipeline import updates_within
+from plait.run.agreeing.replicas import refuse_unknown_exempt, refuse_unsettled
+from plait.run.asynchronous import refuse_within
 from plait.run.optimizers import check_patterns
 from plait.spec.plan import Plan
 
@@ -25,6 +29,16 @@ def check_given(model: Any, loss_fn: Any, optimizer: Any, clip_norm: float | Non
     check_patterns(optimizer)
     if clip_norm is not None and not clip_norm > 0:
         raise PlanError(f"clip_norm={clip_norm}: a norm to clip to is more than 0; leave it out not to clip")
+
+
+def check_plan(plan: Plan, names: Collection[str], clip_norm: float | None) -> None:
+    """Raise PlanError for what a plan cannot do with a clip_norm, or with a model of parameters of these names, whoever
+    runs it: before any rank does."""
+    within = updates_within(plan)
+    if within:
+        refuse_within(plan, clip_norm)
+    refuse_unsettled(plan, within)
+    refuse_unknown_exempt(plan, names)
 
 
 def agree_on_setup(world: World, plan: Plan, model: nn.Module, seed: int, clip_norm: float | None, on_nan: str) -> None:

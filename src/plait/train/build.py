@@ -16,14 +16,22 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from plait import optim
-from plait.errors import CheckpointError, ConfigError, DataError
+from plait.errors import BatchError, CheckpointError, ConfigError, DataError, LossError, PlanError
+from plait.graph.precision import Precision
+from plait.run.agreeing.rows import batch_of_replica
+from plait.run.checks import check_plan
+from plait.run.compiler import Captures, Compiler
+from plait.run.environment import under_launcher
 from plait.run.feeding.order import check_batch_size
 from plait.run.homes.scratch import scratch_folder
+from plait.run.microbatch import microbatches
+from plait.run.optimizers import make_optimizer
 from plait.run.saving.fitting import refuse_tables
 from plait.run.saving.integrity import check_files
 from plait.run.saving.places import INSIDE, checkpoint_of, checkpoints, newest, older_than
 from plait.spec.annotation import resolve_annotations
 from plait.spec.plan import Plan
+from plait.spec.recompute import NO_RECOMPUTE
 from plait.train.config import Config, SchedulerSection
 from plait.train.gpt import bytes_gpt
 from plait.train.refer import call, check_arguments, import_reference, is_reference
@@ -185,7 +193,6 @@ def check_job(config: Config, plan: Plan, resume: Resume = ANEW, writes: bool = 
     check_batch_size(config.train.batch_size, plan, f"train.batch_size = {config.train.batch_size}")
     if plan.uses_disk:
         scratch_folder(config.train.scratch)
-    optimizer_factory(config)
     if config.train.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
             "train.tensorboard = true, but TensorBoard is not installed: pip install 'plait[tensorboard]'"
@@ -197,9 +204,40 @@ def check_job(config: Config, plan: Plan, resume: Resume = ANEW, writes: bool = 
             f"train.evaluate_every = {config.train.evaluate_every}, but no held-out data of at least one batch;"
             " set it to 0, raise data.held_out, or return (train, held-out) from the data function"
         )
-    resolve_annotations(config.layouts, {name: tuple(p.shape) for name, p in model.named_parameters()}, plan.mesh)
+    named = dict(model.named_parameters())
+    resolve_annotations(config.layouts, {name: tuple(p.shape) for name, p in named.items()}, plan.mesh)
+    check_plan(plan, named, config.train.clip_norm)
+    make_optimizer(optimizer_factory(config), [(name, p) for name, p in named.items() if p.requires_grad])
+    if writes and not plan.workers and not under_launcher() and _asks_the_graph(plan):
+        _check_lowering(config, plan, data)
     if writes:
         _check_out(config, plan, resume)
+
+
+def _asks_the_graph(plan: Plan) -> bool:
+    """Whether only the graph of the step says if the model can have the plan."""
+    return plan.pipeline != 1 or plan.tensor > 1 or bool(plan.exceptions) or plan.recompute != NO_RECOMPUTE
+
+
+def _check_lowering(config: Config, plan: Plan, data: Data) -> None:
+    """Raise PlanError or LayoutError for a plan that the step of this model cannot have.
+
+    What cannot be captured without values is left to the ranks, which have them.
+    """
+    with torch.device("meta"):
+        try:
+            model, loss_fn = make_model(config)
+        except Exception:  # a constructor that needs values
+            return
+    batch = microbatches(batch_of_replica(first_batch(config, data), plan), plan.micro)[0]
+    try:
+        captured = Captures(model, loss_fn, torch.device("cpu"))
+        captured.captured(batch, True, Precision(plan.precision, plan.exceptions), plan.micro == 1)
+    except (PlanError, BatchError, LossError):
+        raise
+    except Exception:
+        return
+    Compiler(captured, plan.within, config.layouts).lowered(batch)
 
 
 def _on_meta(config: Config) -> nn.Module:

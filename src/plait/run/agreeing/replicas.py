@@ -11,7 +11,7 @@ import difflib
 import fnmatch
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -41,11 +41,6 @@ class Replicas:
         self.axis = axis
         self.num = plan.mesh.axis_size(axis)
         self.index = world.mesh.coordinates(world.rank)[axis]
-        for pattern in plan.exempt:
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in replica.layouts):
-                near = difflib.get_close_matches(pattern, replica.layouts, n=2, cutoff=0.3)
-                hint = f"; near it is {', '.join(near)}" if near else ""
-                raise PlanError(f"compress.{pattern}=none: no parameter has such a name{hint}")
         self._replica = replica
         self._comm = world.comm(axis)
         self._device = world.device
@@ -179,6 +174,15 @@ def bytes_kept(plan: Plan) -> int:
     """Bytes that a rank keeps of each number it trains, to agree later: agreed weights and the momentum of the outer
     optimizer, and what a compressor has left out."""
     return 8 * plan.keeps_agreed + 4 * (plan.compress != NO_COMPRESSION)
+
+
+def refuse_unknown_exempt(plan: Plan, names: Collection[str]) -> None:
+    """PlanError for an exception to compressing that fits none of the parameters of these names."""
+    for pattern in plan.exempt:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            near = difflib.get_close_matches(pattern, names, n=2, cutoff=0.3)
+            hint = f"; near it is {', '.join(near)}" if near else ""
+            raise PlanError(f"compress.{pattern}=none: no parameter has such a name{hint}")
 
 
 def refuse_unsettled(plan: Plan, updates_within: bool) -> None:
