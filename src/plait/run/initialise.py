@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from plait.comm.protocol import World
 from plait.errors import PlaitError
@@ -42,7 +43,8 @@ def _of_rank_0(mine: Tensor, world: World) -> Tensor:
     if everyone.size == 1:
         return mine
     found = everyone.broadcast(mine.contiguous(), 0).wait()
-    return mine if torch.equal(found, mine) else torch.empty_like(mine).copy_(found)
+    same = everyone.rank == 0 or isinstance(mine, FakeTensor) or torch.equal(found, mine)
+    return mine if same else torch.empty_like(mine).copy_(found)
 
 
 def _from_meta(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from plait.errors import ModelError
@@ -166,8 +167,10 @@ def stand_ins(model: nn.Module, names: Collection[str], why: str) -> dict[str, A
     return {name: _stand_in_of(name, p, why) for name, p in model.named_parameters() if name in names}
 
 
-def _stand_in_of(name: str, own: nn.Parameter, why: str) -> Away:
+def _stand_in_of(name: str, own: nn.Parameter, why: str) -> Any:
     form = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta")
+    if isinstance(form, FakeTensor):  # a rehearsal, of a model that nobody has
+        return nn.Parameter(form, own.requires_grad)
     made = Away(form, name, why, own.requires_grad)
     for hook in (own._backward_hooks or {}).values():  # which a later capture puts into its graph
         made.register_hook(hook)
