@@ -157,6 +157,9 @@ def test_a_loader_goes_on_where_it_stood(source: str, prefetch: int) -> None:
         again.load_state_dict(first.state_dict())
         rest = every[0][taken:] if taken < 3 else every[1][taken - 3 :]
         assert [batch.tree["i"].tolist() for batch in again] == rest
+        first.close()
+        again.close()
+    whole.close()
 
 
 def test_what_a_loader_refuses() -> None:
@@ -176,7 +179,7 @@ def test_what_a_loader_refuses() -> None:
     with pytest.raises(PlanError, match="row_weights='w' pads a batch of all replicas"):
         plait.loader(data, 4, row_weights="w", plan="data=2 sync=4")
     with pytest.raises(BatchError, match="the batch has an entry of that name"):
-        next(iter(plait.loader(data, 4, row_weights="x", plan="data=1")))
+        next(iter(plait.loader(data, 4, row_weights="x", plan="data=1", prefetch=0)))
     begun = plait.loader(data, batch_sampler=sampler(), plan="data=1", prefetch=0)
     next(iter(begun))
     begun.load_state_dict(begun.state_dict())
@@ -184,7 +187,7 @@ def test_what_a_loader_refuses() -> None:
         next(iter(begun))
     with pytest.raises(TypeError, match="known only when they have been read"):
         len(plait.loader(Stream(8), 4, plan="data=1"))
-    once = plait.loader((row(index) for index in range(4)), 4, plan="data=1")
+    once = plait.loader((row(index) for index in range(4)), 4, plan="data=1", prefetch=0)
     assert len(list(once)) == 1
     with pytest.raises(DataError, match="generator gives no item in epoch 1"):
         next(iter(once))
@@ -195,7 +198,9 @@ def test_a_mean_over_padding_is_refused() -> None:
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
     def rank(world: World) -> None:
-        data = plait.loader(HuggingFace(3), 4, drop_last=False, row_weights="weight", world=world, plan="data=2")
+        data = plait.loader(
+            HuggingFace(3), 4, drop_last=False, row_weights="weight", world=world, plan="data=2", prefetch=0
+        )
         plait.Trainer(model(), mean, SGD, "data=2", world=world).step(next(iter(data)))
 
     with pytest.raises(
@@ -208,7 +213,7 @@ def test_a_mean_over_padding_is_refused() -> None:
 def test_streams_that_differ_between_ranks_are_noticed() -> None:
     def rank(world: World) -> None:
         stream = [row(index + 5 * world.rank) for index in range(8)]
-        data = plait.loader(OnlyIterated(stream), 4, world=world, plan="data=2")
+        data = plait.loader(OnlyIterated(stream), 4, world=world, plan="data=2", prefetch=0)
         plait.Trainer(model(), loss, SGD, "data=2", world=world).step(next(iter(data)))
 
     with pytest.raises(RankFailed, match="place in the data"):

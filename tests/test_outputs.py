@@ -89,6 +89,20 @@ def test_the_same_as_on_one_device(plan: str) -> None:
     assert {d.name for d in report.outputs} == set(mean_loss(Net(), batch())[1])
 
 
+def test_no_weight_stays_whole_for_an_output() -> None:
+    """A vocabulary is split also where accuracy is asked for, which needs the logits whole."""
+    model = nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16), nn.Linear(16, 64))
+
+    def token_loss(m: Any, b: Tensor) -> Any:
+        logits = m(b).flatten(0, 1)
+        return F.cross_entropy(logits, b.flatten()), {"accuracy": (logits.argmax(1) == b.flatten()).float().mean()}
+
+    ids = torch.randint(64, (4, 6), generator=torch.Generator().manual_seed(0))
+    plain = str(plait.explain(model, lambda m, b: token_loss(m, b)[0], ids, "tensor=2")).count("recipe: ")
+    assert str(plait.explain(model, token_loss, ids, "tensor=2")).count("recipe: ") == plain > 4
+    assert plait.verify(model, token_loss, ids, "tensor=2").ok
+
+
 def test_verify_says_which_output_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plait.verification.results", lambda outputs: {n: p.result() * 2 for n, p in outputs.items()})
     report = plait.verify(Net(), lambda m, b: (m(b["x"])[0].mean(), {"rows": b["x"].sum(1)}), batch(), "data=2")
@@ -147,7 +161,7 @@ def test_rows_of_local_batches_come_in_the_order_of_the_global_batch() -> None:
     data = [(batch()["x"][i], i) for i in range(16)]
 
     def rows(trainer: Trainer) -> list[int]:
-        data_loader = plait.loader(data, 16, shuffle=False, plan="data=2 micro=2", world=trainer.world)
+        data_loader = plait.loader(data, 16, shuffle=False, plan="data=2 micro=2", world=trainer.world, prefetch=0)
         return trainer.step(next(iter(data_loader)))[1]["index"].tolist()
 
     found = on_ranks("data=2 micro=2", rows, lambda m, b: (m(b[0])[0].mean(), {"index": b[1]}))

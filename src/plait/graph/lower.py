@@ -246,11 +246,32 @@ def _copy(captured: Captured, several: bool) -> Graph:
         node.meta["kind"], node.meta["name"] = inputs[node.name].kind, inputs[node.name].name
     graph = note_formats(graph, several)
     _mark_upkeep(graph, [i for i, o in enumerate(captured.outputs) if o.kind == "buffer"])
+    _mark_aside(graph, captured)
     return own_gradients(graph, [i for i, o in enumerate(captured.outputs) if o.kind == "gradient"])
 
 
+def _mark_aside(graph: Graph, captured: Captured) -> None:
+    """Mark as aside the calls that only outputs beside the loss need: no weight stays whole for their sake."""
+    results = output_node(graph).args[0]
+    stack = [
+        result
+        for output, result in zip(captured.outputs, results, strict=True)  # type: ignore[arg-type]
+        if output.kind not in ("aux", "aux_weight") and isinstance(result, Node)
+    ]
+    needed = set(stack)
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source not in needed:
+                needed.add(source)
+                stack.append(source)
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in needed:
+            node.meta["aside"] = True
+
+
 def _mark_upkeep(graph: Graph, outputs: list[int]) -> None:
-    """Mark what follows buffers and parameters alone and ends in a buffer's new value, such as a mean of weights."""
+    """Mark as aside what follows buffers and parameters alone and ends in a buffer's new value, such as a mean of
+    weights: no weight stays whole for its sake."""
     from_batch: set[Node] = set()
     for node in graph.nodes:
         if node.meta.get("kind") == "batch" or any(source in from_batch for source in node.all_input_nodes):
@@ -261,7 +282,7 @@ def _mark_upkeep(graph: Graph, outputs: list[int]) -> None:
     while stack:
         node = stack.pop()
         if isinstance(node, Node) and node.op == "call_function" and node not in from_batch | marked:
-            node.meta["upkeep"] = True
+            node.meta["aside"] = True
             marked.add(node)
             stack += node.all_input_nodes
 

@@ -308,8 +308,8 @@ class Grower:
 
 
 def _forward(node: Node) -> bool:
-    """Whether it is a forward call, and not one that only keeps a buffer up to date with weights."""
-    return node.op == "call_function" and node.meta.get("phase") == "forward" and not node.meta.get("upkeep")
+    """Whether it is a forward call on the way to the loss, and not one aside (lower.py)."""
+    return node.op == "call_function" and node.meta.get("phase") == "forward" and "aside" not in node.meta
 
 
 def _softmax_dim(node: Node) -> int:
