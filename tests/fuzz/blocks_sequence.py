@@ -166,7 +166,7 @@ class Attention(nn.Module):
             if bias is not None:
                 scores = scores + bias
             if allowed is not None:
-                scores = scores.masked_fill(~allowed, torch.finfo(x.dtype).min)
+                scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
             weights = F.dropout(scores.softmax(-1), dropout)
             mixed = torch.einsum("bhqk,bhkd->bhqd", weights, value) if self.product == "einsum" else weights @ value
         return self.out(mixed.transpose(1, 2).reshape(x.shape))
