@@ -19,6 +19,7 @@ from fuzz.script import render
 from fuzz.shrink import shrink
 from fuzz.worker import Worker
 
+SAY_SECONDS = 60.0
 PLANS_EACH = 8  # of one model: they share its capture
 
 
@@ -75,7 +76,7 @@ class Fuzzer:
         self.tally = Tally()
         self._lock = threading.Lock()
         self._next = options.first // PLANS_EACH * PLANS_EACH
-        self._start = time.monotonic()
+        self._start = self._said = time.monotonic()
 
     def run(self) -> int:
         """The exit status: 0 if there is no fault."""
@@ -115,8 +116,17 @@ class Fuzzer:
                 found = list(worker.check(spec, texts))
                 for case, text, outcome in zip(cases, texts, found, strict=True):
                     self._note(worker, case, spec, text, outcome)
+                self._say_so_far()
         finally:
             worker.close()
+
+    def _say_so_far(self) -> None:
+        """The counts, once a minute: a long run may be stopped."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._said > SAY_SECONDS:
+                self._said = now
+                print(self.tally.show(self.options.seed, now - self._start).splitlines()[0], flush=True)
 
     def _note(self, worker: Worker, case: int, spec: Spec, text: str, found: Outcome) -> None:
         with self._lock:

@@ -50,8 +50,8 @@ def candidates(spec: Spec, plan: str) -> Iterator[tuple[Spec, str]]:
         if getattr(spec, name) != getattr(plain, name):
             yield replace(spec, **{name: getattr(plain, name)}), plan
     for place, layer in enumerate(spec.layers):
-        for less in smaller_layers(layer):
-            yield replace(spec, layers=(*spec.layers[:place], less, *spec.layers[place + 1 :])), plan
+        for smaller in smaller_layers(layer):
+            yield replace(spec, layers=(*spec.layers[:place], smaller, *spec.layers[place + 1 :])), plan
     for name, low in (("rows", 4), ("length", 2), ("width", 8), ("out", 4)):
         for size in {low, getattr(spec, name) // 2}:
             if low <= size < getattr(spec, name):
