@@ -90,8 +90,8 @@ def words_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.nll_loss(model(batch["x"].t()).flatten(0, 1), batch["y"].t().flatten())
 
 
-def words() -> Batch:
-    return {"x": torch.randint(0, 24, (ROWS, 8)), "y": torch.randint(0, 24, (ROWS, 8))}
+def words(length: int = 8) -> Batch:
+    return {"x": torch.randint(0, 24, (ROWS, length)), "y": torch.randint(0, 24, (ROWS, length))}
 
 
 class VAE(nn.Module):

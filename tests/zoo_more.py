@@ -39,7 +39,7 @@ MORE: dict[str, Case] = {
     "reinforce": double(lambda: examples.Policy(critic=False), examples.policy_loss, examples.episodes),
     "actor_critic": double(lambda: examples.Policy(critic=True), examples.policy_loss, examples.episodes),
     "neural_style": double(examples.NeuralStyle, examples.style_loss, examples.colours),
-    "translation": double(examples.Encoder, examples.translation_loss, examples.words),
+    "translation": double(examples.Encoder, examples.translation_loss, lambda: examples.words(4)),
     "timm_vit": double(papers.TimmViT, papers.class_loss, papers.images),
     "mbconv": double(papers.MobileNet, papers.class_loss, papers.images),
     "densenet": double(papers.DenseNet, papers.class_loss, papers.images),

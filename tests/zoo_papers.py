@@ -746,4 +746,4 @@ def ctc_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def speech() -> Batch:
-    return {"x": torch.randn(ROWS, 6, 10), "y": torch.randint(1, 8, (ROWS, 4)), "length": torch.randint(1, 5, (ROWS,))}
+    return {"x": torch.randn(ROWS, 6, 6), "y": torch.randint(1, 8, (ROWS, 2)), "length": torch.randint(1, 3, (ROWS,))}
