@@ -104,8 +104,11 @@ class Fuzzer:
     def _skip(self) -> None:
         """Pass by models that are not wanted."""
         unwanted = set(self.options.without.split(","))
-        while unwanted & model_of(self.options.seed, self._next).words:
+        for _ in range(1000):
+            if not unwanted & model_of(self.options.seed, self._next).words:
+                return
             self._next += PLANS_EACH
+        raise SystemExit(f"--without {self.options.without} leaves no model: each of 1000 has one of these")
 
     def _work(self) -> None:
         worker = Worker(self.options.limit)
