@@ -510,3 +510,24 @@ def test_a_scripted_module_is_named():
     with pytest.raises(plait.CaptureError, match="the module 0 is compiled by TorchScript"):
         plait.verify(model, lambda m, b: m(b["x"].float()).mean(), batch(), "data=2")
     assert not any(isinstance(p, torch._subclasses.FakeTensor) for p in model.parameters())
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, w = ctx.saved_tensors
+        return gradient * w, (gradient * x).sum(0)
+
+
+def test_no_gradient_is_lost_without_a_word():
+    model, other = net(), nn.Linear(16, 16).double()
+    weight = model[2].bias
+    with pytest.raises(plait.CaptureError, match=r"the tensor 2.bias reaches an autograd.Function"):
+        plait.verify(model, lambda m, b: Product.apply(m(b["x"]), weight).mean(), batch(), "data=2")
+    with pytest.warns(UserWarning, match=r"reads loss_fn:other.weight, which requires gradients"):
+        plait.Trainer(model, lambda m, b: other(m(b["x"])).mean(), SGD, "").step(batch())

@@ -90,8 +90,10 @@ class Trainer:
     trace      a folder for what every rank did in the last 20 steps, written by `close`; `plait report` shows it
 
     A step trains in training mode: a model given in evaluation mode is switched as a whole, as `model.train()` would;
-    one in training mode keeps the mode of each of its submodules. Python values that model or loss read, such as a
-    weight that a schedule changes, are fixed when the step is captured: put what changes into the batch.
+    one in training mode keeps the mode of each of its submodules. Tensors that model
+    or loss read and that are neither the model's nor the batch's are read anew at each step, and changed if the step
+    changes them; checkpoints do not have them. Where a Python value that they read differs, or `requires_grad`, the
+    step is captured anew, which takes seconds: a number that changes at each step is better a 0-d tensor.
 
     What `loss_fn` returns beside the loss, `step` and `evaluate` return too, as it is for the whole global batch: a
     tensor with a row for each row of the batch has them in the batch's order; a scalar is, over microbatches and over

@@ -32,7 +32,7 @@ from plait.graph.random import VisibleDropout
 from plait.graph.reach import Holder, Reached
 from plait.graph.record import Recorder
 from plait.graph.selection import Selections
-from plait.graph.standin import Exchange, StandIns, refuse_scripted, standing_in
+from plait.graph.standin import Exchange, StandIns, is_real, refuse_scripted, standing_in
 from plait.graph.views import is_view
 
 LossFn = Callable[[Any, Any], Any]
@@ -105,6 +105,7 @@ class Captured:
     outside: dict[str, Tensor] = field(default_factory=dict)  # tensors from outside the model, by place
     rebound: frozenset[str] = frozenset()  # of these, those in whose place the step puts another tensor
     compared: frozenset[str] = frozenset()  # and those of which Python has read numbers
+    differentiable: tuple[str, ...] = ()  # and those that a plain loop would give gradients
     effects: tuple[Effect, ...] = ()  # what the step changes beside tensors
 
 
@@ -223,7 +224,7 @@ def _capture(
                 scale = torch.empty((), device=where)
                 nodes[recorder.placeholder("scale", scale)] = ("scale", "scale")
                 loss = loss.float() * scale
-            gradients = _differentiate(loss, stand, recorder, forward, model, loss_fn, precision)
+            gradients = _differentiate(loss, stand, recorder, forward, model, loss_fn, precision, outside)
         results += [(Output("gradient", name), g) for name, g in gradients.items()]
         written = {name: b for name, b in stand.buffers.items() if recorder.was_written(b)}
         written |= _replaced_buffers(stand)
@@ -263,6 +264,7 @@ def _capture(
         outside=outside.reals,
         rebound=frozenset(rebound),
         compared=frozenset(outside.compared),
+        differentiable=tuple(outside.differentiable),
         effects=tuple(effects),
     )
 
@@ -400,6 +402,7 @@ def _differentiate(
     model: nn.Module,
     loss_fn: LossFn,
     precision: Precision,
+    outside: Outside,
 ) -> dict[str, Tensor]:
     """Gradients of the parameters that reach the loss."""
     wanted = {name: p for name, p in stand.parameters.items() if p.requires_grad}
@@ -408,6 +411,7 @@ def _differentiate(
             "the loss does not depend on any parameter with requires_grad=True, so there is nothing to train; check"
             " for .detach(), .item() or torch.no_grad() between the model and the loss"
         )
+    _check_leaves(loss, outside)
     recorder.phase = "backward"
     try:
         with BackwardModules(loss, forward, recorder), torch.autograd.set_multithreading_enabled(False):
@@ -423,6 +427,30 @@ def _differentiate(
             " sparse=True, and train it with an optimizer for dense gradients"
         )
     return gradients
+
+
+def _check_leaves(loss: Tensor, outside: Outside) -> None:
+    """Raise CaptureError for a real tensor that autograd would give a gradient, which no graph could; note tensors from
+    outside that it would give one."""
+    names = {id(fake): name for name, fake in outside.fakes.items()}
+    seen, stack = set(), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        stack += [following for following, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if leaf is None:
+            continue
+        if is_real(leaf):
+            place = outside.name_of(leaf) or f"of shape {list(leaf.shape)}"
+            raise CaptureError(
+                f"the tensor {place} reaches an autograd.Function from a closure or attribute, past what a capture"
+                " sees, and would lose its gradient; read it from the module that has it, as self.weight"
+            )
+        if id(leaf) in names:
+            outside.differentiable.append(names[id(leaf)])
 
 
 def _device(leaves: dict[str, Tensor]) -> torch.device:

@@ -43,6 +43,7 @@ class Outside:
         self.reals: dict[str, Tensor] = {}
         self.fakes: dict[str, Tensor] = {}
         self.compared: set[str] = set()  # of which Python has read numbers
+        self.differentiable: list[str] = []  # to which autograd would give gradients
         self._by_id: dict[int, Tensor] = {}
         self._kept: list[Tensor] = []  # ids stay unique while these live
         self._storages: dict[int, str] = {}
@@ -89,6 +90,10 @@ class Outside:
         elif real.numel() and not real.is_meta:
             self._storages[_storage(real)] = place
         return fake
+
+    def name_of(self, real: Tensor) -> str | None:
+        """The name of a parameter, or the place of another tensor."""
+        return self._stand.names.get(id(real)) or self._reached.places.get(id(real))
 
     def written(self) -> dict[str, Tensor]:
         """Those that the step has changed in place, as they are now."""

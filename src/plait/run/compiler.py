@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -48,11 +49,15 @@ class Recent(OrderedDict[K, V]):
             self.popitem(last=False)
 
 
+_models: WeakSet[nn.Module] = WeakSet()  # of all captures: other trainers may train what a loss reads
+
+
 class Captures:
     """The captured steps of one model and loss, by the batch's structure and shapes; plans may share them."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, device: torch.device | None = None) -> None:
         self.model = model
+        _models.add(model)
         self.loss_fn = loss_fn
         self.device = device  # where the steps will run, if not where the model is
         self.changing: frozenset[str] = frozenset()  # parameters that do not train, but change in a step
@@ -60,6 +65,7 @@ class Captures:
         self._found: Recent[tuple[_Kind, Variant], Captured] = Recent()
         self.changes: dict[int, Changes] = {}  # in Python, by the id of a capture; of those that change anything
         self._reasons: list[str] = []
+        self._has_warned = False
 
     @property
     def watch(self) -> Watch:
@@ -112,6 +118,7 @@ class Captures:
         if changes.effects:
             self.changes[id(found)] = changes
         self.changing |= found.changing
+        self._warn_of_gradients(found)
         self.watch.compare(found.compared)
         variant = self.watch.variant
         for (other, before), known in list(self._found.items()):
@@ -129,6 +136,18 @@ class Captures:
             self._count(kind, variant)
         self._found[kind, variant] = found
         return found
+
+    def _warn_of_gradients(self, found: Captured) -> None:
+        """Say once that parameters outside the model get no gradients, unless another trainer has them."""
+        trained = {id(p) for model in _models for p in model.parameters()}
+        others = [name for name in found.differentiable if id(found.outside[name]) not in trained]
+        if others and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"the step reads {others[0]}, which requires gradients and is no parameter of the model: a step gives"
+                " it none. Make its module a part of the model to train it, or let it have requires_grad_(False)",
+                stacklevel=2,
+            )
 
     def _count(self, kind: _Kind, variant: Variant) -> None:
         """Warn once where there are many captures, with what differs from one to the next."""
