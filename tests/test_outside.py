@@ -6,80 +6,14 @@ Compared with plain PyTorch, under plans of every kind.
 import collections
 import copy
 import functools
-import random
 
 import pytest
 import torch
 import torch.nn.functional as F
+from plain_loops import PLANS, SGD, batch, check, net, nothing
 from torch import nn
 
 import plait
-
-PLANS = ["data=1", "data=2", "tensor=2", "data=2 zero=3", "pipeline=2 micro=2"]
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-def net(width=16):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, width)).double()
-
-
-def batch(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(8, 16, generator=generator, dtype=torch.float64)
-    return {"x": x, "y": torch.randint(0, 4, (8,), generator=generator)}
-
-
-def micros(rows, num):
-    return [{k: v.chunk(num)[i] for k, v in rows.items()} for i in range(num)]
-
-
-def plain(make, plan, steps=4, optimizer=SGD):
-    """Losses and final parameters of the plain loop, with as many microbatches as the plan has."""
-    model, loss_fn, change = make()
-    made, losses = optimizer(model.parameters()), []
-    num = plait.Plan.parse(plan).micro
-    for step in range(steps):
-        made.zero_grad()
-        found = [loss_fn(model, rows) for rows in micros(batch(), num)]
-        (sum(found) / num).backward()
-        made.step()
-        losses.append(float(sum(found).detach() / num))
-        change(model, step)
-    return losses, {n: p.detach() for n, p in model.named_parameters()}
-
-
-def planned(make, plan, steps=4, optimizer=SGD):
-    """The same under the plan, every rank with objects of its own."""
-
-    plan = plait.Plan.parse(plan)
-    each = [make() for _ in range(plan.mesh.size)]  # not by the ranks, who have random numbers in common
-
-    def rank(world):
-        model, loss_fn, change = each[world.rank]
-        trainer = plait.Trainer(model, loss_fn, optimizer, plan, world=world)
-        losses = []
-        for step in range(steps):
-            losses.append(float(trainer.step(batch())))
-            change(model, step)
-        return losses, trainer.full_state_dict()
-
-    found = plait.run_ranks(plan.mesh, rank)
-    assert all(losses == found[0][0] for losses, _ in found)
-    return found[0]
-
-
-def check(make, plan, **options):
-    losses, parameters = plain(make, plan, **options)
-    got, state = planned(make, plan, **options)
-    assert got == pytest.approx(losses, rel=1e-9)
-    for name, value in parameters.items():
-        torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-12)
-
-
-def nothing(model, step):
-    pass
-
 
 # tensors and modules that the loss closes over
 
@@ -331,121 +265,6 @@ def test_unfreezing_keeps_the_schedule_and_loads(tmp_path):
     _, other = trainer(frozen=False)
     other.load(tmp_path)
     assert float(other.step(batch())) == float(one.step(batch()))
-
-
-# what Python holds: compared before each step, and changed by it
-
-
-class Stateful(nn.Module):
-    """What a forward changes on its module, or reads there."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.net, self.how = net(), how
-        self.calls, self.first, self.last = 0, True, None
-
-    def forward(self, x):
-        y = self.net(x)
-        if self.how == "counts":
-            self.calls += 1
-        elif self.how == "warms up":
-            self.calls += 1
-            y = y * 2 if self.calls < 3 else y
-        elif self.how == "every other":
-            self.calls += 1
-            y = y * 2 if self.calls % 2 == 0 else y
-        elif self.how == "once":
-            y, self.first = (y + 1 if self.first else y), False
-        elif self.how == "logs":
-            self.last = y.detach()
-        elif self.how == "caches":
-            self.last = torch.arange(16.0) if self.last is None else self.last
-            y = y + self.last
-        elif self.how == "computes":
-            self.calls += 1
-            y = y * self.calls
-        elif self.how == "leaves":
-            y = y if self.last is None else y + self.last
-            self.last = y.detach().mean(0)
-        elif self.how == "draws":
-            y = y * random.random()
-        return y
-
-
-@pytest.mark.parametrize("how", ["counts", "warms up", "every other", "once", "logs", "caches"])
-def test_what_a_forward_changes_in_python(how):
-    check(lambda: (Stateful(how), lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), nothing), "data=2", steps=5)
-    model = Stateful(how)
-    trainer = plait.Trainer(model, lambda m, b: m(b["x"]).pow(2).mean(), SGD, "")
-    for _ in range(3):
-        trainer.step(batch())
-    assert model.calls == (3 if how in ("counts", "warms up", "every other") else 0)
-    assert model.first is (how != "once")
-    assert len(trainer.compiler.captures._found) <= 2
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("computes", "changes model:calls from 0 to 1 and computes with it"),
-        ("leaves", "leaves a tensor at model:last that the next step reads"),
-        ("draws", "draws from Python's random"),
-    ],
-)
-def test_what_no_graph_can_stand_for_is_named(how, message):
-    model, state = Stateful(how), random.getstate()
-    for plan in ("data=2", "tensor=2"):
-        with pytest.raises(plait.CaptureError, match=message):
-            plait.verify(model, lambda m, b: m(b["x"]).pow(2).mean(), batch(), plan)
-    assert (model.calls, model.last) == (0, None) and random.getstate() == state
-
-
-def test_a_value_that_makes_no_difference_is_captured_once_more_and_then_no_longer_looked_at():
-    settings = {"name": "a", "epoch": 0, "history": [0.0]}
-
-    def loss_fn(model, rows):
-        return model(rows["x"]).pow(2).mean() if settings["epoch"] < 100 else model(rows["x"]).abs().mean()
-
-    trainer = plait.Trainer(net(), loss_fn, SGD, "")
-    for epoch in range(6):
-        settings["epoch"] = epoch
-        settings["history"].append(0.0)
-        trainer.step(batch())
-    assert len({id(captured) for captured in trainer.compiler.captures._found.values()}) == 1
-    settings["epoch"] = 100  # and still its conditions count
-    expected = trainer.compiler.model(batch()["x"]).abs().mean().item()
-    assert float(trainer.step(batch())) == pytest.approx(expected, rel=1e-9)
-
-
-def test_many_captures_are_warned_of():
-    weight = {"w": 0.0}
-    trainer = plait.Trainer(net(), lambda m, b: m(b["x"]).pow(2).mean() * weight["w"], SGD, "")
-
-    def train():
-        for step in range(10):
-            weight["w"] = float(step)
-            trainer.step(batch())
-
-    with pytest.warns(UserWarning, match=r"captured 9 times.*loss_fn:weight\['w'\] is 8.0 after 7.0.*0-d tensor"):
-        train()
-
-
-def test_a_number_read_of_a_tensor_from_outside_is_compared():
-    gate = torch.tensor(1.0)
-    trainer = plait.Trainer(net(), lambda m, b: m(b["x"]).pow(2).mean() * (2 if gate > 0.5 else 1), SGD, "")
-    first = float(trainer.step(batch()))
-    gate.fill_(0.0)
-    expected = trainer.compiler.model(batch()["x"]).pow(2).mean().item()
-    assert float(trainer.step(batch())) == pytest.approx(expected, rel=1e-9) and first > 0
-
-
-def test_another_module_in_the_place_of_one_is_refused():
-    model = net()
-    trainer = plait.Trainer(model, lambda m, b: m(b["x"]).pow(2).mean(), SGD, "")
-    trainer.step(batch())
-    model[2] = nn.Linear(32, 16).double()
-    with pytest.raises(plait.PlanError, match="the module 2 of the model was exchanged"):
-        trainer.step(batch())
 
 
 # the user's objects are as they were

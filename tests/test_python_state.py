@@ -1,0 +1,123 @@
+"""What Python holds: compared before each step with what it was when the step was captured, and changed by the step."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from plain_loops import SGD, batch, check, net, nothing
+from torch import nn
+
+import plait
+
+
+class Stateful(nn.Module):
+    """What a forward changes on its module, or reads there."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.net, self.how = net(), how
+        self.calls, self.first, self.last = 0, True, None
+
+    def forward(self, x):
+        y = self.net(x)
+        if self.how == "counts":
+            self.calls += 1
+        elif self.how == "warms up":
+            self.calls += 1
+            y = y * 2 if self.calls < 3 else y
+        elif self.how == "every other":
+            self.calls += 1
+            y = y * 2 if self.calls % 2 == 0 else y
+        elif self.how == "once":
+            y, self.first = (y + 1 if self.first else y), False
+        elif self.how == "logs":
+            self.last = y.detach()
+        elif self.how == "caches":
+            self.last = torch.arange(16.0) if self.last is None else self.last
+            y = y + self.last
+        elif self.how == "computes":
+            self.calls += 1
+            y = y * self.calls
+        elif self.how == "leaves":
+            y = y if self.last is None else y + self.last
+            self.last = y.detach().mean(0)
+        elif self.how == "draws":
+            y = y * random.random()
+        return y
+
+
+@pytest.mark.parametrize("how", ["counts", "warms up", "every other", "once", "logs", "caches"])
+def test_what_a_forward_changes_in_python(how):
+    check(lambda: (Stateful(how), lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), nothing), "data=2", steps=5)
+    model = Stateful(how)
+    trainer = plait.Trainer(model, lambda m, b: m(b["x"]).pow(2).mean(), SGD, "")
+    for _ in range(3):
+        trainer.step(batch())
+    assert model.calls == (3 if how in ("counts", "warms up", "every other") else 0)
+    assert model.first is (how != "once")
+    assert len(trainer.compiler.captures._found) <= 2
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("computes", "changes model:calls from 0 to 1 and computes with it"),
+        ("leaves", "leaves a tensor at model:last that the next step reads"),
+        ("draws", "draws from Python's random"),
+    ],
+)
+def test_what_no_graph_can_stand_for_is_named(how, message):
+    model, state = Stateful(how), random.getstate()
+    for plan in ("data=2", "tensor=2"):
+        with pytest.raises(plait.CaptureError, match=message):
+            plait.verify(model, lambda m, b: m(b["x"]).pow(2).mean(), batch(), plan)
+    assert (model.calls, model.last) == (0, None) and random.getstate() == state
+
+
+def test_a_value_that_makes_no_difference_is_captured_once_more_and_then_no_longer_looked_at():
+    settings = {"name": "a", "epoch": 0, "history": [0.0]}
+
+    def loss_fn(model, rows):
+        return model(rows["x"]).pow(2).mean() if settings["epoch"] < 100 else model(rows["x"]).abs().mean()
+
+    trainer = plait.Trainer(net(), loss_fn, SGD, "")
+    for epoch in range(6):
+        settings["epoch"] = epoch
+        settings["history"].append(0.0)
+        trainer.step(batch())
+    assert len({id(captured) for captured in trainer.compiler.captures._found.values()}) == 1
+    settings["epoch"] = 100  # and still its conditions count
+    expected = trainer.compiler.model(batch()["x"]).abs().mean().item()
+    assert float(trainer.step(batch())) == pytest.approx(expected, rel=1e-9)
+
+
+def test_many_captures_are_warned_of():
+    weight = {"w": 0.0}
+    trainer = plait.Trainer(net(), lambda m, b: m(b["x"]).pow(2).mean() * weight["w"], SGD, "")
+
+    def train():
+        for step in range(10):
+            weight["w"] = float(step)
+            trainer.step(batch())
+
+    with pytest.warns(UserWarning, match=r"captured 9 times.*loss_fn:weight\['w'\] is 8.0 after 7.0.*0-d tensor"):
+        train()
+
+
+def test_a_number_read_of_a_tensor_from_outside_is_compared():
+    gate = torch.tensor(1.0)
+    trainer = plait.Trainer(net(), lambda m, b: m(b["x"]).pow(2).mean() * (2 if gate > 0.5 else 1), SGD, "")
+    first = float(trainer.step(batch()))
+    gate.fill_(0.0)
+    expected = trainer.compiler.model(batch()["x"]).pow(2).mean().item()
+    assert float(trainer.step(batch())) == pytest.approx(expected, rel=1e-9) and first > 0
+
+
+def test_another_module_in_the_place_of_one_is_refused():
+    model = net()
+    trainer = plait.Trainer(model, lambda m, b: m(b["x"]).pow(2).mean(), SGD, "")
+    trainer.step(batch())
+    model[2] = nn.Linear(32, 16).double()
+    with pytest.raises(plait.PlanError, match="the module 2 of the model was exchanged"):
+        trainer.step(batch())
