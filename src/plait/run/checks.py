@@ -14,6 +14,7 @@ from plait.comm.agree import agree
 from plait.comm.protocol import World
 from plait.errors import PlanError
 from plait.graph.pipeline import updates_within
+from plait.graph.standin import refuse_without_shape
 from plait.run.agreeing.replicas import refuse_unknown_exempt, refuse_unsettled
 from plait.run.asynchronous import refuse_within
 from plait.run.optimizers import check_patterns
@@ -24,6 +25,7 @@ def check_given(model: Any, loss_fn: Any, optimizer: Any, clip_norm: float | Non
     """Raise PlanError for what is not a model, a loss function, an optimizer's factory, or a norm to clip to."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
+    refuse_without_shape(model)
     if not callable(loss_fn):
         raise PlanError(f"loss_fn is a {type(loss_fn).__name__}; give a function of (model, batch)")
     check_patterns(optimizer)

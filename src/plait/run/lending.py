@@ -100,8 +100,6 @@ class AsItWas:
             _put(module, parameters)
             module._buffers.update(buffers)
         for tensor, data, grad in self._data:
-            if nn.parameter.is_lazy(tensor):
-                continue
             if tensor.data_ptr() != data.data_ptr() or tensor.is_meta != data.is_meta:
                 tensor.data = data
             tensor.grad = grad

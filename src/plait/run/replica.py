@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,6 @@ from plait.run.state import counts_here, gather_whole, local_part, summed_square
 from plait.run.tracing.recorder import Recorder
 from plait.run.variables import Variables
 from plait.spec.layout import Layout
-
-T = TypeVar("T")
 
 _SAME_CODE = (
     "model and loss must do the same on every rank: look for what depends on the rank, on the clock or on random"
@@ -76,11 +74,11 @@ class Replica:
         self.dtypes = {name: p.dtype for name, p in own.items()}
         self.variables = Variables(model, lowered, world, self.homes, seed, adopt)
         self.buffers: dict[str, Tensor] = {}
-        held = dict(model.named_buffers())
+        buffers = dict(model.named_buffers())
         for name, buffer in initial_buffers(model, world).items():
-            if adopt and buffer is not held[name]:
-                held[name].data = buffer
-            self.buffers[name] = held[name] if adopt else buffer.detach().clone().to(world.device)
+            if adopt and buffer is not buffers[name]:
+                buffers[name].data = buffer
+            self.buffers[name] = buffers[name] if adopt else buffer.detach().clone().to(world.device)
         self.buffers |= self.variables.changing
 
     def release(self) -> None:
@@ -113,24 +111,28 @@ class Replica:
             before = ", ".join(one for one, mode in self._signatures if mode == train)
             remedy = "give every rank rows of the same shapes at every step"
             agree(self.world, signature, "shape of batch", remedy=f"{remedy} (so far: {before})" if before else remedy)
-            captured = self._attempt(lambda: self.compiler.captured(whole, train), lambda found: found, _SAME_CODE)
+            captured = attempt(
+                self.world,
+                lambda: self.compiler.captured(whole, train),
+                "capturing the step",
+                captured_digest,
+                _SAME_CODE,
+            )
             self._signatures[signature, train] = None
         else:
             captured = self.compiler.captured(whole, train)
         key = (id(captured), train, num_micro)
         if key not in self._programs:
+            if not is_new:
+                remedy = "change what loss_fn and model read in Python on all ranks alike, before the same step"
+                agree(self.world, captured_digest(captured), "step, captured anew", remedy=remedy)
             self._check_kinds(captured)
-            remedy = "change what loss_fn and model read in Python on all ranks alike, before the same step"
-            lowered = self._attempt(
-                lambda: self.compiler.lowered_from(captured, train, num_micro), lambda found: found.captured, remedy
+            lowered = attempt(
+                self.world, lambda: self.compiler.lowered_from(captured, train, num_micro), "laying out the step"
             )
             make = Program if lowered.pipeline is None else PipelineProgram
             self._programs[key] = make(lowered, self.world, self.homes, self._recorder)
         return self._programs[key]
-
-    def _attempt(self, work: Callable[[], T], captured: Callable[[T], Captured], remedy: str) -> T:
-        """Work on a step that is new on all ranks; RankFailed, CaptureError or WorldError where ranks differ in it."""
-        return attempt(self.world, work, "capturing the step", lambda found: captured_digest(captured(found)), remedy)
 
     def _check_kinds(self, captured: Captured) -> None:
         """Raise PlanError where a later step changes parameters that the first one did not."""
