@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
-import math
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +18,7 @@ from torch import Tensor, nn
 from plait.comm.agree import attempt
 from plait.comm.process import process_world
 from plait.comm.protocol import World
-from plait.errors import BatchError, CaptureError, CheckpointError, LossError, PlanError
-from plait.graph.batch import is_container
+from plait.errors import BatchError, CaptureError, CheckpointError, PlanError
 from plait.graph.loss import Outputs, join_outputs, results
 from plait.graph.pipeline import updates_within
 from plait.graph.precision import Precision
@@ -33,11 +30,13 @@ from plait.run.checks import agree_on_setup, check_given, check_plan, describe_o
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.eager import EagerReplica, check_allowed, ddp_warning, refuse_unless_data_only
 from plait.run.environment import resolve_plan, resolve_trace
+from plait.run.finite import check_finite, clip
 from plait.run.gathered import gathered
 from plait.run.homes.homes import Homes
 from plait.run.lending import AsItWas, refuse_away
-from plait.run.local_batch import LocalBatch, num_rows
-from plait.run.optimizers import OptimizerFactory, build_optimizer, build_scheduler
+from plait.run.local_batch import is_loader, num_rows
+from plait.run.microbatch import step_key
+from plait.run.optimizers import OptimizerFactory, build_both, build_optimizer
 from plait.run.outputs import refuse_padding, without_padding
 from plait.run.replica import Replica
 from plait.run.same_batch import SameBatch
@@ -196,10 +195,9 @@ class Trainer:
         refuse_away(self.compiler.model)
         agree_on_setup(self.world, self.plan, self.compiler.model, self.seed, self.clip_norm, self._on_nan)
         replica = self._build_replica(self._rows(batch))
-        make_optimizer, make_scheduler = self._factories
         self.optimizer, self.scheduler = attempt(
             self.world,
-            lambda: _optimizer_and_scheduler(make_optimizer, make_scheduler, replica, self.world),
+            lambda: build_both(*self._factories, replica, self.world),
             "making the optimizer",
             lambda made: describe_optimizer(made[0]),
             "give every rank the same optimizer",
@@ -252,7 +250,7 @@ class Trainer:
             self.recorder.begin()
         replica, optimizer = self.replica, self.optimizer
         assert optimizer is not None
-        self._begin(batch, "step")
+        self._same.begin(batch, f"step {self.step_number + 1}")
         scale = self.loss_scale.tensor() if self.loss_scale is not None else None
         with self.span("backward", "step") if isinstance(replica, EagerReplica) else nullcontext():
             within = {"update": self._update_within} if self._updates_within else {}
@@ -262,8 +260,8 @@ class Trainer:
             with self.span("reduce", "gradients"):
                 result = self.replicas.gradients(result)
         refuse_padding(batch, result)
-        with self._awaited():
-            self._check_finite(result.loss, result.gradients)
+        with self._same.awaited():
+            check_finite(replica, self.step_number + 1, result.loss, result.gradients, self._on_nan)
         aux = None if result.aux is None else results(without_padding(batch, join_outputs(result.aux)))
         self._follow_frozen(replica)
         if self._updates_within:
@@ -276,28 +274,12 @@ class Trainer:
         norm = None
         if steps:
             with self.span("optimizer", "STEP"):
-                norm = self._clip() if self.clip_norm is not None else None
+                norm = clip(replica, self.clip_norm) if self.clip_norm is not None else None
                 self.update.step()
         optimizer.zero_grad(set_to_none=True)
         if steps:
             replica.updated()
         return self._finished(loss, aux, norm, steps), wanted
-
-    def _begin(self, batch: Any, what: str) -> None:
-        """Let the other ranks know of the step, or the evaluation, that this rank begins."""
-        what = f"{what} {self.step_number + (what == 'step')}"
-        if self.world.monitor is not None:
-            self.world.monitor.num_steps += 1
-            self.world.monitor.does(what)
-        self._same.begin(batch, what)
-
-    def _awaited(self) -> AbstractContextManager[Any]:
-        """Within it this rank waits for what a GPU works out, which needs the other ranks to have begun the step."""
-        monitor = self.world.monitor
-        if monitor is None or self.world.device.type == "cpu" or self.plan.relaxed_axis:
-            return nullcontext()
-        late = functools.partial(monitor.behind_step, monitor.num_steps)
-        return monitor.waiting(f"step {self.step_number + 1}", late)
 
     def _follow_frozen(self, replica: Replica | EagerReplica) -> None:
         """Let the optimizer take over parameters that train from this step on."""
@@ -352,12 +334,12 @@ class Trainer:
         total, weight = 0.0, 0.0
         aux: list[Outputs] = []
         with ExitStack() as stack:
-            for batch in data if _is_loader(data) else [data]:
+            for batch in data if is_loader(data) else [data]:
                 self.prepare(batch)
                 if self.replicas is not None and weight == 0:
                     stack.enter_context(self.replicas.aggregated(self.step_number))
                 here = self._rows(batch)
-                self._begin(batch, "evaluation after step")
+                self._same.begin(batch, f"evaluation after step {self.step_number}")
                 result = self.replica.run(here, self._key(), train=False)
                 self._same.check()
                 refuse_padding(batch, result)
@@ -505,59 +487,10 @@ class Trainer:
         lowered = self.replica.lowered if isinstance(self.replica, Replica) else None
         write_plan(folder, lowered, self.world, str(self.plan))
 
-    def _clip(self) -> float:
-        assert self.clip_norm is not None
-        norm = self.replica.gradient_norm()
-        scale = self.clip_norm / (norm + 1e-6)
-        if scale < 1:
-            self.replica.scale_gradients(scale)
-        return norm
-
-    def _check_finite(self, loss: Tensor, gradients: Mapping[str, Tensor]) -> None:
-        if math.isfinite(float(loss)):
-            return
-        parts = ((name, self.replica.local(name)) for name in self.replica.parameters)
-        bad = next((name for name, part in parts if part is not None and not bool(part.isfinite().all())), None)
-        where = f"parameter {bad} is not finite" if bad else "all parameters are finite"
-        if bad is None:
-            bad = next((n for n, g in gradients.items() if not bool(g.isfinite().all())), None)
-            where += f"; the first bad gradient is that of {bad}" if bad else ""
-        message = f"the loss of step {self.step_number + 1} is {float(loss)}: {where}{self._late_checks()}"
-        if self._on_nan == "raise":
-            raise LossError(f"{message}; lower the learning rate, set clip_norm, or pass on_nan='warn' to go on")
-        warnings.warn(message, stacklevel=3)
-
-    def _late_checks(self) -> str:
-        """The lines whose conditions the step checks itself, for the message of a loss that is not finite."""
-        checks = self.replica.lowered.captured.checks if isinstance(self.replica, Replica) else ()
-        if not checks:
-            return ""
-        return f"; or what the model or the loss makes sure of does not hold: {'; '.join(dict.fromkeys(checks))}"
-
-
-def _optimizer_and_scheduler(
-    make_optimizer: OptimizerFactory,
-    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
-    replica: Replica | EagerReplica,
-    world: World,
-) -> tuple[torch.optim.Optimizer, Any]:
-    optimizer = build_optimizer(make_optimizer, replica.parameters, replica.layouts, world, replica.absent)
-    return optimizer, build_scheduler(make_scheduler, optimizer)
-
 
 def _end_trace(reference: weakref.ref[Trainer]) -> None:
     if (trainer := reference()) is not None:
         trainer._end_trace()
 
 
-def step_key(seed: int, step: int) -> int:
-    """The key of a step's random draws."""
-    return (seed * 0x9E3779B1 + step) & ((1 << 62) - 1)
-
-
-def _is_loader(data: Any) -> bool:
-    """Whether `data` yields batches, rather than being one."""
-    return isinstance(data, Iterable) and not isinstance(data, LocalBatch) and not is_container(data)
-
-
-__all__ = ["StepEnd", "Trainer", "step_key"]
+__all__ = ["StepEnd", "Trainer"]

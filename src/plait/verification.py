@@ -35,15 +35,15 @@ from plait.run.agreeing.rows import batch_of_replica
 from plait.run.agreeing.serial import SerialReplicas
 from plait.run.checks import check_given, check_plan
 from plait.run.compiler import Captures, Compiler, LossFn
-from plait.run.microbatch import microbatches
-from plait.run.optimizers import make_optimizer, refuse_inexact
+from plait.run.microbatch import microbatches, step_key
+from plait.run.optimizers import OptimizerFactory, make_optimizer, refuse_inexact
 from plait.run.references import one_device_step, stale_step
 from plait.run.scaling import FIRST_SCALE
 from plait.run.twin import Twin, preserved
 from plait.serve.verifying import ServedCheck
 from plait.spec.annotation import Annotations
 from plait.spec.plan import Plan
-from plait.trainer import OptimizerFactory, Trainer, step_key
+from plait.trainer import Trainer
 
 _HEADROOM = 2.0**4  # of the loss scale in fp16: a rank's term of a sum may be larger than the sum
 

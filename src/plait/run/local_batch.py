@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from plait.errors import BatchError
-from plait.graph.batch import batch_tensors, count_rows, map_rows, take_rows
+from plait.graph.batch import batch_tensors, count_rows, is_container, map_rows, take_rows
 
 
 @dataclass(frozen=True)
@@ -46,3 +47,8 @@ def batch_part(batch: Any, index: int, count: int) -> Any:
     if step * (count - 1) >= rows:
         raise BatchError(f"a batch of {rows} rows does not make {count} parts; give at least a row for each")
     return take_rows(batch, rows, index * step, step)
+
+
+def is_loader(data: Any) -> bool:
+    """Whether `data` yields batches, rather than being one."""
+    return isinstance(data, Iterable) and not isinstance(data, LocalBatch) and not is_container(data)

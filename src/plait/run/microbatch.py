@@ -43,6 +43,11 @@ def first_microbatch(batch: Any, num: int) -> Any:
     return batch if _num_here(batch) % num else microbatches(batch, num)[0]
 
 
+def step_key(seed: int, step: int) -> int:
+    """The key of a step's random draws."""
+    return (seed * 0x9E3779B1 + step) & ((1 << 62) - 1)
+
+
 def micro_key(key: int, index: int) -> int:
     """The key of the random draws of a step's microbatch; the first one's is the step's."""
     return (key + index * 0x9E3779B97F4A7C15) & ((1 << 62) - 1)

@@ -13,7 +13,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -173,6 +173,29 @@ def refuse_some_at_a_time(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
             " them read and stepped some at a time; give a list of (name pattern, optimizer's function) pairs in its"
             " place, or keep them on the host"
         )
+
+
+class Held(Protocol):
+    """What a rank holds of a model: a replica, captured or not."""
+
+    layouts: Mapping[str, Layout]
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]: ...
+
+    @property
+    def absent(self) -> Mapping[str, nn.Parameter]: ...
+
+
+def build_both(
+    make_optimizer: OptimizerFactory,
+    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+    held: Held,
+    world: World,
+) -> tuple[torch.optim.Optimizer, Any]:
+    """The optimizer of what a rank holds, and its scheduler."""
+    optimizer = build_optimizer(make_optimizer, held.parameters, held.layouts, world, held.absent)
+    return optimizer, build_scheduler(make_scheduler, optimizer)
 
 
 def build_scheduler(factory: Callable[[Any], Any] | None, optimizer: torch.optim.Optimizer) -> Any:

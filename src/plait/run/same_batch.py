@@ -9,7 +9,9 @@ tensor that is on a GPU is read there, and what came of it is looked at one step
 
 from __future__ import annotations
 
+import functools
 import zlib
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,9 +73,22 @@ class SameBatch:
         self._on_gpu = world.device.type == "cuda"
         self._sent: _Sent | None = None
         self._num_batches = self._chained = 0
+        self._step = ""  # what this rank is in
+
+    def awaited(self) -> AbstractContextManager[Any]:
+        """Within it this rank waits for what a GPU works out, which needs the other ranks to have begun the step."""
+        monitor = self._world.monitor
+        if monitor is None or self._world.device.type == "cpu" or self._relaxed:
+            return nullcontext()
+        return monitor.waiting(self._step, functools.partial(monitor.behind_step, monitor.num_steps))
 
     def begin(self, batch: Any, step: str) -> None:
-        """Send what is to be compared of a step's batch. WorldError where that of the step before differed."""
+        """Let the other ranks know of the step, or the evaluation, that this rank begins, and send what is to be
+        compared of its batch. WorldError where that of the step before differed."""
+        self._step = step
+        if self._world.monitor is not None:
+            self._world.monitor.num_steps += 1
+            self._world.monitor.does(step)
         self.check(late=True)
         if self._world.mesh.size == 1:
             return

@@ -19,6 +19,7 @@ from plait.run.compiler import Captures, Compiler
 from plait.run.eager import EagerReplica, refuse_unless_data_only
 from plait.run.homes.homes import Homes
 from plait.run.local_batch import num_rows
+from plait.run.microbatch import step_key
 from plait.run.replica import Replica
 from plait.run.saving.snapshot import persistent_buffers
 from plait.run.state import is_whole, local_part
@@ -28,7 +29,6 @@ from plait.serve.notes import Task
 from plait.serve.tables.local import LocalTables, Lookup
 from plait.serve.tables.module import specs_of, tables_away
 from plait.serve.wire import to_array, wholes
-from plait.trainer import step_key
 
 
 @dataclass(frozen=True)

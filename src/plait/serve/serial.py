@@ -19,10 +19,10 @@ from plait.decide.handout import Handout
 from plait.run.agreeing.alone import make_smaller
 from plait.run.agreeing.serial import norm_parts
 from plait.run.local_batch import batch_part, num_rows
+from plait.run.microbatch import step_key
 from plait.run.optimizers import make_optimizer
 from plait.run.references import one_device_step
 from plait.serve.job import Job
-from plait.trainer import step_key
 
 Named = dict[str, Tensor]
 
