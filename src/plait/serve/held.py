@@ -31,6 +31,8 @@ _OWN = ("params", "param_names", "foreach", "fused", "capturable")
 class _Holder:
     """What checkpoints ask of a replica: parameters, each whole and in this process."""
 
+    changing: frozenset[str] = frozenset()  # no parameter that a step changes by itself is served
+
     def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter], buffers: dict[str, Tensor]) -> None:
         self.compiler = SimpleNamespace(model=model)
         self.parameters = parameters
