@@ -91,3 +91,25 @@ def test_a_gradient_that_is_not_finite_cannot_be_compared() -> None:
 
     with pytest.raises(LossError, match=r"the gradient of 0\.weight is not finite on one device"):
         plait.verify(mlp(), loss, torch.randn(4, 8), "data=2", steps=1)
+
+
+class MovingMean(nn.Module):
+    """A parameter that does not train, and that the step changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.mean = nn.Parameter(torch.zeros(16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(h.mean(0) * 0.1)
+        return self.down(h - self.mean)
+
+
+@pytest.mark.parametrize("plan", ["data=2 sync=2", "data=2 sync=2 outer=sgd", "data=2 compress=bf16"])
+def test_replicas_agree_on_parameters_that_the_step_changes(plan: str) -> None:
+    report = plait.verify(MovingMean(), square, torch.randn(8, 8), plan)
+    assert report.ok, report
+    assert {d.name for d in report.buffers} == {"mean"}

@@ -217,7 +217,7 @@ class Verifier:
         twins = [self._twin(rounding, draw) for _ in range(plan.mesh.axis_size(plan.relaxed_axis))]
         optimizers = [make_optimizer(self.optimizer, _trained(twin)) for twin in twins]
         states = {n: lowered.states[n] for n, _ in self.captures.model.named_parameters() if n in lowered.states}
-        serial = SerialReplicas(plan, twins, optimizers, states)
+        serial = SerialReplicas(plan, twins, optimizers, states, self.captures.changing)
         losses, gradients, outputs = [], {}, list[dict[str, Tensor]]()
         for step in range(self.steps):
             loss, found, aux = serial.step(
@@ -226,8 +226,12 @@ class Verifier:
             losses.append(loss)
             outputs.append(aux)
             gradients = gradients or found
-        parameters = {n: p.detach() for n, p in twins[0].named_parameters() if n in states}
-        return Run(losses, gradients, parameters, dict(twins[0].named_buffers()), outputs=outputs[0])
+        parameters = {
+            n: p.detach() for n, p in twins[0].named_parameters() if n in states and n not in self.captures.changing
+        }
+        buffers = dict(twins[0].named_buffers())
+        buffers |= {n: p.detach() for n, p in twins[0].named_parameters() if n in self.captures.changing}
+        return Run(losses, gradients, parameters, buffers, outputs=outputs[0])
 
     def _preserved(self) -> AbstractContextManager[None]:
         return preserved(self.captures.model, self.captures.loss_fn)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,8 +114,10 @@ class SerialReplicas:
         twins: Sequence[nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         layouts: Mapping[str, Layout],
+        changing: Collection[str] = (),
     ) -> None:
         self.plan = plan
+        self._changing = changing  # parameters that the step itself changes, as it does buffers
         self.twins = twins
         self._optimizers = optimizers
         self._named = [{n: p for n, p in twin.named_parameters() if p.requires_grad} for twin in twins]
@@ -198,11 +200,14 @@ class SerialReplicas:
                     own.copy_(torch.lerp(own, mean.to(own.dtype), 1 - mixing) if mixing else mean)
                 self._settle(name)
         if self.plan.overlap == 0 and len(self._rounds.begun(step)) == self.plan.streaming:
-            for buffers in zip(*(twin.buffers() for twin in self.twins), strict=True):
+            for buffers in zip(*map(self._buffers, self.twins), strict=True):
                 if buffers[0].is_floating_point():
                     mean = torch.stack(buffers).mean(0)
                     for buffer in buffers:
                         buffer.copy_(mean)
+
+    def _buffers(self, twin: nn.Module) -> list[Tensor]:
+        return [*twin.buffers(), *(p for name, p in twin.named_parameters() if name in self._changing)]
 
     def _settle(self, name: str) -> None:
         states = [
