@@ -436,7 +436,7 @@ def test_memory_and_explanation_are_those_of_a_replica() -> None:
     found = Estimator(gpt(), loss_fn, gpt_batch(8), ADAMW).until_it_fits(Plan.parse("data=2 sync=8"), 1)
     assert [each.plan.zero for each in found] == [0] * len(found) and len(found) >= 2
     told = str(plait.explain(gpt(), loss_fn, gpt_batch(8), "data=2 tensor=2 sync=8"))
-    first, rest = told.split("\n", 1)
+    first, rest = told.split("\n\neach of them: ", 1)
     num_local = sum(p.numel() for p in gpt().parameters()) / 2  # all but norms and biases of rows are split
     assert "2 replicas along data agree on weights (sync=8); a rank sends" in first
     sent = explained_bytes("data=2 sync=8 compress=int8")

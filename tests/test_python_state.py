@@ -121,3 +121,27 @@ def test_another_module_in_the_place_of_one_is_refused():
     model[2] = nn.Linear(32, 16).double()
     with pytest.raises(plait.PlanError, match="the module 2 of the model was exchanged"):
         trainer.step(batch())
+
+
+class Hooked(nn.Module):
+    """Registers hooks at its first forward, and remembers that it has, as the models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        if not getattr(self, "is_hooked", False):
+            self.first.register_forward_hook(lambda module, args, output: self.seen.append(output))
+            self.is_hooked = True
+        self.seen = []
+        z = self.second(self.first(x).relu())
+        return z, self.seen[0]
+
+
+def test_hooks_that_the_first_forward_registers_are_there_at_every_capture() -> None:
+    model = Hooked().double()
+    verifier = plait.Verifier(model, lambda m, b: sum(part.square().mean() for part in m(b["x"])), batch())
+    for plan in ("data=2", "tensor=2", "pipeline=2 micro=2"):
+        assert verifier.verify(plan).ok
+    assert not hasattr(model, "is_hooked") and not model.first._forward_hooks

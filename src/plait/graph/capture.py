@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,7 +29,7 @@ from plait.graph.outside import Outside
 from plait.graph.pause import collection_paused
 from plait.graph.precision import FULL, Precision
 from plait.graph.random import VisibleDropout
-from plait.graph.reach import Holder, Reached
+from plait.graph.reach import MISSING, PLAIN, Holder, Reached
 from plait.graph.record import Recorder
 from plait.graph.selection import Selections
 from plait.graph.standin import Exchange, StandIns, is_real, refuse_scripted, standing_in
@@ -299,7 +299,15 @@ def _effects(reached: Reached, outside: Outside, recorder: Recorder) -> tuple[di
             )
         elif id(now) in recorder.nodes:
             rebound[place] = now
+    if _prepares(reached, effects):  # a flag that says that this is done goes with it
+        effects = [e for e in effects if not (e.before is MISSING and isinstance(e.now, bool))]
     return rebound, effects
+
+
+def _prepares(reached: Reached, effects: Sequence[Effect]) -> bool:
+    """Whether the step has made what is no plain value and no tensor, such as hooks: all of that is undone."""
+    made = (e for e in effects if e.before is MISSING and not isinstance(e.now, (*PLAIN, Tensor)))
+    return any(reached.empty) or any(made)
 
 
 def _varies(node: Node) -> bool:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.overrides import TorchFunctionMode
 
@@ -178,5 +179,6 @@ class Exchange(TorchFunctionMode):
 
 
 def is_real(value: Tensor) -> bool:
-    """Whether it is a tensor with numbers, rather than a fake one or one of a class that knows better."""
-    return type(value) in _PLAIN_TENSORS and not isinstance(value, FakeTensor)
+    """Whether it is a tensor with numbers, rather than a fake one, one of a class that knows better, or one that a
+    transform of torch.func has wrapped."""
+    return type(value) in _PLAIN_TENSORS and not is_functorch_wrapped_tensor(value)

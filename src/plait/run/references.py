@@ -91,7 +91,7 @@ def one_device_step(
             with precision.computing(model, device):
                 found = one_device_loss(model, loss_fn, part, num_parts)
                 total = found.mean if plan.micro == 1 else found.total
-            (total.float() * scale).backward()
+            (_wide(total) * scale).backward()
         totals.append(total.detach())
         weights.append(torch.as_tensor(found.pair[1]).detach())
         outputs.append(found.outputs)
@@ -101,8 +101,13 @@ def one_device_step(
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad /= torch.as_tensor(over * scale, dtype=parameter.grad.dtype)
-    loss = torch.stack([one.float() for one in totals]).sum() / over
+    loss = torch.stack([_wide(one) for one in totals]).sum() / over
     return OneDevice(loss, float(weight) if weighted else None, _joined(outputs))
+
+
+def _wide(value: Tensor) -> Tensor:
+    """In float32, or wider where it is."""
+    return value if value.dtype == torch.float64 else value.float()
 
 
 def stale_step(
@@ -139,10 +144,10 @@ def stale_step(
         with GlobalRandom(micro_key(key, micro)):
             with precision.computing(model, device):
                 found = one_device_loss(model, loss_fn, part, num_parts)
-            (found.mean.float() / num).backward()
+            (_wide(found.mean) / num).backward()
         total, weight = found.pair
-        totals.append(total.detach().float())
-        weights.append(torch.as_tensor(weight).detach().float())
+        totals.append(_wide(total.detach()))
+        weights.append(_wide(torch.as_tensor(weight).detach()))
         outputs.append(found.outputs)
         if micro == first + num - 1:
             for name, parameter in named.items():

@@ -37,7 +37,6 @@ class _Holder:
         self.compiler = SimpleNamespace(model=model)
         self.parameters = parameters
         self.buffers = buffers
-        self.changing: frozenset[str] = frozenset()
         self.dtypes = {name: p.dtype for name, p in parameters.items()}
         self.layouts = {name: Layout(torch_name(p.dtype), tuple(p.shape)) for name, p in parameters.items()}
 

@@ -155,19 +155,24 @@ class Loader:
 
         An iteration that is under way ends; the next one begins at the new place. A stream is read up to there again.
         """
+        if not isinstance(state, Mapping):
+            raise DataError(f"this is no state of a loader: it is a {type(state).__name__}, not a mapping")
         needed = {"epoch", "items", "seed", "shuffle", "size"}
         needed |= {"batches"} if isinstance(self._order, Sampled) and state.get("items") else set()
         if missing := sorted(needed - set(state)):
             raise DataError(f"this is no state of a loader: it lacks {', '.join(missing)}")
+        for key in ("epoch", "items", "batches"):
+            if type(state.get(key, 0)) is not int or state.get(key, 0) < 0:
+                raise DataError(f"this is no state of a loader: its {key} is {state[key]!r}, not a count")
         for key, here in (("seed", self.seed), ("shuffle", self._shuffle), ("size", self._size)):
             if state[key] != here:
                 raise DataError(
                     f"the data is not that of the saved run: {key} was {state[key]} and is now {here};"
                     " use the same data and seed, or start anew"
                 )
-        items = int(state["items"])
+        items = state["items"]
         if isinstance(self._order, Sampled):
-            position = int(state.get("batches", 0))
+            position = state.get("batches", 0)
         else:
             position, rest = divmod(items, self._order.batch_size)
             if rest and (self._order.drop_last or items != (self._size or items)):
@@ -179,7 +184,7 @@ class Loader:
         self._feed.stop()
         self._told.clear()
         self._loaded += 1
-        self.epoch, self._position, self._items, self._over = int(state["epoch"]), position, items, False
+        self.epoch, self._position, self._items, self._over = state["epoch"], position, items, False
 
     def close(self) -> None:
         """End the workers and the thread that reads ahead. An iteration after it starts them again."""
