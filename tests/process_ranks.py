@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, TensorDataset
 
 import plait
@@ -213,7 +214,8 @@ def other_numbers_under_ddp(world: World) -> dict[str, Any]:
         sgd = functools.partial(torch.optim.SGD, lr=0.1)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return plait.Trainer(model, loss, sgd, f"{text(world)} {plan}", world=world, **more).step(rows)
+            found = plait.Trainer(model, loss, sgd, f"{text(world)} {plan}", world=world, **more).step(rows)
+        return tree_map(Tensor.tolist, found)  # a tensor would be gone with its process
 
     for loss in (labelled, contrasting, stops_loss, alone, random_loss):
         try:

@@ -174,7 +174,7 @@ def test_what_ddp_makes_another_number_of_is_refused() -> None:
             assert "couples rows, or it is a mean over some of them. Return plait.Weighted" in found[name]
         loss, outputs = found["alone"]  # of 4 and 3 rows
         assert float(loss) == pytest.approx(float(expected), rel=1e-5)
-        torch.testing.assert_close(outputs["errors"], aux["errors"])
+        torch.testing.assert_close(torch.tensor(outputs["errors"]), aux["errors"])
         assert float(outputs["most"]) == pytest.approx(float(aux["errors"].max()))
         assert float(outputs["mean"]) == pytest.approx(float(expected), rel=1e-5)
         assert float(found["stops_loss"]) == pytest.approx(float(ranks.stops_loss(ranks.stops(), rows).mean.detach()))

@@ -50,6 +50,7 @@ class Patience:
         self._what, self._late = what, late
 
     def end(self) -> None:
+        self._what, self._late = str, None  # they may hold the result
         if self._wait is not None and self._monitor is not None:
             self._monitor.end(self._wait)
             self._wait = None

@@ -53,9 +53,15 @@ _models: WeakSet[nn.Module] = WeakSet()  # of all captures: other trainers may t
 
 
 class Captures:
-    """The captured steps of one model and loss, by the batch's structure and shapes; plans may share them."""
+    """The captured steps of one model and loss, by the batch's structure and shapes; plans may share them.
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, device: torch.device | None = None) -> None:
+    `warns` says whether many captures are worth a warning: of one training run they are.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn, device: torch.device | None = None, warns: bool = True
+    ) -> None:
+        self._warns = warns
         self.model = model
         _models.add(model)
         self.loss_fn = loss_fn
@@ -151,6 +157,8 @@ class Captures:
 
     def _count(self, kind: _Kind, variant: Variant) -> None:
         """Warn once where there are many captures, with what differs from one to the next."""
+        if not self._warns:
+            return
         others = [(k, v) for k, v in self._found if k[1] == kind[1]]
         if others and len(self._reasons) <= _MANY:
             self._reasons.append(_difference(others[-1], (kind, variant), self.watch))
