@@ -1,7 +1,11 @@
 """What Python holds: compared before each step with what it was when the step was captured, and changed by the step."""
 
+import functools
+import itertools
 import random
+import types
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -145,3 +149,87 @@ def test_hooks_that_the_first_forward_registers_are_there_at_every_capture() -> 
     for plan in ("data=2", "tensor=2", "pipeline=2 micro=2"):
         assert verifier.verify(plan).ok
     assert not hasattr(model, "is_hooked") and not model.first._forward_hooks
+
+
+def an_iterator():
+    items = itertools.count(1)
+    return lambda m, b: m(b["x"]).square().mean() * next(items)
+
+
+def a_generator():
+    items = (item for item in (1.0, 2.0, 3.0))
+    return lambda m, b: m(b["x"]).square().mean() * next(items)
+
+
+def a_running_mean_of_numbers():
+    state = types.SimpleNamespace(mean=1.0)
+
+    def loss_fn(m, b):
+        loss = m(b["x"]).square().mean()
+        state.mean = 0.9 * state.mean + 0.1 * loss.item()
+        return loss / state.mean
+
+    return loss_fn
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (an_iterator, "takes an item from the iterator loss_fn:items"),
+        (a_generator, "takes an item from the iterator loss_fn:items"),
+        (a_running_mean_of_numbers, "leaves at loss_fn:state.mean a number"),
+    ],
+)
+def test_what_one_step_leaves_to_the_next_in_python_is_refused_by_its_place(make, message):
+    with pytest.raises(plait.PlaitError, match=message):
+        plait.verify(net(), make(), batch(), "tensor=2")
+
+
+def test_a_function_in_the_place_of_another_is_another_step():
+    model = net()
+    model.act = F.gelu
+    trainer = plait.Trainer(model, lambda m, b: m.act(m(b["x"])).square().mean(), SGD, "data=1")
+    trainer.step(batch())
+    model.act = torch.tanh
+    expected = float(torch.tanh(model(batch()["x"])).square().mean().detach())
+    assert float(trainer.step(batch())) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_learning_rate_that_the_loss_reads_is_compared():
+    model = net()
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(other, 1, 0.5)
+    rate = functools.partial(torch.optim.SGD, lr=0.0)
+    trainer = plait.Trainer(model, lambda m, b: m(b["x"]).square().mean() * scheduler.get_last_lr()[0], rate, "data=1")
+    losses = []
+    for _ in range(3):
+        losses.append(float(trainer.step(batch())))
+        other.step()
+        scheduler.step()
+    assert losses == pytest.approx([losses[0], losses[0] / 2, losses[0] / 4], rel=1e-9)
+
+
+def test_an_array_of_numpy_is_a_constant():
+    weights = np.arange(1.0, 17.0)
+    verifier = plait.Verifier(net(), lambda m, b: (m(b["x"]) * torch.from_numpy(weights)).square().mean(), batch())
+    assert verifier.verify("data=2").ok and verifier.verify("tensor=2").ok
+
+
+class SteppedBySchedule(torch.optim.SGD):
+    """Steps a scheduler of its own."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=1.0)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self, 1, 0.5)
+
+    def step(self, closure=None):
+        super().step()
+        self.scheduler.step()
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", "data=2 zero=3"])
+def test_trying_an_optimizer_leaves_its_scheduler_alone(plan):
+    report = plait.verify(
+        net(), lambda m, b: m(b["x"]).square().mean(), batch(), plan, optimizer=SteppedBySchedule, steps=3
+    )
+    assert report.ok

@@ -29,7 +29,7 @@ from plait.graph.outside import Outside
 from plait.graph.pause import collection_paused
 from plait.graph.precision import FULL, Precision
 from plait.graph.random import VisibleDropout
-from plait.graph.reach import MISSING, PLAIN, Holder, Reached
+from plait.graph.reach import MISSING, PLAIN, Holder, Reached, position, set_state, state_of
 from plait.graph.record import Recorder
 from plait.graph.selection import Selections
 from plait.graph.standin import Exchange, StandIns, is_real, refuse_scripted, standing_in
@@ -326,8 +326,9 @@ def _varies(node: Node) -> bool:
 def _nothing_drawn(reached: Reached) -> Iterator[None]:
     """Raise CaptureError where Python's or numpy's random numbers are drawn meanwhile; their state is put back."""
     states = random.getstate(), np.random.get_state(legacy=False)
-    own = [(place, source, _state_of(source)) for place, source in reached.sources]
+    own = [(place, source, state_of(source)) for place, source in reached.sources]
     drawn: list[str] = []
+    begun = [(place, iterator, position(iterator)) for place, iterator in reached.iterators]
     try:
         yield
     finally:
@@ -338,32 +339,21 @@ def _nothing_drawn(reached: Reached) -> Iterator[None]:
             np.random.set_state(states[1])
             drawn.append("numpy.random")
         for place, source, state in own:
-            if repr(_state_of(source)) != repr(state):
-                _set_state(source, state)
+            if repr(state_of(source)) != repr(state):
+                set_state(source, state)
                 drawn.append(place)
+    for place, iterator, before in begun:
+        if position(iterator) != before:
+            raise PlanError(  # no CaptureError, after which the model would run as it is: an item is gone
+                f"the step takes an item from the iterator {place}, and a graph would have the same item at every step;"
+                " take it in the training loop and put it into the batch"
+            )
     if drawn:
         raise CaptureError(
             f"cannot capture the training step: it draws from {' and '.join(drawn)}, and a graph would have the"
             " same numbers at every step; draw in the data loader and put the numbers into the batch, or draw with"
             " torch, whose random numbers are new at every step"
         )
-
-
-def _state_of(source: Any) -> Any:
-    if isinstance(source, random.Random):
-        return source.getstate()
-    if isinstance(source, np.random.Generator):
-        return source.bit_generator.state
-    return source.get_state()
-
-
-def _set_state(source: Any, state: Any) -> None:
-    if isinstance(source, random.Random):
-        source.setstate(state)
-    elif isinstance(source, np.random.Generator):
-        source.bit_generator.state = state
-    else:
-        source.set_state(state)
 
 
 def _results(loss: Loss) -> list[tuple[Output, Tensor]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from plait.errors import LossError
 from plait.graph.late import LateNumber
+from plait.graph.selected import Selected
 
 FORMS = (
     "loss_fn(model, batch) returns a scalar tensor, which is the mean over the batch, or plait.Weighted(sum, weight)"
@@ -243,6 +244,8 @@ def _type(value: Any) -> str:
         return "Tensor"
     if isinstance(value, LateNumber):
         return "Python number made by .item()"
+    if isinstance(value, Selected):
+        return "selection of rows by a mask"
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 

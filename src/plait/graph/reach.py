@@ -190,6 +190,7 @@ class Reached:
         self.empty_places: list[str] = []
         self.arrays: list[tuple[str, np.ndarray[Any, Any], bytes]] = []
         self.sources: list[tuple[str, Any]] = []  # of random numbers
+        self.iterators: list[tuple[str, Any]] = []
         self.parameters: list[tuple[str, dict[str, nn.Parameter | None], str]] = []  # of the model
         self._kept: list[Any] = []  # ids stay unique while these live
         self._seen: set[int] = set()
@@ -222,13 +223,15 @@ class Reached:
             if value.nbytes <= _MOST_BYTES and value.dtype != object:
                 self.arrays.append((place, value, value.tobytes()))
             return
-        self.structure[place] = value.__code__ if isinstance(value, types.FunctionType) else type(value)
+        self.structure[place] = _kind(value)
         for visit, kinds in _VISITS:
             if isinstance(value, kinds):
                 visit(self, place, value)
                 return
         if _is_source(value):
             self.sources.append((place, value))
+        elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+            self.iterators.append((place, value))
         elif _is_open(type(value)):
             self._object(place, value)
 
@@ -381,6 +384,11 @@ class Reached:
             and all(array.tobytes() == before for _, array, before in self.arrays)
         )
 
+    def _optimizer(self, place: str, optimizer: torch.optim.Optimizer) -> None:
+        """Its options, such as the learning rate; not its state."""
+        for number, group in enumerate(optimizer.param_groups):
+            self._later(f"{place}.param_groups[{number}]", group)
+
     def changes(self) -> Iterator[tuple[Holder, Any, Any, Any]]:
         """Of what holders hold: (holder, key, before, now), where it is another object."""
         for holder in self.holders:
@@ -413,6 +421,8 @@ _VISITS: list[tuple[Callable[[Reached, str, Any], None], Any]] = [
     (Reached._partial, functools.partial),
     (Reached._method, types.MethodType),
     (Reached._type, type),
+    (Reached._optimizer, torch.optim.Optimizer),
+    (Reached._object, torch.optim.lr_scheduler.LRScheduler),
 ]
 
 
@@ -455,5 +465,41 @@ def _is_code(value: Any) -> bool:
     return isinstance(value, kinds) or callable(value)
 
 
+def _kind(value: Any) -> Any:
+    """What must stay the same of a value that is neither plain nor a tensor."""
+    if isinstance(value, types.FunctionType):
+        return value.__code__
+    if isinstance(value, types.BuiltinFunctionType):
+        return type(value), value.__qualname__
+    return type(value)
+
+
 def _is_source(value: Any) -> bool:
     return isinstance(value, (np.random.Generator, np.random.RandomState, random.Random, torch.Generator))
+
+
+def state_of(source: Any) -> Any:
+    """The state of a source of random numbers."""
+    if isinstance(source, random.Random):
+        return source.getstate()
+    if isinstance(source, np.random.Generator):
+        return source.bit_generator.state
+    return source.get_state()
+
+
+def set_state(source: Any, state: Any) -> None:
+    if isinstance(source, random.Random):
+        source.setstate(state)
+    elif isinstance(source, np.random.Generator):
+        source.bit_generator.state = state
+    else:
+        source.set_state(state)
+
+
+def position(iterator: Any) -> Any:
+    """What changes when an item is taken from an iterator, as far as it can be seen."""
+    frame = getattr(iterator, "gi_frame", MISSING)
+    if frame is not MISSING:
+        return None if frame is None else (frame.f_lasti, frame.f_lineno)
+    hint = getattr(iterator, "__length_hint__", None)
+    return repr(iterator) if hint is None else hint()

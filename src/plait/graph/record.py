@@ -292,7 +292,7 @@ class Recorder(TorchDispatchMode):
         return self._lifted[id(value)][1]
 
     def _constant(self, real: Tensor, fake: Tensor) -> Tensor:
-        with _disable_current_modes():
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
             real = real.detach().clone()
             number = real.item() if real.numel() == 1 else None
         if number is not None:

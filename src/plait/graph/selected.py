@@ -78,6 +78,8 @@ class Selected:
             return getattr(self.values, name)
         method = None if name.startswith("__") else getattr(Tensor, name, None)
         if not callable(method):
+            if hasattr(Tensor, name) and not name.startswith("__"):
+                raise dynamic()
             raise AttributeError(name)
         return lambda *args, **kwargs: Selected.__torch_function__(method, (), (self, *args), kwargs)
 

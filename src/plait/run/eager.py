@@ -34,6 +34,7 @@ from plait.run.compiler import LossFn
 from plait.run.local_batch import LocalBatch, batch_part, num_rows
 from plait.run.outputs import gather_outputs
 from plait.run.program import StepResult
+from plait.run.twin import preserved
 from plait.spec.layout import Layout
 from plait.spec.plan import Plan
 
@@ -135,7 +136,7 @@ class EagerReplica:
         """Raise LossError, on all ranks, where a rank's loss is not that of two halves of its rows put together."""
         whole, halves, apart = 0.0, 0.0, 0.0
         if num > 1:
-            with _undone(self.model), torch.no_grad():
+            with _undone(self.model, self.loss_fn), torch.no_grad():
                 try:
                     whole, halves, apart = self._in_two(rows, num)
                 except LossError:
@@ -237,12 +238,13 @@ def _over(total: float, weight: float) -> float:
 
 
 @contextmanager
-def _undone(model: nn.Module) -> Iterator[None]:
-    """Buffers and random numbers are afterwards as they were."""
+def _undone(model: nn.Module, loss_fn: LossFn) -> Iterator[None]:
+    """Buffers, random numbers and what model and loss hold in Python are afterwards as they were."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.random.fork_rng(devices=sorted({b.device for b, _ in buffers if b.device.type == "cuda"}, key=str)):
         try:
-            yield
+            with preserved(model, loss_fn):
+                yield
         finally:
             for buffer, before in buffers:
                 buffer.copy_(before)

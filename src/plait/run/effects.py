@@ -11,6 +11,7 @@ from torch import Tensor
 
 from plait.errors import CaptureError
 from plait.graph.capture import Captured, Effect
+from plait.graph.late import LateNumber
 from plait.graph.reach import MISSING, PLAIN
 from plait.graph.same import same_step
 from plait.graph.tracked import Asked, Tracked
@@ -49,12 +50,24 @@ def settled(found: Captured, watch: Watch, again: Callable[[], Captured]) -> Cha
         e for e in found.effects if isinstance(e.now, PLAIN) and (e.before is MISSING or isinstance(e.before, PLAIN))
     ]
     kept = [e for e in found.effects if e.derived]
-    if not plain and not kept:
+    late = {e.place: e for e in found.effects if isinstance(e.now, LateNumber) and _is_number(e.before)}
+    if not plain and not kept and not late:
         return Changes()
     numbers = {e.place: e for e in plain if _is_number(e.before) and _is_number(e.now)}
     asked, second = _tracked(
-        watch, again, {place: (e.holder, e.key, e.now) for place, e in numbers.items()}, plain, kept
+        watch,
+        again,
+        {place: (e.holder, e.key, e.now) for place, e in numbers.items()}
+        | {place: (e.holder, e.key, e.before) for place, e in late.items()},
+        plain,
+        kept,
     )
+    for place in late:
+        if second is None or asked[place].used or asked[place].conditions:
+            raise CaptureError(
+                f"the step leaves at {place} a number that it reads of a tensor, and computes with it in the next step;"
+                " leave .item() out and keep it as a tensor, in a buffer of the model"
+            )
     later = {e.place: e for e in second.effects} if second is not None else {}
     for place, effect in numbers.items():
         increment = _increment(later.get(place))

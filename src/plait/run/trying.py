@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -156,15 +158,16 @@ def _trial(given: Any, members: Mapping[str, torch.optim.Optimizer]) -> tuple[li
             for key, t in zip(found, tensors, strict=True)
         }
         twin = _twin_of(given, members, toys)
-        for number in range(len(_SCALES)):
-            for index, (key, toy) in enumerate(toys.items()):
-                here = dim >= 0 or index % 2 == half
-                toy.grad = (
-                    _half(samples[key][1][number], dim, half).clone(memory_format=torch.contiguous_format)
-                    if here
-                    else None
-                )
-            twin.step()
+        with _schedulers_as_they_were([given, *members.values()]):
+            for number in range(len(_SCALES)):
+                for index, (key, toy) in enumerate(toys.items()):
+                    here = dim >= 0 or index % 2 == half
+                    toy.grad = (
+                        _half(samples[key][1][number], dim, half).clone(memory_format=torch.contiguous_format)
+                        if here
+                        else None
+                    )
+                twin.step()
         return [toy.detach() for toy in toys.values()]
 
     return [start for start, _ in samples.values()], moved
@@ -217,11 +220,32 @@ def tried(
     twin.param_groups = [{**group, **_rates(group), "params": tensors}]
     if hasattr(twin, "bind"):
         twin.bind(Whole())
-    for some in gradients or [[torch.zeros_like(t) for t in tensors]]:
-        for tensor, gradient in zip(tensors, some, strict=True):
-            tensor.grad = gradient.clone(memory_format=torch.contiguous_format)
-        twin.step()
+    with _schedulers_as_they_were([optimizer]):
+        for some in gradients or [[torch.zeros_like(t) for t in tensors]]:
+            for tensor, gradient in zip(tensors, some, strict=True):
+                tensor.grad = gradient.clone(memory_format=torch.contiguous_format)
+            twin.step()
     return twin.state
+
+
+@contextmanager
+def _schedulers_as_they_were(owners: Iterable[Any]) -> Iterator[None]:
+    """Learning rate schedulers that an optimizer holds, and steps itself, are afterwards as they were."""
+    held = [value for owner in owners for value in vars(owner).values()]
+    schedulers = [value for value in held if isinstance(value, torch.optim.lr_scheduler.LRScheduler)]
+    groups = [group for scheduler in schedulers for group in scheduler.optimizer.param_groups]
+    before = [(each, copy.copy(each)) for each in (*(vars(scheduler) for scheduler in schedulers), *groups)]
+    lists = [(v, list(v)) for each, _ in before for k, v in each.items() if isinstance(v, list) and k != "params"]
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            yield
+    finally:
+        for each, content in before:
+            each.clear()
+            each.update(content)
+        for values, content in lists:
+            values[:] = content
 
 
 def _without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

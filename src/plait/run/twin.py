@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plait.graph.reach import Reached
+from plait.graph.reach import Reached, set_state, state_of
 from plait.graph.standin import Exchange
 
 _KINDS = ("_parameters", "_buffers", "_modules")
@@ -98,8 +100,12 @@ def preserved(model: nn.Module, loss_fn: Any) -> Iterator[None]:
     """What model and loss reach in Python is afterwards as it was: values, tensors outside the model and their
     gradients, and torch's random numbers."""
     reached = Reached(model, loss_fn)
-    tensors = [(t, t.detach().clone(), t.grad) for t in reached.tensors.values() if not t.is_meta]
+    tensors = [
+        (t, t.detach().clone(), t.grad if t.is_leaf else None) for t in reached.tensors.values() if not t.is_meta
+    ]
     state = torch.get_rng_state()
+    drawn = random.getstate(), np.random.get_state(legacy=False)
+    sources = [(source, state_of(source)) for _, source in reached.sources]
     for tensor, _, gradient in tensors:
         if gradient is not None:
             tensor.grad = gradient.clone()
@@ -110,6 +116,11 @@ def preserved(model: nn.Module, loss_fn: Any) -> Iterator[None]:
             for tensor, value, gradient in tensors:
                 if not torch.equal(tensor, value):
                     tensor.detach().copy_(value)
-                tensor.grad = gradient
+                if tensor.is_leaf:
+                    tensor.grad = gradient
         reached.put_back()
         torch.set_rng_state(state)
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
+        for source, before in sources:
+            set_state(source, before)
