@@ -1,5 +1,6 @@
 """What Python holds: compared before each step with what it was when the step was captured, and changed by the step."""
 
+import collections
 import functools
 import itertools
 import random
@@ -172,9 +173,36 @@ def a_running_mean_of_numbers():
     return loss_fn
 
 
+def a_memory_bank():
+    bank = collections.deque(maxlen=4)
+
+    def loss_fn(m, b):
+        z = m(b["x"])
+        loss = z.square().mean()
+        if bank:
+            loss = loss + (z - bank[-1]).square().mean()
+        bank.append(z.detach())
+        return loss
+
+    return loss_fn
+
+
+def test_a_log_of_tensors_is_no_state():
+    history = []
+
+    def loss_fn(m, b):
+        loss = m(b["x"]).square().mean()
+        history.append(loss.detach())
+        return loss
+
+    assert plait.verify(net(), loss_fn, batch(), "tensor=2").ok
+    assert history == []
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (a_memory_bank, r"leaves a tensor at loss_fn:bank\[0\] that the next step reads"),
         (an_iterator, "takes an item from the iterator loss_fn:items"),
         (a_generator, "takes an item from the iterator loss_fn:items"),
         (a_running_mean_of_numbers, "leaves at loss_fn:state.mean a number"),

@@ -116,8 +116,10 @@ class _List(Holder):
         return len(self.of) == len(self.before) and all(map(is_, self.of, self.before.values()))
 
     def put(self, key: Any, value: Any) -> None:
-        if value is not MISSING:
+        if value is not MISSING and key < len(self.of):
             self.of[key] = value
+        elif value is not MISSING:
+            self.of.append(value)
 
     def put_back(self) -> None:
         self.of.clear()
@@ -390,7 +392,7 @@ class Reached:
             self._later(f"{place}.param_groups[{number}]", group)
 
     def changes(self) -> Iterator[tuple[Holder, Any, Any, Any]]:
-        """Of what holders hold: (holder, key, before, now), where it is another object."""
+        """Of what holders hold: (holder, key, before, now), where it is another object; tensors in what was empty."""
         for holder in self.holders:
             if not holder.is_same():
                 now = holder.now()
@@ -398,6 +400,11 @@ class Reached:
                     pair = holder.before.get(key, MISSING), now.get(key, MISSING)
                     if pair[0] is not pair[1]:
                         yield holder, key, *pair
+        for place, container in zip(self.empty_places, self.empty, strict=True):
+            if container and isinstance(container, (dict, list, deque)):
+                filled = _Dict(place, container) if isinstance(container, dict) else _List(place, container)
+                now, filled.before = filled.before, {}
+                yield from ((filled, key, MISSING, value) for key, value in now.items() if isinstance(value, Tensor))
 
     def put_back(self) -> None:
         """Let every holder hold what it held."""

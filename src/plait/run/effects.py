@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +84,7 @@ def settled(found: Captured, watch: Watch, again: Callable[[], Captured]) -> Cha
     if second is None:
         second = found
     for effect in kept:
-        if effect.place in second.outside:
+        if effect.place in second.outside or (second is found and isinstance(effect.holder.of, (list, deque))):
             raise CaptureError(
                 f"the step leaves a tensor at {effect.place} that the next step reads; make it a buffer with"
                 " register_buffer before training begins, so that its value is kept"
