@@ -29,9 +29,10 @@ from plait.graph.outside import Outside
 from plait.graph.pause import collection_paused
 from plait.graph.precision import FULL, Precision
 from plait.graph.random import VisibleDropout
-from plait.graph.reach import MISSING, PLAIN, Holder, Reached, position, set_state, state_of
+from plait.graph.reach import MISSING, PLAIN, Holder, Reached
 from plait.graph.record import Recorder
 from plait.graph.selection import Selections
+from plait.graph.sources import position, set_state, state_of
 from plait.graph.standin import Exchange, StandIns, is_real, refuse_scripted, standing_in
 from plait.graph.views import is_view
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import random
 import sys
 import types
 from collections import deque
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.graph.blame import is_library
+from plait.graph.sources import is_source
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 PLAIN = (
@@ -230,7 +230,7 @@ class Reached:
             if isinstance(value, kinds):
                 visit(self, place, value)
                 return
-        if _is_source(value):
+        if is_source(value):
             self.sources.append((place, value))
         elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
             self.iterators.append((place, value))
@@ -479,34 +479,3 @@ def _kind(value: Any) -> Any:
     if isinstance(value, types.BuiltinFunctionType):
         return type(value), value.__qualname__
     return type(value)
-
-
-def _is_source(value: Any) -> bool:
-    return isinstance(value, (np.random.Generator, np.random.RandomState, random.Random, torch.Generator))
-
-
-def state_of(source: Any) -> Any:
-    """The state of a source of random numbers."""
-    if isinstance(source, random.Random):
-        return source.getstate()
-    if isinstance(source, np.random.Generator):
-        return source.bit_generator.state
-    return source.get_state()
-
-
-def set_state(source: Any, state: Any) -> None:
-    if isinstance(source, random.Random):
-        source.setstate(state)
-    elif isinstance(source, np.random.Generator):
-        source.bit_generator.state = state
-    else:
-        source.set_state(state)
-
-
-def position(iterator: Any) -> Any:
-    """What changes when an item is taken from an iterator, as far as it can be seen."""
-    frame = getattr(iterator, "gi_frame", MISSING)
-    if frame is not MISSING:
-        return None if frame is None else (frame.f_lasti, frame.f_lineno)
-    hint = getattr(iterator, "__length_hint__", None)
-    return repr(iterator) if hint is None else hint()

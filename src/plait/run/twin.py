@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plait.graph.reach import Reached, set_state, state_of
+from plait.graph.reach import Reached
+from plait.graph.sources import set_state, state_of
 from plait.graph.standin import Exchange
 
 _KINDS = ("_parameters", "_buffers", "_modules")
