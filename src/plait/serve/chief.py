@@ -13,6 +13,7 @@ import asyncio
 import dataclasses
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from plait.errors import CheckpointError, PlaitError
 from plait.serve.job import Fingerprint, Job, agreement_of
 from plait.serve.known import Known
 from plait.serve.notes import End, Note, Progress, Refused, Task
+from plait.serve.requests import Requests
 from plait.serve.server import Done, Member, Order, Standing
 from plait.serve.tally import Tally
 from plait.serve.whole import Whole
@@ -49,7 +51,7 @@ class Chief:
         self._version = 0  # that the servers have, or are told to make
         self._values: tuple[int, tuple[Any, ...]] | None = None
         self._notes: dict[int, list[tuple[Note, Sequence[Any]]]] = {}  # pushes that wait for their update
-        self._tasks: dict[int, asyncio.Queue[Task | None]] = {}  # for each worker to take; None is the end
+        self._tasks: defaultdict[int, Requests[Task]] = defaultdict(Requests)  # for each worker to take
         self._buffers: dict[str, np.ndarray] = {}
         self._moments: dict[str, dict[str, Any]] = {}  # of a worker's own optimizer, as last heard of
         self._saves = True  # whether the steps under way may be the last ones: what is then saved is asked for
@@ -146,7 +148,7 @@ class Chief:
             self._numbers.pop(worker, None)
             self._turns.notify_all()
             if worker in self._tasks:
-                self._tasks.pop(worker).put_nowait(None)
+                self._tasks.pop(worker).close()
 
     async def stop(self) -> None:
         """End after the step that is under way, as if it were the last."""
@@ -230,10 +232,7 @@ class Chief:
         if self._finishing:
             await self._over.wait()
             return None
-        tasks = self._tasks.setdefault(worker, asyncio.Queue())
-        if (task := await tasks.get()) is None:
-            tasks.put_nowait(None)  # for who else waits
-        return task
+        return await self._tasks[worker].get()
 
     async def _carry_out(self, decisions: Sequence[Decision]) -> None:
         goes: list[int] = []  # who goes on together, after one update and before another
@@ -255,7 +254,7 @@ class Chief:
                 self._tally.count("refused")
                 self._tally.event("refused", f"a push was refused: {decision.why}", worker=decision.worker)
                 if Go(decision.worker) not in decisions:
-                    self._tasks.setdefault(decision.worker, asyncio.Queue()).put_nowait(None)
+                    self._tasks[decision.worker].close()
         self._go(goes)
 
     def _go(self, workers: Sequence[int]) -> None:
@@ -265,7 +264,7 @@ class Chief:
         self._saves = not self.job.is_local or self._stopped or self._is_due(self._step, self._step + steps)
         for worker, piece, then in self._handout.give(workers):
             task = Task(self._version, piece, then, self._read(), self._step, steps, self._saves)
-            self._tasks.setdefault(worker, asyncio.Queue()).put_nowait(task)
+            self._tasks[worker].put(task)
 
     def _read(self) -> tuple[Any, ...]:
         """References to the values of this version, which all who take them share."""
@@ -380,7 +379,7 @@ class Chief:
         self._tally.close()
         self._over.set()
         for tasks in self._tasks.values():
-            tasks.put_nowait(None)
+            tasks.close()
 
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         async def guarded() -> None:
