@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from plait.comm.agree import attempt
 from plait.comm.process import process_world
 from plait.comm.protocol import World
+from plait.decide.legality import Place
 from plait.errors import BatchError, CaptureError, CheckpointError, PlanError
 from plait.graph.loss import Outputs, join_outputs, results
 from plait.graph.pipeline import updates_within
@@ -26,7 +27,7 @@ from plait.graph.share import SplitShare
 from plait.run.agreeing.replicas import Replicas
 from plait.run.agreeing.rows import replica_key, rows_of_replica
 from plait.run.average import MovingAverage
-from plait.run.checks import agree_on_setup, check_given, check_plan, describe_optimizer
+from plait.run.checks import agree_on_setup, check_given, check_plan, describe_optimizer, place_here
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.eager import EagerReplica, check_allowed, ddp_warning, refuse_unless_data_only
 from plait.run.environment import resolve_plan, resolve_trace
@@ -131,7 +132,8 @@ class Trainer:
                 f"the plan {self.plan.title!r} has parameter servers, which a Trainer is no part of; give it to plait"
                 " train, or use data=N"
             )
-        check_plan(self.plan, dict(model.named_parameters()), clip_norm)
+        place = place_here() if world is None else Place(world.device.type)
+        check_plan(self.plan, dict(model.named_parameters()), clip_norm, place)
         self.seed = seed
         self.clip_norm = clip_norm
         self.step_number = 0

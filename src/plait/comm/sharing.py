@@ -11,6 +11,7 @@ import os
 import platform
 import socket
 import zlib
+from contextlib import closing
 
 import torch
 
@@ -57,6 +58,18 @@ def _opened(note: list[int], num_bytes: int) -> Segment | None:
         return segment
     segment.close()
     return None
+
+
+def can_share() -> bool:
+    """Whether processes of this host can have a file in common, as far as one of them can tell."""
+    if not host_name():
+        return False
+    try:
+        own = Segment.create(_NUM_WORDS, 1)
+        with closing(own), closing(Segment.open(os.getpid(), own.fd, _NUM_WORDS)):
+            return True
+    except (OSError, AttributeError):
+        return False
 
 
 def host_name() -> str:

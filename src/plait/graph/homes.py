@@ -19,7 +19,6 @@ from torch.fx import Graph, Node
 from plait.graph.calls import placeholders
 from plait.graph.partition import WORLD
 from plait.spec.layout import Layout
-from plait.spec.plan import Plan
 
 HOMES = "homes"  # name of the placeholder that stands for the rank's homes
 SMALL = 1 << 14  # elements; a smaller tensor stays where it is: moving it takes as long as moving one of this size
@@ -46,26 +45,6 @@ class Homes(Protocol):
 
     def unstash(self, stashed: Sequence[Any]) -> Coming:
         """Begin to bring back what was stashed."""
-
-
-def parameters_away(plan: Plan, device: str) -> bool:
-    """Whether parameters are fetched for each use, on a type of device."""
-    return plan.home_parameters == "disk" or (device != "cpu" and plan.home_parameters == "host")
-
-
-def gradients_away(plan: Plan, device: str) -> bool:
-    """Whether gradients leave the device, because they are read elsewhere."""
-    return parameters_away(plan, device) or updates_on_host(plan, device)
-
-
-def updates_on_host(plan: Plan, device: str) -> bool:
-    """Whether the optimizer's step runs on the host beside a device that computes."""
-    return device != "cpu" and (plan.home_optimizer != "device" or plan.central == "host")
-
-
-def activations_away(plan: Plan, device: str) -> bool:
-    """Whether values of the forward pass leave the device until the backward pass."""
-    return plan.home_activations == "disk" or (device != "cpu" and plan.home_activations == "host")
 
 
 def is_large(num_elements: int) -> bool:

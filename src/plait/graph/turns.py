@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch.fx import Graph, Node
 
+from plait.decide.legality import activations_away, gradients_away, parameters_away
 from plait.graph import homes, ops
 from plait.graph.bucket import bucket_gradients, overlap
 from plait.graph.calls import is_tensor, output_node, placeholders
@@ -67,7 +68,7 @@ def graphs_of_turns(
     Gradients of `staying` parameters do not leave the device, wherever their home is.
     """
     device = next((n.meta["val"].device.type for n in placeholders(graph) if is_tensor(n)), "cpu")
-    if homes.activations_away(plan, device) and len(plan.copies) == 1:
+    if activations_away(plan, device) and len(plan.copies) == 1:
         graph = stash_activations(graph, plan.bucket_bytes)
     cuts = {name: cut for name, state in states.items() if (cut := cut_of(layouts[name], state, plan)) is not None}
     if plan.zero == 3:
@@ -106,10 +107,10 @@ def _with_homes(
 ) -> Graph:
     """Let parameters and gradients come from their homes and leave for them."""
     large = homes.large(states)
-    if homes.parameters_away(plan, device):
+    if parameters_away(plan, device):
         graph = fetch_parameters(graph, large, plan.bucket_bytes)
     large = large.difference(staying)
-    if homes.gradients_away(plan, device):
+    if gradients_away(plan, device):
         graph = leave_early(graph, "sum" if turn in ("first", "middle") else "gradient", gradients, large)
         graph = fetch_sums(graph, "gradient" if turn == "more" else "sum", large, plan.bucket_bytes)
     return graph

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from plait.decide.readiness import Cell
-from plait.errors import PlanError
 from plait.run.cell_runner import CellRunner
 from plait.run.execute import Box
 from plait.spec.action import BACKWARD
-from plait.spec.plan import Plan
 from plait.spec.schedule import Schedule
 
 Update = Callable[[dict[str, Tensor]], None]
@@ -66,16 +64,3 @@ class StaleRunner(CellRunner):
         self._newest += 1
         self.most_versions = max(self.most_versions, 1 + len(self._older))
         self._update(gradients)
-
-
-def refuse_within(plan: Plan, clip_norm: float | None) -> None:
-    """Raise PlanError for what needs all ranks at each update, where the plan's schedule lets each go its own way."""
-    why = ""
-    if clip_norm is not None:
-        why = f"clip_norm={clip_norm} needs the norm of all gradients, which are never there together; leave it out"
-    elif "fp16" in (plan.precision, *dict(plan.exceptions).values()):
-        why = "the loss scale of fp16 needs all gradients together; take precision=bf16"
-    elif plan.central != "none" or plan.home_parameters != "device":
-        why = "older versions of the weights are kept on the device; leave central= and home.parameters= out"
-    if why:
-        raise PlanError(f"schedule={plan.schedule} updates each stage by itself: {why}, or take schedule=1f1b")

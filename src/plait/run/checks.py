@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Collection
 from typing import Any
@@ -12,11 +13,11 @@ from torch.nn.parameter import is_lazy
 
 from plait.comm.agree import agree
 from plait.comm.protocol import World
+from plait.comm.sharing import can_share
+from plait.decide.legality import Facts, Place, refusals
 from plait.errors import PlanError
 from plait.graph.pipeline import updates_within
 from plait.graph.standin import refuse_without_shape
-from plait.run.agreeing.replicas import refuse_unknown_exempt, refuse_unsettled
-from plait.run.asynchronous import refuse_within
 from plait.run.optimizers import check_patterns
 from plait.spec.plan import Plan
 
@@ -33,14 +34,18 @@ def check_given(model: Any, loss_fn: Any, optimizer: Any, clip_norm: float | Non
         raise PlanError(f"clip_norm={clip_norm}: a norm to clip to is more than 0; leave it out not to clip")
 
 
-def check_plan(plan: Plan, names: Collection[str], clip_norm: float | None) -> None:
-    """Raise PlanError for what a plan cannot do with a clip_norm, or with a model of parameters of these names, whoever
-    runs it: before any rank does."""
-    within = updates_within(plan)
-    if within:
-        refuse_within(plan, clip_norm)
-    refuse_unsettled(plan, within)
-    refuse_unknown_exempt(plan, names)
+def check_plan(plan: Plan, names: Collection[str] | None, clip_norm: float | None, place: Place | None = None) -> None:
+    """Raise PlanError for what a plan cannot do with a clip_norm, with a model of parameters of these names, or at a
+    place, whoever runs it: before any rank does."""
+    for refusal in refusals(plan, Facts(names, clip_norm, updates_within(plan)), place):
+        raise PlanError(str(refusal))
+
+
+def place_here() -> Place:
+    """Where the ranks that this process starts will run, or the ranks run of which it is one."""
+    each = os.environ.get("LOCAL_WORLD_SIZE", "")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Place(device, int(each) if each.isdecimal() and int(each) else None, can_share())
 
 
 def agree_on_setup(world: World, plan: Plan, model: nn.Module, seed: int, clip_norm: float | None, on_nan: str) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.protocol import World
+from plait.decide.legality import no_common_memory
 from plait.errors import PlanError
 from plait.graph.lower import Lowered
 from plait.graph.rows import Cut
@@ -79,10 +80,5 @@ def _laid_in(memory: Tensor, form: Tensor) -> Tensor:
 def _memory(num_bytes: int, world: World) -> Tensor:
     memory = world.comm("data").shared(num_bytes)
     if memory is None:
-        plan = f"data={world.mesh.axis_size('data')}"
-        raise PlanError(
-            f"central=host keeps {num_bytes} bytes of parameters in memory that the ranks of {plan} share, and they"
-            " have none in common: they are on several hosts, or the system lets no process open another's memory"
-            " file; use replica=HOSTS with the data= ranks of one host, or zero=2, which needs no common memory"
-        )
+        raise PlanError(str(no_common_memory(world.mesh.axis_size("data"))))
     return memory

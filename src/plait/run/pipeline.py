@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from plait.comm.protocol import World
+from plait.decide.legality import activations_away, gradients_away
 from plait.graph.calls import output_node
-from plait.graph.homes import activations_away, gradients_away, large
+from plait.graph.homes import large
 from plait.graph.loss import Outputs
 from plait.graph.lower import Lowered
 from plait.graph.pipeline import AXIS

@@ -15,6 +15,7 @@ from torch import nn
 
 from plait.decide.agreement import Agreement
 from plait.decide.balance import Piece, Variable
+from plait.decide.legality import Facts, refusals
 from plait.errors import BatchError, PlanError
 from plait.graph.dtypes import torch_name
 from plait.run.feeding.order import check_batch_size
@@ -177,16 +178,8 @@ def check_plan(plan: Plan, batch_size: int) -> None:
     """Refuse what does not go with parameter servers; PlanError or BatchError name what does."""
     from plait.graph.pipeline import updates_within  # of the graph's side, which only the user's process checks with
 
-    if plan.precision == "fp16":
-        raise PlanError(
-            "precision=fp16 scales the loss by what all gradients of a step are, which workers do not wait for; use"
-            " precision=bf16 with workers="
-        )
-    if updates_within(plan.within):
-        raise PlanError(
-            f"schedule={plan.schedule} updates weights within a step, and with workers={plan.workers} servers do that;"
-            " use schedule=1f1b"
-        )
+    for refusal in refusals(plan, Facts(updates_within=updates_within(plan.within))):
+        raise PlanError(str(refusal))
     parts = plan.workers - plan.backup
     if batch_size % parts:
         raise BatchError(

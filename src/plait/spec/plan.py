@@ -35,7 +35,7 @@ from plait.spec.kinds import (
 )
 from plait.spec.mesh import Mesh
 from plait.spec.recompute import NO_RECOMPUTE, Recompute
-from plait.spec.refusals import OF_AGREEMENT, names_not_yet, refuse_key, refuse_together
+from plait.spec.refusals import OF_AGREEMENT, names_not_yet, refuse_key, refused_together
 
 # The batch is cut over `data` first: gradients, which `zero` splits over data, then are summed over replicas in parts.
 BATCH_AXES = ("data", "replica")
@@ -122,7 +122,9 @@ class Plan:
                 f" pipeline={Places().show(self.pipeline)}; make them agree, or leave pipeline= out"
             )
         values = {key_name(row): _kind(row).show(getattr(self, row.name)) for row in fields(self)}
-        refuse_together(values, {key_name(row) for row in fields(self) if getattr(self, row.name) != row.default})
+        given = {key_name(row) for row in fields(self) if getattr(self, row.name) != row.default}
+        for refusal in refused_together(values, given):
+            raise PlanError(str(refusal))
 
     @classmethod
     def parse(cls, text: str) -> Plan:

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from plait.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a plan cannot be had: what was given, why it cannot be, and what to write instead. Its text is the message
+    of a PlanError."""
+
+    what: str
+    why: str
+    instead: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}; {self.instead}" if self.why else f"{self.what}; {self.instead}"
+
 
 # A key ending in `.` stands for every key that starts with it.
 NOT_YET: dict[str, tuple[str, str]] = {
@@ -70,89 +85,92 @@ def names_not_yet() -> tuple[str, ...]:
     return tuple(key.rstrip(".") for key in NOT_YET)
 
 
-def refuse_together(values: Mapping[str, str], given: Collection[str]) -> None:
-    """Raise PlanError where a plan's values, by key as text, do not go together; `given` are the keys whose value is
-    not the one that they have anyway."""
+def refused_together(values: Mapping[str, str], given: Collection[str]) -> Iterator[Refusal]:
+    """Where a plan's values, by key as text, do not go together; `given` are the keys whose value is not the one that
+    they have anyway. What comes after the first may follow from it."""
 
     def has(key: str, value: str) -> bool:
         return key in given if value == GIVEN else values[key] == value
 
     for key, value, other, bad, why, instead in NOT_TOGETHER:
         if has(key, value) and any(has(other, each) for each in bad):
-            raise PlanError(f"{key}={values[key]} does not go with {other}={values[other]}: {why}; {instead}")
+            yield Refusal(f"{key}={values[key]} does not go with {other}={values[other]}", why, instead)
     for keys, needed, text in NEEDS:
         for key in keys:
             if key in given and not any(other in given for other in needed):
-                raise PlanError(text.format(key=key, value=values[key]))
+                what, _, instead = text.format(key=key, value=values[key]).partition("; ")
+                yield Refusal(what, "", instead)
     if "backup" in given:
-        _refuse_backup(values)
+        yield from _of_backup(values)
     if "workers" in given and "sync" in given:
-        _refuse_rounds_of_workers(values)
+        yield from _of_rounds_of_workers(values)
     if "workers" in given and "overlap" in given:
-        _refuse_overlap_of_workers(values, given)
+        yield from _of_overlap_of_workers(values, given)
     if "workers" not in given and ("sync" in given or "compress" in given):
-        _refuse_replicas(values, "sync" if "sync" in given else "compress", given)
+        yield from _of_replicas(values, "sync" if "sync" in given else "compress", given)
 
 
-def _refuse_backup(values: Mapping[str, str]) -> None:
+def _of_backup(values: Mapping[str, str]) -> Iterator[Refusal]:
     if values["staleness"] != "0":
-        raise PlanError(
-            f"backup={values['backup']} drops the slowest workers of a synchronous step; add staleness=0, or leave"
-            " backup= out"
+        yield Refusal(
+            f"backup={values['backup']} drops the slowest workers of a synchronous step", "",
+            "add staleness=0, or leave backup= out",
+        )  # fmt: skip
+    elif int(values["backup"]) >= int(values["workers"]):
+        yield Refusal(
+            f"backup={values['backup']} leaves none of workers={values['workers']} to wait for", "", "give fewer"
         )
-    if int(values["backup"]) >= int(values["workers"]):
-        raise PlanError(f"backup={values['backup']} leaves none of workers={values['workers']} to wait for; give fewer")
 
 
-def _refuse_rounds_of_workers(values: Mapping[str, str]) -> None:
+def _of_rounds_of_workers(values: Mapping[str, str]) -> Iterator[Refusal]:
     sync = values["sync"]
     if values["staleness"] != "0":
-        raise PlanError(
+        yield Refusal(
             f"sync={sync} with workers={values['workers']} takes the mean of what all workers have changed, as a"
-            " synchronous update; add staleness=0, or leave sync= out"
-        )
+            " synchronous update", "", "add staleness=0, or leave sync= out",
+        )  # fmt: skip
     if ".." in sync:
-        raise PlanError(
-            f"sync={sync} grows, which workers do not do: they come and go in the middle of it; give one number, such"
-            f" as sync={sync.partition('..')[2]}"
-        )
+        yield Refusal(
+            f"sync={sync} grows, which workers do not do", "they come and go in the middle of it",
+            f"give one number, such as sync={sync.partition('..')[2]}",
+        )  # fmt: skip
 
 
-def _refuse_overlap_of_workers(values: Mapping[str, str], given: Collection[str]) -> None:
+def _of_overlap_of_workers(values: Mapping[str, str], given: Collection[str]) -> Iterator[Refusal]:
     overlap, staleness = values["overlap"], values["staleness"]
     if staleness == "0":
         waits = "the mean of all" if "sync" in given else "the update of all"
         instead = "" if "sync" in given else f", or use staleness={overlap} or none"
-        raise PlanError(
+        yield Refusal(
             f"overlap={overlap} has a worker compute on values that its push before is not in, and with staleness=0 it"
-            f" waits for {waits}; leave overlap= out{instead}"
-        )
-    if staleness != "none" and int(overlap) > int(staleness):
-        raise PlanError(
+            f" waits for {waits}", "", f"leave overlap= out{instead}",
+        )  # fmt: skip
+    elif staleness != "none" and int(overlap) > int(staleness):
+        yield Refusal(
             f"overlap={overlap} tasks beside the one that a worker computes put it further ahead than"
-            f" staleness={staleness} lets it be; give overlap={staleness} or staleness={overlap}"
-        )
+            f" staleness={staleness} lets it be", "", f"give overlap={staleness} or staleness={overlap}",
+        )  # fmt: skip
 
 
-def _refuse_replicas(values: Mapping[str, str], key: str, given: Collection[str]) -> None:
+def _of_replicas(values: Mapping[str, str], key: str, given: Collection[str]) -> Iterator[Refusal]:
     """What depends on the axis whose ranks agree later, because of `key`, and on how long their rounds are."""
     for other in ("zero", "central"):
         if other in given and "replica" not in given:
-            raise PlanError(
+            yield Refusal(
                 f"{key}={values[key]} does not go with {other}={values[other]} over the same ranks, which then have no"
-                f" whole replica each; use replica=N, which {key}= is then about, beside data=M"
-            )
+                " whole replica each", "", f"use replica=N, which {key}= is then about, beside data=M",
+            )  # fmt: skip
     shortest = int(values["sync"].partition("..")[0])
     if int(values["streaming"]) > shortest:
-        raise PlanError(
-            f"streaming={values['streaming']} parts cannot each have a step of their own within sync={values['sync']};"
-            " give fewer"
-        )
+        yield Refusal(
+            f"streaming={values['streaming']} parts cannot each have a step of their own within sync={values['sync']}",
+            "", "give fewer",
+        )  # fmt: skip
     if int(values["overlap"]) >= shortest:
-        raise PlanError(
-            f"overlap={values['overlap']} steps of exchange do not end before the next, with sync={values['sync']};"
-            f" give at most {shortest - 1}"
-        )
+        yield Refusal(
+            f"overlap={values['overlap']} steps of exchange do not end before the next, with sync={values['sync']}",
+            "", f"give at most {shortest - 1}",
+        )  # fmt: skip
 
 
 def refuse_key(key: str, value: str, place: str) -> None:

@@ -19,7 +19,7 @@ from plait import optim
 from plait.errors import BatchError, CheckpointError, ConfigError, DataError, LossError, PlanError
 from plait.graph.precision import Precision
 from plait.run.agreeing.rows import batch_of_replica
-from plait.run.checks import check_plan
+from plait.run.checks import check_plan, place_here
 from plait.run.compiler import Captures, Compiler
 from plait.run.environment import under_launcher
 from plait.run.feeding.order import check_batch_size
@@ -206,7 +206,7 @@ def check_job(config: Config, plan: Plan, resume: Resume = ANEW, writes: bool = 
         )
     named = dict(model.named_parameters())
     resolve_annotations(config.layouts, {name: tuple(p.shape) for name, p in named.items()}, plan.mesh)
-    check_plan(plan, named, config.train.clip_norm)
+    check_plan(plan, named, config.train.clip_norm, place_here() if writes else None)
     make_optimizer(optimizer_factory(config), [(name, p) for name, p in named.items() if p.requires_grad])
     if writes and not plan.workers and not under_launcher() and _asks_the_graph(plan):
         _check_lowering(config, plan, data)

@@ -7,18 +7,15 @@ this replica's rows of the batch, with random draws of its own. What replicas ha
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import fnmatch
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from plait.comm.protocol import World
-from plait.errors import PlanError
 from plait.graph.loss import ROWS, Outputs, Part, join_outputs
 from plait.run.agreeing.exchange import MeanExchange
 from plait.run.agreeing.local import LocalTraining
@@ -174,25 +171,3 @@ def bytes_kept(plan: Plan) -> int:
     """Bytes that a rank keeps of each number it trains, to agree later: agreed weights and the momentum of the outer
     optimizer, and what a compressor has left out."""
     return 8 * plan.keeps_agreed + 4 * (plan.compress != NO_COMPRESSION)
-
-
-def refuse_unknown_exempt(plan: Plan, names: Collection[str]) -> None:
-    """PlanError for an exception to compressing that fits none of the parameters of these names."""
-    for pattern in plan.exempt:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            near = difflib.get_close_matches(pattern, names, n=2, cutoff=0.3)
-            hint = f"; near it is {', '.join(near)}" if near else ""
-            raise PlanError(f"compress.{pattern}=none: no parameter has such a name{hint}")
-
-
-def refuse_unsettled(plan: Plan, updates_within: bool) -> None:
-    """PlanError for what replicas cannot exchange; `updates_within` says whether there are updates within a step."""
-    if plan.relaxed_axis and plan.sync == 1 and updates_within:
-        raise PlanError(
-            f"compress={plan.compress} exchanges the gradients of a step, and schedule={plan.schedule} updates within"
-            " it; use schedule=1f1b, or sync=N with it"
-        )
-    if plan.moments != "kept" and plan.home_optimizer == "disk":
-        raise PlanError(
-            f"moments={plan.moments} needs the optimizer's state in memory; use home.optimizer=host, or moments=kept"
-        )

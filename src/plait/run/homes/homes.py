@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from plait.comm.protocol import World
+from plait.decide.legality import parameters_away, updates_on_host
 from plait.decide.pages import padded
-from plait.errors import PlanError
-from plait.graph.homes import parameters_away, updates_on_host
 from plait.run.homes.disk import DiskFile, Place, Transfer
 from plait.run.homes.lane import Landing, Lane
 from plait.run.homes.scratch import scratch_folder, warn_of_memory
@@ -58,11 +57,6 @@ class Homes:
         self.world = world
         self.fetches_parameters = parameters_away(plan, device)
         self.updates_on_host = updates_on_host(plan, device)
-        if self.fetches_parameters and device != "cpu" and not self.updates_on_host:
-            raise PlanError(
-                f"home.parameters={plan.home_parameters} has parameters updated on the host, and home.optimizer=device"
-                f" keeps the optimizer's state on {world.device}; add home.optimizer={plan.home_parameters}"
-            )
         self.lane = Lane(world.device)
         self.forms: dict[str, Tensor] = {}  # of parameters that are updated elsewhere, by name
         self.norms: dict[str, Tensor] = {}  # of the gradients that have left in this step, by name

@@ -1,0 +1,96 @@
+"""What is known against a plan before any rank starts, as values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from plait.comm import sharing
+from plait.comm.sharing import can_share
+from plait.decide.legality import Facts, Place, refusals
+from plait.errors import PlanError
+from plait.run.checks import place_here
+from plait.spec.plan import Plan
+from plait.spec.refusals import Refusal, refused_together
+from plait.trainer import Trainer
+
+GPU = Place("cuda")
+
+
+@pytest.mark.parametrize(
+    ("plan", "facts", "place", "whats"),
+    [
+        ("data=2 zero=3", Facts(("weight",), 1.0), GPU, []),
+        ("home.parameters=host", Facts(), GPU, ["home.parameters=host has parameters updated on the host"]),
+        ("home.parameters=disk", Facts(), GPU, ["home.parameters=disk has parameters updated on the host"]),
+        ("home.parameters=host home.optimizer=host", Facts(), GPU, []),
+        ("home.parameters=host", Facts(), Place(), []),
+        ("home.parameters=host", Facts(), None, []),
+        ("workers=2 servers=1 home.parameters=host", Facts(), GPU, ["home.parameters=host has parameters updated"]),
+        ("data=4 central=host", Facts(), Place(ranks_per_host=4), []),
+        ("data=4 central=host", Facts(), Place(ranks_per_host=2), ["central=host keeps the parameters in memory"]),
+        ("replica=2 data=2 sync=2 central=host", Facts(), Place(ranks_per_host=2), []),
+        ("data=2 central=host", Facts(), Place(shares_memory=False), ["central=host keeps the parameters in memory"]),
+        ("central=host", Facts(), Place(shares_memory=False), []),
+        (
+            "pipeline=2 micro=4 schedule=pipedream precision=fp16", Facts((), 1.0, True), None,
+            ["schedule=pipedream updates each stage by itself"] * 2,
+        ),
+        ("workers=2 servers=1 precision=fp16", Facts(), None, ["precision=fp16 scales the loss"]),
+        ("data=2 compress=int8 compress.nope=none", Facts(("weight",)), None, ["compress.nope=none"]),
+        ("data=2 compress=int8 compress.wei*=none", Facts(("weight",)), None, []),
+        ("data=2 compress=int8 compress.nope=none", Facts(), None, []),
+    ],
+)  # fmt: skip
+def test_refusals(plan: str, facts: Facts, place: Place | None, whats: list[str]) -> None:
+    found = refusals(Plan.parse(plan), facts, place)
+    assert len(found) == len(whats)
+    for refusal, what in zip(found, whats, strict=True):
+        assert refusal.what.startswith(what) and refusal.instead
+        assert str(refusal).startswith(what) and str(refusal).endswith(f"; {refusal.instead}")
+
+
+def test_what_does_not_go_together_is_a_value_for_each() -> None:
+    values = {"central": "host", "zero": "1", "home.parameters": "disk"}
+    found = [one for one in refused_together(_defaults() | values, set(values))]
+    assert [one.what for one in found] == [
+        "central=host does not go with zero=1", "central=host does not go with home.parameters=disk"
+    ]  # fmt: skip
+    assert all(isinstance(one, Refusal) and one.why and one.instead for one in found)
+
+
+def _defaults() -> dict[str, str]:
+    from plait.spec.plan import describe_keys
+
+    return {name: default for name, default, _ in describe_keys()}
+
+
+def made(plan: str) -> Trainer:
+    model = nn.Linear(2, 1)
+    return Trainer(model, lambda model, batch: model(batch).sum(), torch.optim.SGD, plan)
+
+
+def test_a_trainer_is_refused_before_it_meets_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks on two hosts; there is nobody to meet, and it would wait for the other rank for long."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(PlanError, match="central=host keeps the parameters in memory that the ranks of data=2 share"):
+        made("data=2 central=host")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(PlanError, match="home.optimizer=device keeps the optimizer's state on cuda; add home.opt"):
+        made("data=2 home.parameters=host")
+
+
+def test_a_host_without_files_in_common_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert can_share() and place_here().shares_memory
+
+    def refused(*args: Any) -> Any:
+        raise PermissionError("no")
+
+    monkeypatch.setattr(sharing.Segment, "open", refused)
+    assert not can_share()
+    with pytest.raises(PlanError, match="or the system lets no process open another's memory file; use replica=HOSTS"):
+        made("data=2 central=host")
