@@ -20,6 +20,7 @@ from plait.errors import BatchError, CaptureError, LossError, PlanError
 from plait.graph.batch import batch_leaves, batch_signature
 from plait.graph.capture import Captured, capture
 from plait.graph.loss import Weighted
+from plait.graph.node_info import info_of
 from plait.graph.random import GlobalRandom, draw
 
 KEY = 11
@@ -72,16 +73,16 @@ def test_family(name):
     phases = []
     for node in captured.graph.graph.nodes:
         if node.op == "call_function":
-            assert "val" in node.meta and node.meta["phase"] in ("forward", "backward")
+            assert "val" in node.meta and info_of(node).phase in ("forward", "backward")
             assert not getattr(getattr(node.target, "_schema", None), "is_mutable", False), node
             assert (
                 node.target is draw
                 or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
                 or "scaled_dot_product" in str(node.target)
             ), node
-            phases.append(node.meta["phase"])
+            phases.append(info_of(node).phase)
     assert phases == sorted(phases, reverse=True)
-    assert {n.meta["module"] for n in captured.graph.graph.nodes} <= {n for n, _ in model.named_modules()}
+    assert {info_of(n).module for n in captured.graph.graph.nodes} <= {n for n, _ in model.named_modules()}
 
 
 def linear_loss(model, x):
@@ -91,9 +92,9 @@ def linear_loss(model, x):
 def test_nodes_know_the_module_that_made_them():
     model, loss_fn, batch = ZOO["llama"].make()
     nodes = capture(model, loss_fn, batch).graph.graph.nodes
-    of = [n for n in nodes if n.meta["module"] == "model.layers.1.mlp.up_proj" and "mm" in str(n.target)]
-    assert [n.meta["phase"] for n in of] == ["forward", "backward", "backward"]
-    assert all(n.meta["module"] for n in nodes if "rsqrt" in str(n.target))
+    of = [n for n in nodes if info_of(n).module == "model.layers.1.mlp.up_proj" and "mm" in str(n.target)]
+    assert [info_of(n).phase for n in of] == ["forward", "backward", "backward"]
+    assert all(info_of(n).module for n in nodes if "rsqrt" in str(n.target))
 
 
 class Tied(nn.Module):

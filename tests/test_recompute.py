@@ -18,6 +18,7 @@ import plait
 from plait.decide.keep import Value, choose_kept
 from plait.errors import PlanError
 from plait.graph import ops
+from plait.graph.node_info import info_of
 from plait.graph.recompute import saved_bytes
 from plait.run.compiler import Captures, Compiler
 from plait.spec.plan import Plan
@@ -133,7 +134,7 @@ def test_products_are_the_last_to_be_worked_out_again() -> None:
     aten = torch.ops.aten
     everything = saved_bytes(lowered_graph(""))
     graph = lowered_graph(f"recompute=budget={round(0.8 * everything)}B")
-    again = {node.target for node in graph.nodes if node.meta.get("again")}
+    again = {node.target for node in graph.nodes if info_of(node).recomputed}
     assert aten.gelu.default in again
     assert not again & {aten.mm.default, aten.addmm.default}
 

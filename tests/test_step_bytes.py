@@ -15,6 +15,7 @@ import plait
 from plait.comm.protocol import World
 from plait.graph.bucket import bucket_start, rows_start
 from plait.graph.gather import gather_start, gather_wait
+from plait.graph.node_info import info_of
 from plait.run.compiler import Captures, Compiler
 from plait.run.microbatch import microbatches
 from plait.spec.plan import Plan
@@ -158,13 +159,13 @@ def story(graph: Graph) -> str:
     """Collectives and products in order, each collective with the layer that it is for."""
 
     def layer(node: Node) -> str:
-        parameter = next((n for n in node.all_input_nodes if n.meta.get("kind") == "parameter"), None)
-        return str(parameter.meta["name"]).split(".")[1] if parameter is not None else ""
+        parameter = next((n for n in node.all_input_nodes if info_of(n).kind == "parameter"), None)
+        return str(info_of(parameter).name).split(".")[1] if parameter is not None else ""
 
     lines = []
     left = 4
     for node in graph.nodes:
-        phase = node.meta.get("phase", "")
+        phase = info_of(node).phase
         if node.target is gather_start:
             lines.append(f"{phase:8} gather {layer(node)}")
         elif node.target is gather_wait:
@@ -174,7 +175,7 @@ def story(graph: Graph) -> str:
         elif node.target is rows_start:
             left -= 1
             lines.append(f"backward scatter {left}")
-        assert node.target is not bucket_start or node.meta["what"] == "the loss"
+        assert node.target is not bucket_start or info_of(node).what == "the loss"
     return "\n".join(lines) + "\n"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.fx import Graph, Node
 from plait.decide.buckets import bucket_limit, split_buckets
 from plait.graph.calls import num_bytes
 from plait.graph.homes import coming_wait, phase_of
+from plait.graph.node_info import NodeInfo, describe, info_of
 
 Readers = Mapping[Node, Sequence[Node]]
 
@@ -59,23 +61,21 @@ def read_ahead(
     for bucket in buckets:
         reader = min((u for node in bucket for u in readers[node]), key=order.__getitem__)
         for members in _alike(bucket):
-            meta: dict[str, Any] = {
-                "phase": phase_of(reader),
-                "module": reader.meta.get("module", ""),
-                "origin": origin,
-            }
-            if only := members[0].meta.get("only"):
-                meta["only"] = only
+            owner = info_of(members[0]).owner
+            shared = NodeInfo(phase=phase_of(reader), module=info_of(reader).module, origin=origin, owner=owner)
             values = [node.meta["val"] for node in members]
             with graph.inserting_before(before if before is not None and before < reader else reader):
                 begun = start(members)
-            begun.meta = {**meta, "val": None, "bytes": sum(num_bytes(v) for v in values), **begun.meta}
+            own = info_of(begun)
+            size = own.num_bytes or sum(num_bytes(v) for v in values)
+            describe(begun, replace(shared, num_bytes=size, what=own.what), None)
             with graph.inserting_before(reader):
                 done = graph.call_function(wait, (begun,))
-                done.meta = {**meta, "val": values}
+                describe(done, shared, values)
                 for index, node in enumerate(members):
                     item = graph.call_function(operator.getitem, (done, index))
-                    item.meta = {**node.meta, **meta, "val": values[index]}
+                    info = replace(info_of(node), phase=shared.phase, module=shared.module, origin=origin, owner=owner)
+                    describe(item, info, values[index])
                     for user in readers[node]:
                         user.replace_input_with(node, item)
         before = reader
@@ -85,5 +85,5 @@ def _alike(bucket: Sequence[Node]) -> Iterator[list[Node]]:
     """The members that lie on the same ranks."""
     found: dict[Any, list[Node]] = {}
     for node in bucket:
-        found.setdefault(tuple(sorted(node.meta.get("only", {}).items())), []).append(node)
+        found.setdefault(tuple(sorted(info_of(node).owner.items())), []).append(node)
     yield from found.values()

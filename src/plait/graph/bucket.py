@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from plait.decide.buckets import bucket_limit, split_buckets
 from plait.graph import ops
 from plait.graph.calls import num_bytes, output_node, settled
 from plait.graph.leaving import Leaving, leaving
+from plait.graph.node_info import describe, info_of
 from plait.graph.partition import WORLD
 from plait.graph.rows import Cut, PlainRows, Rows, rows_of
 from plait.graph.views import WHOLE_VIEWS
@@ -101,7 +103,7 @@ def bucket_gradients(
     cuts = cuts or {}
     groups: dict[Any, list[Leaving]] = {}
     for one in leaving(graph, cuts, but):
-        only = tuple(sorted(one.sums[-1].meta.get("only", {}).items()))
+        only = tuple(sorted(info_of(one.sums[-1]).owner.items()))
         dtypes = (one.sent.meta["val"].dtype, one.term.meta["val"].dtype)
         groups.setdefault((one.axes, one.cut is not None, dtypes, only), []).append(one)
     end = output_node(graph)
@@ -132,7 +134,7 @@ def bucket_gradients(
 def _kept(graph: Graph, world: Node | None, node: Node, cut: Cut, end: Node) -> Node:
     with graph.inserting_before(end):
         part = graph.call_function(keep_part, (world, node, "data", Rows((cut,)).plain))
-    part.meta = {**node.meta, "val": node.meta["val"].new_empty(cut.part_shape(0))}
+    describe(part, info_of(node), node.meta["val"].new_empty(cut.part_shape(0)))
     return part
 
 
@@ -142,7 +144,7 @@ def _join(graph: Graph, world: Node, members: list[Leaving], end: Node, what: st
     rows = Rows(tuple(one.cut for one in members)) if members[0].cut is not None else None  # type: ignore[misc]
     values = [one.sums[-1].meta["val"] for one in members]
     sent = [one.sent for one in members]
-    meta = {k: v for k, v in members[-1].sums[-1].meta.items() if k != "val"}
+    info = info_of(members[-1].sums[-1])
     total = rows.length * rows.num_ranks if rows else sum(value.numel() for value in values)
     flat: Any = None
     offset = 0
@@ -150,18 +152,18 @@ def _join(graph: Graph, world: Node, members: list[Leaving], end: Node, what: st
         if flat is None:
             with graph.inserting_after(settled(tensor)):
                 flat = graph.call_function(bucket_new, (world, axes[0], total, tensor))
-                flat.meta = {**meta, "val": None}
+                describe(flat, info, None)
         with graph.inserting_after(max(flat, tensor)):
             if rows is not None:
                 flat = graph.call_function(rows_put, (flat, rows.plain, index, tensor))
             else:
                 flat = graph.call_function(bucket_put, (flat, offset, tensor))
-            flat.meta = {**meta, "val": None}
+            describe(flat, info, None)
         offset += tensor.meta["val"].numel()
     with graph.inserting_after(flat):
         start = graph.call_function(rows_start if rows is not None else bucket_start, (world, flat, axes))
         held = total * sent[0].meta["val"].element_size()
-        start.meta = {**meta, "val": None, "bytes": held, "what": what}
+        describe(start, replace(info, num_bytes=held, what=what), None)
     dtype = values[0].dtype
     with graph.inserting_before(end):
         if rows is not None:
@@ -169,11 +171,11 @@ def _join(graph: Graph, world: Node, members: list[Leaving], end: Node, what: st
             values = [v.new_empty(c.part_shape(0)) for v, c in zip(values, rows.cuts, strict=True)]
         else:
             done = graph.call_function(bucket_wait, (world, start, axes, dtype, [list(v.shape) for v in values]))
-        done.meta = {**meta, "val": values}
+        describe(done, info, values)
         found = {}
         for index, one in enumerate(members):
             item = found[one.sums[-1]] = graph.call_function(operator.getitem, (done, index))
-            item.meta = {**one.sums[-1].meta, "val": values[index]}
+            describe(item, info_of(one.sums[-1]), values[index])
     return found
 
 
@@ -196,7 +198,7 @@ def overlap(graph: Graph) -> Graph:
             continue  # nothing lies between
         with graph.inserting_after(node.args[1]):
             start = graph.call_function(ops.all_reduce_start, node.args)
-        start.meta = {**node.meta, "val": None}
+        describe(start, info_of(node), None)
         with graph.inserting_before(reader):
             done = graph.call_function(ops.wait, (start,))
         done.meta = dict(node.meta)

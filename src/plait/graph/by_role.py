@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from torch.fx import Graph, Node
 
 from plait.graph.calls import is_item, placeholders, tensor_inputs
+from plait.graph.node_info import info_of, set_info
 from plait.graph.propagate import Propagation, propagate, whole_strategy
 from plait.spec.layout import REPLICATE, Partial, Placement, Replicate, Shard
 
@@ -24,8 +25,8 @@ def give_roles(graph: Graph, roles: Sequence[str]) -> None:
     lie as the weight does, and what comes from the whole batch alone can be cut for nothing."""
     for node in graph.nodes:
         if node.op == "call_function":
-            stage = node.meta.pop("stage", None)
-            node.meta["role"] = _TENSOR if stage is None else roles[stage]
+            stage = info_of(node).stage
+            set_info(node, stage=None, role=_TENSOR if stage is None else roles[stage])
 
 
 def split_by_tensor(graph: Graph) -> set[str]:
@@ -36,7 +37,7 @@ def split_by_tensor(graph: Graph) -> set[str]:
 def _only_split(node: Node) -> bool:
     """Whether all that reads a value, also through what any stage repeats, splits weights."""
     readers = [user for user in node.users if user.op == "call_function"]
-    return all(user.meta["role"] == _TENSOR for user in readers) and all(
+    return all(info_of(user).role == _TENSOR for user in readers) and all(
         _only_split(user) for user in readers if len(tensor_inputs(user)) == 1 and not is_item(user)
     )
 
@@ -61,7 +62,7 @@ def propagate_by_role(
     found = Propagation(graph, size, required=required)
     found.without_rule = by_rows.without_rule | by_weights.without_rule
     for node in graph.nodes:
-        side = by_rows if node.meta.get("role") == _DATA else by_weights
+        side = by_rows if info_of(node).role == _DATA else by_weights
         if node.op == "placeholder":
             found.placements[node] = by_weights.placements[node]
         elif node.op == "call_function" and not is_item(node):

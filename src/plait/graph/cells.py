@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from plait.decide.readiness import Cell, Edges
 from plait.graph.calls import is_item, num_bytes, output_node, placeholders
 from plait.graph.capture import Output
+from plait.graph.node_info import NodeInfo, describe, info_of, is_backward
 from plait.graph.partition import WORLD
 from plait.graph.sharing import apart
 from plait.graph.stages import base_of
@@ -117,7 +118,7 @@ def split_cells(
     for node in sorted(readers, key=order.__getitem__):
         users = tuple(sorted(readers[node], key=turn.__getitem__))
         assert all(turn[user] > turn[cell_of[node]] for user in users), f"{node} goes back in time"
-        values.append(Value(node.name, cell_of[node], users, node.meta["val"], dict(node.meta.get("only", {}))))
+        values.append(Value(node.name, cell_of[node], users, node.meta["val"], dict(info_of(node).owner)))
     by_name = {value.name: value for value in values}
     nodes = {node.name: node for node in cell_of}
     for results in ending.values():
@@ -139,8 +140,8 @@ def split_cells(
     parameters: dict[str, set[int]] = {}
     for cell, each in graphs.items():
         for node in placeholders(each.graph):
-            if node.meta.get("kind") == "parameter":
-                parameters.setdefault(node.meta["name"], set()).add(cell[1])
+            if info_of(node).kind == "parameter":
+                parameters.setdefault(info_of(node).name, set()).add(cell[1])
         for output in each.outputs:
             if output.kind == "gradient":
                 parameters.setdefault(output.name, set()).add(cell[1])
@@ -185,7 +186,7 @@ def _assign(
     found: dict[Node, Cell] = {}
     for node in graph.nodes:
         if node in needed:
-            found[node] = ("B" if node.meta.get("phase") == "backward" else "F", node.meta["stage"])
+            found[node] = ("B" if is_backward(node) else "F", info_of(node).stage)
     if weights:
         waited_for = _waited_for(found, anywhere)
         for node, (kind, stage) in found.items():
@@ -242,7 +243,7 @@ class _CellBuilder:
             self._copies[node] = self._graph.placeholder(node.name)
             self._copies[node].meta = dict(node.meta)
         self._box = self._graph.placeholder(BOX)
-        self._box.meta = {"val": None, "kind": BOX, "name": BOX}
+        describe(self._box, NodeInfo(kind=BOX, name=BOX), None)
 
     def copy(self, node: Node) -> Node:
         """The node in this graph: one of its own, repeated here, or taken from the box."""
@@ -253,7 +254,8 @@ class _CellBuilder:
             else:
                 repeated = node in self._anywhere or base_of(node, self._anywhere) is not node
                 made = self._repeated(node) if repeated else self._from_box(node)
-                made.meta = {**node.meta, "phase": "forward" if self._cell[0] == "F" else "backward"}
+                phase = "forward" if self._cell[0] == "F" else "backward"
+                describe(made, replace(info_of(node), phase=phase), node.meta.get("val"))
             self._copies[node] = made
         return self._copies[node]
 

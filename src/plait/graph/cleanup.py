@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from plait.graph.calls import is_item, output_node
+from plait.graph.node_info import info_of
 from plait.graph.random import draw
 from plait.graph.shapes import frozen
 from plait.graph.views import ALIASES, is_view
@@ -111,7 +112,7 @@ def _share(graph: Graph) -> None:
     def earlier(node: Node) -> Node | None:
         if node.target is draw or _impure(node):
             return None
-        phase = "" if is_view(node) or is_item(node) else node.meta["phase"]
+        phase = "" if is_view(node) or is_item(node) else info_of(node).phase
         return seen.setdefault((phase, node.target, frozen(node.args, id), frozen(node.kwargs, id)), node)
 
     _each(graph, earlier)

@@ -13,6 +13,7 @@ from plait.decide.cut import Item, Memory, choose_cut
 from plait.graph.calls import placeholders
 from plait.graph.estimate import seconds_of
 from plait.graph.lower import Lowered, dtype_named
+from plait.graph.node_info import info_of
 from plait.spec.action import BACKWARD, FORWARD, WEIGHT
 from plait.spec.schedule import Schedule
 
@@ -32,12 +33,12 @@ def cut_within(lowered: Lowered, peaks: Mapping[int, int], states: float, limit:
     seconds, held, kept = defaultdict[int, float](float), Counter[int](), Counter[int]()
 
     def item(node: Node) -> int:
-        return max(bisect.bisect_right(places, node.meta["at"]) - 1, 0)
+        return max(bisect.bisect_right(places, info_of(node).position) - 1, 0)
 
     here = dict.fromkeys(lowered.plan.mesh.names, 0)
     seen: set[str] = set()
     for (kind, stage), each in pipeline.cells.graphs.items():
-        named = {node.name: node for node in each.graph.nodes if node.meta.get("stage") == stage}
+        named = {node.name: node for node in each.graph.nodes if info_of(node).stage == stage}
         for node in named.values():
             seconds[item(node)] += seconds_of(node)
             if kind == FORWARD:
@@ -45,9 +46,9 @@ def cut_within(lowered: Lowered, peaks: Mapping[int, int], states: float, limit:
         if kind != FORWARD:
             continue
         for node in placeholders(each.graph):
-            name = node.meta.get("name", "")
-            readers = [user for user in node.users if "at" in user.meta]
-            if node.meta.get("kind") == "parameter" and readers and name not in seen:
+            name = info_of(node).name
+            readers = [user for user in node.users if info_of(user).position is not None]
+            if info_of(node).kind == "parameter" and readers and name not in seen:
                 seen.add(name)
                 layout = lowered.states[name]
                 size = math.prod(layout.local_shape(lowered.plan.mesh, here)) * dtype_named(layout.dtype).itemsize
@@ -77,10 +78,10 @@ def _module_begins(lowered: Lowered) -> dict[int, str]:
     first: dict[str, int] = {}
     for (kind, _), each in lowered.pipeline.cells.graphs.items():
         for node in each.graph.nodes if kind == FORWARD else ():
-            parts = (node.meta.get("module") or "").split(".")
-            for end in range(1, len(parts) + 1) if "at" in node.meta and parts[0] else ():
+            parts = info_of(node).module.split(".")
+            for end in range(1, len(parts) + 1) if info_of(node).position is not None and parts[0] else ():
                 path = ".".join(parts[:end])
-                first[path] = min(first.get(path, node.meta["at"]), node.meta["at"])
+                first[path] = min(first.get(path, info_of(node).position), info_of(node).position)
     found: dict[int, str] = {}
     for path in sorted(first, key=len):
         found.setdefault(first[path], path)

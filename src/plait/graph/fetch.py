@@ -17,13 +17,14 @@ from plait.graph.bucket import bucket_start, bucket_wait, keep_part, rows_start,
 from plait.graph.calls import output_node, placeholders, settled
 from plait.graph.gather import repeat_views
 from plait.graph.homes import fetch_start, homes_of, leave
+from plait.graph.node_info import NodeInfo, describe, info_of
 
 aten = torch.ops.aten
 
 
 def fetch_parameters(graph: Graph, away: Collection[str], bucket_bytes: int) -> Graph:
     """Let the graph fetch the parameters that `away` names. Changes `graph` and returns it."""
-    held = [n for n in placeholders(graph) if n.meta.get("kind") == "parameter" and n.meta["name"] in away]
+    held = [n for n in placeholders(graph) if info_of(n).kind == "parameter" and info_of(n).name in away]
     repeat_views(graph, held)
     forward, backward = readers_in("forward", held), readers_in("backward", held)
     buckets = in_buckets(graph, forward, bucket_bytes)
@@ -38,7 +39,7 @@ def fetch_parameters(graph: Graph, away: Collection[str], bucket_bytes: int) -> 
 
 def fetch_sums(graph: Graph, kind: str, away: Collection[str], bucket_bytes: int) -> Graph:
     """Let the graph fetch the sums so far of gradients that `away` names, which are kept as `kind`."""
-    held = [n for n in placeholders(graph) if n.meta.get("kind") == "sum" and n.meta["name"] in away]
+    held = [n for n in placeholders(graph) if info_of(n).kind == "sum" and info_of(n).name in away]
     readers = readers_in("backward", held)
     _fetch(graph, in_buckets(graph, readers, bucket_bytes), readers, kind, None)
     return graph
@@ -62,8 +63,8 @@ def leave_early(graph: Graph, kind: str, gradients: Mapping[int, str], away: Col
             max(node.all_input_nodes).append(node)
         with graph.inserting_after(settled(node)):
             results[index] = graph.call_function(leave, (homes, f"{kind}/{name}", node))
-        results[index].meta = {k: v for k, v in node.meta.items() if k in ("only", "module")}
-        results[index].meta |= {"val": None, "phase": "backward"}
+        made = info_of(node)
+        describe(results[index], NodeInfo(phase="backward", module=made.module, owner=made.owner), None)
     end.args = (tuple(results),)
     graph.lint()
     return graph
@@ -81,7 +82,7 @@ def _fetch(
     homes = homes_of(graph)
 
     def start(members: list[Node]) -> Node:
-        return graph.call_function(fetch_start, (homes, tuple(f"{kind}/{n.meta['name']}" for n in members)))
+        return graph.call_function(fetch_start, (homes, tuple(f"{kind}/{info_of(n).name}" for n in members)))
 
     read_ahead(graph, buckets, readers, start, before)
     graph.lint()

@@ -17,6 +17,7 @@ from plait.errors import CaptureError
 from plait.graph import ops
 from plait.graph.calls import is_tensor, rule_of
 from plait.graph.decompose import decompose_node
+from plait.graph.node_info import NodeInfo, describe, info_of, set_info
 from plait.graph.views import RESHAPES
 
 aten = torch.ops.aten
@@ -89,7 +90,7 @@ def _note(node: Node) -> None:
         given = [*enumerate(node.args), *node.kwargs.items()]
         tensors = [(place, value) for place, value in given if isinstance(value, Node) and is_tensor(value)]
         formats = {p: format_of(v.meta["val"]) for p, v in tensors if v.meta["val"].ndim > 1}
-        node.meta["formats"] = (node.target, formats)
+        set_info(node, formats=(node.target, formats))
 
 
 def keep_formats(graph: Graph) -> Graph:
@@ -104,14 +105,17 @@ def keep_formats(graph: Graph) -> Graph:
             args = (value, wanted.order, wanted.dense)
             with graph.inserting_before(node):
                 new = made[value, wanted] = graph.call_function(ops.in_format, args)
-            known = {k: v for k, v in value.meta.items() if k in ("only", "global_shape", "placements")}
-            place = {k: v for k, v in node.meta.items() if k in ("module", "phase", "at", "stage", "role")}
-            new.meta = {**known, **place, "val": ops.in_format(value.meta["val"], wanted.order, wanted.dense)}
+            read, made_as = info_of(node), info_of(value)
+            info = NodeInfo(
+                module=read.module, phase=read.phase, position=read.position, stage=read.stage, role=read.role,
+                owner=made_as.owner, global_shape=made_as.global_shape, placements=made_as.placements,
+            )  # fmt: skip
+            describe(new, info, ops.in_format(value.meta["val"], wanted.order, wanted.dense))
         return made[value, wanted]
 
     for node in list(graph.nodes):
         _reshape(node)
-        target, formats = node.meta.get("formats", (None, {}))
+        target, formats = info_of(node).formats or (None, {})
         if target is node.target and node.op == "call_function":
             node.args = tuple(brought(node, value, formats.get(place)) for place, value in enumerate(node.args))
             node.kwargs = {name: brought(node, value, formats.get(name)) for name, value in node.kwargs.items()}

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from plait.graph.node_info import info_of
 from plait.graph.random import draw
 from plait.graph.record import Recorder
 
@@ -28,7 +29,7 @@ def functionalise(graph: Graph, fake_mode: FakeTensorMode) -> Graph:
                 value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
         inner[node] = value
         if node.op == "placeholder":
-            recorder.module, recorder.phase, recorder.at = (node.meta[key] for key in ("module", "phase", "at"))
+            recorder.place_at(info_of(node))
             made = recorder.placeholder(node.name, value)
             key = made if node.name == "key" else key
 
@@ -39,7 +40,7 @@ def functionalise(graph: Graph, fake_mode: FakeTensorMode) -> Graph:
                 return map_arg(node.args[0], env.__getitem__)
             if node.op == "placeholder":
                 continue
-            recorder.module, recorder.phase, recorder.at = (node.meta[key] for key in ("module", "phase", "at"))
+            recorder.place_at(info_of(node))
             if node.target is draw:
                 recorder.bind(inner[node], recorder.call(draw, (key, *node.args[1:]), {}, inner[node]))
             else:

@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from plait.graph.ahead import in_buckets, in_order, read_ahead, readers_in
 from plait.graph.calls import placeholders
 from plait.graph.homes import phase_of
+from plait.graph.node_info import info_of, set_info
 from plait.graph.partition import WORLD
 from plait.graph.rows import Cut, PlainRows, Rows, rows_of
 from plait.graph.views import is_view, view_anew
@@ -73,7 +74,7 @@ def gather_wait(work: Gathering) -> list[Tensor]:
 
 def gather_parameters(graph: Graph, cuts: Mapping[str, Cut], bucket_bytes: int) -> Graph:
     """Let the placeholders that `cuts` names stand for this rank's part. Changes `graph` and returns it."""
-    held = [node for node in placeholders(graph) if node.meta.get("name") in cuts]
+    held = [node for node in placeholders(graph) if info_of(node).name in cuts]
     if not held:
         return graph
     narrow_parameters(held)
@@ -81,10 +82,10 @@ def gather_parameters(graph: Graph, cuts: Mapping[str, Cut], bucket_bytes: int) 
     world = next(node for node in graph.nodes if node.name == WORLD)
 
     def start(members: list[Node]) -> Node:
-        rows = Rows(tuple(cuts[node.meta["name"]] for node in members))
+        rows = Rows(tuple(cuts[info_of(node).name] for node in members))
         dtypes = tuple(node.meta["val"].dtype for node in members)
         begun = graph.call_function(gather_start, (world, "data", rows.plain, dtypes, *members))
-        begun.meta = {"bytes": rows.length * dtypes[0].itemsize, "what": f"{len(members)} parameters"}
+        set_info(begun, num_bytes=rows.length * dtypes[0].itemsize, what=f"{len(members)} parameters")
         return begun
 
     for phase in ("forward", "backward"):
@@ -96,8 +97,8 @@ def gather_parameters(graph: Graph, cuts: Mapping[str, Cut], bucket_bytes: int) 
             read_ahead(graph, in_buckets(graph, group, bucket_bytes), group, start, wait=gather_wait, origin="zero=3")
     for node in held:
         value = node.meta["val"]
-        part = cuts[node.meta["name"]].part_shape(0)
-        node.meta["val"] = value.new_empty(part, dtype=node.meta.get("held", value.dtype))
+        part = cuts[info_of(node).name].part_shape(0)
+        node.meta["val"] = value.new_empty(part, dtype=info_of(node).stored_dtype or value.dtype)
     graph.lint()
     return graph
 
@@ -105,12 +106,12 @@ def gather_parameters(graph: Graph, cuts: Mapping[str, Cut], bucket_bytes: int) 
 def narrow_parameters(held: list[Node]) -> None:
     """Where every reader of a parameter first casts it to one narrower type, let it come in that type.
 
-    Its placeholder then stands for the narrow tensor; `held` in its meta is the type that the optimizer has. Nodes of
-    several graphs that stand for one parameter are narrowed all or none.
+    Its placeholder then stands for the narrow tensor, and its `stored_dtype` is the type that the optimizer has. Nodes
+    of several graphs that stand for one parameter are narrowed all or none.
     """
     by_name: dict[str, list[Node]] = {}
     for node in held:
-        by_name.setdefault(node.meta["name"], []).append(node)
+        by_name.setdefault(info_of(node).name, []).append(node)
     for nodes in by_name.values():
         casts = [user for node in nodes for user in node.users]
         dtypes = {u.meta["val"].dtype for u in casts if u.target is aten._to_copy.default}
@@ -125,7 +126,7 @@ def _narrow(node: Node, dtype: torch.dtype) -> None:
     value = node.meta["val"]
     if dtype.itemsize >= value.dtype.itemsize:
         return
-    node.meta["held"] = value.dtype
+    set_info(node, stored_dtype=value.dtype)
     node.meta["val"] = value.new_empty(value.shape, dtype=dtype)
     for cast in list(node.users):
         cast.replace_all_uses_with(node)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from plait.graph.calls import placeholders
+from plait.graph.node_info import NodeInfo, describe, is_forward
 from plait.graph.partition import WORLD
 from plait.spec.layout import Layout
 
@@ -66,12 +67,12 @@ def homes_of(graph: Graph) -> Node:
     world = next((node for node in found if node.name == WORLD), None)
     with graph.inserting_after(world) if world else graph.inserting_before(next(iter(graph.nodes))):
         node = graph.placeholder(HOMES)
-    node.meta = {"val": None, "kind": "homes", "name": HOMES}
+    describe(node, NodeInfo(kind="homes", name=HOMES), None)
     return node
 
 
 def phase_of(node: Node) -> str:
-    return "forward" if node.meta.get("phase") == "forward" else "backward"
+    return "forward" if is_forward(node) else "backward"
 
 
 def fetch_start(homes: Homes, keys: Sequence[str]) -> Coming:

@@ -40,6 +40,7 @@ from plait.graph.bucket import (
 )
 from plait.graph.calls import is_item, output_node, placeholders
 from plait.graph.gather import gather_start, gather_wait
+from plait.graph.node_info import info_of
 from plait.graph.partition import WORLD
 from plait.graph.record import SHAPES
 from plait.graph.views import is_view
@@ -172,8 +173,8 @@ def marked(graph: Graph, gradients: Collection[int]) -> Graph:
     makes = _makes_gradients(copy, gradients)
     phase, before = "forward", None
     for node in [node for node in copy.nodes if node.op == "call_function"]:
-        phase = node.meta.get("phase") or phase
-        now = (f"{phase} of {node.meta.get('module') or 'the loss'}", GRADIENTS if node in makes else _class_of(node))
+        phase = info_of(node).phase or phase
+        now = (f"{phase} of {info_of(node).module or 'the loss'}", GRADIENTS if node in makes else _class_of(node))
         if now != before:
             with copy.inserting_before(node):
                 copy.call_function(mark, (world, *now))
@@ -202,7 +203,7 @@ def _class_of(node: Node) -> str:
         source = node.args[0]
         while isinstance(source, Node) and is_view(source):
             source = source.args[0]
-        if isinstance(source, Node) and source.meta.get("kind") == "parameter":
+        if isinstance(source, Node) and info_of(source).kind == "parameter":
             return PARAMETERS  # in the precision of the products that read it
     return ACTIVATIONS
 

@@ -14,6 +14,7 @@ from plait.graph.by_role import INNER, give_roles, propagate_by_role, split_by_t
 from plait.graph.calls import output_node, placeholders
 from plait.graph.capture import Captured
 from plait.graph.formats import keep_formats, note_formats
+from plait.graph.node_info import info_of, set_info
 from plait.graph.owning import own_gradients
 from plait.graph.partition import partition
 from plait.graph.pause import collection_paused
@@ -243,7 +244,7 @@ def _copy(captured: Captured, several: bool) -> Graph:
     output_node(graph).meta = dict(output_node(source).meta)
     inputs = {i.node: i for i in captured.inputs}
     for node in placeholders(graph):
-        node.meta["kind"], node.meta["name"] = inputs[node.name].kind, inputs[node.name].name
+        set_info(node, kind=inputs[node.name].kind, name=inputs[node.name].name)
     graph = note_formats(graph, several)
     _mark_upkeep(graph, [i for i, o in enumerate(captured.outputs) if o.kind == "buffer"])
     _mark_aside(graph, captured)
@@ -266,7 +267,7 @@ def _mark_aside(graph: Graph, captured: Captured) -> None:
                 stack.append(source)
     for node in graph.nodes:
         if node.op == "call_function" and node not in needed:
-            node.meta["aside"] = True
+            set_info(node, aside=True)
 
 
 def _mark_upkeep(graph: Graph, outputs: list[int]) -> None:
@@ -274,7 +275,7 @@ def _mark_upkeep(graph: Graph, outputs: list[int]) -> None:
     weights: no weight stays whole for its sake."""
     from_batch: set[Node] = set()
     for node in graph.nodes:
-        if node.meta.get("kind") == "batch" or any(source in from_batch for source in node.all_input_nodes):
+        if info_of(node).kind == "batch" or any(source in from_batch for source in node.all_input_nodes):
             from_batch.add(node)
     (results,) = output_node(graph).args
     stack = [results[i] for i in outputs]  # type: ignore[index]
@@ -282,7 +283,7 @@ def _mark_upkeep(graph: Graph, outputs: list[int]) -> None:
     while stack:
         node = stack.pop()
         if isinstance(node, Node) and node.op == "call_function" and node not in from_batch | marked:
-            node.meta["aside"] = True
+            set_info(node, aside=True)
             marked.add(node)
             stack += node.all_input_nodes
 

@@ -6,6 +6,7 @@ a graph, so the next mesh axis is partitioned in the same way; what the earlier 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.fx.node import map_arg
 
 from plait.graph import ops
 from plait.graph.calls import NO_RULE, call_of, is_item, output_node, rule_of, tensor_inputs
+from plait.graph.node_info import NodeInfo, describe, info_of, set_info
 from plait.graph.propagate import Propagation
 from plait.graph.record import SHAPES
 from plait.graph.rules import Call, Strategy
@@ -30,7 +32,7 @@ class LocalBuilder:
         self.graph = Graph()
         self.axis = axis
         self.size = size
-        self.meta: dict[str, Any] = {}  # of the node being written, less its value
+        self.info = NodeInfo()  # of the node being written
         self.world = self.graph.placeholder(WORLD)
         self._coordinate: Node | None = None
         self._memo = ShapeMemo()
@@ -44,7 +46,7 @@ class LocalBuilder:
 
     def node(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Node:
         node = self.graph.call_function(op, args, kwargs)
-        node.meta = {**self.meta, "val": value}
+        describe(node, self.info, value)
         return node
 
     def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -61,7 +63,7 @@ class LocalBuilder:
         if self._coordinate is None:
             with self.graph.inserting_after(self.world):
                 self._coordinate = self.graph.call_function(ops.coordinate, (self.world, self.axis))
-            self._coordinate.meta = {"val": 0}
+            describe(self._coordinate, NodeInfo(), 0)
         return self._coordinate
 
     def convert(self, node: Node, have: Placement, want: Placement) -> Node:
@@ -85,7 +87,7 @@ class LocalBuilder:
                 return emit(ops.all_reduce, shape, op)
             case Only(index=root), Replicate():
                 whole = emit(ops.broadcast, shape, root)
-                whole.meta.pop("only", None)
+                set_info(whole, owner={})
                 return whole
             case Shard(dim=dim, blocks=blocks), Replicate():
                 return emit(ops.all_gather, _whole_shape(shape, have, size), dim, blocks)
@@ -111,14 +113,14 @@ class Partitioner:
 
     def run(self) -> Graph:
         for node in self.found.graph.nodes:
-            self.builder.meta = {k: v for k, v in node.meta.items() if k != "val"}
+            self.builder.info = info_of(node)
             if node.op == "placeholder":
                 self._placeholder(node)
             elif node.op == "call_function":
                 self._call(node)
                 self._remember_layout(node)
         (results,) = output_node(self.found.graph).args
-        self.builder.meta = {"module": "", "phase": "backward"}
+        self.builder.info = NodeInfo(phase="backward")
         outputs = [self._output(i, result) for i, result in enumerate(results)]  # type: ignore[arg-type]
         graph = self.builder.graph
         graph.output(tuple(outputs))
@@ -142,10 +144,10 @@ class Partitioner:
             shape = local_shape(tuple(value.shape), self.found.placement(node), self.found.size)
             value = self.builder.empty(value, shape) if shape != tuple(value.shape) else value
         new = self.builder.graph.placeholder(node.name)
-        new.meta = {**self.builder.meta, "val": value}
+        describe(new, self.builder.info, value)
         placement = self.found.placement(node)
         if isinstance(placement, Only):
-            new.meta["only"] = {**new.meta.get("only", {}), self.axis: placement.index}
+            set_info(new, owner={**info_of(new).owner, self.axis: placement.index})
         self.local[node] = new
 
     def form(self, node: Node, want: Placement) -> Node:
@@ -157,15 +159,15 @@ class Partitioner:
         key = (node, want)
         if key not in self.forms:
             whole = self.forms.get((node, REPLICATE))
-            saved = self.builder.meta
-            self.builder.meta = {k: v for k, v in node.meta.items() if k != "val"} | {"source": node.name}
-            if (only := getattr(local, "meta", {}).get("only")) is not None:
-                self.builder.meta["only"] = only
+            saved = self.builder.info
+            self.builder.info = replace(info_of(node), source=node.name)
+            if isinstance(local, Node) and (owner := info_of(local).owner):
+                self.builder.info = replace(self.builder.info, owner=owner)
             if whole is not None and isinstance(want, Shard):
                 self.forms[key] = self.builder.convert(whole, REPLICATE, want)
             else:
                 self.forms[key] = self.builder.convert(local, have, want)
-            self.builder.meta = saved
+            self.builder.info = saved
         return self.forms[key]
 
     def _call(self, node: Node) -> None:
@@ -176,7 +178,7 @@ class Partitioner:
                 self.local[node] = source[index]
             else:
                 self.local[node] = self.builder.node(node.target, (source, index), {}, source.meta["val"][index])
-                self._mark(self.local[node], source.meta.get("only"))
+                set_info(self.local[node], owner=info_of(source).owner)
             return
         strategy = self.found.strategies[node]
         wants = iter(strategy.inputs)
@@ -184,10 +186,11 @@ class Partitioner:
         args, kwargs = map_arg(
             (node.args, node.kwargs), lambda n: self.form(n, next(wants)) if n in inputs else self.local[n]
         )
-        self.builder.meta["origin"] = self.found.origin.get(node, "")
+        info = replace(info_of(node), origin=self.found.origin.get(node, ""))
         place = next((p for p in strategy.outputs if isinstance(p, Only)), None)
         if place is not None:
-            self.builder.meta["only"] = {**self.builder.meta.get("only", {}), self.axis: place.index}
+            info = replace(info, owner={**info.owner, self.axis: place.index})
+        self.builder.info = info
         if node.target in _LOCALISE:
             self.local[node] = _LOCALISE[node.target](self.builder, node, strategy, args)
             return
@@ -211,15 +214,12 @@ class Partitioner:
         """Keep the global shape and the placements so far with the local node, for `explain`."""
         local, value = self.local[node], node.meta["val"]
         if isinstance(local, Node) and isinstance(value, torch.Tensor):
-            local.meta.setdefault("global_shape", tuple(value.shape))
-            placement = self.found.placement(node)
+            known, placement = info_of(local), self.found.placement(node)
+            shape = tuple(value.shape) if known.global_shape is None else known.global_shape
+            placements = known.placements
             if not isinstance(placement, Replicate):
-                local.meta["placements"] = (*node.meta.get("placements", ()), (self.axis, placement))
-
-    @staticmethod
-    def _mark(node: Node, only: Any) -> None:
-        if only:
-            node.meta["only"] = only
+                placements = (*info_of(node).placements, (self.axis, placement))
+            set_info(local, global_shape=shape, placements=placements)
 
 
 def _localise_sizes(call: Call, strategy: Strategy, args: Any, position: int, size: int) -> tuple[Any, ...]:

@@ -30,6 +30,7 @@ from plait.graph.calls import (
 )  # fmt: skip
 from plait.graph.cost import IMPOSSIBLE, conversion_bytes
 from plait.graph.decompose import decompose_node
+from plait.graph.node_info import info_of
 from plait.graph.rules import Call, Rule, Strategy, strategies_of
 from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Shard, divides
 
@@ -86,7 +87,7 @@ class Propagator:
             found.placements[node] = (placement,)
             if not isinstance(placement, Replicate):
                 found.origin[node] = origin.get(node.name, node.name)
-            if node.meta.get("kind") == "parameter":
+            if info_of(node).kind == "parameter":
                 self.from_parameter.add(node)
         node = next(iter(found.graph.nodes))
         while node.op != "output":
@@ -143,7 +144,7 @@ class Propagator:
 
     def _check_rows(self, node: Node, given: tuple[Placement, ...]) -> None:
         """PlanError where a rank's rows are not a part of the input of a batch norm in training, or too few."""
-        x, where = self.call(node).inputs[0], node.meta.get("module") or "the loss"
+        x, where = self.call(node).inputs[0], info_of(node).module or "the loss"
         part = given[0]
         if isinstance(part, Shard) and part.dim == 1:
             return  # instance norm
@@ -167,7 +168,7 @@ class Propagator:
             return
         if node.target not in _KEEPING:
             raise PlanError(
-                f"batchnorm=local: {node.target} in {node.meta.get('module') or 'the loss'} reads statistics of a batch"
+                f"batchnorm=local: {node.target} in {info_of(node).module or 'the loss'} reads statistics of a batch"
                 " norm, which are other numbers on each rank; take batchnorm=global"
             )
         self.own.add(node)

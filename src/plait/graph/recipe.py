@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 
 from plait.errors import PlanError
 from plait.graph.calls import is_item, placeholders, tensor_inputs
+from plait.graph.node_info import info_of, is_forward
 from plait.graph.region import Grower, Region
 from plait.graph.rules import LOOKUPS
 from plait.spec.layout import REPLICATE, Blocks, Placement, Replicate, Shard, blocks_of_lengths, divides
@@ -37,7 +38,7 @@ class Recipe:
         self.graph = graph
         self.size = size
         self.axis = axis
-        parameters = {n for n in placeholders(graph) if n.meta.get("kind") == "parameter"}
+        parameters = {n for n in placeholders(graph) if info_of(n).kind == "parameter"}
         self.decided: dict[Node, Placement] = {n: taken[n.name] for n in parameters if n.name in taken}
         self.decided |= {n: REPLICATE for n in parameters if among is not None and n.name not in among}
         self.spared: set[Node] = set()  # weights that an accepted region reads whole by design (few key-value heads)
@@ -48,7 +49,7 @@ class Recipe:
         """Placement of each parameter that is to be sharded, by placeholder name."""
         found: dict[Node, Placement] = {}
         for node in self.graph.nodes:
-            if node.op != "call_function" or node.meta.get("phase") != "forward":
+            if node.op != "call_function" or not is_forward(node):
                 continue
             for parameter in self._weights(node):
                 if parameter in self.decided:
@@ -88,15 +89,15 @@ class Recipe:
             return f"{self.axis}={self.size} does not divide its heads"
         if halted is None:
             return "no weight sums what it gives"
-        return f"{halted.target} in {halted.meta.get('module') or 'the loss'} needs what it gives whole"
+        return f"{halted.target} in {info_of(halted).module or 'the loss'} needs what it gives whole"
 
     def _refuse(self, parameter: Node, node: Node, works: int) -> None:
         size = self.size
         shape = list(node.meta["val"].shape)
-        name = parameter.meta["name"]
+        name = info_of(parameter).name
         raise PlanError(
             f"{self.axis}={size} does not divide the dim that {name} is split into (such as heads): shape {shape} in"
-            f" {node.meta.get('module') or 'the model'}; use {self.axis}={works}, or leave the weight whole with"
+            f" {info_of(node).module or 'the model'}; use {self.axis}={works}, or leave the weight whole with"
             f" layouts={{{name!r}: '-'}}"
         )
 
@@ -108,7 +109,7 @@ def _cut_points(use: Node, num: int) -> list[Blocks]:
     while stack and len(seen) < 50:
         node, start, length = stack.pop()
         for user in node.users:
-            if user.op != "call_function" or user.meta.get("phase") != "forward" or user in seen:
+            if user.op != "call_function" or not is_forward(user) or user in seen:
                 continue
             seen.add(user)
             if is_item(user):

@@ -20,6 +20,7 @@ from plait.errors import PlanError
 from plait.graph import ops
 from plait.graph.calls import num_bytes, output_values
 from plait.graph.estimate import seconds_of
+from plait.graph.node_info import info_of, is_backward, is_forward, set_info
 from plait.graph.views import is_view
 from plait.spec.kinds import Bytes
 from plait.spec.recompute import Recompute
@@ -34,7 +35,7 @@ def recompute(graph: Graph, how: Recompute) -> Graph:
     """
     if how.kind == "none":
         return graph
-    forward = [n for n in graph.nodes if n.op == "call_function" and n.meta.get("phase") == "forward"]
+    forward = [n for n in graph.nodes if n.op == "call_function" and is_forward(n)]
     layers = _layers(forward, how)
     kept_anyway = _handed_on(forward, layers) | _read_in_another_stage(graph)
     dropped = {n for n in forward if n in layers and n not in kept_anyway and n.target not in ops.COMMUNICATING}
@@ -53,19 +54,15 @@ def saved_bytes(graph: Graph) -> int:
 
 def _layers(forward: list[Node], how: Recompute) -> dict[Node, Layer]:
     """The layer of each forward node that is in one. Of a layer that a pipeline cuts, each stage's part is one."""
-    found = {
-        node: (layer, node.meta.get("stage"))
-        for node in forward
-        if (layer := _layer_of(node.meta.get("module") or "", how))
-    }
+    found = {node: (layer, info_of(node).stage) for node in forward if (layer := _layer_of(info_of(node).module, how))}
     if found:
         return found
-    modules = sorted({n.meta.get("module") or "" for n in forward} - {""})
+    modules = sorted({info_of(n).module for n in forward} - {""})
     some = ", ".join(modules[:5]) or "none"
     if how.kind == "pattern":
         raise PlanError(f"recompute={how.pattern} matches no module of the model; it has {some}, ...")
     if how.kind == "budget":
-        return {node: ("model", node.meta.get("stage")) for node in forward}
+        return {node: ("model", info_of(node).stage) for node in forward}
     raise PlanError(
         f"recompute=layer needs numbered layers, such as those of a ModuleList, and this model has modules {some}, ...;"
         " name them, as in recompute=*.mlp, or give recompute=budget=SIZE"
@@ -99,8 +96,8 @@ def _read_in_another_stage(graph: Graph) -> set[Node]:
     """What backward reads in another stage than made it: that one's backward would come too late to make it again."""
     found: set[Node] = set()
     for node in graph.nodes:
-        if node.op == "call_function" and node.meta.get("phase") == "backward" and "stage" in node.meta:
-            found |= {s for s in node.all_input_nodes if s.meta.get("stage", node.meta["stage"]) != node.meta["stage"]}
+        if node.op == "call_function" and is_backward(node) and info_of(node).stage is not None:
+            found |= {s for s in node.all_input_nodes if info_of(s).stage not in (None, info_of(node).stage)}
     return found
 
 
@@ -108,20 +105,20 @@ def saved_nodes(graph: Graph) -> set[Node]:
     """The forward nodes whose memory the backward pass reads."""
     found: set[Node] = set()
     for node in graph.nodes:
-        if node.op != "call_function" or node.meta.get("phase") != "backward":
+        if node.op != "call_function" or not is_backward(node):
             continue
         for source in node.all_input_nodes:
             while source.op == "call_function" and is_view(source):
                 source = source.all_input_nodes[0]
             tensor = hasattr(source.meta.get("val"), "numel")
-            if source.op == "call_function" and source.meta.get("phase") == "forward" and tensor:
+            if source.op == "call_function" and is_forward(source) and tensor:
                 found.add(source)
     return found
 
 
 def _kept_within(forward: list[Node], droppable: set[Node], how: Recompute) -> set[Node]:
     """Which of the droppable nodes to keep so that all that is saved fits the budget."""
-    needed = {n for n in forward if any(u.meta.get("phase") == "backward" for u in n.users)}
+    needed = {n for n in forward if any(is_backward(u) for u in n.users)}
     fixed = {n for n in forward if n not in droppable and not is_view(n)}
     wanted = _with_sources(needed, set(forward), fixed)
     order = [n for n in forward if n in wanted]
@@ -172,14 +169,14 @@ def _work_out_again(graph: Graph, dropped: set[Node]) -> None:
     """Where backward reads a dropped value, work it out again just before its first reader."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     again: dict[Node, Node] = {}
-    for reader in [n for n in graph.nodes if n.op == "call_function" and n.meta.get("phase") == "backward"]:
+    for reader in [n for n in graph.nodes if n.op == "call_function" and is_backward(n)]:
         missing = [s for s in reader.all_input_nodes if s in dropped]
         for node in sorted(
             _with_sources([s for s in missing if s not in again], dropped - again.keys()), key=order.__getitem__
         ):
             with graph.inserting_before(reader):
                 copy = graph.node_copy(node, lambda n: again.get(n, n))
-            copy.meta = {**node.meta, "phase": "backward", "again": True}
+            set_info(copy, phase="backward", recomputed=True)
             again[node] = copy
         for source in missing:
             reader.replace_input_with(source, again[source])

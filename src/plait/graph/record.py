@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from plait.errors import CaptureError
 from plait.graph.late import known_value
+from plait.graph.node_info import NodeInfo, describe
 from plait.graph.random import draw
 from plait.graph.random_ops import RANDOM, check_random
 from plait.graph.rules import rule_for
@@ -45,10 +46,10 @@ class Lookup(Protocol):
 class Recorder(TorchDispatchMode):
     """Write into `graph` while the mode is entered, innermost but for the fake mode.
 
-    `module`, `phase` and `at` go into the meta of each node written; whoever drives the recorder sets them. `at` is the
-    place of a forward call in the order of the program, and of a backward call that of the forward call which it
-    differentiates; while it is not set, calls are counted. With
-    `functionalised` only an input may still change, at the end, when nobody reads a view of its old value.
+    `module`, `phase` and `at` go into the record of each node; whoever drives the recorder sets them. `at` is the place
+    of a forward call in the order of the program, and of a backward call that of the forward call which it
+    differentiates; while it is not set, calls are counted. With `functionalised`
+    only an input may still change, at the end, when nobody reads a view of its old value.
     """
 
     def __init__(self, fake_mode: FakeTensorMode, functionalised: bool = False) -> None:
@@ -304,15 +305,21 @@ class Recorder(TorchDispatchMode):
         self.constant_nodes.append(self.placeholder(name, fake))
         return fake
 
+    def place_at(self, info: NodeInfo) -> None:
+        """Write the next calls as of the same module, phase and position as a node."""
+        self.module, self.phase, self.at = info.module, info.phase, info.position
+
     def _describe(self, node: Node, value: Any) -> None:
-        node.meta["val"] = map_aggregate(value, self._copy)
-        node.meta["module"] = self.module
-        node.meta["phase"] = self.phase
-        node.meta["at"] = self._num_calls if self.at is None else self.at
+        position = self._num_calls if self.at is None else self.at
+        describe(
+            node,
+            NodeInfo(module=self.module, phase=self.phase, position=position),
+            map_aggregate(value, self._copy),
+        )
         self._num_calls += 1
         if self.phase == "forward":
             self._numbers.append(torch.autograd._get_sequence_nr())
-            self._places.append(node.meta["at"])
+            self._places.append(position)
 
     def _copy(self, value: Any) -> Any:
         """A fake tensor like `value`, which itself may hold on to autograd's graph, or change in place."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from torch.fx import Graph, Node
 
 from plait.graph.calls import call_of, is_item, num_bytes, output_values, placeholders, rule_of, tensor_inputs
+from plait.graph.node_info import info_of, is_forward
 from plait.graph.propagate import fits
 from plait.graph.rules import LOOKUPS, LOSSES, SOFTMAXES, Call, Strategy, strategies_of
 from plait.graph.views import RESHAPES
@@ -62,9 +63,9 @@ class Grower:
         self.stuck: tuple[Node, int] | None = None  # where a path ended only because the size does not divide a dim
         self.halted: Node | None = None  # the reader furthest on that needed a cut value whole
         self.order = {node: i for i, node in enumerate(graph.nodes)}
-        self.parameters = {n for n in placeholders(graph) if n.meta.get("kind") == "parameter"}
+        self.parameters = {n for n in placeholders(graph) if info_of(n).kind == "parameter"}
         self.from_parameter: dict[Node, Node] = {n: n for n in self.parameters}
-        self.from_batch: set[Node] = {n for n in placeholders(graph) if n.meta.get("kind") == "batch"}
+        self.from_batch: set[Node] = {n for n in placeholders(graph) if info_of(n).kind == "batch"}
         self._calls: dict[Node, Call] = {}
         self._strategies: dict[tuple[Node, tuple[Placement, ...]], Strategy | None] = {}
         for node in graph.nodes:
@@ -309,7 +310,7 @@ class Grower:
 
 def _forward(node: Node) -> bool:
     """Whether it is a forward call on the way to the loss, and not one aside (lower.py)."""
-    return node.op == "call_function" and node.meta.get("phase") == "forward" and "aside" not in node.meta
+    return node.op == "call_function" and is_forward(node) and not info_of(node).aside
 
 
 def _softmax_dim(node: Node) -> int:

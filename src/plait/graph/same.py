@@ -9,6 +9,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from plait.graph.capture import Captured
+from plait.graph.node_info import info_of
 
 
 def same_step(one: Captured, other: Captured) -> bool:
@@ -26,7 +27,7 @@ def same_step(one: Captured, other: Captured) -> bool:
         return False
     numbers = ({n: i for i, n in enumerate(nodes)}, {n: i for i, n in enumerate(others)})
     for a, b in zip(nodes, others, strict=True):
-        if (a.op, a.target) != (b.op, b.target) or a.meta["module"] != b.meta["module"]:
+        if (a.op, a.target) != (b.op, b.target) or info_of(a).module != info_of(b).module:
             return False
         if _plain((a.args, a.kwargs), numbers[0]) != _plain((b.args, b.kwargs), numbers[1]):
             return False

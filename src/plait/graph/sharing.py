@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.fx import Graph, Node
 from plait.graph import ops
 from plait.graph.calls import is_tensor, output_node, placeholders
 from plait.graph.capture import Output
+from plait.graph.node_info import describe, info_of, is_backward, set_info
 
 aten = torch.ops.aten
 
@@ -30,18 +32,17 @@ def keep_written_buffers(graph: Graph, written: Collection[str]) -> None:
     Later microbatches change them before the backward of this one. Changes `graph`.
     """
     for node in placeholders(graph):
-        if node.meta.get("kind") != "buffer" or node.meta["name"] not in written or not is_tensor(node):
+        if info_of(node).kind != "buffer" or info_of(node).name not in written or not is_tensor(node):
             continue
         users = [u for u in node.users if u.op == "call_function"]
-        if not any(u.meta.get("phase") == "backward" for u in users):
+        if not any(is_backward(u) for u in users):
             continue
         first = next(u for u in graph.nodes if u in node.users)
         with graph.inserting_before(first):
             copy = graph.call_function(aten.clone.default, (node,))
-        copy.meta = {**first.meta, "val": node.meta["val"], "phase": "forward"}
-        copy.meta.pop("only", None)
+        describe(copy, replace(info_of(first), phase="forward", owner={}), node.meta["val"])
         for user in users:
-            if user.meta.get("phase") == "backward":
+            if is_backward(user):
                 user.replace_input_with(node, copy)
 
 
@@ -59,7 +60,7 @@ def apart(graph: Graph, outputs: Sequence[Output]) -> list[tuple[Output, Any]]:
         terms = _terms(graph, result)
         by_stage: dict[int, list[Node]] = {}
         for term in terms:
-            by_stage.setdefault(term.meta.get("stage", 0), []).append(term)
+            by_stage.setdefault(info_of(term).stage or 0, []).append(term)
         for members in by_stage.values():
             total = members[0]
             for other in members[1:]:
@@ -82,7 +83,7 @@ def _terms(graph: Graph, result: Node) -> list[Node]:
         return [result]
     sides = [a for a in node.args if isinstance(a, Node)]
     terms = [t for side in sides for t in _terms(graph, side)]
-    if len(sides) < 2 or len({t.meta.get("stage") for t in terms}) == 1:
+    if len(sides) < 2 or len({info_of(t).stage for t in terms}) == 1:
         return [result]
     found = []
     for term in terms:
@@ -90,7 +91,7 @@ def _terms(graph: Graph, result: Node) -> list[Node]:
             source = step.args[1] if _is_sum(step) else step.args[0]
             with graph.inserting_before(output_node(graph)):
                 copy = graph.node_copy(step, lambda n, source=source, term=term: term if n is source else n)
-            copy.meta = {**step.meta, "stage": term.meta["stage"]}
+            set_info(copy, stage=info_of(term).stage)
             term = copy
         found.append(term)
     return found

@@ -12,15 +12,16 @@ import torch
 from torch.fx import Graph, Node
 
 from plait.graph.calls import is_tensor, output_node
+from plait.graph.node_info import NodeInfo, describe, info_of
 
 
 def runs_here(node: Node, coordinates: Mapping[str, int]) -> bool:
-    return all(coordinates[axis] == index for axis, index in node.meta.get("only", {}).items())
+    return all(coordinates[axis] == index for axis, index in info_of(node).owner.items())
 
 
 def specialise(graph: Graph, coordinates: Mapping[str, int]) -> Graph:
     """A copy without the nodes of other ranks' branches. An output that lies elsewhere becomes None."""
-    if not any("only" in node.meta for node in graph.nodes):
+    if not any(info_of(node).owner for node in graph.nodes):
         return graph
     copy = Graph()
     copied: dict[Node, Node] = {}
@@ -38,7 +39,7 @@ def specialise(graph: Graph, coordinates: Mapping[str, int]) -> Graph:
                 zeros = copy.call_function(
                     torch.ops.aten.zeros.default, (list(value.shape),), {"dtype": value.dtype, "device": value.device}
                 )
-            zeros.meta = {"val": value}
+            describe(zeros, NodeInfo(), value)
             for reader in readers:
                 reader.replace_input_with(node, zeros)
     for node in reversed(elsewhere):

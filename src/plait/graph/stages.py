@@ -22,6 +22,7 @@ from plait.graph import ops
 from plait.graph.calls import is_item, is_tensor, num_bytes, output_node, placeholders
 from plait.graph.capture import Output
 from plait.graph.estimate import flops_of, seconds_of
+from plait.graph.node_info import info_of, is_backward, set_info
 from plait.graph.random import draw
 from plait.graph.views import is_view
 from plait.spec.plan import Plan
@@ -87,7 +88,7 @@ def stages_from(graph: Graph, begins: Sequence[float], anywhere: Collection[Node
     """Give calls their stages where it is known with which places these begin."""
     for node in graph.nodes:
         if node.op == "call_function" and node not in anywhere:
-            node.meta["stage"] = bisect.bisect_right(begins, node.meta["at"])
+            set_info(node, stage=bisect.bisect_right(begins, info_of(node).position))
     _add_where_made(graph)
     _keep_order(graph, anywhere)
 
@@ -99,27 +100,28 @@ def complete_places(graph: Graph) -> None:
         if node.op != "call_function":
             continue
         if is_item(node):
-            node.meta["at"], node.meta["phase"] = node.args[0].meta["at"], node.args[0].meta["phase"]
-        elif "at" not in node.meta:
+            whole = info_of(node.args[0])
+            set_info(node, position=whole.position, phase=whole.phase)
+        elif info_of(node).position is None:
             sources = [s for s in node.all_input_nodes if s.op == "call_function"]
             last = max(sources, key=_moment, default=None)
-            node.meta["at"] = 0 if last is None else _place(last)
-            node.meta["phase"] = "forward" if last is None else last.meta["phase"]
+            position, phase = (0, "forward") if last is None else (_place(last), info_of(last).phase)
+            set_info(node, position=position, phase=phase)
     for node in reversed(graph.nodes):
         if node.target is ops.shard and node.all_input_nodes[-1].op == "placeholder":
             readers = [u for u in node.users if u.op == "call_function"]
             if readers:
                 first = min(readers, key=_moment)
-                node.meta["at"], node.meta["phase"] = _place(first), first.meta["phase"]
-        if node.target is aten.add.Tensor and _is_backward(node):
+                set_info(node, position=_place(first), phase=info_of(first).phase)
+        if node.target is aten.add.Tensor and is_backward(node):
             readers = [u for u in node.users if u.op == "call_function"]
             if readers and len(readers) == len(node.users):
-                node.meta["at"] = min(_place(node), max(map(_place, readers)))
+                set_info(node, position=min(_place(node), max(map(_place, readers))))
 
 
 def _moment(node: Node) -> tuple[bool, int]:
     """When a call runs: places in order forward, then backward the other way."""
-    return _is_backward(node), -_place(node) if _is_backward(node) else _place(node)
+    return is_backward(node), -_place(node) if is_backward(node) else _place(node)
 
 
 def repeatable(graph: Graph, written: Collection[str]) -> set[Node]:
@@ -131,14 +133,14 @@ def repeatable(graph: Graph, written: Collection[str]) -> set[Node]:
     found: set[Node] = set()
     of_parameters: set[Node] = set()
     for node in graph.nodes:
-        if node.op == "placeholder" and node.meta.get("kind") == "parameter":
+        if node.op == "placeholder" and info_of(node).kind == "parameter":
             of_parameters.add(node)
         if node.op != "call_function" or node.target in ops.COMMUNICATING or node.target is draw:
             continue
-        if "only" in node.meta:
+        if info_of(node).owner:
             continue
         sources = node.all_input_nodes
-        if any(s.op == "placeholder" and s.meta.get("name") in written for s in sources):
+        if any(s.op == "placeholder" and info_of(s).name in written for s in sources):
             continue
         if not all(s.op == "placeholder" or s in found for s in sources) or any(s.name == "scale" for s in sources):
             continue
@@ -158,17 +160,17 @@ def follow_readers(graph: Graph, anywhere: Collection[Node]) -> None:
     reader: dict[Node, int] = {}
     moved: dict[int, int] = {}
     for node in reversed(graph.nodes):
-        if node in anywhere and not _is_backward(node):
-            users = [u for u in node.users if u.op == "call_function" and not _is_backward(u)]
+        if node in anywhere and not is_backward(node):
+            users = [u for u in node.users if u.op == "call_function" and not is_backward(u)]
             places = [reader[u] if u in anywhere else _place(u) for u in users if u not in anywhere or u in reader]
             if places:
                 reader[node] = moved[_place(node)] = min(places)
-    forward = [n for n in graph.nodes if n.op == "call_function" and not _is_backward(n)]
+    forward = [n for n in graph.nodes if n.op == "call_function" and not is_backward(n)]
     for place in {_place(node) for node in forward if node not in anywhere}:
         moved.pop(place, None)
     for node in graph.nodes:
         if node.op == "call_function" and _place(node) in moved:
-            node.meta["at"] = moved[_place(node)]
+            set_info(node, position=moved[_place(node)])
 
 
 def base_of(node: Node, anywhere: Collection[Node] = ()) -> Node:
@@ -183,12 +185,8 @@ def base_of(node: Node, anywhere: Collection[Node] = ()) -> Node:
     return node
 
 
-def _is_backward(node: Node) -> bool:
-    return node.meta.get("phase") == "backward"
-
-
 def _place(node: Node) -> int:
-    return node.meta.get("at", 0)  # type: ignore[no-any-return]
+    return info_of(node).position or 0
 
 
 def _items(graph: Graph) -> tuple[list[Item], list[int]]:
@@ -196,10 +194,10 @@ def _items(graph: Graph) -> tuple[list[Item], list[int]]:
     seconds: dict[int, float] = defaultdict(float)
     forward = set()
     for node in graph.nodes:
-        if node.op == "call_function" and "at" in node.meta:
-            seconds[node.meta["at"]] += seconds_of(node)
-            if not _is_backward(node) and not is_view(node):
-                forward.add(node.meta["at"])
+        if node.op == "call_function" and info_of(node).position is not None:
+            seconds[info_of(node).position] += seconds_of(node)
+            if not is_backward(node) and not is_view(node):
+                forward.add(info_of(node).position)
     places = sorted(forward)
     every = sorted(seconds)
     work = [0.0] * len(places)
@@ -221,7 +219,7 @@ def _flows(graph: Graph, anywhere: Collection[Node], first_places: Sequence[int]
 
     users: dict[Node, set[int]] = defaultdict(set)
     for node in graph.nodes:
-        if node.op == "call_function" and not _is_backward(node) and node not in anywhere:
+        if node.op == "call_function" and not is_backward(node) and node not in anywhere:
             for source in node.all_input_nodes:
                 base = base_of(source, anywhere)
                 if base.op == "call_function" and base not in anywhere and is_tensor(base):
@@ -277,22 +275,22 @@ def _whole_items(graph: Graph, outputs: Sequence[Output], first_places: Sequence
     (results,) = output_node(graph).args
     written = {o.name: r for o, r in zip(outputs, results, strict=True) if o.kind == "buffer"}  # type: ignore[arg-type]
     for node in placeholders(graph):
-        result = written.get(node.meta.get("name", ""))
-        if node.meta.get("kind") != "buffer" or not isinstance(result, Node) or result.op != "call_function":
+        result = written.get(info_of(node).name)
+        if info_of(node).kind != "buffer" or not isinstance(result, Node) or result.op != "call_function":
             continue
-        places = [_place(u) for u in node.users if u.op == "call_function" and not _is_backward(u)]
+        places = [_place(u) for u in node.users if u.op == "call_function" and not is_backward(u)]
         places = [max(bisect.bisect_right(first_places, place) - 1, 0) for place in (*places, _place(result))]
         found |= {*range(min(places) + 1, max(places) + 1)}
     return found
 
 
 def _begin_of(graph: Graph, name: str) -> int:
-    forward = [n for n in graph.nodes if n.op == "call_function" and not _is_backward(n) and not is_view(n)]
-    places = [_place(n) for n in forward if f"{n.meta.get('module') or ''}.".startswith(f"{name}.")]
+    forward = [n for n in graph.nodes if n.op == "call_function" and not is_backward(n) and not is_view(n)]
+    places = [_place(n) for n in forward if f"{info_of(n).module}.".startswith(f"{name}.")]
     if not places:
         known: set[str] = set()
         for node in forward:
-            parts = (node.meta.get("module") or "").split(".")
+            parts = info_of(node).module.split(".")
             known |= {".".join(parts[: i + 1]) for i in range(len(parts))}
         near = difflib.get_close_matches(name, sorted(known - {""}), n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(known - {''})[:8])}, ..."
@@ -306,8 +304,8 @@ def _as_settled(
     """Cuts that leave every parameter on the stages where it is."""
     low, high = [0] * num_stages, [len(first_places)] * num_stages
     for node in placeholders(graph):
-        stages = settled.get(node.meta.get("name", ""))
-        if node.meta.get("kind") != "parameter" or stages is None or len(stages) != 1:
+        stages = settled.get(info_of(node).name)
+        if info_of(node).kind != "parameter" or stages is None or len(stages) != 1:
             continue
         readers = _readers(node)
         if not readers:
@@ -326,7 +324,7 @@ def _readers(node: Node) -> list[Node]:
     found, stack = [], [node]
     while stack:
         for user in stack.pop().users:
-            if user.op != "call_function" or _is_backward(user):
+            if user.op != "call_function" or is_backward(user):
                 continue
             if is_view(user) or user.target is aten._to_copy.default:
                 stack.append(user)
@@ -338,10 +336,10 @@ def _readers(node: Node) -> list[Node]:
 def _add_where_made(graph: Graph) -> None:
     """Let gradients that one stage makes be added up there, so that it sends their sum."""
     for node in graph.nodes:
-        if node.target is aten.add.Tensor and _is_backward(node) and "stage" in node.meta:
-            stages = {s.meta.get("stage") for s in node.all_input_nodes if s.op == "call_function"}
+        if node.target is aten.add.Tensor and is_backward(node) and info_of(node).stage is not None:
+            stages = {info_of(s).stage for s in node.all_input_nodes if s.op == "call_function"}
             if len(stages) == 1 and (stage := stages.pop()) is not None:
-                node.meta["stage"] = max(stage, node.meta["stage"])
+                set_info(node, stage=max(stage, info_of(node).stage))
 
 
 def _keep_order(graph: Graph, anywhere: Collection[Node]) -> None:
@@ -350,9 +348,9 @@ def _keep_order(graph: Graph, anywhere: Collection[Node]) -> None:
         if node.op != "call_function" or node in anywhere:
             continue
         same = [
-            s.meta["stage"]
+            info_of(s).stage
             for s in node.all_input_nodes
-            if s.op == "call_function" and "stage" in s.meta and _is_backward(s) == _is_backward(node)
+            if s.op == "call_function" and info_of(s).stage is not None and is_backward(s) == is_backward(node)
         ]
         if same:
-            node.meta["stage"] = (min if _is_backward(node) else max)(*same, node.meta["stage"])
+            set_info(node, stage=(min if is_backward(node) else max)(*same, info_of(node).stage))

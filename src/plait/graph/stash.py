@@ -12,6 +12,7 @@ from plait.decide.pages import padded
 from plait.graph.ahead import in_buckets, read_ahead
 from plait.graph.calls import is_tensor, num_bytes
 from plait.graph.homes import homes_of, is_large, stash, unstash_start
+from plait.graph.node_info import NodeInfo, describe, info_of, is_backward
 from plait.graph.views import is_view, view_anew
 
 
@@ -22,7 +23,7 @@ def stash_activations(graph: Graph, bucket_bytes: int) -> Graph:
     """
     nodes = list(graph.nodes)
     calls = [node for node in nodes if node.op == "call_function"]
-    begin = next((node for node in calls if node.meta.get("phase") == "backward"), None)
+    begin = next((node for node in calls if is_backward(node)), None)
     if begin is None:
         return graph
     late = set(nodes[nodes.index(begin) :])
@@ -45,8 +46,8 @@ def stash_activations(graph: Graph, bucket_bytes: int) -> Graph:
     for node in [node for node in early if node in leaving]:
         with graph.inserting_after(node):
             token = tokens[node] = graph.call_function(stash, (homes, offset, node))
-        token.meta = {k: v for k, v in node.meta.items() if k in ("only", "module", "phase")}
-        token.meta |= {"val": None, "bytes": num_bytes(node.meta["val"])}
+        made, size = info_of(node), num_bytes(node.meta["val"])
+        describe(token, NodeInfo(phase=made.phase, module=made.module, owner=made.owner, num_bytes=size), None)
         offset += padded(node.meta["val"].nbytes)
 
     def start(members: list[Node]) -> Node:
@@ -59,4 +60,4 @@ def stash_activations(graph: Graph, bucket_bytes: int) -> Graph:
 
 def stashed_bytes(graph: Graph) -> int:
     """Bytes that a graph has away at once, each value in whole pages."""
-    return sum(padded(node.meta["bytes"]) for node in graph.nodes if node.target is stash)
+    return sum(padded(info_of(node).num_bytes) for node in graph.nodes if node.target is stash)

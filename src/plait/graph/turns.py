@@ -26,6 +26,7 @@ from plait.graph.capture import Output
 from plait.graph.fetch import fetch_parameters, fetch_sums, leave_early
 from plait.graph.gather import gather_parameters, narrow_parameters
 from plait.graph.inplace import is_fresh, reuse_dead_operands
+from plait.graph.node_info import NodeInfo, describe, info_of
 from plait.graph.stash import stash_activations
 from plait.graph.zero import cut_of
 from plait.spec.layout import Layout
@@ -48,10 +49,14 @@ def narrowed(
     """In which dtype the graphs read parameters, where that is not the parameters' own; from here on they do."""
     if plan.zero_stage not in (1, 2):  # with 3 they read the optimizer's parts, which are cast as they leave
         return {}
-    parameters = [node for graph in graphs for node in placeholders(graph) if node.meta.get("kind") == "parameter"]
-    parameters = [n for n in parameters if cut_of(layouts[n.meta["name"]], states[n.meta["name"]], plan) is not None]
+    parameters = [node for graph in graphs for node in placeholders(graph) if info_of(node).kind == "parameter"]
+    parameters = [n for n in parameters if cut_of(layouts[info_of(n).name], states[info_of(n).name], plan) is not None]
     narrow_parameters(parameters)
-    return {n.meta["name"]: str(n.meta["val"].dtype).removeprefix("torch.") for n in parameters if "held" in n.meta}
+    return {
+        info_of(n).name: str(n.meta["val"].dtype).removeprefix("torch.")
+        for n in parameters
+        if info_of(n).stored_dtype is not None
+    }
 
 
 def graphs_of_turns(
@@ -185,9 +190,7 @@ def _added(graph: Graph, term: Node, name: str) -> Node:
     head = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(head):
         given = graph.placeholder(SUM + "".join(c if c.isalnum() else "_" for c in name))
-    given.meta = {"val": value.new_empty(value.shape), "kind": "sum", "name": name}
-    if "only" in term.meta:
-        given.meta["only"] = term.meta["only"]
+    describe(given, NodeInfo(kind="sum", name=name, owner=info_of(term).owner), value.new_empty(value.shape))
     after = given if term.op == "placeholder" else term
     with graph.inserting_after(after):
         if term.target is aten.mm.default and len(term.users) == 1:  # a product adds to the sum as it is made

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from plait.graph import ops
+from plait.graph.node_info import set_info
 
 aten = torch.ops.aten
 
@@ -51,7 +52,7 @@ def view_anew(graph: Graph, views: Sequence[Node], late: Callable[[Node], bool])
             continue
         with graph.inserting_before(min(readers)):
             copy = graph.node_copy(view)
-        copy.meta = {**view.meta, "phase": "backward"}
+        set_info(copy, phase="backward")
         copies.add(copy)
         for reader in readers:
             reader.replace_input_with(view, copy)

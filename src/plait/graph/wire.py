@@ -15,6 +15,7 @@ from plait.graph.bucket import bucket_start, rows_start
 from plait.graph.calls import num_bytes
 from plait.graph.gather import gather_start
 from plait.graph.lower import Lowered
+from plait.graph.node_info import NodeInfo, info_of
 from plait.graph.pipeline import Pipeline
 
 _WAYS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "broadcast": 1.0}
@@ -87,13 +88,13 @@ def _gather_of_parts(lowered: Lowered, names: Sequence[str], sizes: Mapping[str,
 
 def _bucket(node: Node, sizes: Mapping[str, int]) -> list[Collective]:
     kind = _BUCKETS[node.target]  # type: ignore[index]
-    meta = node.meta
+    info = info_of(node)
     if kind == "all_gather":
-        return [_collective(kind, str(node.args[1]), meta["bytes"], sizes, node=node, value=meta["what"])]
+        return [_collective(kind, str(node.args[1]), info.num_bytes, sizes, node=node, value=info.what)]
     first, *others = node.args[2]  # type: ignore[misc]
-    value = meta["what"]
-    found = [_collective(kind, str(first), meta["bytes"], sizes, node=node, value=value)]
-    held = meta["bytes"] // (sizes[str(first)] if kind == "reduce_scatter" else 1)
+    value = info.what
+    found = [_collective(kind, str(first), info.num_bytes, sizes, node=node, value=value)]
+    held = info.num_bytes // (sizes[str(first)] if kind == "reduce_scatter" else 1)
     return found + [_collective("all_reduce", str(axis), held, sizes, node=node, value=value) for axis in others]
 
 
@@ -101,7 +102,7 @@ def _single(node: Node, sizes: Mapping[str, int]) -> Collective:
     source = node.args[1]
     assert isinstance(source, Node)
     kind = node.target.__name__.removesuffix("_start")  # type: ignore[union-attr]
-    value = str(node.meta.get("source", source.name))
+    value = info_of(node).source or source.name
     return _collective(kind, str(node.args[2]), num_bytes(_value(source)), sizes, node=node, value=value)
 
 
@@ -110,7 +111,7 @@ def _collective(
     phase: str = "", origin: str = "",
 ) -> Collective:  # fmt: skip
     size = sizes[axis]
-    meta = node.meta if node is not None else {"phase": phase, "origin": origin}
+    info = info_of(node) if node is not None else NodeInfo(phase=phase, origin=origin)
     whole = held * size if kind in ("all_gather", "all_to_all") else held
     sent = _WAYS[kind] * whole * (size - 1) / size
     return Collective(
@@ -118,10 +119,10 @@ def _collective(
         axis=axis,
         tensor_bytes=held,
         sent_bytes=sent / size if kind == "all_to_all" else sent,
-        phase=meta.get("phase", ""),
-        module=meta.get("module", "") or "",
+        phase=info.phase,
+        module=info.module,
         value=value,
-        origin=meta.get("origin", "") or "",
+        origin=info.origin,
     )
 
 

@@ -8,6 +8,7 @@ from types import TracebackType
 from torch.fx import Graph, Node
 
 from plait.errors import PlanError
+from plait.graph.node_info import info_of
 from plait.graph.precision import Precision
 
 _GENERATED = "<eval_with_key>"  # how torch.fx calls the files that it writes
@@ -16,7 +17,7 @@ _GENERATED = "<eval_with_key>"  # how torch.fx calls the files that it writes
 def missing_kernel(error: Exception, graph: Graph, precision: Precision) -> PlanError | None:
     """What to raise in place of an error of the graph's code; None where it is about something else."""
     node = _failed(error.__traceback__, graph)
-    module = (node.meta.get("module") or "") if node is not None else ""
+    module = info_of(node).module if node is not None else ""
     return precision.refusal(error, module, str(node.target) if node is not None else "")
 
 

@@ -16,6 +16,7 @@ from plait.graph.calls import placeholders
 from plait.graph.capture import Captured, Output
 from plait.graph.loss import Outputs, Part
 from plait.graph.lower import Lowered
+from plait.graph.node_info import info_of
 from plait.graph.partition import WORLD
 from plait.graph.precision import Precision
 from plait.graph.specialise import specialise
@@ -112,7 +113,7 @@ class Program:
                 graph = self._recorder.marked(graph)
             captured = {i.node: (i.kind, i.name) for i in self.lowered.captured.inputs}
             inputs = [
-                captured.get(node.name) or (node.meta["kind"], node.meta["name"])
+                captured.get(node.name) or (info_of(node).kind, info_of(node).name)
                 for node in placeholders(graph)
                 if node.name != WORLD
             ]

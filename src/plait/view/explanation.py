@@ -16,6 +16,7 @@ from plait.graph.bucket import bucket_wait, rows_start, rows_wait
 from plait.graph.calls import is_item, output_node
 from plait.graph.gather import gather_start
 from plait.graph.lower import Lowered, dtype_name
+from plait.graph.node_info import info_of
 from plait.graph.wire import Collective, step_collectives
 from plait.spec.layout import Layout, Only
 from plait.view.bytes import human_bytes
@@ -93,7 +94,7 @@ class Explanation:
             if node.op == "placeholder" and node.name == placeholder
             for user in _readers(node)
         ]
-        modules = sorted({user.meta.get("module") or "the loss" for user in readers})
+        modules = sorted({info_of(user).module or "the loss" for user in readers})
         lines.append(f"  read by   {', '.join(modules) or 'nothing'}")
         ways = list(dict.fromkeys(_way_of_gradient(each) for each in self._gradients(name)))
         lines += [f"  gradient  {way}" for way in ways]
@@ -201,8 +202,8 @@ def _way_of_gradient(node: Any) -> str:
         assert isinstance(start, Node)
         axes = " and ".join(start.args[2])  # type: ignore[arg-type]
         kept = ", of which each rank keeps its part" if start.target is rows_start else ""
-        held = human_bytes(start.meta["bytes"])
-        return f"summed over {axes} in a bucket of {start.meta['what']}, {held}{kept}"
+        held = human_bytes(info_of(start).num_bytes)
+        return f"summed over {axes} in a bucket of {info_of(start).what}, {held}{kept}"
     return "made on each rank, not summed over any axis"
 
 
@@ -210,12 +211,13 @@ def _describe(node: Node) -> str:
     value = node.meta.get("val")
     lines = [node.name]
     if isinstance(value, torch.Tensor):
-        shape = node.meta.get("global_shape", tuple(value.shape))
-        layout = Layout(dtype_name(value.dtype), shape, node.meta.get("placements", ()))
-        origin = node.meta.get("origin")
+        info = info_of(node)
+        shape = tuple(value.shape) if info.global_shape is None else info.global_shape
+        layout = Layout(dtype_name(value.dtype), shape, info.placements)
+        origin = info.origin
         lines = [f"{node.name}  {layout}" + (f"   <- {origin}" if origin else "")]
         lines.append(f"  local     {dtype_name(value.dtype)}{list(value.shape)}")
-    lines.append(f"  made by   {node.target} in {node.meta.get('module') or 'the loss'}")
+    lines.append(f"  made by   {node.target} in {info_of(node).module or 'the loss'}")
     lines.append(f"  from      {', '.join(n.name for n in node.all_input_nodes)}")
     lines.append(f"  read by   {', '.join(n.name for n in node.users)}")
     return "\n".join(lines)

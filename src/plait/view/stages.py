@@ -7,6 +7,7 @@ from collections import Counter
 
 from plait.graph.cell_costs import estimate_costs
 from plait.graph.lower import Lowered, dtype_named
+from plait.graph.node_info import info_of
 from plait.graph.views import is_view
 from plait.spec.action import BACKWARD, FORWARD
 from plait.view.bytes import human_bytes
@@ -62,8 +63,8 @@ def stage_modules(lowered: Lowered, stage: int) -> tuple[str, str]:
     graphs = lowered.pipeline.cells.graphs
     for kind in (FORWARD, BACKWARD):
         nodes = graphs[kind, stage].graph.nodes if (kind, stage) in graphs else ()
-        own = [n for n in nodes if n.op == "call_function" and n.meta.get("stage") == stage]
-        modules = [n.meta.get("module") or "the loss" for n in own if not is_view(n)]
+        own = [n for n in nodes if n.op == "call_function" and info_of(n).stage == stage]
+        modules = [info_of(n).module or "the loss" for n in own if not is_view(n)]
         if modules:
             return modules[0], modules[-1]
     return "nothing", "nothing"

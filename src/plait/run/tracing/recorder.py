@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 
 from plait.comm.protocol import World
 from plait.comm.traced import clock_offset, trace_comms, untrace_comms
+from plait.graph.node_info import is_backward
 from plait.spec.action import BACKWARD, FORWARD, cell
 from plait.spec.trace import COMPUTE_KINDS
 
@@ -87,7 +88,7 @@ class Recorder:
         """A copy of the graph of a step that calls `turn` where backward begins."""
         copy = Graph()
         copy.output(copy.graph_copy(graph, {}))
-        first = next((n for n in copy.nodes if n.meta.get("phase") == "backward" and _is_op(n)), None)
+        first = next((n for n in copy.nodes if is_backward(n) and _is_op(n)), None)
         if first is not None:
             with copy.inserting_before(first):
                 copy.call_function(self.turn)

@@ -1,0 +1,73 @@
+"""What plait knows of a node of a graph, beside its op and its value: one typed record on each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from plait.spec.layout import Placement
+
+_KEY = "plait"  # in the meta of a node
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """Facts of one node. Passes replace the record as a whole; copies of a node share it."""
+
+    # of a placeholder
+    kind: str = ""  # parameter, buffer, batch, constant, ... as a captured step's Input has it; sum, homes, box
+    name: str = ""  # of the parameter, buffer or leaf of the batch that it brings
+    stored_dtype: torch.dtype | None = None  # of a parameter that the graph reads in another dtype than it is kept in
+
+    # of a call, where it comes from
+    phase: str = ""  # forward or backward
+    module: str = ""  # path of the module that made it; empty for the loss
+    position: int | None = None  # among the calls of the captured step; a backward call has that of its forward call
+    recomputed: bool = False  # in the backward pass, by a copy of the forward call
+    aside: bool = False  # whether neither loss nor gradients need it
+    formats: tuple[Any, Mapping[int, Any]] | None = None  # the op, and the memory formats of its inputs at capture
+
+    # of a call, where it runs
+    stage: int | None = None  # of a pipeline
+    role: int | None = None  # how its stage is spread, where stages differ in that
+    owner: Mapping[str, int] = field(default_factory=dict)  # coordinates of the ranks that have the value; empty: all
+
+    # for what is shown to users
+    global_shape: tuple[int, ...] | None = None
+    placements: tuple[tuple[str, Placement], ...] = ()  # by axis
+    origin: str = ""  # the annotation, recipe or rule that a placement or a collective comes from
+    source: str = ""  # the value that a collective brings to another placement
+
+    # of a collective that moves several tensors at once
+    num_bytes: int = 0
+    what: str = ""  # those tensors, in words
+
+
+_NOTHING = NodeInfo()
+
+
+def info_of(node: Node) -> NodeInfo:
+    """The record of a node; an empty one if it has none."""
+    return node.meta.get(_KEY, _NOTHING)  # type: ignore[no-any-return]
+
+
+def set_info(node: Node, **changes: Any) -> None:
+    """Replace some facts of a node."""
+    node.meta[_KEY] = replace(info_of(node), **changes)
+
+
+def describe(node: Node, info: NodeInfo, value: Any) -> None:
+    """Give a new node its record and its value, a fake tensor or several."""
+    node.meta = {"val": value, _KEY: info}
+
+
+def is_backward(node: Node) -> bool:
+    return info_of(node).phase == "backward"
+
+
+def is_forward(node: Node) -> bool:
+    return info_of(node).phase == "forward"
