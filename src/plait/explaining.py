@@ -11,10 +11,11 @@ from torch import nn
 
 from plait.decide.compressing import bytes_exchanged
 from plait.errors import BatchError
+from plait.graph.batch import take_rows
 from plait.graph.lower import Lowered
 from plait.run.agreeing.rows import batch_of_replica
 from plait.run.compiler import Captures, Compiler, LossFn
-from plait.run.local_batch import num_rows, take_rows
+from plait.run.local_batch import num_rows
 from plait.run.microbatch import microbatches
 from plait.spec.annotation import Annotations
 from plait.spec.compression import NO_COMPRESSION

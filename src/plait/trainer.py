@@ -255,7 +255,7 @@ class Trainer:
         self._same.begin(batch, f"step {self.step_number + 1}")
         scale = self.loss_scale.tensor() if self.loss_scale is not None else None
         with self.span("backward", "step") if isinstance(replica, EagerReplica) else nullcontext():
-            within = {"update": self._update_within} if self._updates_within else {}
+            within: dict[str, Any] = {"update": self._update_within} if self._updates_within else {}
             result = replica.run(self._rows(batch), self._key(), scale=scale, **within)
         self._same.check()
         if self.replicas is not None and self.replicas.local is None:

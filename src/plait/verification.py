@@ -145,10 +145,10 @@ class Verifier:
         key = (num_parts, plan.micro, plan.precision, plan.exceptions, str(plan) if own else "", *levels)
         if key not in self._references:
             if plan.relaxed_axis:
-                run = functools.partial(self._run_replicas, lowered)
+                program: Callable[..., Run] = functools.partial(self._run_replicas, lowered)
             else:
-                run = functools.partial(self._run_one_device, num_parts=num_parts, stale=stale)
-            run = self._as_it_was(run)
+                program = functools.partial(self._run_one_device, num_parts=num_parts, stale=stale)
+            run = self._as_it_was(program)
             again = [replace(run(plan, rounding=level), rounding=level) for level in levels]
             if levels[-1] > LAST_BITS["fp32"] and not in_half(plan):
                 # The model computes in half precision of its own accord, and cannot be asked for float32: of a value
@@ -218,7 +218,7 @@ class Verifier:
         optimizers = [make_optimizer(self.optimizer, _trained(twin)) for twin in twins]
         states = {n: lowered.states[n] for n, _ in self.captures.model.named_parameters() if n in lowered.states}
         serial = SerialReplicas(plan, twins, optimizers, states, self.captures.changing)
-        losses, gradients, outputs = [], {}, list[dict[str, Tensor]]()
+        losses, gradients, outputs = list[float](), dict[str, Tensor](), list[dict[str, Tensor]]()
         for step in range(self.steps):
             loss, found, aux = serial.step(
                 self.captures.loss_fn, self.batch, step_key(self.seed, step), step + 1, self.clip_norm

@@ -107,7 +107,10 @@ class World(Protocol):
     rank: int
     device: torch.device
     board: Board  # where ranks leave each other notes
-    monitor: Watch | None  # None where there are no other ranks
+
+    @property
+    def monitor(self) -> Watch | None:
+        """Looks after other ranks; None where there are none."""
 
     def comm(self, axis: str) -> Comm: ...
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
 from plait.comm.launch import STORE, ranks_folder
 from plait.comm.timeouts import notice_after, timeout
@@ -73,7 +74,7 @@ def stay_on_loopback() -> None:
 
 def _file_store(folder: Path, size: int) -> Any:
     """The store of ranks that meet in a folder."""
-    return _fresh(dist.FileStore(str(folder / STORE), size))
+    return _fresh(FileStore(str(folder / STORE), size))
 
 
 def _port_store(rank: int, size: int) -> Any:
@@ -89,11 +90,11 @@ def _port_store(rank: int, size: int) -> Any:
     if (there, port) in _held:
         return _fresh(_held[there, port])
     if rank != 0:
-        _held[there, port] = dist.TCPStore(there, port, size, is_master=False, timeout=_JOIN)
+        _held[there, port] = TCPStore(there, port, size, is_master=False, timeout=_JOIN)
         return _fresh(_held[there, port])
     listening = socket.socket(socket.AF_INET6 if ":" in there else socket.AF_INET, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    handed: dict[str, int] = {}
+    handed: dict[str, Any] = {}
     try:
         listening.bind((there, port))
         listening.listen(_BACKLOG)
@@ -103,7 +104,7 @@ def _port_store(rank: int, size: int) -> Any:
         if _is_loopback(there):
             raise WorldError(f"rank 0 cannot listen at {there}:{port}: {error.strerror}") from None
         # Else it is an address that this host has only for others, and the store listens on every interface.
-    _held[there, port] = dist.TCPStore(there, port, size, is_master=True, timeout=_JOIN, **handed)
+    _held[there, port] = TCPStore(there, port, size, is_master=True, timeout=_JOIN, **handed)
     return _fresh(_held[there, port])
 
 
@@ -111,7 +112,7 @@ def _fresh(store: Any) -> Any:
     """The store as one that has no keys of an earlier group of this run: all ranks ask for it equally often."""
     global _num_stores
     _num_stores += 1
-    return dist.PrefixStore(str(_num_stores), store)
+    return PrefixStore(str(_num_stores), store)
 
 
 def _is_loopback(address: str) -> bool:

@@ -14,9 +14,10 @@ from typing import TypeVar
 import torch
 
 from plait.comm.algorithms import choose
+from plait.comm.board import Board
 from plait.comm.group import AloneComm
 from plait.comm.meeting import Meetings, ThreadComm, ThreadWatch
-from plait.comm.protocol import Comm
+from plait.comm.protocol import Comm, Watch
 from plait.errors import RankFailed
 from plait.spec.mesh import Mesh
 
@@ -30,8 +31,8 @@ class ThreadWorld:
         self.mesh = mesh
         self.rank = rank
         self.device = device
-        self.board = meetings.board
-        self.monitor = ThreadWatch(meetings, rank) if mesh.size > 1 else None
+        self.board: Board = meetings.board
+        self.monitor: Watch | None = ThreadWatch(meetings, rank) if mesh.size > 1 else None
         self._comms = {axis: _comm(mesh.group(rank, axis), rank, axis, meetings, algorithm) for axis in mesh.names}
         self._everyone = _comm(tuple(range(mesh.size)), rank, "", meetings, algorithm)
 

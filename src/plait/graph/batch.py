@@ -133,7 +133,7 @@ def _map(function: Callable[[str, Any], Any], name: str, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return type(batch)(dict(zip([key for key, _ in new], values, strict=True)))  # type: ignore[call-arg]
     if dataclasses.is_dataclass(batch):
-        made = copy.copy(batch)
+        made: Any = copy.copy(batch)  # type: ignore[no-redef]
         for key, child in new:
             object.__setattr__(made, key, child)  # also where the dataclass is frozen
         return made

@@ -121,7 +121,7 @@ def bucket_gradients(
     scattered = {one.index for members in groups.values() for one in members if one.cut is not None}
     for index, cut in cuts.items():
         if index not in scattered and isinstance(results[index], Node):
-            results[index] = _kept(graph, world, results[index], cut, end)
+            results[index] = _kept(graph, world, results[index], cut, end)  # type: ignore[arg-type]
     end.args = (tuple(results),)
     for members in groups.values():
         for one in members:

@@ -76,7 +76,7 @@ def placeholders(graph: Graph) -> list[Node]:
 
 
 def output_node(graph: Graph) -> Node:
-    return next(node for node in reversed(graph.nodes) if node.op == "output")
+    return next(node for node in reversed(graph.nodes) if node.op == "output")  # type: ignore[no-any-return]
 
 
 def settled(node: Node) -> Node:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 from plait.decide.costs import Costs
+from plait.decide.readiness import Cell
 from plait.graph.estimate import seconds_of
 from plait.graph.pipeline import Pipeline
 from plait.graph.stages import LINK_BYTES_PER_SECOND
@@ -14,7 +15,7 @@ from plait.spec.action import BACKWARD, FORWARD, WEIGHT
 def estimate_costs(pipeline: Pipeline) -> Costs:
     """Seconds of each stage, of which only ratios are meant (graph.estimate), bytes that cross and that are kept."""
     cells = pipeline.cells
-    seconds: Counter[tuple[str, int]] = Counter()
+    seconds: defaultdict[Cell, float] = defaultdict(float)
     for cell, each in cells.graphs.items():
         seconds[cell] += sum(seconds_of(node) for node in each.graph.nodes)
     crossing: Counter[tuple[str, int, int]] = Counter()

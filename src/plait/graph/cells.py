@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from plait.decide.readiness import Cell, Edges
 from plait.graph.calls import is_item, num_bytes, output_node, placeholders
 from plait.graph.capture import Output
-from plait.graph.node_info import NodeInfo, describe, info_of, is_backward
+from plait.graph.node_info import NodeInfo, describe, info_of, is_backward, stage_of
 from plait.graph.partition import WORLD
 from plait.graph.sharing import apart
 from plait.graph.stages import base_of
@@ -186,7 +186,7 @@ def _assign(
     found: dict[Node, Cell] = {}
     for node in graph.nodes:
         if node in needed:
-            found[node] = ("B" if is_backward(node) else "F", info_of(node).stage)
+            found[node] = ("B" if is_backward(node) else "F", stage_of(node))
     if weights:
         waited_for = _waited_for(found, anywhere)
         for node, (kind, stage) in found.items():

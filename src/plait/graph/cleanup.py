@@ -95,7 +95,7 @@ def _shorter(node: Node) -> Node | None:
         return _first(node) if _same(node, _first(node)) else None
     if node.target is aten.transpose.int and source.target is aten.transpose.int:
         ndim = node.meta["val"].ndim
-        if {d % ndim for d in node.args[1:]} == {d % ndim for d in source.args[1:]}:  # type: ignore[operator]
+        if {d % ndim for d in node.args[1:]} == {d % ndim for d in source.args[1:]}:
             return _first(source)
     if node.target is aten.permute.default and source.target is aten.permute.default:
         ndim = node.meta["val"].ndim
@@ -151,7 +151,7 @@ def _joined(node: Node) -> Node | None:
         return None
     dim = dim % len(sizes)  # type: ignore[operator, arg-type]
     num = sizes[dim]  # type: ignore[index]
-    pieces = sorted(((slice(*t.args[3:5]).indices(num)[:2], t.args[0]) for t in terms), key=lambda piece: piece[0])
+    pieces = sorted(((slice(*t.args[3:5]).indices(num)[:2], t.args[0]) for t in terms), key=lambda piece: piece[0])  # type: ignore[arg-type]
     ends = [0, *(last for (_, last), _ in pieces)]
     if [first for (first, _), _ in pieces] != ends[:-1] or ends[-1] != num:
         return None

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import _reduction
 
 from plait.errors import CaptureError
 
@@ -54,7 +54,7 @@ def ctc_loss_backward(
 ) -> Tensor:
     """The gradient of the log-probabilities, [T, N, C], of the `loss` and `alpha` that ctc_loss gave."""
     width = 2 * int(target_lengths.max()) + 1 if target_lengths.numel() else 1
-    return aten._ctc_loss_backward.Tensor(
+    return aten._ctc_loss_backward.Tensor(  # type: ignore[no-any-return]
         grad, log_probs, targets, input_lengths, target_lengths, loss, alpha[:, :, :width].contiguous(), blank,
         zero_infinity,
     )  # fmt: skip
@@ -101,6 +101,6 @@ def with_lengths(
     loss, _ = ctc_loss(log_probs.contiguous(), targets, *lengths, blank, zero_infinity)
     if zero_infinity:
         loss = torch.where(loss == float("inf"), torch.zeros_like(loss), loss)
-    if reduction in ("mean", F._Reduction.get_enum("mean")):
+    if reduction in ("mean", _reduction.get_enum("mean")):
         return (loss / lengths[1].clamp(min=1).to(loss.dtype)).mean()
-    return loss.sum() if reduction in ("sum", F._Reduction.get_enum("sum")) else loss
+    return loss.sum() if reduction in ("sum", _reduction.get_enum("sum")) else loss

@@ -13,7 +13,7 @@ from plait.decide.cut import Item, Memory, choose_cut
 from plait.graph.calls import placeholders
 from plait.graph.estimate import seconds_of
 from plait.graph.lower import Lowered, dtype_named
-from plait.graph.node_info import info_of
+from plait.graph.node_info import info_of, position_of
 from plait.spec.action import BACKWARD, FORWARD, WEIGHT
 from plait.spec.schedule import Schedule
 
@@ -33,7 +33,7 @@ def cut_within(lowered: Lowered, peaks: Mapping[int, int], states: float, limit:
     seconds, held, kept = defaultdict[int, float](float), Counter[int](), Counter[int]()
 
     def item(node: Node) -> int:
-        return max(bisect.bisect_right(places, info_of(node).position) - 1, 0)
+        return max(bisect.bisect_right(places, position_of(node)) - 1, 0)
 
     here = dict.fromkeys(lowered.plan.mesh.names, 0)
     seen: set[str] = set()
@@ -65,8 +65,8 @@ def cut_within(lowered: Lowered, peaks: Mapping[int, int], states: float, limit:
     if len(items) < len(in_flight):
         return None
     used: Counter[int] = Counter()
-    for each, stage in zip(items, stage_of, strict=True):
-        used[stage] += each.state_bytes + each.activation_bytes * in_flight[stage]
+    for one, stage in zip(items, stage_of, strict=True):
+        used[stage] += one.state_bytes + one.activation_bytes * in_flight[stage]
     rest = max(peak - used[pipeline.schedule.stages[rank][0]] for rank, peak in peaks.items())
     found = choose_cut(items, [], len(in_flight), memory=Memory(limit - max(rest, 0), in_flight))
     return None if found is None else tuple(begins[places[i]] for i in found)
@@ -81,7 +81,7 @@ def _module_begins(lowered: Lowered) -> dict[int, str]:
             parts = info_of(node).module.split(".")
             for end in range(1, len(parts) + 1) if info_of(node).position is not None and parts[0] else ():
                 path = ".".join(parts[:end])
-                first[path] = min(first.get(path, info_of(node).position), info_of(node).position)
+                first[path] = min(first.get(path, position_of(node)), position_of(node))
     found: dict[int, str] = {}
     for path in sorted(first, key=len):
         found.setdefault(first[path], path)

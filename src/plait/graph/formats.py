@@ -35,7 +35,7 @@ class Format:
 
 def format_of(tensor: torch.Tensor) -> Format:
     """The format of a tensor; of one that repeats numbers, or whose inner stride is not 1, that of a contiguous one."""
-    order = tuple(sorted(range(tensor.ndim), key=lambda d: -tensor.stride(d)))
+    order = tuple(sorted(range(tensor.ndim), key=[-step for step in tensor.stride()].__getitem__))
     if tensor.permute(order).is_contiguous():
         return Format(order, dense=True)
     strides = [tensor.stride(d) for d in range(tensor.ndim) if tensor.shape[d] > 1]

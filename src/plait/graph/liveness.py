@@ -196,7 +196,7 @@ def claim(world: Any, values: Any, label: str) -> None:
 def _class_of(node: Node) -> str:
     """Of what a call makes."""
     if node.target in _BEGINS:
-        return _BEGINS[node.target]  # type: ignore[index]
+        return _BEGINS[node.target]
     if node.target in _TRAVELS or node.target in _ARRIVES:
         return BUFFERS
     if node.target is aten._to_copy.default:

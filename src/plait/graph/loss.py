@@ -231,12 +231,12 @@ def _tensor(value: Any, what: str) -> Tensor:
 
 
 def _scalar(value: Any, what: str, floating: bool = True) -> Tensor:
-    value = _tensor(value, what)
-    if value.numel() != 1:
-        raise LossError(f"{what} has shape {list(value.shape)}, not one element; {FORMS}")
-    if floating and not value.dtype.is_floating_point:
-        raise LossError(f"{what} has dtype {value.dtype}, which has no gradient; {FORMS}")
-    return value.reshape(()) if value.ndim else value
+    found = _tensor(value, what)
+    if found.numel() != 1:
+        raise LossError(f"{what} has shape {list(found.shape)}, not one element; {FORMS}")
+    if floating and not found.dtype.is_floating_point:
+        raise LossError(f"{what} has dtype {found.dtype}, which has no gradient; {FORMS}")
+    return found.reshape(()) if found.ndim else found
 
 
 def _type(value: Any) -> str:

@@ -99,7 +99,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def dtype_named(name: str) -> torch.dtype:
     """The inverse of `dtype_name`."""
     found = next((dtype for dtype, short in _SHORT.items() if short == name), None)
-    return getattr(torch, name) if found is None else found  # type: ignore[no-any-return]
+    return getattr(torch, name) if found is None else found
 
 
 @collection_paused()

@@ -52,7 +52,7 @@ class ForwardModules:
 
     def _change(self) -> None:
         self._recorder.module = self._stack[-1] if self._stack else ""
-        number = torch.autograd._get_sequence_nr()
+        number = torch._C._autograd._get_sequence_nr()
         if self._recorder.phase == "forward":
             self._numbers.append(number)
             self._modules.append(self._recorder.module)

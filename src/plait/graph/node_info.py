@@ -33,7 +33,7 @@ class NodeInfo:
 
     # of a call, where it runs
     stage: int | None = None  # of a pipeline
-    role: int | None = None  # how its stage is spread, where stages differ in that
+    role: str = ""  # how its stage is spread, where stages differ in that
     owner: Mapping[str, int] = field(default_factory=dict)  # coordinates of the ranks that have the value; empty: all
 
     # for what is shown to users
@@ -63,6 +63,20 @@ def set_info(node: Node, **changes: Any) -> None:
 def describe(node: Node, info: NodeInfo, value: Any) -> None:
     """Give a new node its record and its value, a fake tensor or several."""
     node.meta = {"val": value, _KEY: info}
+
+
+def position_of(node: Node) -> int:
+    """The position of a call that is known to have one."""
+    position = info_of(node).position
+    assert position is not None, f"{node} has no position"
+    return position
+
+
+def stage_of(node: Node) -> int:
+    """The stage of a call that is known to have one."""
+    stage = info_of(node).stage
+    assert stage is not None, f"{node} has no stage"
+    return stage
 
 
 def is_backward(node: Node) -> bool:

@@ -20,11 +20,11 @@ World = Any  # comm.protocol.World; graph/ lies below comm/ and knows it only by
 
 def coordinate(world: World, axis: str) -> int:
     """This rank's index along the axis."""
-    return world.comm(axis).rank
+    return world.comm(axis).rank  # type: ignore[no-any-return]
 
 
 def all_reduce(world: World, tensor: Tensor, axis: str, op: str = "sum") -> Tensor:
-    return world.comm(axis).all_reduce(tensor.contiguous(), op).wait()
+    return world.comm(axis).all_reduce(tensor.contiguous(), op).wait()  # type: ignore[no-any-return]
 
 
 def all_reduce_start(world: World, tensor: Tensor, axis: str, op: str = "sum") -> Any:
@@ -33,7 +33,7 @@ def all_reduce_start(world: World, tensor: Tensor, axis: str, op: str = "sum") -
 
 
 def wait(work: Any) -> Tensor:
-    return work.wait()
+    return work.wait()  # type: ignore[no-any-return]
 
 
 def all_gather(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks) -> Tensor:
@@ -45,7 +45,7 @@ def all_gather(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks
 def reduce_scatter(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks) -> Tensor:
     """Partial sums -> Shard(dim, blocks)."""
     comm = world.comm(axis)
-    return comm.reduce_scatter(_parts(tensor, comm.size, dim, blocks)).wait()
+    return comm.reduce_scatter(_parts(tensor, comm.size, dim, blocks)).wait()  # type: ignore[no-any-return]
 
 
 def shard(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks) -> Tensor:
@@ -67,7 +67,7 @@ def all_to_all(
 
 def broadcast(world: World, tensor: Tensor, axis: str, root: int) -> Tensor:
     """Only(root) -> whole. The other ranks give any tensor of the shape."""
-    return world.comm(axis).broadcast(tensor.contiguous(), root).wait()
+    return world.comm(axis).broadcast(tensor.contiguous(), root).wait()  # type: ignore[no-any-return]
 
 
 def in_format(tensor: Tensor, order: Sequence[int], dense: bool) -> Tensor:
@@ -102,7 +102,7 @@ def take(tensor: Tensor, rank: int, size: int, dim: int, blocks: Blocks) -> Tens
         step = tensor.shape[dim] // size
         return tensor.narrow(dim, rank * step, step)
     split = tensor.unflatten(dim, (blocks, size, tensor.shape[dim] // (blocks * size)))
-    return split.select(dim + 1, rank).flatten(dim, dim + 1)
+    return split.select(dim + 1, rank).flatten(dim, dim + 1)  # type: ignore[no-any-return]
 
 
 def _parts(tensor: Tensor, size: int, dim: int, blocks: Blocks) -> Tensor:
@@ -110,7 +110,7 @@ def _parts(tensor: Tensor, size: int, dim: int, blocks: Blocks) -> Tensor:
     if not isinstance(blocks, int):
         return torch.stack([take(tensor, rank, size, dim, blocks) for rank in range(size)])
     split = tensor.unflatten(dim, (blocks, size, tensor.shape[dim] // (blocks * size)))
-    return split.movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()
+    return split.movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()  # type: ignore[no-any-return]
 
 
 def _join(rows: Tensor, dim: int, blocks: Blocks) -> Tensor:

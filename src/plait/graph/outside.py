@@ -64,9 +64,9 @@ class Outside:
         with _disable_current_modes():
             shared = None if real.is_meta or not real.numel() else self._storages.get(_storage(real))
         if shared is not None and shared in self._stand.parameters | self._stand.buffers:
-            own = (self._stand.parameters | self._stand.buffers)[shared]
-            if (own.shape, own.stride(), own.dtype) == (real.shape, real.stride(), real.dtype):
-                self._by_id[id(real)] = found = own.detach()
+            mine = (self._stand.parameters | self._stand.buffers)[shared]
+            if (mine.shape, mine.stride(), mine.dtype) == (real.shape, real.stride(), real.dtype):
+                self._by_id[id(real)] = found = mine.detach()
                 self._kept.append(real)
                 return found
             raise CaptureError(

@@ -57,7 +57,7 @@ class LocalBuilder:
         return tuple(node.meta["val"].shape)
 
     def dtype(self, node: Node) -> torch.dtype:
-        return node.meta["val"].dtype
+        return node.meta["val"].dtype  # type: ignore[no-any-return]
 
     def coordinate(self) -> Node:
         if self._coordinate is None:
@@ -153,7 +153,7 @@ class Partitioner:
     def form(self, node: Node, want: Placement) -> Node:
         """The local node for an old node's value in the placement wanted."""
         have = self.found.placement(node)
-        local = self.local[node]
+        local: Node = self.local[node]
         if have == want:
             return local
         key = (node, want)
@@ -161,7 +161,7 @@ class Partitioner:
             whole = self.forms.get((node, REPLICATE))
             saved = self.builder.info
             self.builder.info = replace(info_of(node), source=node.name)
-            if isinstance(local, Node) and (owner := info_of(local).owner):
+            if owner := info_of(local).owner:
                 self.builder.info = replace(self.builder.info, owner=owner)
             if whole is not None and isinstance(want, Shard):
                 self.forms[key] = self.builder.convert(whole, REPLICATE, want)
@@ -172,8 +172,9 @@ class Partitioner:
 
     def _call(self, node: Node) -> None:
         if is_item(node):
-            source = self.local[node.args[0]]
-            index = node.args[1]
+            maker, index = node.args
+            assert isinstance(maker, Node) and isinstance(index, int)
+            source = self.local[maker]
             if isinstance(source, tuple):
                 self.local[node] = source[index]
             else:

@@ -258,8 +258,8 @@ class Propagator:
                 continue
             inputs = tensor_inputs(node)
             strategy = found.strategies[node]
-            want = wanted.get(node, set())
-            better = self._free(node, inputs, want) if strategy.outputs == (REPLICATE,) else None
+            wishes = wanted.get(node, set())
+            better = self._free(node, inputs, wishes) if strategy.outputs == (REPLICATE,) else None
             if better is not None:
                 found.strategies[node] = strategy = better
                 found.placements[node] = better.outputs

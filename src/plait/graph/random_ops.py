@@ -128,8 +128,9 @@ def _bernoulli_inplace(draw: Draw, x: Tensor, p: float | Tensor = 0.5, *, genera
 
 def _normal(draw: Draw, mean: Any, std: Any = 1.0, *, generator: Any = None) -> Tensor:
     like = mean if isinstance(mean, Tensor) else std
-    shape = torch.broadcast_shapes(getattr(mean, "shape", ()), getattr(std, "shape", ()))
-    return draw(shape, like.dtype, like.device, "normal", (0.0, 1.0)) * std + mean
+    shape: torch.Size = torch.broadcast_shapes(getattr(mean, "shape", ()), getattr(std, "shape", ()))
+    found: Tensor = draw(shape, like.dtype, like.device, "normal", (0.0, 1.0)) * std + mean
+    return found
 
 
 def _normal_sized(

@@ -234,7 +234,7 @@ class Reached:
             self.sources.append((place, value))
         elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
             self.iterators.append((place, value))
-        elif _is_open(type(value)):
+        elif _is_open(type(value)):  # type: ignore[arg-type]
             self._object(place, value)
 
     def _later(self, place: str, value: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -118,8 +119,8 @@ def _cut_points(use: Node, num: int) -> list[Blocks]:
             points.update(start + edge for piece in pieces for edge in piece[1:])
             for value, first, last in pieces:
                 stack.append((value, start + first, last - first))
-            value = user.meta.get("val")
-            if not pieces and isinstance(value, torch.Tensor) and length in value.shape and length > 1:
+            whole = user.meta.get("val")
+            if not pieces and isinstance(whole, torch.Tensor) and length in whole.shape and length > 1:
                 stack.append((user, start, length))
     edges = sorted(points | {0, num})
     lengths = [last - first for first, last in itertools.pairwise(edges)]
@@ -133,19 +134,21 @@ def pieces_of(node: Node, num: int) -> list[tuple[Node, int, int]]:
         return []
     shape = source.meta["val"].shape
     if node.target is aten.slice.Tensor:
-        dim, first, last, step = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
-        if shape[dim] != num or step != 1:  # type: ignore[index]
+        given: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
+        dim, first, last, step = given
+        if shape[dim] != num or step != 1:
             return []
         first, last, _ = slice(first, last, 1).indices(num)
         return [(node, first, last)] if last - first < num else []
     if node.target not in (aten.split.Tensor, aten.split_with_sizes.default):
         return []
     dim = node.args[2] if len(node.args) > 2 else 0
-    if shape[dim] != num:  # type: ignore[index]
+    assert isinstance(dim, int)
+    if shape[dim] != num:
         return []
     widths = [value.shape[dim] for value in node.meta["val"]]
     ends = list(itertools.accumulate(widths))
-    items = {user.args[1]: user for user in node.users if is_item(user)}
+    items: dict[Any, Node] = {user.args[1]: user for user in node.users if is_item(user)}
     return [(items[i], ends[i] - widths[i], ends[i]) for i in sorted(items)]
 
 

@@ -261,7 +261,7 @@ class Recorder(TorchDispatchMode):
 
     def _copied(self, target: Tensor, source: Tensor) -> Tensor:
         value = aten._to_copy.default(source, dtype=target.dtype, device=target.device)
-        return value.expand(target.shape) if value.shape != target.shape else value
+        return value.expand(target.shape) if value.shape != target.shape else value  # type: ignore[no-any-return]
 
     def _as_it_is(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.mutating = True
@@ -318,7 +318,7 @@ class Recorder(TorchDispatchMode):
         )
         self._num_calls += 1
         if self.phase == "forward":
-            self._numbers.append(torch.autograd._get_sequence_nr())
+            self._numbers.append(torch._C._autograd._get_sequence_nr())
             self._places.append(position)
 
     def _copy(self, value: Any) -> Any:
@@ -358,7 +358,10 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dt
     return a.new_empty(shape, dtype=out_dtype or a.dtype)
 
 
-SHAPES = {aten._grouped_mm.default: _grouped_mm, aten.mish_backward.default: aten.mul.Tensor}
+SHAPES: dict[Any, Callable[..., Any]] = {
+    aten._grouped_mm.default: _grouped_mm,
+    aten.mish_backward.default: aten.mul.Tensor,
+}
 
 
 @functools.cache

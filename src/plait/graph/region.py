@@ -8,8 +8,9 @@ that cannot be had in cut form is left whole, and each rank takes its part of it
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -45,7 +46,8 @@ class Region:
 
     def undo(self, mark: tuple[int, ...]) -> None:
         """As it was at the mark, but for what was spared."""
-        for found, num in zip((self.placements, self.parameters, self.whole), mark, strict=False):
+        grown: tuple[dict[Any, Any], ...] = (self.placements, self.parameters, self.whole)
+        for found, num in zip(grown, mark, strict=False):
             while len(found) > num:
                 found.popitem()
         self.ends, self.contractions, self.sums = mark[3:]
@@ -137,7 +139,7 @@ class Grower:
         self.stuck = stuck
         region.spared |= self._behind(source)
 
-    def _back(self, node: Node, want: Placement, region: Region, put: object) -> bool:
+    def _back(self, node: Node, want: Placement, region: Region, put: Callable[[Node, Placement], None]) -> bool:
         """From a value that is to be cut back to the weights that it is made of."""
         stack = [(node, want)]
         while stack:
@@ -154,7 +156,7 @@ class Grower:
                     return False
                 if node not in self.decided:
                     region.parameters[node] = want
-                put(node, want)  # type: ignore[operator]
+                put(node, want)
                 continue
             if node.op != "call_function":
                 return False
@@ -166,7 +168,7 @@ class Grower:
                 return False
             if item and maker not in region.placements:
                 put(maker, Shard(-1))
-            put(node, want)  # type: ignore[operator]
+            put(node, want)
             needs = [
                 (source, need)
                 for source, need in zip(tensor_inputs(maker), strategy.inputs, strict=True)

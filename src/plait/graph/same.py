@@ -38,7 +38,7 @@ def same_step(one: Captured, other: Captured) -> bool:
 
 def _plain(args: Any, numbers: dict[Node, int]) -> str:
     """Arguments, with a node as its number; as text, for which 1, 1.0 and True differ."""
-    return repr(map_aggregate(args, lambda a: _Number(numbers[a]) if isinstance(a, Node) else a))
+    return repr(map_aggregate(args, lambda a: _Number(numbers[a]) if isinstance(a, Node) else a))  # type: ignore[arg-type,return-value]
 
 
 class _Number:

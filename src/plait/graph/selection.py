@@ -68,7 +68,7 @@ class Selections(TorchFunctionMode):
         first, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
         if _is_mask(first) and first.ndim and tuple(first.shape) == tuple(x.shape[: first.ndim]):
             chosen = Selected.of(x.flatten(0, first.ndim - 1), first, self)
-            return chosen[(slice(None), *rest)] if rest else chosen
+            return chosen[(slice(None), *rest)] if rest else chosen  # type: ignore[index]
         each = index if isinstance(index, tuple) else (index,)
         if not any(isinstance(i, Selected) for i in each):
             return NotImplemented

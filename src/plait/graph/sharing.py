@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -89,12 +90,17 @@ def _terms(graph: Graph, result: Node) -> list[Node]:
     for term in terms:
         for step in reversed(chain):
             source = step.args[1] if _is_sum(step) else step.args[0]
+            assert isinstance(source, Node)
             with graph.inserting_before(output_node(graph)):
-                copy = graph.node_copy(step, lambda n, source=source, term=term: term if n is source else n)
+                copy = graph.node_copy(step, functools.partial(_instead, source, term))
             set_info(copy, stage=info_of(term).stage)
             term = copy
         found.append(term)
     return found
+
+
+def _instead(source: Node, term: Node, node: Node) -> Node:
+    return term if node is source else node
 
 
 def _is_sum(node: Node) -> bool:

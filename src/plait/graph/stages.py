@@ -22,7 +22,7 @@ from plait.graph import ops
 from plait.graph.calls import is_item, is_tensor, num_bytes, output_node, placeholders
 from plait.graph.capture import Output
 from plait.graph.estimate import flops_of, seconds_of
-from plait.graph.node_info import info_of, is_backward, set_info
+from plait.graph.node_info import info_of, is_backward, position_of, set_info, stage_of
 from plait.graph.random import draw
 from plait.graph.views import is_view
 from plait.spec.plan import Plan
@@ -88,7 +88,7 @@ def stages_from(graph: Graph, begins: Sequence[float], anywhere: Collection[Node
     """Give calls their stages where it is known with which places these begin."""
     for node in graph.nodes:
         if node.op == "call_function" and node not in anywhere:
-            set_info(node, stage=bisect.bisect_right(begins, info_of(node).position))
+            set_info(node, stage=bisect.bisect_right(begins, position_of(node)))
     _add_where_made(graph)
     _keep_order(graph, anywhere)
 
@@ -195,9 +195,9 @@ def _items(graph: Graph) -> tuple[list[Item], list[int]]:
     forward = set()
     for node in graph.nodes:
         if node.op == "call_function" and info_of(node).position is not None:
-            seconds[info_of(node).position] += seconds_of(node)
+            seconds[position_of(node)] += seconds_of(node)
             if not is_backward(node) and not is_view(node):
-                forward.add(info_of(node).position)
+                forward.add(position_of(node))
     places = sorted(forward)
     every = sorted(seconds)
     work = [0.0] * len(places)
@@ -339,7 +339,7 @@ def _add_where_made(graph: Graph) -> None:
         if node.target is aten.add.Tensor and is_backward(node) and info_of(node).stage is not None:
             stages = {info_of(s).stage for s in node.all_input_nodes if s.op == "call_function"}
             if len(stages) == 1 and (stage := stages.pop()) is not None:
-                set_info(node, stage=max(stage, info_of(node).stage))
+                set_info(node, stage=max(stage, stage_of(node)))
 
 
 def _keep_order(graph: Graph, anywhere: Collection[Node]) -> None:
@@ -348,9 +348,9 @@ def _keep_order(graph: Graph, anywhere: Collection[Node]) -> None:
         if node.op != "call_function" or node in anywhere:
             continue
         same = [
-            info_of(s).stage
+            stage_of(s)
             for s in node.all_input_nodes
             if s.op == "call_function" and info_of(s).stage is not None and is_backward(s) == is_backward(node)
         ]
         if same:
-            set_info(node, stage=(min if is_backward(node) else max)(*same, info_of(node).stage))
+            set_info(node, stage=(min if is_backward(node) else max)(*same, stage_of(node)))

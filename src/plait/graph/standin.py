@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
 from plait.errors import CaptureError, PlanError
@@ -89,7 +89,7 @@ def standing_in(
                     if id(real) in seen:
                         if found.names[id(real)] != name:
                             found.tied[name] = found.names[id(real)]
-                        own[key] = found.made.get(id(real), real)  # type: ignore[assignment]
+                        own[key] = found.made.get(id(real), real)
                         continue
                     fake = stand_in(real, fake_mode, device if move or real.is_meta else real.device)
                     own[key] = where[name] = fake  # type: ignore[assignment]

@@ -65,6 +65,12 @@ class Tracked:
     def __float__(self) -> float:
         return float(self.plain())
 
+    def __neg__(self) -> Any:
+        return self._computed(operator.mul, -1)
+
+    def __abs__(self) -> Any:
+        return abs(self.plain())
+
     def __hash__(self) -> int:
         return hash(self.plain())
 
@@ -92,8 +98,6 @@ for _name in ("add", "sub", "mul", "mod", "floordiv", "truediv", "pow"):
     setattr(Tracked, f"__r{_name}__", _computing(_function, True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Tracked, f"__{_name}__", _asking(getattr(operator, _name)))
-Tracked.__neg__ = lambda self: self._computed(operator.mul, -1)  # type: ignore[attr-defined]
-Tracked.__abs__ = lambda self: abs(self.plain())  # type: ignore[attr-defined]
 
 
 def untracked(value: Any) -> Any:

@@ -163,7 +163,9 @@ def _add_to(graph: Graph, gradients: Mapping[int, str]) -> Graph:
             continue
         term, reader = _term(node), None
         while node is not term:
-            node, reader = node.args[1], node
+            source = node.args[1]
+            assert isinstance(source, Node)
+            node, reader = source, node
         total = _added(graph, term, name)
         if reader is None:
             results[index] = total

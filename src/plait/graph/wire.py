@@ -91,7 +91,7 @@ def _bucket(node: Node, sizes: Mapping[str, int]) -> list[Collective]:
     info = info_of(node)
     if kind == "all_gather":
         return [_collective(kind, str(node.args[1]), info.num_bytes, sizes, node=node, value=info.what)]
-    first, *others = node.args[2]  # type: ignore[misc]
+    first, *others = node.args[2]  # type: ignore[misc,str-unpack]
     value = info.what
     found = [_collective(kind, str(first), info.num_bytes, sizes, node=node, value=value)]
     held = info.num_bytes // (sizes[str(first)] if kind == "reduce_scatter" else 1)

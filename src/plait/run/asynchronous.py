@@ -33,7 +33,9 @@ class StaleRunner(CellRunner):
         self._update = update
         self._groups = schedule.groups()
         self._version = {micro: schedule.version(rank, micro) for micro in range(schedule.num_micro)}
-        self._users = Counter(self._version[a.micro] for a in schedule.ranks[rank] if a.kind == BACKWARD)  # to come
+        self._users = Counter(
+            self._version[a.micro] for a in schedule.ranks[rank] if a.kind == BACKWARD and a.micro is not None
+        )  # to come
         self._newest = 0
         self._older: dict[int, dict[str, Tensor]] = {}
         self.most_versions = 1

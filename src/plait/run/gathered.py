@@ -151,7 +151,9 @@ class _Lending:
             if not lies_here(layout, world):
                 continue
             part = local_part(whole, layout, world)
-            if replicas is not None and not torch.equal(part, replica.local(name)):
+            mine = replica.local(name)
+            assert mine is not None  # as it lies here
+            if replicas is not None and not torch.equal(part, mine):
                 self.changed[name] = part.clone()
             replica.set_local(name, part)
         replica.updated()

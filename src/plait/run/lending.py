@@ -64,7 +64,7 @@ class Away(nn.Parameter):
                 return func(*args, **kwargs)
         return func(*tree_map(_value, tuple(args)), **tree_map(_value, kwargs))
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<{self.title}, {list(self.shape)} of {self.dtype}, which is elsewhere>"
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -91,7 +91,7 @@ class AsItWas:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(m, m.training, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
-        tensors = [t for _, _, *own in self._modules for each in own for t in each.values() if t is not None]
+        tensors = [t for _, _, *own in self._modules for each in own for t in each.values() if t is not None]  # type: ignore[attr-defined]
         self._data = [(t, t.data, t.grad) for t in tensors if not isinstance(t, Away)]
 
     def restore(self) -> None:

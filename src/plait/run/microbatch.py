@@ -69,7 +69,7 @@ def joined(results: Sequence[StepResult], scale: Tensor | None = None) -> StepRe
             weight = torch.stack([r.parts[1] for r in results if r.parts]).sum()
             loss, parts, factor = total / weight, (total, weight), 1 / weight.double()
     if scale is not None:
-        factor = (1.0 if factor is None else factor) / scale.double()  # type: ignore[assignment]
+        factor = (1.0 if factor is None else factor) / scale.double()
     if factor is not None and last.gradients:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for gradient in last.gradients.values():

@@ -52,7 +52,7 @@ def make_optimizer(
     for each in (*members.values(), *([] if isinstance(given, (list, tuple)) else [given])):
         _refuse_what_cannot_step(each)
     alone = len(members) == 1 and next(iter(members.values())) is given
-    optimizer = given if alone else Several(given, members)
+    optimizer: Any = given if alone else Several(given, members)
     mine = {id(p) for _, p in named} | {id(p) for p in known}
     for path, member in members.items():
         strangers = [p for group in member.param_groups for p in group["params"] if id(p) not in mine]
@@ -63,7 +63,7 @@ def make_optimizer(
                 " given: make it from what the optimizer's function is called with, which are the parts that this rank"
                 " holds"
             )
-    return optimizer
+    return optimizer  # type: ignore[no-any-return]
 
 
 def build_optimizer(
@@ -178,7 +178,8 @@ def refuse_some_at_a_time(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
 class Held(Protocol):
     """What a rank holds of a model: a replica, captured or not."""
 
-    layouts: Mapping[str, Layout]
+    @property
+    def layouts(self) -> Mapping[str, Layout]: ...
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]: ...

@@ -119,11 +119,10 @@ class PipelineProgram:
             terms = {}
             for rank in makers:
                 terms[rank] = sums[name] if rank == mine else self._receive(name, rank, number)
-            total = terms[makers[0]].clone() if makers else None
-            for rank in makers[1:]:
-                total.add_(terms[rank])
-            if total is not None:
-                sums[name] = total
+            if makers:
+                total = sums[name] = terms[makers[0]].clone()
+                for rank in makers[1:]:
+                    total.add_(terms[rank])
 
     def _receive(self, name: str, rank: int, tag: int) -> Tensor:
         layout = self.lowered.states[name]

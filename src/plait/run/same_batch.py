@@ -197,13 +197,13 @@ def _checksum(batch: Any, turn: int) -> int | Tensor:
 def _of_host(leaf: Tensor, turn: int) -> int:
     data = _bytes(leaf, turn).numpy()
     if data.nbytes <= _WHOLE:
-        return zlib.crc32(data)
+        return zlib.crc32(data.data)
     start = _WINDOW * turn % data.nbytes // 8 * 8
     window = data[start : start + _WINDOW]
     total = int(window[: window.nbytes // 8 * 8].view(np.uint64).sum(dtype=np.uint64))
-    total ^= zlib.crc32(window[-8:])
+    total ^= zlib.crc32(window[-8:].data)
     for at in np.random.default_rng(turn).integers(0, data.nbytes - _BLOCK, _NUM_BLOCKS):
-        total = (total * 31 + zlib.crc32(data[at : at + _BLOCK])) & _MASK
+        total = (total * 31 + zlib.crc32(data[at : at + _BLOCK].data)) & _MASK
     return total & _MASK
 
 

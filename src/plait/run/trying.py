@@ -244,8 +244,8 @@ def _schedulers_as_they_were(owners: Iterable[Any]) -> Iterator[None]:
         for each, content in before:
             each.clear()
             each.update(content)
-        for values, content in lists:
-            values[:] = content
+        for values, items in lists:
+            values[:] = items
 
 
 def _without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -270,7 +270,7 @@ def _twin_of(
     `simple` the members that know of parts have a step of another kind."""
     memo: dict[int, Any] = dict(toys)
     objects = {id(each): each for each in (*members.values(), wrapper)}
-    twins = {
+    twins: dict[int, Any] = {
         key: object.__new__(_simple(type(it)) if simple and _knows_parts(it) else type(it))
         for key, it in objects.items()
     }

@@ -22,6 +22,8 @@ class Twin(nn.Module):
     """Copies of a model's parameters and buffers. While `installed`, they are the model's, in its modules and wherever
     else code holds on to the originals; a copy of the modules would miss what a closure calls."""
 
+    model: nn.Module
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.__dict__["model"] = model  # no submodule of this one

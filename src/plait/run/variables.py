@@ -153,8 +153,8 @@ class Variables:
             self.inputs[name] = whole
         else:
             homes.put(f"parameter/{name}", part)
-            kept = homes.in_memory(f"parameter/{name}")
-            kept = hollow(part) if kept is None else kept
+            there = homes.in_memory(f"parameter/{name}")
+            kept = hollow(part) if there is None else there
             if cut is not None:
                 homes.put(f"input/{name}", whole)
             else:
@@ -235,7 +235,8 @@ class Variables:
             self.inputs[name] if name in self.inputs else torch.empty_like(form, device=device)
             for name, form in zip(names, forms, strict=True)
         ]
-        parts = tuple(self.local(name).to(device, non_blocking=True) for name in names)
+        held = [part for name in names if (part := self.local(name)) is not None]
+        parts = tuple(part.to(device, non_blocking=True) for part in held)
         return Gathering(self._world.comm("data"), rows.plain, tuple(form.dtype for form in forms), parts, wholes)
 
     def _gathered(self, gathering: Gathering, names: list[str]) -> None:

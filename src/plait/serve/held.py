@@ -13,12 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm.process import process_world
+from plait.comm.protocol import World
 from plait.decide.balance import Piece, Variable
 from plait.errors import PlanError
 from plait.graph.dtypes import torch_name
 from plait.optim.several import Several
+from plait.run.agreeing.replicas import Replicas
+from plait.run.average import MovingAverage
 from plait.run.optimizers import OptimizerFactory, build_optimizer, build_scheduler
 from plait.run.saving.snapshot import persistent_buffers
+from plait.run.scaling import LossScale
 from plait.run.trying import EXACT, depends_on_the_cut
 from plait.serve.wire import offsets, views
 from plait.spec.layout import Layout
@@ -50,9 +54,9 @@ class _Holder:
 class Held:
     """A run as run.saving.snapshot.Run has it, of variables that are updated here by the user's optimizer."""
 
-    loss_scale = None
-    replicas = None
-    average = None
+    loss_scale: LossScale | None = None
+    replicas: Replicas | None = None
+    average: MovingAverage | None = None
 
     def __init__(
         self,
@@ -64,7 +68,7 @@ class Held:
         model: nn.Module | None = None,
     ) -> None:
         self.plan, self.seed, self.step_number = plan, seed, 0
-        self.world = process_world(Plan().mesh, device="cpu")
+        self.world: World = process_world(Plan().mesh, device="cpu")
         buffers = {} if model is None else dict(model.named_buffers())
         self.replica: Any = _Holder(model or _module(parameters), dict(parameters), buffers)
         self.optimizer: torch.optim.Optimizer | None = build_optimizer(

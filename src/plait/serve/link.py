@@ -9,6 +9,7 @@ the one that it computes, so that both work while it does; without it waits for 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -66,7 +67,7 @@ class Link:
         if isinstance(found, Refused):
             return found
         for task in found or [None]:
-            self._expect(lambda task=task: (task, asked))
+            self._expect(functools.partial(lambda t: (t, asked), task))
         return None
 
     def next(self) -> Work | None:

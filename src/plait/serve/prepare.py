@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def make_job(plan: Plan, **given: Any) -> Job:
     return dataclasses.replace(job, shards=shards)
 
 
-def _on_meta(make_model: Any) -> nn.Module:
+def _on_meta(make_model: Callable[[], Sequence[nn.Module]]) -> nn.Module:
     """The model without memory, where that can be made."""
     try:
         with torch.device("meta"), tables_away():

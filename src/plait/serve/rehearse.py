@@ -97,8 +97,8 @@ class _Rehearsal:
             self.handout.used(worker, task.piece)
             losses.append(found.loss)
             self._carry_out(agreement, agreement.push(Push(worker, task.version, found.weight)))
-        for computing in set(self.computing):
-            computing.close()
+        for each in {id(each): each for each in self.computing}.values():
+            each.close()
         last = Whole(job)
         last.join([server.state() for server in self.servers])
         values = {name: p.detach() for name, p in last.held.parameters.items()}

@@ -137,7 +137,9 @@ class Server:
             return Done(unused=here.unused)
         lost, came_back = order.number - here.number - 1 + self._open, self._came_back
         self._came_back, self._open = False, order.two_phase  # what is open was a chief's that is gone
-        gradients, shares, refused = [], [], []
+        gradients: list[Any] = []
+        shares: list[float] = []
+        refused: list[tuple[int, str]] = []
         for member, push in zip(order.members, pushes, strict=True):
             found = self._gradient(order.number, member, push)
             if isinstance(found, str):

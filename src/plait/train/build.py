@@ -261,16 +261,16 @@ def _check_out(config: Config, plan: Plan, resume: Resume) -> None:
     resume = resume.settled(folder)
     if resume.wanted:
         try:
-            there = newest(resume.place(folder))
+            place = newest(resume.place(folder))
         except CheckpointError as error:
             more = "" if resume.checkpoint else "; --resume=auto begins anew where there is none"
             raise CheckpointError(f"{error}{more}") from None
         try:
-            found = check_files(there)
+            found = check_files(place)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}{older_than(there)}") from None
+            raise CheckpointError(f"{error}{older_than(place)}") from None
         if not plan.workers:
-            refuse_tables(f"the checkpoint {there}", found)
+            refuse_tables(f"the checkpoint {place}", found)
         step = found.step
         if step >= config.train.steps:
             raise ConfigError(

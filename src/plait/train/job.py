@@ -125,7 +125,7 @@ class _Job:
         begins = Consent(trainer.world)
         place = begins.first_says("resume", lambda: self._prepare_folder(resume))
         if place:
-            loader.load_state_dict(trainer.load(place).get("data"))
+            loader.load_state_dict(trainer.load(place).get("data", {}))
         first = trainer.step_number
         if trainer.world.rank == 0:
             out = make_out(config)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from plait.spec.trace import Sample, Trace
-from plait.view.explanation import human_bytes
+from plait.view.bytes import human_bytes
 from plait.view.swimlane import plotly
 
 _FEW = 8  # ranks: each has a line of its own; of more, a row of colours

@@ -186,7 +186,7 @@ def _readers(node: Node) -> list[Node]:
             parts = list(user.args[4:])  # after world, axis, rows and dtypes
             items = [item for wait in user.users for item in wait.users if is_item(item)]
             for item in items:
-                if parts[item.args[1]] is node:  # type: ignore[call-overload]
+                if parts[item.args[1]] is node:  # type: ignore[index]
                     found += _readers(item)
         elif target in _MOVES:
             found += _readers(user)
@@ -197,8 +197,9 @@ def _readers(node: Node) -> list[Node]:
 
 def _way_of_gradient(node: Any) -> str:
     """How a gradient is summed, from the node that leaves the graph."""
-    if isinstance(node, Node) and is_item(node) and node.args[0].target in (bucket_wait, rows_wait):  # type: ignore[union-attr]
-        start = node.args[0].args[1]  # type: ignore[union-attr]
+    done = node.args[0] if isinstance(node, Node) and is_item(node) else None
+    if isinstance(done, Node) and done.target in {bucket_wait, rows_wait}:
+        start = done.args[1]
         assert isinstance(start, Node)
         axes = " and ".join(start.args[2])  # type: ignore[arg-type]
         kept = ", of which each rank keeps its part" if start.target is rows_start else ""

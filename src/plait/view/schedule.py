@@ -108,7 +108,7 @@ def _fold(lines: list[str], width: int | None) -> list[str]:
 
 def _bytes(number: int) -> str:
     # Its file needs torch, which the command does without unless there are bytes to print.
-    from plait.view.explanation import human_bytes
+    from plait.view.bytes import human_bytes
 
     return human_bytes(number)
 

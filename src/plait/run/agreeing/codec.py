@@ -44,4 +44,4 @@ def decode(coded: Tensor, kind: str, num: int) -> Tensor:
             codes = torch.stack([codes << 4, codes & 240], -1).flatten(-2).view(torch.int8) >> 4
         numbers = codes.contiguous().view(torch.int8).float()
     blocks = numbers.unflatten(-1, (-1, BLOCK)) * scales.contiguous().view(torch.float32).unsqueeze(-1)
-    return blocks.flatten(-2)
+    return blocks.flatten(-2)  # type: ignore[no-any-return]

@@ -102,7 +102,7 @@ class Compressor:
         mean = (left @ right.T).view(terms[0].shape)
         for r, term in enumerate(terms):
             self._errors[r, rank, name] = term - mean
-        return mean
+        return mean  # type: ignore[no-any-return]
 
 
 class SerialReplicas:

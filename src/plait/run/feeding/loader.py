@@ -146,7 +146,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, in items, so that it holds under any plan."""
-        found = {"epoch": self.epoch, "items": self._items, "seed": self.seed}
+        found: dict[str, Any] = {"epoch": self.epoch, "items": self._items, "seed": self.seed}
         found |= {"shuffle": self._shuffle, "size": self._size}
         return found | ({"batches": self._position} if isinstance(self._order, Sampled) else {})
 

@@ -176,10 +176,10 @@ class _Mover:
     def send(self, batch: Any) -> tuple[Any, torch.cuda.Event]:
         """Begin to move a batch; called by the thread."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(self._stream):
             moved = map_batch(lambda _, leaf: self._move(leaf) if torch.is_tensor(leaf) else leaf, batch)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()
             event.record(self._stream)
         return moved, event
 

@@ -49,7 +49,7 @@ class Reader:
         # (its process, the item that it reads) of each worker, to know where one has died
         self._noted = torch.full((num_workers, 2), -1) if num_workers else None
         if self._noted is not None:
-            self._noted.share_memory_()  # type: ignore[no-untyped-call]
+            self._noted.share_memory_()
 
     @property
     def name(self) -> str:

@@ -107,7 +107,7 @@ class DiskFile:
         self, call: Callable[..., int], verb: str, offset: int, memory: Tensor, at: int, after: Transfer
     ) -> None:
         after.wait()  # earlier in the queue than this, so it has a thread or is done: no thread waits for ever
-        view = memoryview(memory.numpy())[at : at + _PIECE]
+        view = memory.numpy().data[at : at + _PIECE]
         position = offset + at
         try:
             while view:
@@ -149,7 +149,7 @@ class DiskFile:
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-            os.pwritev(self._fd, [memoryview(page_memory(PAGE).zero_().numpy())], 0)
+            os.pwritev(self._fd, [page_memory(PAGE).zero_().numpy().data], 0)
         except (OSError, AttributeError):
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
             return False

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,7 +140,8 @@ class Homes:
 
     def share(self, key: str, other: str) -> None:
         """Let `key` stand for what `other` does."""
-        for kept in (self._hosts, self._places):
+        tables: tuple[dict[str, Any], ...] = (self._hosts, self._places)
+        for kept in tables:
             if other in kept:
                 kept[key] = kept[other]
 
@@ -175,7 +177,12 @@ class Homes:
         if self.lane.is_host:
             landing.land(place.view(memory))
             return reading.wait, landing
-        landed = self.file.submit(lambda: (reading.wait(), landing.land(place.view(memory))))
+
+        def land() -> None:
+            reading.wait()
+            landing.land(place.view(memory))
+
+        landed = self.file.submit(land)
         return landed.wait, landing
 
     def _write(self, place: Place, tensor: Tensor) -> None:

@@ -68,7 +68,7 @@ def save(
     final = folder_of(path).child(f"step-{int(state.values['step']):08d}")
     job = _Save(folder_of(path), final, state, world, plan, keep, consent)
     behind = not wait and all(image.in_memory for image in job.images)
-    memories = job.copied(saver) if behind else [None] * len(job.images)
+    memories: list[torch.Tensor | None] = [*job.copied(saver)] if behind else [None] * len(job.images)
     saver.start(consent, functools.partial(job.run, memories, 1 if behind else 2), job.remove_old)
     if not behind:
         saver.wait()
@@ -105,11 +105,11 @@ class _Save:
                 shapes[name] = [list(holding.shape), torch_name(holding.data.dtype)]
         self._record = {"tensors": shapes, "own": own}
 
-    def copied(self, saver: Saver) -> list[torch.Tensor | None]:
+    def copied(self, saver: Saver) -> list[torch.Tensor]:
         """The images, copied into the saver's memory."""
         device = self._world.device
         pinned = device.type == "cuda"
-        memories: list[torch.Tensor | None] = []
+        memories = []
         for index, image in enumerate(self.images):
             memories.append(saver.memory(index, image.size, pinned))
             image.copy_into(memories[-1])

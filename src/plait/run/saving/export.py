@@ -87,7 +87,7 @@ def _bytes(names: list[str], manifest: Manifest, source: Source) -> Iterator[byt
         shape, dtype = found[name]
         whole = torch.empty(shape, dtype=getattr(torch, dtype))
         source.fill({MODEL + name: Wanted(_all_of(shape), whole)})
-        yield memoryview(whole.view(-1).view(torch.uint8).numpy())
+        yield whole.view(-1).view(torch.uint8).numpy().data
 
 
 def _all_of(shape: tuple[int, ...]) -> tuple[Fragment, ...]:

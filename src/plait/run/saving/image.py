@@ -85,7 +85,7 @@ class Image:
                         assert block is not None
                         if memory is None:
                             self.fill(start, block[: stop - start])
-                    view = memoryview(block.numpy())
+                    view = block.numpy().data
                     crcs[index] = zlib.crc32(view[: stop - start])
                     file.write(start, view[: padded(stop - start)])
                 except BaseException as error:  # raised below, by the thread that asked for the file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from plait.errors import CheckpointError
@@ -78,7 +79,7 @@ def own_folders(path: Location | Folder) -> list[Folder]:
 
 def folders(path: Location | Folder) -> list[Folder]:
     """All that are named like a checkpoint, whether or not they are one."""
-    folder = folder_of(path) if isinstance(path, str) or hasattr(path, "__fspath__") else path
+    folder = folder_of(path) if isinstance(path, (str, os.PathLike)) else path
     return [folder.child(name) for name in folder.names() if _NAMED.fullmatch(name)]
 
 

@@ -49,7 +49,7 @@ def describe(run: Run, extra: Mapping[str, Any]) -> State:
     own: dict[str, Any] = {}
     means = _means(run)
     for name, parameter in replica.parameters.items():
-        data = means.get(MODEL + name, parameter.detach())
+        data: Any = means.get(MODEL + name, parameter.detach())
         if is_away(data):
             data = Kept(tuple(data.shape), data.dtype, functools.partial(_local, run, name))
         tensors[MODEL + name] = Holding.laid_out(data, replica.layouts[name], world)
@@ -71,8 +71,8 @@ def describe(run: Run, extra: Mapping[str, Any]) -> State:
         for name, part in run.average.tensors.items():
             tensors[EMA + name] = Holding.laid_out(part, replica.layouts[name], world)
     if randomstate.has_own(world):
-        found, own[f"random/{world.rank}"] = randomstate.take(world)
-        tensors |= {f"random/{world.rank}/{name}": Holding.whole(tensor) for name, tensor in found.items()}
+        states, own[f"random/{world.rank}"] = randomstate.take(world)
+        tensors |= {f"random/{world.rank}/{name}": Holding.whole(tensor) for name, tensor in states.items()}
     values = {
         "step": run.step_number,
         "seed": run.seed,
@@ -93,7 +93,7 @@ def config_of(model: nn.Module) -> str | None:
 
     That of transformers and diffusers models, a mapping, or a dataclass.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     try:
         if hasattr(config, "to_dict"):
             plain = dict(config.to_dict())

@@ -116,7 +116,7 @@ def restore(run: Run, state: Mapping[str, Any]) -> None:
     replica.updated()
 
 
-def full_model(replica: Replica) -> dict[str, Tensor]:
+def full_model(replica: Replica | EagerReplica) -> dict[str, Tensor]:
     """Every parameter and persistent buffer as a whole CPU tensor, tied ones under each of their names."""
     found = {name: replica.whole(name, replica.local(name)).detach().cpu().clone() for name in replica.layouts}
     persistent = persistent_of(replica)
@@ -127,7 +127,7 @@ def full_model(replica: Replica) -> dict[str, Tensor]:
     return found
 
 
-def check_model(replica: Replica, model: Mapping[str, Tensor]) -> None:
+def check_model(replica: Replica | EagerReplica, model: Mapping[str, Tensor]) -> None:
     mine = replica.layouts
     missing = sorted(set(mine) - set(model))
     if missing:

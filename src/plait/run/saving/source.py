@@ -144,7 +144,7 @@ class Source:
         return run
 
     def _read(self, file: str, offset: int, memory: Tensor) -> None:
-        view = memoryview(memory.numpy())
+        view = memory.numpy().data
         try:
             num = self.folder.read_into(file, offset, view)
         except OSError as error:
