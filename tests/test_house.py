@@ -88,6 +88,28 @@ def test_only_comm_names_torch_distributed(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_only_one_file_names_an_accelerators_library(path: Path) -> None:
+    found = {name for name in _names(path) if name.startswith(("torch.cuda", "torch.accelerator"))}
+    assert found == set() or path.name == "device.py"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_only_one_file_reads_the_keys_of_a_nodes_meta(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    keys = [n.slice for n in ast.walk(tree) if isinstance(n, ast.Subscript) and _is_meta(n.value)]
+    keys += [n.args[0] for n in ast.walk(tree) if isinstance(n, ast.Call) and n.args and _is_meta(_receiver(n.func))]
+    assert {k.value for k in keys if isinstance(k, ast.Constant)} <= {"val"} or path.name == "node_info.py"
+
+
+def _is_meta(value: ast.AST | None) -> bool:
+    return isinstance(value, ast.Attribute) and value.attr == "meta"
+
+
+def _receiver(function: ast.AST) -> ast.AST | None:
+    return function.value if isinstance(function, ast.Attribute) else None
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_files_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 500
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait.comm.device import default_kind, is_host
 from plait.decide.memory import GRADIENTS, OPTIMIZER, PARAMETERS, RankMemory, single_changes
 from plait.errors import PlanError
 from plait.graph.cut_within import cut_within
@@ -65,7 +66,7 @@ class Estimator:
         layouts: Annotations | None = None,
         built: bool | None = None,
     ) -> None:
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # as a process takes it
+        self._device = torch.device(default_kind())  # as a process takes it
         self._captures = Captures(model, loss_fn, self._device)
         self._batch = batch
         self._optimizer = optimizer
@@ -84,7 +85,7 @@ class Estimator:
         homes: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Plan) if f.name.startswith("home")}
         given, plan = plan, dataclasses.replace(plan.within, **homes)
         batch, kept = batch_of_replica(self._batch, given), bytes_kept(given)
-        if self._device.type != "cpu" and plan.central == "host":
+        if not is_host(self._device) and plan.central == "host":
             plan = dataclasses.replace(plan, central="none", zero=plan.zero_stage)
         lowered = Compiler(self._captures, plan, self._layouts).lowered(microbatches(batch, plan.micro)[0])
         found: dict[Any, tuple[list[int], RankMemory]] = {}
@@ -93,7 +94,7 @@ class Estimator:
             rank = plan.mesh.rank(here | dict.fromkeys([given.relaxed_axis] if given.relaxed_axis else [], 0))
             kind = _kind(lowered, rank)
             if kind not in found:
-                shared = self._device.type == "cpu"  # the ranks of one host; several hosts take less
+                shared = is_host(self._device)  # the ranks of one host; several hosts take less
                 each = rehearse(lowered, model, batch, self._optimizer, self._device, rank, shared)
                 each = each.with_more(OPTIMIZER, kept * each.updated)
                 found[kind] = ([], each if self._built else each.without_start())

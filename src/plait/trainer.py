@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm.agree import attempt
+from plait.comm.device import is_host
 from plait.comm.process import process_world
 from plait.comm.protocol import World
 from plait.decide.legality import Place
@@ -154,7 +155,7 @@ class Trainer:
         self.homes = Homes(self.plan.within, self.world, scratch)
         if precision.scaled:
             self.loss_scale = LossScale(self.world)
-        if self._adopt and self.world.device.type == "cpu":
+        if self._adopt and is_host(self.world.device):
             give_freed_memory_back() if self.plan.uses_disk else keep_freed_memory()
             if self.world.rank == 0:
                 warn_of_slow_precision(self.plan.precision, self.world.device)

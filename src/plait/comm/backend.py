@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from plait.comm.device import is_host
 from plait.comm.group import HALF, Done, GroupComm, Take, reduce_terms
 from plait.comm.meeting import taking
 from plait.comm.monitor import Late, Monitor
@@ -165,7 +166,7 @@ class BackendComm(GroupComm):
 
     def _rounds(self, tensor: torch.Tensor, op: str) -> bool:
         """Whether Gloo would round the sum more than once. NCCL is left to sum as it does, at its speed."""
-        return tensor.dtype in HALF and op == "sum" and self.size > 2 and tensor.device.type == "cpu"
+        return tensor.dtype in HALF and op == "sum" and self.size > 2 and is_host(tensor.device)
 
     def _run(
         self,

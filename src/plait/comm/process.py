@@ -22,6 +22,7 @@ from plait.comm.agree import agree, wait_for_notes
 from plait.comm.algorithms import choose
 from plait.comm.backend import BackendComm
 from plait.comm.board import Board, LocalBoard
+from plait.comm.device import is_host, make_current, own_device
 from plait.comm.failure import at_exit, leave
 from plait.comm.group import AloneComm
 from plait.comm.header import create_segment, num_words
@@ -100,7 +101,8 @@ def process_world(
             f"the plan's mesh ({mesh or 'one rank'}) is of {mesh.size} ranks but there {there}; start it"
             f" with `plait run --processes {mesh.size}` or `torchrun --nproc-per-node {mesh.size}`, or change the plan"
         )
-    where = _local_device(device)
+    where = own_device(device)
+    make_current(where)
     if size == 1 and not started:
         world = ProcessWorld(mesh, 0, where, LocalBoard(), owns_group=False)
         world._comms = {axis: AloneComm(0) for axis in mesh.names}
@@ -113,7 +115,7 @@ def process_world(
     groups = {axis: mesh.groups(axis) for axis in mesh.names} | {"": (tuple(range(size)),)}
     remedy = "give every rank the same plan and the same arguments"
     agree(world, f"{mesh}, {where.type}, allreduce={algorithm}", "mesh, device and transport", remedy=remedy)
-    shared = _share_memory(world, groups) if shared_memory and where.type == "cpu" else {}
+    shared = _share_memory(world, groups) if shared_memory and is_host(where) else {}
     world._shared = list(shared.values())
     for one in world._shared:
         one.siblings = [other for other in world._shared if other is not one]
@@ -154,20 +156,6 @@ def device_mesh(world: World) -> DeviceMesh:
         ranks = torch.arange(world.mesh.size).view(sizes)
         world._device_mesh = DeviceMesh(world.device.type, ranks, mesh_dim_names=names)
     return world._device_mesh
-
-
-def _local_device(device: str | None) -> torch.device:
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind != "cuda":
-        return torch.device(kind)
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if local >= torch.cuda.device_count():
-        raise WorldError(
-            f"local rank {local} has no GPU: this host has {torch.cuda.device_count()}; start fewer processes here, or"
-            " compute on CPU"
-        )
-    torch.cuda.set_device(local)
-    return torch.device("cuda", local)
 
 
 def _board(name: str) -> Board:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
+from plait.comm.device import is_host, process_group_backend
 from plait.comm.launch import STORE, ranks_folder
 from plait.comm.timeouts import notice_after, timeout
 from plait.errors import WorldError
@@ -44,10 +45,8 @@ def join(where: torch.device) -> None:
     notice_after()  # a wrong value is refused here
     at: dict[str, Any] = {"timeout": timedelta(seconds=timeout())}
     at |= {} if store is None else {"store": store, "rank": rank, "world_size": size}
-    if where.type == "cuda":
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=where, **at)
-    else:
-        dist.init_process_group("gloo", **at)
+    at |= {} if is_host(where) else {"device_id": where}
+    dist.init_process_group(process_group_backend(where), **at)
 
 
 def lead_scripts(folder: Path) -> None:

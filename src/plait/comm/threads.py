@@ -15,6 +15,7 @@ import torch
 
 from plait.comm.algorithms import choose
 from plait.comm.board import Board
+from plait.comm.device import make_current
 from plait.comm.group import AloneComm
 from plait.comm.meeting import Meetings, ThreadComm, ThreadWatch
 from plait.comm.protocol import Comm, Watch
@@ -75,8 +76,7 @@ def run_ranks(
     def run(rank: int) -> None:
         try:
             with torch.set_grad_enabled(grad):
-                if where.type == "cuda":
-                    torch.cuda.set_device(where)
+                make_current(where)
                 results[rank] = fn(worlds[rank])
         except BaseException as error:  # SystemExit too: the others must not wait for this rank
             meetings.fail(rank, error)

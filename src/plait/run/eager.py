@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from plait.comm.device import random_devices
 from plait.comm.process import device_mesh
 from plait.comm.protocol import World
 from plait.errors import CaptureError, LossError, PlanError
@@ -241,7 +242,7 @@ def _over(total: float, weight: float) -> float:
 def _undone(model: nn.Module, loss_fn: LossFn) -> Iterator[None]:
     """Buffers, random numbers and what model and loss hold in Python are afterwards as they were."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with torch.random.fork_rng(devices=sorted({b.device for b, _ in buffers if b.device.type == "cuda"}, key=str)):
+    with torch.random.fork_rng(devices=random_devices(*(buffer.device for buffer, _ in buffers))):
         try:
             with preserved(model, loss_fn):
                 yield

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from plait.comm.device import random_devices
 from plait.comm.protocol import World
 from plait.errors import PlaitError
 from plait.run.state import lies_here, local_part
@@ -77,7 +78,7 @@ def _fill(model: nn.Module, module: nn.Module, path: str, device: torch.device, 
     tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     module.to_empty(device=device, recurse=False)
     floats = [(key, t) for key, _ in tensors if (t := getattr(module, key)) is not None and t.is_floating_point()]
-    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.no_grad(), torch.random.fork_rng(devices=random_devices(device)):
         for _, tensor in floats:
             tensor.fill_(float("nan"))  # what nobody fills is found below
         torch.manual_seed(_seed(seed, path))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.agree import agree
+from plait.comm.device import Event, is_host, pinned_like
 from plait.comm.monitor import ranks_text
 from plait.comm.protocol import Comm, Work, World
 from plait.errors import WorldError
@@ -70,7 +71,7 @@ class SameBatch:
             self._groups = [world.comm(axis) for axis in axes]
         else:
             self._groups = [world.everyone()]
-        self._on_gpu = world.device.type == "cuda"
+        self._behind = not is_host(world.device)  # what is computed here is known later
         self._sent: _Sent | None = None
         self._num_batches = self._chained = 0
         self._step = ""  # what this rank is in
@@ -78,7 +79,7 @@ class SameBatch:
     def awaited(self) -> AbstractContextManager[Any]:
         """Within it this rank waits for what a GPU works out, which needs the other ranks to have begun the step."""
         monitor = self._world.monitor
-        if monitor is None or self._world.device.type == "cpu" or self._relaxed:
+        if monitor is None or is_host(self._world.device) or self._relaxed:
             return nullcontext()
         return monitor.waiting(self._step, functools.partial(monitor.behind_step, monitor.num_steps))
 
@@ -108,17 +109,16 @@ class SameBatch:
         what = batch.place if local else batch_signature(batch)
         works = [(group, group.all_gather(note)) for group in self._groups]
         self._sent = _Sent(step, what, local, list(works))
-        if self._on_gpu:
+        if self._behind:
             found = [(group, work.wait()) for group, work in works]
-            host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for _, t in found]
+            host = [pinned_like(t, t.device).copy_(t, non_blocking=True) for _, t in found]
             self._sent.gathered = [(group, t) for (group, _), t in zip(found, host, strict=True)]
-            self._sent.ready = torch.cuda.Event()
-            self._sent.ready.record(torch.cuda.current_stream(self._world.device))
+            self._sent.ready = Event(self._world.device)
 
     def check(self, late: bool = False) -> None:
         """Raise WorldError, on all ranks of a group, if its ranks differ. On a GPU only when it is late."""
         sent = self._sent
-        if sent is None or (self._on_gpu and not late):
+        if sent is None or (self._behind and not late):
             return
         self._sent = None
         if sent.ready is not None:
@@ -171,7 +171,7 @@ class SameBatch:
 
     def _meet_now_and_then(self, batch: Any, said: int | Tensor, local: bool) -> None:
         """Of replicas that agree later: what all batches so far were, at steps 0, 1, 2, 4, 8..."""
-        value = int(said) if torch.is_tensor(said) and said.device.type == "cpu" else said
+        value = int(said) if torch.is_tensor(said) and is_host(said.device) else said
         if not torch.is_tensor(value):
             self._chained = zlib.crc32(value.to_bytes(8, "little"), self._chained)
         if self._num_batches & (self._num_batches - 1) == 0:
@@ -186,7 +186,7 @@ def _checksum(batch: Any, turn: int) -> int | Tensor:
     """63 bits that change with any change of a small tensor, and with almost any of a large one."""
     found, on_device = 0, None
     for leaf in batch_leaves(batch).values():
-        if leaf.device.type == "cpu":
+        if is_host(leaf.device):
             found = (found * _PRIME + _of_host(leaf.detach(), turn)) & _MASK
         else:
             one = _of_device(leaf.detach(), turn)

@@ -8,6 +8,8 @@ import warnings
 
 import torch
 
+from plait.comm.device import is_host
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MMAP_FROM_BYTES = 64 << 20
 _GIVE_BACK_FROM_BYTES = 1 << 20
@@ -38,7 +40,7 @@ def give_freed_memory_back() -> None:
 
 def warn_of_slow_precision(precision: str, device: torch.device) -> None:
     """Say so where half precision has no units of its own and is slower than float32."""
-    if device.type != "cpu" or precision == "fp32":
+    if not is_host(device) or precision == "fp32":
         return
     asks = {"bf16": "_is_avx512_bf16_supported", "fp16": "_is_amx_fp16_supported"}
     supported = getattr(torch.cpu, asks[precision], lambda: True)

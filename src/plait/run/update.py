@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.comm.device import synchronize
 from plait.comm.protocol import World
 from plait.decide.pages import padded
 from plait.graph.homes import is_large
@@ -150,8 +151,7 @@ class Update:
 
     def _wait_for_readers(self, world: World) -> None:
         """Until no rank reads the parameters that the ranks of `data` have in common any more."""
-        if world.device.type != "cpu":
-            torch.cuda.synchronize(world.device)
+        synchronize(world.device)
         world.comm("data").barrier()
 
     @contextmanager

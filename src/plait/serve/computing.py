@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plait.comm.device import is_host
 from plait.comm.protocol import World
 from plait.errors import CaptureError
 from plait.graph.batch import batch_tensors
@@ -121,7 +122,7 @@ class Computing:
             replica.parameters[name].data = whole
             return
         inputs, own = replica.variables.inputs, replica.parameters.get(name)
-        alone = self.world.mesh.size == 1 and self.world.device.type == "cpu" and is_whole(replica.layouts[name])
+        alone = self.world.mesh.size == 1 and is_host(self.world.device) and is_whole(replica.layouts[name])
         if alone and name in inputs and (inputs[name] is own or name in self._taken):
             self._taken.add(name)
             inputs[name] = whole

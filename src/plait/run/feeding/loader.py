@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
+from plait.comm.device import own_device
 from plait.comm.protocol import World
 from plait.errors import BatchError, DataError, PlanError
 from plait.run.environment import rank, resolve_plan
@@ -337,6 +338,4 @@ def _plan_of(plan: Plan | str | None, world: World | None) -> Plan:
 
 def _device() -> torch.device:
     """Where the trainer of this process will compute, as comm.process chooses it."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return own_device()

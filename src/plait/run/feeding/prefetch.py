@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from plait.comm.device import CopyStream, Event, is_host, keep_for_current_stream
 from plait.graph.batch import batch_tensors, map_batch
 from plait.run.feeding.order import Rows
 from plait.run.feeding.reading import Failure, Reader
@@ -30,7 +31,7 @@ class Feed:
         self._reader = reader
         self._num_workers = num_workers
         self._prefetch = max(prefetch, 1) if num_workers else prefetch
-        self._mover = _Mover(device) if device.type == "cuda" and self._prefetch else None
+        self._mover = _Mover(device) if not is_host(device) and self._prefetch else None
         self._workers: DataLoader[Any] | None = None
         self._rows: Iterator[Rows] | None = None
         self._ahead: _Ahead | None = None
@@ -171,28 +172,25 @@ class _Mover:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: CopyStream | None = None
 
-    def send(self, batch: Any) -> tuple[Any, torch.cuda.Event]:
+    def send(self, batch: Any) -> tuple[Any, Event]:
         """Begin to move a batch; called by the thread."""
         if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(self._stream):
+            self._stream = CopyStream(self._device)
+        with self._stream.entered():
             moved = map_batch(lambda _, leaf: self._move(leaf) if torch.is_tensor(leaf) else leaf, batch)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return moved, event
+            return moved, Event(self._device)
 
-    def arrive(self, batch: Any, event: torch.cuda.Event) -> Any:
+    def arrive(self, batch: Any, event: Event) -> Any:
         """The batch, for the stream of who calls."""
-        stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(event)
+        event.precede(self._device)
         for leaf in batch_tensors(batch):
-            leaf.record_stream(stream)  # its memory is not given to the next batch while a step reads it
+            keep_for_current_stream(leaf)  # its memory is not given to the next batch while a step reads it
         return batch
 
     def _move(self, leaf: Tensor) -> Tensor:
-        if leaf.device.type == "cpu" and leaf.numel():
+        if is_host(leaf.device) and leaf.numel():
             leaf = leaf if leaf.is_pinned() else leaf.pin_memory()
         return leaf.to(self._device, non_blocking=True)
 

@@ -10,29 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.comm.device import CopyStream, Event, is_host, keep_for_current_stream, pinned_like
+
 
 class Lane:
     """Of one device. All calls are made by the thread that computes, but for those that say otherwise."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.is_host = device.type == "cpu"
-        self._stream: Any = None if self.is_host else torch.cuda.Stream(device)
+        self.is_host = is_host(device)
+        self.stream = None if self.is_host else CopyStream(device)
 
     def host_like(self, tensor: Tensor) -> Tensor:
         """New host memory for a tensor of this form."""
-        return torch.empty_like(tensor, device="cpu", pin_memory=not self.is_host, requires_grad=False)
+        return pinned_like(tensor, self.device)
 
     def down(self, tensor: Tensor, into: Tensor) -> Callable[[], None]:
         """Begin to copy a tensor of the device into host memory; what is returned ends that, in any thread."""
-        if self.is_host:
+        if self.stream is None:
             return lambda: _copy(into, tensor)
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        with self.stream.entered(after=Event(self.device)):
             into.copy_(tensor, non_blocking=True)
-            tensor.record_stream(self._stream)
-            done = self._stream.record_event()
-        return lambda: done.synchronize()
+            keep_for_current_stream(tensor)
+            return Event(self.device).synchronize
 
     def up(self, form: Tensor) -> Landing:
         """Make ready for a tensor of this form that will come to the device."""
@@ -47,26 +47,23 @@ class Landing:
         self._tensor: Tensor | None = None
         if not lane.is_host:
             self._tensor = torch.empty_like(form, device=lane.device)
-            self._ready = torch.cuda.current_stream(lane.device).record_event()  # its memory was somebody's before
-            self._done: Any = None
+            self._ready = Event(lane.device)  # its memory was somebody's before
 
     def land(self, host: Tensor) -> None:
         """Begin to copy; in any thread. On CPU the host memory becomes the tensor."""
-        if self._lane.is_host:
+        if self._lane.stream is None:
             self._tensor = host
             return
         assert self._tensor is not None
-        stream = self._lane._stream
-        with torch.cuda.stream(stream):
-            stream.wait_event(self._ready)
+        with self._lane.stream.entered(after=self._ready):
             self._tensor.copy_(host, non_blocking=True)
-            self._done = stream.record_event()
+            self._done = Event(self._lane.device)
 
     def take(self) -> Tensor:
         """The tensor, which what is computed from now on may read. After `land`."""
         assert self._tensor is not None
         if not self._lane.is_host:
-            torch.cuda.current_stream(self._lane.device).wait_event(self._done)
+            self._done.precede(self._lane.device)
         tensor, self._tensor = self._tensor, None
         return tensor
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from plait.comm.device import Event, is_host
 from plait.comm.protocol import World
 from plait.errors import CheckpointError
 from plait.graph.dtypes import torch_name
@@ -86,6 +87,7 @@ class _Save:
         self._step = int(state.values["step"])
         self._old: list[Folder] = []
         self._unneeded: list[str] = []
+        self._copies_done: Event | None = None  # to memory that the files are written from
         small: dict[str, torch.Tensor] = {}
         self._values = encode(state.values, "values", small.__setitem__)
         own = {name: encode(value, name, small.__setitem__) for name, value in state.own.items()}
@@ -107,15 +109,12 @@ class _Save:
 
     def copied(self, saver: Saver) -> list[torch.Tensor]:
         """The images, copied into the saver's memory."""
-        device = self._world.device
-        pinned = device.type == "cuda"
+        pinned = not is_host(self._world.device)
         memories = []
         for index, image in enumerate(self.images):
             memories.append(saver.memory(index, image.size, pinned))
             image.copy_into(memories[-1])
-        if pinned:
-            self._copies_done = torch.cuda.Event()
-            self._copies_done.record(torch.cuda.current_stream(device))
+        self._copies_done = Event(self._world.device)
         return memories
 
     def run(self, memories: list[torch.Tensor | None], num_threads: int) -> None:
@@ -143,7 +142,7 @@ class _Save:
 
     def _write(self, name: str, memories: list[torch.Tensor | None], num_threads: int, written: list[str]) -> None:
         """This rank's files, and a record of them for rank 0."""
-        if hasattr(self, "_copies_done"):
+        if self._copies_done is not None:
             self._copies_done.synchronize()
         rank = f"{self._world.rank:05d}"
         entries = {}

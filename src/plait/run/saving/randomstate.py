@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plait.comm.device import random_state, set_random_state
 from plait.comm.process import ProcessWorld
 from plait.comm.protocol import World
 
@@ -32,8 +33,8 @@ def take(world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
         "python": torch.tensor(words, dtype=torch.int64),
         "numpy": torch.from_numpy(found["state"]["key"].astype(np.int64)),
     }
-    if world.device.type == "cuda":
-        tensors["cuda"] = torch.cuda.get_rng_state(world.device)
+    if (own := random_state(world.device)) is not None:
+        tensors[world.device.type] = own
     values = {
         "python": (version, gauss),
         "numpy": (found["bit_generator"], int(found["state"]["pos"]), int(found["has_gauss"]), float(found["gauss"])),
@@ -44,8 +45,8 @@ def take(world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
 def restore(world: World, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     """The inverse of `take`."""
     torch.set_rng_state(tensors["torch"])
-    if world.device.type == "cuda" and "cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["cuda"], world.device)
+    if world.device.type in tensors:
+        set_random_state(world.device, tensors[world.device.type])
     version, gauss = values["python"]
     random.setstate((version, tuple(tensors["python"].tolist()), gauss))
     kind, position, has_gauss, cached = values["numpy"]

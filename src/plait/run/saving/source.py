@@ -15,6 +15,7 @@ import torch
 from pydantic import BaseModel, Field, TypeAdapter
 from torch import Tensor
 
+from plait.comm.device import is_host
 from plait.errors import CheckpointError
 from plait.run.boxes import Box, Fragment
 from plait.run.saving.integrity import check_blocks, in_threads
@@ -130,7 +131,7 @@ class Source:
         offset, num = part.offset + rows[0] * row, (rows[1] - rows[0]) * row
 
         def run() -> None:
-            plain = into.device.type == "cpu" and into.is_contiguous() and into.dtype == dtype
+            plain = is_host(into.device) and into.is_contiguous() and into.dtype == dtype
             if plain and into.nbytes == num:
                 self._read(part.file, offset, into.view(-1).view(torch.uint8))
                 return

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from plait.comm.device import Event, bytes_allocated, is_host, synchronize
 from plait.comm.protocol import World
 from plait.comm.traced import clock_offset, trace_comms, untrace_comms
 from plait.graph.node_info import is_backward
@@ -54,11 +55,11 @@ class Recorder:
         self.rank = world.rank
         self.offset_ns = clock_offset(world)
         self.steps: deque[StepRows] = deque(maxlen=NUM_STEPS)
-        self.memory_of = "allocated" if world.device.type == "cuda" else "resident"
+        self.memory_of = "resident" if is_host(world.device) else "allocated"
         self.rows: list[Row] = []
         self._memory: list[tuple[int, Any]] = []
         self._next_sample = 0
-        self._span = _DeviceSpan if world.device.type == "cuda" else _Span
+        self._span = _Span if is_host(world.device) else _DeviceSpan
         self._statm = os.open("/proc/self/statm", os.O_RDONLY) if os.path.exists("/proc/self/statm") else None
         self._sent: Counter[int] = Counter()
         trace_comms(world, self)
@@ -113,7 +114,7 @@ class Recorder:
             return
         self._next_sample = now + _SAMPLE_NS
         if self.memory_of == "allocated":
-            self._memory.append((now, torch.cuda.memory_allocated(self.world.device)))
+            self._memory.append((now, bytes_allocated(self.world.device)))
         elif self._statm is not None:
             self._memory.append((now, os.pread(self._statm, 64, 0)))
 
@@ -150,14 +151,14 @@ class Recorder:
 
     def _device_clock(self) -> Any:
         """From an event to the host's nanoseconds, by an event whose time is known on both."""
-        if self.world.device.type != "cuda":
+        device = self.world.device
+        if is_host(device):
             return None
-        torch.cuda.synchronize(self.world.device)
-        anchor = torch.cuda.Event(enable_timing=True)
-        anchor.record()
+        synchronize(device)
+        anchor = Event(device, timing=True)
         anchor.synchronize()
         now = perf_counter_ns()
-        return lambda event: now - int(event.elapsed_time(anchor) * 1e6)
+        return lambda event: now - int(event.seconds_until(anchor) * 1e9)
 
 
 class _Span:
@@ -187,15 +188,13 @@ class _DeviceSpan(_Span):
     __slots__ = ()
 
     def __enter__(self) -> None:
-        self._start = torch.cuda.Event(enable_timing=True)
-        self._start.record()
+        self._start = Event(self._recorder.world.device, timing=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        end = torch.cuda.Event(enable_timing=True)
-        end.record()
         recorder = self._recorder
+        end = Event(recorder.world.device, timing=True)
         recorder.rows.append((self._kind, self._name, self._start, end, self._num_bytes, self._action))
         if self._kind in COMPUTE_KINDS:
             recorder.sample(perf_counter_ns())
