@@ -366,3 +366,10 @@ def test_the_state_of_a_loader_is_looked_at(state: Any) -> None:
         state = loader.state_dict() | state
     with pytest.raises(DataError, match="this is no state of a loader"):
         loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("seed", [torch.ones(3), "0", 0.0, None])
+def test_a_seed_that_is_none_is_another_one(seed: Any) -> None:
+    loader = plait.loader(torch.utils.data.TensorDataset(torch.ones(8, 2)), batch_size=2)
+    with pytest.raises(DataError, match="the data is not that of the saved run: seed was"):
+        loader.load_state_dict(loader.state_dict() | {"seed": seed})

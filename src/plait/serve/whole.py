@@ -16,6 +16,7 @@ from plait.run.saving import load, save
 from plait.run.saving.saver import Saver
 from plait.serve.held import Held
 from plait.serve.job import Job
+from plait.serve.resumed import checked_data, checked_outer, checked_tables
 from plait.serve.tables.module import tables_away
 from plait.serve.wire import dtype_of, packed, to_array, to_tensor, unpacked
 
@@ -48,8 +49,9 @@ class Whole:
     def load(self) -> int:
         """Take over the newest checkpoint; returns the batch of the data to go on with, counted through all epochs."""
         extra = load.load(self.held, self.job.begins_at or self.job.folder)
-        self.tables, self.outer = extra.get("tables", {}), extra.get("outer", {})
-        data = self._checked(extra)
+        data, where = self._checked(extra), self.job.begins_at or self.job.folder
+        self.tables = checked_tables(extra, self.job.tables, where)
+        self.outer = checked_outer(extra, self.job.variables, where)
         scheduler = self.held.scheduler
         self._rates.set_options(self.held.options(), None if scheduler is None else scheduler.state_dict())
         self._first_step = self._rates.step_number = self.step
@@ -62,9 +64,7 @@ class Whole:
 
     def _checked(self, extra: Mapping[str, Any]) -> Mapping[str, Any]:
         """Where the saved run's data stood."""
-        data = extra.get("data")
-        if not isinstance(data, Mapping) or not {"epoch", "items", "seed", "size"} <= set(data):
-            raise CheckpointError(f"the checkpoint in {self.job.folder} does not say where its data stood")
+        data = checked_data(extra, self.job.begins_at or self.job.folder)
         here = (self.job.seed, self.job.num_items)
         if (data["seed"], data["size"]) != here:
             raise CheckpointError(

@@ -166,7 +166,7 @@ class Loader:
             if type(state.get(key, 0)) is not int or state.get(key, 0) < 0:
                 raise DataError(f"this is no state of a loader: its {key} is {state[key]!r}, not a count")
         for key, here in (("seed", self.seed), ("shuffle", self._shuffle), ("size", self._size)):
-            if state[key] != here:
+            if type(state[key]) is not type(here) or state[key] != here:
                 raise DataError(
                     f"the data is not that of the saved run: {key} was {state[key]} and is now {here};"
                     " use the same data and seed, or start anew"

@@ -51,7 +51,8 @@ def refuse_tables(what: str, manifest: Manifest, here: Shapes | None = None) -> 
     """Raise CheckpointError where rows of tables were on servers, which only plans with servers take over: those have
     none of them `here`."""
     extra = manifest.values["common"]["extra"]
-    tables = extra.get("tables", {}) if isinstance(extra, Mapping) else {}
+    tables = extra.get("tables") if isinstance(extra, Mapping) else None
+    tables = tables if isinstance(tables, Mapping) else {}
     if tables and any(here is None or here.get(f"{name}.weight", ((0,), ""))[0][0] for name in tables):
         raise CheckpointError(
             f"{what} has the rows of the tables {', '.join(tables)} as servers hold them; go on under a plan with"
