@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import EXTRA, ZOO
 
 from plait.errors import BatchError, CaptureError, LossError, PlanError
-from plait.graph.batch import batch_leaves, batch_signature
+from plait.graph.batch import batch_leaves, batch_numbers, batch_signature
 from plait.graph.capture import Captured, capture
 from plait.graph.loss import Weighted
 from plait.graph.node_info import info_of
@@ -29,9 +29,10 @@ FAMILIES = {**ZOO, **EXTRA}
 
 def run(captured: Captured, model, batch):
     """What the graph gives for these values: (kind, name) -> tensor."""
+    numbers = {name: fed.tensor(batch_numbers(batch)) for name, fed in captured.numbers.items()}
     sources = {
         "parameter": dict(model.named_parameters()), "buffer": {**dict(model.named_buffers()), **captured.outside},
-        "batch": batch_leaves(batch), "constant": captured.constants, "key": {"key": KEY},
+        "batch": {**batch_leaves(batch), **numbers}, "constant": captured.constants, "key": {"key": KEY},
     }  # fmt: skip
     with torch.no_grad():
         values = captured.graph(*(sources[i.kind][i.name] for i in captured.inputs))
@@ -175,7 +176,8 @@ def structured(x, y):
 def test_batches(kind):
     batch, read, names = structured(torch.randn(4, 8), torch.randn(4, 8))[kind]
     captured = check(nn.Linear(8, 8), lambda m, b: linear_loss(m, read(b)), batch)
-    assert [i.name for i in captured.inputs if i.kind == "batch"] == names == list(batch_leaves(batch))
+    found = [i.name for i in captured.inputs if i.kind == "batch" and i.name not in captured.numbers]
+    assert found == names == list(batch_leaves(batch))
 
 
 def test_signatures():

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -19,7 +20,8 @@ from torch.utils import _pytree as pytree
 from plait.errors import BatchError
 from plait.graph.dtypes import torch_name
 
-_PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
+_PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, np.number, np.bool_)
+_MOST_NUMBERS = 64  # of a batch that are inputs of a step
 
 
 def map_batch(function: Callable[[str, Any], Any], batch: Any) -> Any:
@@ -97,25 +99,50 @@ def batch_leaves(batch: Any) -> dict[str, Tensor]:
     return found
 
 
+def batch_numbers(batch: Any) -> dict[str, int | float]:
+    """The Python numbers of the batch by name, which a step may take in; none where there are very many."""
+    found: dict[str, int | float] = {}
+
+    def collect(name: str, leaf: Any) -> Any:
+        if type(leaf) in (int, float):
+            found[name] = leaf
+        elif isinstance(leaf, np.number) and not isinstance(leaf, np.complexfloating):
+            found[name] = leaf.item()
+        return leaf
+
+    map_batch(collect, batch)
+    return found if len(found) <= _MOST_NUMBERS else {}
+
+
 def batch_signature(batch: Any) -> str:
-    """Structure, shapes and dtypes, and the values of what is not a tensor: two batches of one signature share a graph.
+    """Structure, shapes and dtypes, and the values of what is not a tensor.
 
     >>> batch_signature({"x": torch.zeros(2, 3), "n": 4})
     'dict(n=4, x=float32[2, 3])'
     """
-    return _signature("", batch)
+    return _signature("", batch, {})
 
 
-def _signature(name: str, batch: Any) -> str:
+def batch_form(batch: Any) -> str:
+    """The same, with the types of its numbers in the place of their values: batches of one form may share a graph.
+
+    >>> batch_form({"x": torch.zeros(2, 3), "n": 4})
+    'dict(n=int, x=float32[2, 3])'
+    """
+    return _signature("", batch, batch_numbers(batch))
+
+
+def _signature(name: str, batch: Any, numbers: Mapping[str, int | float]) -> str:
     if torch.is_tensor(batch):
         return f"{torch_name(batch.dtype)}{list(batch.shape)}"
     children = _children(batch)
     if children is None:
         _check_plain(name or "batch", batch)
-        return repr(batch)
+        number = numbers.get(name or "batch")
+        return repr(batch) if number is None else type(number).__name__
     if isinstance(batch, Mapping):  # the order in which a dict was filled changes nothing
         children = sorted(children, key=lambda item: repr(item[0]))
-    inside = ", ".join(f"{key}={_signature(_join(name, key), child)}" for key, child in children)
+    inside = ", ".join(f"{key}={_signature(_join(name, key), child, numbers)}" for key, child in children)
     return f"{type(batch).__qualname__}({inside})"
 
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from plait.errors import BatchError, CaptureError, LossError, PlanError
-from plait.graph.batch import batch_leaves, count_rows, map_batch
+from plait.graph.batch import batch_leaves, batch_numbers, count_rows, map_batch
 from plait.graph.blame import capture_error
 from plait.graph.calls import output_node
 from plait.graph.cleanup import clean
@@ -25,6 +23,7 @@ from plait.graph.functional import functionalise
 from plait.graph.late import LateValues
 from plait.graph.loss import RATIO, Loss, read_loss
 from plait.graph.modules import BackwardModules, ForwardModules
+from plait.graph.numbers import Asked, BatchNumber, BatchNumbers, Fed, plain_numbers
 from plait.graph.outside import Outside
 from plait.graph.pause import collection_paused
 from plait.graph.precision import FULL, Precision
@@ -32,7 +31,7 @@ from plait.graph.random import VisibleDropout
 from plait.graph.reach import MISSING, PLAIN, Holder, Reached
 from plait.graph.record import Recorder
 from plait.graph.selection import Selections
-from plait.graph.sources import position, set_state, state_of
+from plait.graph.sources import nothing_drawn
 from plait.graph.standin import Exchange, StandIns, is_real, refuse_scripted, standing_in
 from plait.graph.views import is_view
 
@@ -108,6 +107,9 @@ class Captured:
     compared: frozenset[str] = frozenset()  # and those of which Python has read numbers
     differentiable: tuple[str, ...] = ()  # and those that a plain loop would give gradients
     effects: tuple[Effect, ...] = ()  # what the step changes beside tensors
+    numbers: dict[str, Fed] = field(default_factory=dict)  # inputs of the kind batch that numbers of the batch give
+    asked: Asked = field(default_factory=Asked)  # what must be so of these numbers
+    fixed: frozenset[str] = frozenset()  # those that are no inputs
 
 
 def capture(
@@ -122,6 +124,7 @@ def capture(
     normalised: bool = True,
     changing: frozenset[str] = frozenset(),
     reached: Reached | None = None,
+    fixed: Collection[str] = (),
 ) -> Captured:
     """The step `loss_fn(model, batch)`, and with `differentiate` its gradients, as a graph on the global batch.
 
@@ -131,7 +134,8 @@ def capture(
 
     A tensor that the step reads and that is none of the model's or the batch's becomes an input too, and an output if
     the step changes it; so does a parameter that does not train but changes in this step, or is among those `changing`
-    in others. `reached` is what model and loss reach, if the caller knows.
+    in others. `reached` is what model and loss reach, if the caller knows. So do the Python numbers of the batch but
+    those that are `fixed`, and those with which the capture fails (see numbers.py).
 
     Raises CaptureError, with the line of the model that stopped the capture, LossError for a loss of none of the forms
     in graph/loss.py, BatchError for a batch that holds something else than tensors and constants.
@@ -144,13 +148,23 @@ def capture(
     with one_at_a_time, _quiet_log(), collection_paused():
         refuse_scripted(model)
         found = reached or Reached(model, loss_fn)
-        with _nothing_drawn(found):
-            try:
-                return _capture(
-                    model, loss_fn, batch, leaves, train, differentiate, device, precision, normalised, changing, found
-                )
-            finally:
-                found.put_back()
+
+        def with_inputs(numbers: Collection[str]) -> Captured:
+            with nothing_drawn(found.sources, found.iterators):
+                try:
+                    return _capture(
+                        model, loss_fn, batch, leaves, train, differentiate, device, precision, normalised, changing,
+                        found, numbers,
+                    )  # fmt: skip
+                finally:
+                    found.put_back()
+
+        numbers = batch_numbers(batch).keys() - {*fixed}
+        choices = [numbers, *(numbers - {one} for one in sorted(numbers) if len(numbers) > 1)] if numbers else []
+        for choice in choices:
+            with suppress(CaptureError, LossError):
+                return with_inputs(choice)
+        return with_inputs(())
 
 
 @contextmanager
@@ -176,6 +190,7 @@ def _capture(
     normalised: bool,
     changing: frozenset[str],
     reached: Reached,
+    inputs_of: Collection[str],
 ) -> Captured:
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fake_mode)
@@ -197,7 +212,6 @@ def _capture(
                 )
         outside = Outside(reached, stand, recorder, fake_mode, where, move=device is not None)
         recorder.outside = outside
-        fake_batch = map_batch(lambda name, leaf: fake_leaves.get(name, leaf), batch)
         stack.enter_context(_plain_kernels())
         stack.enter_context(fake_mode)
         stack.enter_context(recorder)
@@ -207,6 +221,11 @@ def _capture(
         recorder.scalar = late.scalar
         stack.enter_context(Selections(late, recorder.node_of))
         forward = stack.enter_context(ForwardModules(model, recorder))
+        values = batch_numbers(batch)
+        numbers = BatchNumbers(values, late, recorder, fake_mode, inputs_of)
+        if values:
+            stack.enter_context(numbers.seen_by_math())
+        fake_batch = map_batch(lambda name, leaf: fake_leaves.get(name, numbers.stand_in(name, leaf)), batch)
         stack.enter_context(torch.set_grad_enabled(differentiate))
         try:
             with precision.computing(model, where.type):
@@ -239,6 +258,7 @@ def _capture(
     changing |= moving.keys()
     kinds = {node.name: ("buffer" if kind[1] in changing else kind[0], kind[1]) for node, kind in nodes.items()}
     kinds |= {node.name: ("buffer", place) for node, place in outside.nodes.items()}
+    kinds |= {node.name: ("batch", name) for name, node in numbers.nodes.items()}
     kinds |= {
         node.name: ("constant", name) for node, name in zip(recorder.constant_nodes, recorder.constants, strict=True)
     }
@@ -267,6 +287,9 @@ def _capture(
         compared=frozenset(outside.compared),
         differentiable=tuple(outside.differentiable),
         effects=tuple(effects),
+        numbers=numbers.fed,
+        asked=numbers.asked,
+        fixed=frozenset(values.keys() - {*inputs_of}),
     )
 
 
@@ -287,6 +310,7 @@ def _effects(reached: Reached, outside: Outside, recorder: Recorder) -> tuple[di
     rebound: dict[str, Tensor] = {}
     effects: list[Effect] = []
     for holder, key, before, now in reached.changes():
+        now = plain_numbers(now) if isinstance(now, BatchNumber) else now
         place = holder.place_of(key)
         old = outside.fakes.get(place)
         if old is None or now is old:
@@ -321,40 +345,6 @@ def _varies(node: Node) -> bool:
         stack += [source for source in one.all_input_nodes if source not in seen]
         seen.update(one.all_input_nodes)
     return False
-
-
-@contextmanager
-def _nothing_drawn(reached: Reached) -> Iterator[None]:
-    """Raise CaptureError where Python's or numpy's random numbers are drawn meanwhile; their state is put back."""
-    states = random.getstate(), np.random.get_state(legacy=False)
-    own = [(place, source, state_of(source)) for place, source in reached.sources]
-    drawn: list[str] = []
-    begun = [(place, iterator, position(iterator)) for place, iterator in reached.iterators]
-    try:
-        yield
-    finally:
-        if random.getstate() != states[0]:
-            random.setstate(states[0])
-            drawn.append("Python's random")
-        if repr(np.random.get_state(legacy=False)) != repr(states[1]):
-            np.random.set_state(states[1])
-            drawn.append("numpy.random")
-        for place, source, state in own:
-            if repr(state_of(source)) != repr(state):
-                set_state(source, state)
-                drawn.append(place)
-    for place, iterator, before in begun:
-        if position(iterator) != before:
-            raise PlanError(  # no CaptureError, after which the model would run as it is: an item is gone
-                f"the step takes an item from the iterator {place}, and a graph would have the same item at every step;"
-                " take it in the training loop and put it into the batch"
-            )
-    if drawn:
-        raise CaptureError(
-            f"cannot capture the training step: it draws from {' and '.join(drawn)}, and a graph would have the"
-            " same numbers at every step; draw in the data loader and put the numbers into the batch, or draw with"
-            " torch, whose random numbers are new at every step"
-        )
 
 
 def _results(loss: Loss) -> list[tuple[Output, Tensor]]:

@@ -197,13 +197,18 @@ class LateNumber:
     def _beside(self, tensors: list[Tensor]) -> Tensor:
         """As an operand beside tensors."""
         self._mark()
+        dtype = self._dtype_beside(tensors, 1.0 if self._floating else 1)
+        return self._tensor if dtype is None else self._tensor.to(dtype)
+
+    def _dtype_beside(self, tensors: list[Tensor], kind: float) -> torch.dtype | None:
+        """The dtype that an operand of this kind needs in order to leave that of the result as a number would; None
+        where a double, or an integer, does."""
         if not tensors or any(t.ndim for t in tensors if t.dtype.is_floating_point or not self._floating):
-            return self._tensor
-        kind = 1.0 if self._floating else 1
+            return None
         dtype = torch.result_type(tensors[0], kind)
         for tensor in tensors[1:]:
             dtype = torch.promote_types(dtype, torch.result_type(tensor, kind))
-        return self._tensor.to(dtype)
+        return dtype
 
     @property
     def _floating(self) -> bool:

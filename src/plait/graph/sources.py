@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+
+from plait.errors import CaptureError, PlanError
 
 
 def is_source(value: Any) -> bool:
@@ -39,3 +43,38 @@ def position(iterator: Any) -> Any:
         return None if frame is None else (frame.f_lasti, frame.f_lineno)
     hint = getattr(iterator, "__length_hint__", None)
     return repr(iterator) if hint is None else hint()
+
+
+@contextmanager
+def nothing_drawn(sources: Sequence[tuple[str, Any]], iterators: Sequence[tuple[str, Any]]) -> Iterator[None]:
+    """Raise CaptureError where random numbers are drawn meanwhile, of Python's, numpy's or these sources, given with
+    their places; their state is put back. PlanError where an item is taken from one of these iterators."""
+    states = random.getstate(), np.random.get_state(legacy=False)
+    own = [(place, source, state_of(source)) for place, source in sources]
+    drawn: list[str] = []
+    begun = [(place, iterator, position(iterator)) for place, iterator in iterators]
+    try:
+        yield
+    finally:
+        if random.getstate() != states[0]:
+            random.setstate(states[0])
+            drawn.append("Python's random")
+        if repr(np.random.get_state(legacy=False)) != repr(states[1]):
+            np.random.set_state(states[1])
+            drawn.append("numpy.random")
+        for place, source, state in own:
+            if repr(state_of(source)) != repr(state):
+                set_state(source, state)
+                drawn.append(place)
+    for place, iterator, before in begun:
+        if position(iterator) != before:
+            raise PlanError(  # no CaptureError, after which the model would run as it is: an item is gone
+                f"the step takes an item from the iterator {place}, and a graph would have the same item at every step;"
+                " take it in the training loop and put it into the batch"
+            )
+    if drawn:
+        raise CaptureError(
+            f"cannot capture the training step: it draws from {' and '.join(drawn)}, and a graph would have the"
+            " same numbers at every step; draw in the data loader and put the numbers into the batch, or draw with"
+            " torch, whose random numbers are new at every step"
+        )

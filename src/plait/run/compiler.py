@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from plait.graph.batch import batch_signature
+from plait.graph.batch import batch_form, batch_numbers
 from plait.graph.capture import Captured, capture, one_at_a_time
 from plait.graph.lower import Lowered, lower
 from plait.graph.pipeline import updates_within
@@ -34,6 +34,7 @@ LossFn = Callable[[Any, Any], Any]
 MOST_KEPT = 64  # captures, and what is made of them
 _MANY = 8  # captures, after which a warning says why there are so many
 _Kind = tuple[str, bool, Precision, bool]
+_Key = tuple[_Kind, Variant, str]  # and what was asked of numbers of the batch
 
 
 K = TypeVar("K")
@@ -68,7 +69,7 @@ class Captures:
         self.device = device  # where the steps will run, if not where the model is
         self.changing: frozenset[str] = frozenset()  # parameters that do not train, but change in a step
         self._watch: Watch | None = None
-        self._found: Recent[tuple[_Kind, Variant], Captured] = Recent()
+        self._found: Recent[_Key, Captured] = Recent()
         self.changes: dict[int, Changes] = {}  # in Python, by the id of a capture; of those that change anything
         self._reasons: list[str] = []
         self._has_warned = False
@@ -95,15 +96,18 @@ class Captures:
 
     def captured(self, batch: Any, train: bool, precision: Precision = FULL, normalised: bool = True) -> Captured:
         """The step on a global batch; `train=False` is the forward of evaluation. CaptureError if it cannot be had."""
-        kind = (batch_signature(batch), train, precision, normalised)
+        kind = (batch_form(batch), train, precision, normalised)
+        numbers = batch_numbers(batch)
         with one_at_a_time:
-            found = self._found.get((kind, self.variant))
-            if found is None:
-                found = self._capture(batch, kind)
-            return found
+            variant = self.variant
+            for (known, before, _), found in self._found.items():
+                if known == kind and before == variant and found.asked.fits(numbers):
+                    return found
+            return self._capture(batch, kind)
 
     def _capture(self, batch: Any, kind: _Kind) -> Captured:
         _, train, precision, normalised = kind
+        fixed = frozenset().union(*(one.fixed for (known, *_), one in self._found.items() if known == kind))
 
         def again(reached: Reached | None = None) -> Captured:
             return capture(
@@ -117,6 +121,7 @@ class Captures:
                 normalised=normalised,
                 changing=self.changing,
                 reached=reached or self.watch.walk(),
+                fixed=fixed,
             )
 
         found = again(self.watch.reached)
@@ -127,20 +132,22 @@ class Captures:
         self._warn_of_gradients(found)
         self.watch.compare(found.compared)
         variant = self.watch.variant
-        for (other, before), known in list(self._found.items()):
-            if other == kind and before != variant and same_step(known, found):
+        for (other, before, _), known in list(self._found.items()):
+            fits = other == kind and before != variant and known.asked.fits(batch_numbers(batch))
+            if fits and same_step(known, found):
                 differing = {place for place, _ in {*before} ^ {*variant} if not is_flag(place)}
                 numbers = {place for place in differing if self.watch.number(place) is not None}
                 self.watch.ignore(differing - numbers)
                 if numbers:
                     examine(self.watch, again, numbers)
-                kept = [((k, self.watch.stripped(v)), c) for (k, v), c in self._found.items()]
+                known.asked.answers.update(found.asked.answers)
+                kept = [((k, self.watch.stripped(v), str(c.asked)), c) for (k, v, _), c in self._found.items()]
                 self._found = Recent(kept)
                 variant, found = self.watch.variant, known
                 break
         else:
-            self._count(kind, variant)
-        self._found[kind, variant] = found
+            self._count(kind, variant, found)
+        self._found[kind, variant, str(found.asked)] = found
         return found
 
     def _warn_of_gradients(self, found: Captured) -> None:
@@ -155,19 +162,22 @@ class Captures:
                 stacklevel=2,
             )
 
-    def _count(self, kind: _Kind, variant: Variant) -> None:
+    def _count(self, kind: _Kind, variant: Variant, found: Captured) -> None:
         """Warn once where there are many captures, with what differs from one to the next."""
         if not self._warns:
             return
-        others = [(k, v) for k, v in self._found if k[1] == kind[1]]
+        others = [(key, one) for key, one in self._found.items() if key[0][1] == kind[1]]
         if others and len(self._reasons) <= _MANY:
-            self._reasons.append(_difference(others[-1], (kind, variant), self.watch))
+            (*before, _), one = others[-1]
+            same = before == [kind, variant]
+            differs = None if not same else found.asked.difference(one.asked)
+            self._reasons.append(differs or _difference((before[0], before[1]), (kind, variant), self.watch))
         if len(self._reasons) == _MANY:
             reasons = "; ".join(dict.fromkeys(self._reasons[-3:]))
             warnings.warn(
                 f"the training step was captured {_MANY + 1} times, which takes seconds each: {reasons}. A number that"
-                " changes from step to step is an input, and captured once, if it is a 0-d tensor; pad batches to a few"
-                f" lengths. The last {MOST_KEPT} captures are kept",
+                " changes from step to step is captured once if it is a 0-d tensor, or one of the batch that Python need"
+                f" not know (no float(n), no shape); pad batches to a few lengths. The last {MOST_KEPT} captures are kept",
                 stacklevel=2,
             )
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from plait.comm.agree import agree, attempt
 from plait.comm.protocol import World
 from plait.errors import CaptureError, PlanError
-from plait.graph.batch import batch_leaves, batch_signature
+from plait.graph.batch import batch_form, batch_leaves, batch_numbers
 from plait.graph.by_role import INNER
 from plait.graph.capture import Captured
 from plait.graph.digest import captured_digest
@@ -104,7 +104,7 @@ class Replica:
     def program(self, batch: Any, train: bool = True, num_micro: int = 1) -> Program | PipelineProgram:
         """The program for a microbatch of this structure and shape; to evaluate, for the first of so many."""
         whole = global_like(batch) if isinstance(batch, LocalBatch) else batch
-        signature = batch_signature(whole)
+        signature = batch_form(whole)
         is_new = (signature, train) not in self._signatures
         if is_new:
             # A rank with a shape of its own would wait for the others for ever.
@@ -238,8 +238,10 @@ class Replica:
     def _leaves(self, batch: Any, lowered: Lowered) -> dict[str, Tensor]:
         """This rank's part of every tensor of the batch, on its device."""
         local = isinstance(batch, LocalBatch)
-        found = {}
-        for name, leaf in batch_leaves(batch.tree if local else batch).items():
+        tree = batch.tree if local else batch
+        numbers = batch_numbers(tree)
+        found = {name: fed.tensor(numbers) for name, fed in lowered.captured.numbers.items()}
+        for name, leaf in batch_leaves(tree).items():
             layout = lowered.layouts.get(name)
             part = leaf if local or layout is None else local_part(leaf, layout, self.world)
             found[name] = part.to(self.world.device, non_blocking=True)

@@ -24,7 +24,7 @@ from plait.comm.device import Event, is_host, pinned_like
 from plait.comm.monitor import ranks_text
 from plait.comm.protocol import Comm, Work, World
 from plait.errors import WorldError
-from plait.graph.batch import batch_leaves, batch_signature
+from plait.graph.batch import batch_leaves, batch_numbers, batch_signature
 from plait.run.local_batch import LocalBatch
 from plait.spec.plan import Plan
 
@@ -94,7 +94,8 @@ class SameBatch:
         if self._world.mesh.size == 1:
             return
         local = isinstance(batch, LocalBatch)
-        place = zlib.crc32((batch.place if local else batch_signature(batch)).encode())
+        what = _place(batch) if local else batch_signature(batch)
+        place = zlib.crc32(what.encode())
         content = _checksum(batch.tree if local else batch, self._num_batches)
         if self._relaxed:
             self._meet_now_and_then(batch, place if local else content, local)
@@ -106,7 +107,6 @@ class SameBatch:
             note = torch.cat([head.to(content.device), content.reshape(1)]).to(self._world.device, non_blocking=True)
         else:
             note = torch.cat([head, torch.tensor([content])]).to(self._world.device, non_blocking=True)
-        what = batch.place if local else batch_signature(batch)
         works = [(group, group.all_gather(note)) for group in self._groups]
         self._sent = _Sent(step, what, local, list(works))
         if self._behind:
@@ -176,10 +176,16 @@ class SameBatch:
             self._chained = zlib.crc32(value.to_bytes(8, "little"), self._chained)
         if self._num_batches & (self._num_batches - 1) == 0:
             if local:
-                agree(self._world, batch.place, _DATA, remedy=_PLACE)
+                agree(self._world, _place(batch), _DATA, remedy=_PLACE)
             else:
                 text = f"{batch_signature(batch)}, checksum {self._chained:08x}"
                 agree(self._world, text, "numbers of the global batch", remedy=_GLOBAL)
+
+
+def _place(batch: LocalBatch) -> str:
+    """The place in the data, and the numbers that every rank has beside its rows."""
+    numbers = batch_numbers(batch.tree)
+    return f"{batch.place} with {numbers}" if numbers else batch.place
 
 
 def _checksum(batch: Any, turn: int) -> int | Tensor:
