@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import warnings
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import plait
 PLANS = ("data=2", "tensor=2", "data=2 zero=3", "pipeline=2 micro=2")
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 KEPT: list[Any] = []
+LOG = logging.getLogger(__name__)
 Loss = Callable[[Any, Any], Tensor]
 
 
@@ -39,6 +41,28 @@ def batch() -> dict[str, Tensor]:
 def prints(m: Any, b: Any) -> Tensor:
     loss = F.cross_entropy(m(b["x"]), b["y"])
     print("loss", loss.item(), f"{loss:.3f}", "%.3f" % loss.item(), round(loss.item(), 2))  # noqa: UP031
+    return loss
+
+
+def prints_floats(m: Any, b: Any) -> Tensor:
+    loss = F.cross_entropy(m(b["x"]), b["y"])
+    shown = float(loss.detach())
+    print(f"loss {float(loss.detach()):.3f}", int(loss.detach() * 100), loss.tolist(), float(loss.item()))
+    if b["m"].ndim:
+        LOG.info("loss %.3f", shown)
+    return loss
+
+
+def prints_of_what_is_wrong(m: Any, b: Any) -> Tensor:
+    loss = F.cross_entropy(m(b["x"]), b["y"])
+    if torch.isnan(loss).any() or not loss.item() < 1e6:
+        print("loss", float(loss.detach()))
+    elif not torch.isfinite(loss) and b["m"].ndim:
+        LOG.warning("loss %s", loss)
+    if bool(loss < 1e6):
+        loss = loss * 2
+    else:
+        print("large")
     return loss
 
 
@@ -108,7 +132,7 @@ def samples(m: Any, b: Any) -> Tensor:
     return z.gather(1, few).mean() + z.gather(1, many).pow(2).mean()
 
 
-READ_FOR_THE_EYE = [prints, keeps, shows_array]
+READ_FOR_THE_EYE = [prints, prints_floats, prints_of_what_is_wrong, keeps, shows_array]
 CHECKED = [asserts, raises, normal, gaussian_nll]
 COMPUTED = [divides_by_a_count, scales_by_losses, policy_gradient, shuffles, samples]
 
@@ -182,6 +206,8 @@ def test_a_weight_may_be_a_number_and_a_loss_may_not() -> None:
     "use",
     [
         lambda z: z.sum() if z.sum() > 0 else z.mean(),
+        lambda z: z.sum() if torch.isnan(z).any() else z.mean(),
+        lambda z: (KEPT.append(float(z.sum())), z.sum())[1],
         lambda z: z[: z.argmax().item()].sum(),
         lambda z: z.sum() * math.log(z.sum().item()),
         lambda z: z.sum() * float(z.sum()),

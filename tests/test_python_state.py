@@ -1,12 +1,22 @@
 """What Python holds: compared before each step with what it was when the step was captured, and changed by the step."""
 
+import array
 import collections
+import contextvars
+import enum
 import functools
 import itertools
+import os
 import random
+import secrets
+import threading
 import types
+import typing
+import uuid
+import weakref
 
 import numpy as np
+import plain_loops
 import pytest
 import torch
 import torch.nn.functional as F
@@ -261,3 +271,94 @@ def test_trying_an_optimizer_leaves_its_scheduler_alone(plan):
         net(), lambda m, b: m(b["x"]).square().mean(), batch(), plan, optimizer=SteppedBySchedule, steps=3
     )
     assert report.ok
+
+
+class Settings:
+    scale = 1.0
+    table: typing.ClassVar = {"a": 1.0}
+
+
+class Level(enum.Enum):
+    LOW = 1
+
+
+CONTEXT = contextvars.ContextVar("CONTEXT", default=1.0)
+BUFFER, NUMBERS, VIEW = bytearray(b"\1"), array.array("d", [1.0]), memoryview(bytearray(b"\1\1"))
+SETTINGS, UNDER = collections.UserDict(a=1.0), {"a": 1.0}
+CHAIN, PROXY = collections.ChainMap(UNDER), types.MappingProxyType(UNDER)
+LOCAL, OBJECT, GLOBAL = threading.local(), Settings(), 1.0
+LOCAL.v, REFERENCE, Level.LOW.scale = 1.0, weakref.ref(OBJECT), 1.0
+
+
+def imports():
+    import plain_loops as one  # as functions do that avoid a cycle of imports
+
+    return getattr(one, "SCALE", 1.0)
+
+
+READ = {
+    "a class attribute": (lambda: Settings.scale, lambda v: setattr(Settings, "scale", v)),
+    "a dict of a class": (lambda: Settings.table["a"], lambda v: Settings.table.update(a=v)),
+    "the class of an object": (lambda: type(OBJECT).scale, lambda v: setattr(Settings, "scale", v)),
+    "the environment": (lambda: float(os.environ["PLAIT_TEST_X"]), lambda v: os.environ.update(PLAIT_TEST_X=str(v))),
+    "getenv": (lambda: float(os.getenv("PLAIT_TEST_X", "1")), lambda v: os.environ.update(PLAIT_TEST_X=str(v))),
+    "a context variable": (CONTEXT.get, CONTEXT.set),
+    "bytes": (lambda: BUFFER[0], lambda v: BUFFER.__setitem__(0, int(v))),
+    "an array": (lambda: NUMBERS[0], lambda v: NUMBERS.__setitem__(0, v)),
+    "a view": (lambda: VIEW[0], lambda v: VIEW.__setitem__(0, int(v))),
+    "UserDict": (lambda: SETTINGS["a"], lambda v: SETTINGS.update(a=v)),
+    "ChainMap": (lambda: CHAIN["a"], lambda v: UNDER.update(a=v)),
+    "a proxy": (lambda: PROXY["a"], lambda v: UNDER.update(a=v)),
+    "a thread's own": (lambda: LOCAL.v, lambda v: setattr(LOCAL, "v", v)),
+    "a weak reference": (lambda: REFERENCE().scale, lambda v: setattr(OBJECT, "scale", v)),
+    "globals()": (lambda: globals()["GLOBAL"], lambda v: globals().update(GLOBAL=v)),
+    "a member of an enum": (lambda: Level.LOW.scale, lambda v: setattr(Level.LOW, "scale", v)),
+    "a module": (imports, lambda v: setattr(plain_loops, "SCALE", v)),
+}
+
+
+@pytest.mark.parametrize("how", READ)
+def test_what_a_step_reads_in_python_is_compared(how, monkeypatch):
+    read, change = READ[how]
+    monkeypatch.setenv("PLAIT_TEST_X", "1")
+    monkeypatch.setattr(plain_loops, "SCALE", 1.0, raising=False)
+    monkeypatch.setattr(OBJECT, "scale", 1.0, raising=False)
+    if "class" in how:
+        monkeypatch.delattr(OBJECT, "scale")
+    change(1.0)
+    model = net()
+
+    def loss_fn(m, b):
+        return m(b["x"]).square().mean() * read()
+
+    trainer = plait.Trainer(model, loss_fn, SGD, "")
+    for value in (1.0, 3.0, 1.0, 2.0):
+        change(value)
+        with torch.no_grad():
+            expected = model(batch()["x"]).square().mean() * value
+        assert float(trainer.step(batch())) == pytest.approx(float(expected), rel=1e-12)
+    change(1.0)
+
+
+@pytest.mark.parametrize("draw", [uuid.uuid4, lambda: random.SystemRandom().random(), secrets.token_bytes])
+def test_random_bytes_of_the_system_are_draws(draw):
+    with pytest.raises(plait.CaptureError, match="it draws from the system's random bytes"):
+        plait.verify(net(), lambda m, b: (draw(), m(b["x"]).square().mean())[1], batch(), "data=2")
+
+
+@pytest.mark.parametrize("how", ["a module, run before", "with fullgraph", "in place", "the loss"])
+def test_what_torch_compile_has_made_is_captured_as_it_was_written(how):
+    def make():
+        model = net()
+        loss_fn = lambda m, b: F.cross_entropy(m(b["x"]), b["y"])  # noqa: E731
+        if how == "in place":
+            model.compile(backend="aot_eager")
+        elif how == "the loss":
+            loss_fn = torch.compile(loss_fn, backend="aot_eager")
+        else:
+            model[0] = torch.compile(model[0], backend="aot_eager", fullgraph=how == "with fullgraph")
+        if how == "a module, run before":
+            model(batch()["x"])
+        return model, loss_fn, nothing
+
+    check(make, "tensor=2", steps=2)

@@ -95,7 +95,8 @@ class Trainer:
     or loss read and that are neither the model's nor the batch's are read anew at each step, and changed if the step
     changes them; checkpoints do not have them. Where a Python value that they read differs, or `requires_grad`, the
     step is captured anew, which takes seconds: a number that changes at each step is better one of the batch, which is
-    an input of the step but where Python needs to know it, or a 0-d tensor.
+    an input of the step but where Python needs to know it, or a 0-d tensor. The clock and files are read once, when
+    the step is captured.
 
     What `loss_fn` returns beside the loss, `step` and `evaluate` return too, as it is for the whole global batch: a
     tensor with a row for each row of the batch has them in the batch's order; a scalar is, over microbatches and over

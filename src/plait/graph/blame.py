@@ -103,12 +103,12 @@ def _reason(error: Exception) -> str:
     if isinstance(error, DataDependentOutputException):
         return (
             f"Python needs the number that a tensor holds ({error.func}) to go on, and a graph has to be the same for"
-            " every batch; use torch.where instead"
+            " every batch; use torch.where instead, and to print or keep the number take x.item()"
         )
     if isinstance(error, DynamicOutputShapeException):
         return (
             f"the shape of a result depends on the numbers in a tensor ({error.func}), and a graph has fixed shapes;"
-            " use a mask instead"
+            " use a mask instead: (x * mask).sum() / mask.sum().clamp(min=1) needs no branch on whether there are rows"
         )
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -213,6 +215,10 @@ def _capture(
         outside = Outside(reached, stand, recorder, fake_mode, where, move=device is not None)
         recorder.outside = outside
         stack.enter_context(_plain_kernels())
+        if "torch._dynamo" in sys.modules:  # what torch.compile has made runs as it was written
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
         stack.enter_context(fake_mode)
         stack.enter_context(recorder)
         stack.enter_context(Exchange(stand.made, outside.stand_in))

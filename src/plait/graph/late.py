@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import math
 import operator
 import sys
 import warnings
@@ -29,6 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from plait.graph.blame import source_line, users_frame
 from plait.graph.ctc import with_lengths
+from plait.graph.shown import branch_without_output, is_shown
 
 UNKNOWN = "?"  # what a number prints as that is known only when the step runs
 _MAX_STEPS = 400  # instructions that are followed to find out whether a branch only raises
@@ -64,7 +66,7 @@ class LateValues(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.item and isinstance(args[0], FakeTensor):
             return self._item(args[0])
-        if func is Tensor.__float__ or func is Tensor.__format__:
+        if func in _PRINTED:
             return self._printed(func, args)
         if func is Tensor.numpy and isinstance(args[0], FakeTensor):
             return self._array(args[0])
@@ -105,10 +107,15 @@ class LateValues(TorchFunctionMode):
         """Whether a condition is taken to hold, which is checked when the step runs; raises `error` if that cannot be
         told."""
         frame = users_frame(sys._getframe(1))
-        expected = forced_branch(frame) if frame is not None and self._forward() and self._open else None
-        if expected is None:
+        if frame is None or not self._forward() or not self._open:
             raise error
-        assert frame is not None
+        expected = forced_branch(frame)
+        if expected is None:
+            past = branch_without_output(frame)
+            if past is None:
+                raise error
+            self._shown[source_line(frame)] = None
+            return past
         self.checks.append(LateCheck(tensor, expected, source_line(frame)))
         return expected
 
@@ -146,10 +153,10 @@ class LateValues(TorchFunctionMode):
             return func(tensor.detach(), *args[1:])
         except DataDependentOutputException:
             frame = users_frame(sys._getframe(1))
-            if frame is None or not _formats(frame):
+            if frame is None or not (_formats(frame) or is_shown(frame)):
                 raise
             self._shown[source_line(frame)] = None
-            return float("nan")
+            return _IN_PRINT.get(func, math.nan)
 
     def _array(self, tensor: Tensor) -> Any:
         known = self._known(tensor)
@@ -162,6 +169,8 @@ class LateValues(TorchFunctionMode):
         return LateArray(tensor)
 
 
+_PRINTED = frozenset({Tensor.__float__, Tensor.__int__, Tensor.__format__, Tensor.tolist})
+_IN_PRINT: dict[Any, Any] = {Tensor.__int__: 0, Tensor.tolist: UNKNOWN}
 _ALL = {torch._is_all_true: torch.all, torch._is_any_true: torch.any}  # as distributions check their arguments
 _CTC = frozenset({torch.nn.functional.ctc_loss, torch.ctc_loss})
 _EQUAL = frozenset({torch.equal, Tensor.equal})
@@ -242,12 +251,14 @@ class LateNumber:
 
     def __float__(self) -> float:
         frame = users_frame(sys._getframe(1))
-        if frame is None or not _formats(frame):
+        if frame is None or not (_formats(frame) or is_shown(frame)):
             raise _needed()
-        return float("nan")
+        return math.nan
 
     def __int__(self) -> int:
-        raise _needed()
+        if not is_shown():
+            raise _needed()
+        return 0
 
     __index__ = __int__
     __trunc__ = __floor__ = __ceil__ = __int__

@@ -7,13 +7,18 @@ attributes of modules, objects and classes, and the containers in them. Every va
 
 from __future__ import annotations
 
+import array
+import collections
+import contextvars
 import enum
 import functools
+import os
 import sys
+import threading
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from operator import is_
 from typing import Any
 
 import numpy as np
@@ -21,9 +26,21 @@ import torch
 from torch import Tensor, nn
 
 from plait.graph.blame import is_library
+from plait.graph.holders import (
+    MISSING,
+    AttributesHolder,
+    Buffer,
+    ContextHolder,
+    DictHolder,
+    Holder,
+    ListHolder,
+    NamesHolder,
+    ProxyHolder,
+    SetHolder,
+    put_bytes_back,
+)  # fmt: skip
 from plait.graph.sources import is_source
 
-MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,
     torch.memory_format, range, slice, np.generic,
@@ -31,150 +48,10 @@ PLAIN = (
 _MOST_ELEMENTS = 4096  # of a container that is looked into
 _MOST_BYTES = 1 << 16  # of an array whose values are compared
 _MOST_VALUES = 1 << 18
+_BUFFERS = (bytearray, memoryview, array.array)
+_OF_COLLECTIONS = (collections.UserDict, collections.UserList, collections.ChainMap)
 _BY_KEYS = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__qualname__", "__firstlineno__")
 _CLOSED = {"torch", "plait", "numpy", "builtins", *sys.stdlib_module_names} - {"__main__", "argparse", "types"}
-
-
-class Holder:
-    """An object in which values can be exchanged for others, with those that it had when `note` was last called."""
-
-    __slots__ = ("before", "keys", "of", "place")
-
-    def __init__(self, place: str, of: Any, keys: list[Any] | None = None) -> None:
-        self.place = place
-        self.of = of
-        self.keys = keys  # of those that are looked at, None for all
-        self.before: dict[Any, Any] = self.now()
-
-    def now(self) -> dict[Any, Any]:
-        """The values by key."""
-        raise NotImplementedError
-
-    def put(self, key: Any, value: Any) -> None:
-        """Exchange one value; MISSING takes it out."""
-        raise NotImplementedError
-
-    def is_same(self) -> bool:
-        """Whether every value is the object that it was."""
-        now = self.now()
-        return len(now) == len(self.before) and all(map(is_, now.values(), self.before.values()))
-
-    def put_back(self) -> None:
-        """Let it hold what it held."""
-        now = self.now()
-        for key in now.keys() | self.before.keys():
-            if now.get(key, MISSING) is not self.before.get(key, MISSING):
-                self.put(key, self.before.get(key, MISSING))
-
-    def place_of(self, key: Any) -> str:
-        return f"{self.place}[{key!r}]"
-
-
-class _Dict(Holder):
-    """A dict, whole."""
-
-    __slots__ = ()
-
-    def now(self) -> dict[Any, Any]:
-        return dict(self.of)
-
-    def is_same(self) -> bool:
-        return len(self.of) == len(self.before) and all(map(is_, self.of.values(), self.before.values()))
-
-    def put(self, key: Any, value: Any) -> None:
-        if value is MISSING:
-            del self.of[key]
-        else:
-            self.of[key] = value
-
-    def put_back(self) -> None:
-        if list(self.of) == list(self.before):
-            super().put_back()
-        else:  # in the order that it had
-            self.of.clear()
-            self.of.update(self.before)
-
-
-class _Attributes(_Dict):
-    """The __dict__ of an object or module."""
-
-    __slots__ = ()
-
-    def place_of(self, key: Any) -> str:
-        return f"{self.place}{'' if self.place.endswith(':') else '.'}{key}"
-
-
-class _List(Holder):
-    """A list or deque."""
-
-    __slots__ = ()
-
-    def now(self) -> dict[Any, Any]:
-        return dict(enumerate(self.of))
-
-    def is_same(self) -> bool:
-        return len(self.of) == len(self.before) and all(map(is_, self.of, self.before.values()))
-
-    def put(self, key: Any, value: Any) -> None:
-        if value is not MISSING and key < len(self.of):
-            self.of[key] = value
-        elif value is not MISSING:
-            self.of.append(value)
-
-    def put_back(self) -> None:
-        self.of.clear()
-        self.of.extend(self.before.values())
-
-
-class _Set(Holder):
-    """A set of plain values, which has them under themselves."""
-
-    __slots__ = ()
-
-    def now(self) -> dict[Any, Any]:
-        return {value: value for value in self.of}
-
-    def is_same(self) -> bool:
-        return len(self.of) == len(self.before) and all(value in self.before for value in self.of)
-
-    def put(self, key: Any, value: Any) -> None:
-        self.of.discard(key) if value is MISSING else self.of.add(key)
-
-
-class _Names(Holder):
-    """Some names of globals, of a class, or of an object with slots; the content of a closure's cell."""
-
-    __slots__ = ()
-
-    def now(self) -> dict[Any, Any]:
-        assert self.keys is not None
-        if isinstance(self.of, types.CellType):
-            try:
-                return {self.keys[0]: self.of.cell_contents}
-            except ValueError:  # empty
-                return {self.keys[0]: MISSING}
-        if isinstance(self.of, dict):
-            return {key: self.of.get(key, MISSING) for key in self.keys}
-        if isinstance(self.of, type):
-            return {key: self.of.__dict__.get(key, MISSING) for key in self.keys}
-        return {key: getattr(self.of, key, MISSING) for key in self.keys}
-
-    def put(self, key: Any, value: Any) -> None:
-        if isinstance(self.of, types.CellType):
-            self.of.cell_contents = value
-        elif isinstance(self.of, dict):
-            if value is MISSING:
-                self.of.pop(key, None)
-            else:
-                self.of[key] = value
-        elif value is MISSING:
-            delattr(self.of, key)
-        else:
-            setattr(self.of, key, value)
-
-    def place_of(self, key: Any) -> str:
-        root = self.place
-        return f"{root}{key}" if root.endswith(":") else f"{root}.{key}"
 
 
 class Reached:
@@ -190,7 +67,7 @@ class Reached:
         self.holders: list[Holder] = []
         self.empty: list[Any] = []  # containers that hold nothing
         self.empty_places: list[str] = []
-        self.arrays: list[tuple[str, np.ndarray[Any, Any], bytes]] = []
+        self.arrays: list[tuple[str, Any, bytes]] = []  # of numpy, and Buffers
         self.sources: list[tuple[str, Any]] = []  # of random numbers
         self.iterators: list[tuple[str, Any]] = []
         self.parameters: list[tuple[str, dict[str, nn.Parameter | None], str]] = []  # of the model
@@ -206,7 +83,8 @@ class Reached:
     def _visit(self, place: str, value: Any) -> None:
         if isinstance(value, PLAIN):
             self.values[place] = value
-            return
+            if not isinstance(value, enum.Enum) or not _is_open(type(value)):
+                return
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -224,6 +102,11 @@ class Reached:
         if isinstance(value, np.ndarray):
             if value.nbytes <= _MOST_BYTES and value.dtype != object:
                 self.arrays.append((place, value, value.tobytes()))
+            return
+        if isinstance(value, _BUFFERS):
+            buffer = Buffer(value)
+            if len(buffer.tobytes()) <= _MOST_BYTES:
+                self.arrays.append((place, buffer, buffer.tobytes()))
             return
         self.structure[place] = _kind(value)
         for visit, kinds in _VISITS:
@@ -258,16 +141,16 @@ class Reached:
 
     def _module(self, place: str, module: nn.Module) -> None:
         own = id(module) in self._modules
-        self._hold(_Attributes(place, module.__dict__), ("_parameters", "_buffers", "_modules"))
+        self._hold(AttributesHolder(place, module.__dict__), ("_parameters", "_buffers", "_modules"))
         children = module.__dict__.get("_modules") or {}
         if children:
-            self._hold(_Attributes(place, children))
+            self._hold(AttributesHolder(place, children))
         tensors = module.__dict__.get("_parameters"), module.__dict__.get("_buffers")
         for kind, named in zip(("parameter", "buffer"), tensors, strict=True):
             if not named:
                 continue
             if not own:
-                self._hold(_Attributes(place, named))
+                self._hold(AttributesHolder(place, named))
             elif kind == "parameter":
                 prefix = place.removeprefix("model:")
                 self.parameters += [(f"{prefix}.{key}" if prefix else key, named, key) for key in named]
@@ -277,26 +160,26 @@ class Reached:
         if not value:
             self._hold_nothing(place, value)
         elif len(value) <= _MOST_ELEMENTS:
-            self._hold(_Dict(place, value))
+            self._hold(DictHolder(place, value))
 
     def _list(self, place: str, value: Any) -> None:
         if not value:
             self._hold_nothing(place, value)
         elif len(value) <= _MOST_ELEMENTS:
-            self._hold(_List(place, value))
+            self._hold(ListHolder(place, value))
 
     def _set(self, place: str, value: set[Any]) -> None:
         if not value:
             self._hold_nothing(place, value)
         elif len(value) <= _MOST_ELEMENTS:
-            self._hold(_Set(place, value))
+            self._hold(SetHolder(place, value))
 
     def _function(self, place: str, function: types.FunctionType) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) not in self._seen:
                 self._seen.add(id(cell))
                 self._kept.append(cell)
-                self._hold(_Names(_root(place), cell, [name]))
+                self._hold(NamesHolder(_root(place), cell, [name]))
         for name, value in (function.__kwdefaults__ or {}).items():
             self._later(f"{_root(place)}{name}", value)
         for name, value in zip(
@@ -304,17 +187,24 @@ class Reached:
         ):
             self._later(f"{_root(place)}{name}", value)
         if function.__dict__:
-            self._hold(_Attributes(place, function.__dict__))
+            self._hold(AttributesHolder(place, function.__dict__))
         if not is_library(function.__code__.co_filename):
             self._globals(place, function.__code__, function.__globals__)
 
     def _globals(self, place: str, code: types.CodeType, found: dict[str, Any]) -> None:
-        names = [name for name in sorted(_names(code)) if name in found]
+        known = _names(code)
+        if known & {"globals", "getattr"}:
+            known |= _strings(code)
+        if known & {"environ", "getenv"}:
+            self._environment(place, code)
+        names = [name for name in sorted(known) if name in found]
         plain = [name for name in names if not isinstance(found[name], types.ModuleType)]
-        for name in set(names) - set(plain):
-            module = found[name]
+        modules = {name: found[name] for name in names if name not in plain}
+        # Those that the function imports itself.
+        modules |= {n: m for n in known - {*names} if isinstance(m := sys.modules.get(n), types.ModuleType)}
+        for name, module in modules.items():
             if not is_library(getattr(module, "__file__", None) or sys.executable):
-                inner = [n for n in sorted(_names(code)) if n in module.__dict__]
+                inner = [n for n in sorted(known) if n in module.__dict__]
                 inner = [n for n in inner if not isinstance(module.__dict__[n], types.ModuleType)]
                 self._some(f"{_root(place)}{name}.", module.__dict__, inner)
         self._some(_root(place), found, plain)
@@ -323,7 +213,7 @@ class Reached:
         keys = [key for key in keys if (id(names), key) not in self._seen_names]
         self._seen_names |= {(id(names), key) for key in keys}
         if keys:
-            self._hold(_Names(place, names, keys))
+            self._hold(NamesHolder(place, names, keys))
 
     def _partial(self, place: str, value: functools.partial[Any]) -> None:
         self._later(place, value.func)
@@ -337,14 +227,35 @@ class Reached:
         self._later(place, value.__func__)
 
     def _type(self, place: str, value: type) -> None:
+        self._seen.discard(id(value))
         self._class(place, value)
+        self._class(place, type(value))
+
+    def _proxy(self, place: str, value: Any) -> None:
+        self._hold(ProxyHolder(place, value))
+
+    def _context(self, place: str, value: Any) -> None:
+        self._hold(ContextHolder(place, value))
+
+    def _reference(self, place: str, value: Any) -> None:
+        self._later(place, value())
+
+    def _builtin(self, place: str, value: Any) -> None:
+        """A method of a dict, list, ContextVar...; of a function its module."""
+        if not isinstance(value.__self__, (types.ModuleType, type)):
+            self._later(place, value.__self__)
+
+    def _environment(self, place: str, code: types.CodeType) -> None:
+        """The variables of the environment that a function reads, by names that stand in it."""
+        keys = [os.environ.encodekey(one) for one in sorted(_strings(code))]  # type: ignore[attr-defined]
+        self._some(f"{_root(place)}os.environ.", os.environ._data, keys)
 
     def _object(self, place: str, value: Any) -> None:
         if isinstance(getattr(value, "__dict__", None), dict):
-            self._hold(_Attributes(place, value.__dict__))
+            self._hold(AttributesHolder(place, value.__dict__))
         slots = [n for kind in type(value).__mro__ for n in _slots(kind) if n not in _BY_KEYS]
         if slots:
-            self._hold(_Names(place, value, slots))
+            self._hold(NamesHolder(place, value, slots))
         self._class(place, type(value))
 
     def _class(self, place: str, kind: type) -> None:
@@ -355,7 +266,7 @@ class Reached:
             members = dict(each.__dict__)
             keys = [k for k, v in members.items() if not k.startswith("__") and not _is_code(v)]
             if keys:
-                self._hold(_Names(f"{_root(place)}{each.__qualname__}", each, keys))
+                self._hold(NamesHolder(f"{_root(place)}{each.__qualname__}", each, keys))
             for key, member in members.items() if not is_library(_file(each)) else ():
                 function: Any = member
                 if isinstance(member, (staticmethod, classmethod)):
@@ -383,7 +294,7 @@ class Reached:
         return (
             all(holder.is_same() for holder in self.holders)
             and not any(self.empty)
-            and all(array.tobytes() == before for _, array, before in self.arrays)
+            and all(values.tobytes() == before for _, values, before in self.arrays)
         )
 
     def _optimizer(self, place: str, optimizer: torch.optim.Optimizer) -> None:
@@ -402,7 +313,7 @@ class Reached:
                         yield holder, key, *pair
         for place, container in zip(self.empty_places, self.empty, strict=True):
             if container and isinstance(container, (dict, list, deque)):
-                filled = _Dict(place, container) if isinstance(container, dict) else _List(place, container)
+                filled = DictHolder(place, container) if isinstance(container, dict) else ListHolder(place, container)
                 now, filled.before = filled.before, {}
                 yield from ((filled, key, MISSING, value) for key, value in now.items() if isinstance(value, Tensor))
 
@@ -414,9 +325,8 @@ class Reached:
         for container in self.empty:
             if container:
                 container.clear()
-        for _, array, before in self.arrays:
-            if array.flags.writeable and array.tobytes() != before:
-                array[...] = np.frombuffer(before, array.dtype).reshape(array.shape)
+        for _, values, before in self.arrays:
+            put_bytes_back(values, before)
 
 
 _VISITS: list[tuple[Callable[[Reached, str, Any], None], Any]] = [
@@ -428,8 +338,12 @@ _VISITS: list[tuple[Callable[[Reached, str, Any], None], Any]] = [
     (Reached._partial, functools.partial),
     (Reached._method, types.MethodType),
     (Reached._type, type),
+    (Reached._proxy, types.MappingProxyType),
+    (Reached._context, contextvars.ContextVar),
+    (Reached._reference, weakref.ref),
+    (Reached._builtin, types.BuiltinMethodType),
     (Reached._optimizer, torch.optim.Optimizer),
-    (Reached._object, torch.optim.lr_scheduler.LRScheduler),
+    (Reached._object, (torch.optim.lr_scheduler.LRScheduler, threading.local, *_OF_COLLECTIONS)),
 ]
 
 
@@ -442,6 +356,13 @@ def _root(place: str) -> str:
 def _names(code: types.CodeType) -> frozenset[str]:
     inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
     return frozenset(code.co_names).union(*map(_names, inner))
+
+
+@functools.cache
+def _strings(code: types.CodeType) -> frozenset[str]:
+    """The texts that stand in a function."""
+    inner = [_strings(one) for one in code.co_consts if isinstance(one, types.CodeType)]
+    return frozenset(one for one in code.co_consts if isinstance(one, str)).union(*inner)
 
 
 @functools.cache

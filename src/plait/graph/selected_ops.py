@@ -207,6 +207,30 @@ def _mean(x: Selected, filled: Tensor, dims: tuple[int, ...]) -> Tensor:
     return filled.sum(dims) / (x.count * each).to(filled.dtype)
 
 
+def _spread(finish: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """The variance over rows that count; over other dims row by row."""
+
+    def handler(
+        func: Any, x: Selected, dim: Any = None, unbiased: Any = None, keepdim: bool = False, correction: Any = None
+    ) -> Any:
+        if isinstance(dim, bool):  # std(unbiased)
+            dim, unbiased = None, dim
+        if dim is not None and 0 not in _dims(x, dim):
+            given = {} if unbiased is None and correction is None else {"correction": _less(unbiased, correction)}
+            return _wrapped(x, func(x.values, dim, keepdim=keepdim, **given))
+        dims = tuple(sorted(range(x.ndim) if dim is None else _dims(x, dim)))
+        num = (x.count * math.prod(x.values.shape[d] for d in dims if d)).to(x.dtype)
+        mean = x.filled(x.values, 0).sum(dims, keepdim=True) / num
+        squares = x.filled((x.values - mean).square(), 0).sum(dims, keepdim=keepdim)
+        return finish(squares / (num - _less(unbiased, correction)).clamp(min=0))
+
+    return handler
+
+
+def _less(unbiased: bool | None, correction: float | None) -> float:
+    return correction if correction is not None else float(unbiased is not False)
+
+
 def _lowest(values: Tensor) -> float:
     return -math.inf if values.dtype.is_floating_point else torch.iinfo(values.dtype).min
 
@@ -322,6 +346,8 @@ HANDLERS |= {
     "amin": _reduce(lambda x, filled, dims: filled.amin(dims), _highest),
     "max": _reduce(lambda x, filled, dims: filled.amax(dims), _lowest),
     "min": _reduce(lambda x, filled, dims: filled.amin(dims), _highest),
+    "var": _spread(lambda variance: variance),
+    "std": _spread(torch.sqrt),
     "numel": _numel,
     "size": _size,
     "dim": _dim,

@@ -6,6 +6,7 @@ Told from the source of the line. Where there is none, such as in a console, not
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import linecache
 import logging
@@ -107,8 +108,12 @@ def _path_of(frame: FrameType | None) -> _Path:
     """The nodes around what a frame computes now, from the outermost one to it."""
     if frame is None:
         return []
-    positions = list(frame.f_code.co_positions())
-    first, last, column, end = positions[frame.f_lasti // 2] if frame.f_lasti >= 0 else (None,) * 4
+    calls = [one for one in dis.get_instructions(frame.f_code) if one.opname not in ("CACHE", "EXTENDED_ARG")]
+    at = next((i for i, one in enumerate(calls) if one.offset == frame.f_lasti), 0)
+    if at and ("JUMP" in calls[at].opname or calls[at].opname == "TO_BOOL"):
+        at -= 1  # what has put the condition there: a jump itself has no certain place
+    where = calls[at].positions
+    first, last, column, end = (None,) * 4 if where is None else where
     node: ast.AST | None = _tree(frame.f_code.co_filename)
     if node is None or first is None or last is None or column is None or end is None:
         return []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,13 @@ import torch
 
 from plait.errors import CaptureError, PlanError
 
+_SYSTEM = "the system's random bytes (uuid4, secrets, SystemRandom)"
+
 
 def is_source(value: Any) -> bool:
-    """Whether it draws random numbers."""
-    return isinstance(value, (np.random.Generator, np.random.RandomState, random.Random, torch.Generator))
+    """Whether it draws random numbers from a state of its own."""
+    kinds = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+    return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
 
 
 def state_of(source: Any) -> Any:
@@ -52,9 +57,13 @@ def nothing_drawn(sources: Sequence[tuple[str, Any]], iterators: Sequence[tuple[
     states = random.getstate(), np.random.get_state(legacy=False)
     own = [(place, source, state_of(source)) for place, source in sources]
     drawn: list[str] = []
+    stack = ExitStack()
+    for module, name in ((os, "urandom"), (random, "_urandom")):
+        stack.enter_context(_noticed(module, name, drawn))
     begun = [(place, iterator, position(iterator)) for place, iterator in iterators]
     try:
-        yield
+        with stack:
+            yield
     finally:
         if random.getstate() != states[0]:
             random.setstate(states[0])
@@ -78,3 +87,20 @@ def nothing_drawn(sources: Sequence[tuple[str, Any]], iterators: Sequence[tuple[
             " same numbers at every step; draw in the data loader and put the numbers into the batch, or draw with"
             " torch, whose random numbers are new at every step"
         )
+
+
+@contextmanager
+def _noticed(module: Any, name: str, drawn: list[str]) -> Iterator[None]:
+    """Note when this thread asks the system for random bytes, as uuid4, secrets and SystemRandom do."""
+    function, thread = getattr(module, name), threading.get_ident()
+
+    def called(*args: Any) -> Any:
+        if threading.get_ident() == thread and _SYSTEM not in drawn:
+            drawn.append(_SYSTEM)
+        return function(*args)
+
+    setattr(module, name, called)
+    try:
+        yield
+    finally:
+        setattr(module, name, function)

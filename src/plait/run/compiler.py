@@ -176,8 +176,9 @@ class Captures:
             reasons = "; ".join(dict.fromkeys(self._reasons[-3:]))
             warnings.warn(
                 f"the training step was captured {_MANY + 1} times, which takes seconds each: {reasons}. A number that"
-                " changes from step to step is captured once if it is a 0-d tensor, or one of the batch that Python need"
-                f" not know (no float(n), no shape); pad batches to a few lengths. The last {MOST_KEPT} captures are kept",
+                " changes from step to step is captured once if it is a 0-d tensor, or one of the batch that Python"
+                " does not need to know (no float(n), no shape); pad batches to a few lengths. The last"
+                f" {MOST_KEPT} captures are kept",
                 stacklevel=2,
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from plait.spec.layout import Layout, Shard
 
 EXACT: dict[type, type] = {torch.optim.Adafactor: Adafactor, torch.optim.Muon: Muon}
 
+_filtering = threading.RLock()  # filters of warnings are of all threads
 _TRIED = (4, 6, 2, 2, 2, 2)  # of a tensor that an optimizer is tried on: as many of these as it has dims
 _SCALES = (1.0, 100.0, 0.01)  # of its gradients: limits on the length of an update bind at one of them
 _APART = "updates an element by what others of its tensor, or other tensors, are"
@@ -237,7 +239,7 @@ def _schedulers_as_they_were(owners: Iterable[Any]) -> Iterator[None]:
     before = [(each, copy.copy(each)) for each in (*(vars(scheduler) for scheduler in schedulers), *groups)]
     lists = [(v, list(v)) for each, _ in before for k, v in each.items() if isinstance(v, list) and k != "params"]
     try:
-        with warnings.catch_warnings():
+        with _filtering, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             yield
     finally:

@@ -1,0 +1,218 @@
+"""Objects in which values can be exchanged for others: dicts, lists, the attributes of objects, cells of closures."""
+
+from __future__ import annotations
+
+import array
+import contextvars
+import types
+from operator import is_
+from typing import Any
+
+import numpy as np
+
+MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
+
+
+class Holder:
+    """An object in which values can be exchanged for others, with those that it had when `note` was last called."""
+
+    __slots__ = ("before", "keys", "of", "place")
+
+    def __init__(self, place: str, of: Any, keys: list[Any] | None = None) -> None:
+        self.place = place
+        self.of = of
+        self.keys = keys  # of those that are looked at, None for all
+        self.before: dict[Any, Any] = self.now()
+
+    def now(self) -> dict[Any, Any]:
+        """The values by key."""
+        raise NotImplementedError
+
+    def put(self, key: Any, value: Any) -> None:
+        """Exchange one value; MISSING takes it out."""
+        raise NotImplementedError
+
+    def is_same(self) -> bool:
+        """Whether every value is the object that it was."""
+        now = self.now()
+        return len(now) == len(self.before) and all(map(is_, now.values(), self.before.values()))
+
+    def put_back(self) -> None:
+        """Let it hold what it held."""
+        now = self.now()
+        for key in now.keys() | self.before.keys():
+            if now.get(key, MISSING) is not self.before.get(key, MISSING):
+                self.put(key, self.before.get(key, MISSING))
+
+    def place_of(self, key: Any) -> str:
+        return f"{self.place}[{key!r}]"
+
+
+class DictHolder(Holder):
+    """A dict, whole."""
+
+    __slots__ = ()
+
+    def now(self) -> dict[Any, Any]:
+        return dict(self.of)
+
+    def is_same(self) -> bool:
+        return len(self.of) == len(self.before) and all(map(is_, self.of.values(), self.before.values()))
+
+    def put(self, key: Any, value: Any) -> None:
+        if value is MISSING:
+            del self.of[key]
+        else:
+            self.of[key] = value
+
+    def put_back(self) -> None:
+        if list(self.of) == list(self.before):
+            super().put_back()
+        else:  # in the order that it had
+            self.of.clear()
+            self.of.update(self.before)
+
+
+class AttributesHolder(DictHolder):
+    """The __dict__ of an object or module."""
+
+    __slots__ = ()
+
+    def place_of(self, key: Any) -> str:
+        return f"{self.place}{'' if self.place.endswith(':') else '.'}{key}"
+
+
+class ListHolder(Holder):
+    """A list or deque."""
+
+    __slots__ = ()
+
+    def now(self) -> dict[Any, Any]:
+        return dict(enumerate(self.of))
+
+    def is_same(self) -> bool:
+        return len(self.of) == len(self.before) and all(map(is_, self.of, self.before.values()))
+
+    def put(self, key: Any, value: Any) -> None:
+        if value is not MISSING and key < len(self.of):
+            self.of[key] = value
+        elif value is not MISSING:
+            self.of.append(value)
+
+    def put_back(self) -> None:
+        self.of.clear()
+        self.of.extend(self.before.values())
+
+
+class SetHolder(Holder):
+    """A set of plain values, which has them under themselves."""
+
+    __slots__ = ()
+
+    def now(self) -> dict[Any, Any]:
+        return {value: value for value in self.of}
+
+    def is_same(self) -> bool:
+        return len(self.of) == len(self.before) and all(value in self.before for value in self.of)
+
+    def put(self, key: Any, value: Any) -> None:
+        self.of.discard(key) if value is MISSING else self.of.add(key)
+
+
+class NamesHolder(Holder):
+    """Some names of globals, of a class, or of an object with slots; the content of a closure's cell."""
+
+    __slots__ = ()
+
+    def now(self) -> dict[Any, Any]:
+        assert self.keys is not None
+        if isinstance(self.of, types.CellType):
+            try:
+                return {self.keys[0]: self.of.cell_contents}
+            except ValueError:  # empty
+                return {self.keys[0]: MISSING}
+        if isinstance(self.of, dict):
+            return {key: self.of.get(key, MISSING) for key in self.keys}
+        if isinstance(self.of, type):
+            return {key: self.of.__dict__.get(key, MISSING) for key in self.keys}
+        return {key: getattr(self.of, key, MISSING) for key in self.keys}
+
+    def put(self, key: Any, value: Any) -> None:
+        if isinstance(self.of, types.CellType):
+            self.of.cell_contents = value
+        elif isinstance(self.of, dict):
+            if value is MISSING:
+                self.of.pop(key, None)
+            else:
+                self.of[key] = value
+        elif value is MISSING:
+            delattr(self.of, key)
+        else:
+            setattr(self.of, key, value)
+
+    def place_of(self, key: Any) -> str:
+        root = self.place
+        return f"{root}{key}" if root.endswith(":") else f"{root}.{key}"
+
+
+class ProxyHolder(DictHolder):
+    """A dict that can be read only, over one that may change."""
+
+    __slots__ = ()
+
+    def put(self, key: Any, value: Any) -> None:
+        raise AssertionError("a mapping proxy takes no values")
+
+    def put_back(self) -> None:
+        """Nothing: who has the dict puts it back."""
+
+
+class ContextHolder(Holder):
+    """What a ContextVar holds."""
+
+    __slots__ = ()
+    of: contextvars.ContextVar[Any]
+
+    def now(self) -> dict[Any, Any]:
+        return {"get()": self.of.get(MISSING)}
+
+    def put(self, key: Any, value: Any) -> None:
+        if value is not MISSING:
+            self.of.set(value)
+
+    def place_of(self, key: Any) -> str:
+        return f"{self.place}.{key}"
+
+
+class Buffer:
+    """A bytearray, memoryview or array.array, as far as an array of numpy is asked for."""
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+        self.dtype = f"{type(of).__name__} {getattr(of, 'typecode', getattr(of, 'format', ''))}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.of),)
+
+    def tobytes(self) -> bytes:
+        return bytes(self.of) if isinstance(self.of, bytearray) else bytes(self.of.tobytes())
+
+    def put_back(self, before: bytes) -> None:
+        if isinstance(self.of, bytearray):
+            self.of[:] = before
+        elif isinstance(self.of, array.array):
+            del self.of[:]
+            self.of.frombytes(before)
+        elif not self.of.readonly:
+            self.of.cast("B")[:] = before
+
+
+def put_bytes_back(values: Any, before: bytes) -> None:
+    """Let an array, or a Buffer, hold what it held."""
+    if values.tobytes() == before:
+        return
+    if isinstance(values, Buffer):
+        values.put_back(before)
+    elif values.flags.writeable:
+        values[...] = np.frombuffer(before, values.dtype).reshape(values.shape)
