@@ -22,6 +22,7 @@ from plait.graph.blame import capture_error
 from plait.graph.calls import output_node
 from plait.graph.cleanup import clean
 from plait.graph.functional import functionalise
+from plait.graph.holders import MISSING, Holder
 from plait.graph.late import LateValues
 from plait.graph.loss import RATIO, Loss, read_loss
 from plait.graph.modules import BackwardModules, ForwardModules
@@ -30,7 +31,7 @@ from plait.graph.outside import Outside
 from plait.graph.pause import collection_paused
 from plait.graph.precision import FULL, Precision
 from plait.graph.random import VisibleDropout
-from plait.graph.reach import MISSING, PLAIN, Holder, Reached
+from plait.graph.reach import PLAIN, Reached
 from plait.graph.record import Recorder
 from plait.graph.selection import Selections
 from plait.graph.sources import nothing_drawn
@@ -227,9 +228,9 @@ def _capture(
         recorder.scalar = late.scalar
         stack.enter_context(Selections(late, recorder.node_of))
         forward = stack.enter_context(ForwardModules(model, recorder))
-        values = batch_numbers(batch)
-        numbers = BatchNumbers(values, late, recorder, fake_mode, inputs_of)
-        if values:
+        given = batch_numbers(batch)
+        numbers = BatchNumbers(given, late, recorder, fake_mode, inputs_of)
+        if given:
             stack.enter_context(numbers.seen_by_math())
         fake_batch = map_batch(lambda name, leaf: fake_leaves.get(name, numbers.stand_in(name, leaf)), batch)
         stack.enter_context(torch.set_grad_enabled(differentiate))
@@ -295,7 +296,7 @@ def _capture(
         effects=tuple(effects),
         numbers=numbers.fed,
         asked=numbers.asked,
-        fixed=frozenset(values.keys() - {*inputs_of}),
+        fixed=frozenset(given.keys() - {*inputs_of}),
     )
 
 

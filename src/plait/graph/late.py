@@ -185,7 +185,7 @@ class LateNumber:
 
     def __init__(self, tensor: Tensor, owner: LateValues, sources: tuple[LateNumber, ...], place: str) -> None:
         # As a Python number is: an int, a bool or a double.
-        self._tensor = tensor.double() if tensor.dtype.is_floating_point else tensor
+        self._held = tensor.double() if tensor.dtype.is_floating_point else tensor
         self._owner = owner
         self._sources = sources
         self.place = place  # where Python asked for it; '' of one that was computed from others
@@ -218,6 +218,10 @@ class LateNumber:
         for tensor in tensors[1:]:
             dtype = torch.promote_types(dtype, torch.result_type(tensor, kind))
         return dtype
+
+    @property
+    def _tensor(self) -> Tensor:
+        return self._held
 
     @property
     def _floating(self) -> bool:

@@ -167,7 +167,7 @@ class BatchNumber(LateNumber):
         self.place = ""
         self.computes = True
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:  # for isinstance(n, float)
         return type(self.value)
 
@@ -177,7 +177,7 @@ class BatchNumber(LateNumber):
         return self.value
 
     @property
-    def _tensor(self) -> Tensor:  # type: ignore[override]
+    def _tensor(self) -> Tensor:
         return self._fed(_DTYPES[type(self.value).__name__])
 
     @property
@@ -241,7 +241,7 @@ class BatchNumber(LateNumber):
         self._numbers.need(expression)
         return found
 
-    def __hash__(self) -> int:
+    def __hash__(self) -> int:  # type: ignore[override]
         return hash(self.plain())
 
     def __format__(self, spec: str) -> str:

@@ -247,8 +247,9 @@ class Reached:
 
     def _environment(self, place: str, code: types.CodeType) -> None:
         """The variables of the environment that a function reads, by names that stand in it."""
-        keys = [os.environ.encodekey(one) for one in sorted(_strings(code))]  # type: ignore[attr-defined]
-        self._some(f"{_root(place)}os.environ.", os.environ._data, keys)
+        variables: Any = os.environ
+        keys = [variables.encodekey(one) for one in sorted(_strings(code))]
+        self._some(f"{_root(place)}os.environ.", variables._data, keys)
 
     def _object(self, place: str, value: Any) -> None:
         if isinstance(getattr(value, "__dict__", None), dict):

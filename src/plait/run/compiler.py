@@ -168,10 +168,9 @@ class Captures:
             return
         others = [(key, one) for key, one in self._found.items() if key[0][1] == kind[1]]
         if others and len(self._reasons) <= _MANY:
-            (*before, _), one = others[-1]
-            same = before == [kind, variant]
-            differs = None if not same else found.asked.difference(one.asked)
-            self._reasons.append(differs or _difference((before[0], before[1]), (kind, variant), self.watch))
+            (last, before, _), one = others[-1]
+            differs = found.asked.difference(one.asked) if (last, before) == (kind, variant) else ""
+            self._reasons.append(differs or _difference((last, before), (kind, variant), self.watch))
         if len(self._reasons) == _MANY:
             reasons = "; ".join(dict.fromkeys(self._reasons[-3:]))
             warnings.warn(

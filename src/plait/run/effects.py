@@ -12,8 +12,9 @@ from torch import Tensor
 
 from plait.errors import CaptureError
 from plait.graph.capture import Captured, Effect
+from plait.graph.holders import MISSING
 from plait.graph.late import LateNumber
-from plait.graph.reach import MISSING, PLAIN
+from plait.graph.reach import PLAIN
 from plait.graph.same import same_step
 from plait.graph.tracked import Asked, Tracked
 from plait.run.watch import Watch

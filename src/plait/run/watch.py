@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import PlanError
-from plait.graph.reach import MISSING, PLAIN, Reached
+from plait.graph.holders import MISSING
+from plait.graph.reach import PLAIN, Reached
 from plait.graph.standin import refuse_scripted
 from plait.graph.tracked import Asked
 
