@@ -10,9 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import plait
+from plait.comm.process import process_world
 from plait.comm.protocol import World
 from plait.errors import BatchError, CaptureError, LossError, PlanError, RankFailed
+from plait.run.compiler import Captures, Compiler
+from plait.run.eager import refuse_unless_data_only
 from plait.run.local_batch import LocalBatch
+from plait.spec.plan import Plan
 from plait.trainer import Trainer
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -80,12 +84,15 @@ def test_a_shape_of_one_rank_only_names_the_shapes() -> None:
 
 
 class Branches(nn.Module):
-    def __init__(self) -> None:
+    """Cannot be captured."""
+
+    def __init__(self, norm: bool = False) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.linear(x)
+        y: Tensor = self.norm(self.linear(x))
         return y if y.sum() > 0 else -y
 
 
@@ -191,3 +198,26 @@ def test_what_verify_is_given_is_checked(given: dict[str, Any], message: str) ->
 def test_a_batch_of_no_rows_is_named() -> None:
     with pytest.raises(BatchError, match=r"the batch has 0 rows: x has shape \[0, 8\]"):
         plait.verify(mlp(), loss_fn, {"x": torch.zeros(0, 8)}, "data=2")
+
+
+def contrastive(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.logsumexp(model(x) @ model(x).T, dim=1).mean()
+
+
+@pytest.mark.parametrize(
+    ("norm", "loss", "advice"),
+    [
+        (False, lambda model, x: model(x).square().mean(), "The nearest plan that works is data=2, which runs the"),
+        (False, contrastive, "works is data=1, which runs the model as it is; with data=2 PyTorch's DDP would compute"),
+        (False, lambda model, x: (model(x), 1.0), "The nearest plan that works is data=2"),
+        (True, lambda model, x: model(x).square().mean(), "works is data=1, which .* with data=2 batchnorm=local the"),
+    ],
+)
+def test_the_plan_that_is_advised_for_a_model_without_a_graph_works(norm: bool, loss: Any, advice: str) -> None:
+    model, world = Branches(norm), process_world(Plan().mesh, device="cpu")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batch = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    compiler = Compiler(Captures(model, loss, world.device), Plan.parse("tensor=2"))
+    with pytest.raises(PlanError, match=advice):
+        refuse_unless_data_only(CaptureError("why"), Plan.parse("tensor=2"), world, compiler, batch)
+    assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -19,7 +19,6 @@ from plait.comm.agree import attempt
 from plait.comm.device import is_host
 from plait.comm.process import process_world
 from plait.comm.protocol import World
-from plait.decide.legality import Place
 from plait.errors import BatchError, CaptureError, CheckpointError, PlanError
 from plait.graph.loss import Outputs, join_outputs, results
 from plait.graph.pipeline import updates_within
@@ -135,8 +134,7 @@ class Trainer:
                 f"the plan {self.plan.title!r} has parameter servers, which a Trainer is no part of; give it to plait"
                 " train, or use data=N"
             )
-        place = place_here() if world is None else Place(world.device.type)
-        check_plan(self.plan, dict(model.named_parameters()), clip_norm, place)
+        check_plan(self.plan, dict(model.named_parameters()), clip_norm, place_here(world))
         self.seed = seed
         self.clip_norm = clip_norm
         self.step_number = 0
@@ -225,7 +223,7 @@ class Trainer:
                 _LOG.log(logging.INFO if share.parameters > _MOST else logging.WARNING, "%s", share)
             return replica
         except CaptureError as error:
-            refuse_unless_data_only(error, self.plan, self.world)
+            refuse_unless_data_only(error, self.plan, self.world, self.compiler, batch)
             if self.world.rank == 0:
                 how = ddp_warning(self.plan)
                 warnings.warn(f"the model runs as it is{how}: {error}", stacklevel=4)

@@ -89,7 +89,7 @@ class Verifier:
                 raise
             error.args = (
                 f"{error}\nverify compares what the graph computes, so it cannot check this model; with data=N alone"
-                " the model trains as it is, under PyTorch's DDP",
+                " the model trains as it is, under PyTorch's DDP, if its loss is a mean over rows or a plait.Weighted",
             )
             raise
         refuse_inexact(self.optimizer, compiler.model, lowered.states, plan.within)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from plait.comm.agree import agree
+from plait.comm.device import default_kind
 from plait.comm.protocol import World
 from plait.comm.sharing import can_share
 from plait.decide.legality import Facts, Place, refusals
@@ -41,11 +42,13 @@ def check_plan(plan: Plan, names: Collection[str] | None, clip_norm: float | Non
         raise PlanError(str(refusal))
 
 
-def place_here() -> Place:
-    """Where the ranks that this process starts will run, or the ranks run of which it is one."""
+def place_here(world: World | None = None) -> Place:
+    """Where the ranks that this process starts will run, or the ranks run of which it is one; those of a world that is
+    there already are taken to have what they need in common."""
+    if world is not None:
+        return Place(world.device.type)
     each = os.environ.get("LOCAL_WORLD_SIZE", "")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Place(device, int(each) if each.isdecimal() and int(each) else None, can_share())
+    return Place(default_kind(), int(each) if each.isdecimal() and int(each) else None, can_share())
 
 
 def agree_on_setup(world: World, plan: Plan, model: nn.Module, seed: int, clip_norm: float | None, on_nan: str) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -31,7 +31,7 @@ from plait.graph.batch import take_rows
 from plait.graph.dtypes import torch_name
 from plait.graph.loss import Outputs, copied, join_outputs, read_loss
 from plait.run.boundary import has_process_group
-from plait.run.compiler import LossFn
+from plait.run.compiler import Compiler, LossFn
 from plait.run.local_batch import LocalBatch, batch_part, num_rows
 from plait.run.outputs import gather_outputs
 from plait.run.program import StepResult
@@ -48,17 +48,41 @@ _WITHOUT_GRAPH = (
 )  # fmt: skip
 
 
-def refuse_unless_data_only(error: CaptureError, plan: Plan, world: World) -> None:
-    """Raise PlanError with the model's own file and line if the plan needs the graph that could not be had."""
+def refuse_unless_data_only(error: CaptureError, plan: Plan, world: World, compiler: Compiler, batch: Any) -> None:
+    """Raise PlanError with the model's own file and line if the plan needs the graph that could not be had. It says
+    which plan works, as far as that is known of the model and of this batch."""
     rows = {row.name: row.default for row in dataclasses.fields(plan) if row.name not in _WITHOUT_GRAPH}
     needs = {name: getattr(plan, name) for name, default in rows.items() if getattr(plan, name) != default}
     if needs:
+        nearest = _nearest(plan, world, compiler.model, compiler.loss_fn, batch)
         raise PlanError(
             f"the plan {plan.title!r} needs the graph of the step for {Plan(**needs)}, and it could not be captured:"
-            f" {error}\nThe nearest plan that works is data={plan.num_processes}, which runs the model as it is."
+            f" {error}\nThe nearest plan that works is {nearest}."
         ) from error
     if plan.within.data > 1 and not has_process_group(world):
         raise PlanError(f"a model that cannot be captured runs under DDP, which needs processes, not threads: {error}")
+
+
+def _nearest(plan: Plan, world: World, model: nn.Module, loss_fn: LossFn, batch: Any) -> str:
+    """The plan for a model that runs as it is."""
+    several = f"data={plan.num_processes}"
+    if plan.num_processes == 1 or (world.mesh.size > 1 and not has_process_group(world)):  # threads share the model
+        return f"{several}, which runs the model as it is"
+    if (name := _batch_norm(model)) is not None and plan.batchnorm != "local":
+        return (
+            f"data=1, which runs the model as it is; with {several} batchnorm=local the batch statistics of"
+            f" {name or 'the model'} would be those of each rank's rows"
+        )
+    rows, num = (batch.tree, batch.local_size) if isinstance(batch, LocalBatch) else (batch, num_rows(batch))
+    apart = 0.0
+    with suppress(LossError):  # the loss is none, which a plan that works will say
+        apart = EagerReplica(model, loss_fn, Plan(), world).halves_apart(rows, num)[2]
+    if apart:
+        return (
+            f"data=1, which runs the model as it is; with {several} PyTorch's DDP would compute the loss of each rank's"
+            " own rows, and together they are not this loss of the whole batch"
+        )
+    return f"{several}, which runs the model as it is"
 
 
 def check_allowed(allow: Collection[str]) -> frozenset[str]:
@@ -135,15 +159,7 @@ class EagerReplica:
 
     def _refuse_other_numbers(self, rows: Any, num: int) -> None:
         """Raise LossError, on all ranks, where a rank's loss is not that of two halves of its rows put together."""
-        whole, halves, apart = 0.0, 0.0, 0.0
-        if num > 1:
-            with _undone(self.model, self.loss_fn), torch.no_grad():
-                try:
-                    whole, halves, apart = self._in_two(rows, num)
-                except LossError:
-                    raise
-                except Exception:  # of a model that takes no half of its rows, or does not run in evaluation mode
-                    pass
+        whole, halves, apart = self.halves_apart(rows, num)
         mine = torch.tensor([apart, math.isnan(whole)], dtype=torch.float64, device=self.world.device)
         every = self.world.comm("data").all_gather(mine).wait()
         most, rank = (float(found) for found in every[:, 0].max(0))
@@ -159,6 +175,18 @@ class EagerReplica:
             f" else train on one process, or give Trainer allow=({LOCAL_LOSS!r},) to train on the mean of the ranks'"
             " losses, as DDP does"
         )
+
+    def halves_apart(self, rows: Any, num: int) -> tuple[float, float, float]:
+        """As `_in_two`; zeros where nothing is known. Model and loss are afterwards as they were."""
+        if num > 1:
+            with _undone(self.model, self.loss_fn), torch.no_grad():
+                try:
+                    return self._in_two(rows, num)
+                except LossError:
+                    raise
+                except Exception:  # of a model that takes no half of its rows, or does not run in evaluation mode
+                    pass
+        return 0.0, 0.0, 0.0
 
     def _in_two(self, rows: Any, num: int) -> tuple[float, float, float]:
         """The loss of these rows, as it is put together from those of two halves, and how far the two are apart where

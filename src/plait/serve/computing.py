@@ -75,7 +75,7 @@ class Computing:
         try:
             self.replica = Replica(compiler, world, self.tables.localised(first)[0], job.seed, adopt, self.homes)
         except CaptureError as error:
-            refuse_unless_data_only(error, within, world)
+            refuse_unless_data_only(error, within, world, compiler, first)
             warnings.warn(f"the model runs as it is, not as a graph: {error}", stacklevel=2)
             self.replica = EagerReplica(model, loss_fn, within, world)
 
