@@ -19,8 +19,9 @@ from plait.comm.agree import attempt
 from plait.comm.device import is_host
 from plait.comm.process import process_world
 from plait.comm.protocol import World
-from plait.errors import BatchError, CaptureError, CheckpointError, PlanError
-from plait.graph.loss import Outputs, join_outputs, results
+from plait.errors import CaptureError, CheckpointError, PlanError
+from plait.graph.batch import batch_structure
+from plait.graph.loss import join_outputs, results
 from plait.graph.pipeline import updates_within
 from plait.graph.precision import Precision
 from plait.graph.share import SplitShare
@@ -31,11 +32,12 @@ from plait.run.checks import agree_on_setup, check_given, check_plan, describe_o
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.eager import EagerReplica, check_allowed, ddp_warning, refuse_unless_data_only
 from plait.run.environment import resolve_plan, resolve_trace
+from plait.run.evaluating import evaluate
 from plait.run.finite import check_finite, clip
-from plait.run.gathered import gathered
+from plait.run.gathered import gathered, not_started
 from plait.run.homes.homes import Homes
 from plait.run.lending import AsItWas, refuse_away
-from plait.run.local_batch import is_loader, num_rows
+from plait.run.local_batch import LocalBatch
 from plait.run.microbatch import step_key
 from plait.run.optimizers import OptimizerFactory, build_both, build_optimizer
 from plait.run.outputs import refuse_padding, without_padding
@@ -149,7 +151,7 @@ class Trainer:
                 f" {self.plan.mesh.spread or 'none'}; make the world of the plan's own mesh (plan.mesh)"
             )
         self.world = world if world is not None else process_world(self.plan.mesh, algorithm=self.plan.allreduce)
-        self._same = SameBatch(self.world, self.plan)
+        self.same = SameBatch(self.world, self.plan)
         self._trace = resolve_trace(trace)
         self.recorder = None if self._trace is None else Recorder(self.world)
         self.homes = Homes(self.plan.within, self.world, scratch)
@@ -165,6 +167,7 @@ class Trainer:
         self._callbacks = tuple(callbacks)
         self._on_nan = on_nan
         self._replica: Replica | EagerReplica | None = None
+        self._structure: str | None = None  # of the first batch
         self.replicas: Replicas | None = None  # made below, of a plan whose ranks agree later
         self.average: MovingAverage | None = None  # made by `ema`
         self._pending: Mapping[str, Any] | None = None  # a state loaded before the first batch
@@ -183,6 +186,7 @@ class Trainer:
         if self._replica is not None:
             return
         before = AsItWas(self.compiler.model)
+        self._structure = batch_structure(batch.tree if isinstance(batch, LocalBatch) else batch)
         try:
             self._prepare(batch)
         except BaseException:
@@ -197,7 +201,7 @@ class Trainer:
     def _prepare(self, batch: Any) -> None:
         refuse_away(self.compiler.model)
         agree_on_setup(self.world, self.plan, self.compiler.model, self.seed, self.clip_norm, self._on_nan)
-        replica = self._build_replica(self._rows(batch))
+        replica = self._build_replica(self.rows_here(batch))
         self.optimizer, self.scheduler = attempt(
             self.world,
             lambda: build_both(*self._factories, replica, self.world),
@@ -229,10 +233,10 @@ class Trainer:
                 warnings.warn(f"the model runs as it is{how}: {error}", stacklevel=4)
             return EagerReplica(self.compiler.model, self.compiler.loss_fn, self.plan.within, self.world, self._allow)
 
-    def _rows(self, batch: Any) -> Any:
+    def rows_here(self, batch: Any) -> Any:
         return rows_of_replica(batch, self.plan, self.world) if self.plan.relaxed_axis else batch
 
-    def _key(self) -> int:
+    def key(self) -> int:
         key = step_key(self.seed, self.step_number)
         return key if self.replicas is None else replica_key(key, self.replicas.index)
 
@@ -253,17 +257,17 @@ class Trainer:
             self.recorder.begin()
         replica, optimizer = self.replica, self.optimizer
         assert optimizer is not None
-        self._same.begin(batch, f"step {self.step_number + 1}")
+        self.same.begin(batch, f"step {self.step_number + 1}")
         scale = self.loss_scale.tensor() if self.loss_scale is not None else None
         with self.span("backward", "step") if isinstance(replica, EagerReplica) else nullcontext():
             within: dict[str, Any] = {"update": self._update_within} if self._updates_within else {}
-            result = replica.run(self._rows(batch), self._key(), scale=scale, **within)
-        self._same.check()
+            result = replica.run(self.rows_here(batch), self.key(), scale=scale, **within)
+        self.same.check()
         if self.replicas is not None and self.replicas.local is None:
             with self.span("reduce", "gradients"):
                 result = self.replicas.gradients(result)
         refuse_padding(batch, result)
-        with self._same.awaited():
+        with self.same.awaited():
             check_finite(replica, self.step_number + 1, result.loss, result.gradients, self._on_nan)
         aux = None if result.aux is None else results(without_padding(batch, join_outputs(result.aux)))
         self._follow_frozen(replica)
@@ -329,34 +333,13 @@ class Trainer:
         self.replica.updated()
 
     def evaluate(self, data: Any) -> Any:
-        """The loss without gradients, in evaluation mode, a float: of one batch, or over a loader of them. Where
-        `loss_fn` returns (loss, aux) so does this, with the outputs of all batches put together.
+        """The loss without gradients, in evaluation mode, a float: of one batch, or over a loader or list of them.
+        Where `loss_fn` returns (loss, aux) so does this, with the outputs of all batches put together. A batch that
+        the plan's ranks do not divide, such as a short last one, is worked out whole by each of them.
 
         Of replicas that agree later it is that of the mean of their weights.
         """
-        total, weight = 0.0, 0.0
-        aux: list[Outputs] = []
-        with ExitStack() as stack:
-            for batch in data if is_loader(data) else [data]:
-                self.prepare(batch)
-                if self.replicas is not None and weight == 0:
-                    stack.enter_context(self.replicas.aggregated(self.step_number))
-                here = self._rows(batch)
-                self._same.begin(batch, f"evaluation after step {self.step_number}")
-                result = self.replica.run(here, self._key(), train=False)
-                self._same.check()
-                refuse_padding(batch, result)
-                rows = num_rows(here)
-                parts = result.parts or (float(result.loss) * rows, rows)
-                total, weight = total + float(parts[0]), weight + float(parts[1])
-                if result.aux is not None:
-                    whole = result.aux if self.replicas is None else self.replicas.outputs(result.aux)
-                    aux.append(without_padding(batch, join_outputs(whole)))
-        if self.replicas is not None:
-            total, weight = self.replicas.sum_of([total, weight])
-        if weight == 0:
-            raise BatchError("there was no batch to evaluate on")
-        return (total / weight, results(join_outputs(aux))) if aux else total / weight
+        return evaluate(self, data, self._structure)
 
     def agree(self) -> None:
         """Let replicas that agree every n steps agree now, as after the last step; nothing where all agree at each."""
@@ -391,6 +374,9 @@ class Trainer:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model as plain CPU tensors by name, as `model.state_dict()` has it. Every rank calls it."""
+        if self._replica is None and self._pending is None:
+            with not_started(self.world, self.compiler.model, None, False) as model:
+                return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
         with nullcontext() if self.replicas is None else self.replicas.aggregated(self.step_number):
             return snapshot.full_model(self.replica)
 
@@ -408,13 +394,17 @@ class Trainer:
         ema      the moving average that `ema` keeps, in place of the weights; nothing is written
 
         Of replicas that agree later the weights are the mean; those that are changed become the same on all replicas.
+        Before the first batch all ranks have the model as it was given, and training begins with what it is changed to.
         """
         if ema and self.average is None:
             raise PlanError("gathered(ema=True): the trainer keeps no average; call trainer.ema(decay) first")
         with ExitStack() as stack:
             if ema and self.average is not None:
                 stack.enter_context(self.average.applied())
-            yield stack.enter_context(gathered(self, rank, write and not ema, at_once))
+            if self._replica is None and self._pending is None:
+                yield stack.enter_context(not_started(self.world, self.compiler.model, rank, write and not ema))
+            else:
+                yield stack.enter_context(gathered(self, rank, write and not ema, at_once))
 
     def ema(self, decay: float) -> MovingAverage:
         """Keep an exponential moving average of the weights from now on, in parts like these, updated by each step.

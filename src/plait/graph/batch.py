@@ -132,6 +132,23 @@ def batch_form(batch: Any) -> str:
     return _signature("", batch, batch_numbers(batch))
 
 
+def batch_structure(batch: Any) -> str:
+    """What batches of one data set have in common: keys, dtypes and numbers of dims; a list is as good as a tuple.
+
+    >>> batch_structure([torch.zeros(2, 3), 4])
+    'tuple(float32[2], int)'
+    """
+    if torch.is_tensor(batch):
+        return f"{torch_name(batch.dtype)}[{batch.ndim}]"
+    children = _children(batch)
+    if children is None:
+        return type(batch).__name__
+    if type(batch) in (list, tuple):
+        return f"tuple({', '.join(batch_structure(child) for _, child in children)})"
+    inside = ", ".join(sorted(f"{key}={batch_structure(child)}" for key, child in children))
+    return f"{type(batch).__qualname__}({inside})"
+
+
 def _signature(name: str, batch: Any, numbers: Mapping[str, int | float]) -> str:
     if torch.is_tensor(batch):
         return f"{torch_name(batch.dtype)}{list(batch.shape)}"

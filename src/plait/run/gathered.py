@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm.agree import agree
+from plait.comm.protocol import World
 from plait.errors import ModelError, PlanError
-from plait.run.lending import put_back, stand_in, stand_ins
+from plait.run.lending import put_back, refuse_away, stand_in, stand_ins
 from plait.run.state import lies_here, local_part
 
 if TYPE_CHECKING:
@@ -31,9 +32,7 @@ _lock = threading.Lock()
 @contextmanager
 def gathered(run: Run, rank: int | None, write: bool, at_once: bool) -> Iterator[nn.Module]:
     """The model with whole weights on all ranks, or on that `rank` alone; see Trainer.gathered."""
-    world = run.world
-    if rank is not None and not 0 <= rank < world.mesh.size:
-        raise PlanError(f"rank={rank}: the plan has ranks 0 to {world.mesh.size - 1}")
+    _check_rank(run.world, rank)
     if not at_once and rank is not None:
         raise PlanError(f"rank={rank} alone cannot put weights together op by op: all ranks use the model alike")
     model = run.replica.compiler.model if hasattr(run.replica, "compiler") else run.replica.model
@@ -46,6 +45,48 @@ def gathered(run: Run, rank: int | None, write: bool, at_once: bool) -> Iterator
         yield model
     if lending.changed and run.replicas is not None:
         lending.take_over_in_replicas()
+
+
+@contextmanager
+def not_started(world: World, model: nn.Module, rank: int | None, write: bool) -> Iterator[nn.Module]:
+    """The model before the first batch, which has all of its weights still; see Trainer.gathered."""
+    _check_rank(world, rank)
+    refuse_away(model)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if away := [name for name, tensor in tensors.items() if tensor.is_meta]:
+        raise ModelError(
+            f"{away[0]} is on the meta device, and gets its first values when training begins; call prepare(batch)"
+        )
+    with _alone(model):
+        before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        done = False
+        try:
+            yield model
+            done = True
+        finally:
+            if not (done and write):
+                for name, tensor in tensors.items():
+                    tensor.detach().copy_(before[name])
+    if not write or world.mesh.size == 1:
+        return
+    if rank is None:
+        _alike(world, tensors)
+        return
+    for tensor in tensors.values():
+        sent = tensor.detach().to(world.device).contiguous()
+        tensor.detach().copy_(world.everyone().broadcast(sent, rank).wait())
+
+
+def _check_rank(world: World, rank: int | None) -> None:
+    if rank is not None and not 0 <= rank < world.mesh.size:
+        raise PlanError(f"rank={rank}: the plan has ranks 0 to {world.mesh.size - 1}")
+
+
+def _alike(world: World, values: Mapping[str, Tensor]) -> None:
+    agree(
+        world, _digest(values), "weights after gathered()",
+        remedy="change them alike on every rank, or give gathered(rank=0) to have those of one rank",
+    )  # fmt: skip
 
 
 class _Lending:
@@ -136,10 +177,7 @@ class _Lending:
         """Give every rank its part of what is in the model now."""
         world, replica = self._run.world, self._replica
         if self._rank is None and world.mesh.size > 1:
-            agree(
-                world, _digest({**values, **replica.buffers}), "weights after gathered()",
-                remedy="change them alike on every rank, or give gathered(rank=0) to have those of one rank",
-            )  # fmt: skip
+            _alike(world, {**values, **replica.buffers})
         replicas = self._run.replicas
         for name, layout in replica.layouts.items():
             whole = values.get(name)

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from plait.errors import BatchError
-from plait.graph.batch import batch_tensors, count_rows, is_container, map_rows, take_rows
+from plait.graph.batch import batch_structure, batch_tensors, count_rows, is_container, map_rows, take_rows
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,32 @@ def batch_part(batch: Any, index: int, count: int) -> Any:
     if step * (count - 1) >= rows:
         raise BatchError(f"a batch of {rows} rows does not make {count} parts; give at least a row for each")
     return take_rows(batch, rows, index * step, step)
+
+
+def batches_of(data: Any, known: str | None) -> Iterable[Any]:
+    """The batches of a loader or a list; a batch alone is one. `known` is the structure of the batches so far.
+
+    BatchError for a list that may be either and looks like neither.
+    """
+    if is_loader(data):
+        return data  # type: ignore[no-any-return]
+    if type(data) not in (list, tuple) or not data or batch_structure(data) == known:
+        return [data]
+    if any(isinstance(one, LocalBatch) for one in data):
+        return data  # type: ignore[no-any-return]
+    each = {batch_structure(one) for one in data}
+    if each == {known}:
+        return data  # type: ignore[no-any-return]
+    if not all(is_container(one) and not torch.is_tensor(one) for one in data):  # such as [x, y]
+        if known is None or known.startswith("tuple("):
+            return [data]
+    elif known is None or not known.startswith("tuple("):
+        return data  # type: ignore[no-any-return]
+    raise BatchError(
+        f"a {type(data).__name__} of {len(data)} may be one batch, or that many batches, and the trainer has seen"
+        f" batches like {known}: as one it is {batch_structure(data)}, and its elements {' and '.join(sorted(each))}"
+        "; give batches of that form, one alone as it is and several as iter([...])"
+    )
 
 
 def is_loader(data: Any) -> bool:
