@@ -276,3 +276,38 @@ def posted(port: int) -> int:
                 return reply.status
     except (OSError, http.client.HTTPException):
         return 0
+
+
+@needs_proc
+def test_nothing_of_ray_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    source = (
+        "import time\n"
+        "from plait.serve.cluster import load_ray, started_here\n"
+        "with started_here(load_ray(), 1, 128 << 20):\n"
+        "    open('started', 'w').close()\n"
+        "    time.sleep(600)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", source], cwd=tmp_path)
+    while not (tmp_path / "started").exists():
+        assert process.poll() is None
+        time.sleep(0.1)
+    pids: list[int] = []
+    while not any("Agent" in name_of(pid) for pid in pids):
+        pids = below(process.pid)
+        time.sleep(0.1)
+    time.sleep(1.5)  # the warden looks twice a second
+    pids = below(process.pid)
+    process.kill()
+    process.wait()
+    end = time.monotonic() + 30  # of a minute that an agent would take
+    while any(map(name_of, pids)):
+        assert time.monotonic() < end, [name_of(pid) for pid in pids]
+        time.sleep(0.1)
+
+
+def name_of(pid: int) -> str:
+    """The command of a process; empty of one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""

@@ -18,6 +18,7 @@ from typing import Any
 from plait.comm.private import private_folder
 from plait.errors import PlanError, WorldError
 from plait.serve.job import Job
+from plait.serve.warden import warden
 from plait.view.bytes import human_bytes
 
 OWN_FOLDER = "PLAIT_RAY_FOLDER"  # where the ranks of a worker find each other, if Ray is this machine's own
@@ -107,7 +108,7 @@ def _keep_quiet(ray: Any) -> None:
 @contextmanager
 def started_here(ray: Any, cpus: int, store: int) -> Iterator[Any]:
     """Ray on this machine: `cpus` processes at a time, so many bytes of shared memory for what they exchange."""
-    with private_folder("ray") as folder:
+    with private_folder("ray") as folder, warden():
         os.environ[OWN_FOLDER] = str(folder)  # which Ray's processes inherit
         try:
             ray.init(
