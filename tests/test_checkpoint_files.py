@@ -26,6 +26,7 @@ from plait.run.boxes import Box, copies, fragments
 from plait.run.saving import checkpoint
 from plait.run.saving.crc import combine
 from plait.run.saving.holding import Holding, pieces
+from plait.run.saving.image import Image
 from plait.run.saving.integrity import check_files, damages
 from plait.run.saving.manifest import BLOCK, Manifest
 from plait.run.saving.places import checkpoints, newest
@@ -307,3 +308,16 @@ def test_show(tmp_path: Path) -> None:
         assert part in text
     assert "long" in text and "[3000001]" in text and "12,000,004" in text
     assert isinstance(newest(tmp_path), LocalFolder) and newest(tmp_path).path.parent.name == "checkpoints"
+
+
+def test_a_folder_that_is_gone_in_the_middle_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+
+    def gone(*given: Any) -> Any:
+        (folder / "step-00000002").rename(tmp_path / "elsewhere")
+        (folder / "step-00000002").write_text("")
+        raise NotADirectoryError(20, "Not a directory")
+
+    monkeypatch.setattr(Image, "write", gone)
+    with pytest.raises(CheckpointError, match=r"step-00000002 was not written: .*/part-.*: Not a directory; earlier"):
+        save(folder, 2)

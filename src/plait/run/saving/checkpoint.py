@@ -125,8 +125,9 @@ class _Save:
             self._consent.all_do("write", lambda: self._write(name, memories, num_threads, written))
             self._consent.first_says("finish", lambda: self._finish(name))
         except CheckpointError:
-            for file in written:
-                self._final.remove(file)
+            with contextlib.suppress(OSError):  # of a folder that is gone, which the error says already
+                for file in written:
+                    self._final.remove(file)
             raise
         finally:
             self._consent.leave()
@@ -155,8 +156,9 @@ class _Save:
                 new = self._final.create(file, image.size)
                 entries[file] = image.write(new, memory, num_threads).plain()
             except OSError as error:
-                if new is not None:
-                    new.abandon()
+                with contextlib.suppress(OSError):
+                    if new is not None:
+                        new.abandon()
                 raise self._failure(f"{self._final}/{file}", error) from None
         record = f"record-{rank}-{name}.json"
         written.append(record)
