@@ -27,7 +27,7 @@ from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
 from plait.decide.schedules import ASYNCHRONOUS
 from plait.errors import BatchError, PlanError, RankFailed, ScheduleError
-from plait.graph.lower import Lowered
+from plait.graph.lowered import Lowered
 from plait.run.cell_runner import CellRunner
 from plait.run.compiler import Captures, Compiler
 from plait.run.microbatch import microbatches

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import plait
 from plait.comm.threads import run_ranks
 from plait.graph import ops
-from plait.graph.lower import Lowered
+from plait.graph.lowered import Lowered
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.spec.mesh import Mesh
 from plait.spec.plan import Plan

@@ -163,6 +163,10 @@ def explain(
     config: ConfigArgument,
     plan: PlanOption = None,
     tensor: Annotated[str | None, typer.Option("--tensor", help="Only this tensor: its layout and why.")] = None,
+    passes: Annotated[bool, typer.Option("--passes", help="The passes, and what each changes.")] = False,
+    diff: Annotated[
+        str | None, typer.Option("--diff", metavar="PASS", help="The graphs before and after a pass.")
+    ] = None,
     changes: SetOption = None,
 ) -> None:
     """Show the layout of every parameter and each collective of a step, with its bytes. Nothing is run."""
@@ -176,7 +180,12 @@ def explain(
         check_job(job, chosen, writes=False)
         model, loss_fn = make_model(job)
         found = explain_step(model, loss_fn, first_batch(job, make_data(job)), chosen, layouts=job.layouts)
-        print(found if tensor is None else found.tensor(tensor))
+        if diff is not None:
+            print(found.diff(diff))
+        elif passes:
+            print(found.passes())
+        else:
+            print(found if tensor is None else found.tensor(tensor))
 
 
 @checkpoint_app.command()

@@ -12,7 +12,7 @@ from torch import nn
 from plait.decide.compressing import bytes_exchanged
 from plait.errors import BatchError
 from plait.graph.batch import take_rows
-from plait.graph.lower import Lowered
+from plait.graph.lowered import Lowered
 from plait.run.agreeing.rows import batch_of_replica
 from plait.run.compiler import Captures, Compiler, LossFn
 from plait.run.local_batch import num_rows
@@ -28,7 +28,8 @@ from plait.view.explanation import Explanation, explanation
 def explain(
     model: nn.Module, loss_fn: LossFn, batch: Any, plan: Plan | str, *, layouts: Annotations | None = None
 ) -> Explanation:
-    """The layouts, their origins and the collectives of one step on a global batch; print it, or ask `.tensor(name)`.
+    """The layouts, their origins and the collectives of one step on a global batch; print it, or ask `.tensor(name)`;
+    `.passes()` lists the passes that made the graphs, `.diff(name)` shows what one of them changed.
 
     Of replicas that agree later it is the step of one of them, and of parameter servers that of one worker.
 
@@ -38,7 +39,7 @@ def explain(
     own = _batch_of_worker(batch, plan) if plan.workers else batch_of_replica(batch, plan)
     lowered = Compiler(Captures(model, loss_fn), plan.within, layouts).lowered(microbatches(own, plan.micro)[0])
     about = _service(plan, lowered) if plan.workers else _agreement(plan, lowered) if plan.relaxed_axis else ""
-    return replace(explanation(lowered), agreement=about)
+    return replace(explanation(lowered), agreement=about, layouts=layouts)
 
 
 def _batch_of_worker(batch: Any, plan: Plan) -> Any:

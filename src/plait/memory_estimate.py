@@ -14,7 +14,7 @@ from plait.comm.device import default_kind, is_host
 from plait.decide.memory import GRADIENTS, OPTIMIZER, PARAMETERS, RankMemory, single_changes
 from plait.errors import PlanError
 from plait.graph.cut_within import cut_within
-from plait.graph.lower import Lowered
+from plait.graph.lowered import Lowered
 from plait.graph.pipeline import AXIS as PIPELINE
 from plait.run.agreeing.replicas import bytes_kept
 from plait.run.agreeing.rows import batch_of_replica

@@ -27,7 +27,7 @@ from plait.differences import (
 )
 from plait.errors import CaptureError, LossError, PlanError
 from plait.graph.loss import loss_and_aux, results
-from plait.graph.lower import Lowered
+from plait.graph.lowered import Lowered
 from plait.graph.pipeline import Pipeline
 from plait.graph.precision import Precision, narrowest
 from plait.optim.several import Several

@@ -84,3 +84,11 @@ def settled(node: Node) -> Node:
     while node.op == "placeholder" and node.next.op == "placeholder":
         node = node.next
     return node
+
+
+def copy_graph(graph: Graph) -> Graph:
+    """A copy, whose nodes share their records and values with the original's."""
+    copy = Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    output_node(copy).meta = dict(output_node(graph).meta)
+    return copy

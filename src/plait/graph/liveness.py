@@ -38,7 +38,7 @@ from plait.graph.bucket import (
     rows_start,
     rows_wait,
 )
-from plait.graph.calls import is_item, output_node, placeholders
+from plait.graph.calls import copy_graph, is_item, output_node, placeholders
 from plait.graph.gather import gather_start, gather_wait
 from plait.graph.node_info import info_of
 from plait.graph.partition import WORLD
@@ -163,9 +163,7 @@ class Meter(TorchDispatchMode):
 
 def marked(graph: Graph, gradients: Collection[int]) -> Graph:
     """A copy of a local graph that tells `world.meter` what runs; `gradients` are the outputs that are gradients."""
-    copy = Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    output_node(copy).meta = dict(output_node(graph).meta)
+    copy = copy_graph(graph)
     world = next((node for node in placeholders(copy) if node.name == WORLD), None)
     if world is None:
         with copy.inserting_before(next(iter(copy.nodes))):

@@ -17,7 +17,6 @@ from plait.decide.transfers import add_transfers, add_updates
 from plait.errors import PlanError
 from plait.graph.capture import Captured
 from plait.graph.cells import Cells, split_cells
-from plait.graph.recompute import recompute
 from plait.graph.sharing import keep_written_buffers
 from plait.graph.stages import complete_places, follow_readers, place_in_stages, repeatable, stages_from
 from plait.spec.action import FORWARD, WEIGHT, Action
@@ -134,19 +133,16 @@ def _written(captured: Captured) -> set[str]:
     return {output.name for output in captured.outputs if output.kind == "buffer"}
 
 
-def pipelined(
-    graph: Graph,
-    captured: Captured,
-    plan: Plan,
-    settled: Mapping[str, tuple[int, ...]] | None = None,
-    begins: list[float] | None = None,
+def split_in_cells(
+    graph: Graph, captured: Captured, plan: Plan, settled: Mapping[str, tuple[int, ...]] | None = None
 ) -> Pipeline:
-    """Cut the local graph of a step into stages, and these into cells. Changes `graph`. Arguments as cut_in_stages."""
-    schedule, _ = cut_in_stages(graph, captured, plan, settled, begins)
-    num_stages = schedule.num_stages
-    written = _written(captured)
+    """Split the local graph of a step, whose calls know their stages, into cells. Changes `graph`.
+
+    `settled` are the stages of parameters as an earlier batch decided them. PlanError for a pipeline that cannot be.
+    """
+    schedule = schedule_of(plan, train=any(output.kind == "gradient" for output in captured.outputs))
+    num_stages, written = schedule.num_stages, _written(captured)
     copies = [len(schedule.holders(stage)) for stage in range(num_stages)]
-    graph = recompute(graph, plan.recompute)
     anywhere = repeatable(graph, written)
     weights = any(action.kind == WEIGHT for _, action in schedule.cells())
     cells = split_cells(graph, captured.outputs, num_stages, anywhere, weights)

@@ -13,27 +13,34 @@ part of the sums, so each microbatch's gradients are summed over ranks as they c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
-from plait.decide.legality import activations_away, gradients_away, parameters_away
-from plait.graph import homes, ops
-from plait.graph.bucket import bucket_gradients, overlap
-from plait.graph.calls import is_tensor, output_node, placeholders
+from plait.graph import ops
+from plait.graph.calls import copy_graph, output_node, placeholders
 from plait.graph.capture import Output
-from plait.graph.fetch import fetch_parameters, fetch_sums, leave_early
-from plait.graph.gather import gather_parameters, narrow_parameters
-from plait.graph.inplace import is_fresh, reuse_dead_operands
+from plait.graph.gather import narrow_parameters
+from plait.graph.inplace import is_fresh
 from plait.graph.node_info import NodeInfo, describe, info_of
-from plait.graph.stash import stash_activations
 from plait.graph.zero import cut_of
 from plait.spec.layout import Layout
 from plait.spec.plan import Plan
 
 aten = torch.ops.aten
 SUM = "sum_of_"  # name of a placeholder that brings the sum so far of a gradient
+
+
+@dataclass
+class Part:
+    """One of the graphs of a step: all of it, a cell of its pipeline, or what a cell runs for some microbatches."""
+
+    graph: Graph
+    outputs: tuple[Output, ...]
+    num_micro: frozenset[int]  # on how many microbatches ranks run it in a step
+    turn: str = ""  # which of them, once the step is repeated
 
 
 def turns_of(num_micro: int, graphs: Collection[str]) -> tuple[str, ...]:
@@ -59,73 +66,27 @@ def narrowed(
     }
 
 
-def graphs_of_turns(
-    graph: Graph,
-    outputs: Sequence[Output],
-    plan: Plan,
-    layouts: Mapping[str, Layout],
-    states: Mapping[str, Layout],
-    num_micro: Collection[int],
-    staying: Collection[str] = (),
-) -> dict[str, Graph]:
-    """The graphs by turn, from a local graph of these outputs, for ranks that run it on so many microbatches.
+def gradients_of(part: Part) -> dict[int, str]:
+    """The parameters whose gradients a graph makes, by its outputs."""
+    return {i: output.name for i, output in enumerate(part.outputs) if output.kind == "gradient"}
 
-    Gradients of `staying` parameters do not leave the device, wherever their home is.
-    """
-    device = next((n.meta["val"].device.type for n in placeholders(graph) if is_tensor(n)), "cpu")
-    if activations_away(plan, device) and len(plan.copies) == 1:
-        graph = stash_activations(graph, plan.bucket_bytes)
-    cuts = {name: cut for name, state in states.items() if (cut := cut_of(layouts[name], state, plan)) is not None}
-    if plan.zero == 3:
-        gather_parameters(graph, cuts, plan.bucket_bytes)
-    gradients = {i: o.name for i, o in enumerate(outputs) if o.kind == "gradient"}
-    handed_on = [i for i, o in enumerate(outputs) if o.kind == "value"]
-    keep = {i: cuts[name] for i, name in gradients.items() if name in cuts}
-    most = max(num_micro, default=1)
+
+def by_turn(part: Part, keeps_parts: bool) -> dict[str, Graph]:
+    """The graphs by turn. With `keeps_parts` a rank sums gradients over ranks at every microbatch, of which it keeps
+    its part."""
+    graph, gradients = part.graph, gradients_of(part)
+    most = max(part.num_micro, default=1)
     found: dict[str, Graph] = {}
-    if most == 1 or 1 in num_micro or not gradients or plan.zero_stage >= 2:
-        found["alone"] = graph if most == 1 or not gradients else _copy(graph)
-    if most > 1 and gradients and plan.zero_stage >= 2:
+    if most == 1 or 1 in part.num_micro or not gradients or keeps_parts:
+        found["alone"] = graph if most == 1 or not gradients else copy_graph(graph)
+    if most > 1 and gradients and keeps_parts:
         found["more"] = graph
     elif most > 1 and gradients:
-        found["first"] = _unsummed(_copy(graph), gradients, add=False)
+        found["first"] = _unsummed(copy_graph(graph), gradients, add=False)
         if most > 2:
-            found["middle"] = _unsummed(_copy(graph), gradients, add=True)
+            found["middle"] = _unsummed(copy_graph(graph), gradients, add=True)
         found["last"] = _add_to(graph, gradients)
-    for turn, each in found.items():
-        kept = {} if turn in ("first", "middle") else keep
-        each = bucket_gradients(each, plan.bucket_bytes, kept, gradients.keys(), but=handed_on)
-        if turn == "more":
-            each = _add_parts(each, gradients)
-        found[turn] = _with_homes(reuse_dead_operands(overlap(each)), turn, gradients, plan, device, states, staying)
     return found
-
-
-def _with_homes(
-    graph: Graph,
-    turn: str,
-    gradients: Mapping[int, str],
-    plan: Plan,
-    device: str,
-    states: Mapping[str, Layout],
-    staying: Collection[str],
-) -> Graph:
-    """Let parameters and gradients come from their homes and leave for them."""
-    large = homes.large(states)
-    if parameters_away(plan, device):
-        graph = fetch_parameters(graph, large, plan.bucket_bytes)
-    large = large.difference(staying)
-    if gradients_away(plan, device):
-        graph = leave_early(graph, "sum" if turn in ("first", "middle") else "gradient", gradients, large)
-        graph = fetch_sums(graph, "gradient" if turn == "more" else "sum", large, plan.bucket_bytes)
-    return graph
-
-
-def _copy(graph: Graph) -> Graph:
-    copy = Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    output_node(copy).meta = dict(output_node(graph).meta)
-    return copy
 
 
 def _term(result: Node) -> Node:
@@ -175,7 +136,7 @@ def _add_to(graph: Graph, gradients: Mapping[int, str]) -> Graph:
     return graph
 
 
-def _add_parts(graph: Graph, gradients: Mapping[int, str]) -> Graph:
+def add_parts(graph: Graph, gradients: Mapping[int, str]) -> Graph:
     """Add each gradient, as it leaves the graph, to the sum so far."""
     end = output_node(graph)
     results = list(end.args[0])  # type: ignore[arg-type]

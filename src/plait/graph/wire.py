@@ -14,7 +14,7 @@ from plait.graph import ops
 from plait.graph.bucket import bucket_start, rows_start
 from plait.graph.calls import num_bytes
 from plait.graph.gather import gather_start
-from plait.graph.lower import Lowered
+from plait.graph.lowered import Lowered
 from plait.graph.node_info import NodeInfo, info_of
 from plait.graph.pipeline import Pipeline
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from plait.comm.protocol import World
 from plait.decide.legality import no_common_memory
 from plait.errors import PlanError
-from plait.graph.lower import Lowered
+from plait.graph.lowered import Lowered
 from plait.graph.rows import Cut
 from plait.graph.zero import cut_of
 from plait.run.state import lies_here

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from plait.graph.batch import batch_form, batch_numbers
 from plait.graph.capture import Captured, capture, one_at_a_time
-from plait.graph.lower import Lowered, lower
+from plait.graph.lower import lower
+from plait.graph.lowered import NOTHING_SETTLED, Lowered
 from plait.graph.pipeline import updates_within
 from plait.graph.precision import FULL, Precision
 from plait.graph.reach import Reached
@@ -27,7 +28,6 @@ from plait.graph.same import same_step
 from plait.run.effects import Changes, examine, settled
 from plait.run.watch import Variant, Watch, is_flag
 from plait.spec.annotation import Annotations
-from plait.spec.layout import Layout
 from plait.spec.plan import Plan
 
 LossFn = Callable[[Any, Any], Any]
@@ -210,9 +210,7 @@ class Compiler:
         self.plan = plan
         self.annotations = annotations
         self._found: Recent[tuple[int, bool, int], Lowered] = Recent()
-        self._settled: Mapping[str, Layout] | None = None
-        self._stages: Mapping[str, tuple[int, ...]] | None = None
-        self._frozen: tuple[str, ...] | None = None
+        self._settled = NOTHING_SETTLED
         self._lock = threading.Lock()
 
     @property
@@ -238,12 +236,7 @@ class Compiler:
         key = (id(captured), train, plan.micro)
         with self._lock:
             if key not in self._found:
-                found = lower(captured, plan, self.annotations, self._settled, self._stages, self._frozen)
-                if self._stages is None and found.pipeline is not None:
-                    self._stages = found.pipeline.stages
-                if self._settled is None:
-                    parameters = {i.name for i in captured.inputs if i.kind == "parameter"}
-                    self._settled = {name: found.layouts[name] for name in parameters}
-                    self._frozen = captured.frozen
+                found = lower(captured, plan, self.annotations, self._settled)
+                self._settled = self._settled.after(found)
                 self._found[key] = found
             return self._found[key]

@@ -13,7 +13,7 @@ from plait.decide.legality import activations_away, gradients_away
 from plait.graph.calls import output_node
 from plait.graph.homes import large
 from plait.graph.loss import Outputs
-from plait.graph.lower import Lowered
+from plait.graph.lowered import Lowered
 from plait.graph.pipeline import AXIS
 from plait.run.asynchronous import StaleRunner, Update
 from plait.run.cell_runner import CellRunner

@@ -15,7 +15,7 @@ from plait.comm.protocol import World
 from plait.graph.calls import placeholders
 from plait.graph.capture import Captured, Output
 from plait.graph.loss import Outputs, Part
-from plait.graph.lower import Lowered
+from plait.graph.lowered import Lowered
 from plait.graph.node_info import info_of
 from plait.graph.partition import WORLD
 from plait.graph.precision import Precision

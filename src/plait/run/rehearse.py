@@ -26,7 +26,7 @@ from plait.errors import PlanError
 from plait.graph.batch import map_batch
 from plait.graph.capture import Captured
 from plait.graph.liveness import Meter, marked
-from plait.graph.lower import Lowered, cell_name
+from plait.graph.lowered import Lowered, cell_name
 from plait.graph.pipeline import AXIS as PIPELINE
 from plait.graph.pipeline import Pipeline
 from plait.graph.precision import Precision

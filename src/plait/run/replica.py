@@ -18,7 +18,7 @@ from plait.graph.batch import batch_form, batch_leaves, batch_numbers
 from plait.graph.by_role import INNER
 from plait.graph.capture import Captured
 from plait.graph.digest import captured_digest
-from plait.graph.lower import Lowered
+from plait.graph.lowered import Lowered
 from plait.run.asynchronous import Update
 from plait.run.compiler import Compiler, Recent
 from plait.run.effects import Changes

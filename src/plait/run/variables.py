@@ -25,7 +25,7 @@ from plait.decide.buckets import bucket_limit, split_buckets
 from plait.decide.pages import padded
 from plait.graph.gather import Gathering
 from plait.graph.homes import large
-from plait.graph.lower import Lowered
+from plait.graph.lowered import Lowered
 from plait.graph.rows import Cut, Rows
 from plait.graph.zero import cut_of
 from plait.run.common import common_parameters

@@ -14,12 +14,16 @@ from plait.errors import LayoutError
 from plait.graph import ops
 from plait.graph.bucket import bucket_wait, rows_start, rows_wait
 from plait.graph.calls import is_item, output_node
+from plait.graph.draft import Watcher
 from plait.graph.gather import gather_start
-from plait.graph.lower import Lowered, dtype_name
+from plait.graph.lower import PASSES, lower
+from plait.graph.lowered import Lowered, dtype_name
 from plait.graph.node_info import info_of
 from plait.graph.wire import Collective, step_collectives
+from plait.spec.annotation import Annotations
 from plait.spec.layout import Layout, Only
 from plait.view.bytes import human_bytes
+from plait.view.passes import pass_diff, pass_table
 from plait.view.stages import describe_stages
 
 
@@ -30,6 +34,7 @@ class Explanation:
     lowered: Lowered
     collectives: tuple[Collective, ...]
     agreement: str = ""  # of replicas that agree later, whose step this is: how they do
+    layouts: Annotations | None = None  # that the user gave
 
     @property
     def sent_bytes(self) -> dict[str, float]:
@@ -61,6 +66,19 @@ class Explanation:
         if self.lowered.without_rule:
             lines += ["", f"ops without a rule, run on whole inputs: {', '.join(sorted(self.lowered.without_rule))}"]
         return "\n".join(lines)
+
+    def passes(self) -> str:
+        """The passes that made the graphs, in order, with the calls and bytes that each of them changed."""
+        return pass_table(self._watched().reports)
+
+    def diff(self, name: str) -> str:
+        """What one pass changes, as a unified diff of the graphs. PlanError for a pass that is not known."""
+        return pass_diff(self._watched(name).reports, name, [each.name for each in PASSES])
+
+    def _watched(self, diff: str = "") -> Watcher:
+        watcher = Watcher(diff)
+        lower(self.lowered.captured, self.lowered.plan, self.layouts, watcher=watcher)
+        return watcher
 
     def tensor(self, name: str) -> str:
         """One tensor: a parameter, a leaf of the batch, or a value of the graph by its node's name."""

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 
 from plait.graph.cell_costs import estimate_costs
-from plait.graph.lower import Lowered, dtype_named
+from plait.graph.lowered import Lowered, dtype_named
 from plait.graph.node_info import info_of
 from plait.graph.views import is_view
 from plait.spec.action import BACKWARD, FORWARD

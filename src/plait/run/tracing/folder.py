@@ -20,7 +20,7 @@ from plait.decide.costs import Costs, read_costs
 from plait.decide.readiness import Edges
 from plait.errors import DataError, PlaitError, PlanError
 from plait.graph.cell_costs import estimate_costs
-from plait.graph.lower import Lowered
+from plait.graph.lowered import Lowered
 from plait.graph.pipeline import AXIS as PIPELINE
 from plait.run.tracing.recorder import Recorder
 from plait.spec.mesh import Mesh

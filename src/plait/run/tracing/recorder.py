@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 from plait.comm.device import Event, bytes_allocated, is_host, synchronize
 from plait.comm.protocol import World
 from plait.comm.traced import clock_offset, trace_comms, untrace_comms
+from plait.graph.calls import copy_graph
 from plait.graph.node_info import is_backward
 from plait.spec.action import BACKWARD, FORWARD, cell
 from plait.spec.trace import COMPUTE_KINDS
@@ -87,8 +88,7 @@ class Recorder:
 
     def marked(self, graph: Graph) -> Graph:
         """A copy of the graph of a step that calls `turn` where backward begins."""
-        copy = Graph()
-        copy.output(copy.graph_copy(graph, {}))
+        copy = copy_graph(graph)
         first = next((n for n in copy.nodes if is_backward(n) and _is_op(n)), None)
         if first is not None:
             with copy.inserting_before(first):

@@ -1,0 +1,75 @@
+"""The order of the passes that make the graphs of a plan, and what explain tells of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+from plait.errors import PlanError
+from plait.graph.draft import Pass, check_order
+from plait.graph.lower import PASSES
+from plait.view.explanation import Explanation
+
+PLANS = [
+    "data=2",
+    "data=2 zero=3 micro=3",
+    "tensor=2",
+    "data=2 pipeline=2 micro=4 zero=2",
+    "pipeline=2 recompute=layer",
+]
+
+
+def explained(plan: str) -> Explanation:
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Linear(8, 8))
+    batch = torch.randn(24, 8)
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    return plait.explain(model, loss_fn, batch, plan)
+
+
+def test_every_pass_comes_after_those_that_provide_what_it_requires() -> None:
+    check_order(PASSES)
+    assert len({each.name for each in PASSES}) == len(PASSES)
+    assert {fact for each in PASSES for fact in each.requires} <= {fact for each in PASSES for fact in each.provides}
+
+
+def test_an_order_that_lacks_a_fact_is_refused() -> None:
+    first = Pass("first", "", lambda draft: None, provides=["layouts"])
+    second = Pass("second", "", lambda draft: None, requires=["layouts"])
+    check_order([first, second])
+    with pytest.raises(PlanError, match="the pass 'second' requires 'layouts', which no pass before it provides"):
+        check_order([second, first])
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_explain_lists_the_passes_that_ran_in_their_order(plan: str) -> None:
+    lines = explained(plan).passes().splitlines()
+    ran = [line.split()[0] for line in lines[1:]]
+    assert ran == [each.name for each in PASSES if each.name in ran]
+    assert ("gather-parameters" in ran) == ("zero=3" in plan)
+    assert ("split-in-cells" in ran) == ("assign-stages" in ran) == ("pipeline" in plan)
+    assert ("recompute" in ran) == ("recompute" in plan)
+
+
+def test_explain_counts_what_a_pass_changes() -> None:
+    rows = {line.split()[0]: line.split() for line in explained("tensor=2").passes().splitlines()}
+    assert rows["mark-aside"][2] != "+0" and not rows["mark-aside"][2].startswith("+")
+    assert rows["shard"][2].startswith("+")  # collectives
+
+
+def test_explain_shows_the_graphs_before_and_after_a_pass() -> None:
+    found = explained("data=2 zero=3")
+    diff = found.diff("gather-parameters")
+    assert "--- step before" in diff and "+++ step after" in diff
+    assert "+gather_start = gather_start(world, data" in diff
+    assert found.diff("mark-aside") == "the pass mark-aside changes nothing"
+    assert found.diff("split-in-cells") == "the pass split-in-cells does not run under this plan"
+
+
+def test_a_pass_that_is_not_known_is_refused_with_those_near() -> None:
+    with pytest.raises(PlanError, match="there is no pass 'gather'; did you mean gather-parameters"):
+        explained("data=2").diff("gather")
