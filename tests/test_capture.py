@@ -19,9 +19,10 @@ from zoo import EXTRA, ZOO
 from plait.errors import BatchError, CaptureError, LossError, PlanError
 from plait.graph.batch import batch_leaves, batch_numbers, batch_signature
 from plait.graph.capture import Captured, capture
+from plait.graph.draw import draw
 from plait.graph.loss import Weighted
 from plait.graph.node_info import info_of
-from plait.graph.random import GlobalRandom, draw
+from plait.graph.random import GlobalRandom
 
 KEY = 11
 FAMILIES = {**ZOO, **EXTRA}

@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 from plait.errors import CaptureError
 from plait.graph.capture import capture
+from plait.graph.draw import CHUNK, chunking, draw
 from plait.graph.ops import take
-from plait.graph.random import CHUNK, GlobalRandom, chunking, draw
+from plait.graph.random import GlobalRandom
 from plait.graph.rules import random as rule
 from plait.graph.rules.base import RULES, Call, Shard, Spec, Strategy, strategies_of
 

@@ -14,8 +14,8 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from plait.graph.calls import is_item, output_node
+from plait.graph.draw import draw
 from plait.graph.node_info import info_of
-from plait.graph.random import draw
 from plait.graph.shapes import frozen
 from plait.graph.views import ALIASES, is_view
 

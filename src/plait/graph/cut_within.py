@@ -11,8 +11,9 @@ from torch.fx import Node
 
 from plait.decide.cut import Item, Memory, choose_cut
 from plait.graph.calls import placeholders
+from plait.graph.dtypes import dtype_named
 from plait.graph.estimate import seconds_of
-from plait.graph.lowered import Lowered, dtype_named
+from plait.graph.lowered import Lowered
 from plait.graph.node_info import info_of, position_of
 from plait.spec.action import BACKWARD, FORWARD, WEIGHT
 from plait.spec.schedule import Schedule

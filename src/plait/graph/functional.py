@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from plait.graph.draw import draw
 from plait.graph.node_info import info_of
-from plait.graph.random import draw
 from plait.graph.record import Recorder
 
 

@@ -10,6 +10,7 @@ from torch.fx import Graph
 
 from plait.decide.readiness import Cell
 from plait.graph.capture import Captured
+from plait.graph.dtypes import dtype_named
 from plait.graph.pipeline import Pipeline
 from plait.graph.rows import Cut
 from plait.graph.share import SplitShare
@@ -17,8 +18,6 @@ from plait.graph.turns import turns_of
 from plait.graph.zero import cut_of
 from plait.spec.layout import Layout
 from plait.spec.plan import Plan
-
-_SHORT = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torch.bfloat16: "bf16", torch.bool: "bool"}
 
 
 @dataclass(frozen=True)
@@ -88,14 +87,3 @@ NOTHING_SETTLED = Settled()
 
 def cell_name(cell: Cell) -> str:
     return f"{cell[0]}{cell[1]}"
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The short name that layouts print: f32, bf16, int64..."""
-    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The inverse of `dtype_name`."""
-    found = next((dtype for dtype, short in _SHORT.items() if short == name), None)
-    return getattr(torch, name) if found is None else found

@@ -21,9 +21,9 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from plait.errors import CaptureError
+from plait.graph.draw import draw
 from plait.graph.late import known_value
 from plait.graph.node_info import NodeInfo, describe
-from plait.graph.random import draw
 from plait.graph.random_ops import RANDOM, check_random
 from plait.graph.rules import rule_for
 from plait.graph.shapes import ShapeMemo, fake_of, spec_of

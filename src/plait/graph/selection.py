@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import plait.graph.selected_ops  # noqa: F401  (fills the table of what selections do)
+from plait.graph.draw import draw
 from plait.graph.late import LateValues
-from plait.graph.random import draw
 from plait.graph.selected import Selected, dynamic, rows_of
 
 

@@ -12,7 +12,7 @@ from plait.graph.by_role import INNER, give_roles, propagate_by_role, split_by_t
 from plait.graph.calls import placeholders
 from plait.graph.capture import Captured
 from plait.graph.draft import Draft
-from plait.graph.lowered import dtype_name
+from plait.graph.dtypes import dtype_name
 from plait.graph.partition import partition
 from plait.graph.pipeline import AXIS as PIPELINE
 from plait.graph.pipeline import cut_in_stages

@@ -21,9 +21,9 @@ from plait.errors import PlanError
 from plait.graph import ops
 from plait.graph.calls import is_item, is_tensor, num_bytes, output_node, placeholders
 from plait.graph.capture import Output
+from plait.graph.draw import draw
 from plait.graph.estimate import flops_of, seconds_of
 from plait.graph.node_info import info_of, is_backward, position_of, set_info, stage_of
-from plait.graph.random import draw
 from plait.graph.views import is_view
 from plait.spec.plan import Plan
 

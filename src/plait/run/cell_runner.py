@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from plait.decide.readiness import Cell
+from plait.graph.draw import micro_key
 from plait.run.execute import Box
-from plait.run.microbatch import micro_key
 from plait.run.program import Program
 
 

@@ -48,11 +48,6 @@ def step_key(seed: int, step: int) -> int:
     return (seed * 0x9E3779B1 + step) & ((1 << 62) - 1)
 
 
-def micro_key(key: int, index: int) -> int:
-    """The key of the random draws of a step's microbatch; the first one's is the step's."""
-    return (key + index * 0x9E3779B97F4A7C15) & ((1 << 62) - 1)
-
-
 def joined(results: Sequence[StepResult], scale: Tensor | None = None) -> StepResult:
     """The step's result from those of its microbatches, of which the last has the sums of the gradients.
 

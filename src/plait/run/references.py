@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from plait.graph.draw import micro_key
 from plait.graph.loss import Loss, Outputs, copied, join_outputs, read_loss
 from plait.graph.pipeline import Pipeline
 from plait.graph.precision import Precision
 from plait.graph.random import GlobalRandom
 from plait.run.compiler import LossFn
 from plait.run.local_batch import num_rows
-from plait.run.microbatch import micro_key, microbatches
+from plait.run.microbatch import microbatches
 from plait.run.twin import Twin
 from plait.spec.plan import Plan
 

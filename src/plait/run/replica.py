@@ -18,6 +18,7 @@ from plait.graph.batch import batch_form, batch_leaves, batch_numbers
 from plait.graph.by_role import INNER
 from plait.graph.capture import Captured
 from plait.graph.digest import captured_digest
+from plait.graph.draw import micro_key
 from plait.graph.lowered import Lowered
 from plait.run.asynchronous import Update
 from plait.run.compiler import Compiler, Recent
@@ -25,7 +26,7 @@ from plait.run.effects import Changes
 from plait.run.homes.homes import Homes
 from plait.run.initialise import initial_buffers
 from plait.run.local_batch import LocalBatch, global_like, num_rows
-from plait.run.microbatch import first_microbatch, joined, micro_key, microbatches
+from plait.run.microbatch import first_microbatch, joined, microbatches
 from plait.run.pipeline import PipelineProgram
 from plait.run.program import Program, StepResult
 from plait.run.state import counts_here, gather_whole, local_part, summed_square_axes

@@ -15,9 +15,10 @@ from plait.graph import ops
 from plait.graph.bucket import bucket_wait, rows_start, rows_wait
 from plait.graph.calls import is_item, output_node
 from plait.graph.draft import Watcher
+from plait.graph.dtypes import dtype_name
 from plait.graph.gather import gather_start
 from plait.graph.lower import PASSES, lower
-from plait.graph.lowered import Lowered, dtype_name
+from plait.graph.lowered import Lowered
 from plait.graph.node_info import info_of
 from plait.graph.wire import Collective, step_collectives
 from plait.spec.annotation import Annotations

@@ -6,7 +6,8 @@ import math
 from collections import Counter
 
 from plait.graph.cell_costs import estimate_costs
-from plait.graph.lowered import Lowered, dtype_named
+from plait.graph.dtypes import dtype_named
+from plait.graph.lowered import Lowered
 from plait.graph.node_info import info_of
 from plait.graph.views import is_view
 from plait.spec.action import BACKWARD, FORWARD

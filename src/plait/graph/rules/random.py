@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from plait.graph.random import draw
+from plait.graph.draw import draw
 from plait.graph.rules.base import Builder, Call, Placements, Rule, Shard, Strategy, register
 
 _BLOCKS = (1, 2, 3, 4)  # numbers of blocks that a reader may want
