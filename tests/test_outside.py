@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from plain_loops import PLANS, SGD, batch, check, net, nothing
+from plain_loops import PLANS, SGD, batch, check, net, nothing, plain
 from torch import nn
 
 import plait
@@ -350,3 +350,57 @@ def test_no_gradient_is_lost_without_a_word():
         plait.verify(model, lambda m, b: Product.apply(m(b["x"]), weight).mean(), batch(), "data=2")
     with pytest.warns(UserWarning, match=r"reads loss_fn:other.weight, which requires gradients"):
         plait.Trainer(model, lambda m, b: other(m(b["x"])).mean(), SGD, "").step(batch())
+
+
+def changed_between_steps(how):
+    """What a training loop does to the model between its steps."""
+    model = net()
+    model.register_buffer("scale", torch.ones((), dtype=torch.float64))
+    handles = [model[1].register_forward_hook(lambda module, args, out: out * 2)] if how == "hook taken out" else []
+
+    class Act(nn.Module):
+        def forward(self, x):
+            return x.tanh()
+
+    model[1] = Act() if how == "method" else model[1]
+
+    def change(model, step):
+        if how == "buffer":
+            model.scale = model.scale * 1.5
+        elif how == "weights":
+            with torch.no_grad():
+                model[0].weight.clamp_(-0.05, 0.05)
+        elif step != 1:
+            return
+        elif how == "gradient hook":
+            model[0].weight.register_hook(lambda gradient: gradient * 2)
+        elif how == "hook taken out":
+            handles[0].remove()
+        elif how == "hook":
+            model[1].register_forward_hook(lambda module, args, out: out * 2)
+        elif how == "method":
+            Act.forward = lambda self, x: x.relu()
+
+    return model, lambda m, b: F.cross_entropy(m(b["x"]), b["y"]) * m.scale, change
+
+
+@pytest.mark.parametrize("how", ["buffer", "weights", "gradient hook", "hook taken out", "hook", "method"])
+def test_what_the_loop_changes_on_the_model_between_steps(how):
+    expected, _ = plain(lambda: changed_between_steps(how), "")
+    model, loss_fn, change = changed_between_steps(how)
+    trainer = plait.Trainer(model, loss_fn, SGD, "")
+    for step, loss in enumerate(expected):
+        assert float(trainer.step(batch())) == pytest.approx(loss, rel=1e-10)
+        change(model, step)
+
+
+def test_another_parameter_in_the_place_of_one_is_refused():
+    model = net()
+    trainer = plait.Trainer(model, lambda m, b: F.cross_entropy(m(b["x"]), b["y"]), SGD, "")
+    trainer.step(batch())
+    with trainer.gathered():
+        model[0].weight.detach().mul_(0.5)
+    trainer.step(batch())
+    model[0].weight = nn.Parameter(model[0].weight.detach() * 0.5)
+    with pytest.raises(plait.PlanError, match="the parameter 0.weight was exchanged"):
+        trainer.step(batch())

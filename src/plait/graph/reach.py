@@ -266,6 +266,8 @@ class Reached:
             self._seen.add(id(each))
             members = dict(each.__dict__)
             keys = [k for k, v in members.items() if not k.startswith("__") and not _is_code(v)]
+            if not is_library(_file(each)):  # of which methods may be exchanged
+                keys += [k for k, v in members.items() if isinstance(v, types.FunctionType)]
             if keys:
                 self._hold(NamesHolder(f"{_root(place)}{each.__qualname__}", each, keys))
             for key, member in members.items() if not is_library(_file(each)) else ():

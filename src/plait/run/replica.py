@@ -81,6 +81,19 @@ class Replica:
                 buffers[name].data = buffer
             self.buffers[name] = buffers[name] if adopt else buffer.detach().clone().to(world.device)
         self.buffers |= self.variables.changing
+        self._places = [
+            (name, module, key)
+            for prefix, module in (model.named_modules() if adopt else ())
+            for key in module._buffers
+            if (name := f"{prefix}.{key}" if prefix else key) in buffers
+        ]
+        held = {} if compiler.plan.shares_parameters or not adopt else self.variables.parameters
+        self._held = [
+            (name, module, key, p)
+            for prefix, module in model.named_modules()
+            for key, p in module._parameters.items()
+            if p is not None and held.get(name := f"{prefix}.{key}" if prefix else key) is p
+        ]
 
     def release(self) -> None:
         """Let go of the model's own copy of parameters that live elsewhere."""
@@ -156,6 +169,7 @@ class Replica:
         self.homes.begin_step()
         program = self.program(parts[0]) if train else self.program(parts[0], False, len(parts))
         captured = program.lowered.captured
+        self._follow_model()
         outside = self._outside(captured)
         buffers = {**self.buffers, **outside}
         changes = self.compiler.captures.changes.get(id(captured), Changes())
@@ -178,6 +192,28 @@ class Replica:
         result = joined(results, scale)
         self.homes.factor = result.factor
         return result
+
+    @torch.no_grad()
+    def _follow_model(self) -> None:
+        """Take over tensors that the user has put in the places of the model's buffers between steps. PlanError where
+        a parameter was exchanged."""
+        for name, module, key, parameter in self._held:
+            if module._parameters.get(key) is not parameter:
+                raise PlanError(
+                    f"the parameter {name} was exchanged for another after training began, and the optimizer has the"
+                    f" one before; write into it, with torch.no_grad(): {name}.copy_(...), or make a new Trainer"
+                )
+        for name, module, key in self._places:
+            now, mine = module._buffers.get(key), self.buffers[name]
+            if now is None or now is mine:
+                continue
+            if (now.shape, now.dtype) != (mine.shape, mine.dtype):
+                raise PlanError(
+                    f"the buffer {name} was {mine.dtype} of shape {list(mine.shape)} when training began, and is"
+                    f" {now.dtype} of shape {list(now.shape)} now; a buffer keeps its type and shape"
+                )
+            mine.copy_(now)
+            module._buffers[key] = mine
 
     def _parts_of_evaluation(self, batch: Any) -> int:
         """As in training, so that the ranks of a pipeline work side by side; one where the rows do not allow it."""

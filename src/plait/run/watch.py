@@ -101,9 +101,7 @@ class Watch:
     # what changes
 
     def _is_same(self) -> bool:
-        return self.reached.is_same() and self._flags == [
-            p is not None and p.requires_grad for p in self._parameters_now()
-        ]
+        return self.reached.is_same() and self._flags == [_flag(p) for p in self._parameters_now()]
 
     def _parameters_now(self) -> list[nn.Parameter | None]:
         return [own.get(key) for _, own, key in self.reached.parameters]
@@ -150,9 +148,9 @@ class Watch:
             if array.tobytes() != before:
                 self.reached.arrays[i] = (place, array, array.tobytes())
                 tokens[place] = _array_token(array)
-        self._flags = [p is not None and p.requires_grad for p in self._parameters_now()]
+        self._flags = [_flag(p) for p in self._parameters_now()]
         for (name, _, _), flag in zip(self.reached.parameters, self._flags, strict=True):
-            tokens[f"{name}.requires_grad"] = ("bool", str(flag))
+            tokens |= _flag_tokens(name, flag)
         changed = any(self._tokens.get(place) != one for place, one in tokens.items())
         self._tokens |= tokens
         return changed
@@ -189,9 +187,9 @@ class Watch:
         found |= {place: _form(tensor) for place, tensor in reached.tensors.items()}
         found |= {place: _structure(what) for place, what in reached.structure.items()}
         found |= {place: _array_token(array) for place, array, _ in reached.arrays}
-        self._flags = [p is not None and p.requires_grad for p in self._parameters_now()]
+        self._flags = [_flag(p) for p in self._parameters_now()]
         for (name, _, _), flag in zip(reached.parameters, self._flags, strict=True):
-            found[f"{name}.requires_grad"] = ("bool", str(flag))
+            found |= _flag_tokens(name, flag)
         return found
 
 
@@ -203,6 +201,17 @@ def token(value: Any) -> tuple[str, str]:
 def is_flag(place: str) -> bool:
     """Whether a place says if a parameter trains, or in which mode a module is."""
     return place.endswith((".requires_grad", ".training", ":training"))
+
+
+def _flag(parameter: nn.Parameter | None) -> tuple[bool, tuple[int, ...]]:
+    """Whether a parameter trains, and its hooks."""
+    if parameter is None:
+        return False, ()
+    return parameter.requires_grad, tuple(parameter._backward_hooks or ())
+
+
+def _flag_tokens(name: str, flag: tuple[bool, tuple[int, ...]]) -> dict[str, Any]:
+    return {f"{name}.requires_grad": ("bool", str(flag[0])), f"{name}.hooks": ("tuple", str(flag[1]))}
 
 
 def _alike(old: Any, new: Any) -> bool:
