@@ -237,7 +237,7 @@ class Branches(nn.Module):
     ("what", "line", "reason"),
     [
         ("if", "return y if y.sum() > 0 else -y", "the number that a tensor holds"),
-        ("nonzero", "return y[y > 0].std()", "the shape of a result depends on"),
+        ("nonzero", "return y[y > 0].median()", "the shape of a result depends on"),
         ("shape", "return y @ torch.ones(7, 7)", "RuntimeError"),
     ],
 )

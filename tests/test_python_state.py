@@ -346,6 +346,18 @@ def test_random_bytes_of_the_system_are_draws(draw):
         plait.verify(net(), lambda m, b: (draw(), m(b["x"]).square().mean())[1], batch(), "data=2")
 
 
+def test_a_module_that_asks_for_random_bytes_as_it_is_imported_draws_nothing(tmp_path, monkeypatch):
+    (tmp_path / "asks_for_bytes.py").write_text("import os\nBYTES = os.urandom(8)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def loss_fn(m, b):
+        import asks_for_bytes  # noqa: F401  # as libraries import others when they are first used
+
+        return m(b["x"]).square().mean()
+
+    assert plait.verify(net(), loss_fn, batch(), "data=2").ok
+
+
 @pytest.mark.parametrize("how", ["a module, run before", "with fullgraph", "in place", "the loss"])
 def test_what_torch_compile_has_made_is_captured_as_it_was_written(how):
     def make():

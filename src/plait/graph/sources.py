@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -95,7 +96,7 @@ def _noticed(module: Any, name: str, drawn: list[str]) -> Iterator[None]:
     function, thread = getattr(module, name), threading.get_ident()
 
     def called(*args: Any) -> Any:
-        if threading.get_ident() == thread and _SYSTEM not in drawn:
+        if threading.get_ident() == thread and _SYSTEM not in drawn and not _importing():
             drawn.append(_SYSTEM)
         return function(*args)
 
@@ -104,3 +105,13 @@ def _noticed(module: Any, name: str, drawn: list[str]) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, function)
+
+
+def _importing() -> bool:
+    """Whether a module is being imported: some ask for random bytes as they begin, multiprocessing for one."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
