@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,8 +11,9 @@ from torch import Tensor, nn
 import plait
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
-from plait.errors import LossError
+from plait.errors import CaptureError, LossError, PlanError
 from plait.run.agreeing.exchange import MeanExchange
+from plait.run.trying import depends_on_the_cut
 from plait.spec.compression import NO_COMPRESSION
 from plait.spec.plan import Plan
 
@@ -113,3 +116,164 @@ def test_replicas_agree_on_parameters_that_the_step_changes(plan: str) -> None:
     report = plait.verify(MovingMean(), square, torch.randn(8, 8), plan)
     assert report.ok, report
     assert {d.name for d in report.buffers} == {"mean"}
+
+
+class Centred(nn.Module):
+    """A layer that moves a buffer, and computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.std(0), 0.1)
+        return (x - self.mean) * self.scale
+
+
+@pytest.mark.parametrize("plan", ["pipeline=2 recompute=1", "pipeline=2 micro=2 recompute=layer"])
+def test_a_stage_works_out_again_with_the_buffers_of_then(plan: str) -> None:
+    """Values that were dropped came from the buffer as the forward pass had left it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Centred(), nn.Linear(8, 4)).double()
+    report = plait.verify(model, square, torch.randn(8, 8, dtype=torch.float64), plan)
+    assert report.ok, report
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.inner, self.head = (
+            nn.Linear(6, 8),
+            nn.LayerNorm(8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 4),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for _ in range(2):
+            x = x + torch.sigmoid(self.inner(self.norm(x))) * x
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_the_statistics_of_norms_in_half_precision_are_sent_as_they_are() -> None:
+    """They are float32 on a CPU; a stage expected bfloat16 of another."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        fast = {n: p for n, p in model.named_parameters() if n.startswith("head.")}
+        inner = torch.func.functional_call(model, fast, (batch,)).square().mean()
+        slopes = torch.autograd.grad(inner, list(fast.values()), create_graph=True)
+        fast = {n: p - 0.1 * g for (n, p), g in zip(fast.items(), slopes, strict=True)}
+        return torch.func.functional_call(model, fast, (batch,)).square().mean()  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    report = plait.verify(Normed(), loss, torch.randn(4, 6), "pipeline=2 precision=bf16")
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("plan", ["data=2 precision.0=fp32", "precision=bf16 precision.2=fp32"])
+def test_a_module_of_a_float64_model_in_full_precision(plan: str) -> None:
+    report = plait.verify(mlp().double(), square, torch.randn(8, 8, dtype=torch.float64), plan)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ("data=2 precision.0=fp32", r"0\.weight is bfloat16; leave it out, or make the weights float32"),
+        ("precision=fp16", "mixed dtype.*give the model float32 weights"),
+    ],
+)
+def test_precision_of_weights_in_half_precision_is_refused(plan: str, said: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)).bfloat16()
+    with pytest.raises(PlanError, match=said):
+        plait.verify(model, square, torch.randn(8, 8, dtype=torch.bfloat16), plan)
+
+
+def test_workers_of_a_model_that_cannot_be_captured() -> None:
+    """They ran it as it is, and changed it."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        found = model(batch).square().mean()
+        return found * 2 if found > 0 else found
+
+    with pytest.raises(CaptureError, match="verify compares what the graph computes"):
+        plait.verify(model, loss, torch.randn(8, 8), "workers=1 servers=1")
+    assert torch.equal(model[1].running_mean, torch.zeros(8))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_of_bfloat16_is_tried_without_its_rounding(make: type, fused: bool) -> None:
+    for ndim in range(5):
+        optimizer = make([nn.Parameter(torch.ones((4,) * ndim, dtype=torch.bfloat16))], lr=0.05, fused=fused)
+        assert depends_on_the_cut(optimizer, optimizer.param_groups[0], ndim) == ""
+
+
+class Following:
+    """A loss with a centre of its own that follows the outputs."""
+
+    def __init__(self) -> None:
+        self.centre = torch.zeros(8)
+
+    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
+        out = model(batch)
+        found = (out - self.centre).square().mean()
+        with torch.no_grad():
+            self.centre.mul_(0.9).add_(out.mean(0), alpha=0.1)
+        return found
+
+
+@pytest.mark.parametrize("plan", ["data=2 sync=2", "replica=2 compress=bf16", "workers=2 servers=1"])
+def test_replicas_that_agree_later_have_no_tensors_outside_the_model_to_themselves(plan: str) -> None:
+    with pytest.raises(PlanError, match=r"changes loss_fn:centre, a tensor outside the model.*register_buffer"):
+        plait.verify(mlp(), Following(), torch.randn(8, 8), plan)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.b(torch.relu(self.a(x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["a.bias", "b.weight", "norm.weight", "b.*"])
+@pytest.mark.parametrize("plan", ["tensor=2", "data=2 tensor=2", "tensor=2 pipeline=2 micro=2"])
+def test_a_parameter_on_one_rank_beside_some_that_are_cut(name: str, plan: str) -> None:
+    """What was broadcast and cut again, only the rank that had sent it took."""
+    torch.manual_seed(0)
+    batch = torch.randn(4, 8, dtype=torch.float64)
+    report = plait.verify(Small().double(), square, batch, plan, layouts={name: "only:tensor=1"})
+    assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [
+        "0: F1 F0 F2 F3 B0 B1 B2 B3\n1: F0 F1 B1 B0 F2 F3 B3 B2",
+        "0: F0 F1 B1 B0 F2 F3 STEP1 B2 B3 STEP3\n1: F0 F1 B1 B0 STEP1 F2 F3 B3 B2 STEP3",
+        "0: F0 F1 F2 F3 B0 B2 B1 STEP1 B3 STEP3\n1: F0 F1 F2 F3 B0 B2 B1 STEP1 B3 STEP3",
+    ],
+)
+def test_microbatches_in_an_order_of_the_users(actions: str, tmp_path: Path) -> None:
+    """Backward of a later microbatch comes first: its gradients begin the sum of their update."""
+    (tmp_path / "mine.txt").write_text(f"name=mine micro=4 stages=0|1\n{actions}\n")
+    plan = f"pipeline=2 micro=4 schedule={tmp_path}/mine.txt"
+    batch = torch.randn(8, 8, dtype=torch.float64)
+    report = plait.verify(mlp().double(), square, batch, plan)
+    assert report.ok, report
+    if "F1 F0" in actions:
+        normed = nn.Sequential(nn.BatchNorm1d(8), *mlp()).double()
+        with pytest.raises(PlanError, match=r"as F1, F0, F2, F3, and each of them changes its buffer 0\.running_mean"):
+            plait.verify(normed, square, batch, plan)
+
+
+@pytest.mark.parametrize("plan", ["precision.0=bf16", "pipeline=2 precision.0=fp16", "data=2 precision.2=bf16"])
+def test_a_module_in_half_precision_gives_the_others_float32(plan: str) -> None:
+    report = plait.verify(mlp(), square, torch.randn(8, 8), plan)
+    assert report.ok, report

@@ -31,6 +31,7 @@ from plait.graph.lowered import Lowered
 from plait.graph.pipeline import Pipeline
 from plait.graph.precision import Precision, narrowest
 from plait.optim.several import Several
+from plait.run.agreeing.replicas import refuse_changes_outside
 from plait.run.agreeing.rows import batch_of_replica
 from plait.run.agreeing.serial import SerialReplicas
 from plait.run.checks import check_given, check_plan
@@ -82,16 +83,7 @@ class Verifier:
         compiler = Compiler(self.captures, plan.within, layouts)
         if plan.workers:
             return self._verify_served(plan, compiler, layouts, tolerance)
-        try:
-            lowered = compiler.lowered(microbatches(batch_of_replica(self.batch, plan), plan.micro)[0])
-        except CaptureError as error:
-            if not error.data_dependent:
-                raise
-            error.args = (
-                f"{error}\nverify compares what the graph computes, so it cannot check this model; with data=N alone"
-                " the model trains as it is, under PyTorch's DDP, if its loss is a mean over rows or a plait.Weighted",
-            )
-            raise
+        lowered = _lowered(compiler, batch_of_replica(self.batch, plan), plan)
         refuse_inexact(self.optimizer, compiler.model, lowered.states, plan.within)
         reference, again = self._reference(plan, lowered)
         mine = self._run_plan(plan, compiler, min(reference.scale, again[0].scale) / _HEADROOM)
@@ -103,6 +95,7 @@ class Verifier:
             plan, compiler, self.batch, self.steps, optimizer=self.optimizer, layouts=layouts, seed=self.seed,
             clip_norm=self.clip_norm,
         )  # fmt: skip
+        _lowered(compiler, check.first_batch, plan)
         draws = range(4 if plan.compress.kind != "none" else 1)
         serial = self._as_it_was(lambda *given: check.serial(self._twin(*given)))
         again = [serial(last_bits(plan), draw) for draw in draws]
@@ -255,6 +248,22 @@ class Verifier:
                 last_bits = max(rounding, torch.finfo(parameter.dtype).eps / 4)
                 parameter.data.mul_(1 + last_bits * noise)
         return twin
+
+
+def _lowered(compiler: Compiler, batch: Any, plan: Plan) -> Lowered:
+    """The step of a plan on one replica's or worker's batch, before there are ranks that might find it refused."""
+    try:
+        lowered = compiler.lowered(microbatches(batch, plan.micro)[0])
+    except CaptureError as error:
+        if not error.data_dependent:
+            raise
+        error.args = (
+            f"{error}\nverify compares what the graph computes, so it cannot check this model; with data=N alone"
+            " the model trains as it is, under PyTorch's DDP, if its loss is a mean over rows or a plait.Weighted",
+        )
+        raise
+    refuse_changes_outside(lowered.captured, plan)
+    return lowered
 
 
 def _round_as_within(optimizer: torch.optim.Optimizer, seed: int) -> None:

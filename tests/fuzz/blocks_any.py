@@ -16,12 +16,12 @@ Batch = dict[str, Tensor]
 
 def last(x: Tensor) -> Tensor:
     """Channels last, whatever the kind."""
-    return x.permute(0, 2, 3, 1) if x.dim() == 4 else x
+    return x.movedim(1, -1) if x.dim() > 3 else x
 
 
 def first(x: Tensor) -> Tensor:
     """Channels at dim 1, of what has them last."""
-    return x.permute(0, 3, 1, 2) if x.dim() == 4 else x
+    return x.movedim(-1, 1) if x.dim() > 3 else x
 
 
 class RMSNormByHand(nn.Module):
@@ -51,10 +51,10 @@ class Norm(nn.Module):
         elif kind == "group":
             self.norm = nn.GroupNorm(2, width, affine=affine)
         elif kind == "instance":
-            of = nn.InstanceNorm2d if shape.kind == "image" else nn.InstanceNorm1d
+            of = {"image": nn.InstanceNorm2d, "video": nn.InstanceNorm3d}.get(shape.kind, nn.InstanceNorm1d)
             self.norm = of(width, affine=affine, track_running_stats=running)
         else:
-            of = nn.BatchNorm2d if shape.kind == "image" else nn.BatchNorm1d
+            of = {"image": nn.BatchNorm2d, "video": nn.BatchNorm3d}.get(shape.kind, nn.BatchNorm1d)
             self.norm = of(width, affine=affine, track_running_stats=running, momentum=None if kind == "mean" else 0.1)
         self.out_shape = shape
 
@@ -165,7 +165,8 @@ class Noise(nn.Module):
         if self.kind == "normal":
             return x + 0.1 * torch.randn_like(x)
         if self.kind == "channels":
-            return F.dropout2d(x, 0.2) if x.dim() == 4 else F.dropout1d(x, 0.2) if x.dim() == 3 else self.drop(x)
+            drop = {3: F.dropout1d, 4: F.dropout2d, 5: F.dropout3d}.get(x.dim())
+            return self.drop(x) if drop is None else drop(x, 0.2)
         return self.drop(x)
 
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import plait
-from fuzz import blocks_any, blocks_image, blocks_sequence
-from fuzz.model import NAMES, Loss, Model
+from fuzz import blocks_any, blocks_chosen, blocks_image, blocks_sequence, blocks_video
+from fuzz.batches import CONTAINERS, draw_leaves, pack
+from fuzz.loss import Loss
+from fuzz.model import Model
+from fuzz.optimizers import OPTIMIZERS
 from fuzz.shape import Shape
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-    "plain": functools.partial(torch.optim.SGD, lr=0.05, weight_decay=0.01),
-    "adamw": functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4),
-}
 HOW = ("plain", "residual", "prenorm", "twice", "skip", "checkpoint")
 
 
@@ -39,7 +36,7 @@ class Layer:
 class Spec:
     """A model, its loss and its batch."""
 
-    source: str  # ids, floats, image, vector
+    source: str  # ids, floats, image, video, vector
     rows: int
     length: int  # positions of a sequence, height of an image
     width: int
@@ -55,6 +52,7 @@ class Spec:
     frozen_embed: bool = False
     all_leaves: bool = False  # leaves in the batch that nothing reads
     container: str = "dict"
+    autocast: str = ""  # within the loss
     optimizer: str = "sgd"
     clip_norm: float | None = None
     seed: int = 0
@@ -62,13 +60,13 @@ class Spec:
     @property
     def shape(self) -> Shape:
         """What the source gives to the first layer."""
-        kind = {"ids": "sequence", "floats": "sequence", "image": "image", "vector": "vector"}[self.source]
+        kind = {"ids": "sequence", "floats": "sequence"}.get(self.source, self.source)
         return Shape(kind, self.width, self.length if kind != "vector" else 1)
 
     @property
     def words(self) -> set[str]:
         """Its layers' names and options, and what else is chosen by name."""
-        found = {self.source, self.dtype, self.task, self.form, self.extra, self.optimizer}
+        found = {self.source, self.dtype, self.task, self.form, self.extra, self.optimizer, self.container}
         found |= {word for layer in self.layers for word in (layer.name, layer.how)}
         return found | {value for layer in self.layers for _, value in layer.options if isinstance(value, str)}
 
@@ -80,12 +78,12 @@ class Made:
     model: nn.Module
     loss_fn: Callable[[nn.Module, Any], Any]
     batch: Any
-    optimizer: Callable[..., torch.optim.Optimizer]
+    optimizer: Any  # a function of the parameters, or pairs of pattern and function
 
 
 def block(name: str) -> Any:
     """The class of a layer."""
-    for module in (blocks_any, blocks_sequence, blocks_image):
+    for module in (blocks_any, blocks_sequence, blocks_image, blocks_video, blocks_chosen):
         if hasattr(module, name):
             return getattr(module, name)
     raise KeyError(name)
@@ -100,33 +98,23 @@ def make(spec: Spec) -> Made:
         if spec.frozen_embed:
             model.embed.requires_grad_(False)
         if spec.channels_last:
-            model = model.to(memory_format=torch.channels_last)
+            model = model.to(memory_format=_channels_last(spec.source))
+        loss = Loss(spec.task, spec.form, spec.extra, spec.outputs, spec.autocast)
+        loss.look_at(model, spec.out, DTYPES[spec.dtype])
         batch = make_batch(spec, model)
-    return Made(model.train(), Loss(spec.task, spec.form, spec.extra, spec.outputs), batch, OPTIMIZERS[spec.optimizer])
+    return Made(model.train(), loss, batch, OPTIMIZERS[spec.optimizer])
+
+
+def _channels_last(source: str) -> torch.memory_format:
+    return torch.channels_last_3d if source == "video" else torch.channels_last
 
 
 def make_batch(spec: Spec, model: nn.Module) -> Any:
     """Leaves that the model and its loss read, or all that there are."""
     dtype, rows = DTYPES[spec.dtype], spec.rows
-    mask = (torch.arange(spec.length) < torch.randint(2, spec.length + 1, (rows, 1))).long()
-    shapes = {
-        "ids": (rows, spec.length),
-        "floats": (rows, spec.length, 6),
-        "image": (rows, 3, spec.length, spec.length),
-    }
-    x = torch.randn(shapes.get(spec.source, (rows, 6)), dtype=dtype)
-    if spec.source == "ids":
-        x = torch.randint(0, spec.out, shapes["ids"])
-    if spec.channels_last and spec.source == "image":
-        x = x.contiguous(memory_format=torch.channels_last)
-    leaves: dict[str, Tensor] = {
-        "x": x,
-        "mask": mask,
-        "memory": torch.randn(rows, 3, 8, dtype=dtype),
-        "condition": torch.randn(rows, 4, dtype=dtype),
-        "categories": torch.randint(0, 12, (rows, 3)),
-        "weight": torch.randint(0, 3, (rows,)).to(dtype) + 0.5,
-    }
+    leaves = draw_leaves(spec.source, rows, spec.length, spec.out, dtype)
+    if spec.channels_last and spec.source in ("image", "video"):
+        leaves["x"] = leaves["x"].contiguous(memory_format=_channels_last(spec.source))
     with torch.no_grad():
         state = {n: b.clone() for n, b in model.named_buffers()}
         out = model(leaves)[0]
@@ -141,11 +129,10 @@ def make_batch(spec: Spec, model: nn.Module) -> Any:
     else:
         y = torch.randn(out.shape, dtype=dtype)
     leaves["y"] = y
-    read = {"x", "y", "weight"} if spec.form == "weighted" else {"x", "y"}
+    read = {"x", "y", "weight"} if spec.form in ("weighted", "selected") else {"x", "y"}
     read |= {name for layer in spec.layers for name in getattr(block(layer.name), "reads", ())}
-    if spec.container == "tuple":
-        return tuple(leaves[name] for name in NAMES)
-    return {name: leaf for name, leaf in leaves.items() if spec.all_leaves or name in read}
+    every = spec.all_leaves or spec.container == "tuple"
+    return pack({name: leaf for name, leaf in leaves.items() if every or name in read}, spec.container)
 
 
 def draw(rng: random.Random) -> Spec:
@@ -172,10 +159,10 @@ def runs(spec: Spec) -> bool:
 
 
 def _draw(rng: random.Random) -> Spec:
-    source = rng.choices(["ids", "floats", "image", "vector"], [4, 2, 3, 2])[0]
+    source = rng.choices(["ids", "floats", "image", "vector", "video"], [4, 2, 2.5, 2, 0.8])[0]
     width = rng.choice([8, 8, 12, 16, 16, 24, 32])
-    length = rng.choice([4, 6, 8]) if source == "image" else rng.choice([3, 4, 5, 6, 8])
-    rows = rng.choice([4, 6, 8, 8, 8, 8, 12])
+    length = rng.choice({"image": [4, 6, 8], "video": [2, 4, 4]}.get(source, [3, 4, 5, 6, 8]))
+    rows = rng.choice([4, 5, 6, 8, 8, 8, 8, 12])
     shape = Spec(source, rows, length, width, 8, (), "regress").shape
     layers: list[Layer] = []
     for _ in range(rng.choice([1, 2, 2, 3, 3, 4, 5])):
@@ -201,28 +188,30 @@ def _draw(rng: random.Random) -> Spec:
         "pairs",
         "cosine",
     ]
-    extras = [""] * 8 + ["decay", "spread", "inner"] + (["penalty"] if source != "ids" else [])
+    extras = [""] * 8 + ["decay", "spread", "inner", "weight", "teacher", "target", "centre", "logged"]
+    extras += ["penalty"] if source != "ids" else []
     dtype = rng.choices(["float64", "float32", "bfloat16"], [8, 2, 1])[0]
     return Spec(
         source, rows, length, width, rng.choice([4, 6, 8, 16]), tuple(layers),
         task=rng.choice(tasks),
-        form=rng.choice(["mean", "mean", "weighted"]),
+        form=rng.choice(["mean", "mean", "mean", "weighted", "weighted", "selected"]),
         extra=rng.choice(extras),
         outputs=rng.random() < 0.15,
         dtype=dtype,
-        channels_last=source == "image" and rng.random() < 0.4,
+        channels_last=source in ("image", "video") and rng.random() < 0.4,
         tied=rng.random() < 0.3,
         frozen_embed=rng.random() < 0.1,
         all_leaves=rng.random() < 0.2,
-        container="tuple" if rng.random() < 0.1 else "dict",
-        optimizer=rng.choices(["sgd", "plain", "adamw"], [3, 1, 1])[0],
+        container=rng.choice(CONTAINERS) if rng.random() < 0.25 else "dict",
+        autocast=rng.choice(["bfloat16", "float16"]) if rng.random() < (0.25 if dtype == "float32" else 0.02) else "",
+        optimizer=rng.choice(list(OPTIMIZERS)) if rng.random() < 0.5 else "sgd",
         clip_norm=rng.choice([None, None, None, 0.05]),
         seed=rng.randrange(10**6),
     )  # fmt: skip
 
 
 def _draw_layer(rng: random.Random, shape: Shape) -> Layer:
-    table = {"sequence": SEQUENCE, "image": IMAGE, "vector": VECTOR}[shape.kind]
+    table = TABLES[shape.kind]
     weights = [weight for weight, _, _ in table]
     _, name, options = rng.choices(table, weights)[0]
     how = rng.choices(HOW, [4, 4, 4, 1, 1, 0.5])[0]
@@ -291,6 +280,8 @@ ANY: list[Row] = [
     (0.6, "Conditioned", _choices(zero=[True, False])),
     (0.4, "Variational", _choices(inner=[4, 6], aux=[True, False])),
     (0.4, "Quantised", _choices(entries=[4, 6], ema=[True, False])),
+    (0.8, "Selected", _choices(kind=["index", "scatter", "add", "mean", "bias"], rows=[True, False])),
+    (0.5, "Numbered", _choices(kind=["divide", "count", "both"])),
 ]  # fmt: skip
 SEQUENCE: list[Row] = [
     *ANY,
@@ -308,6 +299,13 @@ SEQUENCE: list[Row] = [
         "experts": rng.choice([2, 3, 4]), "chosen": rng.choice([1, 2, 2]),
         "spelling": rng.choice(["dense", "loop", "index_add", "einsum", "gather", "bmm"]),
         "balance": rng.random() < 0.4}),
+    (0.7, "GroupedExperts", _choices(
+        experts=[2, 3, 4], chosen=[1, 2], half=[True, False], sigmoid=[True, False])),
+    (1, "Conv1d", lambda rng, shape: {
+        "kernel": rng.choice([1, 2, 3]), "dilation": rng.choice([1, 1, 2]),
+        "groups": rng.choice([1, 1, 2, shape.width]), "mode": rng.choice(["constant", "constant", "replicate"]),
+        "causal": rng.random() < 0.5, "norm": rng.choice(["none", "none", "batch", "group"]),
+        "gated": rng.random() < 0.3}),
     (1, "Positions", _choices(kind=["parameter", "embedding", "buffer", "sines"])),
     (0.4, "ClassToken", _choices(num=[1, 2], front=[True, False])),
     (1, "TokenMix", _choices(kind=["linear", "conv", "depthwise", "shift", "roll", "flip", "mean"])),
@@ -335,3 +333,16 @@ VECTOR: list[Row] = [
     (1, "Crossed", _choices(kind=["cross", "bilinear", "pairs", "gate"])),
     (0.7, "Bag", _choices(kind=["sum", "mean", "lookup"])),
 ]  # fmt: skip
+VIDEO: list[Row] = [
+    *ANY,
+    (5, "Conv3d", lambda rng, shape: {
+        "out": rng.choice([shape.width, shape.width, 8, 16]), "kernel": rng.choice([1, 3, 3]),
+        "stride": rng.choice([1, 1, 2]), "groups": rng.choice([1, 1, 2]),
+        "mode": rng.choice(["zeros", "zeros", "zeros", "circular"]), "apart": rng.random() < 0.25,
+        "norm": rng.choice(["none", "none", "batch", "group", "instance"])}),
+    (0.5, "Up3d", _choices(kind=["transposed", "nearest", "trilinear"])),
+    (0.8, "Down3d", _choices(kind=["max", "avg"])),
+    (0.5, "ToChannelsLast3d", _choices(back=[True, False])),
+    (2, "PoolVideo", _choices(kind=["depth", "middle", "frames", "flat", "mean", "adaptive"])),
+]  # fmt: skip
+TABLES = {"sequence": SEQUENCE, "image": IMAGE, "video": VIDEO, "vector": VECTOR}

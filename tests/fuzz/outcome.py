@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import time
 import traceback
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 import plait
+from fuzz import texts
 from fuzz.grammar import Made, Spec, make
 from plait.errors import CaptureError, LayoutError, PlaitError, PlanError, RankFailed
 
@@ -48,11 +50,13 @@ class Checker:
             self.made.model, self.made.loss_fn, self.made.batch, optimizer=self.made.optimizer, clip_norm=spec.clip_norm
         )
 
-    def check(self, plan: str) -> Outcome:
+    def check(self, text: str) -> Outcome:
+        plan, layouts = texts.split(text)
         start = time.process_time()
         before = _state(self.made.model)
         try:
-            report = self.verifier.verify(plan)
+            with tempfile.TemporaryDirectory() as folder:
+                report = self.verifier.verify(texts.with_file(plan, Path(folder)), layouts=layouts or None)
         except Exception as error:  # whatever comes is the finding
             found = classify(error)
         else:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from fuzz.grammar import Spec
+from fuzz import texts
+from fuzz.grammar import Spec, make
 from plait.spec.kinds import SCHEDULE_NAMES
 
 AXES = ("tensor", "data")
@@ -22,7 +23,34 @@ def draw(rng: random.Random, spec: Spec) -> str:
     while True:
         words = _draw(rng, spec)
         if words:
-            return " ".join(f"{key}={value}" for key, value in words.items())
+            layouts = _layouts(rng, words, spec) if rng.random() < 0.12 else {}
+            return texts.join(" ".join(f"{key}={value}" for key, value in words.items()), layouts)
+
+
+def _layouts(rng: random.Random, words: dict[str, str], spec: Spec) -> dict[str, str]:
+    """Layouts by hand of a few parameters: cut in blocks or not, whole, or on one rank; most of them divide."""
+    axes = {axis: int(words[axis]) for axis in ("tensor", "tensor", "data") if axis in words}
+    shapes = [(name, tuple(p.shape)) for name, p in make(spec).model.named_parameters()]
+    found: dict[str, str] = {}
+    for name, shape in rng.sample(shapes, min(rng.choice([1, 2, 3]), len(shapes))) if axes else ():
+        axis = rng.choice(list(axes))
+        size, kind = axes[axis], rng.random()
+        pattern = name if rng.random() < 0.7 else f"*{name[name.find('.') :]}"
+        if kind < 0.1:
+            found[pattern] = f"only:{axis}={rng.randrange(size)}"
+        elif kind < 0.2 or not shape:
+            found[pattern] = "-"
+        else:
+            places = [
+                (dim, blocks)
+                for dim, length in enumerate(shape)
+                for blocks in (1, 2, 3)
+                if length % (blocks * size) == 0
+            ] or [(0, 1)]
+            dim, blocks = rng.choice(places)
+            word = axis + (f"/{blocks}" if blocks > 1 else "")
+            found[pattern] = ", ".join(word if place == dim else "-" for place in range(len(shape)))
+    return found
 
 
 def _draw(rng: random.Random, spec: Spec) -> dict[str, str]:
@@ -72,6 +100,8 @@ def _pipeline(rng: random.Random, words: dict[str, str], room: int) -> int:
     words["pipeline"] = str(stages)
     if rng.random() < 0.7:
         words["schedule"] = rng.choice(SCHEDULE_NAMES)
+        if rng.random() < 0.12:  # one of the user's own: of that family, in another order
+            words["schedule"] = f"./{words['schedule']}~{rng.randrange(100)}"
         if words["schedule"] in ("interleaved", "looped-bfs") and rng.random() < 0.4:
             words["chunks"] = rng.choice(["1", "2", "3"])
     elif rng.random() < 0.15:
@@ -85,13 +115,14 @@ def _memory(rng: random.Random, words: dict[str, str]) -> None:
     elif "data" in words and rng.random() < 0.1:
         words["central"] = "host"
     if rng.random() < 0.25:
-        words["recompute"] = rng.choice(["layer", "layer", "layers.0", "*.out", "budget=2KiB"])
+        words["recompute"] = rng.choice(["layer", "layer", "layers.0", "layers.*", "*.out", "budget=2KiB"])
     if rng.random() < 0.1:
-        words[rng.choice(["home.optimizer", "home.parameters", "home.activations"])] = rng.choice(["host", "disk"])
+        for key in rng.sample(["home.optimizer", "home.parameters", "home.activations"], rng.choice([1, 1, 2])):
+            words[key] = rng.choice(["host", "disk"])
     if rng.random() < 0.2:
         words["bucket"] = rng.choice(["64B", "1KiB", "1MiB"])
     if rng.random() < 0.15:
-        words["allreduce"] = rng.choice(["ring", "naive"])
+        words["allreduce"] = rng.choice(["ring", "naive", "backend"])
 
 
 def _numbers(rng: random.Random, words: dict[str, str], spec: Spec) -> None:
@@ -99,7 +130,11 @@ def _numbers(rng: random.Random, words: dict[str, str], spec: Spec) -> None:
     if rng.random() < (0.25 if spec.dtype == "float32" else 0.04):
         words["precision"] = rng.choice(["bf16", "bf16", "fp16"])
         if rng.random() < 0.3:
-            words["precision.layers.0"] = "fp32"
+            words[f"precision.{rng.choice(['layers.0', 'layers.*', 'head', 'norms.*'])}"] = rng.choice(
+                ["fp32", "fp32", "bf16"]
+            )
+    elif spec.dtype == "float32" and rng.random() < 0.08:
+        words["precision.layers.0"] = rng.choice(["bf16", "fp16"])
     draws = any(layer.name == "Noise" or dict(layer.options).get("dropout") for layer in spec.layers)
     if not draws and rng.random() < 0.06:
         words["batchnorm"] = "local"
@@ -118,13 +153,15 @@ def _agreement(rng: random.Random, words: dict[str, str]) -> None:
             if rng.random() < 0.3:
                 words["outer.momentum"] = rng.choice(["0", "0.5"])
             if rng.random() < 0.3:
-                words["streaming"] = "2"
+                words["streaming"] = rng.choice(["2", "2", "3"])
             if rng.random() < 0.3:
-                words["overlap"] = "1"
+                words["overlap"] = rng.choice(["1", "1", "2"])
         if rng.random() < 0.3:
             words["moments"] = rng.choice(["kept", "averaged", "reset"])
     if "sync" not in words or rng.random() < 0.3:
-        words["compress"] = rng.choice(["bf16", "fp8", "int8", "int4", "topk:0.1", "powersgd:2"])
+        words["compress"] = rng.choice(
+            ["bf16", "fp8", "int8", "int4", "topk:0.1", "topk:0.5", "powersgd:1", "powersgd:2"]
+        )
         if rng.random() < 0.2:
             words["compress.*.bias"] = "none"
 
@@ -132,7 +169,7 @@ def _agreement(rng: random.Random, words: dict[str, str]) -> None:
 def _servers(rng: random.Random, spec: Spec) -> dict[str, str]:
     words = {"workers": rng.choice(["1", "2", "2", "3"]), "servers": rng.choice(["1", "1", "2"])}
     if rng.random() < 0.5:
-        words["staleness"] = rng.choice(["0", "0", "1", "2"])
+        words["staleness"] = rng.choice(["0", "0", "1", "2", "none"])
     if words.get("staleness") == "0":
         if words["workers"] != "1" and rng.random() < 0.3:
             words["backup"] = "1"
@@ -143,7 +180,9 @@ def _servers(rng: random.Random, spec: Spec) -> dict[str, str]:
     elif rng.random() < 0.3:
         words["overlap"] = "1"
     if rng.random() < 0.3:
-        words["compress"] = rng.choice(["bf16", "int8", "topk:0.1"])
+        words["compress"] = rng.choice(["bf16", "fp8", "int8", "int4", "topk:0.1", "powersgd:1"])
+        if rng.random() < 0.2:
+            words["compress.*.bias"] = "none"
     if rng.random() < 0.3:
         words[rng.choice(["data", "tensor", "pipeline", "micro"])] = "2"
     return words

@@ -40,6 +40,7 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
     faults: Counter[tuple[str, str]] = field(default_factory=Counter)
+    wrong: set[int] = field(default_factory=set)  # models with wrong numbers
     slow: list[int] = field(default_factory=list)
 
     @property
@@ -47,7 +48,7 @@ class Tally:
         return sum(self.counts[kind] for kind in FAULTS)
 
     def add(self, case: int, found: Outcome) -> bool:
-        """Count an outcome; whether it is a fault of a kind not seen before."""
+        """Count an outcome; whether it is a fault of a kind not seen before, or wrong numbers of another model."""
         self.counts[found.kind] += 1
         if found.slow:
             self.slow.append(case)
@@ -56,7 +57,10 @@ class Tally:
         if found.kind not in FAULTS:
             return False
         self.faults[found.kind, found.reason] += 1
-        return self.faults[found.kind, found.reason] == 1
+        model = case // PLANS_EACH
+        new = self.faults[found.kind, found.reason] == 1 or (found.kind == "wrong" and model not in self.wrong)
+        self.wrong |= {model} if found.kind == "wrong" else set()
+        return new
 
     def show(self, seed: int, seconds: float) -> str:
         """The counts, the faults by kind and reason, and the refusals by reason."""
@@ -136,9 +140,11 @@ class Fuzzer:
             new = self.tally.add(case, found)
         if self.options.case is not None:
             print(f"{text}\n{spec}\n{found.kind}: {found.reason}\n{found.detail}", flush=True)
-        if not new:
-            return
         origin = f"scripts/fuzz --seed {self.options.seed} --case {case}"
+        if not new:
+            if found.kind in FAULTS:
+                print(f"again {found.kind}: {found.reason}   ({origin})", flush=True)
+            return
         print(f"{found.kind}: {found.reason}\n    {text}   ({origin})", flush=True)
         if self.options.shrink:
             spec, text, found = shrink(

@@ -7,18 +7,38 @@ import inspect
 from types import ModuleType
 from typing import Any
 
-from fuzz import blocks_any, blocks_image, blocks_sequence, grammar, model, shape
+from fuzz import (
+    batches,
+    blocks_any,
+    blocks_chosen,
+    blocks_image,
+    blocks_sequence,
+    blocks_video,
+    grammar,
+    loss,
+    model,
+    optimizers,
+    shape,
+    texts,
+)
 from fuzz.grammar import Spec, block
 from fuzz.outcome import Outcome
 
-_MODULES: tuple[ModuleType, ...] = (shape, blocks_any, blocks_sequence, blocks_image, model, grammar)
+_MODULES: tuple[ModuleType, ...] = (
+    shape, blocks_any, blocks_sequence, blocks_image, blocks_video, blocks_chosen, model, batches, loss, optimizers,
+    grammar,
+)  # fmt: skip
 _IMPORTS = """from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import math
-from collections.abc import Callable
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,12 +62,18 @@ def render(spec: Spec, plan: str, outcome: Outcome, origin: str) -> str:
             wanted += [node.id for node in ast.walk(ast.parse(sources[name])) if isinstance(node, ast.Name)]
             wanted += _annotations(sources[name])
     body = "\n\n".join(text for name, text in sources.items() if name in used)
+    plan, layouts = texts.split(plan)
+    schedule = texts.own_schedule(plan)
+    if schedule is not None:
+        plan = texts.OWN.sub("schedule=./schedule.txt", plan)
+        body += f"\n\nPath('schedule.txt').write_text({schedule!r})"
+    given = f", layouts={layouts!r}" if layouts else ""
     last = outcome.detail.strip().splitlines()[-1:] or [outcome.reason]
     return (
         f'"""{outcome.kind}: {outcome.reason}\n\n{last[0]}\n{origin}\n"""\n\n{_IMPORTS}\n\ntorch.set_num_threads(1)\n\n'
         f"block = globals().__getitem__\n\n{body}\n\nspec = {spec!r}\nmade = make(spec)\n"
         "verifier = plait.Verifier(\n    made.model, made.loss_fn, made.batch, optimizer=made.optimizer,"
-        f" clip_norm=spec.clip_norm\n)\nprint(verifier.verify({plan!r}))\n"
+        f" clip_norm=spec.clip_norm\n)\nprint(verifier.verify({plan!r}{given}))\n"
     )
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from fuzz import texts
 from fuzz.grammar import Layer, Spec, runs
 from fuzz.outcome import Outcome
 
@@ -38,24 +39,33 @@ def candidates(spec: Spec, plan: str) -> Iterator[tuple[Spec, str]]:
     """Cases that are a step smaller, those that take away most first."""
     for place in range(len(spec.layers)):
         yield replace(spec, layers=spec.layers[:place] + spec.layers[place + 1 :]), plan
+    plan, layouts = texts.split(plan)
+    for pattern in layouts:
+        yield spec, texts.join(plan, {p: layout for p, layout in layouts.items() if p != pattern})
+    yield from _smaller(spec, plan, layouts)
+
+
+def _smaller(spec: Spec, plan: str, layouts: dict[str, str]) -> Iterator[tuple[Spec, str]]:
+    """With less in the plan, or less in a layer."""
+    whole = texts.join(plan, layouts)
     words = plan.split()
     if len(words) > 1:
         for place in range(len(words)):
-            yield spec, " ".join(words[:place] + words[place + 1 :])
+            yield spec, texts.join(" ".join(words[:place] + words[place + 1 :]), layouts)
     for place, word in enumerate(words):
         for less in smaller_word(word):
-            yield spec, " ".join([*words[:place], less, *words[place + 1 :]])
+            yield spec, texts.join(" ".join([*words[:place], less, *words[place + 1 :]]), layouts)
     plain = Spec(spec.source, spec.rows, spec.length, spec.width, spec.out, spec.layers, "regress", seed=spec.seed)
     for name in _FIELDS:
         if getattr(spec, name) != getattr(plain, name):
-            yield replace(spec, **{name: getattr(plain, name)}), plan
+            yield replace(spec, **{name: getattr(plain, name)}), whole
     for place, layer in enumerate(spec.layers):
         for smaller in smaller_layers(layer):
-            yield replace(spec, layers=(*spec.layers[:place], smaller, *spec.layers[place + 1 :])), plan
+            yield replace(spec, layers=(*spec.layers[:place], smaller, *spec.layers[place + 1 :])), whole
     for name, low in (("rows", 4), ("length", 2), ("width", 8), ("out", 4)):
         for size in {low, getattr(spec, name) // 2}:
             if low <= size < getattr(spec, name):
-                yield replace(spec, **{name: size}), plan
+                yield replace(spec, **{name: size}), whole
 
 
 def smaller_word(word: str) -> Iterator[str]:
@@ -86,7 +96,7 @@ def smaller_layers(layer: Layer) -> Iterator[Layer]:
 
 _FIELDS = (
     "outputs", "extra", "form", "dtype", "channels_last", "tied", "frozen_embed", "all_leaves", "container", "task",
-    "optimizer", "clip_norm",
+    "optimizer", "clip_norm", "autocast",
 )  # fmt: skip
 _SIMPLE: dict[type, tuple[object, ...]] = {bool: (False,), float: (0.0,), int: (1, 2)}
 _WORDS = {

@@ -86,9 +86,9 @@ class LocalBuilder:
             case Partial(op=op), Replicate():
                 return emit(ops.all_reduce, shape, op)
             case Only(index=root), Replicate():
-                whole = emit(ops.broadcast, shape, root)
-                set_info(whole, owner={})
-                return whole
+                owner = {a: index for a, index in self.info.owner.items() if a != axis}
+                self.info = replace(self.info, owner=owner)  # every rank of the axis has it, and what is made of it
+                return emit(ops.broadcast, shape, root)
             case Shard(dim=dim, blocks=blocks), Replicate():
                 return emit(ops.all_gather, _whole_shape(shape, have, size), dim, blocks)
             case Shard(dim=a, blocks=b), Shard(dim=c, blocks=d) if a != c:
@@ -160,9 +160,8 @@ class Partitioner:
         if key not in self.forms:
             whole = self.forms.get((node, REPLICATE))
             saved = self.builder.info
-            self.builder.info = replace(info_of(node), source=node.name)
-            if owner := info_of(local).owner:
-                self.builder.info = replace(self.builder.info, owner=owner)
+            origin = whole if whole is not None and isinstance(want, Shard) else local
+            self.builder.info = replace(info_of(node), source=node.name, owner=info_of(origin).owner)
             if whole is not None and isinstance(want, Shard):
                 self.forms[key] = self.builder.convert(whole, REPLICATE, want)
             else:

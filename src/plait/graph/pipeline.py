@@ -143,10 +143,12 @@ def split_in_cells(
     schedule = schedule_of(plan, train=any(output.kind == "gradient" for output in captured.outputs))
     num_stages, written = schedule.num_stages, _written(captured)
     copies = [len(schedule.holders(stage)) for stage in range(num_stages)]
+    keep_written_buffers(graph, written)  # of which backward may by now read some that forward alone did
     anywhere = repeatable(graph, written)
     weights = any(action.kind == WEIGHT for _, action in schedule.cells())
     cells = split_cells(graph, captured.outputs, num_stages, anywhere, weights)
     _refuse_copied_buffers(cells, copies)
+    _refuse_another_order(schedule, cells)
     if schedule.asynchronous:
         _refuse_shared(schedule, cells, copies)
     edges = cells.edges()
@@ -189,3 +191,17 @@ def _refuse_copied_buffers(cells: Cells, copies: Sequence[int]) -> None:
                 f"stage {stage} is on {copies[stage]} ranks that take turns, but each microbatch changes its buffer"
                 f" {name}; give that stage one rank, or let cut= put the module elsewhere"
             )
+
+
+def _refuse_another_order(schedule: Schedule, cells: Cells) -> None:
+    """Buffers follow the microbatches in their order, which a schedule of the user's own may change."""
+    for (kind, stage), each in cells.graphs.items():
+        name = next((output.name for output in each.outputs if output.kind == "buffer"), None)
+        for rank, chunk in schedule.holders(stage) if name is not None else ():
+            micros = [a.micro for a in schedule.ranks[rank] if a.kind == kind and a.chunk == chunk]
+            if micros != sorted(micros):  # type: ignore[type-var]
+                raise PlanError(
+                    f"the schedule {schedule.name} has stage {stage} take microbatches as"
+                    f" {', '.join(f'{kind}{micro}' for micro in micros)}, and each of them changes its buffer {name};"
+                    " let that stage take them in order, or put the module elsewhere with cut="
+                )

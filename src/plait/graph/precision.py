@@ -36,13 +36,21 @@ class Precision:
         return "fp16" in (self.name, *(name for _, name in self.exceptions))
 
     def refusal(self, error: Exception, module: str, op: str = "") -> PlanError | None:
-        """What to say of an op that has no kernel in half precision; None for any other error."""
+        """What to say of an op that has no kernel in half precision, or none for weights in another one; None for any
+        other error."""
         said = (str(error).splitlines() or [""])[0]
-        if self == FULL or not re.search(r"\b(Half|BFloat16)\b", said):
+        if self == FULL:
             return None
-        what = f"{op or 'an op'} of {module or 'the loss'} has no kernel in half precision ({said})"
-        remedy = f"compute it in float32: precision.{module}=fp32" if module else "cast what goes into it to float32"
-        return PlanError(f"{what}; {remedy}")
+        what = f"{op or 'an op'} of {module or 'the loss'}"
+        if re.search(r"\b(Half|BFloat16)\b", said):
+            remedy = f"compute it in float32: precision.{module}=fp32" if module else "cast what it gets to float32"
+            return PlanError(f"{what} has no kernel in half precision ({said}); {remedy}")
+        if "mixed dtype" in said:
+            return PlanError(
+                f"{what} has no kernel for these dtypes in precision={self.name} ({said}); give the model float32"
+                " weights, which is what mixed precision is for, or leave precision= out"
+            )
+        return None
 
     @contextmanager
     def computing(self, model: nn.Module, device: str) -> Iterator[None]:
@@ -62,26 +70,44 @@ class Precision:
                 some = ", ".join([path for path, _ in model.named_modules() if path][:5])
                 raise PlanError(f"precision.{pattern}={name} fits no module of the model; it has {some}, ...")
             for path, module in here:
+                _refuse_half(path, module, pattern, name)
                 found.setdefault(path, (module, name))
         return list(found.values())
+
+
+def _refuse_half(path: str, module: nn.Module, pattern: str, name: str) -> None:
+    """PlanError where weights of a module that train are in another half precision than is asked for, or in half
+    precision and float32 is asked for: a plan leaves weights as they are."""
+    for each, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype in HALF and parameter.dtype != DTYPES[name]:
+            weight, dtype = f"{path}.{each}".lstrip("."), str(parameter.dtype).removeprefix("torch.")
+            whole = f"model.get_submodule({path!r})" if path else "model"
+            raise PlanError(
+                f"precision.{pattern}={name} says how products of float32 weights are computed, and {weight} is"
+                f" {dtype}; leave it out, or make the weights float32: {whole}.float()"
+            )
 
 
 @contextmanager
 def _hooked(module: nn.Module, name: str, device: str) -> Iterator[None]:
     dtype = DTYPES[name]
-    inside: list[Any] = []
+    wide = torch.float64 if any(p.dtype == torch.float64 for p in module.parameters()) else torch.float32
+    halves = any(p.dtype in HALF for p in module.parameters())
+    inside: list[tuple[Any, bool]] = []
 
     def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        return value.to(wide) if isinstance(value, Tensor) and value.dtype in HALF else value
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         context = torch.autocast(device, dtype if name != "fp32" else None, enabled=name != "fp32")
+        inside.append((context, torch.is_autocast_enabled(device)))
         context.__enter__()
-        inside.append(context)
         return pytree.tree_map((cast), (args, kwargs)) if name == "fp32" else None
 
-    def after(*_: Any) -> None:
-        inside.pop().__exit__(None, None, None)
+    def after(module: nn.Module, args: Any, result: Any) -> Any:
+        context, others = inside.pop()
+        context.__exit__(None, None, None)
+        return result if others or halves else pytree.tree_map(cast, result)  # others take no half precision
 
     handles = [
         module.register_forward_pre_hook(before, with_kwargs=True),

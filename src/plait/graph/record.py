@@ -24,6 +24,7 @@ from plait.errors import CaptureError
 from plait.graph.draw import draw
 from plait.graph.late import known_value
 from plait.graph.node_info import NodeInfo, describe
+from plait.graph.precision import HALF
 from plait.graph.random_ops import RANDOM, check_random
 from plait.graph.rules import rule_for
 from plait.graph.shapes import ShapeMemo, fake_of, spec_of
@@ -358,9 +359,35 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dt
     return a.new_empty(shape, dtype=out_dtype or a.dtype)
 
 
+def _normalised(func: Any, weights: slice) -> Callable[..., Any]:
+    """The shapes of a norm of a half-precision tensor by float32 weights, as autocast has it: on a CPU its statistics
+    are float32, which its own shape function does not know. `weights` are the places of weight and bias."""
+
+    def shapes(*args: Any) -> Any:
+        found = func(*args)
+        mixed = any(isinstance(w, Tensor) and w.dtype != args[0].dtype for w in args[weights])
+        return (found[0], *(t.float() if mixed and t.dtype in HALF else t for t in found[1:])) if mixed else found
+
+    return shapes
+
+
+def _group_norm_backward(grad: Tensor, x: Tensor, *args: Any) -> Any:
+    """Its own shape function gives the input's gradient the dtype of the statistics."""
+    found = aten.native_group_norm_backward.default(grad, x, *args)
+    return (None if found[0] is None else found[0].to(x.dtype), *found[1:])
+
+
+# Ops whose own shape functions are wrong, with one that is right.
 SHAPES: dict[Any, Callable[..., Any]] = {
     aten._grouped_mm.default: _grouped_mm,
     aten.mish_backward.default: aten.mul.Tensor,
+    aten.native_layer_norm.default: _normalised(aten.native_layer_norm.default, slice(2, 4)),
+    aten.native_group_norm.default: _normalised(aten.native_group_norm.default, slice(1, 3)),
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten._native_batch_norm_legit.no_stats: _normalised(aten._native_batch_norm_legit.no_stats, slice(1, 3)),
+    aten._native_batch_norm_legit_functional.default: _normalised(
+        aten._native_batch_norm_legit_functional.default, slice(1, 3)
+    ),
 }
 
 

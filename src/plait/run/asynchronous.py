@@ -8,7 +8,7 @@ Generalized Pipeline Parallelism for DNN Training"; 2021, "Memory-Efficient Pipe
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,6 +38,8 @@ class StaleRunner(CellRunner):
         )  # to come
         self._newest = 0
         self._older: dict[int, dict[str, Tensor]] = {}
+        self._of_group: dict[int, dict[Cell, dict[str, Tensor]]] = {}  # sums of gradients, by the first microbatch
+        self._done: Counter[tuple[int, Cell]] = Counter()
         self.most_versions = 1
 
     def run_cell(self, cell: Cell, micro: int, box: Box) -> Mapping[str, Tensor]:
@@ -45,20 +47,22 @@ class StaleRunner(CellRunner):
         weights = self._parameters if version == self._newest else self._older[version]
         backward = cell[0] == BACKWARD
         turns = self._program.lowered.turns_of_cell(cell, num if backward else 1)
-        found = self._call(cell, micro, box, turns[micro - first if backward else 0], weights)
         if backward:
-            self._sums[cell] = found["gradient"]
+            self._sums = defaultdict(dict, self._of_group.get(first, {}))
+        found = self._call(cell, micro, box, turns[self._done[first, cell] if backward else 0], weights)
+        if backward:
+            self._done[first, cell] += 1
+            self._of_group.setdefault(first, {})[cell] = found["gradient"]
             self._users[version] -= 1
             if not self._users[version]:
                 self._older.pop(version, None)
         return found["value"]
 
     def update(self, micro: int) -> None:
-        _, num = self._groups[micro]
+        first, num = self._groups[micro]
         gradients: dict[str, Tensor] = {}
-        for sums in self._sums.values():
+        for sums in self._of_group.pop(first, {}).values():
             gradients |= sums
-        self._sums.clear()
         if num > 1 and gradients:
             torch._foreach_div_(list(gradients.values()), float(num))
         if self._users[self._newest]:

@@ -89,10 +89,15 @@ def one_device_step(
     weighted = False
     for index, part in enumerate(microbatches(batch, plan.micro)):
         with GlobalRandom(micro_key(key, index)):
-            with precision.computing(model, device):
-                found = one_device_loss(model, loss_fn, part, num_parts)
-                total = found.mean if plan.micro == 1 else found.total
-            (_wide(total) * scale).backward()
+            try:
+                with precision.computing(model, device):
+                    found = one_device_loss(model, loss_fn, part, num_parts)
+                    total = found.mean if plan.micro == 1 else found.total
+                (_wide(total) * scale).backward()
+            except RuntimeError as error:
+                if (refusal := precision.refusal(error, "")) is None:
+                    raise
+                raise refusal from error
         totals.append(total.detach())
         weights.append(torch.as_tensor(found.pair[1]).detach())
         outputs.append(found.outputs)

@@ -195,11 +195,13 @@ def _half(tensor: Tensor, dim: int, half: int) -> Tensor:
 
 
 def _samples(like: Tensor, ndim: int, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """A small tensor and gradients of it, of the type and on the device of `like`."""
+    """A small tensor and gradients of it, on the device of `like`, and of its type; of float32 where that is a half:
+    there the last bit of an update is much of it, and kernels round it differently at the ends of a tensor."""
     generator = torch.Generator().manual_seed(seed)
     device = torch.device("cpu") if like.is_meta else like.device
+    dtype = torch.promote_types(like.dtype, torch.float32)
     start, *gradients = (
-        torch.randn(_TRIED[:ndim], generator=generator).to(device, like.dtype) for _ in range(1 + len(_SCALES))
+        torch.randn(_TRIED[:ndim], generator=generator).to(device, dtype) for _ in range(1 + len(_SCALES))
     )
     return start, [g * scale for g, scale in zip(gradients, _SCALES, strict=True)]
 

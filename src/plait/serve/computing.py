@@ -16,6 +16,7 @@ from plait.comm.device import is_host
 from plait.comm.protocol import World
 from plait.errors import CaptureError
 from plait.graph.batch import batch_tensors
+from plait.run.agreeing.replicas import refuse_changes_outside
 from plait.run.compiler import Captures, Compiler
 from plait.run.eager import EagerReplica, refuse_unless_data_only
 from plait.run.homes.homes import Homes
@@ -74,6 +75,7 @@ class Computing:
         self.replica: Replica | EagerReplica
         try:
             self.replica = Replica(compiler, world, self.tables.localised(first)[0], job.seed, adopt, self.homes)
+            refuse_changes_outside(self.replica.lowered.captured, job.plan)
         except CaptureError as error:
             refuse_unless_data_only(error, within, world, compiler, first)
             warnings.warn(f"the model runs as it is, not as a graph: {error}", stacklevel=2)

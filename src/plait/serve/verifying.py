@@ -46,6 +46,11 @@ class ServedCheck:
         agreement = agreement_of(self.job)
         self._order = drawn_order(agreement, num_rounds * agreement.updates_per_step, self.job.seed)
 
+    @property
+    def first_batch(self) -> Any:
+        """What a worker computes on first."""
+        return BatchFeed(self._batch, self.job.num_parts).read(0)
+
     def rehearsed(self) -> Run:
         """With ranks of a worker as threads, and servers of each rank's own."""
         with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:

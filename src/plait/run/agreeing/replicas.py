@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from plait.comm.protocol import World
+from plait.errors import PlanError
+from plait.graph.capture import Captured
 from plait.graph.loss import ROWS, Outputs, Part, join_outputs
 from plait.run.agreeing.exchange import MeanExchange
 from plait.run.agreeing.local import LocalTraining
@@ -171,3 +173,16 @@ def bytes_kept(plan: Plan) -> int:
     """Bytes that a rank keeps of each number it trains, to agree later: agreed weights and the momentum of the outer
     optimizer, and what a compressor has left out."""
     return 8 * plan.keeps_agreed + 4 * (plan.compress != NO_COMPRESSION)
+
+
+def refuse_changes_outside(captured: Captured, plan: Plan) -> None:
+    """PlanError where the step changes tensors that are not the model's, which replicas or workers that agree later
+    would each have to themselves: they take the means of parameters and buffers."""
+    changed = sorted(o.name for o in captured.outputs if o.kind == "buffer" and o.name in captured.outside)
+    if changed and (plan.relaxed_axis or plan.workers):
+        raise PlanError(
+            f"the step changes {changed[0]}, a tensor outside the model, and with {plan.title} every replica would have"
+            " its own for ever, as replicas agree on parameters and buffers alone; make it a buffer of the model with"
+            " register_buffer, or take a plan whose ranks agree at every step, such as"
+            f" data={max(plan.num_processes, plan.workers)}"
+        )
