@@ -110,3 +110,67 @@ def test_the_tolerance_follows_each_value(monkeypatch: pytest.MonkeyPatch) -> No
     report = verifier(Apart, apart).verify("data=2")
     bad = {difference.name.partition(".")[0] for difference in report.gradients if difference.relative > 1e-4}
     assert bad == {"fine"}, report
+
+
+class Tied(nn.Module):
+    """A language model whose embedding is its head: it says again what it read, and its loss is near 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 16), nn.Linear(16, 16, bias=False)
+        self.up, self.down, self.norm = nn.Linear(16, 64), nn.Linear(64, 16), nn.LayerNorm(16)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return self.head(self.norm(x + self.down(F.gelu(self.up(x)))))  # type: ignore[no-any-return]
+
+
+def again(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+
+@pytest.mark.parametrize("seed", [0, 2, 4])
+def test_a_loss_near_0_is_a_difference_of_large_numbers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One device is off by percents of it, which is no fault of a plan; an error beyond that is."""
+    torch.manual_seed(seed)
+    tied = plait.Verifier(Tied().bfloat16(), again, torch.randint(0, 16, (8, 12)))
+    for plan in ("tensor=2", "tensor=4", "pipeline=2 micro=2"):
+        report = tied.verify(plan)
+        assert report.ok, report
+    step = plait.Trainer.step_with_gradients
+
+    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result, found = step(self, *args, **kwargs)
+        return result + 0.05, found
+
+    monkeypatch.setattr(plait.Trainer, "step_with_gradients", wrong)
+    assert not tied.verify("tensor=2").ok
+
+
+class Grouped(nn.Module):
+    """Experts as DeepSeek-V3 computes them: tokens in the order of their experts, one product for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(32, 4, bias=False)
+        self.up, self.down = (nn.Parameter(torch.randn(4, a, b) * a**-0.5) for a, b in ((32, 64), (64, 32)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, index = self.gate(x).softmax(-1).topk(2, -1)
+        expert = index.flatten()
+        order = expert.argsort(stable=True)
+        ends = F.one_hot(expert, 4).sum(0).cumsum(0).to(torch.int32)
+        inner = F.silu(torch._grouped_mm(x[order // 2].bfloat16(), self.up.bfloat16(), offs=ends))
+        out = torch._grouped_mm(inner, self.down.bfloat16(), offs=ends)
+        return x + torch.zeros_like(x).index_add(0, order // 2, (out * weight.flatten()[order, None]).to(x.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_by_a_grouped_product_in_bfloat16(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), Grouped(), nn.Linear(32, 4)).to(dtype)
+    grouped = plait.Verifier(model, lambda m, b: m(b).float().square().mean(), torch.randn(8, 32, dtype=dtype))
+    for plan in ("data=2", "tensor=2", "data=2 tensor=2 zero=3 micro=2", "pipeline=2 micro=2"):
+        report = grouped.verify(plan)
+        assert report.ok, report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +26,11 @@ from plait.differences import (
     last_bits,
 )
 from plait.errors import CaptureError, LossError, PlanError
+from plait.graph.batch import map_batch
 from plait.graph.loss import loss_and_aux, results
 from plait.graph.lowered import Lowered
 from plait.graph.pipeline import Pipeline
-from plait.graph.precision import Precision, narrowest
+from plait.graph.precision import HALF, Precision, narrowest
 from plait.optim.several import Several
 from plait.run.agreeing.replicas import refuse_changes_outside
 from plait.run.agreeing.rows import batch_of_replica
@@ -144,9 +145,12 @@ class Verifier:
             run = self._as_it_was(program)
             again = [replace(run(plan, rounding=level), rounding=level) for level in levels]
             if levels[-1] > LAST_BITS["fp32"] and not in_half(plan):
-                # The model computes in half precision of its own accord, and cannot be asked for float32: of a value
-                # that is rounded coarsely one run may show nothing by chance.
+                # The model computes in half precision of its own accord: of a value that is rounded coarsely one run
+                # may show nothing by chance. What of it can be had in float32 shows how far off one device is: a loss
+                # near 0 is the difference of large numbers, which longer and shorter sums round differently.
                 runs = [run(plan, rounding=levels[-1], draw=draw) for draw in (1, 2)]
+                with suppress(Exception):  # of the user's own casts
+                    runs.append(run(plan, wide=True))
                 again += [replace(one, rounding=levels[-1]) for one in runs]
             if plan.compress.kind != "none":  # what a code of few bits makes of rounding, one run shows by chance
                 again += [run(plan, rounding=last_bits(plan), draw=draw) for draw in (1, 2, 3)]
@@ -163,11 +167,15 @@ class Verifier:
         scale: float | None = None,
         stale: Pipeline | None = None,
         draw: int = 0,
+        wide: bool = False,
     ) -> Run:
         scaled = Precision(plan.precision, plan.exceptions).scaled
         if scale is None:
             scale = FIRST_SCALE if scaled else 1.0
-        twin = self._twin(rounding, draw)
+        twin, batch = self._twin(rounding, draw), self.batch
+        if wide:
+            twin.widen()
+            batch = _widened(batch)
         named = dict(twin.named_parameters())
         changing = self.captures.changing  # by the step itself: no gradients, and outputs as buffers are
         optimizer = make_optimizer(self.optimizer, _trained(twin))
@@ -177,7 +185,7 @@ class Verifier:
         for step in range(self.steps):
             optimizer.zero_grad(set_to_none=True)
             key = step_key(self.seed, step)
-            given = (twin, self.captures.loss_fn, self.batch, plan, key)
+            given = (twin, self.captures.loss_fn, batch, plan, key)
             if stale is not None:  # which updates as it goes
                 found = stale_step(*given, stale, optimizer, num_parts)
             else:
@@ -189,7 +197,7 @@ class Verifier:
             _finite(losses, {})
             overflown = scaled and any(p.grad is not None and not p.grad.isfinite().all() for p in named.values())
             if overflown and scale > 1:  # as the trainer's scale comes down, but before the first step
-                return self._run_one_device(plan, num_parts, rounding, scale / 2, draw=draw)
+                return self._run_one_device(plan, num_parts, rounding, scale / 2, draw=draw, wide=wide)
             if step == 0:
                 gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
             if self.clip_norm is not None:
@@ -201,20 +209,25 @@ class Verifier:
         buffers = dict(twin.named_buffers()) | {n: named[n].detach() for n in changing}
         return Run(losses, gradients, parameters, buffers, scale, outputs[0])
 
-    def _run_replicas(self, lowered: Lowered, plan: Plan, rounding: float = 0.0, draw: int = 0) -> Run:
+    def _run_replicas(
+        self, lowered: Lowered, plan: Plan, rounding: float = 0.0, draw: int = 0, wide: bool = False
+    ) -> Run:
         """As _run_one_device, of replicas that agree later: what the first of them ends with."""
         if Precision(plan.precision, plan.exceptions).scaled:
             raise PlanError(f"verify of {plan.title} has no serial program for the loss scale of fp16; take bf16")
         if lowered.pipeline is not None and lowered.pipeline.schedule.asynchronous:
             raise PlanError(f"verify has no serial program for sync= with schedule={plan.schedule}; take 1f1b")
         twins = [self._twin(rounding, draw) for _ in range(plan.mesh.axis_size(plan.relaxed_axis))]
+        for twin in twins if wide else ():
+            twin.widen()
+        batch = _widened(self.batch) if wide else self.batch
         optimizers = [make_optimizer(self.optimizer, _trained(twin)) for twin in twins]
         states = {n: lowered.states[n] for n, _ in self.captures.model.named_parameters() if n in lowered.states}
         serial = SerialReplicas(plan, twins, optimizers, states, self.captures.changing)
         losses, gradients, outputs = list[float](), dict[str, Tensor](), list[dict[str, Tensor]]()
         for step in range(self.steps):
             loss, found, aux = serial.step(
-                self.captures.loss_fn, self.batch, step_key(self.seed, step), step + 1, self.clip_norm
+                self.captures.loss_fn, batch, step_key(self.seed, step), step + 1, self.clip_norm
             )
             losses.append(loss)
             outputs.append(aux)
@@ -274,6 +287,11 @@ def _round_as_within(optimizer: torch.optim.Optimizer, seed: int) -> None:
     for member in (each for each in members if isinstance(each, torch.optim.Muon)):
         for p in (p for group in member.param_groups for p in group["params"] if p.grad is not None):
             p.grad.mul_(1 + LAST_BITS["bf16"] / 4 * torch.randn(p.shape, generator=generator).to(p.grad))
+
+
+def _widened(batch: Any) -> Any:
+    """The batch with float32 in place of half precision."""
+    return map_batch(lambda _, x: x.float() if torch.is_tensor(x) and x.dtype in HALF else x, batch)
 
 
 def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 import threading
 import time
@@ -83,7 +84,8 @@ class Fuzzer:
         self._start = self._said = time.monotonic()
 
     def run(self) -> int:
-        """The exit status: 0 if there is no fault."""
+        """The exit status: 0 if there is no fault. Asked to stop, it ends with the models that it has begun."""
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self.options, "seconds", 0.0))
         with ThreadPoolExecutor(self.options.jobs) as pool:
             for done in [pool.submit(self._work) for _ in range(self.options.jobs)]:
                 done.result()

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from plait.graph.precision import HALF
 from plait.graph.reach import Reached
 from plait.graph.sources import set_state, state_of
 from plait.graph.standin import Exchange
@@ -48,6 +49,12 @@ class Twin(nn.Module):
         self._made = {id(original): self._made[id(other._made[id(original)])] for original in other._originals}
         self._originals = other._originals
         return self
+
+    def widen(self) -> None:
+        """Take float32 in place of half precision."""
+        for made in self._made.values():
+            if made.dtype in HALF:
+                made.data = made.data.float()
 
     @contextmanager
     def installed(self) -> Iterator[nn.Module]:
