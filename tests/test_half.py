@@ -130,7 +130,7 @@ def again(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
 
 
-@pytest.mark.parametrize("seed", [0, 2, 4])
+@pytest.mark.parametrize("seed", [8, 11, 27])
 def test_a_loss_near_0_is_a_difference_of_large_numbers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One device is off by percents of it, which is no fault of a plan; an error beyond that is."""
     torch.manual_seed(seed)
