@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import plait
@@ -277,3 +278,25 @@ def test_microbatches_in_an_order_of_the_users(actions: str, tmp_path: Path) -> 
 def test_a_module_in_half_precision_gives_the_others_float32(plan: str) -> None:
     report = plait.verify(mlp(), square, torch.randn(8, 8), plan)
     assert report.ok, report
+
+
+class RunAgain(nn.Module):
+    """Activation checkpointing around a layer that moves a buffer: backward moves it a second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Centred()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_a_pipeline_of_buffers_that_backward_changes() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), RunAgain(), nn.Linear(8, 4)).double()
+    verifier = plait.Verifier(model, square, torch.randn(8, 8, dtype=torch.float64))
+    for plan in ("data=2 micro=2", "pipeline=2"):
+        report = verifier.verify(plan)
+        assert report.ok, report
+    with pytest.raises(PlanError, match=r"the backward pass changes the buffer 1\.inner\.mean"):
+        verifier.verify("pipeline=2 micro=2")

@@ -146,6 +146,9 @@ def draw(rng: random.Random) -> Spec:
 
 def runs(spec: Spec) -> bool:
     """Whether a step of the model in plain PyTorch ends with finite numbers."""
+    halves = spec.dtype == "bfloat16" or spec.autocast
+    if halves and any(layer.name == "Quantised" for layer in spec.layers):
+        return False  # the nearest entry is another one by rounding
     try:
         made = make(spec)
         loss = made.loss_fn(made.model, made.batch)

@@ -73,8 +73,8 @@ class Loss:
             return loss
         out = out.detach()
         return loss, {
-            "score": out.flatten(1).mean(1), "size": out.abs().mean(), "above": plait.Sum((out > 0).sum()),
-            "top": plait.Max(out.max()), "ratio": plait.Weighted(out.sum(), (out > 0).sum() + 1),
+            "score": out.flatten(1).mean(1), "size": out.abs().mean(), "above": plait.Sum(out.sigmoid().sum()),
+            "top": plait.Max(out.max()), "ratio": plait.Weighted(out.sum(), out.abs().sum() + 1),
         }  # fmt: skip
 
     def beside(self, model: nn.Module, batch: Batch, out: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ def _what(report: plait.Report) -> str:
     assert bad is not None
     if bad.name == "loss":
         return "loss"
-    for kind in ("gradients", "parameters", "buffers"):
+    for kind in ("outputs", "gradients", "parameters", "buffers"):
         if bad in getattr(report, kind):
             return kind
     return "?"

@@ -15,8 +15,10 @@ from plait.decide.schedules import make_schedule
 from plait.decide.schedules.replicas import make_replicated
 from plait.decide.transfers import add_transfers, add_updates
 from plait.errors import PlanError
+from plait.graph.calls import placeholders
 from plait.graph.capture import Captured
 from plait.graph.cells import Cells, split_cells
+from plait.graph.node_info import info_of
 from plait.graph.sharing import keep_written_buffers
 from plait.graph.stages import complete_places, follow_readers, place_in_stages, repeatable, stages_from
 from plait.spec.action import FORWARD, WEIGHT, Action
@@ -149,6 +151,8 @@ def split_in_cells(
     cells = split_cells(graph, captured.outputs, num_stages, anywhere, weights)
     _refuse_copied_buffers(cells, copies)
     _refuse_another_order(schedule, cells)
+    if schedule.num_micro > 1:
+        _refuse_changed_late(cells)
     if schedule.asynchronous:
         _refuse_shared(schedule, cells, copies)
     edges = cells.edges()
@@ -205,3 +209,17 @@ def _refuse_another_order(schedule: Schedule, cells: Cells) -> None:
                     f" {', '.join(f'{kind}{micro}' for micro in micros)}, and each of them changes its buffer {name};"
                     " let that stage take them in order, or put the module elsewhere with cut="
                 )
+
+
+def _refuse_changed_late(cells: Cells) -> None:
+    """A buffer that backward changes, before the forward of the next microbatch reads it: there they overlap."""
+    for cell, each in cells.graphs.items():
+        for name in (o.name for o in each.outputs if o.kind == "buffer" and cell[0] != FORWARD):
+            for other, found in cells.graphs.items():
+                infos = [info_of(node) for node in placeholders(found.graph) if node.users]
+                if other != cell and any(info.kind == "buffer" and info.name == name for info in infos):
+                    raise PlanError(
+                        f"the backward pass changes the buffer {name}, as activation checkpointing does that runs the"
+                        " forward again, and with pipeline= the forward of the next microbatch comes before it; leave"
+                        " checkpointing to recompute=layer, or leave micro= out"
+                    )
