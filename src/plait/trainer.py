@@ -25,7 +25,7 @@ from plait.graph.loss import join_outputs, results
 from plait.graph.pipeline import updates_within
 from plait.graph.precision import Precision
 from plait.graph.share import SplitShare
-from plait.run.agreeing.replicas import Replicas, refuse_changes_outside
+from plait.run.agreeing.replicas import Replicas
 from plait.run.agreeing.rows import replica_key, rows_of_replica
 from plait.run.average import MovingAverage
 from plait.run.checks import agree_on_setup, check_given, check_plan, describe_optimizer, place_here
@@ -214,8 +214,6 @@ class Trainer:
         self._trained = replica.layouts.keys() - {*self._frozen}
         self.update = Update(self.optimizer, replica.parameters, replica.layouts, self.world, self.homes)
         if self.plan.relaxed_axis:
-            if isinstance(replica, Replica):
-                refuse_changes_outside(replica.lowered.captured, self.plan)
             self.replicas = Replicas(self.plan, self.world, replica, self.optimizer)
         if self._trace is not None and self.world.rank == 0:
             self.write_plan(self._trace)

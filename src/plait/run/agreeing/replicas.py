@@ -35,6 +35,8 @@ class Replicas:
     def __init__(
         self, plan: Plan, world: World, replica: Replica | EagerReplica, optimizer: torch.optim.Optimizer, step: int = 0
     ) -> None:
+        if isinstance(replica, Replica):
+            refuse_changes_outside(replica.lowered.captured, plan)
         axis = plan.relaxed_axis
         self.plan = plan
         self.axis = axis
