@@ -84,6 +84,11 @@ def all_samples() -> dict[Any, list[Sample]]:
             found[op] = [Sample(op, *split(args)) for args in cases]
     for name, samples in gpu_samples().items():
         found[op_of(name)] = samples
-    for name, args in (("empty_like", (f(6, 12),)), ("empty.memory_format", ([6, 12],)), ("new_empty", (f(6), [6, 4]))):
+    for name, args in (
+        ("empty_like", (f(6, 12),)),
+        ("empty.memory_format", ([6, 12],)),
+        ("new_empty", (f(6), [6, 4])),
+        ("new_empty_strided", (f(6), [6, 4], [1, 6])),
+    ):
         found[op_of(name)] = [Sample(op_of(name), args, {}, shapes_only=True)]
     return found

@@ -56,7 +56,7 @@ def propagate_by_role(
     while True:
         known = len(graph.nodes)
         by_rows = propagate(graph, size, rows, (REPLICATE,) * len(required))
-        by_weights = propagate(graph, size, weights, required, origin)
+        by_weights = propagate(graph, size, weights, required, origin, axis=INNER)
         if len(graph.nodes) == known:  # neither has replaced a call by simpler ones
             break
     found = Propagation(graph, size, required=required)

@@ -36,6 +36,9 @@ class NodeInfo:
     role: str = ""  # how its stage is spread, where stages differ in that
     owner: Mapping[str, int] = field(default_factory=dict)  # coordinates of the ranks that have the value; empty: all
 
+    # of a value that is cut along some axes
+    gathered: tuple[str, ...] = ()  # those along which all that reads it has it whole (narrow.py)
+
     # for what is shown to users
     global_shape: tuple[int, ...] | None = None
     placements: tuple[tuple[str, Placement], ...] = ()  # by axis

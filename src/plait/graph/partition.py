@@ -176,6 +176,8 @@ class Partitioner:
             source = self.local[maker]
             if isinstance(source, tuple):
                 self.local[node] = source[index]
+                if info_of(node).gathered and isinstance(source[index], Node):
+                    set_info(source[index], gathered=info_of(node).gathered)
             else:
                 self.local[node] = self.builder.node(node.target, (source, index), {}, source.meta["val"][index])
                 set_info(self.local[node], owner=info_of(source).owner)

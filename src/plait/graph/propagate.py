@@ -68,7 +68,8 @@ class Propagator:
     """One walk over a graph. `local_ops` are the batch norms whose statistics are each rank's own by the user's wish
     (batchnorm=local)."""
 
-    def __init__(self, graph: Graph, size: int, local_ops: frozenset[object] = frozenset()) -> None:
+    def __init__(self, graph: Graph, size: int, local_ops: frozenset[object] = frozenset(), axis: str = "") -> None:
+        self.axis = axis
         self.found = Propagation(graph, size)
         self.size = size
         self.local_ops = local_ops
@@ -107,7 +108,7 @@ class Propagator:
         if node.op != "call_function" or is_item(node):
             return node.next
         inputs = tensor_inputs(node)
-        given = tuple(self.found.placement(i) for i in inputs)
+        given = tuple(self._given(i) for i in inputs)
         if node.target in self.local_ops and is_statistical(self.call(node)):
             self._check_rows(node, given)
         if all(isinstance(p, Replicate) for p in given):  # by far the most common: nothing to decide
@@ -125,6 +126,12 @@ class Propagator:
             return decompose_node(node, rule.decompose)
         self._set(node, inputs, strategy)
         return node.next
+
+    def _given(self, node: Node) -> Placement:
+        """The placement in which readers of a value have it: a narrow one that is cut is gathered for them all."""
+        placement = self.found.placement(node)
+        gathered = isinstance(placement, Shard) and self.axis in info_of(node).gathered
+        return REPLICATE if gathered else placement
 
     def _local(self, node: Node, given: tuple[Placement, ...]) -> Strategy | None:
         """Batch norm over a rank's rows: what has rows stays as it is cut, statistics are the rank's own, gradients of
@@ -331,13 +338,14 @@ def propagate(
     required: tuple[Placement, ...],
     origin: Mapping[str, str] | None = None,
     local_ops: frozenset[object] = frozenset(),
+    axis: str = "",
 ) -> Propagation:
     """Placements along one axis of `size` ranks.
 
     `fixed`: placement of placeholders by node name (others are whole). `required`: of each output of the graph.
     `graph` may be changed: an op that is sharded where its rule cannot go is replaced by simpler ones.
     """
-    return Propagator(graph, size, local_ops).run(fixed, origin or {}, required)
+    return Propagator(graph, size, local_ops, axis).run(fixed, origin or {}, required)
 
 
 __all__ = ["IMPOSSIBLE", "Propagation", "Propagator", "fits", "propagate"]

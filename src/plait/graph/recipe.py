@@ -9,6 +9,7 @@ values, biases) turns out to be wanted in sharded form too. A path that ends in 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -17,14 +18,19 @@ from torch.fx import Graph, Node
 
 from plait.errors import PlanError
 from plait.graph.calls import is_item, placeholders, tensor_inputs
+from plait.graph.narrow import by_width, condition, with_gathers
 from plait.graph.node_info import info_of, is_forward
-from plait.graph.region import Grower, Region
+from plait.graph.region import Grower, Region, leads_to_loss
 from plait.graph.rules import LOOKUPS
+from plait.graph.rules.reshape import view_groups
+from plait.graph.views import RESHAPES
 from plait.spec.layout import REPLICATE, Blocks, Placement, Replicate, Shard, blocks_of_lengths, divides
 
 aten = torch.ops.aten
 _BLOCKS = (1, 2, 3, 4)  # of fused weights: gate and up; query, key and value; the gates of an LSTM
 _MAX_BLOCKS = 12
+_MAX_READERS = 120  # that are looked at for splits and slices
+_MAX_POINTS = 3
 
 
 class Recipe:
@@ -44,6 +50,7 @@ class Recipe:
         self.decided |= {n: REPLICATE for n in parameters if among is not None and n.name not in among}
         self.spared: set[Node] = set()  # weights that an accepted region reads whole by design (few key-value heads)
         self.grower = Grower(graph, size, self.decided)
+        self.gathered: set[Node] = set()  # cut values that are to be gathered for their readers
         self.reasons: dict[str, str] = {}  # why weights stay whole, by placeholder name
 
     def run(self) -> dict[str, Placement]:
@@ -60,8 +67,9 @@ class Recipe:
                     found.update(region.parameters)
                     self.decided.update(region.parameters)
                     self.spared |= region.spared
+                    self.gathered |= region.gathered
                 elif parameter.name not in self.reasons:
-                    self.reasons[parameter.name] = self._reason(parameter)
+                    self.reasons[parameter.name] = self._reason(parameter, node)
         return {node.name: placement for node, placement in found.items()}
 
     def _weights(self, node: Node) -> list[Node]:
@@ -84,13 +92,25 @@ class Recipe:
                 self._refuse(parameter, node, works)
         return region
 
-    def _reason(self, parameter: Node) -> str:
-        halted = self.grower.halted
-        if parameter in self.spared:
-            return f"{self.axis}={self.size} does not divide its heads"
+    def _reason(self, parameter: Node, use: Node) -> str:
+        halted, cut = self.grower.halted, f"{self.axis}={self.size}"
+        shape = parameter.meta["val"].shape
+        if parameter in self.spared and self.grower.stuck is not None:
+            return f"{cut} does not divide its heads"
+        if len(shape) < 2:
+            return "what it goes with is whole"
+        if all(n % self.size for n in shape):
+            return f"{cut} divides no dim of its shape {list(shape)}"
+        if use.target in LOOKUPS:
+            return (
+                f"{cut} does not divide its {shape[0]} rows" if shape[0] % self.size else "no weight sums what it gives"
+            )
         if halted is None:
             return "no weight sums what it gives"
-        return f"{halted.target} in {info_of(halted).module or 'the loss'} needs what it gives whole"
+        module = info_of(halted).module or "the loss"
+        if halted.target in RESHAPES:
+            return f"{cut} does not divide what it gives as {module} views it, {list(halted.meta['val'].shape)}"
+        return f"{halted.target} in {module} needs what it gives whole"
 
     def _refuse(self, parameter: Node, node: Node, works: int) -> None:
         size = self.size
@@ -104,27 +124,43 @@ class Recipe:
 
 
 def _cut_points(use: Node, num: int) -> list[Blocks]:
-    """The blocks into which readers of a weighted sum take a dim of `num` apart, by splits and slices."""
-    points: set[int] = set()
-    stack, seen = [(use, 0, num)], {use}
-    while stack and len(seen) < 50:
-        node, start, length = stack.pop()
+    """The blocks into which readers of a weighted sum take a dim of `num` apart, by splits and slices: by the first of
+    them, by the next ones too, and so on. And by the first view, whose inner dim may be the one to cut."""
+    points = {0, num}
+    found: list[Blocks] = []
+    views: list[Blocks] = []
+    queue, seen = deque([(use, 0, num)]), {use}
+    while queue and len(seen) < _MAX_READERS:
+        node, start, length = queue.popleft()
         for user in node.users:
-            if user.op != "call_function" or not is_forward(user) or user in seen:
+            if not leads_to_loss(user) or user in seen:
                 continue
             seen.add(user)
             if is_item(user):
                 continue
             pieces = pieces_of(user, length)
+            if user.target in RESHAPES and (inner := _outer_of(user, length)) is not None and num % length == 0:
+                views.append(num // length * inner)
+            known = len(points)
             points.update(start + edge for piece in pieces for edge in piece[1:])
-            for value, first, last in pieces:
-                stack.append((value, start + first, last - first))
-            whole = user.meta.get("val")
-            if not pieces and isinstance(whole, torch.Tensor) and length in whole.shape and length > 1:
-                stack.append((user, start, length))
-    edges = sorted(points | {0, num})
-    lengths = [last - first for first, last in itertools.pairwise(edges)]
-    return [blocks_of_lengths(lengths)] if 1 < len(lengths) <= _MAX_BLOCKS else []
+            if known < len(points) <= _MAX_BLOCKS + 1:
+                found.append(blocks_of_lengths([last - first for first, last in itertools.pairwise(sorted(points))]))
+            queue.extend((value, start + first, last - first) for value, first, last in pieces)
+            value = user.meta.get("val")
+            if not pieces and isinstance(value, torch.Tensor) and length in value.shape and length > 1:
+                queue.append((user, start, length))
+    return [*found[:_MAX_POINTS], *found[-1:], *views[:1]]
+
+
+def _outer_of(view: Node, num: int) -> int | None:
+    """The outer of the dims into which a view takes a dim of `num` apart: each of its steps is a block."""
+    (source,) = tensor_inputs(view)
+    shape: tuple[int, ...] = tuple(source.meta["val"].shape)
+    target: tuple[int, ...] = tuple(view.meta["val"].shape)
+    for dims, into in view_groups(shape, target):
+        if len(dims) == 1 and shape[dims.start] == num and len(into) > 1:
+            return target[into.start]
+    return None
 
 
 def pieces_of(node: Node, num: int) -> list[tuple[Node, int, int]]:
@@ -155,22 +191,33 @@ def pieces_of(node: Node, num: int) -> list[tuple[Node, int, int]]:
 def _first_region(grower: Grower, parameter: Node, use: Node) -> Region | None:
     shape = tuple(parameter.meta["val"].shape)
     grower.stuck = grower.halted = None
+    cut = []
     for dim in [0] if use.target in LOOKUPS else range(len(shape)):
-        for blocks in dict.fromkeys((1, *_cut_points(use, shape[dim]), *_BLOCKS)):
+        points = _cut_points(use, shape[dim])
+        for blocks in dict.fromkeys((1, *points, *_BLOCKS)):
             seed = Shard(dim, blocks)
             stuck = grower.stuck
             if divides(shape, seed, grower.size) and (region := grower.follow(parameter, seed, use)) is not None:
                 return region
             if not isinstance(blocks, int):  # few key-value heads beside many of queries: whole, as apart from them
                 grower.stuck = stuck
+        cut += [seed for blocks in (*points, 1) if divides(shape, seed := Shard(dim, blocks), grower.size)]
+    if use.target in LOOKUPS:
+        return by_width(grower, parameter, use)
+    stuck, halted = grower.stuck, grower.halted
+    for seed in cut:
+        region = condition(grower, parameter, seed, use) or with_gathers(grower, parameter, seed, use)
+        if region is not None:
+            return region
+    grower.stuck, grower.halted = stuck, halted
     return None
 
 
 def recipe(
     graph: Graph, size: int, taken: Mapping[str, Placement], axis: str, among: Collection[str] | None = None
-) -> tuple[dict[str, Placement], dict[str, str]]:
+) -> tuple[dict[str, Placement], dict[str, str], set[Node]]:
     """Placements over one axis of `size` ranks for parameters that `taken` does not name, by placeholder name; of those
-    in `among` only, if given. And why others stay whole.
+    in `among` only, if given. Why others stay whole. And which cut values are to be gathered for their readers.
 
     Raises PlanError if the axis divides nothing at all, or does not divide heads that it must split.
     """
@@ -182,4 +229,4 @@ def recipe(
             f" and that reaches a weight which sums it with nothing on the way that needs it whole. Choose a size that"
             f" divides its heads and widths, say by layouts={{...}} what to split, or leave {axis} out of the plan"
         )
-    return found, made.reasons
+    return found, made.reasons, made.gathered

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from plait.graph.calls import call_of, is_item, num_bytes, output_values, placeholders, rule_of, tensor_inputs
 from plait.graph.node_info import info_of, is_forward
 from plait.graph.propagate import fits
-from plait.graph.rules import LOOKUPS, LOSSES, SOFTMAXES, Call, Strategy, strategies_of
+from plait.graph.rules import LOOKUPS, LOSSES, NORMS, SOFTMAXES, Call, Strategy, strategies_of
 from plait.graph.views import RESHAPES
 from plait.spec.layout import REPLICATE, Partial, Placement, Replicate, Shard, divides
 
@@ -35,6 +35,7 @@ class Region:
     parameters: dict[Node, Placement] = field(default_factory=dict)
     whole: dict[Node, None] = field(default_factory=dict)
     spared: set[Node] = field(default_factory=set)  # weights that are read whole, though a part would do
+    gathered: frozenset[Node] = frozenset()  # cut values that their readers have whole
     ends: int = 0
     contractions: int = 0
     sums: int = 0
@@ -64,6 +65,7 @@ class Grower:
         self.decided = decided
         self.stuck: tuple[Node, int] | None = None  # where a path ended only because the size does not divide a dim
         self.halted: Node | None = None  # the reader furthest on that needed a cut value whole
+        self.failed: tuple[Node, Region] | None = None  # the reader at which the last region ended, and that region
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.parameters = {n for n in placeholders(graph) if info_of(n).kind == "parameter"}
         self.from_parameter: dict[Node, Node] = {n: n for n in self.parameters}
@@ -77,14 +79,15 @@ class Grower:
             if any(i in self.from_batch for i in inputs):
                 self.from_batch.add(node)
 
-    def follow(self, parameter: Node, seed: Shard, use: Node) -> Region | None:
-        """The region of a weight that is cut so, None if something needs a cut value whole."""
-        region = Region()
+    def follow(self, parameter: Node, seed: Shard, use: Node, gathered: frozenset[Node] = frozenset()) -> Region | None:
+        """The region of a weight that is cut so, None if something needs a cut value whole that is not `gathered`."""
+        region = Region(gathered=gathered)
+        self.failed = None
         if not self._grow([(parameter, seed)], region, _MAX_REGION):
             return None
         own = [n for n in use.users if n in region.placements] or use in region.placements
         seeded = bool(own) or use.target in LOOKUPS
-        return region if region.ends and seeded else None
+        return region if (region.ends or use in gathered) and seeded else None
 
     def weighted(self, node: Node) -> bool:
         """Whether the node is a sum that weights can weigh: a product of matrices, a convolution."""
@@ -100,7 +103,7 @@ class Grower:
         def put(node: Node, placement: Placement) -> None:
             region.placements[node] = placement
             for user in node.users:
-                if _forward(user) and user not in queued:
+                if leads_to_loss(user) and user not in queued:
                     queued.add(user)
                     heapq.heappush(queue, (self.order[user], user))
 
@@ -119,6 +122,7 @@ class Grower:
             if outcome is None or (known is not None and outcome != known):
                 if self.halted is None or self.order[self.halted] < self.order[node]:
                     self.halted = node
+                self.failed = node, region
                 return False
             if known is not None:
                 continue
@@ -127,17 +131,25 @@ class Grower:
             else:
                 region.whole[node] = None
             for source, want in self._wanted(node, region):
-                self._absorb(source, want, region)
+                if not self._absorb(source, want, region) and self._cut_otherwise(source):
+                    self.failed = node, region
+                    return False
         return True
 
-    def _absorb(self, source: Node, want: Placement, region: Region) -> None:
+    def _cut_otherwise(self, source: Node) -> bool:
+        """Whether it is a weight that is known to be cut in another way than a reader wants: no part of it will do."""
+        parameter = self.from_parameter.get(source)
+        return parameter is not None and isinstance(self.decided.get(parameter), Shard)
+
+    def _absorb(self, source: Node, want: Placement, region: Region) -> bool:
         """Have an input that is wanted cut made so, if that is possible."""
         mark, stuck = region.mark(), self.stuck
         if source in region.placements or self._grow([(source, want)], region, _MAX_BRANCH):
-            return
+            return True
         region.undo(mark)
-        self.stuck = stuck
+        self.stuck, self.failed = stuck, None
         region.spared |= self._behind(source)
+        return False
 
     def _back(self, node: Node, want: Placement, region: Region, put: Callable[[Node, Placement], None]) -> bool:
         """From a value that is to be cut back to the weights that it is made of."""
@@ -184,15 +196,20 @@ class Grower:
         where it ends."""
         if is_item(node):
             source = node.args[0]
+            if (part := _normalised(source, region)) is not None:  # type: ignore[arg-type]
+                return REPLICATE if node.args[1] else part
             strategy = self._strategy(source, region)  # type: ignore[arg-type]
             return None if strategy is None else strategy.outputs[node.args[1]]  # type: ignore[index]
         inputs = tensor_inputs(node)
-        given = tuple(region.placements.get(i, REPLICATE) for i in inputs)
+        given = _given(node, region)
         if node.target in SOFTMAXES and isinstance(given[0], Shard) and given[0].dim == _softmax_dim(node):
             return given[0]  # worked out with two small sums over the axis
         if node.target in LOSSES and isinstance(given[0], Shard) and given[0].dim == 1:
             region.ends += count
             return REPLICATE
+        if _normalised(node, region) is not None:
+            region.sums += count
+            return Shard(-1) if region.contractions <= 1 else None
         strategy = self._strategy(node, region)
         if strategy is None:
             self._note_stuck(node, region)
@@ -209,7 +226,7 @@ class Grower:
         Norms are small sums. A region with any has one weight that sums, and that gives no more than it gets: else a
         whole model could be cut along its width, with sums of activations everywhere.
         """
-        cut = [i for i in inputs if i in region.placements]
+        cut = [i for i in inputs if i in region.placements and i not in region.gathered]
         if all(i in self.from_parameter for i in cut) and node.target not in LOOKUPS:
             return True  # a penalty on the weight, or its norm
         bytes_in = max(num_bytes(i.meta["val"]) for i in cut)
@@ -226,7 +243,7 @@ class Grower:
         """Remember if a smaller axis, one that divides this one, could go on here."""
         if node.target not in RESHAPES:
             return
-        given = tuple(region.placements.get(i, REPLICATE) for i in tensor_inputs(node))
+        given = _given(node, region)
         rule = rule_of(node)
         for size in range(self.size - 1, 1, -1):
             if rule is not None and self.size % size == 0:
@@ -242,7 +259,7 @@ class Grower:
 
     def _strategy(self, node: Node, region: Region) -> Strategy | None:
         """The one that keeps every shard that the inputs have; what is whole may be cut."""
-        given = tuple(region.placements.get(i, REPLICATE) for i in tensor_inputs(node))
+        given = _given(node, region)
         key = (node, given)
         if key not in self._strategies:
             self._strategies[key] = self._keeping(node, given)
@@ -281,7 +298,7 @@ class Grower:
         if rule is None or not isinstance(want, Shard):
             return None
         call = self._call(node)
-        whole = tuple(region.placements.get(i, REPLICATE) for i in tensor_inputs(node))
+        whole = _given(node, region)
         ways = [whole]
         if want.blocks != 1:  # rules try the blocks that inputs have
             ways += [
@@ -310,9 +327,24 @@ class Grower:
         return found
 
 
-def _forward(node: Node) -> bool:
+def _given(node: Node, region: Region) -> tuple[Placement, ...]:
+    """Placements of the inputs as the node has them."""
+    cut = region.placements
+    return tuple(REPLICATE if i in region.gathered else cut.get(i, REPLICATE) for i in tensor_inputs(node))
+
+
+def leads_to_loss(node: Node) -> bool:
     """Whether it is a forward call on the way to the loss, and not one aside (lower.py)."""
     return node.op == "call_function" and is_forward(node) and not info_of(node).aside
+
+
+def _normalised(node: Node, region: Region) -> Shard | None:
+    """The shard of a norm's input, if what the norm sums is cut."""
+    if node.target not in NORMS:
+        return None
+    part, normalised = _given(node, region)[0], node.args[1]
+    first = node.args[0].meta["val"].ndim - len(normalised)  # type: ignore[union-attr, arg-type]
+    return part if isinstance(part, Shard) and part.dim >= first else None
 
 
 def _softmax_dim(node: Node) -> int:

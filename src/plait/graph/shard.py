@@ -13,6 +13,7 @@ from plait.graph.calls import placeholders
 from plait.graph.capture import Captured
 from plait.graph.draft import Draft
 from plait.graph.dtypes import dtype_name
+from plait.graph.narrow import gathered_of, mark_gathered
 from plait.graph.partition import partition
 from plait.graph.pipeline import AXIS as PIPELINE
 from plait.graph.pipeline import cut_in_stages
@@ -85,7 +86,7 @@ def shard(draft: Draft) -> None:
             laid_out = propagate_by_role(graph, size, fixed, {nodes[name] for name in split}, wanted, origin)
         else:
             local_ops = BATCH_NORM if _local_norm(plan, axis) else frozenset()
-            laid_out = propagate(graph, size, fixed, wanted, origin, local_ops)
+            laid_out = propagate(graph, size, fixed, wanted, origin, local_ops, axis)
         before = 0 if axis in BATCH_AXES else step_flops(graph)
         graph = partition(laid_out, axis)
         if axis not in BATCH_AXES:
@@ -123,15 +124,18 @@ def _choose_parameters(
             continue
         if settled is not None:
             chosen[axis] = ({nodes[name]: layout.on(axis) for name, layout in settled.items()}, dict[str, str]())
+            if axis not in BATCH_AXES and size > 1:
+                mark_gathered(gathered_of(graph, size, chosen[axis][0]), axis)
             continue
         fixed = {nodes[name]: on[axis] for name, on in annotated.items() if axis in on}
         origin = {nodes[name]: f"layouts: {name}" for name in annotated}
         if axis not in BATCH_AXES and size > 1:
             if axis == INNER:
                 among = split_by_tensor(graph)
-                found, why = recipe(graph, size, fixed, "tensor", among) if among else ({}, {})
+                found, why, gathered = recipe(graph, size, fixed, "tensor", among) if among else ({}, {}, set())
             else:
-                found, why = recipe(graph, size, fixed, axis)
+                found, why, gathered = recipe(graph, size, fixed, axis)
+            mark_gathered(gathered | (gathered_of(graph, size, fixed | found, list(fixed)) if fixed else set()), axis)
             reasons |= {names[node]: reason for node, reason in why.items() if node not in found}
             reasons |= {name: "layouts= says so" for name, on in annotated.items() if axis in on}
             origin |= {node: f"recipe: {names[node]}" for node in found}

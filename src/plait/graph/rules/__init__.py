@@ -55,6 +55,7 @@ NAMED: dict[str, Rule] = {
 LOOKUPS = frozenset(overloads("embedding"))
 SOFTMAXES = frozenset(overloads("_log_softmax"))
 LOSSES = frozenset(overloads("nll_loss_forward", "nll_loss2d_forward"))
+NORMS = frozenset(overloads("native_layer_norm", "_fused_rms_norm"))  # of a cut dim: sums that are small
 
 
 def rule_for(op: Any) -> Rule | None:
@@ -64,6 +65,6 @@ def rule_for(op: Any) -> Rule | None:
 
 
 __all__ = [
-    "LOOKUPS", "LOSSES", "NAMED", "RULES", "SOFTMAXES", "Builder", "Call", "Emit", "Factor", "Partial", "Placement",
-    "Replicate", "Rule", "Shard", "Spec", "Strategy", "einsum", "register", "rule_for", "strategies_of",
+    "LOOKUPS", "LOSSES", "NAMED", "NORMS", "RULES", "SOFTMAXES", "Builder", "Call", "Emit", "Factor", "Partial",
+    "Placement", "Replicate", "Rule", "Shard", "Spec", "Strategy", "einsum", "register", "rule_for", "strategies_of",
 ]  # fmt: skip

@@ -58,6 +58,18 @@ def _emit_new(builder: Builder, call: Call, strategy: Strategy, args: Any, kwarg
     return builder.call(call.op, args[0], sizes, *args[2:], **kwargs)
 
 
+def _emit_new_strided(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    """new_empty_strided(x, sizes, strides): a part lies in the same order of dims, without holes."""
+    (out,) = strategy.outputs
+    part = out.dim if isinstance(out, Shard) else None
+    sizes = [n // builder.size if d == part else n for d, n in enumerate(args[1])]
+    strides = [0] * len(sizes)
+    step = 1
+    for d in sorted(range(len(sizes)), key=lambda d: (args[2][d], -d)):
+        strides[d], step = step, step * sizes[d]
+    return builder.call(call.op, args[0], sizes, strides, *args[3:], **kwargs)
+
+
 def _arange_bounds(call: Call) -> tuple[Any, Any]:
     """Start and step."""
     if call.op is aten.arange.default:
@@ -86,6 +98,7 @@ def _emit_arange(builder: Builder, call: Call, strategy: Strategy, args: Any, kw
 register(*overloads("full", "zeros", "ones", "empty.memory_format"), rule=Rule(strategies=_constant, sizes=0))
 register(*overloads("scalar_tensor"), rule=Rule())
 register(*overloads("new_zeros", "new_ones", "new_full", "new_empty"), rule=Rule(strategies=_new, emit=_emit_new))
+register(*overloads("new_empty_strided"), rule=Rule(strategies=_new, emit=_emit_new_strided))
 register(*overloads("arange", "arange.start", "arange.start_step"), rule=Rule(strategies=_arange, emit=_emit_arange))
 
 

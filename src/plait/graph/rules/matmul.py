@@ -14,6 +14,7 @@ from plait.graph.rules.base import (
     Placements,
     Rule,
     Shard,
+    Spec,
     Strategy,
     einsum,
     register,
@@ -174,6 +175,27 @@ def _grouped_backward_factors(call: Call) -> list[Factor]:
     return [Factor((1, 1, None, None), (1, 1)), Factor((None, 2, None, 1), (None, 2))]
 
 
+_ALIGNED = 16  # bytes of which aten._grouped_mm wants each row to be a multiple
+
+
+def _grouped_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
+    """By the factors of a grouped product, where the rows of each part are still aligned."""
+
+    def aligned(dims: Sequence[int | None], specs: Sequence[Spec | None]) -> bool:
+        pairs = [(s, d) for s, d in zip(specs, dims, strict=True) if s is not None and d is not None]
+        return all(s.shape[d] // size * s.dtype.itemsize % _ALIGNED == 0 for s, d in pairs)
+
+    return [
+        sharded_strategy(call, factor.inputs, factor.outputs, b, Partial())
+        for factor in _grouped_factors(call)
+        if aligned(factor.inputs, call.inputs) and aligned(factor.outputs, call.outputs)
+        for b in blocks_of(given, factor.inputs)
+    ]
+
+
 GROUPED = Rule(factors=_grouped_factors, linear=lambda call: [(0,), (1,)], weighted=True, formats=True)
 GROUPED_BACKWARD = Rule(factors=_grouped_backward_factors, linear=lambda call: [(3,)], formats=True)
-register(*overloads("_grouped_mm"), rule=GROUPED)
+register(
+    *overloads("_grouped_mm"),
+    rule=Rule(strategies=_grouped_strategies, linear=lambda call: [(0,), (1,)], weighted=True, formats=True),
+)

@@ -6,12 +6,22 @@ tensors of Shard(dim, 1), and cat puts them back.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from plait.graph.rules.base import Builder, Call, Factor, Placements, Rule, Shard, Strategy, register
+from plait.graph.rules.base import (
+    REPLICATE,
+    Builder,
+    Call,
+    Factor,
+    Placement,
+    Placements,
+    Rule,
+    Shard,
+    Strategy,
+    register,
+)
 from plait.graph.rules.dims import all_operands, aten, blocks_of, first_operand, overloads, positive
 from plait.spec.layout import Blocks, block_lengths, blocks_of_lengths, num_units
 
@@ -83,16 +93,27 @@ def _split_strategies(call: Call, given: Placements, size: int) -> list[Strategy
     dim = positive(call.arg(2, "dim", 0), spec.ndim)
     widths = [o.shape[dim] for o in call.outputs if o is not None]
     tried = blocks_of(given, (dim,))
-    if not isinstance(given[0], Shard) and widths and min(widths) > 0:
-        tried.append(blocks_of_lengths(widths))
+    if not isinstance(given[0], Shard) and any(widths):
+        tried.append(blocks_of_lengths([width for width in widths if width]))
     found = []
     for blocks in dict.fromkeys(tried):
-        ends = list(itertools.accumulate(widths))
-        pieces = [_covered(spec.shape[dim], blocks, end - width, end) for end, width in zip(ends, widths, strict=True)]
-        if all(piece is not None for piece in pieces):
-            outputs = tuple(Shard(dim, piece) for piece in pieces if piece is not None)
+        outputs = _pieces(spec.shape[dim], dim, blocks, widths)
+        if outputs is not None:
             found.append(Strategy((Shard(dim, blocks),), outputs, _emit_split))
     return found
+
+
+def _pieces(length: int, dim: int, blocks: Blocks, widths: list[int]) -> tuple[Placement, ...] | None:
+    """Placements of the pieces of a dim that is cut so; a piece of no width is whole."""
+    found: list[Placement] = []
+    end = 0
+    for width in widths:
+        end += width
+        piece = _covered(length, blocks, end - width, end)
+        if piece is None and width:
+            return None
+        found.append(REPLICATE if piece is None else Shard(dim, piece))
+    return tuple(found)
 
 
 def _emit_split(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
@@ -127,27 +148,33 @@ def _cat_factors(call: Call) -> list[Factor]:
     ]
 
 
-def _cat_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
+def _cat_strategies(call: Call, given: Sequence[Placement], size: int) -> list[Strategy]:
     out = call.outputs[0]
     assert out is not None
     dim = positive(call.arg(1, "dim", 0), out.ndim)
-    if any(s.ndim != out.ndim or s.shape[dim] == 0 for s in call.inputs):
-        return []
-    widths = [s.shape[dim] for s in call.inputs]
+    # What has no width there, such as a piece of none, stays whole beside the others.
+    some = [s.ndim == out.ndim and s.shape[dim] > 0 for s in call.inputs]
+    widths = [s.shape[dim] for s, counts in zip(call.inputs, some, strict=True) if counts]
+    given = [p for p, counts in zip(given, some, strict=True) if counts]
     have = [p.blocks if isinstance(p, Shard) and p.dim == dim else 1 for p in given]
+
+    def with_empty(parts: Sequence[Placement]) -> tuple[Placement, ...]:
+        rest = iter(parts)
+        return tuple(next(rest) if counts else REPLICATE for counts in some)
+
     blocks = {
         w // p.blocks
         for w, p in zip(widths, given, strict=True)
         if isinstance(p, Shard) and p.dim == dim and isinstance(p.blocks, int)
     }
     found = [
-        Strategy(tuple(Shard(dim, w // width) for w in widths), (Shard(dim, out.shape[dim] // width),))
-        for width in sorted(blocks or {math.gcd(*widths)})
+        Strategy(with_empty([Shard(dim, w // width) for w in widths]), (Shard(dim, out.shape[dim] // width),))
+        for width in sorted(blocks or {math.gcd(*widths)} - {0})
         if all(w % width == 0 for w in widths)
     ]
-    if all(w % num_units(b) == 0 for w, b in zip(widths, have, strict=True)):  # each as it is, end to end
+    if widths and all(w % num_units(b) == 0 for w, b in zip(widths, have, strict=True)):  # each as it is, end to end
         lengths = [n for w, b in zip(widths, have, strict=True) for n in block_lengths(w, b)]
-        found.append(Strategy(tuple(Shard(dim, b) for b in have), (Shard(dim, blocks_of_lengths(lengths)),)))
+        found.append(Strategy(with_empty([Shard(dim, b) for b in have]), (Shard(dim, blocks_of_lengths(lengths)),)))
     return found
 
 
