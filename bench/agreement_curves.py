@@ -26,8 +26,8 @@ from bench.staleness import batch, symbols
 from bench.workloads import GLOBAL_BATCH, SEQUENCE, WORKLOADS, loss_fn
 from plait import Plan, Trainer
 from plait.comm.process import process_world
-from plait.decide.efficiency import Curve, compare_curves
-from plait.view.compare import comparison_page, comparison_table
+from plait.cost.efficiency import Curve, compare_curves
+from plait.report.comparison import comparison_page, comparison_table
 
 PLANS = {
     "every step": "data=2",

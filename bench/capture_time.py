@@ -12,8 +12,8 @@ from collections.abc import Callable
 from bench.harness import Group, Variant, arguments, publish
 from bench.workloads import Workload, loss_fn
 from plait import Plan
-from plait.graph.capture import capture
-from plait.graph.lower import lower
+from plait.compile.capture.capture import capture
+from plait.compile.pipeline import lower
 
 PLAN = "data=2 tensor=2"
 NUM_ROUNDS = 3

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from plait.train.gpt import Block, BytesGPT
+from plait.api.job.gpt import Block, BytesGPT
 
 
 class _Enter(torch.autograd.Function):

@@ -24,8 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 from bench.harness import Group, Variant, arguments, publish
 from bench.variants import PlaitStep
 from bench.workloads import WORKLOADS, loss_fn, optimizer
-from plait.memory_estimate import Estimator
-from plait.spec.plan import Plan
+from plait.api.memory import Estimator
+from plait.plan.plan import Plan
 
 PLANS = [
     f"data=2 zero={zero} recompute={recompute} precision={precision}"

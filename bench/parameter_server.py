@@ -26,12 +26,12 @@ from torch.utils.data import Dataset
 from bench import variants
 from bench.harness import Group, Variant, arguments, publish
 from bench.workloads import GLOBAL_BATCH, WORKLOADS, loss_fn, optimizer
-from plait.serve.actors import ChiefActor, ServerActor
-from plait.serve.cluster import load_ray, started_here
-from plait.serve.job import Job
-from plait.serve.prepare import make_job
-from plait.serve.worker import Worker
-from plait.spec.plan import Plan
+from plait.integrations.servers.actors import ChiefActor, ServerActor
+from plait.integrations.servers.cluster import load_ray, started_here
+from plait.integrations.servers.prepare import make_job
+from plait.integrations.servers.service import Job
+from plait.integrations.servers.worker import Worker
+from plait.plan.plan import Plan
 
 NUM_WORKERS = 2
 PLANS = [f"workers={NUM_WORKERS} servers=1", f"workers={NUM_WORKERS} servers=1 overlap=1"]

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from bench.harness import arguments, publish
+from plait.backends.eager.execute import Box, Executor
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
-from plait.decide.costs import Costs
-from plait.decide.readiness import Cell, chain
-from plait.decide.schedules import ASYNCHRONOUS, FAMILIES, make_schedule
-from plait.decide.schedules.replicas import make_replicated
-from plait.decide.simulate import simulate
-from plait.decide.transfers import add_transfers, add_updates
-from plait.graph.cells import Value
-from plait.run.execute import Box, Executor
+from plait.compile.stages.stage_graphs import Value
+from plait.cost.costs import Costs
+from plait.cost.simulate import simulate
+from plait.schedule.families import ASYNCHRONOUS, FAMILIES, make_schedule
+from plait.schedule.families.replicated import make_replicated
+from plait.schedule.readiness import Cell, chain
+from plait.schedule.transfers import add_transfers, add_updates
 from plait.spec.mesh import Mesh
 from plait.spec.schedule import Schedule
 

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from bench.harness import publish
-from plait.serve.cluster import load_ray, started_here
-from plait.serve.notes import Progress
-from plait.serve.prepare import make_job
-from plait.serve.running import Running
-from plait.serve.whole import Whole
-from plait.spec.plan import Plan
+from plait.integrations.servers.cluster import load_ray, started_here
+from plait.integrations.servers.full_model import Whole
+from plait.integrations.servers.notes import Progress
+from plait.integrations.servers.prepare import make_job
+from plait.integrations.servers.running import Running
+from plait.plan.plan import Plan
 
 STEPS_BETWEEN = 3
 SIZE = 4096

@@ -26,12 +26,12 @@ from torch.utils.data import Dataset
 from bench.harness import publish
 from bench.staleness import batch, symbols
 from bench.workloads import GLOBAL_BATCH, WORKLOADS, loss_fn
-from plait.serve.cluster import load_ray, started_here
-from plait.serve.notes import Progress
-from plait.serve.prepare import make_job
-from plait.serve.running import Running
-from plait.spec.plan import Plan
-from plait.train.metrics import METRICS, MetricsLog, read_steps
+from plait.api.job.metrics import METRICS, MetricsLog, read_steps
+from plait.integrations.servers.cluster import load_ray, started_here
+from plait.integrations.servers.notes import Progress
+from plait.integrations.servers.prepare import make_job
+from plait.integrations.servers.running import Running
+from plait.plan.plan import Plan
 
 MODES = {
     "synchronous": "staleness=0",

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from bench.harness import arguments, publish
-from plait.decide.rowhash import by_server
-from plait.serve.cluster import load_ray, started_here
-from plait.serve.tables.module import unique_ids
-from plait.serve.tables.rows import Rows, TableSpec
+from plait.cost.rowhash import by_server
+from plait.integrations.servers.cluster import load_ray, started_here
+from plait.integrations.servers.tables.module import unique_ids
+from plait.integrations.servers.tables.table_shard import Rows, TableSpec
 
 NUM_ROWS, DIM, BATCH, FIELDS, NUM_SERVERS = 10_000_000, 64, 4096, 26, 2
 NUM_STEPS, NUM_ROUNDS = 10, 5

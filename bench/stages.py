@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.workloads import GLOBAL_BATCH, Workload
-from plait.train.gpt import BytesGPT
+from plait.api.job.gpt import BytesGPT
 
 
 class GPTStage(nn.Module):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.train.gpt import BytesGPT, loss_fn
+from plait.api.job.gpt import BytesGPT, loss_fn
 
 GLOBAL_BATCH = 8
 SEQUENCE = 128

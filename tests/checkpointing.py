@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import plait
 from plait.comm.threads import run_ranks
+from plait.engine.compiler import Captures, Compiler
 from plait.errors import RankFailed
-from plait.run.compiler import Captures, Compiler
-from plait.spec.plan import Plan
+from plait.plan.plan import Plan
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 

@@ -10,10 +10,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import plait
+from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.comm.protocol import World
-from plait.run.compiler import Captures, Compiler
-from plait.run.local_batch import LocalBatch
-from plait.train.gpt import BytesGPT, loss_fn
+from plait.engine.compiler import Captures, Compiler
+from plait.engine.local_batch import LocalBatch
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 ROWS, SEQUENCE = 16, 32

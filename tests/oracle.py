@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from plait.graph.ops import take
-from plait.graph.rules import Call, Rule, Spec, Strategy, strategies_of
+from plait.compile.ops import Call, Rule, Spec, Strategy, strategies_of
+from plait.compile.ops.comm_ops import take
 from plait.spec.layout import REPLICATE, Partial, Placement, Replicate, Shard, block_lengths, divides, local_shape
 
 

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, TensorDataset
 
 import plait
+from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.comm.failure import guard
 from plait.comm.protocol import World
 from plait.errors import LossError, PlanError
-from plait.train.gpt import BytesGPT, loss_fn
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 

@@ -11,7 +11,7 @@ from rule_makers import b, f, i, op_of, split, u
 from rule_table import HALF, table
 from rule_twins import gpu_samples
 
-from plait.graph.rules import pointwise
+from plait.compile.ops import pointwise
 
 
 def pointwise_samples(op: Any) -> list[Sample]:

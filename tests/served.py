@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import plait
-from plait.serve.job import Job
-from plait.serve.prepare import make_job
-from plait.serve.tables.module import SparseTable
-from plait.spec.plan import Plan
+from plait.integrations.servers.prepare import make_job
+from plait.integrations.servers.service import Job
+from plait.integrations.servers.tables.module import SparseTable
+from plait.plan.plan import Plan
 
 NUM_ITEMS = 48
 NUM_IDS = 40

@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import plait
+from plait.api.job.gpt import loss_fn
+from plait.api.memory import Estimator
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
-from plait.decide.compressing import BLOCK, coded_bytes
-from plait.decide.rounds import Rounds, split_in_parts
+from plait.cost.compressed_bytes import BLOCK, coded_bytes
+from plait.engine.local_sgd.codec import decode, encode
+from plait.engine.local_sgd.exchange import MeanExchange
+from plait.engine.trainer import Trainer
 from plait.errors import BatchError, PlanError, RankFailed
-from plait.memory_estimate import Estimator
-from plait.run.agreeing.codec import decode, encode
-from plait.run.agreeing.exchange import MeanExchange
-from plait.spec.compression import Compression
+from plait.plan.compression import Compression
+from plait.plan.plan import Plan
+from plait.schedule.rounds import Rounds, split_in_parts
 from plait.spec.mesh import Mesh
-from plait.spec.plan import Plan
-from plait.train.gpt import loss_fn
-from plait.trainer import Trainer
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -129,7 +129,7 @@ def test_powersgd_as_a_serial_program_and_exact_for_matrices_of_low_rank() -> No
     for step in range(3):
         given = [terms[r][step] + left_out[r] for r in range(2)]
         if step == 0:
-            from plait.run.agreeing.exchange import first_factor
+            from plait.engine.local_sgd.exchange import first_factor
 
             right = first_factor("w", 50, 2)
         left, _ = torch.linalg.qr(sum(m @ right for m in given) / 2)

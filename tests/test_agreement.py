@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.decide.agreement import Agreement, Commit, Go, Late, Push, Refuse, may_go_on, num_needed, shares_of
-from plait.decide.balance import Variable, balance
-from plait.decide.handout import Handout
+from plait.schedule.balance import Variable, balance
+from plait.schedule.consistency import Agreement, Commit, Go, Late, Push, Refuse, may_go_on, num_needed, shares_of
+from plait.schedule.work_queue import Handout
 
 
 def begun(num: int, **options: object) -> Agreement:

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from zoo import EXTRA, ZOO
 
+from plait.compile.capture.batch import batch_leaves, batch_numbers, batch_signature
+from plait.compile.capture.capture import Captured, capture
+from plait.compile.capture.eager_random import GlobalRandom
+from plait.compile.capture.loss_values import Weighted
+from plait.compile.ir.node_info import info_of
+from plait.compile.ops.draw import draw
 from plait.errors import BatchError, CaptureError, LossError, PlanError
-from plait.graph.batch import batch_leaves, batch_numbers, batch_signature
-from plait.graph.capture import Captured, capture
-from plait.graph.draw import draw
-from plait.graph.loss import Weighted
-from plait.graph.node_info import info_of
-from plait.graph.random import GlobalRandom
 
 KEY = 11
 FAMILIES = {**ZOO, **EXTRA}

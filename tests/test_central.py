@@ -13,14 +13,14 @@ from process_ranks import central_storage
 from torch import nn
 
 import plait
+from plait.api.job.gpt import BytesGPT
+from plait.api.job.gpt import loss_fn as gpt_loss
 from plait.comm import sharing
 from plait.comm.meeting import ThreadComm
 from plait.comm.threads import run_ranks
-from plait.decide.memory import OPTIMIZER, PARAMETERS
+from plait.cost.memory_model import OPTIMIZER, PARAMETERS
 from plait.errors import PlanError, RankFailed
 from plait.spec.mesh import Mesh
-from plait.train.gpt import BytesGPT
-from plait.train.gpt import loss_fn as gpt_loss
 
 
 def parts_and_wholes(world: Any) -> list[tuple[str, int, int, int, int, int]]:

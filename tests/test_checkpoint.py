@@ -20,13 +20,13 @@ from checkpointing import (
 )
 
 from plait.comm.threads import run_ranks
+from plait.engine.checkpoint import image
+from plait.engine.checkpoint.export import export_weights
+from plait.engine.checkpoint.places import checkpoints, newest
+from plait.engine.checkpoint.storage import folder_of
 from plait.errors import CheckpointError
-from plait.run.saving import image
-from plait.run.saving.export import export_weights
-from plait.run.saving.places import checkpoints, newest
-from plait.run.saving.storage import folder_of
-from plait.spec.plan import Plan
-from plait.view.checkpoint import describe_checkpoint, verify_checkpoints
+from plait.plan.plan import Plan
+from plait.report.checkpoint_text import describe_checkpoint, verify_checkpoints
 
 
 class Gate:

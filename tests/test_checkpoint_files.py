@@ -21,22 +21,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from plait.engine.checkpoint import write
+from plait.engine.checkpoint.crc import combine
+from plait.engine.checkpoint.holding import Holding, pieces
+from plait.engine.checkpoint.image import Image
+from plait.engine.checkpoint.integrity import check_files, damages
+from plait.engine.checkpoint.manifest import BLOCK, Manifest
+from plait.engine.checkpoint.places import checkpoints, newest
+from plait.engine.checkpoint.plainvalues import decode, encode
+from plait.engine.checkpoint.safetensor import read_header
+from plait.engine.checkpoint.storage import LocalFolder, folder_of
+from plait.engine.slices import Box, copies, fragments
+from plait.engine.state import lies_here, local_part
 from plait.errors import CheckpointError
-from plait.run.boxes import Box, copies, fragments
-from plait.run.saving import checkpoint
-from plait.run.saving.crc import combine
-from plait.run.saving.holding import Holding, pieces
-from plait.run.saving.image import Image
-from plait.run.saving.integrity import check_files, damages
-from plait.run.saving.manifest import BLOCK, Manifest
-from plait.run.saving.places import checkpoints, newest
-from plait.run.saving.plainvalues import decode, encode
-from plait.run.saving.safetensor import read_header
-from plait.run.saving.storage import LocalFolder, folder_of
-from plait.run.state import lies_here, local_part
+from plait.report.checkpoint_text import describe_checkpoint
 from plait.spec.layout import Layout, Only, Shard
 from plait.spec.mesh import Mesh
-from plait.view.checkpoint import describe_checkpoint
 
 # ---- what a rank holds, and who writes it
 
@@ -146,7 +146,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
           torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn]  # fmt: skip
 
 
-def state_of(step: int, value: float = 1.0) -> checkpoint.State:
+def state_of(step: int, value: float = 1.0) -> write.State:
     """Tensors of every type, one of them longer than a block; rank 0's only."""
     tensors = {f"model/{dtype}": torch.full((3, 5), value).to(dtype) for dtype in DTYPES}
     tensors |= {
@@ -156,16 +156,16 @@ def state_of(step: int, value: float = 1.0) -> checkpoint.State:
     }
     tensors["model/turned"] = torch.rand(6, 4).t()
     values = {"step": step, "optimizer": "", "groups": [{"lr": torch.tensor(value), "betas": (0.9, 0.999)}]}
-    return checkpoint.State({name: Holding.whole(tensor) for name, tensor in tensors.items()}, values)
+    return write.State({name: Holding.whole(tensor) for name, tensor in tensors.items()}, values)
 
 
-def save(path: Path | str, step: int, keep: int = 2, num_ranks: int = 1) -> checkpoint.State:
+def save(path: Path | str, step: int, keep: int = 2, num_ranks: int = 1) -> write.State:
     state = state_of(step, float(step))
-    rest = checkpoint.State({}, state.values)
+    rest = write.State({}, state.values)
 
     def run(world: Any) -> None:
         mine = state if world.rank == 0 else rest
-        checkpoint.save(path, mine, world=world, plan="data=2", keep=keep)
+        write.save(path, mine, world=world, plan="data=2", keep=keep)
 
     on(f"data={num_ranks}", run)
     return state

@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from plait.serve.chief import Chief
-from plait.serve.notes import Note, Task
-from plait.serve.requests import Requests
-from plait.serve.server import Server
+from plait.integrations.servers.coordinator import Chief
+from plait.integrations.servers.notes import Note, Task
+from plait.integrations.servers.requests import Requests
+from plait.integrations.servers.server import Server
 from tests.served import job_of
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from plait.decide.efficiency import Curve, compare_curves, smoothed
+from plait.api.job.compare_runs import compare_runs
+from plait.api.job.metrics import MetricsLog, read_metrics
+from plait.cost.efficiency import Curve, compare_curves, smoothed
 from plait.errors import DataError
-from plait.train.compare import compare_runs
-from plait.train.metrics import MetricsLog, read_metrics
-from plait.view.compare import names_in_figures
+from plait.report.comparison import names_in_figures
 
 
 def curve(name: str, losses: list[float], tokens: float, seconds: float, sent: float, waited: float = 0.0) -> Curve:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from plait.api.job.config import SchedulerSection, load_config
+from plait.api.job.setup import AUTO, GO_ON, Resume, check_job, learning_rate, make_model, optimizer_factory
 from plait.errors import BatchError, CheckpointError, ConfigError, DataError, LayoutError, PlaitError
-from plait.spec.plan import Plan
-from plait.train.build import AUTO, GO_ON, Resume, check_job, learning_rate, make_model, optimizer_factory
-from plait.train.config import SchedulerSection, load_config
+from plait.plan.plan import Plan
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = "[model]\nlayers = 1\nwidth = 8\nheads = 2\nsequence = 16\n"
@@ -75,7 +75,7 @@ def test_missing_file(tmp_path: Path) -> None:
         ('[model]\nname = "gpt"', ConfigError, ["model.name = 'gpt'", "bytes_gpt or 'module:function'"]),
         ('[model]\nname = "no_such_module_:f"', ConfigError, ["there is no module no_such_module_"]),
         ('[model]\nname = "os:system"\ncommand = "touch x"', ConfigError, ["os is a module of Python itself"]),
-        ('[model]\nname = "plait.train.gpt:bytes_gtp"', ConfigError, ["has no function", "did you mean bytes_gpt"]),
+        ('[model]\nname = "plait.api.job.gpt:bytes_gtp"', ConfigError, ["has no function", "did you mean bytes_gpt"]),
         ('[optimizer]\nname = "Adamm"', ConfigError, ["optimizer.name = 'Adamm'", "AdamW"]),
         ("[optimizer]\nlearning_rate = 1", ConfigError, ["unknown key optimizer.learning_rate", "lr"]),
         ("[optimizer]\nbetas = [2.0, 0.9]", ConfigError, ["[optimizer] AdamW", "beta"]),

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from plait.api.job.gpt import BytesGPT, bytes_gpt, loss_fn
+from plait.api.job.metrics import MetricsLog, read_metrics
+from plait.api.job.sample import sample_text
+from plait.api.job.text import ByteText, python_text, read_text, split_text
 from plait.errors import DataError
-from plait.train.gpt import BytesGPT, bytes_gpt, loss_fn
-from plait.train.metrics import MetricsLog, read_metrics
-from plait.train.sample import sample_text
-from plait.train.text import ByteText, python_text, read_text, split_text
 
 
 def test_python_ships_enough_english() -> None:

@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import plait
+from plait.engine.checkpoint.manifest import Manifest
+from plait.engine.checkpoint.places import newest
+from plait.engine.checkpoint.storage import folder_of
 from plait.errors import CheckpointError, DataError
-from plait.run.saving.manifest import Manifest
-from plait.run.saving.places import newest
-from plait.run.saving.storage import folder_of
-from plait.view.checkpoint import describe_checkpoint, verify_checkpoints
+from plait.report.checkpoint_text import describe_checkpoint, verify_checkpoints
 
 NUM_EDITS = 250
 

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import plait
-from plait.graph.ops import in_format
-from plait.graph.rules import RULES
-from plait.graph.views import RESHAPES
+from plait.compile.ir.views import RESHAPES
+from plait.compile.ops import RULES
+from plait.compile.ops.comm_ops import in_format
 
 aten = torch.ops.aten
 REWRITTEN = {*RESHAPES, aten._reshape_alias.default, aten.as_strided.default, aten.as_strided_scatter.default}

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 import plait
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
+from plait.engine.local_sgd.exchange import MeanExchange
+from plait.engine.trying import depends_on_the_cut
 from plait.errors import CaptureError, LossError, PlanError
-from plait.run.agreeing.exchange import MeanExchange
-from plait.run.trying import depends_on_the_cut
-from plait.spec.compression import NO_COMPRESSION
-from plait.spec.plan import Plan
+from plait.plan.compression import NO_COMPRESSION
+from plait.plan.plan import Plan
 
 
 def square(model: nn.Module, batch: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from fuzz.shrink import shrink
 from fuzz.worker import Worker
 
 from plait.errors import BatchError, PlanError, RankFailed
-from plait.spec.plan import Plan, key_name
+from plait.plan.plan import Plan, key_name
 
 TABLES = {"floats": grammar.SEQUENCE, "image": grammar.IMAGE, "vector": grammar.VECTOR, "video": grammar.VIDEO}
 ROWS = [(source, name, options) for source, table in TABLES.items() for _, name, options in table]

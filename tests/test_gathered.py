@@ -15,8 +15,8 @@ from test_optimizers import batch, loss_fn, net, worst
 from torch import Tensor, nn
 
 import plait
+from plait.engine.trainer import Trainer
 from plait.errors import ModelError, PlanError, RankFailed
-from plait.trainer import Trainer
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.02)
 PLANS = ["data=2", "tensor=2", "data=2 zero=1", "data=2 zero=3", "pipeline=2 micro=2", "data=2 central=host"]

@@ -13,8 +13,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import plait
-from plait.decide.schedules import ASYNCHRONOUS
-from plait.spec.kinds import SCHEDULE_NAMES
+from plait.plan.kinds import SCHEDULE_NAMES
+from plait.schedule.families import ASYNCHRONOUS
 
 
 class Critic(nn.Module):

@@ -16,17 +16,17 @@ from torch.fx import Node
 from zoo import ZOO
 
 import plait
+from plait.api.job.gpt import loss_fn
+from plait.backends.eager.offload.disk import DiskFile
+from plait.backends.eager.page_memory import page_memory
 from plait.comm.threads import run_ranks
+from plait.compile.passes import offload
+from plait.compile.passes.bucket import bucket_wait
+from plait.engine import update
+from plait.engine.compiler import Captures, Compiler
+from plait.engine.trainer import Trainer
 from plait.errors import HomeError
-from plait.graph import homes
-from plait.graph.bucket import bucket_wait
 from plait.optim import Lamb
-from plait.run import update
-from plait.run.compiler import Captures, Compiler
-from plait.run.homes.disk import DiskFile
-from plait.run.pages import page_memory
-from plait.train.gpt import loss_fn
-from plait.trainer import Trainer
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 ADAMW_EXACT = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)  # where rounding does not decide on signs
@@ -35,7 +35,7 @@ ADAMW_EXACT = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)  # where r
 @pytest.fixture(autouse=True)
 def _all_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """What tests train is small, and would stay in memory."""
-    monkeypatch.setattr(homes, "SMALL", 1)
+    monkeypatch.setattr(offload, "SMALL", 1)
     monkeypatch.setattr(update, "_CHUNK_BYTES", 1 << 14)
 
 
@@ -226,19 +226,19 @@ def test_evaluates_from_disk() -> None:
 def test_the_host_is_the_device_on_cpu() -> None:
     plan = plait.Plan.parse("home.parameters=host home.optimizer=host home.activations=host")
     graph = Compiler(Captures(gpt(), loss_fn), plan).lowered(gpt_batch()).graph
-    assert [node for node in graph.nodes if node.name == homes.HOMES] == []
+    assert [node for node in graph.nodes if node.name == offload.HOMES] == []
     assert_same(trained(""), trained(str(plan)))
 
 
 def test_at_most_two_buckets_are_here_and_gradients_leave_while_backward_runs() -> None:
     plan = plait.Plan.parse("data=2 bucket=32KiB home.parameters=disk home.activations=disk")
     nodes = list(Compiler(Captures(gpt(), loss_fn), plan).lowered(gpt_batch()).graph.nodes)
-    for op in (homes.fetch_start, homes.unstash_start):
+    for op in (offload.fetch_start, offload.unstash_start):
         starts = [i for i, node in enumerate(nodes) if node.target is op]
         waits = [nodes.index(next(iter(nodes[i].users))) for i in starts]
         assert len(starts) > 8 and waits == sorted(waits)
         assert all(start > wait for start, wait in zip(starts[2:], waits, strict=False))
-    leaving = [i for i, node in enumerate(nodes) if node.target is homes.leave]
+    leaving = [i for i, node in enumerate(nodes) if node.target is offload.leave]
     products = [i for i, node in enumerate(nodes) if node.target is torch.ops.aten.mm.default]
     assert sum(i < products[-1] for i in leaving) > len(leaving) / 2
     assert not any(isinstance(r, Node) and r.target is bucket_wait for r in nodes[-1].args[0])

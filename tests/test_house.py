@@ -17,7 +17,7 @@ SOURCES = sorted((ROOT / "src" / "plait").rglob("*.py"))
 
 # Files above comm/ that hand DTensors to, or take them from, the ecosystem: the boundary that DESIGN.md draws.
 MAY_NAME_DTENSOR = {
-    "run/boundary.py": {"torch.distributed.tensor"},
+    "engine/boundary.py": {"torch.distributed.tensor"},
 }
 
 

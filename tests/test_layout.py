@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import LayoutError, PlanError
-from plait.spec.annotation import parse_annotation, resolve_annotations
+from plait.plan.annotation import parse_annotation, resolve_annotations
 from plait.spec.layout import (
     REPLICATE,
     Layout,

@@ -10,12 +10,12 @@ from torch import nn
 
 from plait.comm import sharing
 from plait.comm.sharing import can_share
-from plait.decide.legality import Facts, Place, refusals
+from plait.engine.checks import place_here
+from plait.engine.trainer import Trainer
 from plait.errors import PlanError
-from plait.run.checks import place_here
-from plait.spec.plan import Plan
-from plait.spec.refusals import Refusal, refused_together
-from plait.trainer import Trainer
+from plait.plan.legality import Facts, Place, refusals
+from plait.plan.plan import Plan
+from plait.plan.refusals import Refusal, refused_together
 
 GPU = Place("cuda")
 
@@ -63,7 +63,7 @@ def test_what_does_not_go_together_is_a_value_for_each() -> None:
 
 
 def _defaults() -> dict[str, str]:
-    from plait.spec.plan import describe_keys
+    from plait.plan.plan import describe_keys
 
     return {name: default for name, default, _ in describe_keys()}
 

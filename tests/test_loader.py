@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import plait
+from plait.api.job.config import Config
+from plait.api.job.metrics import read_metrics
+from plait.api.job.training import run_job
 from plait.comm.protocol import World
+from plait.engine.compiler import Captures, Compiler
+from plait.engine.data.gauge import WaitGauge
+from plait.engine.data.loader import Loader, loader
+from plait.engine.local_batch import LocalBatch
+from plait.engine.trainer import Trainer
 from plait.errors import BatchError, DataError, PlanError
-from plait.run.compiler import Captures, Compiler
-from plait.run.feeding.gauge import WaitGauge
-from plait.run.feeding.loader import Loader, loader
-from plait.run.local_batch import LocalBatch
-from plait.train.config import Config
-from plait.train.job import run_job
-from plait.train.metrics import read_metrics
-from plait.trainer import Trainer
 
 
 class Numbers:

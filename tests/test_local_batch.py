@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import plait
+from plait.engine.local_batch import batch_part
+from plait.engine.microbatch import microbatches
 from plait.errors import BatchError
-from plait.run.local_batch import batch_part
-from plait.run.microbatch import microbatches
 
 
 def batch() -> dict[str, Tensor]:

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
-from plait.decide.buckets import bucket_limit, split_buckets
-from plait.graph import ops
-from plait.graph.bucket import bucket_put, bucket_start, bucket_wait
-from plait.run.compiler import Captures, Compiler
-from plait.spec.plan import Plan
-from plait.train.gpt import loss_fn
+from plait.api.job.gpt import loss_fn
+from plait.compile.ops import comm_ops
+from plait.compile.passes.bucket import bucket_put, bucket_start, bucket_wait
+from plait.engine.compiler import Captures, Compiler
+from plait.plan.plan import Plan
+from plait.schedule.buckets import bucket_limit, split_buckets
 
 aten = torch.ops.aten
 
@@ -54,7 +54,7 @@ def test_every_gradient_is_put_into_its_bucket_as_soon_as_it_is_there() -> None:
 def test_sums_over_tensor_start_at_once_and_overlap_with_what_does_not_need_them() -> None:
     graph = lowered("tensor=2").graph
     order = {n: i for i, n in enumerate(graph.nodes)}
-    pairs = [(n, next(iter(n.users))) for n in graph.nodes if n.target is ops.all_reduce_start]
+    pairs = [(n, next(iter(n.users))) for n in graph.nodes if n.target is comm_ops.all_reduce_start]
     assert pairs
     for start, done in pairs:
         assert order[start] == order[start.args[1]] + 1

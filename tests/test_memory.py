@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import plait
-from plait.decide.memory import FULL_ADAM, RankMemory, model_state_bytes, single_changes
-from plait.graph.liveness import Meter
-from plait.memory_estimate import Estimator
-from plait.run.compiler import Captures, Compiler
-from plait.run.microbatch import microbatches
-from plait.run.rehearse import rehearse
-from plait.spec.plan import Plan
-from plait.train.gpt import loss_fn
-from plait.view.memory import verdict
+from plait.api.job.gpt import loss_fn
+from plait.api.memory import Estimator
+from plait.compile.passes.liveness import Meter
+from plait.cost.memory_model import FULL_ADAM, RankMemory, model_state_bytes, single_changes
+from plait.engine.compiler import Captures, Compiler
+from plait.engine.dry_run import rehearse
+from plait.engine.microbatch import microbatches
+from plait.plan.plan import Plan
+from plait.report.memory_table import verdict
 
 # Table 1 of the ZeRO paper (arXiv 1910.02054): GB of model state per device, for three models and three stages each.
 MODELS = (7.5e9, 128e9, 1e12)

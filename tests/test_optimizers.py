@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 import plait
+from plait.api.job.config import Config
+from plait.api.job.setup import optimizer_factory
 from plait.comm.protocol import World
+from plait.engine.compiler import Captures, Compiler
+from plait.engine.trainer import OptimizerFactory, Trainer
+from plait.engine.trying import state_layouts
 from plait.errors import ConfigError, PlanError, RankFailed
 from plait.optim import Lamb
 from plait.optim.adafactor import Adafactor
-from plait.run.compiler import Captures, Compiler
-from plait.run.trying import state_layouts
 from plait.spec.layout import Layout, Only, Shard
-from plait.train.build import optimizer_factory
-from plait.train.config import Config
-from plait.trainer import OptimizerFactory, Trainer
 
 STEPS = 4
 OPTIMIZERS = [

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm.protocol import World
+from plait.compile.capture.loss_values import join_outputs, read_loss, results
+from plait.engine.trainer import Trainer
 from plait.errors import LossError
-from plait.graph.loss import join_outputs, read_loss, results
-from plait.trainer import Trainer
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -104,7 +104,7 @@ def test_no_weight_stays_whole_for_an_output() -> None:
 
 
 def test_verify_says_which_output_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.verification.results", lambda outputs: {n: p.result() * 2 for n, p in outputs.items()})
+    monkeypatch.setattr("plait.api.verify.results", lambda outputs: {n: p.result() * 2 for n, p in outputs.items()})
     report = plait.verify(Net(), lambda m, b: (m(b["x"])[0].mean(), {"rows": b["x"].sum(1)}), batch(), "data=2")
     assert str(report.first_bad) == "5.00e-01  rows" and "worst output     5.00e-01  rows" in str(report)
 

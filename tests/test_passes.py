@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import plait
+from plait.compile.draft import Pass, check_order
+from plait.compile.pipeline import PASSES
 from plait.errors import PlanError
-from plait.graph.draft import Pass, check_order
-from plait.graph.lower import PASSES
-from plait.view.explanation import Explanation
+from plait.report.explanation import Explanation
 
 PLANS = [
     "data=2",

@@ -23,19 +23,19 @@ from torch.nn import functional as F
 from zoo import ZOO
 
 import plait
+from plait.api.job.gpt import BytesGPT
+from plait.backends.eager.cell_runner import CellRunner
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
-from plait.decide.schedules import ASYNCHRONOUS
+from plait.compile.lowered import Lowered
+from plait.engine.compiler import Captures, Compiler
+from plait.engine.microbatch import microbatches
+from plait.engine.replica import Replica
+from plait.engine.trainer import Trainer
 from plait.errors import BatchError, PlanError, RankFailed, ScheduleError
-from plait.graph.lowered import Lowered
-from plait.run.cell_runner import CellRunner
-from plait.run.compiler import Captures, Compiler
-from plait.run.microbatch import microbatches
-from plait.run.replica import Replica
-from plait.spec.kinds import SCHEDULE_NAMES
-from plait.spec.plan import Plan
-from plait.train.gpt import BytesGPT
-from plait.trainer import Trainer
+from plait.plan.kinds import SCHEDULE_NAMES
+from plait.plan.plan import Plan
+from plait.schedule.families import ASYNCHRONOUS
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 SYNCHRONOUS = [name for name in SCHEDULE_NAMES if name not in ASYNCHRONOUS]

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import PlanError
+from plait.plan.plan import Plan, describe_keys
+from plait.plan.recompute import Recompute
+from plait.plan.refusals import NOT_YET
 from plait.spec.mesh import Mesh
-from plait.spec.plan import Plan, describe_keys
-from plait.spec.recompute import Recompute
-from plait.spec.refusals import NOT_YET
 
 
 def test_reads_every_key() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from comm_worlds import Script, run, start_scripts
 
-from plait.spec.plan import Plan
+from plait.plan.plan import Plan
 
 
 def on(plan: str, fn, transport: str = "shm"):

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from plait.compile.capture.capture import capture
+from plait.compile.capture.eager_random import GlobalRandom
+from plait.compile.ops import draw_rule as rule
+from plait.compile.ops.base import RULES, Call, Shard, Spec, Strategy, strategies_of
+from plait.compile.ops.comm_ops import take
+from plait.compile.ops.draw import CHUNK, chunking, draw
 from plait.errors import CaptureError
-from plait.graph.capture import capture
-from plait.graph.draw import CHUNK, chunking, draw
-from plait.graph.ops import take
-from plait.graph.random import GlobalRandom
-from plait.graph.rules import random as rule
-from plait.graph.rules.base import RULES, Call, Shard, Spec, Strategy, strategies_of
 
 CPU = torch.device("cpu")
 KINDS = {

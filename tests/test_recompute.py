@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 import plait
-from plait.decide.keep import Value, choose_kept
+from plait.api.job.gpt import loss_fn
+from plait.compile.ir.node_info import info_of
+from plait.compile.ops import comm_ops
+from plait.compile.passes.recomputation import saved_bytes
+from plait.engine.compiler import Captures, Compiler
 from plait.errors import PlanError
-from plait.graph import ops
-from plait.graph.node_info import info_of
-from plait.graph.recompute import saved_bytes
-from plait.run.compiler import Captures, Compiler
-from plait.spec.plan import Plan
-from plait.train.gpt import loss_fn
+from plait.plan.plan import Plan
+from plait.schedule.keep import Value, choose_kept
 
 
 def seconds_again(values: list[Value], kept: set[int]) -> float:
@@ -178,6 +178,6 @@ def test_without_layers_a_budget_counts_for_the_whole_model() -> None:
 @pytest.mark.parametrize("how", ["layer", "*.up", "budget=400KiB"])
 def test_sums_over_ranks_are_not_sent_again(how: str) -> None:
     def sums(plan: str) -> int:
-        return sum(n.target in (ops.all_reduce, ops.all_reduce_start) for n in lowered_graph(plan).nodes)
+        return sum(n.target in (comm_ops.all_reduce, comm_ops.all_reduce_start) for n in lowered_graph(plan).nodes)
 
     assert sums(f"tensor=2 recompute={how}") == sums("tensor=2")

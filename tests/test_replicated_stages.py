@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from plait import PlanError, verify
-from plait.decide.cut import Flow, Item, choose_cut
-from plait.run.compiler import Captures, Compiler
+from plait.api.job.gpt import BytesGPT, loss_fn
+from plait.engine.compiler import Captures, Compiler
+from plait.plan.plan import Plan
+from plait.schedule.cut import Flow, Item, choose_cut
 from plait.spec.layout import Only
-from plait.spec.plan import Plan
-from plait.train.gpt import BytesGPT, loss_fn
 
 
 def tied_gpt() -> tuple[nn.Module, dict[str, Tensor]]:

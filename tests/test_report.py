@@ -14,25 +14,25 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from plait.cli import app
+from plait.api.cli import app
+from plait.backends.recorder import NUM_STEPS
 from plait.comm.threads import run_ranks
 from plait.comm.traced import TracedComm, clock_offset
-from plait.decide.costs import Costs
-from plait.decide.nesting import flattened
-from plait.decide.predict import measure_costs, predict, with_held
-from plait.decide.readiness import chain
-from plait.decide.schedules import make_schedule
-from plait.decide.simulate import simulate
-from plait.decide.transfers import add_transfers, add_updates
-from plait.run.compiler import Captures, Compiler
-from plait.run.tracing.folder import RunPlan, read_plan, read_trace
-from plait.run.tracing.recorder import NUM_STEPS
+from plait.cost.costs import Costs
+from plait.cost.nesting import flattened
+from plait.cost.predict import measure_costs, predict, with_held
+from plait.cost.simulate import simulate
+from plait.engine.compiler import Captures, Compiler
+from plait.engine.trace_folder import RunPlan, read_plan, read_trace
+from plait.engine.trainer import Trainer
+from plait.plan.plan import Plan
+from plait.report.run_page import MOST_SPANS, StepView, build_page, that_fit
+from plait.schedule.families import make_schedule
+from plait.schedule.readiness import chain
+from plait.schedule.transfers import add_transfers, add_updates
 from plait.spec.mesh import Mesh
-from plait.spec.plan import Plan
 from plait.spec.schedule import Schedule
 from plait.spec.trace import COMPUTE_KINDS, Span, Trace
-from plait.trainer import Trainer
-from plait.view.report import MOST_SPANS, StepView, build_page, that_fit
 
 SMALL = """
 [model]

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 import plait
 from plait.errors import CheckpointError
-from plait.spec.plan import Plan
+from plait.plan.plan import Plan
 
 PLANS = [
     "data=4 zero=1",

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from plait.engine.checkpoint import collect
+from plait.engine.checkpoint.saver import Saver
 from plait.errors import CheckpointError
-from plait.run.saving import save
-from plait.run.saving.saver import Saver
-from plait.serve.job import Job
-from plait.serve.server import Server, Standing
-from plait.serve.whole import Whole
+from plait.integrations.servers.full_model import Whole
+from plait.integrations.servers.server import Server, Standing
+from plait.integrations.servers.service import Job
 from tests.served import job_of, make_click, make_clicks
 
 Extra = dict[str, Any]
@@ -55,7 +55,7 @@ def of_rounds(tmp_path: Path) -> Job:
 def resave(whole: Whole, job: Job, extra: Extra) -> None:
     """The same checkpoint with another `extra`."""
     whole.held.step_number += 1
-    save.save(whole.held, job.folder, extra, 1, Saver(), True)
+    collect.save(whole.held, job.folder, extra, 1, Saver(), True)
 
 
 def extra_of(whole: Whole) -> Extra:
@@ -86,7 +86,7 @@ def test_whatever_is_edited_only_a_checkpoint_error_comes_of_it(
     job = request.getfixturevalue(which)
     whole = saved(job)
     extra = extra_of(whole)
-    monkeypatch.setattr("plait.serve.whole.load.load", lambda held, place: given)
+    monkeypatch.setattr("plait.integrations.servers.full_model.load.load", lambda held, place: given)
     taken, said = 0, set[str]()
     for path in [one for one in places(extra) if one[0] in ("data", "tables", "outer")]:
         for junk in JUNK:

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from plait.graph.rules import RULES, Call, Spec, rule_for
-from plait.graph.rules.reshape import carry
+from plait.compile.ops import RULES, Call, Spec, rule_for
+from plait.compile.ops.reshape import carry
 from plait.spec.layout import REPLICATE, Partial, Shard
 
 aten = torch.ops.aten

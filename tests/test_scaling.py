@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm.protocol import World
-from plait.run import scaling
-from plait.run.compiler import Captures, Compiler
-from plait.spec.plan import Plan
-from plait.trainer import Trainer
+from plait.engine import scaling
+from plait.engine.compiler import Captures, Compiler
+from plait.engine.trainer import Trainer
+from plait.plan.plan import Plan
 
 ADAM = functools.partial(torch.optim.AdamW, lr=0.01)
 STEP = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from plait.cli import app
-from plait.decide.costs import Costs
-from plait.decide.schedules import make_schedule
-from plait.decide.simulate import simulate
+from plait.api.cli import app
+from plait.cost.costs import Costs
+from plait.cost.simulate import simulate
+from plait.report.charts import draw_utilisation
+from plait.report.schedule_page import describe_schedule
+from plait.report.swimlane import COLOURS, draw_swimlanes, page
+from plait.schedule.families import make_schedule
 from plait.spec.trace import KINDS, Span, Trace
-from plait.view.charts import draw_utilisation
-from plait.view.schedule import describe_schedule
-from plait.view.swimlane import COLOURS, draw_swimlanes, page
 
 
 def run(*arguments: str) -> str:
@@ -79,7 +79,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argume
 
 def test_it_needs_no_torch() -> None:
     code = (
-        "import sys; from plait.cli import app\n"
+        "import sys; from plait.api.cli import app\n"
         "try: app(['schedule', 'zb-v', '--stages', '2', '--micro', '3'])\n"
         "except SystemExit as end: sys.exit(end.code or 'torch' in sys.modules)"
     )

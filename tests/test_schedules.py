@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.decide.check_schedule import check_schedule
-from plait.decide.grid import draw_grid
-from plait.decide.readiness import chain, needs, shared
-from plait.decide.schedules import FAMILIES, make_schedule
-from plait.decide.schedules.replicas import make_replicated
-from plait.decide.transfers import add_transfers, add_updates
 from plait.errors import PlanError, ScheduleError
+from plait.schedule.check import check_schedule
+from plait.schedule.families import FAMILIES, make_schedule
+from plait.schedule.families.replicated import make_replicated
+from plait.schedule.grid import draw_grid
+from plait.schedule.readiness import chain, needs, shared
+from plait.schedule.transfers import add_transfers, add_updates
 from plait.spec.action import Action
 from plait.spec.schedule import Schedule
 

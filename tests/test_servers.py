@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from plait.engine.local_sgd.exchange import first_factor
+from plait.engine.trainer import Trainer
 from plait.errors import BatchError, PlanError, WorldError
-from plait.run.agreeing.exchange import first_factor
-from plait.serve.cluster import check_installed, check_memory
-from plait.serve.job import Job
-from plait.serve.rehearse import Rehearsed, rehearse
-from plait.serve.server import Done, Member, Order, Server, Standing
-from plait.trainer import Trainer
+from plait.integrations.servers.cluster import check_installed, check_memory
+from plait.integrations.servers.rehearsed import Rehearsed, rehearse
+from plait.integrations.servers.server import Done, Member, Order, Server, Standing
+from plait.integrations.servers.service import Job
 from tests.served import NUM_IDS, Serial, job_of, make_click, make_clicks, make_model
 
 # Of each optimizer that works in another way on rows than on the whole, and of those that do not.

@@ -20,20 +20,20 @@ import torch
 from intruder import attack, below, is_loopback, listening, needs_proc, needs_root
 from test_train_job import JOB
 
+from plait.api.job.config import Config, load_config
+from plait.api.job.metrics import read_metrics
+from plait.api.job.serving import run_served, served_job
+from plait.api.job.setup import GO_ON
+from plait.api.job.training import run_job
+from plait.engine.checkpoint.places import newest
+from plait.engine.trainer import Trainer
 from plait.errors import CheckpointError
-from plait.run.saving.places import newest
-from plait.serve.cluster import load_ray, started_here
-from plait.serve.notes import Note, Progress, Refused
-from plait.serve.rehearse import rehearse
-from plait.serve.running import Running
-from plait.serve.whole import Whole
-from plait.spec.plan import Plan
-from plait.train.build import GO_ON
-from plait.train.config import Config, load_config
-from plait.train.job import run_job
-from plait.train.metrics import read_metrics
-from plait.train.serving import run_served, served_job
-from plait.trainer import Trainer
+from plait.integrations.servers.cluster import load_ray, started_here
+from plait.integrations.servers.full_model import Whole
+from plait.integrations.servers.notes import Note, Progress, Refused
+from plait.integrations.servers.rehearsed import rehearse
+from plait.integrations.servers.running import Running
+from plait.plan.plan import Plan
 from tests.served import NUM_IDS, job_of, make_click, make_clicks
 
 # A dozen processes start in each, which takes a while on two cores that do other things as well.
@@ -282,7 +282,7 @@ def posted(port: int) -> int:
 def test_nothing_of_ray_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     source = (
         "import time\n"
-        "from plait.serve.cluster import load_ray, started_here\n"
+        "from plait.integrations.servers.cluster import load_ray, started_here\n"
         "with started_here(load_ray(), 1, 128 << 20):\n"
         "    open('started', 'w').close()\n"
         "    time.sleep(600)\n"

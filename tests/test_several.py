@@ -14,10 +14,10 @@ from test_optimizers import batch, loss_fn, net, on_ranks, under, worst
 from torch import Tensor, nn
 
 import plait
+from plait.engine.optimizers import make_optimizer
+from plait.engine.trainer import Trainer
 from plait.errors import CheckpointError, PlanError, RankFailed
 from plait.optim.several import Several
-from plait.run.optimizers import make_optimizer
-from plait.trainer import Trainer
 
 PLANS = ["tensor=2 data=2 zero=1", "data=2 zero=3", "pipeline=2 data=2 zero=2 micro=2", "data=2 central=host"]
 

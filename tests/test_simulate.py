@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.decide.costs import Costs, read_costs
-from plait.decide.readiness import chain, needs
-from plait.decide.schedules import FAMILIES, make_schedule
-from plait.decide.schedules.replicas import make_replicated
-from plait.decide.simulate import simulate
-from plait.decide.transfers import add_transfers, add_updates
-from plait.decide.under_way import most_under_way
+from plait.cost.costs import Costs, read_costs
+from plait.cost.simulate import simulate
 from plait.errors import ConfigError, PlanError, ScheduleError
+from plait.schedule.families import FAMILIES, make_schedule
+from plait.schedule.families.replicated import make_replicated
+from plait.schedule.in_flight import most_under_way
+from plait.schedule.readiness import chain, needs
+from plait.schedule.transfers import add_transfers, add_updates
 from plait.spec.schedule import Schedule
 from plait.spec.trace import COMPUTE_KINDS, Sample, Span, Trace
 

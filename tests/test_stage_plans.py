@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import plait
 from plait import PlanError, verify
+from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.comm.protocol import World
-from plait.run.compiler import Captures, Compiler
+from plait.engine.compiler import Captures, Compiler
+from plait.plan.plan import Plan
 from plait.spec.layout import REPLICATE, Replicate, Shard
-from plait.spec.plan import Plan
-from plait.train.gpt import BytesGPT, loss_fn
 
 
 def test_the_plan() -> None:

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 import plait
+from plait.api.job.gpt import loss_fn
 from plait.comm.protocol import World
-from plait.graph.bucket import bucket_start, rows_start
-from plait.graph.gather import gather_start, gather_wait
-from plait.graph.node_info import info_of
-from plait.run.compiler import Captures, Compiler
-from plait.run.microbatch import microbatches
-from plait.spec.plan import Plan
-from plait.train.gpt import loss_fn
-from plait.view.explanation import Explanation, explanation
+from plait.compile.ir.node_info import info_of
+from plait.compile.passes.bucket import bucket_start, rows_start
+from plait.compile.passes.gather import gather_start, gather_wait
+from plait.engine.compiler import Captures, Compiler
+from plait.engine.microbatch import microbatches
+from plait.plan.plan import Plan
+from plait.report.explanation import Explanation, explanation
 
 aten = torch.ops.aten
 SGD = functools.partial(torch.optim.SGD, lr=0.1)

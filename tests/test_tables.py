@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.decide.rowhash import by_server, first_values, server_of
+from plait.cost.rowhash import by_server, first_values, server_of
 from plait.errors import PlanError
-from plait.serve.tables.index import RowIndex
-from plait.serve.tables.rows import Rows, TableSpec
+from plait.integrations.servers.tables.row_index import RowIndex
+from plait.integrations.servers.tables.table_shard import Rows, TableSpec
 
 NUM_IDS, DIM, FIELDS, BATCH = 500, 8, 3, 16
 

@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 import plait
 from plait.comm.threads import run_ranks
-from plait.graph import ops
-from plait.graph.lowered import Lowered
-from plait.run.compiler import Captures, Compiler, LossFn
+from plait.compile.lowered import Lowered
+from plait.compile.ops import comm_ops
+from plait.engine.compiler import Captures, Compiler, LossFn
+from plait.plan.plan import Plan
 from plait.spec.mesh import Mesh
-from plait.spec.plan import Plan
 
 WIDTH, HEADS, VOCAB = 32, 4, 48
 
@@ -93,10 +93,10 @@ def test_what_changes_its_placement_is_dense() -> None:
     frame = torch.randn(2, 8, 4, 4).contiguous(memory_format=torch.channels_last)
 
     def rank(world: object) -> list[Tensor]:
-        part = ops.shard(world, whole, "tensor", 1, 2)
-        column = ops.shard(world, whole, "tensor", 2, 1)[:, :, :1].contiguous()
-        gathered = ops.all_gather(world, column, "tensor", 2, 1)
-        return [part, gathered, ops.shard(world, frame, "tensor", 1, 1)]
+        part = comm_ops.shard(world, whole, "tensor", 1, 2)
+        column = comm_ops.shard(world, whole, "tensor", 2, 1)[:, :, :1].contiguous()
+        gathered = comm_ops.all_gather(world, column, "tensor", 2, 1)
+        return [part, gathered, comm_ops.shard(world, frame, "tensor", 1, 1)]
 
     for part, gathered, channels in run_ranks(Mesh((("tensor", 2),)), rank):
         assert part.is_contiguous() and gathered.is_contiguous()
@@ -133,7 +133,7 @@ def test_fused_weights_are_split_without_gathers() -> None:
     found = lowered(Decoder(Fused()), "tensor=2")
     assert whole_weights(found) == []
     assert str(found.layouts["blocks.0.fused.weight"]) == "f32[64@tensor/2+1+1, 32]"
-    assert count(found, ops.all_gather) == 0
+    assert count(found, comm_ops.all_gather) == 0
 
 
 class Complex(nn.Module):
@@ -158,7 +158,7 @@ class Complex(nn.Module):
 @pytest.mark.parametrize("plan", ["data=2", "tensor=2"])
 def test_complex_rotary_positions_gather_nothing(plan: str) -> None:
     found = lowered(Decoder(Complex()), plan)
-    assert not found.without_rule and count(found, ops.all_gather) == 0
+    assert not found.without_rule and count(found, comm_ops.all_gather) == 0
     torch.manual_seed(0)
     report = plait.verify(Decoder(Complex()), loss_fn, text(4), plan)
     assert report.ok, report
@@ -184,15 +184,15 @@ def count(found: Lowered, op: object) -> int:
 def test_keys_that_are_turned_are_split(kv_heads: int) -> None:
     found = lowered(Decoder(Attention(kv_heads), Attention(kv_heads)), "tensor=2")
     assert whole_weights(found) == []
-    assert count(found, ops.all_gather) == 0
-    sums = count(found, ops.all_reduce) + count(found, ops.all_reduce_start)
+    assert count(found, comm_ops.all_gather) == 0
+    sums = count(found, comm_ops.all_reduce) + count(found, comm_ops.all_reduce_start)
     assert sums <= 2 * 2 + 6  # two a block; the table, the head, and the loss over the vocabulary
 
 
 def test_a_norm_over_all_heads_is_a_small_sum() -> None:
     found = lowered(Decoder(Attention(4, normed=True)), "tensor=2")
     assert whole_weights(found) == []
-    assert count(found, ops.all_gather) == 0
+    assert count(found, comm_ops.all_gather) == 0
     torch.manual_seed(0)
     model = Decoder(Attention(4, normed=True)).double()
     report = plait.verify(model, loss_fn, text(4), "tensor=4", tolerance=1e-6)
@@ -218,7 +218,7 @@ def test_few_key_value_heads_of_a_fused_weight_are_gathered() -> None:
 
 def gathered_columns(found: Lowered) -> list[int]:
     """The widths of the values that are gathered."""
-    return [node.meta["val"].shape[-1] for node in found.graph.nodes if node.target is ops.all_gather]
+    return [node.meta["val"].shape[-1] for node in found.graph.nodes if node.target is comm_ops.all_gather]
 
 
 class MultiQuery(nn.Module):

@@ -19,9 +19,9 @@ from plait.comm.agree import agree, attempt
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
 from plait.comm.timeouts import NOTICE, TIMEOUT, timeout
+from plait.engine.local_batch import LocalBatch
+from plait.engine.same_batch import _checksum, _of_device
 from plait.errors import CaptureError
-from plait.run.local_batch import LocalBatch
-from plait.run.same_batch import _checksum, _of_device
 from plait.spec.mesh import Mesh
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)

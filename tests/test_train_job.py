@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from plait.api.job import serving
+from plait.api.job.config import Config, load_config
+from plait.api.job.metrics import read_metrics
+from plait.api.job.setup import AUTO, Resume, check_job
+from plait.api.job.training import Outcome, run_job
+from plait.engine.checkpoint import write
 from plait.errors import CheckpointError, ConfigError, LossError, PlanError
-from plait.run.saving import checkpoint
-from plait.spec.plan import Plan
-from plait.train import serving
-from plait.train.build import AUTO, Resume, check_job
-from plait.train.config import Config, load_config
-from plait.train.job import Outcome, run_job
-from plait.train.metrics import read_metrics
+from plait.plan.plan import Plan
 
 JOB = """
 [model]
@@ -47,13 +47,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("RANK", "WORLD_SIZE", "PLAIT_PLAN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "job.toml").write_text(JOB)
+    (tmp_path / "training.toml").write_text(JOB)
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog while it rains. " * 40)
     return tmp_path
 
 
 def config(*changes: str) -> Config:
-    return load_config("job.toml", changes)
+    return load_config("training.toml", changes)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_what_a_run_leaves(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert [line["step"] for line in lines if "held_out_loss" in line] == [4, 8, 12, 16, 20, 22]
     assert lines[0]["lr"] == pytest.approx(5e-3) and lines[1]["lr"] == pytest.approx(1e-2)
     assert lines[-1]["loss"] < lines[0]["loss"] - 1
-    assert [path.name for path in checkpoint.checkpoints("run/checkpoints")] == ["step-00000021", "step-00000022"]
+    assert [path.name for path in write.checkpoints("run/checkpoints")] == ["step-00000021", "step-00000022"]
     assert (folder / "run" / "sample.txt").read_text().startswith("The ")
     assert "a sample of what it learned:" in capsys.readouterr().out
 
@@ -111,9 +111,9 @@ def test_what_a_run_leaves(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_stop_by_signal_and_resume(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # an epoch has 35 batches: the stop falls into the second one
     train("train.out=whole", "train.steps=40")
-    from plait.train import job
+    from plait.api.job import training
 
-    original, calls = job.num_tokens, []
+    original, calls = training.num_tokens, []
 
     def stop_at_37(batch: object) -> int:
         calls.append(1)
@@ -121,7 +121,7 @@ def test_stop_by_signal_and_resume(folder: Path, monkeypatch: pytest.MonkeyPatch
             os.kill(os.getpid(), signal.SIGTERM)
         return original(batch)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(job, "num_tokens", stop_at_37)
+    monkeypatch.setattr(training, "num_tokens", stop_at_37)
     before = signal.getsignal(signal.SIGTERM)  # Ray's, where its tests ran before
     outcome = train("train.steps=40")
     assert outcome.stopped and outcome.step == 37
@@ -164,18 +164,18 @@ def test_a_checkpoint_is_chosen_and_damage_elsewhere_does_not_matter(folder: Pat
     manifest = saved / "step-00000001" / "manifest.json"
     whole = manifest.read_bytes()
     manifest.write_bytes(b"?" + whole[1:])
-    assert [path.name[-1] for path in checkpoint.checkpoints(saved)] == ["1", "2", "3"]
+    assert [path.name[-1] for path in write.checkpoints(saved)] == ["1", "2", "3"]
     assert train("train.steps=4", resume=True).step == 4
     newest = saved / "step-00000004" / "manifest.json"
     newest.write_bytes(newest.read_bytes()[:-9])
-    older = checkpoint.checkpoints(saved)[-2].name
+    older = write.checkpoints(saved)[-2].name
     for how in (True, AUTO):
         with pytest.raises(CheckpointError, match=rf"step-00000004/manifest.json is damaged.*--checkpoint {older}"):
             train("train.steps=5", resume=how)
     with pytest.raises(CheckpointError, match=r"there is no checkpoint 'step-9' in .*, which has .*step-00000004"):
         train("train.steps=5", resume=Resume(True, checkpoint="step-9"))
     assert train("train.steps=5", resume=Resume(True, checkpoint="step-3")).step == 5
-    assert [path.name[-1] for path in checkpoint.checkpoints(saved)][-1] == "5"
+    assert [path.name[-1] for path in write.checkpoints(saved)][-1] == "5"
 
 
 def test_resume_with_servers_is_checked_before_anything_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_resume_with_servers_is_checked_before_anything_starts(folder: Path, mon
 
 def test_checkpoints_elsewhere_and_as_many_as_asked_for(folder: Path) -> None:
     train("train.steps=4", "train.save_every=1", "train.keep=3", "train.checkpoints=memory://job")
-    assert [path.name[-1] for path in checkpoint.checkpoints("memory://job")] == ["2", "3", "4"]
+    assert [path.name[-1] for path in write.checkpoints("memory://job")] == ["2", "3", "4"]
     assert not (folder / "run" / "checkpoints").exists()
     with pytest.raises(CheckpointError, match="memory://job holds checkpoints of an earlier run.*train.checkpoints"):
         train("train.steps=5", "train.checkpoints=memory://job")

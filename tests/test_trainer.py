@@ -12,12 +12,12 @@ from torch import Tensor, nn
 import plait
 from plait.comm.process import process_world
 from plait.comm.protocol import World
+from plait.engine.compiler import Captures, Compiler
+from plait.engine.eager import refuse_unless_data_only
+from plait.engine.local_batch import LocalBatch
+from plait.engine.trainer import Trainer
 from plait.errors import BatchError, CaptureError, LossError, PlanError, RankFailed
-from plait.run.compiler import Captures, Compiler
-from plait.run.eager import refuse_unless_data_only
-from plait.run.local_batch import LocalBatch
-from plait.spec.plan import Plan
-from plait.trainer import Trainer
+from plait.plan.plan import Plan
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from zoo import ZOO
 
 import plait
+from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.errors import LayoutError, LossError, PlanError, RankFailed
-from plait.train.gpt import BytesGPT, loss_fn
 
 PLANS = ["data=2", "tensor=2", "data=2 tensor=2", "data=3"]
 
@@ -147,7 +147,7 @@ def test_branches_run_on_different_ranks(plan: str) -> None:
 
 def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check can fail: an all-reduce that forgets to add is caught, and the tensor named."""
-    from plait.graph import bucket
+    from plait.compile.passes import bucket
 
     monkeypatch.setattr(bucket, "bucket_wait", bucket.bucket_wait)
     right = plait.verify(gpt(), loss_fn, gpt_batch(), "data=2")

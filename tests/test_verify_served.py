@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import plait
-from plait.decide.agreement import Agreement, Commit, Go, Push, drawn_order
 from plait.errors import BatchError, PlanError
-from plait.serve.held import Shard
+from plait.integrations.servers.optimizer_shard import Shard
+from plait.schedule.consistency import Agreement, Commit, Go, Push, drawn_order
 from tests.served import Points, make_click, make_clicks, make_model
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.05)

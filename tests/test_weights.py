@@ -15,8 +15,8 @@ from checkpointing import (
 from torch import Tensor, nn
 
 import plait
+from plait.engine.checkpoint.export import export_weights
 from plait.errors import CheckpointError
-from plait.run.saving.export import export_weights
 
 
 def test_weights_to_and_from_hugging_face(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import plait
 from plait.comm.protocol import World
+from plait.compile.passes.gather import Gathering
 from plait.errors import BatchError, PlanError, RankFailed
-from plait.graph.gather import Gathering
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 

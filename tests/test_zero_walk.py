@@ -15,11 +15,11 @@ from test_verify import masked_loss
 from torch import Tensor
 
 import plait
+from plait.api.job.gpt import BytesGPT
 from plait.comm.protocol import World
-from plait.run.compiler import Compiler
-from plait.spec.plan import Plan
-from plait.train.gpt import BytesGPT
-from plait.trainer import Trainer
+from plait.engine.compiler import Compiler
+from plait.engine.trainer import Trainer
+from plait.plan.plan import Plan
 
 VALUES = {
     "zero": ("0", "1", "2", "3", "0 central=host"),

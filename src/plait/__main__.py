@@ -12,7 +12,7 @@ def main() -> None:
     """The entry point of `plait` and `python -m plait`. Ctrl-C ends it in one line, also while it still imports."""
     signal.signal(signal.SIGINT, _leave)
     end_with_launcher()
-    from plait.cli import main as command_line
+    from plait.api.cli import main as command_line
 
     command_line()
 

@@ -6,9 +6,9 @@ import random
 import re
 from pathlib import Path
 
-from plait.decide.check_schedule import check_schedule
-from plait.decide.schedules import make_schedule
 from plait.errors import PlaitError
+from plait.schedule.check import check_schedule
+from plait.schedule.families import make_schedule
 from plait.spec.schedule import Schedule
 
 OWN = re.compile(r"schedule=\./([\w-]+)~(\d+)")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-from plait.comm.board import Board
+from plait.comm.key_value_store import Board
 from plait.comm.monitor import ranks_text
 from plait.comm.protocol import World
 from plait.comm.timeouts import timeout

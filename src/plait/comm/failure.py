@@ -21,7 +21,7 @@ from typing import NoReturn
 from weakref import WeakSet
 
 from plait.comm.agree import wait_for_notes
-from plait.comm.board import Board, LocalBoard
+from plait.comm.key_value_store import Board, LocalBoard
 from plait.comm.launch import first_to_fail
 from plait.comm.monitor import FAILURE, FINISHED, Monitor
 from plait.comm.protocol import World

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from plait.comm.dtypes import DTYPE_CODES, DTYPES
+from plait.comm.dtype_codes import DTYPE_CODES, DTYPES
 from plait.comm.mailbox import num_mail_words
 from plait.comm.segment import Segment
 

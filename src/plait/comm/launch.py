@@ -39,7 +39,7 @@ def launch(arguments: Sequence[str], num_processes: int, environment: Mapping[st
     and SIGTERM are passed on to every rank, and the status is then 128 + the signal's number.
     """
     from plait.comm.private import private_folder  # here, because Ctrl-C is answered in one line only from then on
-    from plait.comm.socketboard import serve_board
+    from plait.comm.socket_store import serve_board
 
     # Ranks share the cores; more threads than cores make every collective wait for a turn on the processor.
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from plait.comm.dtypes import DTYPE_CODES, DTYPES
+from plait.comm.dtype_codes import DTYPE_CODES, DTYPES
 from plait.comm.segment import Segment
 from plait.errors import WorldError
 

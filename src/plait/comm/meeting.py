@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from plait.comm.board import LocalBoard
 from plait.comm.group import Done, GroupComm, Take, reduce_terms
+from plait.comm.key_value_store import LocalBoard
 from plait.comm.monitor import ranks_text
 from plait.comm.timeouts import timeout
 from plait.errors import RankFailed, WorldError

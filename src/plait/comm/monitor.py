@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from plait.comm.board import Board
+from plait.comm.key_value_store import Board
 from plait.comm.sharing import alive, host_name
 from plait.comm.timeouts import notice_after, timeout
 from plait.errors import RankFailed, WorldError

@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.comm.agree import agree, wait_for_notes
 from plait.comm.algorithms import choose
 from plait.comm.backend import BackendComm
-from plait.comm.board import Board, LocalBoard
 from plait.comm.device import is_host, make_current, own_device
+from plait.comm.distributed_store import StoreBoard
 from plait.comm.failure import at_exit, leave
 from plait.comm.group import AloneComm
 from plait.comm.header import create_segment, num_words
+from plait.comm.key_value_store import Board, LocalBoard
 from plait.comm.launch import BOARD, ranks_folder
 from plait.comm.monitor import Monitor
 from plait.comm.protocol import Comm, World
@@ -33,8 +34,7 @@ from plait.comm.rendezvous import join
 from plait.comm.segment import Segment
 from plait.comm.sharing import host_name
 from plait.comm.shm import ShmComm
-from plait.comm.socketboard import SocketBoard
-from plait.comm.store import StoreBoard
+from plait.comm.socket_store import SocketBoard
 from plait.comm.timeouts import timeout
 from plait.errors import WorldError
 from plait.spec.mesh import Mesh

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from plait.comm.board import Board
+from plait.comm.key_value_store import Board
 from plait.comm.links import Links
 from plait.spec.mesh import Mesh
 

@@ -14,9 +14,9 @@ from typing import TypeVar
 import torch
 
 from plait.comm.algorithms import choose
-from plait.comm.board import Board
 from plait.comm.device import make_current
 from plait.comm.group import AloneComm
+from plait.comm.key_value_store import Board
 from plait.comm.meeting import Meetings, ThreadComm, ThreadWatch
 from plait.comm.protocol import Comm, Watch
 from plait.errors import RankFailed

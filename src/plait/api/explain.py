@@ -1,0 +1,82 @@
+"""explain: what a plan would do to a model, without running anything."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from plait.compile.capture.batch import take_rows
+from plait.compile.lowered import Lowered
+from plait.cost.compressed_bytes import bytes_exchanged
+from plait.engine.compiler import Captures, Compiler, LossFn
+from plait.engine.local_batch import num_rows
+from plait.engine.local_sgd.replica_batch import batch_of_replica
+from plait.engine.microbatch import microbatches
+from plait.errors import BatchError
+from plait.plan.annotation import Annotations
+from plait.plan.compression import NO_COMPRESSION
+from plait.plan.kinds import Interval
+from plait.plan.plan import Plan
+from plait.report.bytes import human_bytes
+from plait.report.explanation import Explanation, explanation
+
+
+def explain(
+    model: nn.Module, loss_fn: LossFn, batch: Any, plan: Plan | str, *, layouts: Annotations | None = None
+) -> Explanation:
+    """The layouts, their origins and the collectives of one step on a global batch; print it, or ask `.tensor(name)`;
+    `.passes()` lists the passes that made the graphs, `.diff(name)` shows what one of them changed.
+
+    Of replicas that agree later it is the step of one of them, and of parameter servers that of one worker.
+
+    Raises PlanError, LayoutError or CaptureError as the Trainer would.
+    """
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    own = _batch_of_worker(batch, plan) if plan.workers else batch_of_replica(batch, plan)
+    lowered = Compiler(Captures(model, loss_fn), plan.within, layouts).lowered(microbatches(own, plan.micro)[0])
+    about = _service(plan, lowered) if plan.workers else _agreement(plan, lowered) if plan.relaxed_axis else ""
+    return replace(explanation(lowered), agreement=about, layouts=layouts)
+
+
+def _batch_of_worker(batch: Any, plan: Plan) -> Any:
+    """Rows of a global batch that have the shapes of one worker's part."""
+    rows, num = num_rows(batch), plan.workers - plan.backup
+    if rows % num:
+        raise BatchError(f"{num} workers do not divide the batch of {rows} rows; give a multiple of {num * plan.micro}")
+    return take_rows(batch, rows, 0, rows // num)
+
+
+def _service(plan: Plan, lowered: Lowered) -> str:
+    """What workers and servers do beside the step that is shown, and what a worker moves for it."""
+    names = [name for name in lowered.states if name not in lowered.captured.frozen]
+    held = sum(math.prod(lowered.states[name].shape) * lowered.dtype_of(name).itemsize for name in names)
+    servers = f"{plan.servers} server{'s' * (plan.servers != 1)}"
+    what = "its gradient" if plan.sync == 1 else f"what {plan.sync} steps of its own have changed"
+    how = f"through compress={plan.compress}" if plan.compress.kind != "none" else f"{human_bytes(held)}"
+    return (
+        f"plan {plan.title}: {plan.workers} workers, each on its part of the batch, and {servers} that hold the"
+        f" parameters and update them; for each update a worker pulls {human_bytes(held)} of parameters and pushes"
+        f" {what}, {how}. What follows is the step of one worker."
+    )
+
+
+def _agreement(plan: Plan, lowered: Lowered) -> str:
+    """What replicas do beside the step that is shown, and what a rank sends for it."""
+    num = plan.mesh.axis_size(plan.relaxed_axis)
+    mesh = plan.within.mesh
+    sent = 0.0
+    for name, layout in lowered.states.items():
+        if name not in lowered.captured.frozen:
+            shape = layout.local_shape(mesh, mesh.coordinates(0))
+            plain = any(fnmatch.fnmatchcase(name, pattern) for pattern in plan.exempt)
+            sent += bytes_exchanged(shape, NO_COMPRESSION if plain else plan.compress, num)
+    what = "gradients at every step" if plan.sync == 1 else f"weights (sync={Interval().show(plan.sync)})"
+    how = f", through compress={plan.compress}" if plan.compress.kind != "none" else ""
+    return (
+        f"plan {plan.title}: {num} replicas along {plan.relaxed_axis} agree on {what}{how}; a rank sends"
+        f" {human_bytes(int(sent))} for all of the model to agree once. What follows is the step of one replica."
+    )

@@ -1,0 +1,50 @@
+"""plait memory: what a job takes on each rank, and whether that fits."""
+
+from __future__ import annotations
+
+import torch
+
+from plait.api.job.config import Config
+from plait.api.job.setup import LossFn, check_job, first_batch, make_data, make_model, optimizer_factory
+from plait.api.memory import Estimator
+from plait.errors import PlaitError, PlanError
+from plait.plan.kinds import Bytes
+from plait.plan.plan import Plan
+from plait.report.memory_table import verdict
+
+
+def print_memory(config: Config, plan: Plan, limit: str | None) -> bool:
+    """Print the estimate of a job; with a limit such as `16GiB` also whether it fits, which is what is returned."""
+    most = _bytes(limit) if limit is not None else None
+    check_job(config, plan, writes=False)
+    model, loss_fn = _without_values(config)
+    estimator = Estimator(
+        model, loss_fn, first_batch(config, make_data(config)), optimizer_factory(config), config.layouts, built=True
+    )
+    found = estimator.estimate(plan)
+    print(found)
+    if most is None:
+        return True
+    print()
+    print(verdict(found, most, [] if found.fits(most) else estimator.until_it_fits(plan, most)))
+    return found.fits(most)
+
+
+def _bytes(limit: str) -> int:
+    try:
+        number = Bytes().parse(limit)
+        Bytes().check(number)
+    except ValueError as error:
+        raise PlanError(f"cannot read --limit {limit!r}: {error}") from None
+    return number
+
+
+def _without_values(config: Config) -> tuple[torch.nn.Module, LossFn]:
+    """The model on the meta device, if its constructor works there."""
+    try:
+        with torch.device("meta"):
+            return make_model(config)
+    except PlaitError:
+        raise
+    except Exception:
+        return make_model(config)

@@ -1,0 +1,120 @@
+"""plait report: what a run left in its folder, as a page and as a trace for Perfetto."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from plait.api.job.metrics import METRICS, read_steps
+from plait.cost.nesting import flattened
+from plait.cost.predict import measure_costs, predict, with_held
+from plait.engine.trace_folder import PLAN, TRACE, Recorded, RunPlan, read_plan, read_trace
+from plait.errors import DataError, PlanError
+from plait.report.perfetto import chrome_trace
+from plait.report.run_page import StepView, build_page, that_fit
+from plait.spec.trace import Trace
+
+
+def write_report(run: Path, out: Path, perfetto: Path | None = None) -> str:
+    """Write the page, and the trace where it is asked for; returns what to tell the user.
+
+    DataError for a folder that is no run, that has a damaged file, or that lacks the trace that `perfetto` needs.
+    """
+    if not run.is_dir():
+        what = "is a file" if run.exists() else "does not exist"
+        raise DataError(f"{str(run)!r} {what}; name the folder of a run, which is the train.out of its job")
+    plan, metrics = read_plan(run), read_steps(run / METRICS)
+    if plan is None and not metrics:
+        raise DataError(
+            f"{str(run)!r} is no run: it has neither {PLAN} nor {METRICS}; name the folder that `plait train` wrote"
+            " into, its train.out, or that of Trainer(trace=...)"
+        )
+    recorded = read_trace(run, plan.num_ranks) if plan is not None else []
+    predicted = None if plan is None else _predicted(plan, recorded)
+    if perfetto is not None:
+        if not recorded and predicted is None:
+            raise DataError(f"{run / TRACE} has no trace to write to {str(perfetto)!r}; train with --trace")
+        write_page(perfetto, chrome_trace([(each.step, each.begin, each.trace) for each in recorded], predicted))
+    steps = [_view(plan, each, predicted) for each in recorded] if plan is not None else []
+    if not steps and predicted is not None:
+        steps = [StepView(0, None, predicted)]
+    shown = that_fit(steps)
+    page = build_page(f"plait: {run}", _facts(plan, recorded, shown, predicted, metrics), shown, metrics)
+    write_page(out, page)
+    more = f"; open {perfetto} at ui.perfetto.dev" if perfetto is not None else ""
+    return f"wrote {out}{more}"
+
+
+def _predicted(plan: RunPlan, recorded: list[Recorded]) -> Trace | None:
+    """What the simulator says with the costs that were measured, or else estimated; None without a pipeline."""
+    if plan.schedule is None or plan.costs is None:
+        return None
+    traces = [each.trace for each in recorded]
+    if not traces:
+        return predict(plan.schedule, plan.edges, plan.costs, plan.places())
+    costs = measure_costs(traces, plan.schedule, plan.edges, plan.places(), plan.pipeline_of, plan.costs)
+    before = [min((s.start for s in trace.spans if s.kind != "data"), default=0.0) for trace in traces]
+    return predict(plan.schedule, plan.edges, costs, plan.places(), statistics.median(before))
+
+
+def _view(plan: RunPlan, recorded: Recorded, predicted: Trace | None) -> StepView:
+    trace, memory_of = recorded.trace, recorded.memory_of
+    if plan.schedule is not None and plan.costs is not None:
+        held = with_held(trace, plan.schedule, plan.costs, plan.places())
+        if memory_of == "resident":  # of a process that keeps what it has freed this says little
+            memory_of = "held"
+        else:
+            held = replace(held, memory=trace.memory)
+        trace = held
+    return StepView(recorded.step, flattened(trace), predicted, recorded.sent, memory_of)
+
+
+def _facts(
+    plan: RunPlan | None,
+    recorded: list[Recorded],
+    shown: list[StepView],
+    predicted: Trace | None,
+    metrics: list[dict[str, Any]],
+) -> list[tuple[str, str]]:
+    found = []
+    served = any("workers" in line for line in metrics)  # by processes that are no ranks of the plan's mesh
+    if plan is not None:
+        ranks = f" ({plan.num_ranks} rank{'s' * (plan.num_ranks > 1)})"
+        found.append(("plan", (plan.plan or "one rank") + ("" if served else ranks)))
+    if metrics:
+        last = metrics[-1]
+        speed = statistics.median(line["tokens_per_s"] for line in metrics)
+        found.append(("training", f"{last['step']} steps, last loss {last['loss']:.4g}, median {speed:,.0f} tokens/s"))
+    seconds = [step.measured.seconds for step in shown if step.measured is not None]
+    if recorded and seconds:
+        first, last_step = recorded[0].step, recorded[-1].step
+        text = f"steps {first} to {last_step}"
+        if len(shown) < len(recorded):
+            text += f", of which the last {len(shown)} are in this page"
+        found.append(("trace", f"{text}; median step {statistics.median(seconds) * 1e3:.4g} ms"))
+    if predicted is not None and seconds:
+        ratio = statistics.median(seconds) / predicted.seconds - 1
+        found.append((
+            "predicted",
+            f"{predicted.seconds * 1e3:.4g} ms by the simulator, with the median cost of each stage and transfer of"
+            f" these steps; the measured step takes {abs(ratio):.1%} {'more' if ratio >= 0 else 'less'}",
+        ))  # fmt: skip
+    elif predicted is not None:
+        found.append((
+            "predicted",
+            "by the simulator, with costs estimated from the graph, of which only ratios are meant; train with --trace"
+            " to see what was done",
+        ))  # fmt: skip
+    elif not recorded:
+        how = "runs with parameter servers record none" if served else "train with --trace to see what each rank did"
+        found.append(("trace", f"none; {how}"))
+    return found
+
+
+def write_page(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"cannot write {str(path)!r}: {error.strerror}") from None

@@ -1,0 +1,142 @@
+"""memory: what a training step takes on each rank of a plan, before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.comm.device import default_kind, is_host
+from plait.compile.cut_within import cut_within
+from plait.compile.lowered import Lowered
+from plait.compile.stages.split import AXIS as PIPELINE
+from plait.cost.memory_model import GRADIENTS, OPTIMIZER, PARAMETERS, RankMemory, single_changes
+from plait.engine.compiler import Captures, Compiler, LossFn
+from plait.engine.dry_run import rehearse
+from plait.engine.local_batch import num_rows
+from plait.engine.local_sgd.replica_batch import batch_of_replica
+from plait.engine.local_sgd.replicas import bytes_kept
+from plait.engine.microbatch import microbatches
+from plait.engine.optimizers import OptimizerFactory
+from plait.errors import PlanError
+from plait.plan.annotation import Annotations
+from plait.plan.plan import Plan
+from plait.report.memory_table import MemoryEstimate
+from plait.spec.layout import Only
+
+_ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
+
+
+def memory(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    plan: Plan | str,
+    *,
+    optimizer: OptimizerFactory = _ADAMW,
+    layouts: Annotations | None = None,
+) -> MemoryEstimate:
+    """Bytes of tensors on each rank over a step on a global batch; print it, or ask `.peak` and `.fits(limit)`.
+
+    `optimizer` is as the Trainer takes it. The model may be on the meta device; nothing of its size is allocated. Not
+    counted are the runtime's own memory, what kernels take inside themselves, and what an allocator cannot reuse.
+
+    Raises PlanError, LayoutError or CaptureError as the Trainer would.
+    """
+    estimator = Estimator(model, loss_fn, batch, optimizer, layouts)
+    return estimator.estimate(Plan.parse(plan) if isinstance(plan, str) else plan)
+
+
+class Estimator:
+    """Estimates of several plans for one model and batch, which share captures; arguments as of `memory`.
+
+    `built` says whether every rank builds the model with its values; by default it does if this model has them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        batch: Any,
+        optimizer: OptimizerFactory = _ADAMW,
+        layouts: Annotations | None = None,
+        built: bool | None = None,
+    ) -> None:
+        self._device = torch.device(default_kind())  # as a process takes it
+        self._captures = Captures(model, loss_fn, self._device)
+        self._batch = batch
+        self._optimizer = optimizer
+        self._layouts = layouts
+        self._built = not any(p.is_meta for p in model.parameters()) if built is None else built
+
+    def estimate(self, plan: Plan) -> MemoryEstimate:
+        """What the plan takes on each of its ranks; what has its home elsewhere is counted as if on the device."""
+        if plan.workers:
+            how = f"as {str(plan.within)!r}" if str(plan.within) else "on one device"
+            raise PlanError(
+                f"the memory of parameter servers is not predicted; a worker computes {how}, without the optimizer's"
+                " state, which the servers share"
+            )
+        model = self._captures.model
+        homes: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Plan) if f.name.startswith("home")}
+        given, plan = plan, dataclasses.replace(plan.within, **homes)
+        batch, kept = batch_of_replica(self._batch, given), bytes_kept(given)
+        if not is_host(self._device) and plan.central == "host":
+            plan = dataclasses.replace(plan, central="none", zero=plan.zero_stage)
+        lowered = Compiler(self._captures, plan, self._layouts).lowered(microbatches(batch, plan.micro)[0])
+        found: dict[Any, tuple[list[int], RankMemory]] = {}
+        for number in range(given.mesh.size):
+            here = given.mesh.coordinates(number)
+            rank = plan.mesh.rank(here | dict.fromkeys([given.relaxed_axis] if given.relaxed_axis else [], 0))
+            kind = _kind(lowered, rank)
+            if kind not in found:
+                shared = is_host(self._device)  # the ranks of one host; several hosts take less
+                each = rehearse(lowered, model, batch, self._optimizer, self._device, rank, shared)
+                each = each.with_more(OPTIMIZER, kept * each.updated)
+                found[kind] = ([], each if self._built else each.without_start())
+            found[kind][0].append(number)
+        num_parameters = sum(math.prod(layout.shape) for layout in lowered.states.values())
+        return MemoryEstimate(given, num_parameters, tuple((tuple(ranks), each) for ranks, each in found.values()))
+
+    def until_it_fits(self, plan: Plan, limit: int) -> list[MemoryEstimate]:
+        """Estimates of plans that differ from this one in one key, up to the first that stays within so many bytes on
+        every rank; all of them if none does."""
+        found: list[MemoryEstimate] = []
+        for other in [*self._cuts(plan, limit), *single_changes(plan, num_rows(self._batch))]:
+            try:
+                found.append(self.estimate(other))
+            except PlanError:  # such as recompute=layer of a model without layers
+                continue
+            if found[-1].fits(limit):
+                break
+        return found
+
+    def _cuts(self, plan: Plan, limit: int) -> list[Plan]:
+        """The plan with another cut of its pipeline, where one is likely to stay within so many bytes."""
+        if plan.mesh.axis_size(PIPELINE) == 1:
+            return []
+        batch = batch_of_replica(self._batch, plan)
+        lowered = Compiler(self._captures, plan.within, self._layouts).lowered(microbatches(batch, plan.micro)[0])
+        now = self.estimate(plan)
+        peaks: dict[int, int] = {}
+        for ranks, each in now.ranks:
+            for place in {plan.mesh.coordinates(rank)[PIPELINE] for rank in ranks}:
+                peaks[place] = max(peaks.get(place, 0), each.peak)
+        most = now.fullest.most
+        states = sum(most.get(c, 0) for c in (PARAMETERS, GRADIENTS, OPTIMIZER)) / max(most.get(PARAMETERS, 0), 1)
+        names = cut_within(lowered, peaks, states, limit)
+        return [] if names is None or names == plan.cut else [dataclasses.replace(plan, cut=names)]
+
+
+def _kind(lowered: Lowered, rank: int) -> Any:
+    """What two ranks that take the same memory have in common: the shapes of their parts, and what they run."""
+    mesh = lowered.plan.mesh
+    here = mesh.coordinates(rank)
+    shapes = tuple(layout.local_shape(mesh, here) for layout in lowered.states.values())
+    only = {axis for layout in lowered.layouts.values() for axis, p in layout.placements if isinstance(p, Only)}
+    only |= {PIPELINE} if lowered.pipeline is not None else set()
+    return shapes, tuple(here[axis] for axis in sorted(only))

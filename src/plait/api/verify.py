@@ -1,0 +1,352 @@
+"""verify: run a plan with ranks as threads and compare it with the unmodified model on one device."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm.protocol import World
+from plait.comm.threads import run_ranks
+from plait.compile.capture.batch import map_batch
+from plait.compile.capture.loss_values import loss_and_aux, results
+from plait.compile.capture.precision import HALF, Precision, narrowest
+from plait.compile.lowered import Lowered
+from plait.compile.stages.split import Pipeline
+from plait.engine.checks import check_given, check_plan
+from plait.engine.compiler import Captures, Compiler, LossFn
+from plait.engine.local_sgd.replica_batch import batch_of_replica
+from plait.engine.local_sgd.replicas import refuse_changes_outside
+from plait.engine.microbatch import microbatches, step_key
+from plait.engine.optimizers import OptimizerFactory, make_optimizer, refuse_inexact
+from plait.engine.scaling import FIRST_SCALE
+from plait.engine.trainer import Trainer
+from plait.engine.twin import Twin, preserved
+from plait.errors import CaptureError, LossError, PlanError
+from plait.integrations.servers.verifying import ServedCheck
+from plait.optim.several import Several
+from plait.plan.annotation import Annotations
+from plait.plan.plan import Plan
+from plait.reference.differences import (
+    HALF_MARGIN,
+    LAST_BITS,
+    ROUNDING_MARGIN,
+    Difference,
+    Report,
+    Run,
+    compare,
+    in_half,
+    last_bits,
+)
+from plait.reference.local_sgd import SerialReplicas
+from plait.reference.one_device import one_device_step, stale_step
+
+_HEADROOM = 2.0**4  # of the loss scale in fp16: a rank's term of a sum may be larger than the sum
+
+
+class Verifier:
+    """Verifies plans of one model and batch; the capture and the one-device run are made once and serve every plan."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        batch: Any,
+        *,
+        optimizer: OptimizerFactory = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        steps: int = 2,
+        seed: int = 0,
+        clip_norm: float | None = None,
+    ) -> None:
+        check_given(model, loss_fn, optimizer, clip_norm)
+        if steps < 1:
+            raise PlanError(f"steps={steps}: verify takes 1 step or more")
+        self.captures = Captures(model, loss_fn, warns=False)  # plans differ in their microbatches
+        self.batch = batch
+        self.optimizer = optimizer
+        self.steps = steps
+        self.seed = seed
+        self.clip_norm = clip_norm
+        self._references: dict[Any, tuple[Run, list[Run]]] = {}
+
+    def verify(self, plan: Plan | str, *, layouts: Annotations | None = None, tolerance: float = 1e-4) -> Report:
+        """Compare `steps` steps under `plan` with one device; see the function `verify`."""
+        plan = Plan.parse(plan) if isinstance(plan, str) else plan
+        if not isinstance(plan, Plan):
+            raise PlanError(f"the plan is a {type(plan).__name__}; give a Plan or its text, such as 'data=2 tensor=2'")
+        check_plan(plan, dict(self.captures.model.named_parameters()), self.clip_norm)
+        compiler = Compiler(self.captures, plan.within, layouts)
+        if plan.workers:
+            return self._verify_served(plan, compiler, layouts, tolerance)
+        lowered = _lowered(compiler, batch_of_replica(self.batch, plan), plan)
+        refuse_inexact(self.optimizer, compiler.model, lowered.states, plan.within)
+        reference, again = self._reference(plan, lowered)
+        mine = self._run_plan(plan, compiler, min(reference.scale, again[0].scale) / _HEADROOM)
+        rules, bits = sorted(lowered.without_rule), _value_bits(lowered)
+        return compare(reference, mine, again, plan, tolerance, rules, bits)
+
+    def _verify_served(self, plan: Plan, compiler: Compiler, layouts: Annotations | None, tolerance: float) -> Report:
+        check = ServedCheck(
+            plan, compiler, self.batch, self.steps, optimizer=self.optimizer, layouts=layouts, seed=self.seed,
+            clip_norm=self.clip_norm,
+        )  # fmt: skip
+        _lowered(compiler, check.first_batch, plan)
+        draws = range(4 if plan.compress.kind != "none" else 1)
+        serial = self._as_it_was(lambda *given: check.serial(self._twin(*given)))
+        again = [serial(last_bits(plan), draw) for draw in draws]
+        with self._preserved():
+            mine = check.rehearsed()
+        report = compare(_comparable(serial(0.0)), mine, again, plan, tolerance)
+        return replace(report, steps=self.steps)
+
+    def _run_plan(self, plan: Plan, compiler: Compiler, scale: float) -> Run:
+        def rank(world: World) -> Run:
+            trainer = Trainer(
+                compiler.model, compiler.loss_fn, self.optimizer, plan,
+                seed=self.seed, clip_norm=self.clip_norm, world=world, compiler=compiler, on_nan="warn",
+            )  # fmt: skip
+            if trainer.loss_scale is not None:
+                trainer.loss_scale.value = scale
+            gradients: dict[str, Tensor] = {}
+            losses, outputs = [], list[dict[str, Tensor]]()
+            for step in range(self.steps):
+                result, found = trainer.step_with_gradients(self.batch, want=step == 0)
+                loss, aux = loss_and_aux(result)
+                losses.append(float(loss))
+                outputs.append(aux)
+                gradients = found or gradients
+            replica = trainer.replica
+            parameters = {n: replica.whole(n, replica.local(n)).clone() for n in replica.layouts}
+            return Run(losses, gradients, parameters, replica.buffers, outputs=outputs[0])
+
+        with self._preserved():
+            return run_ranks(plan.mesh, rank, algorithm=plan.allreduce)[0]
+
+    def _reference(self, plan: Plan, lowered: Lowered) -> tuple[Run, list[Run]]:
+        """The run on one device, and again with weights that differ by rounding, and of half precision in float32;
+        local batch norm, microbatches and precision have their own."""
+        num_parts = plan.within.num_batch_parts if plan.batchnorm == "local" else 1
+        pipeline = lowered.pipeline
+        stale = pipeline if pipeline is not None and pipeline.schedule.asynchronous else None
+        own = stale is not None or bool(plan.relaxed_axis)  # a definition of its own
+        levels = sorted({*_value_bits(lowered).values()})
+        key = (num_parts, plan.micro, plan.precision, plan.exceptions, str(plan) if own else "", *levels)
+        if key not in self._references:
+            if plan.relaxed_axis:
+                program: Callable[..., Run] = functools.partial(self._run_replicas, lowered)
+            else:
+                program = functools.partial(self._run_one_device, num_parts=num_parts, stale=stale)
+            run = self._as_it_was(program)
+            again = [replace(run(plan, rounding=level), rounding=level) for level in levels]
+            if levels[-1] > LAST_BITS["fp32"] and not in_half(plan):
+                # The model computes in half precision of its own accord: of a value that is rounded coarsely one run
+                # may show nothing by chance. What of it can be had in float32 shows how far off one device is: a loss
+                # near 0 is the difference of large numbers, which longer and shorter sums round differently.
+                runs = [run(plan, rounding=levels[-1], draw=draw) for draw in (1, 2)]
+                with suppress(Exception):  # of the user's own casts
+                    runs.append(run(plan, wide=True))
+                again += [replace(one, rounding=levels[-1]) for one in runs]
+            if plan.compress.kind != "none":  # what a code of few bits makes of rounding, one run shows by chance
+                again += [run(plan, rounding=last_bits(plan), draw=draw) for draw in (1, 2, 3)]
+            if in_half(plan):
+                again.append(run(replace(plan, precision="fp32", exceptions=())))
+            self._references[key] = _comparable(run(plan)), again
+        return self._references[key]
+
+    def _run_one_device(
+        self,
+        plan: Plan,
+        num_parts: int,
+        rounding: float = 0.0,
+        scale: float | None = None,
+        stale: Pipeline | None = None,
+        draw: int = 0,
+        wide: bool = False,
+    ) -> Run:
+        scaled = Precision(plan.precision, plan.exceptions).scaled
+        if scale is None:
+            scale = FIRST_SCALE if scaled else 1.0
+        twin, batch = self._twin(rounding, draw), self.batch
+        if wide:
+            twin.widen()
+            batch = _widened(batch)
+        named = dict(twin.named_parameters())
+        changing = self.captures.changing  # by the step itself: no gradients, and outputs as buffers are
+        optimizer = make_optimizer(self.optimizer, _trained(twin))
+        losses: list[float] = []
+        outputs: list[dict[str, Tensor]] = []
+        gradients: dict[str, Tensor] = {}
+        for step in range(self.steps):
+            optimizer.zero_grad(set_to_none=True)
+            key = step_key(self.seed, step)
+            given = (twin, self.captures.loss_fn, batch, plan, key)
+            if stale is not None:  # which updates as it goes
+                found = stale_step(*given, stale, optimizer, num_parts)
+            else:
+                found = one_device_step(*given, num_parts, scale)
+            losses.append(float(found.loss))
+            outputs.append(results(found.outputs or {}))
+            if stale is not None:
+                continue
+            _finite(losses, {})
+            overflown = scaled and any(p.grad is not None and not p.grad.isfinite().all() for p in named.values())
+            if overflown and scale > 1:  # as the trainer's scale comes down, but before the first step
+                return self._run_one_device(plan, num_parts, rounding, scale / 2, draw=draw, wide=wide)
+            if step == 0:
+                gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
+            if self.clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_([p for p in named.values() if p.grad is not None], self.clip_norm)
+            if rounding:
+                _round_as_within(optimizer, self.seed + step)
+            optimizer.step()
+        parameters = {n: p.detach() for n, p in named.items() if n not in changing}
+        buffers = dict(twin.named_buffers()) | {n: named[n].detach() for n in changing}
+        return Run(losses, gradients, parameters, buffers, scale, outputs[0])
+
+    def _run_replicas(
+        self, lowered: Lowered, plan: Plan, rounding: float = 0.0, draw: int = 0, wide: bool = False
+    ) -> Run:
+        """As _run_one_device, of replicas that agree later: what the first of them ends with."""
+        if Precision(plan.precision, plan.exceptions).scaled:
+            raise PlanError(f"verify of {plan.title} has no serial program for the loss scale of fp16; take bf16")
+        if lowered.pipeline is not None and lowered.pipeline.schedule.asynchronous:
+            raise PlanError(f"verify has no serial program for sync= with schedule={plan.schedule}; take 1f1b")
+        twins = [self._twin(rounding, draw) for _ in range(plan.mesh.axis_size(plan.relaxed_axis))]
+        for twin in twins if wide else ():
+            twin.widen()
+        batch = _widened(self.batch) if wide else self.batch
+        optimizers = [make_optimizer(self.optimizer, _trained(twin)) for twin in twins]
+        states = {n: lowered.states[n] for n, _ in self.captures.model.named_parameters() if n in lowered.states}
+        serial = SerialReplicas(plan, twins, optimizers, states, self.captures.changing)
+        losses, gradients, outputs = list[float](), dict[str, Tensor](), list[dict[str, Tensor]]()
+        for step in range(self.steps):
+            loss, found, aux = serial.step(
+                self.captures.loss_fn, batch, step_key(self.seed, step), step + 1, self.clip_norm
+            )
+            losses.append(loss)
+            outputs.append(aux)
+            gradients = gradients or found
+        parameters = {
+            n: p.detach() for n, p in twins[0].named_parameters() if n in states and n not in self.captures.changing
+        }
+        buffers = dict(twins[0].named_buffers())
+        buffers |= {n: p.detach() for n, p in twins[0].named_parameters() if n in self.captures.changing}
+        return Run(losses, gradients, parameters, buffers, outputs=outputs[0])
+
+    def _preserved(self) -> AbstractContextManager[None]:
+        return preserved(self.captures.model, self.captures.loss_fn)
+
+    def _as_it_was(self, run: Callable[..., Run]) -> Callable[..., Run]:
+        """The run, which begins with what model and loss hold in Python, and leaves it as it was."""
+
+        def found(*args: Any, **kwargs: Any) -> Run:
+            with self._preserved():
+                return run(*args, **kwargs)
+
+        return found
+
+    def _twin(self, rounding: float, draw: int = 0) -> Twin:
+        """The model with other values, its own changed by rounding."""
+        twin = Twin(self.captures.model)
+        if rounding:
+            generator = torch.Generator().manual_seed(self.seed + draw)
+            for parameter in (p for p in twin.parameters() if p.is_floating_point()):
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+                last_bits = max(rounding, torch.finfo(parameter.dtype).eps / 4)
+                parameter.data.mul_(1 + last_bits * noise)
+        return twin
+
+
+def _lowered(compiler: Compiler, batch: Any, plan: Plan) -> Lowered:
+    """The step of a plan on one replica's or worker's batch, before there are ranks that might find it refused."""
+    try:
+        lowered = compiler.lowered(microbatches(batch, plan.micro)[0])
+    except CaptureError as error:
+        if not error.data_dependent:
+            raise
+        error.args = (
+            f"{error}\nverify compares what the graph computes, so it cannot check this model; with data=N alone"
+            " the model trains as it is, under PyTorch's DDP, if its loss is a mean over rows or a plait.Weighted",
+        )
+        raise
+    refuse_changes_outside(lowered.captured, plan)
+    return lowered
+
+
+def _round_as_within(optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """Change gradients by what an optimizer that computes in bfloat16 may make of their rounding: in the run whose
+    weights differ by rounding few numbers turn to the next one of bfloat16, and by chance none does."""
+    generator = torch.Generator().manual_seed(seed)
+    members = optimizer.members.values() if isinstance(optimizer, Several) else [optimizer]
+    for member in (each for each in members if isinstance(each, torch.optim.Muon)):
+        for p in (p for group in member.param_groups for p in group["params"] if p.grad is not None):
+            p.grad.mul_(1 + LAST_BITS["bf16"] / 4 * torch.randn(p.shape, generator=generator).to(p.grad))
+
+
+def _widened(batch: Any) -> Any:
+    """The batch with float32 in place of half precision."""
+    return map_batch(lambda _, x: x.float() if torch.is_tensor(x) and x.dtype in HALF else x, batch)
+
+
+def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def _comparable(reference: Run) -> Run:
+    """The run on one device, if there is anything to compare with; LossError where its numbers are not finite."""
+    _finite(reference.losses, reference.gradients)
+    return reference
+
+
+def _finite(losses: Sequence[float], gradients: Mapping[str, Tensor]) -> None:
+    for number, loss in enumerate(losses, start=1):
+        if not math.isfinite(loss):
+            raise LossError(f"the loss of step {number} is {loss} on one device: there is nothing to compare")
+    for name, gradient in gradients.items():
+        if not gradient.isfinite().all():
+            raise LossError(f"the gradient of {name} is not finite on one device: there is nothing to compare")
+
+
+def _value_bits(lowered: Lowered) -> dict[str, float]:
+    """The last bits that the loss, each gradient (by its parameter) and each buffer is rounded to on its way."""
+    outputs, rounded = lowered.captured.outputs, narrowest(lowered.captured.graph.graph)
+    return {o.name: max(eps / 4, LAST_BITS["fp32"]) for o, eps in zip(outputs, rounded, strict=True)}
+
+
+def verify(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    plan: Plan | str,
+    *,
+    layouts: Annotations | None = None,
+    optimizer: OptimizerFactory = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    steps: int = 2,
+    seed: int = 0,
+    clip_norm: float | None = None,
+    tolerance: float = 1e-4,
+) -> Report:
+    """Compare `steps` steps under `plan`, ranks as threads of this process, with one device.
+
+    The reference is the user's own model under ordinary autograd and `optimizer`, on the whole `batch`; only its
+    random draws are those that the plan makes. Gradients, and what the loss function returns beside the loss, are
+    compared after the first step; parameters and buffers after the last. The model given is left as it was.
+
+    Of a plan with servers all runs in this process, pushes in an order that is drawn: servers, and of every worker the
+    ranks as threads. The reference is the serial program of the plan's definition, in the same order; losses are of
+    pushes, gradients are not compared, and with sync=H it takes as many steps as whole rounds have.
+
+    With batchnorm=local the reference runs the model on the whole batch, in which batch norm takes statistics of each
+    rank's rows alone; its running statistics are those of the first rank.
+    """
+    verifier = Verifier(model, loss_fn, batch, optimizer=optimizer, steps=steps, seed=seed, clip_norm=clip_norm)
+    return verifier.verify(plan, layouts=layouts, tolerance=tolerance)
+
+
+__all__ = ["HALF_MARGIN", "ROUNDING_MARGIN", "Difference", "Report", "Verifier", "verify"]

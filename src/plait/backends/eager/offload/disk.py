@@ -1,0 +1,227 @@
+"""One rank's file of tensors: places are taken at its end, then read and written in the background.
+
+Threads move the bytes, around the page cache where the file system allows it (O_DIRECT): what is on disk then takes no
+memory. Elsewhere the pages are written through and dropped. The file loses its name as soon as it is open, so that
+nothing is left behind, however the process ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from plait.backends.eager.page_memory import page_memory
+from plait.cost.pages import PAGE, padded
+from plait.errors import HomeError
+
+_PIECE = 8 << 20
+_NUM_THREADS = 4
+_GROW = 64 << 20
+
+
+class Transfer:
+    """Reads or writes under way."""
+
+    def __init__(self, futures: list[Future[None]]) -> None:
+        self._futures = futures
+
+    def wait(self) -> None:
+        """Until all is done. HomeError where the disk failed."""
+        for future in self._futures:
+            future.result()
+
+    @property
+    def done(self) -> bool:
+        return all(future.done() for future in self._futures)
+
+
+_NOTHING = Transfer([])
+
+
+class DiskFile:
+    """A file in `folder`, named in errors as `label`. HomeError where it cannot be made, is too small, or fails."""
+
+    def __init__(self, folder: Path, label: str) -> None:
+        self.path = folder / f"plait-{os.getpid()}-{id(self):x}-{label}"
+        self._next = 0  # where the next place will be
+        self._end = 0  # bytes that the file system has set aside
+        try:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            os.unlink(self.path)
+        except OSError as error:
+            raise HomeError(f"cannot make {self.path}: {error.strerror}; give another folder as scratch=") from None
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=label)
+        self._closing = weakref.finalize(self, os.close, self._fd)
+        self._promise(PAGE, "a first page")
+        self.direct = self._try_direct()
+        self.num_read = 0  # bytes so far
+        self.num_written = 0
+
+    def promise(self, num_bytes: int, what: str) -> None:
+        """Set aside room for that many bytes more, of padded tensors, before it is needed."""
+        if num_bytes:
+            self._promise(num_bytes, what)
+
+    def place(self, like: Tensor, what: str = "tensors") -> Place:
+        """Room for a tensor of this shape, dtype and order in memory."""
+        return Place(self, self.take(padded(like.nbytes), what), like)
+
+    def take(self, num_bytes: int, what: str) -> int:
+        """Offset of so many bytes of the file, a multiple of a page."""
+        if self._next + num_bytes > self._end:
+            self._promise(max(self._next + num_bytes - self._end, _GROW), what)
+        self._next += num_bytes
+        return self._next - num_bytes
+
+    def read(self, offset: int, memory: Tensor, after: Transfer) -> Transfer:
+        """Fill page memory from the file, once `after` is done."""
+        self.num_read += memory.numel()
+        return self._start(os.preadv, "read", offset, memory, after)
+
+    def write(self, offset: int, memory: Tensor, after: Transfer) -> Transfer:
+        self.num_written += memory.numel()
+        return self._start(os.pwritev, "write", offset, memory, after)
+
+    def submit(self, call: Callable[[], None]) -> Transfer:
+        """Run something else on one of the threads."""
+        return Transfer([self._threads.submit(call)])
+
+    def close(self) -> None:
+        """Wait for what is under way and give the room back."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._closing()
+
+    def _start(self, call: Callable[..., int], verb: str, offset: int, memory: Tensor, after: Transfer) -> Transfer:
+        pieces = range(0, memory.numel(), _PIECE)
+        return Transfer([self._threads.submit(self._piece, call, verb, offset, memory, at, after) for at in pieces])
+
+    def _piece(
+        self, call: Callable[..., int], verb: str, offset: int, memory: Tensor, at: int, after: Transfer
+    ) -> None:
+        after.wait()  # earlier in the queue than this, so it has a thread or is done: no thread waits for ever
+        view = memory.numpy().data[at : at + _PIECE]
+        position = offset + at
+        try:
+            while view:
+                num = call(self._fd, [view], position)
+                if num == 0:
+                    raise OSError(errno.EIO, "the file has lost its end")
+                view, position = view[num:], position + num
+            if not self.direct:
+                self._drop_pages(verb, offset + at, position)
+        except OSError as error:
+            raise HomeError(
+                f"cannot {verb} {self.path} at byte {position}: {error.strerror}; what the plan keeps there is lost, so"
+                " the run cannot go on. Checkpoints are not touched: see to the disk, or give another folder as"
+                " scratch=, and go on from the last one"
+            ) from None
+
+    def _drop_pages(self, verb: str, start: int, end: int) -> None:
+        if verb == "write":
+            os.fdatasync(self._fd)  # only clean pages can be dropped
+        os.posix_fadvise(self._fd, start, end - start, os.POSIX_FADV_DONTNEED)
+
+    def _promise(self, num_bytes: int, what: str) -> None:
+        try:
+            os.posix_fallocate(self._fd, self._end, num_bytes)
+        except OSError as error:
+            os.ftruncate(self._fd, self._end)
+            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                raise HomeError(f"cannot set room aside in {self.path}: {error.strerror}") from None
+            about = os.fstatvfs(self._fd)
+            raise HomeError(
+                f"{self.path} needs {_size(num_bytes)} more for {what}, and the disk has"
+                f" {_size(about.f_bavail * about.f_frsize)} free ({error.strerror}); free some, give a folder on"
+                " another disk as scratch=, or split more with zero= and data="
+            ) from None
+        self._end += num_bytes
+
+    def _try_direct(self) -> bool:
+        """Go around the page cache if that works here."""
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.pwritev(self._fd, [page_memory(PAGE).zero_().numpy().data], 0)
+        except (OSError, AttributeError):
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
+            return False
+        return True
+
+
+class RehearsedFile(DiskFile):
+    """A file of which nothing is written, for tensors without memory."""
+
+    def __init__(self) -> None:
+        self._next = self._end = self.num_read = self.num_written = 0
+
+    def submit(self, call: Callable[[], None]) -> Transfer:
+        return _NOTHING
+
+    def close(self) -> None:
+        pass
+
+    def _start(self, call: Callable[..., int], verb: str, offset: int, memory: Tensor, after: Transfer) -> Transfer:
+        return _NOTHING
+
+    def _promise(self, num_bytes: int, what: str) -> None:
+        self._end += num_bytes
+
+
+class Place:
+    """Where one tensor lies in a file. Reads and writes of it happen in the order in which they were asked for."""
+
+    def __init__(self, file: DiskFile, offset: int, like: Tensor) -> None:
+        self._file = file
+        self._offset = offset
+        self._written = _NOTHING
+        self._read = _NOTHING
+        self.form = torch.empty_like(like, device="meta", requires_grad=False)  # as dense as the tensor can be
+        self.num_bytes = padded(like.nbytes)
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether the tensor lies in memory as the one that this place is for."""
+        form = self.form
+        return (tensor.shape, tensor.dtype, tensor.stride()) == (form.shape, form.dtype, form.stride())
+
+    def view(self, memory: Tensor) -> Tensor:
+        """Page memory of `num_bytes` as the tensor."""
+        form = self.form
+        return memory[: form.nbytes].view(form.dtype).as_strided(form.shape, form.stride())
+
+    def read(self, memory: Tensor) -> Transfer:
+        """Into page memory of `num_bytes`."""
+        self._read = self._file.read(self._offset, memory, self._written)
+        return self._read
+
+    def write(self, memory: Tensor, after: Transfer | None = None) -> Transfer:
+        """From page memory of `num_bytes`, which stays as it is until that is done; not before `after`."""
+        self._written = self._file.write(self._offset, memory, _all(self._read, self._written, after or _NOTHING))
+        return self._written
+
+    def get(self) -> Tensor:
+        """The tensor, in memory of its own."""
+        memory = page_memory(self.num_bytes)
+        self.read(memory).wait()
+        return self.view(memory)
+
+    def put(self, tensor: Tensor) -> Transfer:
+        """Write a copy of the tensor."""
+        memory = page_memory(self.num_bytes)
+        self.view(memory).copy_(tensor)
+        return self.write(memory)
+
+
+def _all(*transfers: Transfer) -> Transfer:
+    return Transfer([future for one in transfers for future in one._futures if not future.done() or future.exception()])
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / 2**20:.1f} MiB"

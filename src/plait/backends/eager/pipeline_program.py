@@ -1,0 +1,175 @@
+"""A step of a pipeline on one rank: its cells as programs, and what the ranks agree on when all have run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from plait.backends.eager.cell_runner import CellRunner
+from plait.backends.eager.execute import Executor
+from plait.backends.eager.offload.between import Between
+from plait.backends.eager.offload.homes import Homes
+from plait.backends.eager.program import Program, StepResult, outputs_of
+from plait.backends.eager.stale_cells import StaleRunner, Update
+from plait.backends.recorder import Recorder
+from plait.comm.protocol import World
+from plait.compile.capture.loss_values import Outputs
+from plait.compile.ir.calls import output_node
+from plait.compile.lowered import Lowered
+from plait.compile.passes.offload import large
+from plait.compile.stages.split import AXIS
+from plait.plan.legality import activations_away, gradients_away
+
+
+class PipelineProgram:
+    """One lowered step with a pipeline, ready to run on one rank."""
+
+    def __init__(self, lowered: Lowered, world: World, homes: Homes, recorder: Recorder | None = None) -> None:
+        assert lowered.pipeline is not None
+        self.lowered = lowered
+        self.world = world
+        self.pipeline = lowered.pipeline
+        self.program = Program(lowered, world, homes)
+        self.comm = world.comm(AXIS)
+        self._homes = homes
+        away = large(lowered.states) if gradients_away(lowered.plan, world.device.type) else frozenset[str]()
+        self._leaving = away & self.pipeline.added_up  # gradients that leave the device once they are added up
+        cells, schedule = self.pipeline.cells, self.pipeline.schedule
+        coordinates = world.mesh.coordinates(world.rank)
+        keeper = None
+        if activations_away(lowered.plan, world.device.type):
+            keeper = Between(homes, schedule, self.comm.rank, cells.values)
+        self._executor = Executor(
+            schedule, cells.values, list(cells.graphs), self.comm, coordinates, recorder, world.device, keeper
+        )
+        chunks = schedule.stages[self.comm.rank]
+        self._turns = {
+            cell: lowered.turns_of_cell(cell, schedule.num_micro_of(self.comm.rank, chunks.index(cell[1])))
+            for cell in cells.graphs
+            if cell[1] in chunks
+        }
+        self._makers: dict[tuple[str, str], list[int]] = defaultdict(list)  # ranks, by kind and name
+        for cell, each in cells.graphs.items():
+            for output in each.outputs:
+                self._makers[output.kind, output.name] += [
+                    rank for rank, chunk in schedule.holders(cell[1]) if schedule.num_micro_of(rank, chunk)
+                ]
+        self._loss_dtypes = {
+            output.kind: result.meta["val"].dtype
+            for each in cells.graphs.values()
+            for output, result in zip(each.outputs, output_node(each.graph).args[0], strict=True)  # type: ignore[arg-type]
+            if output.kind in ("loss", "sum", "weight")
+        }
+        self._aux = {
+            (output.kind, output.name): (cell[1], result.meta["val"])
+            for cell, each in cells.graphs.items()
+            for output, result in zip(each.outputs, output_node(each.graph).args[0], strict=True)  # type: ignore[arg-type]
+            if output.kind in ("aux", "aux_weight")
+        }
+        self.most_versions = 1  # of the weights that this rank has held at a time
+        self._shared = [n for n in self.pipeline.stages if len(self.pipeline.ranks_of(n)) > 1]
+
+    def run(
+        self,
+        key: int,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        batches: Sequence[Mapping[str, Tensor]],
+        scale: Tensor | None = None,
+        update: Update | None = None,
+    ) -> list[StepResult]:
+        """Run on the microbatches of a step, given as Program.run takes each. The results of all of them; the last has
+        the sums of the gradients of this rank's parameters. `buffers` take their new values.
+
+        An asynchronous schedule updates within the step: `update` is then called with the gradients of each group of
+        microbatches, and changes `parameters` in place.
+        """
+        rest = (self.program, self._turns, self.exchange, key, parameters, buffers, batches, scale)
+        step: CellRunner
+        if self.pipeline.schedule.asynchronous:
+            assert update is not None, "only a trainer steps under an asynchronous schedule"
+            step = StaleRunner(*rest, schedule=self.pipeline.schedule, rank=self.comm.rank, update=update)
+        else:
+            step = CellRunner(*rest)
+        self._executor.run(step)
+        if isinstance(step, StaleRunner):
+            self.most_versions = step.most_versions
+        for name in self._leaving & step.gradients.keys():
+            self._homes.leave(f"gradient/{name}", step.gradients.pop(name))
+        self._spread_buffers(buffers)
+        return self._results(step)
+
+    def exchange(self, sums: dict[str, Tensor]) -> None:
+        """Add up the gradients of parameters that several ranks of the pipeline have, in one order on all of them."""
+        mine = self.comm.rank
+        works = []
+        for number, name in enumerate(self._shared):
+            ranks = self.pipeline.ranks_of(name)
+            if mine in ranks:
+                makers = [rank for rank in ranks if rank in self._makers["gradient", name]]
+                if mine in makers:
+                    for peer in ranks:
+                        if peer != mine:
+                            self.comm.send(sums[name].contiguous(), peer, tag=number)
+                works.append((name, makers, number))
+        for name, makers, number in works:
+            terms = {}
+            for rank in makers:
+                terms[rank] = sums[name] if rank == mine else self._receive(name, rank, number)
+            if makers:
+                total = sums[name] = terms[makers[0]].clone()
+                for rank in makers[1:]:
+                    total.add_(terms[rank])
+
+    def _receive(self, name: str, rank: int, tag: int) -> Tensor:
+        layout = self.lowered.states[name]
+        here = self.world.mesh.coordinates(self.world.rank)
+        shape = layout.local_shape(self.world.mesh, here)
+        like = torch.empty(shape, dtype=self.lowered.dtype_of(name), device=self.world.device)
+        return self.comm.recv(like, rank, tag).wait()
+
+    def _spread_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        for name in [name for kind, name in self._makers if kind == "buffer"]:
+            root = self._makers["buffer", name][0]
+            buffers[name].copy_(self.comm.broadcast(buffers[name].contiguous(), root).wait())
+
+    def _results(self, step: CellRunner) -> list[StepResult]:
+        """The losses on every rank."""
+        num = self.pipeline.schedule.num_micro
+        mine = torch.zeros(len(self._loss_dtypes), num, dtype=torch.float64, device=self.world.device)
+        for row, kind in enumerate(self._loss_dtypes):
+            for micro in range(num):
+                if (kind, micro) in step.losses:  # on the one rank whose turn the microbatch was
+                    mine[row, micro] = step.losses[kind, micro]
+        rows = self.comm.all_reduce(mine).wait()
+        found = {kind: row.to(dtype) for row, (kind, dtype) in zip(rows, self._loss_dtypes.items(), strict=True)}
+        aux = self._outputs(step)
+        results = []
+        for micro in range(num):
+            parts = (found["sum"][micro], found["weight"][micro]) if "sum" in found else None
+            gradients = step.gradients if micro == num - 1 else {}
+            results.append(StepResult(found["loss"][micro], parts, gradients, {}, aux=aux[micro]))
+        return results
+
+    def _outputs(self, step: CellRunner) -> list[tuple[Outputs] | None]:
+        """What the loss came with, of each microbatch, on every rank: from the rank whose turn it was."""
+        schedule, mine = self.pipeline.schedule, self.comm.rank
+        works = {}
+        for (kind, name), (stage, like) in self._aux.items():
+            roots = [schedule.where(stage, micro)[0] for micro in range(schedule.num_micro)]
+            for root in dict.fromkeys(roots):  # one message from each rank
+                micros = [micro for micro, rank in enumerate(roots) if rank == root]
+                if root == mine:
+                    sent = torch.stack([step.aux[kind, name, micro] for micro in micros])
+                else:
+                    sent = torch.empty((len(micros), *like.shape), dtype=like.dtype, device=self.world.device)
+                works[kind, name, root] = micros, self.comm.broadcast(sent, root)
+        found: list[dict[str, dict[str, Tensor]]] = [{"aux": {}, "aux_weight": {}} for _ in range(schedule.num_micro)]
+        for (kind, name, _), (micros, work) in works.items():
+            for micro, value in zip(micros, work.wait().unbind(), strict=True):
+                found[micro][kind][name] = value
+        parts = [outputs_of(self.lowered.captured, each["aux"], each["aux_weight"]) for each in found]
+        return [None if part is None else (part,) for part in parts]

@@ -1,0 +1,172 @@
+"""Clean-ups of a captured graph: what autograd and tracing leave behind that computes nothing.
+
+Every node is kept functional; nothing here moves a computation, so values live no longer than before but for views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from plait.compile.ir.calls import is_item, output_node
+from plait.compile.ir.node_info import info_of
+from plait.compile.ir.shapes import frozen
+from plait.compile.ir.views import ALIASES, is_view
+from plait.compile.ops.draw import draw
+
+aten = torch.ops.aten
+
+_SAME_IF_EQUAL = {  # give their first argument back where shape, strides, dtype and device do not change
+    aten.view.default, aten._unsafe_view.default, aten.expand.default, aten._to_copy.default, aten.clone.default,
+    aten.permute.default, aten.slice.Tensor, aten.contiguous.default,
+}  # fmt: skip
+_FILLED = {aten.full_like.default, aten.zeros_like.default, aten.ones_like.default}
+
+
+def clean(graph: Graph) -> Graph:
+    """Clean up in place, and return the graph."""
+    graph.eliminate_dead_code()
+    _each(graph, _normal_name)
+    _each(graph, _shorter)
+    _share(graph)
+    _each(graph, _shorter)
+    _each(graph, _joined)
+    graph.eliminate_dead_code()
+    graph.lint()
+    return graph
+
+
+def _each(graph: Graph, replace: Callable[[Node], Node | None]) -> None:
+    """Put another node in the place of each for which `replace` gives one."""
+    end = output_node(graph)
+    replaced: dict[Node, Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "call_function":
+            other = replace(node)
+            if other is not None and other is not node:
+                # Of a deep model thousands of values leave the graph: the output is written once, at the end.
+                node.replace_all_uses_with(other, delete_user_cb=lambda user: user is not end)
+                replaced[node] = other
+
+    def last(node: Node) -> Node:
+        while node in replaced:
+            node = replaced[node]
+        return node
+
+    end.args = map_arg(end.args, last)
+    for node in reversed(replaced):
+        graph.erase_node(node)
+
+
+def _normal_name(node: Node) -> None:
+    """One name where ATen has two for the same op."""
+    if node.target is aten._unsafe_view.default:
+        node.target = aten.view.default
+    elif node.target is aten.zero.default:
+        node.target = aten.zeros_like.default
+    elif node.target is aten._efficientzerotensor.default:  # forward-mode gradients: nothing may be written into it
+        node.target = aten.zeros.default
+    elif node.target is aten.fill.Scalar:
+        node.target = aten.full_like.default
+
+
+def _shorter(node: Node) -> Node | None:
+    """A node that has the value of `node` already; or `node` changed to take its input from further up."""
+    if node.target in ALIASES:
+        return _first(node)
+    if node.target in _SAME_IF_EQUAL and _same(node, _first(node)):
+        return _first(node)
+    if node.target is aten.copy.default and _same(node, node.args[1]):
+        return node.args[1]  # type: ignore[return-value]
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node) or source.op != "call_function":
+        return None
+    if node.target in _FILLED and source.target is aten.empty_like.default and _same(source, _first(source)):
+        node.update_arg(0, _first(source))
+    if node.target is aten.t.default and source.target is aten.t.default:
+        return _first(source)
+    if node.target is aten.view.default and source.target is aten.view.default:
+        node.update_arg(0, _first(source))
+        return _first(node) if _same(node, _first(node)) else None
+    if node.target is aten.transpose.int and source.target is aten.transpose.int:
+        ndim = node.meta["val"].ndim
+        if {d % ndim for d in node.args[1:]} == {d % ndim for d in source.args[1:]}:
+            return _first(source)
+    if node.target is aten.permute.default and source.target is aten.permute.default:
+        ndim = node.meta["val"].ndim
+        inner = [d % ndim for d in source.args[1]]  # type: ignore[union-attr]
+        if [inner[d % ndim] for d in node.args[1]] == list(range(ndim)):  # type: ignore[union-attr]
+            return _first(source)
+    return None
+
+
+def _share(graph: Graph) -> None:
+    """Common subexpressions. From forward to backward only views are shared: their base lives that long anyway."""
+    seen: dict[Any, Node] = {}
+
+    def earlier(node: Node) -> Node | None:
+        if node.target is draw or _impure(node):
+            return None
+        phase = "" if is_view(node) or is_item(node) else info_of(node).phase
+        return seen.setdefault((phase, node.target, frozen(node.args, id), frozen(node.kwargs, id)), node)
+
+    _each(graph, earlier)
+
+
+def _impure(node: Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags and "scaled_dot_product" not in str(node.target)
+
+
+def _first(node: Node) -> Node:
+    first = node.args[0]
+    assert isinstance(first, Node)
+    return first
+
+
+def _same(node: Node, other: Any) -> bool:
+    one, two = node.meta["val"], other.meta["val"] if isinstance(other, Node) else None
+    return (
+        isinstance(one, Tensor)
+        and isinstance(two, Tensor)
+        and (one.shape, one.dtype, one.device) == (two.shape, two.dtype, two.device)
+        and one.stride() == two.stride()
+    )
+
+
+def _joined(node: Node) -> Node | None:
+    """The gradients of slices that make up a whole dim, each put among zeros and added up, are joined instead."""
+    if node.target is not aten.add.Tensor:
+        return None
+    terms = _summands(node)
+    if len(terms) < 2 or any(term.target is not aten.slice_backward.default for term in terms):
+        return None
+    _, sizes, dim, *_ = terms[0].args
+    if any(term.args[1:3] != (sizes, dim) or term.args[5] != 1 for term in terms):
+        return None
+    dim = dim % len(sizes)  # type: ignore[operator, arg-type]
+    num = sizes[dim]  # type: ignore[index]
+    pieces = sorted(((slice(*t.args[3:5]).indices(num)[:2], t.args[0]) for t in terms), key=lambda piece: piece[0])  # type: ignore[arg-type]
+    ends = [0, *(last for (_, last), _ in pieces)]
+    if [first for (first, _), _ in pieces] != ends[:-1] or ends[-1] != num:
+        return None
+    with node.graph.inserting_before(node):
+        joined = node.graph.call_function(aten.cat.default, ([piece for _, piece in pieces], dim))
+    joined.meta = dict(node.meta)
+    return joined
+
+
+def _summands(node: Node) -> list[Node]:
+    """What a sum of sums adds up, as far as the inner ones are read by it alone."""
+    found: list[Node] = []
+    for arg in node.args:
+        if not isinstance(arg, Node):
+            return []
+        inner = arg.target is aten.add.Tensor and len(arg.users) == 1
+        found += _summands(arg) if inner else [arg]
+    return [] if node.kwargs or len(node.args) != 2 else found

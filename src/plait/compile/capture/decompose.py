@@ -1,0 +1,80 @@
+"""Replace one node by the simpler ops that compute the same."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+
+from plait.compile.ir.calls import is_item, is_tensor, output_values
+from plait.compile.ir.shapes import fake_of, spec_of
+from plait.compile.ir.views import ALIASES
+
+_one_at_a_time = threading.Lock()  # make_fx changes torch itself while it traces
+
+
+def decompose_node(node: Node, function: Callable[..., Any]) -> Node:
+    """Write the ops of `function` in place of `node`; return the first node to visit next."""
+    graph = node.graph
+    sources: list[Node] = []
+
+    def collect(arg: Node) -> Node:
+        if is_tensor(arg) and arg not in sources:
+            sources.append(arg)
+        return arg
+
+    map_arg((node.args, node.kwargs), collect)
+    # Tracing tells inputs apart by identity, and nodes of one geometry may share a value.
+    values = [fake_of(spec_of(source.meta["val"]), source.meta["val"].fake_mode) for source in sources]
+    traced = _trace(node, function, sources, values)
+    inner: dict[Node, Any] = {}
+    holders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    inner.update(zip(holders, sources, strict=True))
+    first: Node | None = None
+    with graph.inserting_before(node):
+        for old in traced.graph.nodes:
+            if old.op == "call_function":
+                new = graph.node_copy(old, lambda n: inner[n])
+                new.meta = {**{k: v for k, v in node.meta.items() if k != "val"}, "val": old.meta["val"]}
+                inner[old] = new
+                first = first or new
+            elif old.op == "get_attr":
+                raise AssertionError(f"the decomposition of {node.target} holds a tensor constant")
+            elif old.op == "output":
+                results = map_arg(old.args[0], lambda n: inner[n])
+    follower = node.next
+    if len(output_values(node)) == 1 and not isinstance(node.meta["val"], (tuple, list)):
+        result = results[0] if isinstance(results, (tuple, list)) else results
+        node.replace_all_uses_with(result)
+    else:
+        for user in list(node.users):
+            assert is_item(user), f"{node} gives a tuple that {user} does not pick from"
+            user.replace_all_uses_with(results[user.args[1]])
+            if follower is user:
+                follower = user.next
+            graph.erase_node(user)
+    graph.erase_node(node)
+    return first if first is not None else follower
+
+
+def _trace(node: Node, function: Callable[..., Any], sources: list[Node], values: list[Any]) -> torch.fx.GraphModule:
+    def run(*tensors: torch.Tensor) -> Any:
+        by_source = dict(zip(sources, tensors, strict=True))
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: by_source.get(n, n))
+        return function(*args, **kwargs)
+
+    mode = values[0].fake_mode
+    with _one_at_a_time, mode, torch.no_grad():
+        traced = make_fx(torch.func.functionalize(run), tracing_mode="real", _allow_non_fake_inputs=True)(*values)
+    for old in list(traced.graph.nodes):
+        if old.op == "call_function" and old.target is not operator.getitem and old.target in ALIASES:
+            old.replace_all_uses_with(old.args[0])
+            traced.graph.erase_node(old)
+    traced.graph.eliminate_dead_code()
+    return traced

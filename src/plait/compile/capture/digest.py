@@ -1,0 +1,48 @@
+"""A short text that tells captured steps apart: what ranks compare before they run their graphs together."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import zlib
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from plait.compile.capture.capture import Captured
+
+_MOST_BYTES = 1 << 20  # of each constant that are read
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function or an object, which every process has elsewhere
+_known: WeakKeyDictionary[GraphModule, str] = WeakKeyDictionary()  # ranks that are threads share their captures
+
+
+def captured_digest(captured: Captured) -> str:
+    """Number of calls, and a checksum of them, of their shapes and of the constants that they read."""
+    found = _known.get(captured.graph)
+    if found is None:
+        sums = hashlib.sha256()
+        num_calls = 0
+        places: dict[Node, str] = {}  # names count also what was dropped, such as a number that one rank printed
+        for node in captured.graph.graph.nodes:
+            num_calls += node.op == "call_function"
+            places[node] = f"%{len(places)}"
+            value = node.meta.get("val")
+            shape = tuple(value.shape) if torch.is_tensor(value) else ()
+            target = node.target if node.op == "call_function" else ""
+            args = map_arg((node.args, node.kwargs), places.__getitem__)
+            sums.update(_ADDRESS.sub("", f"{node.op} {target} {args} {shape}\n").encode())
+        for constant in captured.constants.values():
+            sums.update(f"{_checksum(constant)}\n".encode())
+        inputs = [(i.kind, "" if i.kind == "constant" else i.name) for i in captured.inputs]
+        sums.update(f"{inputs} {captured.frozen} {captured.outputs}".encode())
+        found = _known[captured.graph] = f"{num_calls} calls, checksum {sums.hexdigest()[:8]}"
+    return found
+
+
+def _checksum(tensor: Tensor) -> str:
+    flat = tensor.detach().reshape(-1)
+    flat = flat[: _MOST_BYTES // max(flat.element_size(), 1)].cpu().contiguous()
+    return f"{tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(flat.view(torch.uint8).numpy().tobytes()):08x}"

@@ -1,0 +1,184 @@
+"""Fake tensors that stand for real ones while a step is captured.
+
+Those of parameters and buffers are put in their places in the model's modules for a while, and what was there is put
+back. A real tensor that reaches an op by another way, through a closure, a list or a plain attribute, is exchanged
+for its stand-in above autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.overrides import TorchFunctionMode
+
+from plait.compile.capture.tracked import Tracked, untracked
+from plait.errors import CaptureError, PlanError
+
+_PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
+
+
+@dataclass
+class StandIns:
+    """Fake tensors by name; `tied` maps a further name of a tensor to its first one."""
+
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)  # of buffers: whose, under which key
+    made: dict[int, Tensor] = field(default_factory=dict)  # by the id of the real tensor
+    names: dict[int, str] = field(default_factory=dict)  # by the id of the real tensor
+
+    def replaced_buffers(self) -> dict[str, Tensor]:
+        """Buffers that the forward has put another tensor in the place of: `self.ema = 0.9 * self.ema + ...`."""
+        now = {name: module._buffers.get(key) for name, (module, key) in self.places.items()}
+        return {name: new for name, new in now.items() if new is not None and new is not self.buffers[name]}
+
+
+def refuse_without_shape(model: nn.Module) -> None:
+    """Raise PlanError for a model with lazy modules, whose parameters have no shape yet."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise PlanError(
+                f"{name} has no shape yet: it is of a lazy module, which takes it from the first batch that it sees;"
+                " run the model once on a batch, model(x), before you hand it over"
+            )
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Raise CaptureError for a model with modules of TorchScript."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{f'the module {name}' if name else 'the model'} is compiled by TorchScript, into which no capture"
+                " sees; use the module that it was made from"
+            )
+
+
+@contextmanager
+def standing_in(
+    model: nn.Module, fake_mode: FakeTensorMode, device: torch.device, train: bool, move: bool = False
+) -> Iterator[StandIns]:
+    """Stand-ins for the model's tensors while the context lasts; a tensor on the meta device gets one on `device`,
+    with `move` every tensor does.
+
+    Nothing of the model's size is allocated, and parameters, buffers, submodules and modes are put back. A model that
+    is in the mode asked for, training or not, keeps the mode of each submodule; another is switched as a whole.
+    """
+    refuse_without_shape(model)
+    modules = list(model.modules())
+    dicts = [getattr(module, key) for module in modules for key in ("_parameters", "_buffers", "_modules")]
+    before = [(own, dict(own)) for own in dicts]
+    modes = [(module, module.training) for module in modules]
+    found = StandIns()
+    seen: dict[int, Tensor] = {}  # real tensors and stand-ins by their ids
+    try:
+        for prefix, module in list(model.named_modules(remove_duplicate=False)):
+            for own, where in ((module._parameters, found.parameters), (module._buffers, found.buffers)):
+                for key, real in list(own.items()):
+                    if real is None:
+                        continue
+                    name = f"{prefix}.{key}" if prefix else key
+                    if id(real) in seen:
+                        if found.names[id(real)] != name:
+                            found.tied[name] = found.names[id(real)]
+                        own[key] = found.made.get(id(real), real)
+                        continue
+                    fake = stand_in(real, fake_mode, device if move or real.is_meta else real.device)
+                    own[key] = where[name] = fake  # type: ignore[assignment]
+                    if own is module._buffers:
+                        found.places[name] = (module, key)
+                    found.made[id(real)] = fake
+                    found.names[id(real)] = found.names[id(fake)] = name
+                    seen |= {id(real): real, id(fake): fake}
+        if model.training != train:
+            model.train(train)
+        yield found
+    finally:
+        for own, content in before:
+            _put_back(own, content)
+        for module, mode in modes:
+            module.__dict__["training"] = mode
+
+
+def _put_back(own: dict[str, Any], content: dict[str, Any]) -> None:
+    if list(own) != list(content):
+        own.clear()
+    own.update(content)
+
+
+def stand_in(real: Tensor, fake_mode: FakeTensorMode, device: torch.device) -> Tensor:
+    """A fake tensor of the same form, with the same hooks if it is a parameter."""
+    with fake_mode:
+        fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+    if not isinstance(real, nn.Parameter):
+        return fake
+    parameter = nn.Parameter(fake, requires_grad=real.requires_grad)
+    parameter.__dict__.update({k: v for k, v in getattr(real, "__dict__", {}).items() if k not in parameter.__dict__})
+    if getattr(real, "_post_accumulate_grad_hooks", None):
+        raise CaptureError(
+            "a parameter has a hook that runs after its gradient is accumulated, which no graph has; use register_hook,"
+            " or do it in the optimizer"
+        )
+    for hook in (real._backward_hooks or {}).values():
+        parameter.register_hook(hook)
+    return parameter
+
+
+class Exchange(TorchFunctionMode):
+    """Exchanges real tensors for their stand-ins in what torch's functions are called with; unless `plain`, what is
+    assigned to `tensor.data` is copied into it.
+
+    `known` has stand-ins by the ids of real tensors; `outside` makes those of others.
+    """
+
+    def __init__(self, known: dict[int, Tensor], outside: Callable[[Tensor], Tensor], plain: bool = False) -> None:
+        super().__init__()
+        self._known = known
+        self._outside = outside
+        self._plain = plain
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = tuple([self._exchanged(value) for value in args])
+        kwargs = {key: self._exchanged(value) for key, value in kwargs.items()} if kwargs else {}
+        name = "" if self._plain else getattr(func, "__name__", "")
+        if name in ("__get__", "__set__") and getattr(func, "__self__", None) is Tensor.data:
+            if name == "__get__":
+                return args[0].detach()
+            target, value = args
+            if value.shape != target.shape or value.dtype != target.dtype:
+                raise CaptureError(
+                    f"the step assigns a tensor of {value.dtype} and shape {list(value.shape)} to the data of one of"
+                    f" {target.dtype} and shape {list(target.shape)}; a tensor keeps its type and shape"
+                )
+            target.detach().copy_(value)
+            return None
+        return func(*args, **kwargs)
+
+    def _exchanged(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            found = self._known.get(id(value))
+            if found is not None:
+                return found
+            return self._outside(value) if is_real(value) else value
+        kind = type(value)
+        if kind is list or kind is tuple:
+            if not any(isinstance(one, (Tensor, list, tuple, slice, Tracked)) for one in value):
+                return value
+            return kind([self._exchanged(one) for one in value])
+        if kind is slice:
+            return slice(untracked(value.start), untracked(value.stop), untracked(value.step))
+        return untracked(value)
+
+
+def is_real(value: Tensor) -> bool:
+    """Whether it is a tensor with numbers, rather than a fake one, one of a class that knows better, or one that a
+    transform of torch.func has wrapped."""
+    return type(value) in _PLAIN_TENSORS and not is_functorch_wrapped_tensor(value)

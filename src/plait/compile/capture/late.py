@@ -1,0 +1,483 @@
+"""What Python reads of a tensor while a step is captured, when the tensor has no numbers yet.
+
+A value that follows from constants alone is worked out at once. Otherwise `loss.item()` becomes a `LateNumber`, which
+computes as tensors do and prints as a question mark; and a branch of which one side only raises (an assertion, the
+argument checks of torch.distributions) takes the other side, and the condition is checked when the step runs: where it
+does not hold, the loss is NaN, and the error of that names the line.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import math
+import operator
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.fx import Node
+from torch.fx.node import map_aggregate, map_arg
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from plait.compile.capture.capture_errors import source_line, users_frame
+from plait.compile.capture.shown import branch_without_output, is_shown
+from plait.compile.ops.ctc import with_lengths
+
+UNKNOWN = "?"  # what a number prints as that is known only when the step runs
+_MAX_STEPS = 400  # instructions that are followed to find out whether a branch only raises
+
+
+@dataclass(frozen=True)
+class LateCheck:
+    """A condition that Python asked for: when the step runs, the 0-d `tensor` must be `expected`."""
+
+    tensor: Tensor
+    expected: bool
+    place: str  # file:line: "source"
+
+
+class LateValues(TorchFunctionMode):
+    """While entered, answers what Python asks of tensors without numbers; `known` gives the value of those that follow
+    from constants alone, None of others. `forward` says whether the forward pass is what runs."""
+
+    def __init__(self, known: Callable[[Tensor], Tensor | None], forward: Callable[[], bool]) -> None:
+        super().__init__()
+        self.checks: list[LateCheck] = []
+        self._known = known
+        self._forward = forward
+        self._shown: dict[str, None] = {}  # places where a late number was read to be printed or kept, in order
+        self._numbers: list[LateNumber] = []
+        self._open = True
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._open = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.item and isinstance(args[0], FakeTensor):
+            return self._item(args[0])
+        if func in _PRINTED:
+            return self._printed(func, args)
+        if func is Tensor.numpy and isinstance(args[0], FakeTensor):
+            return self._array(args[0])
+        if func in _EQUAL and isinstance(args[0], FakeTensor) and args[0].shape == args[1].shape:
+            return bool(torch.eq(args[0], args[1]).all())
+        if func in _ALL:
+            return _ALL[func](*args, **kwargs)
+        if func in _CTC and (found := with_lengths(*args, **kwargs)) is not NotImplemented:
+            return found
+        if func in (torch.tensor, torch.as_tensor) and _holds_late(args[0]):
+            return _built(args[0], kwargs)
+        return func(*args, **kwargs)
+
+    def checked(self, loss: Tensor) -> Tensor:
+        """The loss, or NaN where one of the checks fails when the step runs."""
+        if not self.checks:
+            return loss
+        with torch.no_grad():
+            holds = [(c.tensor != 0 if c.expected else c.tensor == 0).reshape(()) for c in self.checks]
+            every = functools.reduce(torch.logical_and, holds).to(loss.device)
+        return torch.where(every, loss, torch.full_like(loss, float("nan")))
+
+    def warn(self) -> None:
+        """Say once what was read of tensors for the eye alone."""
+        for number in self._numbers:
+            if not number.computes and number.place:
+                self._shown[number.place] = None
+        if self._shown:
+            places = "; ".join(list(self._shown)[:3])
+            warnings.warn(
+                f"the step reads the number of a tensor at {places}. The number is known only on the device while the"
+                f" step runs, so it is {UNKNOWN!r} there, and this line runs only when the step is captured; to have"
+                ' the number at every step let loss_fn return (loss, {"name": tensor})',
+                stacklevel=2,
+            )
+
+    def truth(self, tensor: Tensor, error: Exception) -> bool:
+        """Whether a condition is taken to hold, which is checked when the step runs; raises `error` if that cannot be
+        told."""
+        frame = users_frame(sys._getframe(1))
+        if frame is None or not self._forward() or not self._open:
+            raise error
+        expected = forced_branch(frame)
+        if expected is None:
+            past = branch_without_output(frame)
+            if past is None:
+                raise error
+            self._shown[source_line(frame)] = None
+            return past
+        self.checks.append(LateCheck(tensor, expected, source_line(frame)))
+        return expected
+
+    def number(self, tensor: Tensor, *sources: LateNumber) -> LateNumber:
+        """The number of a 0-d tensor, which was computed from those of others or asked for by Python."""
+        frame = None if sources else users_frame(sys._getframe(1))
+        made = LateNumber(tensor, self, sources, "" if frame is None else source_line(frame))
+        self._numbers.append(made)
+        return made
+
+    def scalar(self, tensor: Tensor) -> Any:
+        """The number that Python asks of a fake tensor; raises torch's own error where it cannot be told."""
+        known = self._known(tensor)
+        if known is None:
+            return self.truth(tensor, _needed())
+        with _disable_current_modes():
+            return known.item()
+
+    def _item(self, tensor: Tensor) -> Any:
+        try:
+            return Tensor.item(tensor)
+        except DataDependentOutputException:
+            if not self._forward():
+                raise
+            return self.number(tensor.detach().reshape(()))
+
+    def _printed(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """`f"{loss:.3f}"`, `"%.3f" % loss`."""
+        tensor = args[0]
+        if not isinstance(tensor, FakeTensor):
+            return func(*args)
+        if func is Tensor.__format__ and tensor.ndim == 0:
+            return format(self._item(tensor), args[1])
+        try:
+            return func(tensor.detach(), *args[1:])
+        except DataDependentOutputException:
+            frame = users_frame(sys._getframe(1))
+            if frame is None or not (_formats(frame) or is_shown(frame)):
+                raise
+            self._shown[source_line(frame)] = None
+            return _IN_PRINT.get(func, math.nan)
+
+    def _array(self, tensor: Tensor) -> Any:
+        known = self._known(tensor)
+        if known is not None:
+            with _disable_current_modes():
+                return known.numpy()
+        frame = users_frame(sys._getframe(1))
+        if frame is not None:
+            self._shown[source_line(frame)] = None
+        return LateArray(tensor)
+
+
+_PRINTED = frozenset({Tensor.__float__, Tensor.__int__, Tensor.__format__, Tensor.tolist})
+_IN_PRINT: dict[Any, Any] = {Tensor.__int__: 0, Tensor.tolist: UNKNOWN}
+_ALL = {torch._is_all_true: torch.all, torch._is_any_true: torch.any}  # as distributions check their arguments
+_CTC = frozenset({torch.nn.functional.ctc_loss, torch.ctc_loss})
+_EQUAL = frozenset({torch.equal, Tensor.equal})
+
+
+class LateNumber:
+    """The number that a 0-d tensor will hold when the step runs.
+
+    Arithmetic gives late numbers, or tensors with tensors; printing shows a question mark. What needs the number itself
+    raises what `item()` would have.
+    """
+
+    def __init__(self, tensor: Tensor, owner: LateValues, sources: tuple[LateNumber, ...], place: str) -> None:
+        # As a Python number is: an int, a bool or a double.
+        self._held = tensor.double() if tensor.dtype.is_floating_point else tensor
+        self._owner = owner
+        self._sources = sources
+        self.place = place  # where Python asked for it; '' of one that was computed from others
+        self.computes = False  # whether a tensor or a condition of the step was computed from it
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """In a torch function the number is a 0-d tensor that leaves the dtype of the result as a number would."""
+        tensors: list[Tensor] = []
+        both = (args, kwargs or {})
+        map_aggregate(both, lambda v: tensors.append(v) if isinstance(v, Tensor) else None)
+        args, kwargs = map_aggregate(both, lambda v: v._beside(tensors) if isinstance(v, LateNumber) else v)
+        try:
+            return func(*args, **kwargs)
+        except TypeError:
+            raise _needed() from None
+
+    def _beside(self, tensors: list[Tensor]) -> Tensor:
+        """As an operand beside tensors."""
+        self._mark()
+        dtype = self._dtype_beside(tensors, 1.0 if self._floating else 1)
+        return self._tensor if dtype is None else self._tensor.to(dtype)
+
+    def _dtype_beside(self, tensors: list[Tensor], kind: float) -> torch.dtype | None:
+        """The dtype that an operand of this kind needs in order to leave that of the result as a number would; None
+        where a double, or an integer, does."""
+        if not tensors or any(t.ndim for t in tensors if t.dtype.is_floating_point or not self._floating):
+            return None
+        dtype = torch.result_type(tensors[0], kind)
+        for tensor in tensors[1:]:
+            dtype = torch.promote_types(dtype, torch.result_type(tensor, kind))
+        return dtype
+
+    @property
+    def _tensor(self) -> Tensor:
+        return self._held
+
+    @property
+    def _floating(self) -> bool:
+        return self._tensor.dtype.is_floating_point
+
+    def tensor(self) -> Tensor:
+        """The 0-d tensor: a double, an integer or a bool."""
+        return self._beside([])
+
+    def _mark(self) -> None:
+        self.computes = True
+        for source in self._sources:
+            source._mark()
+
+    def _with(self, other: Any, compute: Callable[[Any, Any], Any]) -> Any:
+        if isinstance(other, Tensor):
+            return compute(self._beside([other]), other)
+        sources = (self, other) if isinstance(other, LateNumber) else (self,)
+        if isinstance(other, LateNumber):
+            other = other._tensor
+        if not isinstance(other, (bool, int, float, Tensor)):
+            return NotImplemented
+        mine = self._tensor
+        if isinstance(other, float) and not self._floating:
+            mine = mine.double()
+        return self._owner.number(compute(mine, other), *sources)
+
+    def __bool__(self) -> bool:
+        self._mark()
+        return self._owner.truth(self._tensor, _needed())
+
+    def __float__(self) -> float:
+        frame = users_frame(sys._getframe(1))
+        if frame is None or not (_formats(frame) or is_shown(frame)):
+            raise _needed()
+        return math.nan
+
+    def __int__(self) -> int:
+        if not is_shown():
+            raise _needed()
+        return 0
+
+    __index__ = __int__
+    __trunc__ = __floor__ = __ceil__ = __int__
+
+    def __format__(self, spec: str) -> str:
+        return UNKNOWN
+
+    def __repr__(self) -> str:
+        return UNKNOWN
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __neg__(self) -> Any:
+        return self._owner.number(-self._tensor, self)
+
+    def __pos__(self) -> Any:
+        return self
+
+    def __abs__(self) -> Any:
+        return self._owner.number(self._tensor.abs(), self)
+
+    def __round__(self, digits: int | None = None) -> Any:
+        if not self._floating:
+            return self
+        if digits is None:
+            return self._owner.number(self._tensor.round().long(), self)
+        return self._owner.number(self._tensor.round(decimals=digits), self)
+
+    def item(self) -> Any:
+        """As of a numpy number."""
+        return self
+
+
+def _python_divide(a: Any, b: Any) -> Any:
+    return operator.truediv(a.double() if isinstance(a, Tensor) and not a.dtype.is_floating_point else a, b)
+
+
+def _operator(compute: Callable[[Any, Any], Any], swapped: bool) -> Callable[[LateNumber, Any], Any]:
+    def method(self: LateNumber, other: Any) -> Any:
+        return self._with(other, (lambda a, b: compute(b, a)) if swapped else compute)
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "floordiv", "mod", "pow", "lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(LateNumber, f"__{_name}__", _operator(getattr(operator, _name), False))
+for _name in ("add", "sub", "mul", "floordiv", "mod", "pow"):
+    setattr(LateNumber, f"__r{_name}__", _operator(getattr(operator, _name), True))
+setattr(LateNumber, "__truediv__", _operator(_python_divide, False))  # noqa: B010
+setattr(LateNumber, "__rtruediv__", _operator(lambda a, b: operator.truediv(a, b), True))  # noqa: B010
+
+
+class LateArray:
+    """What `tensor.numpy()` will hold when the step runs: it has a shape, and prints as a question mark."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.ndim = tensor.ndim
+        self.size = tensor.numel()
+
+    def __repr__(self) -> str:
+        return UNKNOWN
+
+    def __format__(self, spec: str) -> str:
+        return UNKNOWN
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__array__":
+            raise AttributeError(name)
+        raise _needed()
+
+
+def _needed() -> DataDependentOutputException:
+    return DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+
+
+def _holds_late(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_holds_late(v) for v in value)
+    return isinstance(value, LateNumber)
+
+
+def _built(value: Any, kwargs: dict[str, Any]) -> Tensor:
+    """torch.tensor of late numbers."""
+    if isinstance(value, (list, tuple)):
+        return torch.stack([_built(v, kwargs) for v in value])
+    if not isinstance(value, LateNumber):
+        return torch.tensor(value, **kwargs)
+    default = torch.get_default_dtype() if value._floating else value._tensor.dtype
+    made = value._tensor.to(kwargs.get("device"), kwargs.get("dtype") or default)
+    return made.requires_grad_() if kwargs.get("requires_grad") else made
+
+
+# ---- which branch Python must take ----
+
+
+def forced_branch(frame: FrameType) -> bool | None:
+    """The truth value with which the frame goes on where with the other it only raises; None where it does neither.
+
+    The frame must be about to branch on a value: `assert x`, `if x: raise ...`, and chains of `and` and `or` in them.
+    """
+    code = _instructions(frame.f_code)
+    at = next((i for i, each in enumerate(code) if each.offset == frame.f_lasti), None)
+    if at is None:
+        return None
+    if code[at].opname == "TO_BOOL":
+        at += 1
+    targets = _targets(code, at)
+    if targets is None:
+        return None
+    caught = _caught(frame.f_code, code)
+    on_true, on_false = (_only_raises(code, target, caught) for target in targets)
+    if on_true == on_false:
+        return None
+    return not on_true
+
+
+def _instructions(code: CodeType) -> list[dis.Instruction]:
+    return [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "EXTENDED_ARG")]
+
+
+def _targets(code: list[dis.Instruction], at: int) -> tuple[int, int] | None:
+    """Where a conditional jump goes if its condition is true, and if it is false."""
+    name = code[at].opname
+    if "JUMP" not in name or ("IF_TRUE" not in name and "IF_FALSE" not in name):
+        return None
+    offset = code[at].argval
+    jumped = next((i for i, each in enumerate(code) if each.offset >= offset), len(code))
+    return (jumped, at + 1) if "IF_TRUE" in name else (at + 1, jumped)
+
+
+def _caught(code: CodeType, instructions: list[dis.Instruction]) -> list[tuple[int, int]]:
+    """Ranges of offsets of which an exception is handled in the same function, other than by leaving a `with`."""
+    found = []
+    for entry in dis._parse_exception_table(code):  # type: ignore[attr-defined]
+        handler = [each.opname for each in instructions if each.offset >= entry.target][:2]
+        if handler != ["PUSH_EXC_INFO", "WITH_EXCEPT_START"]:
+            found.append((entry.start, entry.end))
+    return found
+
+
+def _only_raises(code: list[dis.Instruction], start: int, caught: list[tuple[int, int]]) -> bool:
+    """Whether whatever comes from there on ends by raising, and changes local variables at most on the way."""
+    todo, seen = [start], set()
+    while todo:
+        at = todo.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        if at >= len(code) or len(seen) > _MAX_STEPS:
+            return False
+        name = code[at].opname
+        if name == "RAISE_VARARGS":
+            if any(low <= code[at].offset < high for low, high in caught):
+                return False
+            continue
+        if name.startswith("STORE") and name != "STORE_FAST":
+            return False
+        if name.startswith(("RETURN", "DELETE", "YIELD", "RERAISE", "FOR_ITER", "SEND", "PUSH_EXC")):
+            return False
+        if "JUMP" in name:
+            both = _targets(code, at)
+            if both is not None:
+                todo += both
+            elif "IF" not in name:
+                offset = code[at].argval
+                todo.append(next((i for i, each in enumerate(code) if each.offset >= offset), len(code)))
+            else:  # if x is None
+                offset = code[at].argval
+                todo += [at + 1, next((i for i, each in enumerate(code) if each.offset >= offset), len(code))]
+            continue
+        todo.append(at + 1)
+    return True
+
+
+def _formats(frame: FrameType) -> bool:
+    """Whether the frame is in the middle of `"..." % value`."""
+    now = next((each for each in _instructions(frame.f_code) if each.offset == frame.f_lasti), None)
+    return now is not None and now.opname == "BINARY_OP" and now.argrepr in ("%", "%=")
+
+
+def _ancestors(node: Node) -> Iterator[Node]:
+    todo, seen = [node], {node}
+    while todo:
+        one = todo.pop()
+        yield one
+        for source in one.all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                todo.append(source)
+
+
+def known_value(node: Node, constants: dict[str, Tensor]) -> Tensor | None:
+    """The value of a node of the graph that follows from constants alone; None where it does not.
+
+    `constants` are the values of those placeholders that are constants, by the name of their node.
+    """
+    needed = set()
+    for one in _ancestors(node):
+        if one.op == "placeholder" and one.name not in constants:
+            return None
+        if one.op == "call_function" and not (isinstance(one.target, OpOverload) or one.target is operator.getitem):
+            return None
+        needed.add(one)
+        if len(needed) > _MAX_STEPS:
+            return None
+    env: dict[Node, Any] = {}
+    for one in (each for each in node.graph.nodes if each in needed):
+        if one.op == "placeholder":
+            env[one] = constants[one.name]
+        else:
+            args, kwargs = map_arg((one.args, one.kwargs), env.__getitem__)
+            env[one] = one.target(*args, **kwargs)
+    found = env[node]
+    return found if isinstance(found, Tensor) else None

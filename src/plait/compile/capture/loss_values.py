@@ -1,0 +1,254 @@
+"""What a loss function returns: a mean, or a Weighted, and beside it named outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from plait.compile.capture.late import LateNumber
+from plait.compile.capture.selected import Selected
+from plait.errors import LossError
+
+FORMS = (
+    "loss_fn(model, batch) returns a scalar tensor, which is the mean over the batch, or plait.Weighted(sum, weight)"
+    ' for a loss normalised by a count; or (loss, {"name": tensor}) for one of these and further outputs'
+)
+
+
+class Weighted(NamedTuple):
+    """A loss normalised by a count, such as unmasked tokens: the loss of several parts is the sum of their sums over
+    the sum of their weights. Among the outputs beside a loss it is a ratio of such sums.
+
+    >>> Weighted(torch.tensor(6.0), 4).mean
+    tensor(1.5000)
+    """
+
+    sum: Tensor
+    weight: Tensor | float
+
+    @property
+    def mean(self) -> Tensor:
+        """The loss of this part alone."""
+        return self.sum / self.weight
+
+
+@dataclass(frozen=True, eq=False)
+class Reduction:
+    """An output beside the loss, and how those of several microbatches or batches make one, element by element."""
+
+    value: Tensor
+
+
+class Sum(Reduction):
+    """An output that is added up, such as a number of correct rows."""
+
+
+class Mean(Reduction):
+    """An output of which the mean is taken, weighted by rows; what a scalar without a mark is."""
+
+
+class Max(Reduction):
+    """An output of which the largest is taken."""
+
+
+class Min(Reduction):
+    """An output of which the smallest is taken."""
+
+
+ROWS, RATIO = "rows", "ratio"
+_KINDS: dict[type[Reduction], str] = {Sum: "sum", Mean: "mean", Max: "max", Min: "min"}
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """An output beside the loss, of one microbatch or of several put together.
+
+    kind: rows (a row of it for each row of the batch), sum, mean, max, min, or ratio, whose value is a sum. `weight` is
+    the number of rows of a mean, and what a ratio's sum is divided by.
+    """
+
+    kind: str
+    value: Tensor
+    weight: Tensor | float = 1.0
+
+    def result(self) -> Tensor:
+        return self.value / self.weight if self.kind == RATIO else self.value
+
+
+Outputs = dict[str, Part]
+
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """What a loss function returned. `weight` is None of a mean, which `total` is then; `outputs` is None where there
+    was no dict of them."""
+
+    total: Tensor
+    weight: Tensor | None
+    outputs: Outputs | None
+
+    @property
+    def mean(self) -> Tensor:
+        return self.total if self.weight is None else self.total / self.weight
+
+    @property
+    def pair(self) -> tuple[Tensor, Tensor | float]:
+        """(sum, weight); a mean counts as a sum of weight one."""
+        return self.total, 1.0 if self.weight is None else self.weight
+
+
+def read_loss(value: Any, rows: int) -> Loss:
+    """What a loss function returned for a batch of so many rows. LossError for what is none of the FORMS."""
+    outputs: Outputs | None = None
+    if isinstance(value, (tuple, list)) and not isinstance(value, Weighted):
+        if len(value) != 2:
+            raise LossError(f"the loss is a {type(value).__name__} of {len(value)} elements; {FORMS}")
+        value, beside = value
+        if not isinstance(beside, Mapping):
+            raise LossError(
+                f"loss_fn returns a pair of {_type(value)} and {_type(beside)}, which may be a sum and its weight, or a"
+                " loss and something that belongs to it; write plait.Weighted(sum, weight) for a loss normalised by a"
+                ' count, or (loss, {"name": tensor}) for a loss and further outputs'
+            )
+        outputs = {_name(name): _output(name, each, rows) for name, each in beside.items()}
+    if isinstance(value, Weighted):
+        total = _scalar(value.sum, "the sum of plait.Weighted(sum, weight)")
+        return Loss(total, _weight(value.weight, total, "the weight of plait.Weighted(sum, weight)"), outputs)
+    return Loss(_scalar(value, "the loss"), None, outputs)
+
+
+def join_outputs(parts: Sequence[Outputs]) -> Outputs:
+    """The outputs of several microbatches or batches, in their order, as those of all of them."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    for other in parts[1:]:
+        if [(n, p.kind) for n, p in other.items()] != [(n, p.kind) for n, p in first.items()]:
+            raise LossError(
+                f"the outputs beside the loss are {_listed(first)} of one batch and {_listed(other)} of another; return"
+                " the same ones for every batch"
+            )
+    return {name: _join(name, [part[name] for part in parts]) for name in first}
+
+
+def copied(outputs: Outputs) -> Outputs:
+    """The outputs in memory of their own: one may be a view of the batch, or of a parameter that changes."""
+    return {name: Part(part.kind, part.value.clone(), part.weight) for name, part in outputs.items()}
+
+
+def results(outputs: Outputs) -> dict[str, Tensor]:
+    return {name: part.result() for name, part in outputs.items()}
+
+
+def loss_and_aux(result: Any) -> tuple[Any, dict[str, Tensor]]:
+    """What Trainer.step or evaluate returned, with no outputs where the loss came with none."""
+    return result if isinstance(result, tuple) else (result, {})
+
+
+def _join(name: str, parts: Sequence[Part]) -> Part:
+    kind, values = parts[0].kind, [part.value for part in parts]
+    shapes = {value.shape[kind == ROWS :] for value in values}
+    if len(shapes) > 1:
+        shown = " and ".join(str(list(value.shape)) for value in {v.shape: v for v in values}.values())
+        raise LossError(
+            f"the output {name!r} beside the loss has shapes {shown} of different batches, which make no one tensor;"
+            " pad it to one size, or return what you need of it as one number a row"
+        )
+    if kind == ROWS:
+        return Part(ROWS, torch.cat(values))
+    stacked = torch.stack(values)
+    if kind == "max":
+        return Part(kind, stacked.amax(0))
+    if kind == "min":
+        return Part(kind, stacked.amin(0))
+    if kind == "mean":
+        weights = torch.tensor([float(p.weight) for p in parts], dtype=torch.float64)
+        shares = (weights / weights.sum()).to(stacked.device, _wide(stacked.dtype))
+        mean = (stacked.to(shares.dtype) * shares.view(-1, *[1] * (stacked.ndim - 1))).sum(0)
+        return Part(kind, mean.to(stacked.dtype), float(weights.sum()))
+    total = stacked.sum(0, dtype=stacked.dtype)
+    if kind == "sum":
+        return Part(kind, total)
+    return Part(kind, total, torch.stack([torch.as_tensor(part.weight) for part in parts]).sum(0))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.is_complex else torch.promote_types(dtype, torch.float32)
+
+
+def _output(name: Any, value: Any, rows: int) -> Part:
+    what = f"the output {name!r} beside the loss"
+    if isinstance(value, Weighted):
+        total = _tensor(value.sum, f"the sum of {what}")
+        weight = _weight(value.weight, total, f"the weight of {what}", scalar=False)
+        return Part(RATIO, total.detach(), weight.detach())
+    if isinstance(value, Reduction):
+        kind, value = _KINDS[type(value)], _tensor(value.value, what).detach()
+        if kind == "mean" and not (value.is_floating_point() or value.is_complex()):
+            raise LossError(f"{what} is a plait.Mean of {value.dtype}, which has no mean; convert it with .float()")
+        if kind == "sum" and value.dtype == torch.bool:
+            value = value.long()
+        return Part(kind, value, float(rows))
+    value = _tensor(value, what).detach()
+    if value.ndim and value.shape[0] == rows:
+        return Part(ROWS, value)
+    if value.ndim:
+        raise LossError(
+            f"{what} has shape {list(value.shape)}, and the batch {rows} rows: give it a row for each row of the batch,"
+            " make it a scalar, or say what it is over several parts of a batch: plait.Sum(x), plait.Mean(x),"
+            " plait.Max(x), plait.Min(x) or plait.Weighted(sum, weight)"
+        )
+    if not value.dtype.is_floating_point and not value.dtype.is_complex:
+        raise LossError(
+            f"{what} is a scalar of {value.dtype}, which may be a count: write plait.Sum(x) if it is, or plait.Max(x)"
+            " or plait.Min(x); a scalar without a mark is a mean over the batch"
+        )
+    return Part("mean", value, float(rows))
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str):
+        raise LossError(f"an output beside the loss is called {name!r}; give it a string for a name")
+    return name
+
+
+def _weight(weight: Any, total: Tensor, what: str, scalar: bool = True) -> Tensor:
+    if isinstance(weight, LateNumber):
+        weight = weight.tensor()
+    if isinstance(weight, (int, float)):
+        return torch.full((), float(weight), dtype=total.dtype, device=total.device)
+    return _scalar(weight, what, floating=False) if scalar else _tensor(weight, what)
+
+
+def _tensor(value: Any, what: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise LossError(f"{what} is a {_type(value)}, not a tensor; {FORMS}")
+    return value
+
+
+def _scalar(value: Any, what: str, floating: bool = True) -> Tensor:
+    found = _tensor(value, what)
+    if found.numel() != 1:
+        raise LossError(f"{what} has shape {list(found.shape)}, not one element; {FORMS}")
+    if floating and not found.dtype.is_floating_point:
+        raise LossError(f"{what} has dtype {found.dtype}, which has no gradient; {FORMS}")
+    return found.reshape(()) if found.ndim else found
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "Tensor"
+    if isinstance(value, LateNumber):
+        return "Python number made by .item()"
+    if isinstance(value, Selected):
+        return "selection of rows by a mask"
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _listed(outputs: Outputs) -> str:
+    return ", ".join(f"{name} ({part.kind})" for name, part in outputs.items()) or "none"

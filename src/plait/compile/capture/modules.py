@@ -1,0 +1,95 @@
+"""Which module made a node: hooks that tell the recorder where the forward is, and the backward of what it runs."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from plait.compile.capture.record import Recorder
+
+
+class ForwardModules:
+    """While entered, sets `recorder.module` to the name of the model's module whose forward runs in this thread."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._recorder = recorder
+        self._thread = threading.get_ident()
+        self._stack: list[str] = []
+        self._numbers: list[int] = []  # autograd's sequence number at each change of module
+        self._modules: list[str] = []
+
+    def __enter__(self) -> ForwardModules:
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def at(self, number: int) -> str:
+        """The module that ran when autograd made the node of this sequence number."""
+        i = bisect.bisect_right(self._numbers, number) - 1
+        return self._modules[i] if i >= 0 else ""
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if threading.get_ident() == self._thread and id(module) in self._names:
+            self._stack.append(self._names[id(module)])
+            self._change()
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        if threading.get_ident() == self._thread and id(module) in self._names and self._stack:
+            self._stack.pop()
+            self._change()
+
+    def _change(self) -> None:
+        self._recorder.module = self._stack[-1] if self._stack else ""
+        number = torch._C._autograd._get_sequence_nr()
+        if self._recorder.phase == "forward":
+            self._numbers.append(number)
+            self._modules.append(self._recorder.module)
+
+
+class BackwardModules:
+    """While entered, sets `recorder.module` to the module of the forward op whose backward runs, and `recorder.at` to
+    its place."""
+
+    def __init__(self, loss: Tensor, forward: ForwardModules, recorder: Recorder) -> None:
+        self._forward = forward
+        self._recorder = recorder
+        self._loss = loss
+
+    def __enter__(self) -> None:
+        self._hooks = []
+        seen: set[Any] = set()
+        stack = [self._loss.grad_fn]
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            stack += [following for following, _ in node.next_functions]
+            number = node._sequence_nr()
+            if number < 1 << 63:  # not an AccumulateGrad
+                before = self._setter(self._forward.at(number), self._recorder.place_of(number))
+                self._hooks.append(node.register_prehook(before))
+
+    def __exit__(self, *exception: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._recorder.at = None
+
+    def _setter(self, name: str, place: int) -> Any:
+        def before(gradients: Any) -> None:
+            self._recorder.module = name
+            self._recorder.at = place
+
+        return before

@@ -1,0 +1,128 @@
+"""Tensors that a step reads beside its parameters, buffers and batch: closed over by the loss, or held by the model in
+attributes. Each becomes an input of the graph under the name of its place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+from torch.utils._python_dispatch import _disable_current_modes
+
+from plait.compile.capture.fake_parameters import StandIns, stand_in
+from plait.compile.capture.reach import Reached
+from plait.compile.capture.record import Recorder
+from plait.errors import CaptureError
+
+_MOST_COMPARED = 1 << 16  # elements of a tensor of which Python reads numbers
+_NOWHERE = (
+    "the step changes in place a tensor that is neither parameter nor buffer and that plait cannot find again; make it"
+    " a buffer with register_buffer, so that its new value is kept"
+)
+
+
+class Outside:
+    """The tensors from outside that one capture has met so far."""
+
+    def __init__(
+        self,
+        reached: Reached,
+        stand: StandIns,
+        recorder: Recorder,
+        fake_mode: FakeTensorMode,
+        device: torch.device,
+        move: bool,
+    ) -> None:
+        self._reached = reached
+        self._stand = stand
+        self._recorder = recorder
+        self._fake_mode = fake_mode
+        self._device = device
+        self._move = move
+        self.nodes: dict[Node, str] = {}
+        self.reals: dict[str, Tensor] = {}
+        self.fakes: dict[str, Tensor] = {}
+        self.compared: set[str] = set()  # of which Python has read numbers
+        self.differentiable: list[str] = []  # to which autograd would give gradients
+        self._by_id: dict[int, Tensor] = {}
+        self._kept: list[Tensor] = []  # ids stay unique while these live
+        self._storages: dict[int, str] = {}
+        for real_id, name in stand.names.items():
+            real = reached.own.get(real_id)
+            if real is not None and not real.is_meta:
+                self._storages[_storage(real)] = name
+
+    def stand_in(self, real: Tensor) -> Tensor:
+        """What stands for a real tensor that the step has come upon."""
+        known = self._stand.made.get(id(real), self._by_id.get(id(real)))
+        if known is None and id(real) in self._reached.earlier:
+            own = self._reached.earlier[id(real)]
+            known = self._stand.parameters.get(own, self._stand.buffers.get(own))
+        if known is not None:
+            return known
+        name = self._reached.places.get(id(real))
+        with _disable_current_modes():
+            shared = None if real.is_meta or not real.numel() else self._storages.get(_storage(real))
+        if shared is not None and shared in self._stand.parameters | self._stand.buffers:
+            mine = (self._stand.parameters | self._stand.buffers)[shared]
+            if (mine.shape, mine.stride(), mine.dtype) == (real.shape, real.stride(), real.dtype):
+                self._by_id[id(real)] = found = mine.detach()
+                self._kept.append(real)
+                return found
+            raise CaptureError(
+                f"the step reads {name or 'a tensor'}, a part or view of {shared} that was made outside of it; make the"
+                f" view in the forward, or where loss_fn reads it"
+            )
+        place = name or f"tensor {len(self.fakes)}"
+        with _disable_current_modes():
+            fake = stand_in(real, self._fake_mode, self._device if self._move or real.is_meta else real.device)
+            if real.requires_grad and not fake.requires_grad:
+                fake.requires_grad_()
+        node = self._recorder.placeholder("outside_" + "".join(c if c.isalnum() else "_" for c in place), fake)
+        self.nodes[node] = place
+        self.reals[place], self.fakes[place] = real, fake
+        self._by_id[id(real)] = fake
+        if name is None:
+            self._recorder.protect(fake, _NOWHERE)
+        elif shared is not None:
+            reason = f"the step changes {place} in place, which shares memory with {shared}; give each its own"
+            self._recorder.protect(fake, reason)
+        elif real.numel() and not real.is_meta:
+            self._storages[_storage(real)] = place
+        return fake
+
+    def name_of(self, real: Tensor) -> str | None:
+        """The name of a parameter, or the place of another tensor."""
+        return self._stand.names.get(id(real)) or self._reached.places.get(id(real))
+
+    def written(self) -> dict[str, Tensor]:
+        """Those that the step has changed in place, as they are now."""
+        return {name: fake for name, fake in self.fakes.items() if self._recorder.was_written(fake)}
+
+    def numbers(self, node: Node) -> dict[str, Tensor]:
+        """The tensors from outside that a node is computed from, by the names of their nodes, if the rest is known too.
+        What Python reads of it is then compared with what they are."""
+        roots = _roots(node)
+        constants = set(self._recorder.constant_nodes)
+        if any(root not in self.nodes and root not in constants for root in roots):
+            return {}
+        reals = {root: self.reals[self.nodes[root]] for root in roots if root in self.nodes}
+        if any(real.numel() > _MOST_COMPARED or real.is_meta for real in reals.values()):
+            return {}
+        self.compared |= {self.nodes[root] for root in reals}
+        return {root.name: real for root, real in reals.items()}
+
+
+def _roots(node: Node) -> list[Node]:
+    """The inputs that a node is computed from."""
+    seen, stack = {node}, [node]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                stack.append(source)
+    return [each for each in seen if each.op == "placeholder"]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

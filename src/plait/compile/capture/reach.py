@@ -1,0 +1,405 @@
+"""What a step can read beside its parameters, buffers and batch: all that loss_fn and the model reach in Python.
+
+The walk goes through closures, defaults, globals that the user's code names, partial arguments, bound objects, the
+attributes of modules, objects and classes, and the containers in them. Every value that can change has a place, such as
+`loss_fn:state['w']`; `Holder`s are the objects in which values can be exchanged for others.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import enum
+import functools
+import os
+import sys
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from plait.compile.capture.capture_errors import is_library
+from plait.compile.capture.holders import (
+    MISSING,
+    AttributesHolder,
+    Buffer,
+    ContextHolder,
+    DictHolder,
+    Holder,
+    ListHolder,
+    NamesHolder,
+    ProxyHolder,
+    SetHolder,
+    put_bytes_back,
+)  # fmt: skip
+from plait.compile.capture.sources import is_source
+
+PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, range, slice, np.generic,
+)  # fmt: skip
+_MOST_ELEMENTS = 4096  # of a container that is looked into
+_MOST_BYTES = 1 << 16  # of an array whose values are compared
+_MOST_VALUES = 1 << 18
+_BUFFERS = (bytearray, memoryview, array.array)
+_OF_COLLECTIONS = (collections.UserDict, collections.UserList, collections.ChainMap)
+_BY_KEYS = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__qualname__", "__firstlineno__")
+_CLOSED = {"torch", "plait", "numpy", "builtins", *sys.stdlib_module_names} - {"__main__", "argparse", "types"}
+
+
+class Reached:
+    """All that a step can read: `holders`; `values` that are plain and `tensors` outside the model, by their places."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any, earlier: Mapping[int, str] | None = None) -> None:
+        self.earlier = dict(earlier or {})  # names of tensors that the model's parameters and buffers were, by id
+        self.values: dict[str, Any] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.places: dict[int, str] = {}  # of tensors, by id
+        self.slots: dict[str, tuple[Holder, Any]] = {}  # of what a holder holds itself, by place
+        self.structure: dict[str, Any] = {}  # what a place holds that is neither plain nor a tensor
+        self.holders: list[Holder] = []
+        self.empty: list[Any] = []  # containers that hold nothing
+        self.empty_places: list[str] = []
+        self.arrays: list[tuple[str, Any, bytes]] = []  # of numpy, and Buffers
+        self.sources: list[tuple[str, Any]] = []  # of random numbers
+        self.iterators: list[tuple[str, Any]] = []
+        self.parameters: list[tuple[str, dict[str, nn.Parameter | None], str]] = []  # of the model
+        self._kept: list[Any] = []  # ids stay unique while these live
+        self._seen: set[int] = set()
+        self.own = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+        self._modules = {id(module) for module in model.modules()}
+        self._seen_names: set[tuple[int, str]] = set()
+        self._waiting: deque[tuple[str, Any]] = deque([("model:", model), ("loss_fn:", loss_fn)])
+        while self._waiting and len(self._seen) < _MOST_VALUES:
+            self._visit(*self._waiting.popleft())
+
+    def _visit(self, place: str, value: Any) -> None:
+        if isinstance(value, PLAIN):
+            self.values[place] = value
+            if not isinstance(value, enum.Enum) or not _is_open(type(value)):
+                return
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        self._kept.append(value)
+        if isinstance(value, Tensor):
+            if id(value) not in self.own and id(value) not in self.earlier:
+                self.tensors[place] = value
+                self.places[id(value)] = place
+            return
+        if isinstance(value, (tuple, frozenset)):
+            if len(value) <= _MOST_ELEMENTS:
+                for key, one in enumerate(value):
+                    self._later(f"{place}[{key}]", one)
+            return
+        if isinstance(value, np.ndarray):
+            if value.nbytes <= _MOST_BYTES and value.dtype != object:
+                self.arrays.append((place, value, value.tobytes()))
+            return
+        if isinstance(value, _BUFFERS):
+            buffer = Buffer(value)
+            if len(buffer.tobytes()) <= _MOST_BYTES:
+                self.arrays.append((place, buffer, buffer.tobytes()))
+            return
+        self.structure[place] = _kind(value)
+        for visit, kinds in _VISITS:
+            if isinstance(value, kinds):
+                visit(self, place, value)
+                return
+        if is_source(value):
+            self.sources.append((place, value))
+        elif isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+            self.iterators.append((place, value))
+        elif _is_open(type(value)):  # type: ignore[arg-type]
+            self._object(place, value)
+
+    def _later(self, place: str, value: Any) -> None:
+        if not isinstance(value, Tensor) or id(value) not in self.own:
+            self._waiting.append((place, value))
+
+    def _hold(self, holder: Holder, skip: tuple[str, ...] = ()) -> None:
+        self.holders.append(holder)
+        for key, value in holder.before.items():
+            if key in skip or value is MISSING:
+                continue
+            place = holder.place_of(key)
+            self.slots[place] = (holder, key)
+            self._later(place, value)
+
+    def _hold_nothing(self, place: str, value: Any) -> None:
+        self.empty.append(value)
+        self.empty_places.append(place)
+
+    # kinds of values
+
+    def _module(self, place: str, module: nn.Module) -> None:
+        own = id(module) in self._modules
+        self._hold(AttributesHolder(place, module.__dict__), ("_parameters", "_buffers", "_modules"))
+        children = module.__dict__.get("_modules") or {}
+        if children:
+            self._hold(AttributesHolder(place, children))
+        tensors = module.__dict__.get("_parameters"), module.__dict__.get("_buffers")
+        for kind, named in zip(("parameter", "buffer"), tensors, strict=True):
+            if not named:
+                continue
+            if not own:
+                self._hold(AttributesHolder(place, named))
+            elif kind == "parameter":
+                prefix = place.removeprefix("model:")
+                self.parameters += [(f"{prefix}.{key}" if prefix else key, named, key) for key in named]
+        self._class(place, type(module))
+
+    def _dict(self, place: str, value: dict[Any, Any]) -> None:
+        if not value:
+            self._hold_nothing(place, value)
+        elif len(value) <= _MOST_ELEMENTS:
+            self._hold(DictHolder(place, value))
+
+    def _list(self, place: str, value: Any) -> None:
+        if not value:
+            self._hold_nothing(place, value)
+        elif len(value) <= _MOST_ELEMENTS:
+            self._hold(ListHolder(place, value))
+
+    def _set(self, place: str, value: set[Any]) -> None:
+        if not value:
+            self._hold_nothing(place, value)
+        elif len(value) <= _MOST_ELEMENTS:
+            self._hold(SetHolder(place, value))
+
+    def _function(self, place: str, function: types.FunctionType) -> None:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if id(cell) not in self._seen:
+                self._seen.add(id(cell))
+                self._kept.append(cell)
+                self._hold(NamesHolder(_root(place), cell, [name]))
+        for name, value in (function.__kwdefaults__ or {}).items():
+            self._later(f"{_root(place)}{name}", value)
+        for name, value in zip(
+            reversed(function.__code__.co_varnames), reversed(function.__defaults__ or ()), strict=False
+        ):
+            self._later(f"{_root(place)}{name}", value)
+        if function.__dict__:
+            self._hold(AttributesHolder(place, function.__dict__))
+        if not is_library(function.__code__.co_filename):
+            self._globals(place, function.__code__, function.__globals__)
+
+    def _globals(self, place: str, code: types.CodeType, found: dict[str, Any]) -> None:
+        known = _names(code)
+        if known & {"globals", "getattr"}:
+            known |= _strings(code)
+        if known & {"environ", "getenv"}:
+            self._environment(place, code)
+        names = [name for name in sorted(known) if name in found]
+        plain = [name for name in names if not isinstance(found[name], types.ModuleType)]
+        modules = {name: found[name] for name in names if name not in plain}
+        # Those that the function imports itself.
+        modules |= {n: m for n in known - {*names} if isinstance(m := sys.modules.get(n), types.ModuleType)}
+        for name, module in modules.items():
+            if not is_library(getattr(module, "__file__", None) or sys.executable):
+                inner = [n for n in sorted(known) if n in module.__dict__]
+                inner = [n for n in inner if not isinstance(module.__dict__[n], types.ModuleType)]
+                self._some(f"{_root(place)}{name}.", module.__dict__, inner)
+        self._some(_root(place), found, plain)
+
+    def _some(self, place: str, names: dict[str, Any], keys: list[str]) -> None:
+        keys = [key for key in keys if (id(names), key) not in self._seen_names]
+        self._seen_names |= {(id(names), key) for key in keys}
+        if keys:
+            self._hold(NamesHolder(place, names, keys))
+
+    def _partial(self, place: str, value: functools.partial[Any]) -> None:
+        self._later(place, value.func)
+        for key, one in enumerate(value.args):
+            self._later(f"{place}[{key}]", one)
+        for name, one in value.keywords.items():
+            self._later(f"{_root(place)}{name}", one)
+
+    def _method(self, place: str, value: types.MethodType) -> None:
+        self._later(place if place.endswith(":") else f"{place}.__self__", value.__self__)
+        self._later(place, value.__func__)
+
+    def _type(self, place: str, value: type) -> None:
+        self._seen.discard(id(value))
+        self._class(place, value)
+        self._class(place, type(value))
+
+    def _proxy(self, place: str, value: Any) -> None:
+        self._hold(ProxyHolder(place, value))
+
+    def _context(self, place: str, value: Any) -> None:
+        self._hold(ContextHolder(place, value))
+
+    def _reference(self, place: str, value: Any) -> None:
+        self._later(place, value())
+
+    def _builtin(self, place: str, value: Any) -> None:
+        """A method of a dict, list, ContextVar...; of a function its module."""
+        if not isinstance(value.__self__, (types.ModuleType, type)):
+            self._later(place, value.__self__)
+
+    def _environment(self, place: str, code: types.CodeType) -> None:
+        """The variables of the environment that a function reads, by names that stand in it."""
+        variables: Any = os.environ
+        keys = [variables.encodekey(one) for one in sorted(_strings(code))]
+        self._some(f"{_root(place)}os.environ.", variables._data, keys)
+
+    def _object(self, place: str, value: Any) -> None:
+        if isinstance(getattr(value, "__dict__", None), dict):
+            self._hold(AttributesHolder(place, value.__dict__))
+        slots = [n for kind in type(value).__mro__ for n in _slots(kind) if n not in _BY_KEYS]
+        if slots:
+            self._hold(NamesHolder(place, value, slots))
+        self._class(place, type(value))
+
+    def _class(self, place: str, kind: type) -> None:
+        for each in kind.__mro__:
+            if id(each) in self._seen or not _is_open(each):
+                continue
+            self._seen.add(id(each))
+            members = dict(each.__dict__)
+            keys = [k for k, v in members.items() if not k.startswith("__") and not _is_code(v)]
+            if not is_library(_file(each)):  # of which methods may be exchanged
+                keys += [k for k, v in members.items() if isinstance(v, types.FunctionType)]
+            if keys:
+                self._hold(NamesHolder(f"{_root(place)}{each.__qualname__}", each, keys))
+            for key, member in members.items() if not is_library(_file(each)) else ():
+                function: Any = member
+                if isinstance(member, (staticmethod, classmethod)):
+                    function = member.__func__
+                elif isinstance(member, property):
+                    function = member.fget
+                if isinstance(function, types.FunctionType):
+                    self._later(f"{_root(place)}{each.__qualname__}.{key}", function)
+
+    # later
+
+    def filled(self) -> list[str]:
+        """Places of containers that held nothing and do now."""
+        return (
+            [place for place, one in zip(self.empty_places, self.empty, strict=True) if one] if any(self.empty) else []
+        )
+
+    def moved(self, place: str, tensor: Tensor) -> None:
+        """Another tensor is at this place now."""
+        self.tensors[place] = tensor
+        self.places[id(tensor)] = place
+
+    def is_same(self) -> bool:
+        """Whether every holder holds the objects that it did, and arrays have their values."""
+        return (
+            all(holder.is_same() for holder in self.holders)
+            and not any(self.empty)
+            and all(values.tobytes() == before for _, values, before in self.arrays)
+        )
+
+    def _optimizer(self, place: str, optimizer: torch.optim.Optimizer) -> None:
+        """Its options, such as the learning rate; not its state."""
+        for number, group in enumerate(optimizer.param_groups):
+            self._later(f"{place}.param_groups[{number}]", group)
+
+    def changes(self) -> Iterator[tuple[Holder, Any, Any, Any]]:
+        """Of what holders hold: (holder, key, before, now), where it is another object; tensors in what was empty."""
+        for holder in self.holders:
+            if not holder.is_same():
+                now = holder.now()
+                for key in [*holder.before, *(key for key in now if key not in holder.before)]:
+                    pair = holder.before.get(key, MISSING), now.get(key, MISSING)
+                    if pair[0] is not pair[1]:
+                        yield holder, key, *pair
+        for place, container in zip(self.empty_places, self.empty, strict=True):
+            if container and isinstance(container, (dict, list, deque)):
+                filled = DictHolder(place, container) if isinstance(container, dict) else ListHolder(place, container)
+                now, filled.before = filled.before, {}
+                yield from ((filled, key, MISSING, value) for key, value in now.items() if isinstance(value, Tensor))
+
+    def put_back(self) -> None:
+        """Let every holder hold what it held."""
+        for holder in self.holders:
+            if not holder.is_same():
+                holder.put_back()
+        for container in self.empty:
+            if container:
+                container.clear()
+        for _, values, before in self.arrays:
+            put_bytes_back(values, before)
+
+
+_VISITS: list[tuple[Callable[[Reached, str, Any], None], Any]] = [
+    (Reached._module, nn.Module),
+    (Reached._dict, dict),
+    (Reached._list, (list, deque)),
+    (Reached._set, set),
+    (Reached._function, types.FunctionType),
+    (Reached._partial, functools.partial),
+    (Reached._method, types.MethodType),
+    (Reached._type, type),
+    (Reached._proxy, types.MappingProxyType),
+    (Reached._context, contextvars.ContextVar),
+    (Reached._reference, weakref.ref),
+    (Reached._builtin, types.BuiltinMethodType),
+    (Reached._optimizer, torch.optim.Optimizer),
+    (Reached._object, (torch.optim.lr_scheduler.LRScheduler, threading.local, *_OF_COLLECTIONS)),
+]
+
+
+def _root(place: str) -> str:
+    """`loss_fn:` of `loss_fn:outer.inner`: names of a function stand beside it."""
+    return place.partition(":")[0] + ":"
+
+
+@functools.cache
+def _names(code: types.CodeType) -> frozenset[str]:
+    inner = [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return frozenset(code.co_names).union(*map(_names, inner))
+
+
+@functools.cache
+def _strings(code: types.CodeType) -> frozenset[str]:
+    """The texts that stand in a function."""
+    inner = [_strings(one) for one in code.co_consts if isinstance(one, types.CodeType)]
+    return frozenset(one for one in code.co_consts if isinstance(one, str)).union(*inner)
+
+
+@functools.cache
+def _is_open(kind: type) -> bool:
+    """Whether objects of the class are looked into: of the user's own code, and of most libraries."""
+    return kind.__module__.partition(".")[0] not in _CLOSED
+
+
+@functools.cache
+def _file(kind: type) -> str:
+    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+
+
+def _slots(kind: type) -> list[str]:
+    slots = kind.__dict__.get("__slots__", ())
+    return [slots] if isinstance(slots, str) else list(slots)
+
+
+def _is_code(value: Any) -> bool:
+    kinds = (
+        types.FunctionType,
+        staticmethod,
+        classmethod,
+        property,
+        types.GetSetDescriptorType,
+        types.MemberDescriptorType,
+    )
+    return isinstance(value, kinds) or callable(value)
+
+
+def _kind(value: Any) -> Any:
+    """What must stay the same of a value that is neither plain nor a tensor."""
+    if isinstance(value, types.FunctionType):
+        return value.__code__
+    if isinstance(value, types.BuiltinFunctionType):
+        return type(value), value.__qualname__
+    return type(value)

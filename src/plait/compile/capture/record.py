@@ -1,0 +1,420 @@
+"""The recorder: a dispatch mode below autograd that writes every op it sees into a graph.
+
+Tensors are fake: shapes flow, no memory is taken. An op that changes a tensor in place is written in its functional
+form where no other view of that tensor exists. Where one does, it is written as it is, `mutating` is set, and
+`functional.py` goes over the graph once more.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from plait.compile.capture.fake_parameters import is_real
+from plait.compile.capture.late import known_value
+from plait.compile.capture.precision import HALF
+from plait.compile.capture.random_ops import RANDOM, check_random
+from plait.compile.ir.node_info import NodeInfo, describe
+from plait.compile.ir.shapes import ShapeMemo, fake_of, spec_of
+from plait.compile.ops import rule_for
+from plait.compile.ops.draw import draw
+from plait.errors import CaptureError
+
+aten = torch.ops.aten
+_PLAIN_ATTRIBUTE = (
+    "the step changes in place a tensor that is neither parameter nor buffer; make it a buffer with register_buffer, so"
+    " that its new value is kept"
+)
+
+
+class Lookup(Protocol):
+    """Tensors from outside the step (compile/capture/outside.py)."""
+
+    def stand_in(self, real: Tensor) -> Tensor: ...
+    def numbers(self, node: Node) -> dict[str, Tensor]: ...
+
+
+class Recorder(TorchDispatchMode):
+    """Write into `graph` while the mode is entered, innermost but for the fake mode.
+
+    `module`, `phase` and `at` go into the record of each node; whoever drives the recorder sets them. `at` is the place
+    of a forward call in the order of the program, and of a backward call that of the forward call which it
+    differentiates; while it is not set, calls are counted. With `functionalised`
+    only an input may still change, at the end, when nobody reads a view of its old value.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode, functionalised: bool = False) -> None:
+        super().__init__()
+        self._functionalised = functionalised
+        self.graph = Graph()
+        self.module = ""
+        self.phase = "forward"
+        self.at: int | None = None
+        self._num_calls = 0
+        self._numbers: list[int] = []  # autograd's sequence number after each forward call, and the call's place
+        self._places: list[int] = []
+        self.mutating = False
+        self.scalar: Callable[[Tensor], Any] | None = None  # what Python gets that asks for the number in a fake tensor
+        self.constants: dict[str, Tensor] = {}
+        self.constant_nodes: list[Node] = []
+        self.key: Node | None = None
+        self.outside: Lookup | None = None  # knows the tensors that are neither parameters, buffers nor the batch
+        self._fake_mode = fake_mode
+        self._memo = ShapeMemo()
+        self._values: dict[Any, FakeTensor] = {}  # by geometry: what nodes carry as their value
+        self._draws = 0
+        self.nodes: dict[int, Node] = {}
+        self._kept: list[Tensor] = []  # ids stay unique while the tensors live
+        self._group_of: dict[int, int] = {}  # tensors of one group are views of one another
+        self._groups: list[list[Tensor]] = []
+        self._written: set[int] = set()  # groups
+        self._protected: dict[int, str] = {}  # groups
+        self._lifted: dict[int, tuple[Tensor, Tensor]] = {}
+        self._head: Node | None = None  # the last placeholder
+
+    # what the driver calls
+
+    def placeholder(self, name: str, value: Any) -> Node:
+        """An input of the graph. Placeholders come in the order of the calls, before everything else."""
+        first = self._head.next if self._head is not None else next(iter(self.graph.nodes), None)
+        with self.graph.inserting_before(first) if first is not None else self.graph.inserting_before():
+            node = self.graph.placeholder(name)
+        self._head = node
+        node.target = node.name  # unique, as names of Python arguments must be
+        self._describe(node, value)
+        if isinstance(value, Tensor):
+            self.bind(value, node)
+        return node
+
+    def protect(self, tensor: Tensor, reason: str) -> None:
+        """From now on an op that changes the tensor in place raises CaptureError with the reason."""
+        self._protected[self._group_of[id(tensor)]] = reason
+
+    def bind(self, tensor: Tensor, node: Node, group: int | None = None) -> None:
+        """From now on `tensor` is the value of `node`; with a group, it is a view of that group's tensors."""
+        if id(tensor) not in self._group_of:
+            self._kept.append(tensor)
+            if group is None:
+                group = len(self._groups)
+                self._groups.append([])
+            self._group_of[id(tensor)] = group
+            self._groups[group].append(tensor)
+        self.nodes[id(tensor)] = node
+
+    def node_of(self, tensor: Tensor) -> Node:
+        node = self.nodes.get(id(tensor))
+        assert node is not None, f"a tensor of type {type(tensor).__name__} that no recorded op made"
+        return node
+
+    def was_written(self, tensor: Tensor) -> bool:
+        """Whether an op changed this tensor, or a view of it, in place."""
+        return self._group_of[id(tensor)] in self._written
+
+    def known_value(self, tensor: Tensor) -> Tensor | None:
+        """The value of a tensor that follows from constants and tensors from outside alone; None of others."""
+        node = self.nodes.get(id(tensor))
+        if node is None or self.mutating:
+            return None
+        constants = {n.name: self.constants[name] for n, name in zip(self.constant_nodes, self.constants, strict=True)}
+        outside = {} if self.outside is None else self.outside.numbers(node)
+        with _disable_current_modes(), torch.no_grad():
+            return known_value(node, {**constants, **outside})
+
+    def place_of(self, number: int) -> int:
+        """The place of the forward call for which autograd made the node of this sequence number."""
+        i = bisect.bisect_right(self._numbers, number)
+        return self._places[min(i, len(self._places) - 1)]
+
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Node:
+        """Append a call on nodes and constants whose result is `value`."""
+        node = self.graph.call_function(target, args, kwargs)
+        self._describe(node, value)
+        return node
+
+    def output(self, values: list[Tensor]) -> None:
+        """End the graph: it returns the tuple of these values."""
+        self.module = ""
+        nodes = tuple(self.node_of(value) for value in values)
+        self._describe(self.graph.output(nodes), tuple(values))
+
+    def draw(
+        self, shape: Any, dtype: torch.dtype, device: torch.device, kind: str, params: tuple[float, ...]
+    ) -> Tensor:
+        """Random numbers as a call of `draw`; see random.py."""
+        if self.phase == "backward":
+            raise CaptureError(
+                "the backward pass draws random numbers anew, as activation checkpointing inside the model does with"
+                " dropout, and they would not be those of the forward pass; turn checkpointing or dropout off"
+            )
+        if self.key is None:
+            self.key = self.placeholder("key", 0)
+        shape = tuple(int(n) for n in shape)
+        with self._fake_mode:
+            value = torch.empty(shape, dtype=dtype, device=device)
+        self.bind(value, self.call(draw, (self.key, self._draws, shape, dtype, device, kind, params, ()), {}, value))
+        self._draws += 1
+        return value
+
+    # the mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        rewrite = RANDOM.get(func)
+        if rewrite is not None:
+            with self:
+                return rewrite(self.draw, *args, **kwargs)
+        check_random(func, args, kwargs)
+        if func is aten.native_batch_norm.default:
+            with self:
+                return _batch_norm(*args, **kwargs)
+        if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
+            return self._constant(args[0], func(*args))
+        if func is aten._local_scalar_dense.default:
+            if not isinstance(args[0], FakeTensor):
+                with _disable_current_modes():
+                    return args[0].item()
+            if self.scalar is not None and args[0].constant is None:
+                return self.scalar(args[0])
+        if func.namespace == "prim":  # asks for the device
+            return func(*args, **kwargs)
+        if _composite(func):
+            with self:  # seen only where autograd is off altogether: inference mode
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        args, kwargs = map_aggregate((args, kwargs), self._lift)
+        if func._schema.is_mutable:
+            return self._mutate(func, args, kwargs)
+        run = SHAPES.get(func, func)
+        own = all(r.alias_info is None for r in func._schema.returns)
+        result = self._memo.call(func, args, kwargs, run, self._fake_mode) if own else run(*args, **kwargs)
+        self._record(func, args, kwargs, result)
+        return result
+
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        several = isinstance(result, (tuple, list))
+        if not several and not isinstance(result, Tensor):
+            return
+        node_args, node_kwargs = map_aggregate((args, kwargs), self._node)
+        node = self.call(func, node_args, node_kwargs, tuple(result) if several else result)
+        group = self._viewed(func, args)
+        if not several:
+            self.bind(result, node, group)
+            return
+        for i, part in enumerate(result):
+            if isinstance(part, Tensor):
+                self.bind(part, self.call(operator.getitem, (node, i), {}, part), group)
+
+    def _viewed(self, func: Any, args: Any) -> int | None:
+        """The group that the results of a view op belong to."""
+        returns = func._schema.returns
+        if not returns or returns[0].alias_info is None:
+            return None
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and isinstance(value, Tensor):
+                return self._group_of[id(value)]
+        return None
+
+    def _mutate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        written = [
+            value
+            for position, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for value in [args[position] if position < len(args) else kwargs.get(argument.name)]
+        ]
+        functional = _functional_form(func)
+        target = written[0] if len(written) == 1 and isinstance(written[0], Tensor) else None
+        groups = {self._group_of[id(t)] for t in _tensors(written)}
+        for group in groups & self._protected.keys():
+            raise CaptureError(self._protected[group])
+        self._written |= groups
+        if functional is None or target is None or target is not args[0]:
+            return self._as_it_is(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags:  # another view of the same numbers: unsqueeze_, t_
+            node_args, node_kwargs = map_aggregate((args, kwargs), self._node)
+            result = func(*args, **kwargs)
+            self.bind(target, self.call(functional, node_args, node_kwargs, target))
+            return result
+        peers = [target] if self._functionalised else self._groups[self._group_of[id(target)]]
+        if any(_geometry(peer) != _geometry(target) for peer in peers):
+            return self._as_it_is(func, args, kwargs)
+        with self:
+            value = self._copied(target, args[1]) if func is aten.copy_.default else functional(*args, **kwargs)
+            if value.dtype != target.dtype:
+                value = value.to(target.dtype)
+            if value.stride() != target.stride():
+                value = aten.copy.default(target, value)
+        func(*args, **kwargs)
+        node = self.node_of(value)
+        for peer in peers:
+            self.nodes[id(peer)] = node
+        return target
+
+    def _copied(self, target: Tensor, source: Tensor) -> Tensor:
+        value = aten._to_copy.default(source, dtype=target.dtype, device=target.device)
+        return value.expand(target.shape) if value.shape != target.shape else value  # type: ignore[no-any-return]
+
+    def _as_it_is(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self.mutating = True
+        node_args, node_kwargs = map_aggregate((args, kwargs), self._node)
+        result = func(*args, **kwargs)
+        node = self.call(func, node_args, node_kwargs, result)
+        results = result if isinstance(result, (tuple, list)) else [result]
+        for i, part in enumerate(results):
+            if isinstance(part, Tensor):
+                at = node if part is result else self.call(operator.getitem, (node, i), {}, part)
+                self.bind(part, at)
+        return result
+
+    def _node(self, value: Any) -> Any:
+        return self.node_of(value) if isinstance(value, Tensor) else value
+
+    def _lift(self, value: Any) -> Any:
+        """A real tensor that the model's code holds on to becomes a constant of the graph."""
+        if not isinstance(value, Tensor) or id(value) in self.nodes:
+            return value
+        if isinstance(value, FakeTensor):
+            return value
+        if self.outside is not None and is_real(value):
+            return self.outside.stand_in(value)
+        if id(value) not in self._lifted:
+            fake = self._constant(value, self._fake_mode.from_tensor(value, static_shapes=True))
+            self.protect(fake, _PLAIN_ATTRIBUTE)
+            self._lifted[id(value)] = (value, fake)
+        return self._lifted[id(value)][1]
+
+    def _constant(self, real: Tensor, fake: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            real = real.detach().clone()
+            number = real.item() if real.numel() == 1 else None
+        if number is not None:
+            options = {"dtype": real.dtype, "device": fake.device, "pin_memory": False}
+            self.bind(fake, self.call(aten.full.default, (list(real.shape), number), options, fake))
+            return fake
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = real
+        self.constant_nodes.append(self.placeholder(name, fake))
+        return fake
+
+    def place_at(self, info: NodeInfo) -> None:
+        """Write the next calls as of the same module, phase and position as a node."""
+        self.module, self.phase, self.at = info.module, info.phase, info.position
+
+    def _describe(self, node: Node, value: Any) -> None:
+        position = self._num_calls if self.at is None else self.at
+        describe(
+            node,
+            NodeInfo(module=self.module, phase=self.phase, position=position),
+            map_aggregate(value, self._copy),
+        )
+        self._num_calls += 1
+        if self.phase == "forward":
+            self._numbers.append(torch._C._autograd._get_sequence_nr())
+            self._places.append(position)
+
+    def _copy(self, value: Any) -> Any:
+        """A fake tensor like `value`, which itself may hold on to autograd's graph, or change in place."""
+        if not isinstance(value, Tensor):
+            return value
+        spec = spec_of(value)
+        if spec not in self._values:
+            self._values[spec] = fake_of(spec, self._fake_mode)
+        return self._values[spec]
+
+
+def _batch_norm(
+    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+) -> Any:
+    """The functional forms; the op itself changes the running statistics without saying so in its schema."""
+    if not training:
+        return aten._native_batch_norm_legit_no_training.default(x, weight, bias, mean, var, momentum, eps)
+    if mean is None:
+        return aten._native_batch_norm_legit.no_stats(x, weight, bias, True, momentum, eps)
+    out, *saved, new_mean, new_var = aten._native_batch_norm_legit_functional.default(
+        x, weight, bias, mean, var, True, momentum, eps
+    )
+    mean.copy_(new_mean)
+    var.copy_(new_var)
+    return out, *saved
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+    """The shape of aten._grouped_mm, whose own shape function knows bfloat16 only."""
+    if a.ndim == 2 and b.ndim == 2:
+        shape: tuple[int, ...] = (offs.shape[0], a.shape[0], b.shape[1])
+    elif a.ndim == 3 and b.ndim == 3:
+        shape = (a.shape[0], a.shape[1], b.shape[2])
+    else:
+        shape = (a.shape[-2], b.shape[-1])
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
+def _normalised(func: Any, weights: slice) -> Callable[..., Any]:
+    """The shapes of a norm of a half-precision tensor by float32 weights, as autocast has it: on a CPU its statistics
+    are float32, which its own shape function does not know. `weights` are the places of weight and bias."""
+
+    def shapes(*args: Any) -> Any:
+        found = func(*args)
+        mixed = any(isinstance(w, Tensor) and w.dtype != args[0].dtype for w in args[weights])
+        return (found[0], *(t.float() if mixed and t.dtype in HALF else t for t in found[1:])) if mixed else found
+
+    return shapes
+
+
+def _group_norm_backward(grad: Tensor, x: Tensor, *args: Any) -> Any:
+    """Its own shape function gives the input's gradient the dtype of the statistics."""
+    found = aten.native_group_norm_backward.default(grad, x, *args)
+    return (None if found[0] is None else found[0].to(x.dtype), *found[1:])
+
+
+# Ops whose own shape functions are wrong, with one that is right.
+SHAPES: dict[Any, Callable[..., Any]] = {
+    aten._grouped_mm.default: _grouped_mm,
+    aten.mish_backward.default: aten.mul.Tensor,
+    aten.native_layer_norm.default: _normalised(aten.native_layer_norm.default, slice(2, 4)),
+    aten.native_group_norm.default: _normalised(aten.native_group_norm.default, slice(1, 3)),
+    aten.native_group_norm_backward.default: _group_norm_backward,
+    aten._native_batch_norm_legit.no_stats: _normalised(aten._native_batch_norm_legit.no_stats, slice(1, 3)),
+    aten._native_batch_norm_legit_functional.default: _normalised(
+        aten._native_batch_norm_legit_functional.default, slice(1, 3)
+    ),
+}
+
+
+@functools.cache
+def _composite(func: Any) -> bool:
+    """Whether an op is only written by simpler ones. One that has a rule has kernels too, which round once (the
+    backward of SiLU and of Mish)."""
+    return rule_for(func) is None and bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    )
+
+
+@functools.cache
+def _functional_form(func: Any) -> Any:
+    """aten.add.Tensor for aten.add_.Tensor; None where there is none."""
+    namespace, _, name = func._schema.name.partition("::")
+    if namespace != "aten" or not name.endswith("_") or name.startswith("__"):
+        return None
+    packet = getattr(aten, name[:-1], None)
+    return getattr(packet, func._overloadname, None)
+
+
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def _tensors(values: list[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_aggregate(values, lambda v: found.append(v) if isinstance(v, Tensor) else None)
+    return found

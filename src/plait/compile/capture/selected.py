@@ -1,0 +1,124 @@
+"""A selection: rows of which it is known only when the step runs which of them count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.fx.node import map_aggregate
+
+from plait.compile.capture.late import LateValues
+
+_FILL = 0.5  # of rows that do not count: log, sqrt, 1/x, asin and their gradients are finite there
+
+# What a torch function does with selections, by its name without the underscores of methods; selected_ops.py fills it.
+HANDLERS: dict[str, Callable[..., Any]] = {}
+
+
+class Owner(Protocol):
+    """Who makes selections."""
+
+    late: LateValues
+
+    def mask(self, keep: Tensor) -> Tensor:
+        """The mask, or an earlier one that is computed in the same way."""
+
+
+class Selected:
+    """Rows of `values` of which those count where `keep`, one bool a row, holds. With `positions` the values are the
+    places of the rows themselves."""
+
+    def __init__(self, values: Tensor, keep: Tensor, owner: Owner, positions: bool = False) -> None:
+        self.values = values
+        self.keep = keep
+        self.positions = positions
+        self.owner = owner
+
+    @classmethod
+    def of(cls, rows: Tensor, mask: Tensor, owner: Owner) -> Selected:
+        """Those of the rows that the mask, one bool a row in any shape, selects."""
+        empty = cls(rows, owner.mask(mask), owner)
+        return empty.like(empty.filled(rows))
+
+    def like(self, values: Tensor) -> Selected:
+        """Other values of the same rows."""
+        return Selected(values, self.keep, self.owner)
+
+    def filled(self, values: Tensor, fill: float | None = None) -> Tensor:
+        """The values, and a constant in the rows that do not count."""
+        if fill is None:
+            fill = _FILL if values.dtype.is_floating_point or values.dtype.is_complex else 0
+        wide = self.keep.reshape(self.keep.shape + (1,) * (values.ndim - 1))
+        return torch.where(wide, values, torch.full((), fill, dtype=values.dtype, device=values.device))
+
+    @property
+    def count(self) -> Tensor:
+        """How many rows count, a 0-d tensor."""
+        return self.keep.sum()
+
+    # what a tensor has
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        return (self.owner.late.number(self.count), *self.values.shape[1:])
+
+    @property
+    def ndim(self) -> int:
+        return self.values.ndim
+
+    @property
+    def data(self) -> Selected:
+        return self.like(self.values.detach())
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("dtype", "device", "requires_grad", "is_cuda", "layout", "is_sparse", "is_meta", "is_quantized"):
+            return getattr(self.values, name)
+        method = None if name.startswith("__") else getattr(Tensor, name, None)
+        if not callable(method):
+            if hasattr(Tensor, name) and not name.startswith("__"):
+                raise dynamic()
+            raise AttributeError(name)
+        return lambda *args, **kwargs: Selected.__torch_function__(method, (), (self, *args), kwargs)
+
+    def __len__(self) -> int:
+        raise dynamic()
+
+    def __bool__(self) -> bool:
+        raise dynamic()
+
+    __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        handler = HANDLERS.get(name) or HANDLERS.get(name.strip("_"))
+        if handler is None:
+            raise dynamic()
+        return handler(func, *args, **kwargs)
+
+
+def dynamic() -> DynamicOutputShapeException:
+    return DynamicOutputShapeException(torch.ops.aten.nonzero.default)
+
+
+def same_rows(values: Any) -> list[Selected]:
+    """The selections among nested values; raises where they are not of the same rows."""
+    found: list[Selected] = []
+    map_aggregate(values, lambda v: found.append(v) if isinstance(v, Selected) else None)
+    if any(one.keep is not found[0].keep for one in found):
+        raise dynamic()
+    return found
+
+
+def plain(values: Any) -> Any:
+    return map_aggregate(values, lambda v: v.values if isinstance(v, Selected) else v)
+
+
+def rows_of(values: Sequence[Any], compute: Callable[..., Tensor]) -> Selected:
+    """What `compute` makes of the values, row by row."""
+    first = same_rows(list(values))[0]
+    return first.like(compute(*plain(list(values))))

@@ -1,0 +1,124 @@
+"""Rows that a boolean mask selects, in a graph of fixed shapes: `logits[mask]`, `torch.where(mask)`, `mask.nonzero()`.
+
+How many rows a mask selects is known only when the step runs; that they are at most all rows is known before. So a
+selection keeps all rows, beside which of them count: what works on each row by itself works on all, and a sum, mean or
+loss over the rows leaves out those that do not count. Rows that do not count hold a harmless constant, so that what is
+computed from them is finite and has no gradient. What needs the number of rows as a shape raises torch's own error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+import plait.compile.capture.selected_ops  # noqa: F401  (fills the table of what selections do)
+from plait.compile.capture.late import LateValues
+from plait.compile.capture.selected import Selected, dynamic, rows_of
+from plait.compile.ops.draw import draw
+
+
+class Selections(TorchFunctionMode):
+    """While entered, selecting by a mask whose numbers are not known yet gives a `Selected`.
+
+    `node_of` gives the node of the graph that computes a tensor.
+    """
+
+    def __init__(self, late: LateValues, node_of: Callable[[Tensor], Node]) -> None:
+        super().__init__()
+        self.late = late
+        self._node_of = node_of
+        self._masks: list[tuple[Node, Tensor]] = []
+
+    def mask(self, keep: Tensor) -> Tensor:
+        """The mask, or an earlier one that is computed in the same way: rows that both select are the same rows."""
+        keep = keep.reshape(-1)
+        node = self._node_of(keep)
+        for earlier, found in self._masks:
+            if _same(earlier, node):
+                return found
+        self._masks.append((node, keep))
+        return keep
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.__getitem__:
+            found = self._item(*args)
+        elif func is Tensor.__setitem__:
+            found = self._set_item(*args)
+        elif func in (torch.masked_select, Tensor.masked_select) and not kwargs and args[0].shape == args[1].shape:
+            found = self._item(*args)
+        elif func in _NONZERO and _is_fake(args[0]) and not kwargs.keys() - {"as_tuple"}:
+            found = self._nonzero(args[0], (args[1:] or (kwargs.get("as_tuple", False),))[0])
+        elif func is torch.where and len(args) == 1 and not kwargs and _is_fake(args[0]):
+            found = self._nonzero(args[0], True)
+        else:
+            return func(*args, **kwargs)
+        return func(*args, **kwargs) if found is NotImplemented else found
+
+    def _item(self, x: Any, index: Any) -> Any:
+        if isinstance(x, Selected):
+            return NotImplemented
+        first, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
+        if _is_mask(first) and first.ndim and tuple(first.shape) == tuple(x.shape[: first.ndim]):
+            chosen = Selected.of(x.flatten(0, first.ndim - 1), first, self)
+            return chosen[(slice(None), *rest)] if rest else chosen  # type: ignore[index]
+        each = index if isinstance(index, tuple) else (index,)
+        if not any(isinstance(i, Selected) for i in each):
+            return NotImplemented
+        if len(each) == 1 and first.positions and first.ndim == 1 and x.shape[0] == len(first.values):
+            return first.like(first.filled(x))
+        if first.values.dtype == torch.bool:
+            raise dynamic()
+        return rows_of(each, lambda *values: x[tuple(values)])
+
+    def _set_item(self, x: Any, index: Any, value: Any) -> Any:
+        if not isinstance(value, Selected):
+            return NotImplemented
+        mask = index.keep if isinstance(index, Selected) and index.positions else index
+        if not _is_mask(mask) or tuple(mask.shape) != tuple(x.shape[: mask.ndim]) or self.mask(mask) is not value.keep:
+            raise dynamic()
+        wide = mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
+        values = value.values.to(x.dtype)
+        x.copy_(torch.where(wide, values.reshape(mask.shape + values.shape[1:]), x))
+        return None
+
+    def _nonzero(self, x: Tensor, as_tuple: bool) -> Any:
+        if x.ndim == 0:
+            return NotImplemented
+        mask = x if x.dtype == torch.bool else x != 0
+        places = torch.unravel_index(torch.arange(x.numel(), device=x.device), tuple(x.shape))
+        found = [Selected(p, self.mask(mask), self, x.ndim == 1) for p in places]
+        if as_tuple:
+            return tuple(found)
+        return Selected(torch.stack([one.values for one in found], 1), found[0].keep, self, x.ndim == 1)
+
+
+def _same(one: Node, two: Node) -> bool:
+    """Whether two nodes compute the same from the same nodes."""
+    if one is two:
+        return True
+    if one.op != "call_function" or one.target is not two.target or one.target is draw:
+        return False
+    mine, theirs = [pytree.tree_flatten((node.args, node.kwargs)) for node in (one, two)]
+    return mine[1] == theirs[1] and all(
+        _same(a, b) if isinstance(a, Node) and isinstance(b, Node) else type(a) is type(b) and a == b
+        for a, b in zip(mine[0], theirs[0], strict=True)
+    )
+
+
+def _is_fake(value: Any) -> bool:
+    return isinstance(value, FakeTensor)
+
+
+def _is_mask(value: Any) -> bool:
+    return _is_fake(value) and value.dtype == torch.bool
+
+
+_NONZERO = frozenset({torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere})

@@ -1,0 +1,153 @@
+"""Whether what a line of Python computes is only shown: printed or logged, with nothing of the step following from it.
+
+Told from the source of the line. Where there is none, such as in a console, nothing is only shown.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+import functools
+import linecache
+import logging
+import sys
+from types import FrameType
+
+from plait.compile.capture.capture_errors import users_frame
+
+_LOGS = frozenset(
+    {
+        "debug", "info", "warning", "warn", "error", "critical", "exception", "print", "write", "set_description",
+        "set_postfix", "set_postfix_str",
+    }
+)  # fmt: skip
+_TESTS = frozenset({"bool", "any", "all"})
+_Path = list[ast.AST]  # from the module down to a node
+
+
+def is_shown(frame: FrameType | None = None) -> bool:
+    """Whether the value that the user's code computes now goes into a line of output, and nowhere else."""
+    at = frame or sys._getframe(1)
+    while at is not None and at.f_code.co_filename != logging.__file__:
+        at = at.f_back  # type: ignore[assignment]
+    if at is not None:
+        return True
+    path = _path_of(users_frame(frame or sys._getframe(1)))
+    statement = next((node for node in reversed(path) if isinstance(node, ast.stmt)), None)
+    return statement is not None and _only_shows(statement, _function(path))
+
+
+def branch_without_output(frame: FrameType) -> bool | None:
+    """The truth value with which a condition leads past what is only shown, `if x.isnan().any(): print(...)`; None
+    where either branch does more."""
+    path = _path_of(frame)
+    at = next((i for i in reversed(range(len(path))) if isinstance(path[i], ast.stmt)), None)
+    statement = None if at is None else path[at]
+    if at is None or not isinstance(statement, ast.If) or path[at + 1 : at + 2] != [statement.test]:
+        return None
+    function = _function(path)
+    if all(_only_shows(one, function) for one in statement.body):
+        wanted = False
+    elif statement.orelse and all(_only_shows(one, function) for one in statement.orelse):
+        wanted = True
+    else:
+        return None
+    for node in path[at + 1 : -1]:
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            wanted = not wanted
+        elif not (isinstance(node, ast.BoolOp) or _called(node) in _TESTS):
+            return None
+    return wanted
+
+
+def _only_shows(statement: ast.AST, function: ast.AST | None) -> bool:
+    if isinstance(statement, ast.Pass):
+        return True
+    if isinstance(statement, ast.If):
+        return all(_only_shows(one, function) for one in [*statement.body, *statement.orelse])
+    if any(isinstance(node, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)) for node in ast.walk(statement)):
+        return False
+    if isinstance(statement, ast.Expr):
+        call = statement.value
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+            return call.func.attr in _LOGS
+        return isinstance(call, ast.Constant) or _called(call) == "print"
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and function is not None:
+        target = statement.targets[0]
+        return isinstance(target, ast.Name) and _read_to_be_shown(target.id, function)
+    return False
+
+
+def _read_to_be_shown(name: str, function: ast.AST) -> bool:
+    """Whether a local variable is assigned once, and read by statements alone that show something."""
+    stored, todo = 0, [(function, False)]
+    while todo:
+        node, shown = todo.pop()
+        if isinstance(node, ast.Expr):
+            shown = _only_shows(node, None)
+        if isinstance(node, (ast.Global, ast.Nonlocal)) and name in node.names:
+            return False
+        if isinstance(node, ast.Name) and node.id == name:
+            stored += isinstance(node.ctx, ast.Store)
+            if isinstance(node.ctx, ast.Load) and not shown:
+                return False
+        todo += [(child, shown) for child in ast.iter_child_nodes(node)]
+    return stored == 1
+
+
+def _called(node: ast.AST) -> str:
+    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+
+
+def _function(path: _Path) -> ast.AST | None:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return next((node for node in reversed(path) if isinstance(node, kinds)), None)
+
+
+def _path_of(frame: FrameType | None) -> _Path:
+    """The nodes around what a frame computes now, from the outermost one to it."""
+    if frame is None:
+        return []
+    calls = [one for one in dis.get_instructions(frame.f_code) if one.opname not in ("CACHE", "EXTENDED_ARG")]
+    at = next((i for i, one in enumerate(calls) if one.offset == frame.f_lasti), 0)
+    if at and ("JUMP" in calls[at].opname or calls[at].opname == "TO_BOOL"):
+        at -= 1  # what has put the condition there: a jump itself has no certain place
+    where = calls[at].positions
+    first, last, column, end = (None,) * 4 if where is None else where
+    node: ast.AST | None = _tree(frame.f_code.co_filename)
+    if node is None or first is None or last is None or column is None or end is None:
+        return []
+    span = ((first, column), (last, end))
+    path: _Path = []
+    while node is not None:
+        path.append(node)
+        if path[1:] and _span(node) == span:
+            break
+        node = next((one for one in _children(node) if _holds(one, span)), None)
+    return path
+
+
+def _children(node: ast.AST) -> list[ast.AST]:
+    """Those that have a place in the source; such that have none by their own."""
+    found: list[ast.AST] = []
+    for child in ast.iter_child_nodes(node):
+        found += [child] if hasattr(child, "lineno") else _children(child)
+    return found
+
+
+def _span(node: ast.AST) -> tuple[tuple[int, int], tuple[int, int]]:
+    at: ast.expr = node  # type: ignore[assignment]
+    return (at.lineno, at.col_offset), (at.end_lineno or 0, at.end_col_offset or 0)
+
+
+def _holds(node: ast.AST, span: tuple[tuple[int, int], tuple[int, int]]) -> bool:
+    start, end = _span(node)
+    return start <= span[0] and span[1] <= end
+
+
+@functools.lru_cache(64)
+def _tree(file: str) -> ast.AST | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return None

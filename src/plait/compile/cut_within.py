@@ -1,0 +1,105 @@
+"""A cut of a pipeline whose stages stay within so much memory, named by the modules with which stages begin."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+from torch.fx import Node
+
+from plait.compile.ir.calls import placeholders
+from plait.compile.ir.dtypes import dtype_named
+from plait.compile.ir.estimate import seconds_of
+from plait.compile.ir.node_info import info_of, position_of
+from plait.compile.lowered import Lowered
+from plait.schedule.cut import Item, Memory, choose_cut
+from plait.spec.action import BACKWARD, FORWARD, WEIGHT
+from plait.spec.schedule import Schedule
+
+
+def cut_within(lowered: Lowered, peaks: Mapping[int, int], states: float, limit: int) -> tuple[str, ...] | None:
+    """Modules for `cut=`, or None where there is no such cut or the schedule gives a rank several stages.
+
+    `peaks` are the bytes that each rank along the pipeline takes now; `states` says how many bytes of parameters,
+    gradients and optimizer state there are to each byte of parameters. What else a rank takes is left room for.
+    """
+    pipeline = lowered.pipeline
+    if pipeline is None or any(len(stages) > 1 for stages in pipeline.schedule.stages):
+        return None
+    begins = _module_begins(lowered)
+    places = sorted(begins)
+    stage_of = [0] * len(places)
+    seconds, held, kept = defaultdict[int, float](float), Counter[int](), Counter[int]()
+
+    def item(node: Node) -> int:
+        return max(bisect.bisect_right(places, position_of(node)) - 1, 0)
+
+    here = dict.fromkeys(lowered.plan.mesh.names, 0)
+    seen: set[str] = set()
+    for (kind, stage), each in pipeline.cells.graphs.items():
+        named = {node.name: node for node in each.graph.nodes if info_of(node).stage == stage}
+        for node in named.values():
+            seconds[item(node)] += seconds_of(node)
+            if kind == FORWARD:
+                stage_of[item(node)] = stage
+        if kind != FORWARD:
+            continue
+        for node in placeholders(each.graph):
+            name = info_of(node).name
+            readers = [user for user in node.users if info_of(user).position is not None]
+            if info_of(node).kind == "parameter" and readers and name not in seen:
+                seen.add(name)
+                layout = lowered.states[name]
+                size = math.prod(layout.local_shape(lowered.plan.mesh, here)) * dtype_named(layout.dtype).itemsize
+                held[item(readers[0])] += int(size * states)
+        for value in pipeline.cells.values:
+            if (
+                value.source == (kind, stage)
+                and any(user != FORWARD for user, _ in value.users)
+                and value.name in named
+            ):
+                kept[item(named[value.name])] += value.num_bytes
+    items = [Item(seconds[i], held[i], kept[i]) for i in range(len(places))]
+    in_flight = tuple(_in_flight(pipeline.schedule, stage) for stage in range(pipeline.schedule.num_stages))
+    if len(items) < len(in_flight):
+        return None
+    used: Counter[int] = Counter()
+    for one, stage in zip(items, stage_of, strict=True):
+        used[stage] += one.state_bytes + one.activation_bytes * in_flight[stage]
+    rest = max(peak - used[pipeline.schedule.stages[rank][0]] for rank, peak in peaks.items())
+    found = choose_cut(items, [], len(in_flight), memory=Memory(limit - max(rest, 0), in_flight))
+    return None if found is None else tuple(begins[places[i]] for i in found)
+
+
+def _module_begins(lowered: Lowered) -> dict[int, str]:
+    """The place of the first call of each module, of those that begin at one place the outermost."""
+    assert lowered.pipeline is not None
+    first: dict[str, int] = {}
+    for (kind, _), each in lowered.pipeline.cells.graphs.items():
+        for node in each.graph.nodes if kind == FORWARD else ():
+            parts = info_of(node).module.split(".")
+            for end in range(1, len(parts) + 1) if info_of(node).position is not None and parts[0] else ():
+                path = ".".join(parts[:end])
+                first[path] = min(first.get(path, position_of(node)), position_of(node))
+    found: dict[int, str] = {}
+    for path in sorted(first, key=len):
+        found.setdefault(first[path], path)
+    return found
+
+
+def _in_flight(schedule: Schedule, stage: int) -> int:
+    """The most microbatches of which a rank keeps a stage's activations at a time."""
+    most = 0
+    for rank, chunk in schedule.holders(stage):
+        count = 0
+        for action in schedule.ranks[rank]:
+            if action.chunk != chunk or not action.computes:
+                continue
+            if action.kind == FORWARD:
+                count += 1
+            elif action.kind == WEIGHT or (action.kind == BACKWARD and not schedule.splits(rank, action)):
+                count -= 1
+            most = max(most, count)
+    return most

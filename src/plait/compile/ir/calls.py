@@ -1,0 +1,94 @@
+"""From an fx node to the Call that op rules speak of."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from plait.compile.ops import Call, Rule, Spec, rule_for
+
+NO_RULE = Rule()
+
+
+def is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def tensor_inputs(node: Node) -> list[Node]:
+    """The tensors that go into a node, in the order of args then kwargs; one that is given twice is listed twice."""
+    found: list[Node] = []
+
+    def add(arg: Node) -> Node:
+        if is_tensor(arg):
+            found.append(arg)
+        return arg
+
+    map_arg(node.args, add)
+    map_arg(node.kwargs, add)
+    return found
+
+
+def output_values(node: Node) -> tuple[Any, ...]:
+    """What the node gives: one value, or the items of a tuple."""
+    value = node.meta.get("val")
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def call_of(node: Node) -> Call:
+    inputs: list[Spec] = []
+
+    def to_spec(arg: Node) -> Any:
+        if not is_tensor(arg):
+            return arg
+        value = arg.meta["val"]
+        spec = Spec(tuple(value.shape), value.dtype, len(inputs))
+        inputs.append(spec)
+        return spec
+
+    args = map_arg(node.args, to_spec)
+    kwargs = map_arg(node.kwargs, to_spec)
+    outputs = tuple(
+        Spec(tuple(v.shape), v.dtype, i) if isinstance(v, torch.Tensor) else None
+        for i, v in enumerate(output_values(node))
+    )
+    return Call(node.target, tuple(args), dict(kwargs), tuple(inputs), outputs)
+
+
+def rule_of(node: Node) -> Rule | None:
+    return rule_for(node.target)
+
+
+def is_item(node: Node) -> bool:
+    """Whether the node only picks one output of another."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def num_bytes(value: torch.Tensor) -> int:
+    return value.numel() * value.element_size()
+
+
+def placeholders(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def output_node(graph: Graph) -> Node:
+    return next(node for node in reversed(graph.nodes) if node.op == "output")  # type: ignore[no-any-return]
+
+
+def settled(node: Node) -> Node:
+    """The node after which calls on it may stand: of a placeholder the last of them all."""
+    while node.op == "placeholder" and node.next.op == "placeholder":
+        node = node.next
+    return node
+
+
+def copy_graph(graph: Graph) -> Graph:
+    """A copy, whose nodes share their records and values with the original's."""
+    copy = Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    output_node(copy).meta = dict(output_node(graph).meta)
+    return copy

@@ -1,0 +1,188 @@
+"""What an op rule is. A rule speaks of ONE mesh axis; the engine applies it axis by axis.
+
+A rule names the **factors** of an op: index ranges that run through its tensors. In einsum notation
+`m k, k n -> m n` has three. Sharding a factor shards every tensor dim that it runs through; one that is missing from
+the output leaves a partial sum there. A factor that cannot be cut is simply not named (or written in capitals:
+`softmax: m N -> m N`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch.fx import Node
+
+from plait.spec.layout import REPLICATE, Blocks, Partial, Placement, Replicate, Shard
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Shape and dtype of one tensor that goes into an op or comes out; `index` is its place among the inputs."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    index: int = 0
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op: `args` and `kwargs` as in the graph, each tensor replaced by its Spec.
+
+    `inputs` are those Specs in the order of args, then kwargs (lists and tuples flattened, None skipped).
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[Spec, ...]
+    outputs: tuple[Spec | None, ...]  # None for an output that is not a tensor
+
+    def arg(self, position: int, name: str = "", default: Any = None) -> Any:
+        """Argument by position, or by name, or the default: schemas allow each."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One index range: the dim it is in each input and each output (None: not in it), and how absence adds up."""
+
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+    reduce: str = "sum"  # the Partial op of an output that lacks the factor
+
+
+class Builder(Protocol):
+    """Writes the nodes of the graph that one rank runs. Shapes in it are local."""
+
+    size: int  # number of ranks along the axis
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
+        """Append a call and return its node; its local value is worked out at once, so `shape` knows it."""
+
+    def shape(self, node: Node) -> tuple[int, ...]: ...
+
+    def dtype(self, node: Node) -> torch.dtype: ...
+
+    def coordinate(self) -> Node:
+        """This rank's index along the axis: an int when the graph runs, to be used in `call(operator.mul, ...)`."""
+
+
+# Writes the local op(s): (builder, call, strategy, args, kwargs), the args with tensors replaced by local nodes,
+# each already in the placement that the strategy asks for. Returns one node (a tuple-valued one for several outputs)
+# or a tuple of nodes, one an output.
+Emit = Callable[["Builder", "Call", "Strategy", tuple[Any, ...], dict[str, Any]], Any]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to run an op on one axis: what each input must be, and what each output then is."""
+
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    emit: Emit | None = None  # None: the rule's own, or the same op on local tensors
+
+
+Placements = tuple[Placement, ...]
+
+
+def by_number(blocks: Blocks) -> tuple[int, ...]:
+    """The order in which blocks are tried: those that are equal first."""
+    return (0, blocks) if isinstance(blocks, int) else (1, *blocks)
+
+
+def no_strategies(call: Call, given: Placements, size: int) -> Sequence[Strategy]:
+    return ()
+
+
+def no_groups(call: Call) -> Sequence[tuple[int, ...]]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one op behaves under sharding along one axis.
+
+    factors     index ranges that may be sharded
+    linear      groups of inputs in which the op is jointly linear: if all inputs of a group are partial sums and the
+                others whole, so is each output (add: ((0, 1),); mul: ((0,), (1,)); a view: ((0,),))
+    strategies  further ways that factors cannot say, given the placements that the inputs have now and the number of
+                ranks
+    sizes       position of an argument that holds the output's shape, to be made local
+    emit        how the local op is written, when it is not the same op with the same arguments
+    formats     whether the kernel relies on its inputs' memory: each comes in its format at capture
+                (compile/sharding/formats.py)
+    decompose   a function of the op's arguments that computes the same from simpler ops, used when an input is sharded
+                along a dim that no factor names
+    weighted    whether the op is a sum that an operand, such as a model's weight, weighs
+    """
+
+    factors: Callable[[Call], Sequence[Factor]] = field(default=lambda call: ())
+    linear: Callable[[Call], Sequence[tuple[int, ...]]] = no_groups
+    strategies: Callable[[Call, Placements, int], Sequence[Strategy]] = no_strategies
+    sizes: int | None = None
+    emit: Emit | None = None
+    formats: bool = False
+    decompose: Callable[..., Any] | None = None
+    weighted: bool = False
+
+
+RULES: dict[Any, Rule] = {}
+
+
+def register(*ops: Any, rule: Rule) -> None:
+    for op in ops:
+        assert op not in RULES, f"{op} has two rules"
+        RULES[op] = rule
+
+
+def einsum(text: str) -> Callable[[Call], Sequence[Factor]]:
+    """Factors from einsum notation: `m k, k n -> m n`. Names in capitals stay whole. Several outputs: `-> m n, m`."""
+    left, _, right = text.partition("->")
+    inputs = [part.split() for part in left.split(",")]
+    outputs = [part.split() for part in right.split(",")]
+    names = sorted({name for part in inputs + outputs for name in part if name.islower()})
+
+    def place(name: str, part: list[str]) -> int | None:
+        return part.index(name) if name in part else None
+
+    fixed = tuple(Factor(tuple(place(n, p) for p in inputs), tuple(place(n, p) for p in outputs)) for n in names)
+    return lambda call: fixed
+
+
+def strategies_of(rule: Rule, call: Call, given: Placements, size: int) -> list[Strategy]:
+    """Every way to run `call` along one axis of `size` ranks, the fully replicated one first.
+
+    `given` are the placements that the inputs have now; they say which numbers of blocks are worth trying.
+    """
+    found = [Strategy((REPLICATE,) * len(call.inputs), (REPLICATE,) * len(call.outputs))]
+    for factor in rule.factors(call):
+        blocks = {1} | {
+            p.blocks for p, dim in zip(given, factor.inputs, strict=True) if isinstance(p, Shard) and p.dim == dim
+        }
+        found += [
+            Strategy(
+                tuple(REPLICATE if dim is None else Shard(dim, b) for dim in factor.inputs),
+                tuple(Partial(factor.reduce) if dim is None else Shard(dim, b) for dim in factor.outputs),
+            )
+            for b in sorted(blocks, key=by_number)
+        ]
+    for group in rule.linear(call):
+        inputs = tuple(Partial() if i in group else REPLICATE for i in range(len(call.inputs)))
+        found.append(Strategy(inputs, (Partial(),) * len(call.outputs)))
+    found += rule.strategies(call, given, size)
+    return found
+
+
+__all__ = [
+    "REPLICATE", "RULES", "Builder", "Call", "Emit", "Factor", "Partial", "Placement", "Replicate", "Rule", "Shard",
+    "Spec", "Strategy", "einsum", "register", "strategies_of",
+]  # fmt: skip

@@ -1,0 +1,244 @@
+"""Batch norm of every kind. Channels are free. In training the statistics are those of the whole batch, so where a
+batch or spatial dim is cut, the op is rewritten as sums over it; in evaluation every dim is free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.compile.ops.base import (
+    REPLICATE,
+    Call,
+    Partial,
+    Placement,
+    Placements,
+    Rule,
+    Shard,
+    Spec,
+    Strategy,
+    by_number,
+    register,
+)
+from plait.compile.ops.dims import overloads, widened
+from plait.compile.ops.norm import statistics_dtype
+from plait.spec.layout import Blocks
+
+
+def _channel(spec: Spec | None, x: Spec, blocks: Blocks) -> Placement:
+    """Of a tensor of x's shape, of one value a channel, or of neither (an empty one)."""
+    if spec is None or spec.shape not in (x.shape, x.shape[1:2]):
+        return REPLICATE
+    return Shard(spec.ndim and min(spec.ndim - 1, 1), blocks)
+
+
+def _strategies(is_training: Callable[[Call], bool]) -> Callable[[Call, Placements, int], Sequence[Strategy]]:
+    def strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
+        x = call.inputs[0]
+        blocks = {1} | {p.blocks for p in given if isinstance(p, Shard)}
+        found = [
+            Strategy(tuple(_channel(s, x, b) for s in call.inputs), tuple(_channel(s, x, b) for s in call.outputs))
+            for b in sorted(blocks, key=by_number)
+        ]
+        for d in () if is_training(call) else (0, *range(2, x.ndim)):
+            found += [
+                Strategy(
+                    tuple(Shard(d, b) if s.shape == x.shape else REPLICATE for s in call.inputs),
+                    tuple(_sample(s, x, Shard(d, b), call) for s in call.outputs),
+                )
+                for b in sorted(blocks, key=by_number)
+            ]
+        return found
+
+    return strategies
+
+
+def _sample(spec: Spec | None, x: Spec, part: Shard, call: Call) -> Placement:
+    """In evaluation: x's gradient is cut like x, those of weight and bias are terms, statistics pass through."""
+    if spec is None or spec.shape == x.shape:
+        return REPLICATE if spec is None else part
+    backward = sum(s.shape == x.shape for s in call.inputs) > 1
+    return Partial() if backward else REPLICATE
+
+
+@dataclass(frozen=True)
+class Normalized:
+    """What a forward pass gives; the running statistics are the new ones."""
+
+    out: Tensor
+    mean: Tensor
+    invstd: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+
+
+def _dims(x: Tensor) -> list[int]:
+    return [0, *range(2, x.ndim)]
+
+
+def _over_channels(statistic: Tensor, x: Tensor) -> Tensor:
+    return statistic.view([1, -1, *[1] * (x.ndim - 2)])
+
+
+def normalize(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Normalized:
+    wide, dims = widened(x), _dims(x)
+    kept = statistics_dtype(x, weight)
+    new_mean, new_var = running_mean, running_var
+    if training:
+        mean = wide.mean(dims)
+        centered = wide - _over_channels(mean, x)
+        var = centered.square().mean(dims)
+        invstd = (var + eps).rsqrt()
+        count = math.prod(x.shape[d] for d in dims)
+        if running_mean is not None:
+            new_mean = (running_mean * (1 - momentum) + mean * momentum).to(running_mean.dtype)
+        if running_var is not None:
+            unbiased = var * (count / max(count - 1, 1))
+            new_var = (running_var * (1 - momentum) + unbiased * momentum).to(running_var.dtype)
+        saved = mean.to(kept), invstd.to(kept)
+    else:
+        assert running_mean is not None and running_var is not None
+        centered = wide - _over_channels(running_mean, x)
+        invstd = (running_var + eps).rsqrt()
+        saved = x.new_empty(0, dtype=kept), x.new_empty(0, dtype=kept)
+    out = centered * _over_channels(invstd, x)
+    out = out if weight is None else out * _over_channels(weight, x)
+    out = out if bias is None else out + _over_channels(bias, x)
+    return Normalized(out.to(x.dtype), *saved, new_mean, new_var)
+
+
+def normalize_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, training: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias."""
+    wide, dims = widened(grad), _dims(x)
+    count = math.prod(x.shape[d] for d in dims)
+    normal = (widened(x) - _over_channels(mean, x)) * _over_channels(invstd, x)
+    db = wide.sum(dims)
+    dw = (wide * normal).sum(dims)
+    dx = wide
+    if training:
+        dx = wide - _over_channels(db / count, x) - normal * _over_channels(dw / count, x)
+    dx = dx * _over_channels(invstd if weight is None else invstd * weight, x)
+    like = grad.dtype if weight is None else weight.dtype
+    return dx.to(x.dtype), dw.to(like), db.to(like)
+
+
+def _reserve(x: Tensor) -> Tensor:
+    return x.new_empty(0, dtype=torch.uint8)
+
+
+def _native(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    n = normalize(x, *rest)
+    return n.out, n.mean, n.invstd
+
+
+def _functional(x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+    n = normalize(x, *rest)
+    return n.out, n.mean, n.invstd, n.running_mean, n.running_var
+
+
+def _no_stats(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    return _native(x, weight, bias, None, None, training, momentum, eps)
+
+
+def _no_training(
+    x: Tensor, weight: Any, bias: Any, running_mean: Tensor, running_var: Tensor, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    return _native(x, weight, bias, running_mean, running_var, False, momentum, eps)
+
+
+def _cudnn(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return (*_native(x, *rest), _reserve(x))
+
+
+def _updating(
+    x: Tensor, weight: Any, bias: Any, running_mean: Tensor, running_var: Tensor, momentum: float, eps: float
+) -> tuple[Tensor | None, ...]:
+    n = normalize(x, weight, bias, running_mean, running_var, True, momentum, eps)
+    return n.out, n.mean, n.invstd, _reserve(x), n.running_mean, n.running_var
+
+
+def _native_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor | None,
+    save_invstd: Tensor | None,
+    train: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    if train:
+        assert save_mean is not None and save_invstd is not None
+        mean, invstd = save_mean, save_invstd
+    else:
+        assert running_mean is not None and running_var is not None
+        mean, invstd = running_mean, (running_var + eps).rsqrt()
+    found = normalize_backward(grad, x, weight, mean, invstd, train)
+    return tuple(g if keep else None for g, keep in zip(found, output_mask, strict=True))
+
+
+def _cudnn_backward(
+    x: Tensor, grad: Tensor, weight: Tensor, rm: Any, rv: Any, save_mean: Tensor, save_var: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    return normalize_backward(grad, x, weight, save_mean, save_var, True)
+
+
+def _any_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rm: Any,
+    rv: Any,
+    save_mean: Any,
+    save_var: Any,
+    update: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+    reserve: Tensor,
+) -> tuple[Tensor | None, ...]:
+    return _native_backward(grad, x, weight, rm, rv, save_mean, save_var, update, eps, output_mask)
+
+
+def _rule(
+    decompose: Callable[..., Any],
+    position: int | None = None,
+    always: bool = True,
+    linear: int = -1,
+    formats: bool = False,
+) -> Rule:
+    """`position` of the argument that says whether it is training, else `always`; `linear` in that input."""
+    strategies = _strategies(lambda call: always if position is None else bool(call.args[position]))
+    if linear < 0:
+        return Rule(strategies=strategies, decompose=decompose)
+    return Rule(strategies=strategies, decompose=decompose, linear=lambda call: [(linear,)], formats=formats)
+
+
+register(*overloads("native_batch_norm", "_native_batch_norm_legit"), rule=_rule(_native, 5))
+register(*overloads("_native_batch_norm_legit_functional"), rule=_rule(_functional, 5))
+register(*overloads("_native_batch_norm_legit.no_stats"), rule=_rule(_no_stats, 3))
+register(*overloads("_native_batch_norm_legit_no_training"), rule=_rule(_no_training, always=False))
+register(*overloads("cudnn_batch_norm"), rule=_rule(_cudnn, 5))
+register(*overloads("_batch_norm_with_update_functional"), rule=_rule(_updating))
+register(*overloads("_batch_norm_no_update"), rule=Rule(strategies=_strategies(lambda call: False)))
+register(*overloads("native_batch_norm_backward"), rule=_rule(_native_backward, 7, linear=0))
+register(*overloads("cudnn_batch_norm_backward"), rule=_rule(_cudnn_backward, linear=1, formats=True))
+register(*overloads("batch_norm_backward"), rule=_rule(_any_backward, 7, linear=0))

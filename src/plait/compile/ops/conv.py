@@ -1,0 +1,113 @@
+"""Convolution, forward and backward: over samples, filters, input channels and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from plait.compile.ops.base import (
+    REPLICATE,
+    Builder,
+    Call,
+    Partial,
+    Placement,
+    Placements,
+    Rule,
+    Shard,
+    Strategy,
+    by_number,
+    register,
+)
+from plait.compile.ops.dims import aten, first_operand, overloads, put
+from plait.spec.layout import Blocks, divides
+
+BATCH, FILTERS, CHANNELS, GROUPS = "batch", "filters", "channels", "groups"
+# Dims of (input, weight, output) that each factor runs through, for a weight of [filters, channels, ...].
+_DIMS = {BATCH: (0, None, 0), FILTERS: (None, 0, 1), CHANNELS: (1, 1, None), GROUPS: (1, 0, 1)}
+
+
+def _dims(kind: str, transposed: bool) -> tuple[int | None, int | None, int | None]:
+    """The weight of a transposed convolution is [channels, filters, ...]."""
+    x, weight, out = _DIMS[kind]
+    return x, (1 - weight if transposed and weight is not None and kind != GROUPS else weight), out
+
+
+def _part(dim: int | None, blocks: Blocks) -> Placement:
+    return REPLICATE if dim is None else Shard(dim, blocks)
+
+
+def _kinds(groups: int, size: int, blocks: Blocks) -> Sequence[str]:
+    if groups == 1:
+        return (BATCH, FILTERS, CHANNELS)
+    return (BATCH, GROUPS) if divides((groups,), Shard(0, blocks), size) else (BATCH,)
+
+
+def _forward(call: Call, given: Placements, size: int) -> list[Strategy]:
+    """(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
+    transposed, groups = call.args[6], call.args[8]
+    found = []
+    for b in sorted({1} | {p.blocks for p in given if isinstance(p, Shard)}, key=by_number):
+        for kind in _kinds(groups, size, b):
+            x, weight, out = _dims(kind, transposed)
+            inputs: list[Placement] = [_part(x, b), _part(weight, b)]
+            if len(call.inputs) == 3:
+                inputs.append(_part(None if kind in (BATCH, CHANNELS) else 0, b))
+            result = Partial() if out is None else Shard(out, b)
+            found.append(Strategy(tuple(inputs), (result,), _emit_of(kind)))
+    return found
+
+
+def _emit_of(kind: str) -> Any:
+    return {CHANNELS: _emit_terms, GROUPS: _emit_groups}.get(kind)
+
+
+def _emit_terms(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    """The bias counts once."""
+    if args[2] is not None:
+        args = put(args, 2, builder.call(aten.div.Scalar, args[2], builder.size))
+    return builder.call(call.op, *args)
+
+
+def _emit_groups(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    return builder.call(call.op, *put(args, 8, args[8] // builder.size))
+
+
+def _groups_linear(call: Call) -> list[tuple[int, ...]]:
+    """With a bias: linear in it and either operand together."""
+    return [(0, 2), (1, 2)] if len(call.inputs) == 3 else [(0,), (1,)]
+
+
+def _backward(call: Call, given: Placements, size: int) -> list[Strategy]:
+    """(grad, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, output_mask)."""
+    transposed, groups = call.args[7], call.args[9]
+    found = []
+    for b in sorted({1} | {p.blocks for p in given if isinstance(p, Shard)}, key=by_number):
+        for kind in _kinds(groups, size, b):
+            x, weight, out = _dims(kind, transposed)
+            # What lacks the factor is a sum over it, but for the bias, which knows nothing of the input's channels.
+            dx = Partial() if x is None else Shard(x, b)
+            dw = Partial() if weight is None else Shard(weight, b)
+            db: Placement = Partial() if kind == BATCH else _part(None if kind == CHANNELS else 0, b)
+            outputs = tuple(
+                REPLICATE if spec is None else p for spec, p in zip(call.outputs, (dx, dw, db), strict=True)
+            )
+            inputs = (_part(out, b), _part(x, b), _part(weight, b))
+            found.append(Strategy(inputs, outputs, _emit_backward_of(kind)))
+    return found
+
+
+def _emit_backward_of(kind: str) -> Any:
+    return {FILTERS: _emit_filters_backward, GROUPS: _emit_groups_backward}.get(kind)
+
+
+def _emit_filters_backward(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    sizes = None if args[3] is None else [n // builder.size for n in args[3]]
+    return builder.call(call.op, *put(args, 3, sizes))
+
+
+def _emit_groups_backward(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    return _emit_filters_backward(builder, call, strategy, put(args, 9, args[9] // builder.size), kwargs)
+
+
+register(*overloads("convolution"), rule=Rule(strategies=_forward, linear=_groups_linear, weighted=True))
+register(*overloads("convolution_backward"), rule=Rule(strategies=_backward, linear=first_operand))

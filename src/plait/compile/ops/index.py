@@ -1,0 +1,245 @@
+"""Lookups and writes by index.
+
+Along a dim that is cut, every rank works on the indices that fall into its part: a lookup gives zeros for the others,
+so that what the ranks hold are terms of a sum; a write sends the others to a spare row that is cut off again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from plait.compile.ops.base import (
+    REPLICATE,
+    Builder,
+    Call,
+    Factor,
+    Partial,
+    Placements,
+    Rule,
+    Shard,
+    Strategy,
+    register,
+)
+from plait.compile.ops.dims import aten, equal_blocks_of, first_operand, is_floating, overloads, positive, put
+from plait.spec.layout import Blocks
+
+
+def local_index(builder: Builder, index: Node, length: int, blocks: Blocks) -> tuple[Node, Node]:
+    """Global indices into a dim of `length`, as indices into this rank's part, and where they are not in it.
+
+    The indices that are not in it may be anything: see `masked`.
+    """
+    assert isinstance(blocks, int)  # unequal ones are not tried: see `equal_blocks_of`
+    width = length // (blocks * builder.size)
+    start = builder.call(operator.mul, builder.coordinate(), width)
+    if blocks == 1:
+        local = builder.call(aten.sub.Scalar, index, start)
+        inside = local
+    else:
+        block = builder.call(aten.floor_divide.default, index, length // blocks)
+        inside = builder.call(aten.remainder.Scalar, index, length // blocks)
+        inside = builder.call(aten.sub.Scalar, inside, start)
+        local = builder.call(aten.add.Tensor, builder.call(aten.mul.Scalar, block, width), inside)
+    below = builder.call(aten.lt.Scalar, inside, 0)
+    outside = builder.call(aten.logical_or.default, below, builder.call(aten.ge.Scalar, inside, width))
+    return local, outside
+
+
+def masked(builder: Builder, index: Node, outside: Node, value: int) -> Node:
+    return builder.call(aten.masked_fill.Scalar, index, outside, value)
+
+
+def counted_once(builder: Builder, tensor: Node) -> Node:
+    """A whole tensor as the ranks' terms of a sum."""
+    return builder.call(aten.div.Scalar, tensor, builder.size)
+
+
+def with_spare_row(builder: Builder, tensor: Node, dim: int, write: Callable[[Node], Node]) -> Node:
+    """`write` on the tensor with one more row at the end of `dim`, which is dropped afterwards."""
+    shape = builder.shape(tensor)
+    padded = builder.call(aten.constant_pad_nd.default, tensor, [0, 0] * (len(shape) - 1 - dim) + [0, 1])
+    return builder.call(aten.slice.Tensor, write(padded), dim, 0, shape[dim])
+
+
+# ---- embedding ----
+
+
+def _embedding_factors(call: Call) -> list[Factor]:
+    ids = call.inputs[1].ndim
+    return [Factor((1, None), (ids,)), *(Factor((None, d), (d,)) for d in range(ids))]
+
+
+def _embedding_rows(call: Call, given: Placements, size: int) -> list[Strategy]:
+    return [
+        Strategy((Shard(0, b), REPLICATE), (Partial(),), _emit_embedding_rows)
+        for b in equal_blocks_of(given, (0, None))
+    ]
+
+
+def _emit_embedding_rows(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    (rows, _) = strategy.inputs
+    assert isinstance(rows, Shard)
+    local, outside = local_index(builder, args[1], call.inputs[0].shape[0], rows.blocks)
+    found = builder.call(call.op, args[0], masked(builder, local, outside, 0))
+    return builder.call(aten.masked_fill.Scalar, found, builder.call(aten.unsqueeze.default, outside, -1), 0)
+
+
+register(
+    *overloads("embedding"),
+    rule=Rule(factors=_embedding_factors, strategies=_embedding_rows, linear=first_operand),
+)
+
+
+def _embedding_backward_factors(call: Call) -> list[Factor]:
+    """(grad, ids, num_weights, padding_idx, scale_grad_by_freq): tokens add up, unless they are counted."""
+    ids = call.inputs[1].ndim
+    tokens = [] if call.args[4] else [Factor((d, d), (None,)) for d in range(ids)]
+    return [Factor((ids, None), (1,)), *tokens]
+
+
+def _embedding_backward_rows(call: Call, given: Placements, size: int) -> list[Strategy]:
+    if call.args[4]:
+        return []
+    return [Strategy((REPLICATE, REPLICATE), (Shard(0),), _emit_embedding_backward_rows)]
+
+
+def _emit_embedding_backward_rows(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    grad, ids, length, padding, scale = args
+    local, outside = local_index(builder, ids, length, 1)
+    if padding >= 0:
+        outside = builder.call(aten.logical_or.default, outside, builder.call(aten.eq.Scalar, ids, padding))
+    grad = builder.call(aten.masked_fill.Scalar, grad, builder.call(aten.unsqueeze.default, outside, -1), 0)
+    return builder.call(call.op, grad, masked(builder, local, outside, 0), length // builder.size, -1, scale)
+
+
+register(
+    *overloads("embedding_dense_backward"),
+    rule=Rule(factors=_embedding_backward_factors, strategies=_embedding_backward_rows, linear=first_operand),
+)
+
+# ---- gather, index_select: one index tensor along one dim ----
+
+
+def _gather_factors(call: Call) -> list[Factor]:
+    x, index = call.inputs
+    dim = positive(call.args[1], x.ndim)
+    same = [Factor((d, d), (d,)) for d in range(x.ndim) if d != dim and x.shape[d] == index.shape[d]]
+    return [*same, *([Factor((None, dim), (dim,))] if x.ndim else [])]
+
+
+def _select_factors(call: Call) -> list[Factor]:
+    x, index = call.inputs
+    dim = positive(call.args[1], x.ndim)
+    rows = [Factor((None, 0), (dim,))] if index.ndim and x.ndim else []
+    return [*(Factor((d, None), (d,)) for d in range(x.ndim) if d != dim), *rows]
+
+
+def _gather_along(call: Call, given: Placements, size: int) -> list[Strategy]:
+    x = call.inputs[0]
+    if x.dtype is torch.bool or not x.ndim:
+        return []
+    dim = positive(call.args[1], x.ndim)
+    return [
+        Strategy((Shard(dim, b), REPLICATE), (Partial(),), _emit_gather_along)
+        for b in equal_blocks_of(given, (dim, None))
+    ]
+
+
+def _emit_gather_along(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    (part, _) = strategy.inputs
+    assert isinstance(part, Shard)
+    local, outside = local_index(builder, args[2], call.inputs[0].shape[part.dim], part.blocks)
+    found = builder.call(call.op, *put(args, 2, masked(builder, local, outside, 0)), **kwargs)
+    if call.op is aten.index_select.default:  # one mask for every row
+        behind = call.inputs[0].ndim - part.dim - 1
+        outside = builder.call(aten.view.default, outside, [-1, *[1] * behind])
+    return builder.call(aten.masked_fill.Scalar, found, outside, 0)
+
+
+register(*overloads("gather"), rule=Rule(factors=_gather_factors, strategies=_gather_along, linear=first_operand))
+register(*overloads("index_select"), rule=Rule(factors=_select_factors, strategies=_gather_along, linear=first_operand))
+
+# ---- scatter, index_add: writes by one index tensor along one dim ----
+
+_ADDING = frozenset(overloads("scatter_add", "index_add"))
+
+
+def _scatter_factors(call: Call) -> list[Factor]:
+    """(x, dim, index, src or value): dims in which all are of one size."""
+    x = call.inputs[0]
+    dim = positive(call.args[1], x.ndim)
+    return [
+        Factor((d,) * len(call.inputs), (d,))
+        for d in range(x.ndim)
+        if d != dim and all(s.shape[d] == x.shape[d] for s in call.inputs)
+    ]
+
+
+def _index_add_factors(call: Call) -> list[Factor]:
+    """(x, dim, index, source): the index is of one dim."""
+    x = call.inputs[0]
+    dim = positive(call.args[1], x.ndim)
+    return [Factor((d, None, d), (d,)) for d in range(x.ndim) if d != dim]
+
+
+def _scatter_along(call: Call, given: Placements, size: int) -> list[Strategy]:
+    x, index = call.inputs[:2]
+    if not x.ndim:
+        return []
+    dim = positive(call.args[1], x.ndim)
+    rest = (REPLICATE,) * (len(call.inputs) - 1)
+    found = [
+        Strategy((Shard(dim, b), *rest), (Shard(dim, b),), _emit_scatter_along)
+        for b in equal_blocks_of(given, (dim, *(None,) * len(rest)))
+    ]
+    if call.op in _ADDING and is_floating(x) and index.ndim:
+        along = Shard(0 if call.op is aten.index_add.default else dim)
+        found.append(Strategy((REPLICATE, along, Shard(dim)), (Partial(),), _emit_add_terms))
+    return found
+
+
+def _emit_scatter_along(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    part = strategy.inputs[0]
+    assert isinstance(part, Shard)
+    local, outside = local_index(builder, args[2], call.inputs[0].shape[part.dim], part.blocks)
+    local = masked(builder, local, outside, builder.shape(args[0])[part.dim])
+
+    def write(padded: Node) -> Node:
+        return builder.call(call.op, padded, args[1], local, *args[3:], **kwargs)
+
+    return with_spare_row(builder, args[0], part.dim, write)
+
+
+def _emit_add_terms(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    return builder.call(call.op, counted_once(builder, args[0]), *args[1:], **kwargs)
+
+
+def _written(call: Call) -> list[tuple[int, ...]]:
+    """Linear in what is written to and what is written, together."""
+    if len(call.inputs) == 3:
+        return [(0, 2)]
+    return [(0,)] if call.args[3] == 0 else []
+
+
+register(
+    *overloads("scatter.src", "scatter.value", "scatter_add"),
+    rule=Rule(factors=_scatter_factors, strategies=_scatter_along, linear=_written),
+)
+register(*overloads("scatter_reduce.two"), rule=Rule(factors=_scatter_factors, strategies=_scatter_along))
+register(
+    *overloads("index_add", "index_copy"),
+    rule=Rule(factors=_index_add_factors, strategies=_scatter_along, linear=_written),
+)
+
+
+def _buckets(call: Call) -> Sequence[Factor]:
+    """bucketize(values, boundaries): one answer a value."""
+    return [Factor((d, None), (d,)) for d in range(call.inputs[0].ndim)]
+
+
+register(*overloads("bucketize.Tensor", "isin.Tensor_Tensor"), rule=Rule(factors=_buckets))

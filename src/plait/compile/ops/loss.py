@@ -1,0 +1,224 @@
+"""Losses. Reduction 0 is none, 1 mean, 2 sum, as ATen counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+import plait.compile.ops.ctc  # noqa: F401  (defines ops)
+from plait.compile.ops.base import (
+    REPLICATE,
+    Builder,
+    Call,
+    Factor,
+    Partial,
+    Placement,
+    Placements,
+    Rule,
+    Shard,
+    Strategy,
+    einsum,
+    register,
+)
+from plait.compile.ops.dims import (
+    aten,
+    broadcast_dim,
+    broadcast_shape,
+    equal_blocks_of,
+    first_operand,
+    overloads,
+    pointwise_factors,
+    widened,
+)
+from plait.compile.ops.index import local_index, masked
+
+MEAN = 1
+
+# ---- pointwise losses: mse, huber, smooth l1, binary cross-entropy ----
+
+
+def _loss_factors(at: int) -> Callable[[Call], Sequence[Factor]]:
+    """`at`: position of the reduction among the arguments."""
+
+    def factors(call: Call) -> Sequence[Factor]:
+        if call.arg(at, "reduction", MEAN) == 0:
+            return pointwise_factors(call)
+        shape = broadcast_shape([s.shape for s in call.inputs])
+        return [
+            Factor(tuple([broadcast_dim(s.shape, d, shape) for s in call.inputs]), (None,))
+            for d, n in enumerate(shape)
+            if n > 1
+        ]
+
+    return factors
+
+
+def _emit_mean(at: int) -> Any:
+    """Each rank's part is a mean over its own elements, of which there are `size` times fewer."""
+
+    def emit(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+        out = builder.call(call.op, *args, **kwargs)
+        cut = any(isinstance(p, Shard) for p in (*strategy.inputs, *strategy.outputs))
+        if call.arg(at, "reduction", MEAN) != MEAN or not cut:
+            return out
+        return builder.call(aten.div.Scalar, out, builder.size)
+
+    return emit
+
+
+def _loss_backward_factors(call: Call) -> list[Factor]:
+    """(grad, self, target, ...): the gradient of a mean or sum is one number."""
+    out = call.outputs[0]
+    assert out is not None
+    dims = range(out.ndim) if all(s.shape in ((), out.shape) for s in call.inputs) else ()
+    return [Factor(tuple(None if s.ndim == 0 else d for s in call.inputs), (d,)) for d in dims]
+
+
+for _name, _at in {
+    "mse_loss": 2, "smooth_l1_loss": 2, "huber_loss": 2, "soft_margin_loss": 2, "binary_cross_entropy": 3,
+    "binary_cross_entropy_with_logits": 4,
+}.items():  # fmt: skip
+    register(*overloads(_name), rule=Rule(factors=_loss_factors(_at), emit=_emit_mean(_at)))
+    register(
+        *overloads(f"{_name}_backward"),
+        rule=Rule(factors=_loss_backward_factors, emit=_emit_mean(_at + 1), linear=first_operand),
+    )
+
+# ---- nll_loss, nll_loss2d: (self, target, weight, reduction, ignore_index) -> loss, total weight ----
+
+
+def _class_dim(call: Call, x: int) -> int:
+    return min(1, call.inputs[x].ndim - 1)
+
+
+def _target_dims(call: Call, x: int) -> list[tuple[int, int]]:
+    """Dims that scores and target share: (of the scores, of the target)."""
+    ndim = call.inputs[x].ndim
+    return [(d, d - (d > 1)) for d in range(ndim) if d != 1] if ndim > 1 else []
+
+
+def _nll_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
+    """Over the batch: a term, but for the mean, which needs the sum of weights first. Over classes: a term."""
+    classes, reduction = _class_dim(call, 0), call.args[3]
+    weight = (REPLICATE,) * (len(call.inputs) - 2)
+    found = []
+    for d, t in _target_dims(call, 0) if reduction != MEAN else ():
+        for b in equal_blocks_of(given[:2], (d, t)):
+            out: Placements = (Shard(t, b), REPLICATE) if reduction == 0 else (Partial(), Partial())
+            found.append(Strategy((Shard(d, b), Shard(t, b), *weight), out))
+    found += [
+        Strategy((Shard(classes, b), REPLICATE, *weight), (Partial(), REPLICATE), _emit_nll_classes)
+        for b in equal_blocks_of(given[:1], (classes,))
+    ]
+    return found
+
+
+def _emit_nll_classes(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    """Every rank looks up the targets that are among its classes; what others have counts zero here."""
+    scores, target, weight, reduction, ignore = args
+    counts, index, nothing, dim = _targets_here(builder, call, strategy, 0, (scores, target, weight, ignore))
+    index = builder.call(aten.unsqueeze.default, index, dim)
+    picked = builder.call(aten.squeeze.dim, builder.call(aten.gather.default, scores, dim, index), dim)
+    dtype = builder.dtype(scores)
+    if dtype in (torch.float16, torch.bfloat16):  # as the kernel does: sums in float32, rounded once
+        picked, counts = (builder.call(aten._to_copy.default, v, dtype=torch.float32) for v in (picked, counts))
+    loss = builder.call(aten.neg.default, builder.call(aten.mul.Tensor, picked, counts))
+    loss = builder.call(aten.masked_fill.Scalar, loss, nothing, 0)
+    total = builder.call(aten.sum.default, counts)
+    if reduction == 0:
+        return _rounded(builder, loss, dtype), _rounded(builder, builder.call(aten.zeros_like.default, total), dtype)
+    loss = builder.call(aten.sum.default, loss)
+    loss = builder.call(aten.div.Tensor, loss, total) if reduction == MEAN else loss
+    return _rounded(builder, loss, dtype), _rounded(builder, total, dtype)
+
+
+def _rounded(builder: Builder, value: Node, dtype: torch.dtype) -> Node:
+    same = builder.dtype(value) == dtype
+    return value if same else builder.call(aten._to_copy.default, value, dtype=dtype)
+
+
+def _targets_here(
+    builder: Builder, call: Call, strategy: Strategy, x: int, given: tuple[Node, Node, Node | None, int]
+) -> tuple[Node, Node, Node, int]:
+    """Where input `x`, the scores, is cut by classes, given (scores, target, weight, ignore_index).
+
+    Returns what each target counts, its index among this rank's classes (0 where it is none of them or ignored), where
+    that is so, and the dim of the classes.
+    """
+    scores, target, weight, ignore = given
+    part = strategy.inputs[x]
+    assert isinstance(part, Shard)
+    ignored = builder.call(aten.eq.Scalar, target, ignore)
+    counts = _weights(builder, target, weight, ignored, builder.dtype(scores))
+    local, outside = local_index(builder, target, call.inputs[x].shape[part.dim], part.blocks)
+    nothing = builder.call(aten.logical_or.default, outside, ignored)
+    return counts, masked(builder, local, nothing, 0), nothing, part.dim
+
+
+def _weights(builder: Builder, target: Node, weight: Node | None, ignored: Node, dtype: torch.dtype) -> Node:
+    """What each target counts: its class's weight or 1, and 0 where it is ignored."""
+    if weight is None:
+        return builder.call(aten._to_copy.default, builder.call(aten.logical_not.default, ignored), dtype=dtype)
+    found = builder.call(aten.index.Tensor, weight, [masked(builder, target, ignored, 0)])
+    return builder.call(aten.masked_fill.Scalar, found, ignored, 0)
+
+
+def _nll(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    dim = min(1, x.ndim - 1)
+    ignored = target == ignore_index
+    safe = target.masked_fill(ignored, 0)
+    counts = ignored.logical_not().to(x.dtype) if weight is None else weight[safe].masked_fill(ignored, 0)
+    counts = widened(counts)
+    loss = -widened(x.gather(dim, safe.unsqueeze(dim)).squeeze(dim)) * counts
+    loss, total = loss.masked_fill(ignored, 0), counts.sum()
+    if reduction == 0:
+        return loss.to(x.dtype), torch.zeros_like(total).to(x.dtype)
+    return (loss.sum() / total if reduction == MEAN else loss.sum()).to(x.dtype), total.to(x.dtype)
+
+
+def _nll_backward_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
+    """(grad, self, target, weight, reduction, ignore_index, total_weight): self is only looked at for its shape."""
+    classes = _class_dim(call, 1)
+    whole: Placement = REPLICATE
+    rest = (whole,) * (len(call.inputs) - 3)
+    found = []
+    for d, t in _target_dims(call, 1):
+        for b in equal_blocks_of(given[1:3], (d, t)):
+            grad = Shard(t, b) if call.inputs[0].ndim else whole
+            found.append(Strategy((grad, Shard(d, b), Shard(t, b), *rest), (Shard(d, b),)))
+    found += [
+        Strategy((whole, Shard(classes, b), whole, *rest), (Shard(classes, b),), _emit_nll_backward_classes)
+        for b in equal_blocks_of(given[1:2], (classes,))
+    ]
+    return found
+
+
+def _emit_nll_backward_classes(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    grad, scores, target, weight, reduction, ignore, total = args
+    counts, index, nothing, dim = _targets_here(builder, call, strategy, 1, (scores, target, weight, ignore))
+    if reduction == MEAN:
+        grad = builder.call(aten.div.Tensor, grad, total)
+    values = builder.call(aten.neg.default, builder.call(aten.mul.Tensor, counts, grad))
+    values = builder.call(aten.masked_fill.Scalar, values, nothing, 0)
+    zeros = builder.call(aten.zeros_like.default, scores)
+    index, values = (builder.call(aten.unsqueeze.default, v, dim) for v in (index, values))
+    return builder.call(aten.scatter.src, zeros, dim, index, values)
+
+
+register(*overloads("nll_loss_forward", "nll_loss2d_forward"), rule=Rule(strategies=_nll_strategies, decompose=_nll))
+register(
+    *overloads("nll_loss_backward", "nll_loss2d_backward"),
+    rule=Rule(strategies=_nll_backward_strategies, linear=first_operand, formats=True),
+)
+
+# ---- connectionist temporal classification: samples are free ----
+
+register(torch.ops.plait.ctc_loss.default, rule=Rule(factors=einsum("T n C, n S, n, n -> n, n T A")))
+register(
+    torch.ops.plait.ctc_loss_backward.default,
+    rule=Rule(factors=einsum("n, T n C, n S, n, n, n, n T A -> T n C")),
+)

@@ -1,0 +1,201 @@
+"""Products of matrices. Where the sum over k is cut, a bias is divided by the number of ranks: it counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from plait.compile.ops.base import (
+    RULES,
+    Builder,
+    Call,
+    Factor,
+    Partial,
+    Placements,
+    Rule,
+    Shard,
+    Spec,
+    Strategy,
+    einsum,
+    register,
+)
+from plait.compile.ops.dims import (
+    aten,
+    blocks_of,
+    broadcast_dim,
+    each_operand,
+    is_floating,
+    overloads,
+    positive,
+    put,
+    sharded_strategy,
+)
+
+_PRODUCTS = {
+    "mm": "m k, k n -> m n",
+    "bmm": "b m k, b k n -> b m n",
+    "mv": "m k, k -> m",
+    "dot": "k, k ->",
+}
+for _name, _text in _PRODUCTS.items():
+    register(*overloads(_name), rule=Rule(factors=einsum(_text), linear=each_operand, weighted=True))
+
+
+def _with_bias(product: str) -> Rule:
+    """beta * bias + alpha * product, the bias being broadcast: addmm, baddbmm, addmv."""
+    base = RULES[getattr(aten, product).default]
+
+    def parts(call: Call) -> tuple[list[Factor], list[Factor]]:
+        """Factors of the product with the bias put before: those that its output has, and those that are summed."""
+        bias, out = call.inputs[0], call.outputs[0]
+        assert out is not None
+        kept, summed = [], []
+        for factor in base.factors(call):
+            (dim,) = factor.outputs
+            if dim is None:
+                summed.append(Factor((None, *factor.inputs), (None,)))
+            else:
+                kept.append(Factor((broadcast_dim(bias.shape, dim, out.shape), *factor.inputs), (dim,)))
+        return kept, summed
+
+    def strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
+        if not is_floating(call.outputs[0]):
+            return []
+        return [
+            sharded_strategy(call, factor.inputs, factor.outputs, b, Partial())
+            for factor in parts(call)[1]
+            for b in blocks_of(given, factor.inputs)
+        ]
+
+    def emit(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+        if strategy.outputs == (Partial(),) and any(isinstance(p, Shard) for p in strategy.inputs):
+            kwargs = {**kwargs, "beta": kwargs.get("beta", 1) / builder.size}
+        return builder.call(call.op, *args, **kwargs)
+
+    # Jointly linear in the bias and either operand.
+    return Rule(
+        factors=lambda call: parts(call)[0], strategies=strategies, emit=emit, linear=lambda call: [(0, 1), (0, 2)],
+        weighted=True,
+    )  # fmt: skip
+
+
+register(*overloads("addmm"), rule=_with_bias("mm"))
+register(*overloads("baddbmm"), rule=_with_bias("bmm"))
+register(*overloads("addmv"), rule=_with_bias("mv"))
+
+
+def _linear_factors(call: Call) -> list[Factor]:
+    """linear(x, weight, bias): `... k, n k, n -> ... n`."""
+    last = call.inputs[0].ndim - 1
+    bias = len(call.inputs) - 2
+    rows = [Factor((d, *(None,) * (bias + 1)), (d,)) for d in range(last)]
+    return [*rows, Factor((None, 0, *(0,) * bias), (last,))]
+
+
+def _linear_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
+    dims = (call.inputs[0].ndim - 1, 1, *(None,) * (len(call.inputs) - 2))
+    return [sharded_strategy(call, dims, (None,), b, Partial()) for b in blocks_of(given, dims)]
+
+
+def _emit_linear(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    cut = strategy.outputs == (Partial(),) and any(isinstance(p, Shard) for p in strategy.inputs)
+    if cut and len(args) > 2 and args[2] is not None:
+        args = put(args, 2, builder.call(aten.div.Scalar, args[2], builder.size))
+    return builder.call(call.op, *args, **kwargs)
+
+
+def _linear_groups(call: Call) -> list[tuple[int, ...]]:
+    return [(0,), (1,)] if len(call.inputs) == 2 else [(0, 2), (1, 2)]
+
+
+register(
+    *overloads("linear"),
+    rule=Rule(
+        factors=_linear_factors, strategies=_linear_strategies, emit=_emit_linear, linear=_linear_groups, weighted=True
+    ),
+)
+
+
+def _matmul_factors(call: Call) -> list[Factor]:
+    """matmul of operands of two dims or more: batch dims broadcast."""
+    a, b = call.inputs
+    out = call.outputs[0]
+    assert out is not None
+    if a.ndim < 2 or b.ndim < 2:
+        return []
+    last = out.ndim - 1
+    batch = [
+        Factor((broadcast_dim(a.shape, d, out.shape), broadcast_dim(b.shape, d, out.shape)), (d,))
+        for d in range(last - 1)
+        if out.shape[d] > 1
+    ]
+    return [
+        *batch,
+        Factor((a.ndim - 2, None), (last - 1,)),
+        Factor((None, b.ndim - 1), (last,)),
+        Factor((a.ndim - 1, b.ndim - 2), (None,)),
+    ]
+
+
+register(*overloads("matmul"), rule=Rule(factors=_matmul_factors, linear=each_operand, weighted=True))
+
+
+def _trilinear_factors(call: Call) -> list[Factor]:
+    """Operands are given dims of size 1 (expand1..3), multiplied with broadcasting, and summed over some dims."""
+    expands: list[Sequence[int]] = [call.args[3], call.args[4], call.args[5]]
+    ndim = call.inputs[0].ndim + len(expands[0])
+    summed = {positive(d, ndim) for d in call.args[6]}
+    kept = [d for d in range(ndim) if d not in summed]
+    places = [[d for d in range(ndim) if d not in expand] for expand in expands]
+    return [
+        Factor(
+            tuple(place.index(d) if d in place else None for place in places),
+            (kept.index(d) if d in kept else None,),
+        )
+        for d in range(ndim)
+    ]
+
+
+register(*overloads("_trilinear"), rule=Rule(factors=_trilinear_factors, linear=each_operand))
+
+
+def _grouped_factors(call: Call) -> list[Factor]:
+    """Rows in groups, each with its own matrix: `m k, e k n, e -> m n`. Rows and groups stay whole."""
+    a, b = call.inputs[:2]
+    rest = (None,) * (len(call.inputs) - 2)
+    if (a.ndim, b.ndim) == (2, 3):
+        return [Factor((1, 1, *rest), (None,)), Factor((None, 2, *rest), (1,))]
+    if (a.ndim, b.ndim) == (2, 2):  # the gradient of the matrices: m rows, rows n -> e m n
+        return [Factor((0, None, *rest), (1,)), Factor((None, 1, *rest), (2,))]
+    return []
+
+
+def _grouped_backward_factors(call: Call) -> list[Factor]:
+    """(rows k), (e k n), offsets, (rows n) -> (rows k), (e k n)."""
+    return [Factor((1, 1, None, None), (1, 1)), Factor((None, 2, None, 1), (None, 2))]
+
+
+_ALIGNED = 16  # bytes of which aten._grouped_mm wants each row to be a multiple
+
+
+def _grouped_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
+    """By the factors of a grouped product, where the rows of each part are still aligned."""
+
+    def aligned(dims: Sequence[int | None], specs: Sequence[Spec | None]) -> bool:
+        pairs = [(s, d) for s, d in zip(specs, dims, strict=True) if s is not None and d is not None]
+        return all(s.shape[d] // size * s.dtype.itemsize % _ALIGNED == 0 for s, d in pairs)
+
+    return [
+        sharded_strategy(call, factor.inputs, factor.outputs, b, Partial())
+        for factor in _grouped_factors(call)
+        if aligned(factor.inputs, call.inputs) and aligned(factor.outputs, call.outputs)
+        for b in blocks_of(given, factor.inputs)
+    ]
+
+
+GROUPED = Rule(factors=_grouped_factors, linear=lambda call: [(0,), (1,)], weighted=True, formats=True)
+GROUPED_BACKWARD = Rule(factors=_grouped_backward_factors, linear=lambda call: [(3,)], formats=True)
+register(
+    *overloads("_grouped_mm"),
+    rule=Rule(strategies=_grouped_strategies, linear=lambda call: [(0,), (1,)], weighted=True, formats=True),
+)

@@ -1,0 +1,131 @@
+"""Pointwise ops: every dim of the output may be cut; operands broadcast. The list is torch's own, by its tag."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from plait.compile.ops.base import REPLICATE, Call, Partial, Placements, Rule, Strategy, no_groups, register
+from plait.compile.ops.dims import (
+    aten,
+    blocks_of,
+    broadcast_dim,
+    each_operand,
+    first_operand,
+    is_floating,
+    overloads,
+    pointwise_factors,
+    sharded_strategy,
+)
+
+
+def tagged() -> list[Any]:
+    """Every functional ATen overload that torch tags as pointwise."""
+    found = []
+    for name in dir(aten):
+        packet = getattr(aten, name)
+        if name.startswith(("_foreach", "__i")) or name.endswith("_") or not hasattr(packet, "overloads"):
+            continue
+        for overload in packet.overloads():
+            op = getattr(packet, overload)
+            random = torch.Tag.nondeterministic_seeded in op.tags
+            if torch.Tag.pointwise in op.tags and not random and not op._schema.is_mutable and _makes_tensors(op):
+                found.append(op)
+    return found
+
+
+def _makes_tensors(op: Any) -> bool:
+    def is_tensor(argument: Any) -> bool:
+        return str(argument.type) == "Tensor"
+
+    return any(map(is_tensor, op._schema.arguments)) and all(map(is_tensor, op._schema.returns))
+
+
+def _sum_groups(call: Call) -> list[tuple[int, ...]]:
+    """add, sub: linear in both operands together. A number that is added would be added once a rank."""
+    out = call.outputs[0]
+    linear = len(call.inputs) == 2 and out is not None and out.dtype is not torch.bool
+    return [(0, 1)] if linear else []
+
+
+def _quotient_groups(call: Call) -> list[tuple[int, ...]]:
+    return [(0,)] if call.inputs and call.args and call.args[0] is call.inputs[0] else []
+
+
+def _cast_groups(call: Call) -> list[tuple[int, ...]]:
+    """A cast may come before the sum if it loses nothing."""
+    (source,), out = call.inputs, call.outputs[0]
+    assert out is not None
+    if source.dtype == out.dtype:
+        return [(0,)]
+    return [(0,)] if is_floating(source) and is_floating(out) and out.dtype.itemsize > source.dtype.itemsize else []
+
+
+def _where_groups(call: Call) -> list[tuple[int, ...]]:
+    return [(1, 2)] if len(call.inputs) == 3 else []
+
+
+def _fill_groups(call: Call) -> list[tuple[int, ...]]:
+    return [(0,)] if call.arg(2, "value") == 0 else []
+
+
+def _second_operand(call: Call) -> list[tuple[int, ...]]:
+    return [(1,)] if len(call.inputs) == 2 else []
+
+
+_LINEAR: dict[Any, Any] = {
+    **dict.fromkeys(overloads("add.Tensor", "sub.Tensor"), _sum_groups),
+    **dict.fromkeys(overloads("mul.Tensor", "mul.Scalar"), each_operand),
+    **dict.fromkeys(overloads("div.Tensor", "div.Scalar", "true_divide.Tensor"), _quotient_groups),
+    **dict.fromkeys(
+        overloads(
+            "neg", "positive", "clone", "alias", "detach", "lift_fresh_copy", "deg2rad", "rad2deg", "conj_physical",
+            "threshold_backward", "gelu_backward", "silu_backward", "sigmoid_backward", "tanh_backward",
+            "elu_backward", "hardswish_backward", "hardsigmoid_backward", "hardtanh_backward", "mish_backward",
+            "leaky_relu_backward", "softplus_backward", "softshrink_backward", "hardshrink_backward",
+            "native_dropout_backward", "logit_backward",
+        ),
+        first_operand,
+    ),
+    **dict.fromkeys(overloads("where.self"), _where_groups),
+    **dict.fromkeys(overloads("masked_fill.Scalar"), _fill_groups),
+    **dict.fromkeys(overloads("copy", "fill.Tensor"), _second_operand),
+    **dict.fromkeys(overloads("_to_copy"), _cast_groups),
+}  # fmt: skip
+
+# Pointwise too, though torch does not tag them.
+_EXTRAS = overloads(
+    "_to_copy", "alias", "detach", "lift_fresh_copy", "copy", "fill.Tensor", "fill.Scalar", "masked_fill.Tensor",
+    "floor_divide", "floor_divide.Scalar", "elu_backward", "hardswish", "hardswish_backward", "hardsigmoid_backward",
+    "hardtanh_backward", "leaky_relu_backward", "softplus_backward", "mish_backward", "softshrink_backward",
+    "hardshrink_backward", "_prelu_kernel", "rsub.Tensor", "where.ScalarOther", "where.ScalarSelf", "where.Scalar",
+)  # fmt: skip
+
+
+def _log_sigmoid(call: Call, given: Placements, size: int) -> list[Strategy]:
+    """log_sigmoid_forward and its backward: the buffer has the input's shape on a CPU and is empty on a GPU."""
+    shape = call.inputs[0].shape
+    found = []
+    for d in range(len(shape)):
+        inputs = [broadcast_dim(s.shape, d, shape) for s in call.inputs]
+        outputs = [None if s is None else broadcast_dim(s.shape, d, shape) for s in call.outputs]
+        found += [sharded_strategy(call, inputs, outputs, b) for b in blocks_of(given, inputs)]
+    return found
+
+
+def _like(call: Call, given: Placements, size: int) -> list[Strategy]:
+    """zeros_like and its kind read only the shape: terms of a sum will do."""
+    return [Strategy(given, (REPLICATE,))] if isinstance(given[0], Partial) else []
+
+
+OPS = tuple(dict.fromkeys([*tagged(), *_EXTRAS]))
+for _op in OPS:
+    register(_op, rule=Rule(factors=pointwise_factors, linear=_LINEAR.get(_op, no_groups)))
+register(*overloads("_prelu_kernel_backward"), rule=Rule(factors=pointwise_factors, linear=first_operand))
+register(
+    *overloads("zeros_like", "ones_like", "empty_like", "full_like"),
+    rule=Rule(factors=pointwise_factors, strategies=_like),
+)
+register(*overloads("log_sigmoid_forward"), rule=Rule(strategies=_log_sigmoid))
+register(*overloads("log_sigmoid_backward"), rule=Rule(strategies=_log_sigmoid, linear=first_operand))

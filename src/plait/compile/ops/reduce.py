@@ -1,0 +1,167 @@
+"""Reductions and scans over dims: sums and extrema become partial, means are divided, the rest is decomposed."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.compile.ops.base import Builder, Call, Factor, Partial, Placements, Rule, Shard, Strategy, register
+from plait.compile.ops.dims import aten, blocks_of, dims_of, first_operand, overloads, positive
+
+
+@functools.cache
+def _dim_position(op: Any) -> int | None:
+    names = [argument.name for argument in op._schema.arguments]
+    return names.index("dim") if "dim" in names else None
+
+
+def _reduced(call: Call) -> tuple[int, ...]:
+    """Dims that the call reduces; ops without a dim argument reduce all."""
+    position = _dim_position(call.op)
+    return dims_of(None if position is None else call.arg(position, "dim"), call.inputs[0].ndim)
+
+
+def _kept(call: Call) -> dict[int, int]:
+    """Input dim -> output dim of the dims that are not reduced."""
+    ndim, reduced = call.inputs[0].ndim, set(_reduced(call))
+    out = next(o for o in call.outputs if o is not None)
+    if out.ndim == ndim:
+        return {d: d for d in range(ndim) if d not in reduced}
+    return {d: i for i, d in enumerate(d for d in range(ndim) if d not in reduced)}
+
+
+def _free(call: Call) -> list[Factor]:
+    return [Factor((d,), (o,) * len(call.outputs)) for d, o in _kept(call).items()]
+
+
+def _summed(reduce: str) -> Callable[[Call], Sequence[Factor]]:
+    def factors(call: Call) -> list[Factor]:
+        return _free(call) + [Factor((d,), (None,), reduce) for d in _reduced(call)]
+
+    return factors
+
+
+def _emit_mean(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    """The parts are equal, so the mean is the mean of their means."""
+    local = builder.call(call.op, *args, **kwargs)
+    return builder.call(aten.div.Scalar, local, builder.size)
+
+
+def _mean_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
+    return [Strategy((Shard(d, b),), (Partial(),), _emit_mean) for d in _reduced(call) for b in blocks_of(given, (d,))]
+
+
+def _any(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    return torch.amax((x != 0).to(torch.int32), dims_of(dim, x.ndim), keepdim).ne(0)
+
+
+def _all(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    return torch.amin((x != 0).to(torch.int32), dims_of(dim, x.ndim), keepdim).ne(0)
+
+
+def _moments(x: Tensor, dim: Any, correction: float, keepdim: bool) -> tuple[Tensor, Tensor]:
+    dims = dims_of(dim, x.ndim)
+    count = math.prod(x.shape[d] for d in dims)
+    mean = x.mean(dims, keepdim=True)
+    var = (x - mean).square().sum(dims, keepdim=keepdim) / max(count - correction, 0)
+    return var, mean if keepdim else mean.squeeze(dims)
+
+
+def _of_moments(finish: Callable[[Tensor, Tensor], Any], by_correction: bool) -> Callable[..., Any]:
+    def corrected(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
+        return finish(*_moments(x, dim, 1 if correction is None else correction, keepdim))
+
+    def unbiased(x: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False) -> Any:
+        if isinstance(dim, bool):  # the overload without a dim
+            dim, unbiased = None, dim
+        return finish(*_moments(x, dim, int(unbiased), keepdim))
+
+    return corrected if by_correction else unbiased
+
+
+_FINISH: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "var": lambda var, mean: var,
+    "std": lambda var, mean: var.sqrt(),
+    "var_mean": lambda var, mean: (var, mean),
+    "std_mean": lambda var, mean: (var.sqrt(), mean),
+}
+
+
+def _vector_norm(
+    x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    dims = dims_of(dim, x.ndim)
+    x = x if dtype is None else x.to(dtype)
+    if ord == 2:
+        return x.square().sum(dims, keepdim).sqrt()
+    size = x.abs()
+    if ord == math.inf:
+        return size.amax(dims, keepdim)
+    if ord == -math.inf:
+        return size.amin(dims, keepdim)
+    if ord == 0:
+        return x.ne(0).to(size.dtype).sum(dims, keepdim)
+    return size.pow(ord).sum(dims, keepdim).pow(1 / ord)
+
+
+def _norm(
+    x: Tensor, p: float | None = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    return _vector_norm(x, 2 if p is None else p, dim, keepdim, dtype=dtype)
+
+
+def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    dims = dims_of(dim, x.ndim)
+    top = x.amax(dims, keepdim=True)
+    top = torch.where(top.abs() == math.inf, 0.0, top)
+    total = (x - top).exp().sum(dims, keepdim).log()
+    return total + (top if keepdim else top.squeeze(dims))
+
+
+def _along(position: int, default: int = -1) -> Callable[[Call], Sequence[Factor]]:
+    """Every dim but one, of an op whose outputs have the dims of its input (a scan, a sort)."""
+
+    def factors(call: Call) -> list[Factor]:
+        ndim = call.inputs[0].ndim
+        dim = positive(call.arg(position, "dim", default), ndim)
+        return [Factor((d,), (d,) * len(call.outputs)) for d in range(ndim) if d != dim]
+
+    return factors
+
+
+def _histogram(call: Call) -> list[Factor]:
+    """Counts add up, if the range of the bins is given and not that of the data."""
+    if call.arg(2, "min", 0) == call.arg(3, "max", 0):
+        return []
+    return [Factor((d,), (None,)) for d in range(call.inputs[0].ndim)]
+
+
+register(*overloads("sum", "sum.dim_IntList"), rule=Rule(factors=_summed("sum"), linear=first_operand))
+register(*overloads("nansum", "count_nonzero", "count_nonzero.dim_IntList"), rule=Rule(factors=_summed("sum")))
+register(*overloads("amax", "max"), rule=Rule(factors=_summed("max")))
+register(*overloads("amin", "min"), rule=Rule(factors=_summed("min")))
+register(*overloads("mean", "mean.dim"), rule=Rule(factors=_free, strategies=_mean_strategies, linear=first_operand))
+register(*overloads("any", "any.dim", "any.dims"), rule=Rule(factors=_free, decompose=_any))
+register(*overloads("all", "all.dim", "all.dims"), rule=Rule(factors=_free, decompose=_all))
+register(
+    *overloads(
+        "prod", "prod.dim_int", "max.dim", "min.dim", "argmax", "argmin", "median", "median.dim", "nanmedian.dim",
+    ),
+    rule=Rule(factors=_free),
+)  # fmt: skip
+for _name, _finish in _FINISH.items():
+    register(*overloads(f"{_name}.correction"), rule=Rule(factors=_free, decompose=_of_moments(_finish, True)))
+    register(*overloads(_name, f"{_name}.dim"), rule=Rule(factors=_free, decompose=_of_moments(_finish, False)))
+register(*overloads("linalg_vector_norm"), rule=Rule(factors=_free, decompose=_vector_norm))
+register(*overloads("norm.ScalarOpt_dim", "norm.Scalar"), rule=Rule(factors=_free, decompose=_norm))
+register(*overloads("logsumexp"), rule=Rule(factors=_free, decompose=_logsumexp))
+register(*overloads("cumsum"), rule=Rule(factors=_along(1), linear=first_operand))
+register(*overloads("cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort"), rule=Rule(factors=_along(1)))
+register(*overloads("sort.stable"), rule=Rule(factors=_along(2)))
+register(*overloads("topk"), rule=Rule(factors=_along(2)))
+register(*overloads("histc"), rule=Rule(factors=_histogram))

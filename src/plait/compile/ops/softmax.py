@@ -1,0 +1,70 @@
+"""Softmax and its kind: free along the other dims. Where their own dim is cut they are rewritten as extrema and sums,
+of which only the small results travel: this is what vocabulary-parallel cross-entropy rests on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from plait.compile.ops.base import Call, Factor, Rule, register
+from plait.compile.ops.dims import first_operand, overloads, positive, widened
+
+
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    wide = widened(x)
+    shifted = wide - wide.amax(dim, keepdim=True)
+    out = shifted - shifted.exp().sum(dim, keepdim=True).log()
+    return out if half_to_float else out.to(x.dtype)
+
+
+def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    wide = widened(x)
+    grown = (wide - wide.amax(dim, keepdim=True)).exp()
+    out = grown / grown.sum(dim, keepdim=True)
+    return out if half_to_float else out.to(x.dtype)
+
+
+def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Rows of nothing but -inf become zeros."""
+    out = x.dtype if dtype is None else dtype
+    wide = widened(x.to(out))
+    top = wide.amax(dim, keepdim=True)
+    empty = top == -math.inf
+    grown = (wide - torch.where(empty, 0.0, top)).exp()
+    return torch.where(empty, 0.0, grown / grown.sum(dim, keepdim=True)).to(out)
+
+
+def _log_softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    wide = widened(grad)
+    return (wide - widened(output).exp() * wide.sum(dim, keepdim=True)).to(input_dtype)
+
+
+def _softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    product = widened(grad) * widened(output)
+    return (product - widened(output) * product.sum(dim, keepdim=True)).to(input_dtype)
+
+
+def _free(position: int) -> Callable[[Call], Sequence[Factor]]:
+    def factors(call: Call) -> Sequence[Factor]:
+        ndim = call.inputs[0].ndim
+        dim = positive(call.args[position], ndim)
+        return [Factor((d,) * len(call.inputs), (d,)) for d in range(ndim) if d != dim]
+
+    return factors
+
+
+_forward, _backward = _free(1), _free(2)
+register(*overloads("_log_softmax"), rule=Rule(factors=_forward, decompose=_log_softmax))
+register(*overloads("_softmax"), rule=Rule(factors=_forward, decompose=_softmax))
+register(*overloads("_safe_softmax"), rule=Rule(factors=_forward, decompose=_safe_softmax))
+register(
+    *overloads("_log_softmax_backward_data"),
+    rule=Rule(factors=_backward, linear=first_operand, decompose=_log_softmax_backward),
+)
+register(
+    *overloads("_softmax_backward_data"),
+    rule=Rule(factors=_backward, linear=first_operand, decompose=_softmax_backward),
+)

@@ -1,0 +1,217 @@
+"""Ops that rename, drop, add or repeat dims. Each is a map from the dims of its output to those of its input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from plait.compile.ops.base import (
+    REPLICATE,
+    Builder,
+    Call,
+    Factor,
+    Placements,
+    Rule,
+    Shard,
+    Strategy,
+    register,
+)
+from plait.compile.ops.dims import blocks_of, dims_of, first_operand, overloads, positive, put
+
+DimMap = Callable[[Call], Sequence[int | None]]  # for each dim of the output the input's; None where it has none
+
+
+def _mapped(dim_map: DimMap) -> Rule:
+    def factors(call: Call) -> list[Factor]:
+        return [Factor((source,), (d,)) for d, source in enumerate(dim_map(call))]
+
+    return Rule(factors=factors, linear=first_operand)
+
+
+def _swap(call: Call, a: int, b: int) -> list[int | None]:
+    dims: list[int | None] = list(range(call.inputs[0].ndim))
+    if dims:
+        dims[a], dims[b] = dims[b], dims[a]
+    return dims
+
+
+def _t(call: Call) -> Sequence[int | None]:
+    return _swap(call, 0, -1)
+
+
+def _transpose(call: Call) -> Sequence[int | None]:
+    ndim = call.inputs[0].ndim
+    return _swap(call, positive(call.args[1], ndim), positive(call.args[2], ndim))
+
+
+def _permute(call: Call) -> Sequence[int | None]:
+    return [positive(d, call.inputs[0].ndim) for d in call.args[1]]
+
+
+def _squeeze(call: Call) -> Sequence[int | None]:
+    shape = call.inputs[0].shape
+    dims = dims_of(call.args[1], len(shape)) if len(call.args) > 1 else range(len(shape))
+    return [d for d, n in enumerate(shape) if not (d in dims and n == 1)]
+
+
+def _unsqueeze(call: Call) -> Sequence[int | None]:
+    ndim = call.inputs[0].ndim
+    new = positive(call.args[1], ndim + 1)
+    return [*range(new), None, *range(new, ndim)]
+
+
+def _expand(call: Call) -> Sequence[int | None]:
+    shape, out = call.inputs[0].shape, call.outputs[0]
+    assert out is not None
+    new = out.ndim - len(shape)
+    return [d - new if d >= new and shape[d - new] == n else None for d, n in enumerate(out.shape)]
+
+
+def _select(call: Call) -> Sequence[int | None]:
+    dim = positive(call.args[1], call.inputs[0].ndim)
+    return [d for d in range(call.inputs[0].ndim) if d != dim]
+
+
+def _diagonal_dims(args: Sequence[Any], kwargs: dict[str, Any], first: int, ndim: int) -> tuple[int, int]:
+    found = (args[first + i] if len(args) > first + i else kwargs.get(f"dim{i + 1}", i) for i in range(2))
+    a, b = (positive(d, ndim) for d in found)
+    return a, b
+
+
+def _diagonal(call: Call) -> Sequence[int | None]:
+    ndim = call.inputs[0].ndim
+    gone = _diagonal_dims(call.args, call.kwargs, 2, ndim)
+    return [*(d for d in range(ndim) if d not in gone), None]
+
+
+def _sliding(call: Call) -> Sequence[int | None]:
+    """unfold: windows along one dim, their elements in a new last one."""
+    ndim = call.inputs[0].ndim
+    dim = positive(call.args[1], ndim)
+    return [*(None if d == dim else d for d in range(ndim)), None]
+
+
+def _keeping(whole: Callable[[Call], Sequence[int]], exact: bool = True) -> Rule:
+    """An op that leaves the order of dims, and needs some of them whole. `exact`: linear."""
+
+    def factors(call: Call) -> list[Factor]:
+        busy = whole(call)
+        return [Factor((d,), (d,)) for d in range(call.inputs[0].ndim) if d not in busy]
+
+    return Rule(factors=factors, linear=first_operand) if exact else Rule(factors=factors)
+
+
+def _flipped(call: Call) -> Sequence[int]:
+    return dims_of(call.args[1], call.inputs[0].ndim) if call.args[1] else ()
+
+
+def _rolled(call: Call) -> Sequence[int]:
+    return dims_of(call.arg(2, "dims"), call.inputs[0].ndim)
+
+
+def _triangle(call: Call) -> Sequence[int]:
+    ndim = call.inputs[0].ndim
+    return (ndim - 2, ndim - 1)
+
+
+for _names, _map in {
+    ("t",): _t,
+    ("transpose.int",): _transpose,
+    ("permute",): _permute,
+    ("squeeze", "squeeze.dim", "squeeze.dims"): _squeeze,
+    ("unsqueeze",): _unsqueeze,
+}.items():
+    register(*overloads(*_names), rule=_mapped(_map))
+
+
+def _existing(dim_map: DimMap) -> Rule:
+    """As `_mapped`, but dims that the input lacks stay whole."""
+
+    def factors(call: Call) -> list[Factor]:
+        return [Factor((source,), (d,)) for d, source in enumerate(dim_map(call)) if source is not None]
+
+    return Rule(factors=factors, linear=first_operand)
+
+
+def _expand_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
+    return [Strategy((REPLICATE,), (Shard(d),)) for d, source in enumerate(_expand(call)) if source is None]
+
+
+register(*overloads("select.int"), rule=_existing(_select))
+register(*overloads("diagonal"), rule=_existing(_diagonal))
+register(*overloads("unfold"), rule=_existing(_sliding))
+register(
+    *overloads("expand"),
+    rule=Rule(factors=_existing(_expand).factors, strategies=_expand_strategies, linear=first_operand, sizes=1),
+)
+register(*overloads("flip"), rule=_keeping(_flipped))
+
+
+def _to_complex(call: Call) -> Sequence[int | None]:
+    return range(call.inputs[0].ndim - 1)
+
+
+def _to_real(call: Call) -> Sequence[int | None]:
+    return [*range(call.inputs[0].ndim), None]
+
+
+# Real and imaginary parts lie in a last dim of two, which stays whole. Sums are made before: they travel as reals.
+register(
+    *overloads("view_as_complex", "view_as_complex_copy"),
+    rule=Rule(factors=_existing(_to_complex).factors, formats=True),
+)
+register(*overloads("view_as_real", "view_as_real_copy"), rule=Rule(factors=_existing(_to_real).factors))
+register(*overloads("roll"), rule=_keeping(_rolled))
+register(*overloads("tril", "triu"), rule=_keeping(_triangle))
+
+
+def _repeat_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
+    """Copies of a sharded dim, one after the other, are blocks; a dim of one element is repeated in parts."""
+    shape, repeats = call.inputs[0].shape, call.args[1]
+    new = len(repeats) - len(shape)
+    found = []
+    for d, times in enumerate(repeats):
+        own = d - new if d >= new else None
+        if own is not None and shape[own] > 1:
+            found += [Strategy((Shard(own, b),), (Shard(d, b * times),)) for b in blocks_of(given, (own,))]
+        elif times % size == 0 and times > 0:
+            found.append(Strategy((REPLICATE,), (Shard(d),), _emit_fewer))
+    return found
+
+
+def _emit_fewer(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+    (out,) = strategy.outputs
+    assert isinstance(out, Shard)
+    repeats = list(args[1])
+    repeats[out.dim] //= builder.size
+    return builder.call(call.op, *put(args, 1, repeats), **kwargs)
+
+
+register(*overloads("repeat"), rule=Rule(strategies=_repeat_strategies, linear=first_operand))
+
+
+def _padded(call: Call) -> Sequence[int]:
+    """Dims that constant_pad_nd changes: pairs of widths from the last dim on."""
+    pad, ndim = call.args[1], call.inputs[0].ndim
+    return [ndim - 1 - i // 2 for i, width in enumerate(pad) if width != 0]
+
+
+def _pad_groups(call: Call) -> list[tuple[int, ...]]:
+    return [(0,)] if call.arg(2, "value", 0) == 0 else []
+
+
+register(*overloads("constant_pad_nd"), rule=Rule(factors=_keeping(_padded).factors, linear=_pad_groups))
+
+
+def _border(num_dims: int) -> Rule:
+    """Padding from the tensor's own border in the last dims, and its backward."""
+
+    def factors(call: Call) -> list[Factor]:
+        return [Factor((d,) * len(call.inputs), (d,)) for d in range(call.inputs[0].ndim - num_dims)]
+
+    return Rule(factors=factors, linear=first_operand)
+
+
+for _n in (1, 2, 3):
+    for _kind in ("reflection", "replication"):
+        register(*overloads(f"{_kind}_pad{_n}d", f"{_kind}_pad{_n}d_backward"), rule=_border(_n))

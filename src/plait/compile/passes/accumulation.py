@@ -1,0 +1,171 @@
+"""The graphs of a step's microbatches: the first begins the sums of gradients, the others add to them.
+
+    turn     gradients that it returns                           runs
+    alone    summed over ranks (zero 2 and 3: parts of them)     the only one; with zero 2 and 3 the first
+    more     the same, added to those given                      with zero 2 and 3 all others
+    first    this rank's own, not yet summed                     the first of several
+    middle   the same, added to those given                      all between
+    last     added to those given, then summed over ranks        the last
+
+With zero=0 and 1 gradients are so summed over ranks once a step. With zero=2 and 3 a rank never holds more than its
+part of the sums, so each microbatch's gradients are summed over ranks as they come, and the parts are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from plait.compile.capture.capture import Output
+from plait.compile.ir.calls import copy_graph, output_node, placeholders
+from plait.compile.ir.node_info import NodeInfo, describe, info_of
+from plait.compile.ops import comm_ops
+from plait.compile.passes.gather import narrow_parameters
+from plait.compile.passes.inplace import is_fresh
+from plait.compile.sharding.zero import cut_of
+from plait.plan.plan import Plan
+from plait.spec.layout import Layout
+
+aten = torch.ops.aten
+SUM = "sum_of_"  # name of a placeholder that brings the sum so far of a gradient
+
+
+@dataclass
+class Part:
+    """One of the graphs of a step: all of it, a cell of its pipeline, or what a cell runs for some microbatches."""
+
+    graph: Graph
+    outputs: tuple[Output, ...]
+    num_micro: frozenset[int]  # on how many microbatches ranks run it in a step
+    turn: str = ""  # which of them, once the step is repeated
+
+
+def turns_of(num_micro: int, graphs: Collection[str]) -> tuple[str, ...]:
+    """The graph of each microbatch in turn."""
+    if "first" not in graphs or num_micro == 1:
+        return ("alone", *["more" if "more" in graphs else "alone"] * (num_micro - 1))
+    return ("first", *["middle"] * (num_micro - 2), "last")
+
+
+def narrowed(
+    graphs: Iterable[Graph], plan: Plan, layouts: Mapping[str, Layout], states: Mapping[str, Layout]
+) -> dict[str, str]:
+    """In which dtype the graphs read parameters, where that is not the parameters' own; from here on they do."""
+    if plan.zero_stage not in (1, 2):  # with 3 they read the optimizer's parts, which are cast as they leave
+        return {}
+    parameters = [node for graph in graphs for node in placeholders(graph) if info_of(node).kind == "parameter"]
+    parameters = [n for n in parameters if cut_of(layouts[info_of(n).name], states[info_of(n).name], plan) is not None]
+    narrow_parameters(parameters)
+    return {
+        info_of(n).name: str(n.meta["val"].dtype).removeprefix("torch.")
+        for n in parameters
+        if info_of(n).stored_dtype is not None
+    }
+
+
+def gradients_of(part: Part) -> dict[int, str]:
+    """The parameters whose gradients a graph makes, by its outputs."""
+    return {i: output.name for i, output in enumerate(part.outputs) if output.kind == "gradient"}
+
+
+def by_turn(part: Part, keeps_parts: bool) -> dict[str, Graph]:
+    """The graphs by turn. With `keeps_parts` a rank sums gradients over ranks at every microbatch, of which it keeps
+    its part."""
+    graph, gradients = part.graph, gradients_of(part)
+    most = max(part.num_micro, default=1)
+    found: dict[str, Graph] = {}
+    if most == 1 or 1 in part.num_micro or not gradients or keeps_parts:
+        found["alone"] = graph if most == 1 or not gradients else copy_graph(graph)
+    if most > 1 and gradients and keeps_parts:
+        found["more"] = graph
+    elif most > 1 and gradients:
+        found["first"] = _unsummed(copy_graph(graph), gradients, add=False)
+        if most > 2:
+            found["middle"] = _unsummed(copy_graph(graph), gradients, add=True)
+        found["last"] = _add_to(graph, gradients)
+    return found
+
+
+def _term(result: Node) -> Node:
+    """What goes into the sums over ranks that only make this output."""
+    node = result
+    while node.target is comm_ops.all_reduce and node.args[3] == "sum" and len(node.users) == 1:
+        node = node.args[1]  # type: ignore[assignment]
+    return node
+
+
+def _unsummed(graph: Graph, gradients: Mapping[int, str], add: bool) -> Graph:
+    """Let the gradients leave as this rank's own terms, added to those given or in memory of their own."""
+    end = output_node(graph)
+    results = list(end.args[0])  # type: ignore[arg-type]
+    terms = {i: _term(results[i]) for i in gradients if isinstance(results[i], Node)}
+    others = [result for i, result in enumerate(results) if i not in gradients]
+    for index, term in terms.items():
+        if add:
+            results[index] = _added(graph, term, gradients[index])
+        else:
+            shared = sum(r is term for r in (*terms.values(), *others)) > 1 or len(term.users) > 1
+            results[index] = term if is_fresh(term) and not shared else _own(graph, term)
+    end.args = (tuple(results),)
+    graph.eliminate_dead_code()
+    return graph
+
+
+def _add_to(graph: Graph, gradients: Mapping[int, str]) -> Graph:
+    """Add the sums so far to each gradient's term, before it is summed over ranks. Whatever else reads the term, such
+    as another cell that it is handed to, still gets this microbatch's own."""
+    end = output_node(graph)
+    results = list(end.args[0])  # type: ignore[arg-type]
+    for index, name in gradients.items():
+        if not isinstance(node := results[index], Node):
+            continue
+        term, reader = _term(node), None
+        while node is not term:
+            source = node.args[1]
+            assert isinstance(source, Node)
+            node, reader = source, node
+        total = _added(graph, term, name)
+        if reader is None:
+            results[index] = total
+        else:
+            reader.replace_input_with(term, total)
+    end.args = (tuple(results),)
+    return graph
+
+
+def add_parts(graph: Graph, gradients: Mapping[int, str]) -> Graph:
+    """Add each gradient, as it leaves the graph, to the sum so far."""
+    end = output_node(graph)
+    results = list(end.args[0])  # type: ignore[arg-type]
+    for index, name in gradients.items():
+        if isinstance(results[index], Node):
+            results[index] = _added(graph, results[index], name)
+    end.args = (tuple(results),)
+    return graph
+
+
+def _added(graph: Graph, term: Node, name: str) -> Node:
+    """The term added in place to the sum so far, right after it is there."""
+    value = term.meta["val"]
+    head = next(n for n in graph.nodes if n.op != "placeholder")
+    with graph.inserting_before(head):
+        given = graph.placeholder(SUM + "".join(c if c.isalnum() else "_" for c in name))
+    describe(given, NodeInfo(kind="sum", name=name, owner=info_of(term).owner), value.new_empty(value.shape))
+    after = given if term.op == "placeholder" else term
+    with graph.inserting_after(after):
+        if term.target is aten.mm.default and len(term.users) == 1:  # a product adds to the sum as it is made
+            total = graph.call_function(aten.addmm_.default, (given, *term.args))
+        else:
+            total = graph.call_function(aten.add_.Tensor, (given, term))
+    total.meta = {**term.meta, "val": given.meta["val"]}
+    return total
+
+
+def _own(graph: Graph, term: Node) -> Node:
+    with graph.inserting_before(output_node(graph)):
+        copy = graph.call_function(aten.clone.default, (term,), {"memory_format": torch.contiguous_format})
+    copy.meta = dict(term.meta)
+    return copy

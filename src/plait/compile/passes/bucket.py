@@ -1,0 +1,208 @@
+"""Sum gradients while backward still runs: the sums that only leave the step are joined in buckets.
+
+As in PyTorch DDP (Li et al. 2020, "PyTorch Distributed"), a bucket leaves as soon as its last gradient is there, and
+the first one is small so that the wire starts early. A bucket is one flat buffer: of whole gradients, which are
+all-reduced, or of the parts of each rank (Rajbhandari et al. 2020, "ZeRO"), which are reduce-scattered.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from plait.compile.ir.calls import num_bytes, output_node, settled
+from plait.compile.ir.node_info import describe, info_of
+from plait.compile.ir.views import WHOLE_VIEWS
+from plait.compile.ops import comm_ops
+from plait.compile.passes.pending_reductions import Leaving, leaving
+from plait.compile.sharding.flat_shards import Cut, PlainRows, Rows, rows_of
+from plait.compile.sharding.partition import WORLD
+from plait.schedule.buckets import bucket_limit, split_buckets
+
+aten = torch.ops.aten
+
+
+def bucket_new(world: Any, axis: str, num_elements: int, like: Tensor) -> Tensor:
+    """An empty flat buffer, in memory that the transport sends from if it has such."""
+    flat = world.comm(axis).buffer(num_elements, like.dtype)
+    return like.new_empty(num_elements) if flat is None else flat
+
+
+def bucket_put(flat: Tensor, offset: int, tensor: Tensor) -> Tensor:
+    """Copy a tensor into the buffer, so that its own memory is free at once. Returns the buffer."""
+    flat.narrow(0, offset, tensor.numel()).view(tensor.shape).copy_(tensor)
+    return flat
+
+
+def bucket_start(world: Any, flat: Tensor, axes: Sequence[str]) -> Any:
+    """Begin the sum of a full buffer over the first of the axes."""
+    return world.comm(axes[0]).all_reduce(flat, consume=True)
+
+
+def bucket_wait(
+    world: Any, work: Any, axes: Sequence[str], dtype: torch.dtype, shapes: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """The sums over all axes, as views of one flat tensor."""
+    flat = _sum_on(world, work.wait(), axes[1:]).to(dtype)
+    sizes = [math.prod(shape) for shape in shapes]
+    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+def rows_put(flat: Tensor, plain: PlainRows, index: int, tensor: Tensor) -> Tensor:
+    """Copy every rank's part of member `index` into the buffer. Returns the buffer."""
+    rows = rows_of(plain)
+    rows.put(flat.view(rows.num_ranks, rows.length), index, tensor)
+    return flat
+
+
+def rows_start(world: Any, flat: Tensor, axes: Sequence[str]) -> Any:
+    """Begin the sum of a full buffer of rows, of which each rank gets its own."""
+    comm = world.comm(axes[0])
+    return comm.reduce_scatter(flat.view(comm.size, -1), consume=True)
+
+
+def rows_wait(world: Any, work: Any, axes: Sequence[str], dtype: torch.dtype, plain: PlainRows) -> list[Tensor]:
+    """This rank's parts of the sums over all axes, as views of one flat tensor."""
+    rows = rows_of(plain)
+    flat = _sum_on(world, work.wait(), axes[1:]).to(dtype)
+    return [rows.place(flat, index, world.comm(axes[0]).rank) for index in range(len(rows.cuts))]
+
+
+def keep_part(world: Any, tensor: Tensor, axis: str, plain: PlainRows) -> Tensor:
+    """This rank's part of a tensor that every rank has whole."""
+    (cut,) = rows_of(plain).cuts
+    return cut.part(tensor, world.comm(axis).rank).clone(memory_format=torch.contiguous_format)
+
+
+def _sum_on(world: Any, flat: Tensor, axes: Sequence[str]) -> Tensor:
+    for axis in axes:
+        flat = world.comm(axis).all_reduce(flat, consume=True).wait()
+    return flat
+
+
+def bucket_gradients(
+    graph: Graph,
+    bucket_bytes: int,
+    cuts: Mapping[int, Cut] | None = None,
+    gradients: Collection[int] = (),
+    first_bytes: int = 1 << 20,
+    but: Collection[int] = (),
+) -> Graph:
+    """Join the sums that only leave the graph. Changes `graph` and returns it.
+
+    `cuts` says of which outputs this rank keeps only its part along `data`; `gradients` which of them are gradients;
+    outputs in `but` are waited for, and summed as they are.
+    """
+    cuts = cuts or {}
+    groups: dict[Any, list[Leaving]] = {}
+    for one in leaving(graph, cuts, but):
+        only = tuple(sorted(info_of(one.sums[-1]).owner.items()))
+        dtypes = (one.sent.meta["val"].dtype, one.term.meta["val"].dtype)
+        groups.setdefault((one.axes, one.cut is not None, dtypes, only), []).append(one)
+    end = output_node(graph)
+    world = next((node for node in graph.nodes if node.name == WORLD), None)
+    summed: dict[Node, Node] = {}
+    for members in groups.values():
+        assert world is not None
+        sizes = [num_bytes(one.sent.meta["val"]) for one in members]
+        for bucket in split_buckets(sizes, bucket_limit(sum(sizes), bucket_bytes), first_bytes):
+            chosen = [members[i] for i in bucket]
+            num = sum(one.index in gradients for one in chosen)
+            summed |= _join(graph, world, chosen, end, f"{num} gradients" if num else "the loss")
+    (results,) = end.args
+    results = [summed.get(r, r) for r in results]  # type: ignore[union-attr,arg-type]
+    scattered = {one.index for members in groups.values() for one in members if one.cut is not None}
+    for index, cut in cuts.items():
+        if index not in scattered and isinstance(results[index], Node):
+            results[index] = _kept(graph, world, results[index], cut, end)  # type: ignore[arg-type]
+    end.args = (tuple(results),)
+    for members in groups.values():
+        for one in members:
+            for node in reversed(one.sums):
+                graph.erase_node(node)
+    graph.eliminate_dead_code()
+    return graph
+
+
+def _kept(graph: Graph, world: Node | None, node: Node, cut: Cut, end: Node) -> Node:
+    with graph.inserting_before(end):
+        part = graph.call_function(keep_part, (world, node, "data", Rows((cut,)).plain))
+    describe(part, info_of(node), node.meta["val"].new_empty(cut.part_shape(0)))
+    return part
+
+
+def _join(graph: Graph, world: Node, members: list[Leaving], end: Node, what: str) -> dict[Node, Node]:
+    """One collective for the members; returns what takes the place of each one's sum."""
+    axes = members[0].axes
+    rows = Rows(tuple(one.cut for one in members)) if members[0].cut is not None else None  # type: ignore[misc]
+    values = [one.sums[-1].meta["val"] for one in members]
+    sent = [one.sent for one in members]
+    info = info_of(members[-1].sums[-1])
+    total = rows.length * rows.num_ranks if rows else sum(value.numel() for value in values)
+    flat: Any = None
+    offset = 0
+    for index, tensor in enumerate(sent):
+        if flat is None:
+            with graph.inserting_after(settled(tensor)):
+                flat = graph.call_function(bucket_new, (world, axes[0], total, tensor))
+                describe(flat, info, None)
+        with graph.inserting_after(max(flat, tensor)):
+            if rows is not None:
+                flat = graph.call_function(rows_put, (flat, rows.plain, index, tensor))
+            else:
+                flat = graph.call_function(bucket_put, (flat, offset, tensor))
+            describe(flat, info, None)
+        offset += tensor.meta["val"].numel()
+    with graph.inserting_after(flat):
+        start = graph.call_function(rows_start if rows is not None else bucket_start, (world, flat, axes))
+        held = total * sent[0].meta["val"].element_size()
+        describe(start, replace(info, num_bytes=held, what=what), None)
+    dtype = values[0].dtype
+    with graph.inserting_before(end):
+        if rows is not None:
+            done = graph.call_function(rows_wait, (world, start, axes, dtype, rows.plain))
+            values = [v.new_empty(c.part_shape(0)) for v, c in zip(values, rows.cuts, strict=True)]
+        else:
+            done = graph.call_function(bucket_wait, (world, start, axes, dtype, [list(v.shape) for v in values]))
+        describe(done, info, values)
+        found = {}
+        for index, one in enumerate(members):
+            item = found[one.sums[-1]] = graph.call_function(operator.getitem, (done, index))
+            describe(item, info_of(one.sums[-1]), values[index])
+    return found
+
+
+def _hoist_views(node: Any) -> None:
+    """Move a view, and what it views, up to where the memory is made."""
+    if node.target in WHOLE_VIEWS:
+        source = node.args[0]
+        _hoist_views(source)
+        source.append(node)
+
+
+def overlap(graph: Graph) -> Graph:
+    """Start each remaining all-reduce where its input is made and wait for it where its result is first read."""
+    for node in list(graph.nodes):
+        if node.target is not comm_ops.all_reduce:
+            continue
+        _hoist_views(node.args[1])
+        reader = min(node.users)
+        if reader.prev is node and node.prev is node.args[1]:
+            continue  # nothing lies between
+        with graph.inserting_after(node.args[1]):
+            start = graph.call_function(comm_ops.all_reduce_start, node.args)
+        describe(start, info_of(node), None)
+        with graph.inserting_before(reader):
+            done = graph.call_function(comm_ops.wait, (start,))
+        done.meta = dict(node.meta)
+        node.replace_all_uses_with(done)
+        graph.erase_node(node)
+    graph.lint()
+    return graph

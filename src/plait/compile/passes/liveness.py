@@ -1,0 +1,219 @@
+"""The bytes that live while a rank's graph runs: each memory once, from where it is made to its last reader.
+
+Nothing is worked out from a table of ops: the program itself runs on tensors without memory (`FakeTensorMode`), and a
+meter counts what each call makes and what Python lets go. Views keep their base, a bucket is one buffer, an update in
+place makes nothing, and a new op or collective is counted without a line here. What a kernel takes inside itself is
+not seen.
+
+    meter = Meter(device)
+    world.meter = meter                    # any World with this attribute
+    with FakeTensorMode(allow_non_fake_inputs=True), meter:
+        ... run the program of marked(graph, gradients)
+    meter.peak, meter.most, meter.saved
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plait.compile.capture.record import SHAPES
+from plait.compile.ir.calls import copy_graph, is_item, output_node, placeholders
+from plait.compile.ir.node_info import info_of
+from plait.compile.ir.views import is_view
+from plait.compile.ops import comm_ops
+from plait.compile.passes.bucket import (
+    bucket_new,
+    bucket_put,
+    bucket_start,
+    bucket_wait,
+    keep_part,
+    rows_put,
+    rows_start,
+    rows_wait,
+)
+from plait.compile.passes.gather import gather_start, gather_wait
+from plait.compile.sharding.partition import WORLD
+from plait.cost.memory_model import ACTIVATIONS, BUFFERS, GRADIENTS, PARAMETERS
+
+aten = torch.ops.aten
+_TRAVELS = frozenset({bucket_new, bucket_put, rows_put, gather_start, gather_wait, *comm_ops.COMMUNICATING})
+# What is begun here makes its result when it is done, at whatever call that is.
+_BEGINS = {bucket_start: GRADIENTS, rows_start: GRADIENTS, comm_ops.all_reduce_start: ACTIVATIONS}
+# What comes out of a collective, where it is not a buffer any more.
+_ARRIVES = {bucket_wait: GRADIENTS, rows_wait: GRADIENTS, keep_part: GRADIENTS} | dict.fromkeys(
+    comm_ops.COMMUNICATING - {comm_ops.all_reduce_start}, ACTIVATIONS
+)
+
+
+class Meter(TorchDispatchMode):
+    """Counts the bytes of tensors on one kind of device while the mode is on, by class (decide.memory.CLASSES).
+
+    Numbers that a program reads out of tensors without memory are made up: 0.5, or 0 of whole numbers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.label = PARAMETERS  # the class of what is made next
+        self.moment = ""
+        self.live: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+        self.at_peak: dict[str, int] = {}
+        self.peak = 0
+        self.peak_moment = ""
+        self.saved = 0  # activations that lived when backward began
+        self.total = 0
+        self._counting = True
+        self._held: dict[int, tuple[int, str, Any]] = {}  # storage -> (bytes, class, weak reference)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default:
+            return 0.5 if args[0].is_floating_point() else 0
+        result = SHAPES.get(func, func)(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, Tensor):
+                self._count(value)
+        return result
+
+    def at(self, moment: str, label: str) -> None:
+        """From here on: when it is, and the class of what is made."""
+        if moment.startswith("backward") and self.moment.startswith("forward"):
+            self.saved = max(self.saved, self.live[ACTIVATIONS])
+        self.moment, self.label = moment, label
+
+    def claim(self, values: Any, label: str) -> None:
+        """What these tensors lie in is of that class from now on."""
+        for value in pytree.tree_leaves(values):
+            if isinstance(value, Tensor):
+                key = value.untyped_storage()._cdata
+                if key in self._held:
+                    num_bytes, old, reference = self._held[key]
+                    self._held[key] = (num_bytes, label, reference)
+                    self.live[old] -= num_bytes
+                    self._add(label, num_bytes)
+
+    def count(self, values: Any, label: str) -> None:
+        """Count these tensors, of that class, also if they were made while the mode was off."""
+        for value in pytree.tree_leaves(values):
+            if isinstance(value, Tensor):
+                self._count(value)
+        self.claim(values, label)
+
+    def claim_all(self, label: str) -> None:
+        """All that lives is of that class from now on."""
+        self._held = {key: (num_bytes, label, reference) for key, (num_bytes, _, reference) in self._held.items()}
+        self.live = Counter({label: self.total})
+
+    @contextmanager
+    def labelled(self, label: str) -> Iterator[None]:
+        """What is made meanwhile is of that class."""
+        before, self.label = self.label, label
+        try:
+            yield
+        finally:
+            self.label = before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is made meanwhile is never counted."""
+        self._counting = False
+        try:
+            yield
+        finally:
+            self._counting = True
+
+    def begin(self) -> None:
+        """Forget what was most: it is what lives now."""
+        self.most, self.at_peak = Counter(self.live), dict(self.live)
+        self.peak, self.peak_moment, self.saved = self.total, self.moment, 0
+
+    def _count(self, value: Tensor) -> None:
+        if value.device.type != self.device.type:
+            return
+        storage = value.untyped_storage()
+        key = storage._cdata
+        if key in self._held:
+            return
+        num_bytes = storage.nbytes() if self._counting else 0
+        self._held[key] = (num_bytes, self.label, weakref.ref(storage, lambda _: self._let_go(key)))
+        self.total += num_bytes
+        self._add(self.label, num_bytes)
+        if self.total > self.peak:
+            self.peak, self.peak_moment, self.at_peak = self.total, self.moment, dict(self.live)
+
+    def _add(self, label: str, num_bytes: int) -> None:
+        self.live[label] += num_bytes
+        self.most[label] = max(self.most[label], self.live[label])
+
+    def _let_go(self, key: int) -> None:
+        num_bytes, label, _ = self._held.pop(key)
+        self.live[label] -= num_bytes
+        self.total -= num_bytes
+
+
+def marked(graph: Graph, gradients: Collection[int]) -> Graph:
+    """A copy of a local graph that tells `world.meter` what runs; `gradients` are the outputs that are gradients."""
+    copy = copy_graph(graph)
+    world = next((node for node in placeholders(copy) if node.name == WORLD), None)
+    if world is None:
+        with copy.inserting_before(next(iter(copy.nodes))):
+            world = copy.placeholder(WORLD)
+    makes = _makes_gradients(copy, gradients)
+    phase, before = "forward", None
+    for node in [node for node in copy.nodes if node.op == "call_function"]:
+        phase = info_of(node).phase or phase
+        now = (f"{phase} of {info_of(node).module or 'the loss'}", GRADIENTS if node in makes else _class_of(node))
+        if now != before:
+            with copy.inserting_before(node):
+                copy.call_function(mark, (world, *now))
+            before = now
+        if node.target in _ARRIVES:
+            with copy.inserting_after(node):
+                copy.call_function(claim, (world, node, _ARRIVES[node.target]))
+    return copy
+
+
+def mark(world: Any, moment: str, label: str) -> None:
+    world.meter.at(moment, label)
+
+
+def claim(world: Any, values: Any, label: str) -> None:
+    world.meter.claim(values, label)
+
+
+def _class_of(node: Node) -> str:
+    """Of what a call makes."""
+    if node.target in _BEGINS:
+        return _BEGINS[node.target]
+    if node.target in _TRAVELS or node.target in _ARRIVES:
+        return BUFFERS
+    if node.target is aten._to_copy.default:
+        source = node.args[0]
+        while isinstance(source, Node) and is_view(source):
+            source = source.args[0]
+        if isinstance(source, Node) and info_of(source).kind == "parameter":
+            return PARAMETERS  # in the precision of the products that read it
+    return ACTIVATIONS
+
+
+def _makes_gradients(graph: Graph, gradients: Collection[int]) -> set[Node]:
+    """The calls whose memory leaves the graph as a gradient."""
+    found: set[Node] = set()
+    (results,) = output_node(graph).args
+    for index in gradients:
+        node = results[index]  # type: ignore[index]
+        while isinstance(node, Node) and node.op == "call_function" and node.target not in _ARRIVES:
+            found.add(node)
+            inside = is_view(node) or is_item(node) or node.target in (aten.add_.Tensor, aten.addmm_.default)
+            node = node.args[0] if inside else None
+    return found

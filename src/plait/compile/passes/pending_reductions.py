@@ -1,0 +1,60 @@
+"""What leaves a step's graph still to be summed: its terms, the axes, and which part of the sum a rank keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from plait.compile.ir.calls import output_node
+from plait.compile.ops import comm_ops
+from plait.compile.sharding.flat_shards import Cut
+
+aten = torch.ops.aten
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The sum over `axes` of `term` is output `index`; `sums` are the all-reduces that make it, the first one first.
+
+    With a cut, this rank keeps its part along `data`, which then comes first among the axes.
+    """
+
+    index: int
+    term: Node
+    axes: tuple[str, ...]
+    sums: tuple[Node, ...]
+    cut: Cut | None = None
+
+    @property
+    def sent(self) -> Node:
+        """What goes on the wire: a term in half precision, where the graph widened it only to leave."""
+        source = self.term.args[0] if self.term.target is aten._to_copy.default else None
+        narrow = isinstance(source, Node) and source.meta["val"].dtype in _HALF
+        return source if narrow and len(self.term.users) == 1 else self.term  # type: ignore[return-value]
+
+
+def leaving(graph: Graph, cuts: Mapping[int, Cut], but: Collection[int] = ()) -> list[Leaving]:
+    """Every output, but those, that is only summed before it leaves, in the order in which the terms are there."""
+    end = output_node(graph)
+    (results,) = end.args
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    found: dict[Node, Leaving] = {}
+    for index, result in enumerate(results):  # type: ignore[arg-type]
+        if not isinstance(result, Node) or result in found or index in but:
+            continue
+        node, reader, sums = result, end, []
+        while node.target is comm_ops.all_reduce and node.args[3] == "sum" and set(node.users) == {reader}:
+            sums.append(node)
+            node, reader = node.args[1], node  # type: ignore[assignment]
+        if not sums:
+            continue
+        axes = tuple(str(s.args[2]) for s in reversed(sums))
+        cut = cuts.get(index) if "data" in axes else None
+        if cut is not None:
+            axes = ("data", *(axis for axis in axes if axis != "data"))
+        found[result] = Leaving(index, node, axes, tuple(reversed(sums)), cut)
+    return sorted(found.values(), key=lambda one: order[one.term])

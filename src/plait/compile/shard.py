@@ -1,0 +1,174 @@
+"""Sharding a step: which parameters are cut over each axis of the plan's mesh, and the graph that one rank runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.fx import Graph
+
+from plait.compile.capture.capture import Captured
+from plait.compile.draft import Draft
+from plait.compile.ir.calls import placeholders
+from plait.compile.ir.dtypes import dtype_name
+from plait.compile.ops.dims import overloads
+from plait.compile.sharding.auto_sharding import recipe
+from plait.compile.sharding.narrow import gathered_of, mark_gathered
+from plait.compile.sharding.partition import partition
+from plait.compile.sharding.propagate import propagate
+from plait.compile.sharding.split_share import split_share, step_flops
+from plait.compile.sharding.stage_parallelism import INNER, give_roles, propagate_by_role, split_by_tensor
+from plait.compile.stages.split import AXIS as PIPELINE
+from plait.compile.stages.split import cut_in_stages
+from plait.errors import PlanError
+from plait.plan.annotation import resolve_annotations
+from plait.plan.plan import BATCH_AXES, Plan
+from plait.spec.layout import REPLICATE, Layout, Placement, Replicate, Shard
+
+BATCH_NORM = frozenset(
+    overloads(
+        "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+        "_batch_norm_with_update", "_batch_norm_with_update_functional", "native_batch_norm_backward",
+        "batch_norm_backward", "cudnn_batch_norm", "cudnn_batch_norm_backward", "_native_batch_norm_legit.no_stats",
+    )
+)  # fmt: skip
+
+
+def check_batch(draft: Draft) -> None:
+    """Raise PlanError where the plan does not divide the rows of a microbatch. Of the short last batch of an evaluation
+    every rank has all of it."""
+    plan, rows = draft.plan, draft.captured.rows
+    trains = any(output.kind == "gradient" for output in draft.captured.outputs)
+    if (trains and rows % plan.num_batch_parts) or (
+        plan.stages and rows % (plan.num_batch_parts * plan.mesh.axis_size(INNER))
+    ):
+        raise PlanError(_uneven_batch(rows, plan))
+
+
+def assign_roles(draft: Draft) -> None:
+    """Where stages are spread differently, find them in the whole graph: layouts depend on them."""
+    plan = draft.plan
+    schedule, draft.begins = cut_in_stages(draft.graph, draft.captured, plan, draft.settled.stages)
+    give_roles(draft.graph, [plan.stages[schedule.where(stage)[0]][0] for stage in range(schedule.num_stages)])
+
+
+def choose_layouts(draft: Draft) -> None:
+    """Choose the placement of every parameter along each axis; LayoutError for a bad annotation."""
+    inputs = draft.captured.inputs
+    values = {node.name: node.meta["val"] for node in placeholders(draft.graph)}
+    shapes = {i.name: tuple(values[i.node].shape) for i in inputs if i.kind == "parameter"}
+    annotated = resolve_annotations(draft.annotations, shapes, draft.plan.mesh)
+    nodes = {i.name: i.node for i in inputs}
+    draft.chosen, draft.reasons = _choose_parameters(draft.graph, draft.plan, annotated, draft.settled.layouts, nodes)
+
+
+def shard(draft: Draft) -> None:
+    """Propagate placements and write the graph of one rank, along one axis after the other."""
+    graph, plan, captured = draft.graph, draft.plan, draft.captured
+    values = {node.name: node.meta["val"] for node in placeholders(graph)}
+    names = {i.node: i.name for i in captured.inputs}
+    nodes = {i.name: i.node for i in captured.inputs}
+    placements: dict[str, list[tuple[str, Placement]]] = {name: [] for name in nodes}
+    split = [] if captured.rows % plan.num_batch_parts else _cut_leaves(captured, values)
+    flops: dict[str, tuple[int, int]] = {}  # by axis that splits weights: before it does, and after
+    for axis in (*BATCH_AXES, *(axis for axis in plan.mesh.names if axis not in BATCH_AXES)):
+        size = plan.mesh.axis_size(axis)
+        if size == 1 or axis == PIPELINE:
+            continue
+        fixed, origin = draft.chosen[axis]
+        if axis in BATCH_AXES:
+            fixed |= {nodes[name]: Shard(0) for name in split}
+            origin |= {nodes[name]: f"batch: {name}" for name in split}
+        wanted = tuple(
+            fixed.get(nodes[o.name], REPLICATE) if o.kind == "gradient" else REPLICATE for o in captured.outputs
+        )
+        if axis == INNER:
+            laid_out = propagate_by_role(graph, size, fixed, {nodes[name] for name in split}, wanted, origin)
+        else:
+            local_ops = BATCH_NORM if _local_norm(plan, axis) else frozenset()
+            laid_out = propagate(graph, size, fixed, wanted, origin, local_ops, axis)
+        before = 0 if axis in BATCH_AXES else step_flops(graph)
+        graph = partition(laid_out, axis)
+        if axis not in BATCH_AXES:
+            flops[axis] = before, step_flops(graph)
+        draft.without_rule |= laid_out.without_rule
+        for node, placement in fixed.items():
+            if not isinstance(placement, Replicate):
+                placements[names[node]].append((axis, placement))
+                draft.origins[names[node]] = origin.get(node, "")
+    draft.graph = graph
+    draft.layouts = {
+        i.name: Layout(dtype_name(values[i.node].dtype), tuple(values[i.node].shape), tuple(placements[i.name]))
+        for i in captured.inputs
+        if isinstance(values[i.node], torch.Tensor)
+    }
+    parameters = {i.name: draft.layouts[i.name] for i in captured.inputs if i.kind == "parameter"}
+    for axis, (before, after) in flops.items():
+        draft.share = split_share(parameters, axis, plan.mesh.axis_size(axis), before, after, draft.reasons)
+
+
+def _choose_parameters(
+    graph: Graph,
+    plan: Plan,
+    annotated: Mapping[str, Mapping[str, Placement]],
+    settled: Mapping[str, Layout] | None,
+    nodes: Mapping[str, str],
+) -> tuple[dict[str, tuple[dict[str, Placement], dict[str, str]]], dict[str, str]]:
+    """Placement of parameters along each axis, by node, and where it came from; and why others stay whole, by name.
+    Recipes read the graph as captured, before any axis has changed it."""
+    chosen = {}
+    reasons: dict[str, str] = {}
+    names = {node: name for name, node in nodes.items()}
+    for axis, size in plan.mesh.axes:
+        if axis == PIPELINE:
+            continue
+        if settled is not None:
+            chosen[axis] = ({nodes[name]: layout.on(axis) for name, layout in settled.items()}, dict[str, str]())
+            if axis not in BATCH_AXES and size > 1:
+                mark_gathered(gathered_of(graph, size, chosen[axis][0]), axis)
+            continue
+        fixed = {nodes[name]: on[axis] for name, on in annotated.items() if axis in on}
+        origin = {nodes[name]: f"layouts: {name}" for name in annotated}
+        if axis not in BATCH_AXES and size > 1:
+            if axis == INNER:
+                among = split_by_tensor(graph)
+                found, why, gathered = recipe(graph, size, fixed, "tensor", among) if among else ({}, {}, set())
+            else:
+                found, why, gathered = recipe(graph, size, fixed, axis)
+            mark_gathered(gathered | (gathered_of(graph, size, fixed | found, list(fixed)) if fixed else set()), axis)
+            reasons |= {names[node]: reason for node, reason in why.items() if node not in found}
+            reasons |= {name: "layouts= says so" for name, on in annotated.items() if axis in on}
+            origin |= {node: f"recipe: {names[node]}" for node in found}
+            fixed |= found
+        chosen[axis] = (fixed, origin)
+    return chosen, reasons
+
+
+def _local_norm(plan: Plan, axis: str) -> bool:
+    return axis in BATCH_AXES and plan.batchnorm == "local"
+
+
+def _cut_leaves(captured: Captured, values: dict[str, object]) -> list[str]:
+    """The tensors of the batch that have a row for each of its rows."""
+    leaves = {i.name: values[i.node] for i in captured.inputs if i.kind == "batch"}
+    return [n for n, v in leaves.items() if isinstance(v, torch.Tensor) and v.ndim and v.shape[0] == captured.rows]
+
+
+def _uneven_batch(batch_size: int, plan: Plan) -> str:
+    parts = plan.num_batch_parts
+    axes = " x ".join(f"{axis}={n}" for axis, n in plan.mesh.axes if axis in BATCH_AXES and n > 1)
+    if plan.stages:
+        inner = plan.mesh.axis_size(INNER)
+        return (
+            f"stages= cuts each microbatch of {batch_size} into {parts} x {inner} parts; give a batch size that is a"
+            f" multiple of {parts * inner * plan.micro}, or less of micro"
+        )
+    what = "the batch" if plan.micro == 1 else "a microbatch"
+    return (
+        f"{axes} does not divide {what} of {batch_size}; give a batch size that is a multiple of {parts * plan.micro},"
+        f" or a plan with data={_divisor_below(batch_size, parts)}"
+    )
+
+
+def _divisor_below(number: int, limit: int) -> int:
+    return max((d for d in range(1, limit + 1) if number % d == 0), default=1)

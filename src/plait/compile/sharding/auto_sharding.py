@@ -1,0 +1,232 @@
+"""Recipes: which parameters to shard over an axis, found in the graph's structure and not in anybody's names.
+
+From each weight the recipe follows its output dim through the forward graph. If the dim reaches another weight that
+contracts it, and nothing on the way needs it whole, the two are a column-parallel and a row-parallel weight (Shoeybi
+et al. 2019, "Megatron-LM"): an MLP, two convolutions, or attention, where what the path meets on its side (keys,
+values, biases) turns out to be wanted in sharded form too. A path that ends in a softmax loss is a vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from plait.compile.ir.calls import is_item, placeholders, tensor_inputs
+from plait.compile.ir.node_info import info_of, is_forward
+from plait.compile.ir.views import RESHAPES
+from plait.compile.ops import LOOKUPS
+from plait.compile.ops.reshape import view_groups
+from plait.compile.sharding.narrow import by_width, condition, with_gathers
+from plait.compile.sharding.region import Grower, Region, leads_to_loss
+from plait.errors import PlanError
+from plait.spec.layout import REPLICATE, Blocks, Placement, Replicate, Shard, blocks_of_lengths, divides
+
+aten = torch.ops.aten
+_BLOCKS = (1, 2, 3, 4)  # of fused weights: gate and up; query, key and value; the gates of an LSTM
+_MAX_BLOCKS = 12
+_MAX_READERS = 120  # that are looked at for splits and slices
+_MAX_POINTS = 3
+
+
+class Recipe:
+    def __init__(
+        self,
+        graph: Graph,
+        size: int,
+        taken: Mapping[str, Placement],
+        axis: str,
+        among: Collection[str] | None = None,
+    ) -> None:
+        self.graph = graph
+        self.size = size
+        self.axis = axis
+        parameters = {n for n in placeholders(graph) if info_of(n).kind == "parameter"}
+        self.decided: dict[Node, Placement] = {n: taken[n.name] for n in parameters if n.name in taken}
+        self.decided |= {n: REPLICATE for n in parameters if among is not None and n.name not in among}
+        self.spared: set[Node] = set()  # weights that an accepted region reads whole by design (few key-value heads)
+        self.grower = Grower(graph, size, self.decided)
+        self.gathered: set[Node] = set()  # cut values that are to be gathered for their readers
+        self.reasons: dict[str, str] = {}  # why weights stay whole, by placeholder name
+
+    def run(self) -> dict[str, Placement]:
+        """Placement of each parameter that is to be sharded, by placeholder name."""
+        found: dict[Node, Placement] = {}
+        for node in self.graph.nodes:
+            if node.op != "call_function" or not is_forward(node):
+                continue
+            for parameter in self._weights(node):
+                if parameter in self.decided:
+                    continue
+                region = self._best_region(parameter, node)
+                if region is not None:
+                    found.update(region.parameters)
+                    self.decided.update(region.parameters)
+                    self.spared |= region.spared
+                    self.gathered |= region.gathered
+                elif parameter.name not in self.reasons:
+                    self.reasons[parameter.name] = self._reason(parameter, node)
+        return {node.name: placement for node, placement in found.items()}
+
+    def _weights(self, node: Node) -> list[Node]:
+        """Parameters of which the node is a weighted sum or a lookup."""
+        own, from_batch = self.grower.from_parameter, self.grower.from_batch
+        if node.target in LOOKUPS:
+            table, ids = tensor_inputs(node)[:2]
+            return [own[table]] if table in own and ids in from_batch else []
+        return [own[i] for i in tensor_inputs(node) if i in own] if self.grower.weighted(node) else []
+
+    def _best_region(self, parameter: Node, use: Node) -> Region | None:
+        shape = tuple(parameter.meta["val"].shape)
+        if len(shape) < 2:
+            return None
+        region = _first_region(self.grower, parameter, use)
+        stuck = self.grower.stuck
+        if region is None and stuck is not None and parameter not in self.spared:
+            node, works = stuck
+            if _first_region(Grower(self.graph, works, self.decided), parameter, use) is not None:
+                self._refuse(parameter, node, works)
+        return region
+
+    def _reason(self, parameter: Node, use: Node) -> str:
+        halted, cut = self.grower.halted, f"{self.axis}={self.size}"
+        shape = parameter.meta["val"].shape
+        if parameter in self.spared and self.grower.stuck is not None:
+            return f"{cut} does not divide its heads"
+        if len(shape) < 2:
+            return "what it goes with is whole"
+        if all(n % self.size for n in shape):
+            return f"{cut} divides no dim of its shape {list(shape)}"
+        if use.target in LOOKUPS:
+            return (
+                f"{cut} does not divide its {shape[0]} rows" if shape[0] % self.size else "no weight sums what it gives"
+            )
+        if halted is None:
+            return "no weight sums what it gives"
+        module = info_of(halted).module or "the loss"
+        if halted.target in RESHAPES:
+            return f"{cut} does not divide what it gives as {module} views it, {list(halted.meta['val'].shape)}"
+        return f"{halted.target} in {module} needs what it gives whole"
+
+    def _refuse(self, parameter: Node, node: Node, works: int) -> None:
+        size = self.size
+        shape = list(node.meta["val"].shape)
+        name = info_of(parameter).name
+        raise PlanError(
+            f"{self.axis}={size} does not divide the dim that {name} is split into (such as heads): shape {shape} in"
+            f" {info_of(node).module or 'the model'}; use {self.axis}={works}, or leave the weight whole with"
+            f" layouts={{{name!r}: '-'}}"
+        )
+
+
+def _cut_points(use: Node, num: int) -> list[Blocks]:
+    """The blocks into which readers of a weighted sum take a dim of `num` apart, by splits and slices: by the first of
+    them, by the next ones too, and so on. And by the first view, whose inner dim may be the one to cut."""
+    points = {0, num}
+    found: list[Blocks] = []
+    views: list[Blocks] = []
+    queue, seen = deque([(use, 0, num)]), {use}
+    while queue and len(seen) < _MAX_READERS:
+        node, start, length = queue.popleft()
+        for user in node.users:
+            if not leads_to_loss(user) or user in seen:
+                continue
+            seen.add(user)
+            if is_item(user):
+                continue
+            pieces = pieces_of(user, length)
+            if user.target in RESHAPES and (inner := _outer_of(user, length)) is not None and num % length == 0:
+                views.append(num // length * inner)
+            known = len(points)
+            points.update(start + edge for piece in pieces for edge in piece[1:])
+            if known < len(points) <= _MAX_BLOCKS + 1:
+                found.append(blocks_of_lengths([last - first for first, last in itertools.pairwise(sorted(points))]))
+            queue.extend((value, start + first, last - first) for value, first, last in pieces)
+            value = user.meta.get("val")
+            if not pieces and isinstance(value, torch.Tensor) and length in value.shape and length > 1:
+                queue.append((user, start, length))
+    return [*found[:_MAX_POINTS], *found[-1:], *views[:1]]
+
+
+def _outer_of(view: Node, num: int) -> int | None:
+    """The outer of the dims into which a view takes a dim of `num` apart: each of its steps is a block."""
+    (source,) = tensor_inputs(view)
+    shape: tuple[int, ...] = tuple(source.meta["val"].shape)
+    target: tuple[int, ...] = tuple(view.meta["val"].shape)
+    for dims, into in view_groups(shape, target):
+        if len(dims) == 1 and shape[dims.start] == num and len(into) > 1:
+            return target[into.start]
+    return None
+
+
+def pieces_of(node: Node, num: int) -> list[tuple[Node, int, int]]:
+    """Where a split or a slice takes pieces of a dim of `num` from: (the piece, first, last)."""
+    source = next(iter(tensor_inputs(node)), None)
+    if source is None or not isinstance(source.meta.get("val"), torch.Tensor):
+        return []
+    shape = source.meta["val"].shape
+    if node.target is aten.slice.Tensor:
+        given: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
+        dim, first, last, step = given
+        if shape[dim] != num or step != 1:
+            return []
+        first, last, _ = slice(first, last, 1).indices(num)
+        return [(node, first, last)] if last - first < num else []
+    if node.target not in (aten.split.Tensor, aten.split_with_sizes.default):
+        return []
+    dim = node.args[2] if len(node.args) > 2 else 0
+    assert isinstance(dim, int)
+    if shape[dim] != num:
+        return []
+    widths = [value.shape[dim] for value in node.meta["val"]]
+    ends = list(itertools.accumulate(widths))
+    items: dict[Any, Node] = {user.args[1]: user for user in node.users if is_item(user)}
+    return [(items[i], ends[i] - widths[i], ends[i]) for i in sorted(items)]
+
+
+def _first_region(grower: Grower, parameter: Node, use: Node) -> Region | None:
+    shape = tuple(parameter.meta["val"].shape)
+    grower.stuck = grower.halted = None
+    cut = []
+    for dim in [0] if use.target in LOOKUPS else range(len(shape)):
+        points = _cut_points(use, shape[dim])
+        for blocks in dict.fromkeys((1, *points, *_BLOCKS)):
+            seed = Shard(dim, blocks)
+            stuck = grower.stuck
+            if divides(shape, seed, grower.size) and (region := grower.follow(parameter, seed, use)) is not None:
+                return region
+            if not isinstance(blocks, int):  # few key-value heads beside many of queries: whole, as apart from them
+                grower.stuck = stuck
+        cut += [seed for blocks in (*points, 1) if divides(shape, seed := Shard(dim, blocks), grower.size)]
+    if use.target in LOOKUPS:
+        return by_width(grower, parameter, use)
+    stuck, halted = grower.stuck, grower.halted
+    for seed in cut:
+        region = condition(grower, parameter, seed, use) or with_gathers(grower, parameter, seed, use)
+        if region is not None:
+            return region
+    grower.stuck, grower.halted = stuck, halted
+    return None
+
+
+def recipe(
+    graph: Graph, size: int, taken: Mapping[str, Placement], axis: str, among: Collection[str] | None = None
+) -> tuple[dict[str, Placement], dict[str, str], set[Node]]:
+    """Placements over one axis of `size` ranks for parameters that `taken` does not name, by placeholder name; of those
+    in `among` only, if given. Why others stay whole. And which cut values are to be gathered for their readers.
+
+    Raises PlanError if the axis divides nothing at all, or does not divide heads that it must split.
+    """
+    made = Recipe(graph, size, taken, axis, among)
+    found = made.run()
+    if not found and not any(not isinstance(p, Replicate) for p in taken.values()):
+        raise PlanError(
+            f"{axis}={size} splits no pair of weights of this model: no weight has an output dim that {size} divides"
+            f" and that reaches a weight which sums it with nothing on the way that needs it whole. Choose a size that"
+            f" divides its heads and widths, say by layouts={{...}} what to split, or leave {axis} out of the plan"
+        )
+    return found, made.reasons, made.gathered

@@ -1,0 +1,122 @@
+"""Memory formats: an op that reads memory as its inputs lie at capture gets inputs that lie so.
+
+On one rank a tensor need not lie as on one device: what was sent to another stage, gathered, cut, read from a disk or
+made by another kernel is the same numbers in other strides. Most kernels follow the strides that they are given. The
+few that do not (`Rule.formats` of their row) have every input brought into the order of its dims in memory at capture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from plait.compile.capture.decompose import decompose_node
+from plait.compile.ir.calls import is_tensor, rule_of
+from plait.compile.ir.node_info import NodeInfo, describe, info_of, set_info
+from plait.compile.ir.views import RESHAPES
+from plait.compile.ops import comm_ops
+from plait.errors import CaptureError
+
+aten = torch.ops.aten
+# They speak of places in memory: written by ops that speak of elements.
+_READS_MEMORY = frozenset({aten.as_strided.default, aten.as_strided_scatter.default})
+
+
+@dataclass(frozen=True)
+class Format:
+    """The dims of a tensor from the widest stride to the narrowest; `dense`: without holes and repetitions."""
+
+    order: tuple[int, ...]
+    dense: bool
+
+
+def format_of(tensor: torch.Tensor) -> Format:
+    """The format of a tensor; of one that repeats numbers, or whose inner stride is not 1, that of a contiguous one."""
+    order = tuple(sorted(range(tensor.ndim), key=[-step for step in tensor.stride()].__getitem__))
+    if tensor.permute(order).is_contiguous():
+        return Format(order, dense=True)
+    strides = [tensor.stride(d) for d in range(tensor.ndim) if tensor.shape[d] > 1]
+    if min(strides) != 1:
+        return Format(tuple(range(tensor.ndim)), dense=True)
+    return Format(order, dense=False)
+
+
+def note_formats(graph: Graph, several: bool) -> Graph:
+    """Let every call whose kernel asks for it know the formats of its inputs, and no view rely on strides. Changes a
+    graph as it was captured.
+
+    With `several` ranks CaptureError for as_strided of a tensor whose memory has holes.
+    """
+    node = next(iter(graph.nodes))
+    while node.op != "output":
+        following = node.next
+        if node.target in _READS_MEMORY:
+            following = _by_elements(node, several)
+        elif node.op == "call_function":
+            _note(node)
+        node = following
+    for node in graph.nodes:
+        _reshape(node)
+    return graph
+
+
+def _reshape(node: Node) -> None:
+    if node.target in RESHAPES:
+        node.target = aten.reshape.default
+    elif node.target is aten._reshape_alias.default:  # whose last argument are strides
+        node.target, node.args = aten.reshape.default, node.args[:2]
+
+
+def _by_elements(node: Node, several: bool) -> Node:
+    rule = rule_of(node)
+    assert rule is not None and rule.decompose is not None
+    following = node.next
+    try:
+        decompose_node(node, rule.decompose)
+    except CaptureError:
+        if several:
+            raise
+    return following
+
+
+def _note(node: Node) -> None:
+    rule = rule_of(node)
+    if rule is None and not hasattr(node.target, "_schema"):
+        return  # plait's own, and getitem
+    if rule is None or rule.formats:
+        given = [*enumerate(node.args), *node.kwargs.items()]
+        tensors = [(place, value) for place, value in given if isinstance(value, Node) and is_tensor(value)]
+        formats = {p: format_of(v.meta["val"]) for p, v in tensors if v.meta["val"].ndim > 1}
+        set_info(node, formats=(node.target, formats))
+
+
+def keep_formats(graph: Graph) -> Graph:
+    """Bring inputs into the formats that `note_formats` has noted, and let views that rules wrote copy where they must.
+    Changes a local graph."""
+    made: dict[tuple[Node, Format], Node] = {}
+
+    def brought(node: Node, value: Any, wanted: Format | None) -> Any:
+        if wanted is None or not isinstance(value, Node) or value.meta["val"].ndim != len(wanted.order):
+            return value
+        if (value, wanted) not in made:
+            args = (value, wanted.order, wanted.dense)
+            with graph.inserting_before(node):
+                new = made[value, wanted] = graph.call_function(comm_ops.in_format, args)
+            read, made_as = info_of(node), info_of(value)
+            info = NodeInfo(
+                module=read.module, phase=read.phase, position=read.position, stage=read.stage, role=read.role,
+                owner=made_as.owner, global_shape=made_as.global_shape, placements=made_as.placements,
+            )  # fmt: skip
+            describe(new, info, comm_ops.in_format(value.meta["val"], wanted.order, wanted.dense))
+        return made[value, wanted]
+
+    for node in list(graph.nodes):
+        _reshape(node)
+        target, formats = info_of(node).formats or (None, {})
+        if target is node.target and node.op == "call_function":
+            node.args = tuple(brought(node, value, formats.get(place)) for place, value in enumerate(node.args))
+            node.kwargs = {name: brought(node, value, formats.get(name)) for name, value in node.kwargs.items()}
+    return graph

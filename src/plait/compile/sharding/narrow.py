@@ -1,0 +1,140 @@
+"""Narrow values that are gathered: where a weight could be cut but for a few of the columns that it gives.
+
+One weight may give the queries of many heads and the keys and values of one (Shazeer 2019, "Fast Transformer
+Decoding"): each rank then has its own queries, and keys and values are gathered. Likewise what a weight makes of a
+condition, such as scale and shift of a sample (Peebles & Xie 2022, "DiT"), is small beside what it is multiplied with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch.fx import Graph, Node
+
+from plait.compile.ir.calls import is_item, num_bytes, output_values
+from plait.compile.ir.node_info import info_of, set_info
+from plait.compile.ops import LOOKUPS
+from plait.compile.sharding.region import Grower, Region, leads_to_loss
+from plait.spec.layout import Placement, Shard, divides
+
+_MOST = 0.5  # of what the weight gives
+_WIDENED = 8  # a condition is multiplied with so many times its bytes
+_MAX_VALUES = 12
+_MAX_WALK = 400
+
+
+def with_gathers(grower: Grower, parameter: Node, seed: Shard, use: Node) -> Region | None:
+    """The region of a weight that is cut so, where a few narrow values are gathered. None if these are not enough."""
+    budget = _MOST * _bytes_of(use)
+    gathered: list[Node] = []
+    while (region := grower.follow(parameter, seed, use, frozenset(gathered))) is None:
+        value = _narrowest(grower, use)
+        if value is None or len(gathered) == _MAX_VALUES or _bytes_of(value) > budget:
+            return None
+        budget -= _bytes_of(value)
+        gathered.append(value)
+    for value in list(gathered):  # what has turned out not to be in the way
+        fewer = frozenset(gathered) - {value}
+        if (smaller := grower.follow(parameter, seed, use, fewer)) is not None:
+            gathered.remove(value)
+            region = smaller
+    return region
+
+
+def condition(grower: Grower, parameter: Node, seed: Shard, use: Node) -> Region | None:
+    """The region of a weight that gives a condition, which is gathered at once. None for any other weight."""
+    if not _is_large(parameter, grower) or not _is_widened(use, grower):
+        return None
+    return grower.follow(parameter, seed, use, frozenset({use}))
+
+
+def by_width(grower: Grower, parameter: Node, use: Node) -> Region | None:
+    """The region of a table that lookups alone read, cut along its width: what it gives is gathered. Of a table whose
+    rows the axis does not divide."""
+    readers = [user for user in parameter.users if leads_to_loss(user)]
+    shape = tuple(parameter.meta["val"].shape)
+    fits = len(shape) == 2 and divides(shape, Shard(1), grower.size) and _is_large(parameter, grower)
+    if not fits or any(user.target not in LOOKUPS for user in readers):
+        return None
+    return grower.follow(parameter, Shard(1), use, frozenset({use}))
+
+
+def _is_large(parameter: Node, grower: Grower) -> bool:
+    """Whether a weight is worth a gather: not much smaller than the mean matrix of the model."""
+    sizes = [node.meta["val"].numel() for node in grower.parameters if node.meta["val"].ndim > 1]
+    return bool(parameter.meta["val"].numel() * 4 * len(sizes) >= sum(sizes))
+
+
+def _narrowest(grower: Grower, use: Node) -> Node | None:
+    """Of the cut values between a weight's sum and the reader that stopped the last region the one of fewest bytes."""
+    if grower.failed is None:
+        return None
+    node, region = grower.failed
+    found: set[Node] = set()
+    stack = [node]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            own = source is not use and source not in grower.from_parameter
+            if own and source in region.placements and source not in found | region.gathered:
+                found.add(source)
+                stack.append(source)
+    values = [value for value in found if isinstance(value.meta.get("val"), torch.Tensor)]
+    return min(values, key=lambda value: (_bytes_of(value), grower.order[value]), default=None)
+
+
+def _is_widened(use: Node, grower: Grower) -> bool:
+    """Whether all that is made of a value, with no weight between, meets what has many times its bytes."""
+    stack, seen, ends = [use], {use}, 0
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if not leads_to_loss(user) or user in seen:
+                continue
+            seen.add(user)
+            if grower.weighted(user) or len(seen) > _MAX_WALK:
+                return False
+            if is_item(user) or _bytes_of(user) < _WIDENED * _bytes_of(node):
+                stack.append(user)
+            else:
+                ends += 1
+    return ends > 0
+
+
+def _bytes_of(node: Node) -> int:
+    return sum(num_bytes(value) for value in output_values(node) if isinstance(value, torch.Tensor))
+
+
+def mark_gathered(values: Iterable[Node], axis: str) -> None:
+    """Mark values that are cut along the axis to be gathered for all that reads them."""
+    for value in values:
+        set_info(value, gathered=(*info_of(value).gathered, axis))
+
+
+def gathered_of(
+    graph: Graph, size: int, placements: Mapping[str, Placement], among: Iterable[str] | None = None
+) -> set[Node]:
+    """The narrow values to gather where parameters are known to be laid out so, by placeholder name; those that the
+    ones in `among` give, or all of them."""
+    parameters = [node for node in graph.nodes if node.op == "placeholder" and info_of(node).kind == "parameter"]
+    grower = Grower(graph, size, {node: placements[node.name] for node in parameters if node.name in placements})
+    asked = {node for node in parameters if among is None or node.name in set(among)}
+    found: set[Node] = set()
+    for use in graph.nodes:
+        if use.op != "call_function" or not leads_to_loss(use) or not (grower.weighted(use) or use.target in LOOKUPS):
+            continue
+        for source in use.all_input_nodes:
+            if (parameter := grower.from_parameter.get(source)) is None:
+                continue
+            seed = grower.decided.get(parameter)
+            if parameter not in asked or not isinstance(seed, Shard):
+                continue
+            region = grower.follow(parameter, seed, use)
+            if region is None and use.target in LOOKUPS:
+                region = by_width(grower, parameter, use) if seed.dim == 1 else None
+            elif region is None:
+                region = condition(grower, parameter, seed, use) or with_gathers(grower, parameter, seed, use)
+            asked -= {parameter} if region is None else set(region.placements)
+            if region is not None:
+                found |= region.gathered
+    return found

@@ -1,0 +1,255 @@
+"""Partition: from the graph of a whole axis to the graph that one of its ranks runs.
+
+Shapes become local and every change of placement becomes an explicit collective from `graph.ops`. The result is again
+a graph, so the next mesh axis is partitioned in the same way; what the earlier axis inserted are ops like any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from plait.compile.capture.record import SHAPES
+from plait.compile.ir.calls import NO_RULE, call_of, is_item, output_node, rule_of, tensor_inputs
+from plait.compile.ir.node_info import NodeInfo, describe, info_of, set_info
+from plait.compile.ir.shapes import ShapeMemo
+from plait.compile.ops import Call, Strategy, comm_ops
+from plait.compile.sharding.propagate import Propagation
+from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Shard, local_shape
+
+WORLD = "world"  # name of the placeholder that stands for the rank's World
+
+
+class LocalBuilder:
+    """Appends local nodes to `graph`, working out each value on fake tensors as it goes (see rules.base.Builder)."""
+
+    def __init__(self, axis: str, size: int) -> None:
+        self.graph = Graph()
+        self.axis = axis
+        self.size = size
+        self.info = NodeInfo()  # of the node being written
+        self.world = self.graph.placeholder(WORLD)
+        self._coordinate: Node | None = None
+        self._memo = ShapeMemo()
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
+        real = map_arg((args, kwargs), lambda n: n.meta["val"])
+        run = SHAPES.get(op, op)
+        schema = getattr(op, "_schema", None)
+        value = run(*real[0], **real[1]) if schema is None else self._memo.call(op, *real, run)
+        return self.node(op, args, kwargs, value)
+
+    def node(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Node:
+        node = self.graph.call_function(op, args, kwargs)
+        describe(node, self.info, value)
+        return node
+
+    def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """A fake tensor of that shape."""
+        return self._memo.call("empty", (like, shape), {}, torch.Tensor.new_empty)  # type: ignore[no-any-return]
+
+    def shape(self, node: Node) -> tuple[int, ...]:
+        return tuple(node.meta["val"].shape)
+
+    def dtype(self, node: Node) -> torch.dtype:
+        return node.meta["val"].dtype  # type: ignore[no-any-return]
+
+    def coordinate(self) -> Node:
+        if self._coordinate is None:
+            with self.graph.inserting_after(self.world):
+                self._coordinate = self.graph.call_function(comm_ops.coordinate, (self.world, self.axis))
+            describe(self._coordinate, NodeInfo(), 0)
+        return self._coordinate
+
+    def convert(self, node: Node, have: Placement, want: Placement) -> Node:
+        """Bring a value of one placement to another."""
+        value, axis, size = node.meta["val"], self.axis, self.size
+
+        def emit(op: Any, shape: tuple[int, ...], *args: Any) -> Node:
+            return self.node(op, (self.world, node, axis, *args), {}, self.empty(value, shape))
+
+        shape = tuple(value.shape)
+        match have, want:
+            case Replicate(), Only():
+                return node
+            case Only(), Partial(op="sum"):
+                return node  # the other ranks, which do not have it, put in zeros: see specialise
+            case Replicate(), Shard(dim=dim, blocks=blocks):
+                return emit(comm_ops.shard, local_shape(shape, want, size), dim, blocks)
+            case Partial(op="sum"), Shard(dim=dim, blocks=blocks):
+                return emit(comm_ops.reduce_scatter, local_shape(shape, want, size), dim, blocks)
+            case Partial(op=op), Replicate():
+                return emit(comm_ops.all_reduce, shape, op)
+            case Only(index=root), Replicate():
+                owner = {a: index for a, index in self.info.owner.items() if a != axis}
+                self.info = replace(self.info, owner=owner)  # every rank of the axis has it, and what is made of it
+                return emit(comm_ops.broadcast, shape, root)
+            case Shard(dim=dim, blocks=blocks), Replicate():
+                return emit(comm_ops.all_gather, _whole_shape(shape, have, size), dim, blocks)
+            case Shard(dim=a, blocks=b), Shard(dim=c, blocks=d) if a != c:
+                return emit(comm_ops.all_to_all, local_shape(_whole_shape(shape, have, size), want, size), a, b, c, d)
+            case _, Partial():
+                raise AssertionError(f"{have} cannot become {want}")
+            case _:
+                return self.convert(self.convert(node, have, REPLICATE), REPLICATE, want)
+
+
+def _whole_shape(shape: tuple[int, ...], placement: Shard, size: int) -> tuple[int, ...]:
+    return tuple(n * size if dim == placement.dim else n for dim, n in enumerate(shape))
+
+
+class Partitioner:
+    def __init__(self, found: Propagation, axis: str) -> None:
+        self.found = found
+        self.axis = axis
+        self.builder = LocalBuilder(axis, found.size)
+        self.local: dict[Node, Any] = {}  # old node -> new node, or a tuple of new nodes
+        self.forms: dict[tuple[Node, Placement], Node] = {}
+
+    def run(self) -> Graph:
+        for node in self.found.graph.nodes:
+            self.builder.info = info_of(node)
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "call_function":
+                self._call(node)
+                self._remember_layout(node)
+        (results,) = output_node(self.found.graph).args
+        self.builder.info = NodeInfo(phase="backward")
+        outputs = [self._output(i, result) for i, result in enumerate(results)]  # type: ignore[arg-type]
+        graph = self.builder.graph
+        graph.output(tuple(outputs))
+        return graph
+
+    def _output(self, index: int, result: Any) -> Any:
+        if not isinstance(result, Node):
+            return result
+        node = self.form(result, self.found.required[index])
+        if index in self.found.broadcast_outputs:
+            args = (self.builder.world, node, self.axis, 0)
+            node = self.builder.node(comm_ops.broadcast, args, {}, node.meta["val"])
+        return node
+
+    def _placeholder(self, node: Node) -> None:
+        if node.name == WORLD:
+            self.local[node] = self.builder.world
+            return
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor):
+            shape = local_shape(tuple(value.shape), self.found.placement(node), self.found.size)
+            value = self.builder.empty(value, shape) if shape != tuple(value.shape) else value
+        new = self.builder.graph.placeholder(node.name)
+        describe(new, self.builder.info, value)
+        placement = self.found.placement(node)
+        if isinstance(placement, Only):
+            set_info(new, owner={**info_of(new).owner, self.axis: placement.index})
+        self.local[node] = new
+
+    def form(self, node: Node, want: Placement) -> Node:
+        """The local node for an old node's value in the placement wanted."""
+        have = self.found.placement(node)
+        local: Node = self.local[node]
+        if have == want:
+            return local
+        key = (node, want)
+        if key not in self.forms:
+            whole = self.forms.get((node, REPLICATE))
+            saved = self.builder.info
+            origin = whole if whole is not None and isinstance(want, Shard) else local
+            self.builder.info = replace(info_of(node), source=node.name, owner=info_of(origin).owner)
+            if whole is not None and isinstance(want, Shard):
+                self.forms[key] = self.builder.convert(whole, REPLICATE, want)
+            else:
+                self.forms[key] = self.builder.convert(local, have, want)
+            self.builder.info = saved
+        return self.forms[key]
+
+    def _call(self, node: Node) -> None:
+        if is_item(node):
+            maker, index = node.args
+            assert isinstance(maker, Node) and isinstance(index, int)
+            source = self.local[maker]
+            if isinstance(source, tuple):
+                self.local[node] = source[index]
+                if info_of(node).gathered and isinstance(source[index], Node):
+                    set_info(source[index], gathered=info_of(node).gathered)
+            else:
+                self.local[node] = self.builder.node(node.target, (source, index), {}, source.meta["val"][index])
+                set_info(self.local[node], owner=info_of(source).owner)
+            return
+        strategy = self.found.strategies[node]
+        wants = iter(strategy.inputs)
+        inputs = set(tensor_inputs(node))
+        args, kwargs = map_arg(
+            (node.args, node.kwargs), lambda n: self.form(n, next(wants)) if n in inputs else self.local[n]
+        )
+        info = replace(info_of(node), origin=self.found.origin.get(node, ""))
+        place = next((p for p in strategy.outputs if isinstance(p, Only)), None)
+        if place is not None:
+            info = replace(info, owner={**info.owner, self.axis: place.index})
+        self.builder.info = info
+        if node.target in _LOCALISE:
+            self.local[node] = _LOCALISE[node.target](self.builder, node, strategy, args)
+            return
+        if all(isinstance(p, (Replicate, Only)) for p in (*strategy.inputs, *strategy.outputs)):
+            self.local[node] = self.builder.node(node.target, args, kwargs, node.meta["val"])
+            return
+        rule = rule_of(node) or NO_RULE
+        call = call_of(node)
+        emit = strategy.emit or rule.emit
+        if emit is not None:
+            result = emit(self.builder, call, strategy, args, kwargs)
+        else:
+            if rule.sizes is not None:
+                args = _localise_sizes(call, strategy, args, rule.sizes, self.found.size)
+            result = self.builder.call(node.target, *args, **kwargs)
+        if isinstance(result, tuple) and not isinstance(node.meta["val"], (tuple, list)):
+            (result,) = result
+        self.local[node] = result
+
+    def _remember_layout(self, node: Node) -> None:
+        """Keep the global shape and the placements so far with the local node, for `explain`."""
+        local, value = self.local[node], node.meta["val"]
+        if isinstance(local, Node) and isinstance(value, torch.Tensor):
+            known, placement = info_of(local), self.found.placement(node)
+            shape = tuple(value.shape) if known.global_shape is None else known.global_shape
+            placements = known.placements
+            if not isinstance(placement, Replicate):
+                placements = (*info_of(node).placements, (self.axis, placement))
+            set_info(local, global_shape=shape, placements=placements)
+
+
+def _localise_sizes(call: Call, strategy: Strategy, args: Any, position: int, size: int) -> tuple[Any, ...]:
+    shape = local_shape(call.outputs[0].shape, strategy.outputs[0], size)  # type: ignore[union-attr]
+    return (*args[:position], list(shape), *args[position + 1 :])
+
+
+def _collective_of_earlier_axis(builder: LocalBuilder, node: Node, strategy: Strategy, args: Any) -> Node:
+    """A collective over an axis partitioned before: the same, on what this axis leaves of the tensor."""
+    shape = local_shape(tuple(node.meta["val"].shape), strategy.outputs[0], builder.size)
+    return builder.node(node.target, tuple(args), {}, builder.empty(node.meta["val"], shape))
+
+
+_LOCALISE = dict.fromkeys(
+    (
+        comm_ops.all_reduce,
+        comm_ops.all_gather,
+        comm_ops.reduce_scatter,
+        comm_ops.all_to_all,
+        comm_ops.broadcast,
+        comm_ops.shard,
+    ),
+    _collective_of_earlier_axis,
+)
+
+
+def partition(found: Propagation, axis: str) -> Graph:
+    """The local graph for the axis that `found` speaks of. Its first placeholder is the rank's World."""
+    graph = Partitioner(found, axis).run()
+    graph.eliminate_dead_code()
+    graph.lint()
+    return graph

@@ -1,0 +1,350 @@
+"""Propagation: a placement for every value of a graph along one mesh axis.
+
+What is fixed comes in with the placeholders (annotated parameters, the batch). Forward along the graph each op takes
+the strategy of its rule that moves the fewest bytes; then backward, a value that all its readers want in one sharded
+form is computed in that form, if that costs nothing (a mask, a table of positions, a random draw).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, Node
+
+from plait.compile.capture.decompose import decompose_node
+from plait.compile.ir.calls import (
+    NO_RULE,
+    call_of,
+    is_item,
+    num_bytes,
+    output_node,
+    output_values,
+    placeholders,
+    rule_of,
+    tensor_inputs,
+)  # fmt: skip
+from plait.compile.ir.node_info import info_of
+from plait.compile.ops import Call, Rule, Strategy, comm_ops, strategies_of
+from plait.compile.sharding.cost import IMPOSSIBLE, conversion_bytes
+from plait.errors import PlanError
+from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Shard, divides
+
+# Moving a parameter that somebody sharded would undo the decision: only where nothing else works.
+PARAMETER_WEIGHT = 1000.0
+aten = torch.ops.aten
+_KEEPING = frozenset(  # a running statistic is still one after these
+    {aten.copy.default, aten._to_copy.default, aten.clone.default, aten.detach.default, comm_ops.broadcast}
+)
+_ADDITIVE = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.reshape.default, torch.ops.aten.t.default})
+
+
+@dataclass
+class Propagation:
+    """The strategy of every op and the placement of every value, along one axis of `size` ranks."""
+
+    graph: Graph
+    size: int
+    strategies: dict[Node, Strategy] = field(default_factory=dict)
+    placements: dict[Node, tuple[Placement, ...]] = field(default_factory=dict)  # one an output
+    required: tuple[Placement, ...] = ()  # of the graph's outputs
+    origin: dict[Node, str] = field(default_factory=dict)  # which annotation a placement came from
+    without_rule: set[str] = field(default_factory=set)
+    broadcast_outputs: frozenset[int] = frozenset()  # outputs that are rank 0's word (local batch norm's statistics)
+
+    def placement(self, node: Node) -> Placement:
+        """Of a node's single output; of a node that picks an output, that output's."""
+        if is_item(node):
+            source, index = node.args
+            return self.placements[source][index]  # type: ignore[index]
+        return self.placements[node][0]
+
+
+class Propagator:
+    """One walk over a graph. `local_ops` are the batch norms whose statistics are each rank's own by the user's wish
+    (batchnorm=local)."""
+
+    def __init__(self, graph: Graph, size: int, local_ops: frozenset[object] = frozenset(), axis: str = "") -> None:
+        self.axis = axis
+        self.found = Propagation(graph, size)
+        self.size = size
+        self.local_ops = local_ops
+        self.calls: dict[Node, Call] = {}
+        self.available: dict[Node, set[Placement]] = {}  # forms in which a value exists already
+        self.from_parameter: set[Node] = set()
+        self.own: set[Node] = set()  # statistics of a rank's rows: other numbers on each rank
+
+    def run(
+        self, fixed: Mapping[str, Placement], origin: Mapping[str, str], required: tuple[Placement, ...]
+    ) -> Propagation:
+        found = self.found
+        found.required = required
+        for node in placeholders(found.graph):
+            placement = fixed.get(node.name, REPLICATE)
+            found.placements[node] = (placement,)
+            if not isinstance(placement, Replicate):
+                found.origin[node] = origin.get(node.name, node.name)
+            if info_of(node).kind == "parameter":
+                self.from_parameter.add(node)
+        node = next(iter(found.graph.nodes))
+        while node.op != "output":
+            node = self._visit(node)
+        self._sink(required)
+        (results,) = output_node(found.graph).args
+        found.broadcast_outputs = frozenset(i for i, node in enumerate(results) if node in self.own)  # type: ignore[arg-type]
+        if found.without_rule:
+            names = ", ".join(sorted(found.without_rule))
+            warnings.warn(f"plait has no rule for {names}: it runs on whole inputs on every rank", stacklevel=2)
+        return found
+
+    def _visit(self, node: Node) -> Node:
+        """Decide for one node and return the next one to visit."""
+        if self.own and node.op == "call_function":
+            self._follow_own(node)
+        if node.op != "call_function" or is_item(node):
+            return node.next
+        inputs = tensor_inputs(node)
+        given = tuple(self._given(i) for i in inputs)
+        if node.target in self.local_ops and is_statistical(self.call(node)):
+            self._check_rows(node, given)
+        if all(isinstance(p, Replicate) for p in given):  # by far the most common: nothing to decide
+            self._set(node, inputs, whole_strategy(given, node))
+            return node.next
+        if node.target in self.local_ops and (local := self._local(node, given)) is not None:
+            self._set(node, inputs, local)
+            return node.next
+        call = self.call(node)
+        rule = rule_of(node)
+        if rule is None:
+            self.found.without_rule.add(str(node.target))
+        strategy, cost, sharded = self.best(node, rule or NO_RULE, call, inputs, given)
+        if cost > 0 and sharded and rule is not None and rule.decompose is not None:
+            return decompose_node(node, rule.decompose)
+        self._set(node, inputs, strategy)
+        return node.next
+
+    def _given(self, node: Node) -> Placement:
+        """The placement in which readers of a value have it: a narrow one that is cut is gathered for them all."""
+        placement = self.found.placement(node)
+        gathered = isinstance(placement, Shard) and self.axis in info_of(node).gathered
+        return REPLICATE if gathered else placement
+
+    def _local(self, node: Node, given: tuple[Placement, ...]) -> Strategy | None:
+        """Batch norm over a rank's rows: what has rows stays as it is cut, statistics are the rank's own, gradients of
+        weights are terms. None where no rows are cut, as of instance norm, whose samples are channels."""
+        call = self.call(node)
+        shape = max((spec.shape for spec in call.inputs), key=len)
+        rows = [p for p, spec in zip(given, call.inputs, strict=True) if spec.shape == shape and isinstance(p, Shard)]
+        if not rows or rows[0].dim == 1:
+            return None
+        part = rows[0]
+        inputs = tuple(part if spec.shape == shape else REPLICATE for spec in call.inputs)
+        forward = is_statistical(call)
+        rest: Placement = REPLICATE if forward else Partial()
+        if forward:
+            self.own |= {user for user in node.users if is_item(user) and user.args[1] != 0}
+        return Strategy(inputs, tuple(part if o is not None and o.shape == shape else rest for o in call.outputs))
+
+    def _check_rows(self, node: Node, given: tuple[Placement, ...]) -> None:
+        """PlanError where a rank's rows are not a part of the input of a batch norm in training, or too few."""
+        x, where = self.call(node).inputs[0], info_of(node).module or "the loss"
+        part = given[0]
+        if isinstance(part, Shard) and part.dim == 1:
+            return  # instance norm
+        if not isinstance(part, Shard) or part.dim != 0 or part.blocks != 1:
+            raise PlanError(
+                f"batchnorm=local: the input of the batch norm {where}, of shape {list(x.shape)}, does not have a"
+                f" rank's rows one after the other in its first dim (its layout is {part}); take batchnorm=global"
+            )
+        count = math.prod(x.shape) // (x.shape[1] * self.size)
+        if count < 2:
+            raise PlanError(
+                f"batchnorm=local: a rank has {count} value per channel for the batch norm {where}, whose input has"
+                f" shape {list(x.shape)} before it is cut over {self.size} ranks, and statistics need 2; give more"
+                " rows, fewer ranks along the axes that cut the batch, less of micro, or batchnorm=global"
+            )
+
+    def _follow_own(self, node: Node) -> None:
+        """Statistics of one rank go into running statistics and into the norm's own backward. PlanError for another
+        reader, which would be given other numbers on each rank."""
+        if node.target in self.local_ops or self.own.isdisjoint(node.all_input_nodes):
+            return
+        if node.target not in _KEEPING:
+            raise PlanError(
+                f"batchnorm=local: {node.target} in {info_of(node).module or 'the loss'} reads statistics of a batch"
+                " norm, which are other numbers on each rank; take batchnorm=global"
+            )
+        self.own.add(node)
+
+    def call(self, node: Node) -> Call:
+        if node not in self.calls:
+            self.calls[node] = call_of(node)
+        return self.calls[node]
+
+    def best(
+        self, node: Node, rule: Rule, call: Call, inputs: list[Node], given: tuple[Placement, ...]
+    ) -> tuple[Strategy, float, bool]:
+        """The cheapest strategy, its bytes, and whether it gives up a shard that an input has."""
+        options = [s for s in strategies_of(rule, call, given, self.size) if fits(s, call, self.size)]
+        options += only_strategies(call, given)
+        bytes_in = [num_bytes(i.meta["val"]) for i in inputs]
+        bytes_out = sum(num_bytes(v) for v in output_values(node) if hasattr(v, "numel"))
+        if node.target is torch.ops.aten._to_copy.default and bytes_in[0] < bytes_out and only_leaves(node):
+            bytes_out = bytes_in[0]
+        best = min(options, key=lambda s: self._rank(s, inputs, given, bytes_in, bytes_out))
+        cost = self._move(best, inputs, given, bytes_in)
+        sharded = any(isinstance(have, Shard) and have != want for have, want in zip(given, best.inputs, strict=True))
+        return best, cost, sharded
+
+    def _move(self, strategy: Strategy, inputs: list[Node], given: tuple[Placement, ...], bytes_in: list[int]) -> float:
+        total = 0.0
+        any_shard = any(isinstance(p, Shard) for p in given)
+        for node, have, want, size in zip(inputs, given, strategy.inputs, bytes_in, strict=True):
+            if have == want or want in self.available.get(node, ()):
+                continue
+            cost = conversion_bytes(have, want, size, self.size)
+            if isinstance(have, Partial) and isinstance(want, Shard) and not any_shard:
+                cost *= 2.02  # nothing else is cut here: what a reduce-scatter saves, a gather soon costs
+            if REPLICATE in self.available.get(node, ()):
+                cost = min(cost, conversion_bytes(REPLICATE, want, size, self.size))
+            total += cost * (PARAMETER_WEIGHT if node in self.from_parameter else 1.0)
+        return total
+
+    def _rank(
+        self,
+        strategy: Strategy,
+        inputs: list[Node],
+        given: tuple[Placement, ...],
+        bytes_in: list[int],
+        bytes_out: int,
+    ) -> tuple[float, int]:
+        cost = self._move(strategy, inputs, given, bytes_in)
+        terms = sum(isinstance(p, Partial) for p in strategy.inputs)
+        if terms:
+            # The sum that is put off still has to be paid; a hair more where the value is read elsewhere too, so that
+            # it is summed once.
+            put_off = 2 * bytes_out * (self.size - 1) / self.size
+            again = any(
+                isinstance(p, Partial) and len(node.users) > 1 for node, p in zip(inputs, strategy.inputs, strict=True)
+            )
+            cost += put_off * (1.01 if again and len(inputs) > 1 and terms == 1 else 1.0)
+        changes = sum(have != want for have, want in zip(given, strategy.inputs, strict=True))
+        return cost, changes
+
+    def _set(self, node: Node, inputs: list[Node], strategy: Strategy) -> None:
+        found = self.found
+        found.strategies[node] = strategy
+        found.placements[node] = strategy.outputs
+        for source, want in zip(inputs, strategy.inputs, strict=True):
+            self.available.setdefault(source, set()).add(want)
+            if source in found.origin and node not in found.origin and not isinstance(want, Replicate):
+                found.origin[node] = found.origin[source]
+        sources = [i for i in inputs if i in self.from_parameter]
+        if (
+            len(inputs) == 1
+            and sources
+            and num_bytes(sources[0].meta["val"])
+            == sum(num_bytes(v) for v in output_values(node) if hasattr(v, "numel"))
+        ):
+            self.from_parameter.add(node)  # a view or cast of a parameter
+
+    def _sink(self, required: tuple[Placement, ...]) -> None:
+        """Compute in sharded form what every reader wants so."""
+        found = self.found
+        wanted: dict[Node, set[Placement]] = {}
+        (results,) = output_node(found.graph).args
+        for result, want in zip(results, required, strict=True):  # type: ignore[arg-type]
+            if isinstance(result, Node):
+                wanted.setdefault(result, set()).add(want)
+        for node in reversed(found.graph.nodes):
+            if node.op != "call_function" or is_item(node):
+                continue
+            inputs = tensor_inputs(node)
+            strategy = found.strategies[node]
+            wishes = wanted.get(node, set())
+            better = self._free(node, inputs, wishes) if strategy.outputs == (REPLICATE,) else None
+            if better is not None:
+                found.strategies[node] = strategy = better
+                found.placements[node] = better.outputs
+                readers = [user for user in node.users if user in found.origin]
+                if readers:
+                    found.origin[node] = found.origin[readers[0]]
+            for source, placement in zip(inputs, strategy.inputs, strict=True):
+                wanted.setdefault(source, set()).add(placement)
+
+    def _free(self, node: Node, inputs: list[Node], wanted: set[Placement]) -> Strategy | None:
+        """A strategy for the one sharded form that all readers want, if its inputs cost nothing."""
+        want = next(iter(wanted), REPLICATE)
+        rule = rule_of(node)
+        if rule is None or len(wanted) != 1 or not isinstance(want, Shard):
+            return None
+        call = self.call(node)
+        given = tuple(self.found.placement(i) for i in inputs)
+        for strategy in strategies_of(rule, call, given, self.size):
+            if strategy.outputs == (want,) and fits(strategy, call, self.size):
+                sizes = [num_bytes(i.meta["val"]) for i in inputs]
+                moves = map(conversion_bytes, given, strategy.inputs, sizes, [self.size] * len(sizes))
+                if sum(moves) == 0:
+                    return strategy
+        return None
+
+
+def only_leaves(node: Node) -> bool:
+    """Whether the node is only added to others and leaves the step: its sum can wait for the end, where a term that was
+    widened is sent as it was before."""
+    return all(
+        user.op == "output" or (user.target in _ADDITIVE and len(user.users) == 1 and only_leaves(user))
+        for user in node.users
+    )
+
+
+def whole_strategy(given: tuple[Placement, ...], node: Node) -> Strategy:
+    return Strategy((REPLICATE,) * len(given), (REPLICATE,) * len(output_values(node)))
+
+
+def only_strategies(call: Call, given: tuple[Placement, ...]) -> list[Strategy]:
+    """Run where an input lies, all of them if they lie in one place."""
+    places = {p for p in given if isinstance(p, Only)}
+    if len(places) != 1:
+        return []
+    (place,) = places
+    return [Strategy((place,) * len(given), (place,) * len(call.outputs))]
+
+
+def is_statistical(call: Call) -> bool:
+    """Whether a batch norm works out statistics of its input: the forward pass, in training."""
+    return sum(spec.shape == call.inputs[0].shape for spec in call.inputs) == 1
+
+
+def fits(strategy: Strategy, call: Call, size: int) -> bool:
+    """Whether every shard of the strategy divides evenly."""
+    return all(
+        not isinstance(p, Shard) or (spec is not None and divides(spec.shape, p, size))
+        for spec, p in (
+            *zip(call.inputs, strategy.inputs, strict=True),
+            *zip(call.outputs, strategy.outputs, strict=True),
+        )
+    )
+
+
+def propagate(
+    graph: Graph,
+    size: int,
+    fixed: Mapping[str, Placement],
+    required: tuple[Placement, ...],
+    origin: Mapping[str, str] | None = None,
+    local_ops: frozenset[object] = frozenset(),
+    axis: str = "",
+) -> Propagation:
+    """Placements along one axis of `size` ranks.
+
+    `fixed`: placement of placeholders by node name (others are whole). `required`: of each output of the graph.
+    `graph` may be changed: an op that is sharded where its rule cannot go is replaced by simpler ones.
+    """
+    return Propagator(graph, size, local_ops, axis).run(fixed, origin or {}, required)
+
+
+__all__ = ["IMPOSSIBLE", "Propagation", "Propagator", "fits", "propagate"]

@@ -1,0 +1,89 @@
+"""How much of a step an axis that splits weights does split, and what stays whole on every rank."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.fx import Graph
+
+from plait.compile.ir.estimate import flops_of
+from plait.spec.layout import Layout, Replicate
+
+_NAMED = 3  # of the weights that stay whole, so many are named
+_WORTH_NAMING = 0.002  # of all parameters
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Weights of one kind that every rank of the axis has all of; of several layers, `name` has * for the number."""
+
+    name: str
+    num: int
+    share: float  # of all parameters
+    why: str
+
+
+@dataclass(frozen=True)
+class SplitShare:
+    """Of the model's parameters, and of the step's floating-point operations, what `axis` splits: between 0 and 1."""
+
+    axis: str
+    size: int
+    parameters: float
+    flops: float
+    whole: tuple[Whole, ...]  # the largest first
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.axis}={self.size} splits {_percent(self.parameters)} of the parameters and {_percent(self.flops)}"
+            " of the floating-point operations"
+        )
+        named = [each for each in self.whole if each.share >= _WORTH_NAMING][:_NAMED]
+        if not named:
+            return text
+        told = [
+            f"{each.name} ({f'{each.num} weights, ' if each.num > 1 else ''}{_percent(each.share)}: {each.why})"
+            for each in named
+        ]
+        return f"{text}; whole on every rank: {', '.join(told)}"
+
+
+def step_flops(graph: Graph) -> int:
+    """Floating-point operations of products, convolutions and attention in one run of the graph."""
+    return sum(flops_of(node) for node in graph.nodes if node.op == "call_function")
+
+
+def split_share(
+    layouts: Mapping[str, Layout], axis: str, size: int, before: int, after: int, reasons: Mapping[str, str]
+) -> SplitShare:
+    """From the layouts of parameters, the step's operations before and after the axis was split, and why weights stayed
+    whole, by name."""
+    total = sum(map(_num_elements, layouts.values()))
+    whole: dict[str, list[str]] = defaultdict(list)
+    for name, layout in layouts.items():
+        if isinstance(layout.on(axis), Replicate):
+            whole[re.sub(r"\.\d+\.", ".*.", name)].append(name)
+    kinds = []
+    kept = 0
+    for kind, names in whole.items():
+        num = sum(_num_elements(layouts[name]) for name in names)
+        kept += num
+        why = next((reasons[name] for name in names if name in reasons), "no weight sums what it gives")
+        kinds.append(Whole(kind if len(names) > 1 else names[0], len(names), num / max(total, 1), why))
+    kinds.sort(key=lambda each: -each.share)
+    flops = (1 - after / before) / (1 - 1 / size) if before else 0.0
+    return SplitShare(axis, size, 1 - kept / max(total, 1), min(max(flops, 0.0), 1.0), tuple(kinds))
+
+
+def _num_elements(layout: Layout) -> int:
+    num = 1
+    for n in layout.shape:
+        num *= n
+    return num
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%"

@@ -1,0 +1,356 @@
+"""Stages: which part of a pipeline each call of a step belongs to.
+
+A call of the forward pass has a place in the order of the program, and a call of the backward pass the place of what it
+differentiates (compile/capture/record.py), so places cut the step into stages, forward and backward at once. Calls are
+weighed on the local graph; where to cut is decided by schedule/cut.py.
+"""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+import math
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch.fx import Graph, Node
+
+from plait.compile.capture.capture import Output
+from plait.compile.ir.calls import is_item, is_tensor, num_bytes, output_node, placeholders
+from plait.compile.ir.estimate import flops_of, seconds_of
+from plait.compile.ir.node_info import info_of, is_backward, position_of, set_info, stage_of
+from plait.compile.ir.views import is_view
+from plait.compile.ops import comm_ops
+from plait.compile.ops.draw import draw
+from plait.errors import PlanError
+from plait.plan.plan import Plan
+from plait.schedule.cut import Flow, Item, choose_cut
+
+aten = torch.ops.aten
+LINK_BYTES_PER_SECOND = 2.5e9  # between two processes of one host, copied in and out; of the unit of estimate.py
+_MOST_ITEMS = 1200  # what the search for a cut, quadratic in it, looks at
+
+
+def place_in_stages(
+    graph: Graph,
+    plan: Plan,
+    copies: Sequence[int],
+    anywhere: Collection[Node],
+    outputs: Sequence[Output],
+    settled: Mapping[str, tuple[int, ...]] | None = None,
+) -> list[float]:
+    """Give every call but those that any stage repeats its `stage` in its meta. Changes the graph of a step.
+
+    Returns the places with which the stages but the first begin. `copies` is how many ranks share each stage's
+    microbatches, `settled` are the stages on which an earlier batch put each parameter. What reads a buffer that the
+    step changes stays with what changes it, so that the next microbatch finds it there.
+
+    PlanError where the step has fewer calls than stages, or a name in `cut` is of no module.
+    """
+    num_stages = len(copies)
+    items, first_places = _items(graph)
+    flows = _flows(graph, anywhere, first_places)
+    if len(items) < num_stages:
+        raise PlanError(
+            f"the step has {len(items)} places where it can be cut into {num_stages} stages"
+            f" (pipeline={len(plan.copies)} x chunks={num_stages // len(plan.copies)}); give {len(items)} or less"
+        )
+    allowed = _allowed(graph, plan, num_stages, first_places, settled)
+    whole = _whole_items(graph, outputs, first_places)
+    free = [i for i in range(1, len(items)) if i not in whole]
+    if len(free) < num_stages - 1:
+        raise PlanError(
+            f"the step can be cut at {len(free)} places, not into {num_stages} stages: what reads a buffer and what"
+            f" changes it must be in one; give {len(free) + 1} stages or less"
+        )
+    if whole:
+        allowed = [free if each is None else sorted({*each} - whole) for each in allowed or [None] * (num_stages - 1)]
+    found = choose_cut(items, flows, num_stages, allowed, copies=copies)
+    if found is None and plan.cut and settled is None:
+        raise PlanError(
+            f"cut={','.join(plan.cut)} leaves a stage empty, or its modules do not run in this order; name"
+            f" {num_stages - 1} modules in the order in which the model calls them, none of them the first"
+        )
+    if found is None and settled is not None and allowed is not None:
+        found = _with_empty_stages(allowed)
+    if found is None:
+        raise PlanError(
+            "a batch of this shape does other work than the first batch, and cannot be cut so that each parameter stays"
+            " on its stage; begin with the batch that uses most of the model"
+        )
+    begins = [first_places[i] if i < len(first_places) else math.inf for i in found]
+    stages_from(graph, begins, anywhere)
+    return begins
+
+
+def stages_from(graph: Graph, begins: Sequence[float], anywhere: Collection[Node]) -> None:
+    """Give calls their stages where it is known with which places these begin."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in anywhere:
+            set_info(node, stage=bisect.bisect_right(begins, position_of(node)))
+    _add_where_made(graph)
+    _keep_order(graph, anywhere)
+
+
+def complete_places(graph: Graph) -> None:
+    """A place for calls that have none, those of collectives at the end: with what they read. A sum of gradients that
+    came from several places stands where the sum is read, so that each goes there directly."""
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if is_item(node):
+            whole = info_of(node.args[0])
+            set_info(node, position=whole.position, phase=whole.phase)
+        elif info_of(node).position is None:
+            sources = [s for s in node.all_input_nodes if s.op == "call_function"]
+            last = max(sources, key=_moment, default=None)
+            position, phase = (0, "forward") if last is None else (_place(last), info_of(last).phase)
+            set_info(node, position=position, phase=phase)
+    for node in reversed(graph.nodes):
+        if node.target is comm_ops.shard and node.all_input_nodes[-1].op == "placeholder":
+            readers = [u for u in node.users if u.op == "call_function"]
+            if readers:
+                first = min(readers, key=_moment)
+                set_info(node, position=_place(first), phase=info_of(first).phase)
+        if node.target is aten.add.Tensor and is_backward(node):
+            readers = [u for u in node.users if u.op == "call_function"]
+            if readers and len(readers) == len(node.users):
+                set_info(node, position=min(_place(node), max(map(_place, readers))))
+
+
+def _moment(node: Node) -> tuple[bool, int]:
+    """When a call runs: places in order forward, then backward the other way."""
+    return is_backward(node), -_place(node) if is_backward(node) else _place(node)
+
+
+def repeatable(graph: Graph, written: Collection[str]) -> set[Node]:
+    """Calls that any stage makes for itself rather than being sent their result, or keeping it.
+
+    Views and casts of parameters, and whatever cheap comes from the batch alone, such as masks and positions; not what
+    comes from `written` buffers, which change from microbatch to microbatch.
+    """
+    found: set[Node] = set()
+    of_parameters: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" and info_of(node).kind == "parameter":
+            of_parameters.add(node)
+        if node.op != "call_function" or node.target in comm_ops.COMMUNICATING or node.target is draw:
+            continue
+        if info_of(node).owner:
+            continue
+        sources = node.all_input_nodes
+        if any(s.op == "placeholder" and info_of(s).name in written for s in sources):
+            continue
+        if not all(s.op == "placeholder" or s in found for s in sources) or any(s.name == "scale" for s in sources):
+            continue
+        if of_parameters.intersection(sources):
+            if not is_view(node) and node.target is not aten._to_copy.default:
+                continue
+            of_parameters.add(node)
+        elif flops_of(node):
+            continue
+        found.add(node)
+    return found
+
+
+def follow_readers(graph: Graph, anywhere: Collection[Node]) -> None:
+    """Let a view or a cast of a weight stand where it is read first, and with it its backward, which makes the weight's
+    gradient: a cut between the two would part a weight from its gradient."""
+    reader: dict[Node, int] = {}
+    moved: dict[int, int] = {}
+    for node in reversed(graph.nodes):
+        if node in anywhere and not is_backward(node):
+            users = [u for u in node.users if u.op == "call_function" and not is_backward(u)]
+            places = [reader[u] if u in anywhere else _place(u) for u in users if u not in anywhere or u in reader]
+            if places:
+                reader[node] = moved[_place(node)] = min(places)
+    forward = [n for n in graph.nodes if n.op == "call_function" and not is_backward(n)]
+    for place in {_place(node) for node in forward if node not in anywhere}:
+        moved.pop(place, None)
+    for node in graph.nodes:
+        if node.op == "call_function" and _place(node) in moved:
+            set_info(node, position=moved[_place(node)])
+
+
+def base_of(node: Node, anywhere: Collection[Node] = ()) -> Node:
+    """The value that must be at hand for a view of it to be made: the smallest memory that it looks into."""
+    while node.op == "call_function" and node not in anywhere and is_view(node) and is_tensor(node):
+        source = node.all_input_nodes[0]
+        if not is_tensor(source) or num_bytes(source.meta["val"]) > num_bytes(node.meta["val"]):
+            break
+        if len(node.all_input_nodes) > 1:
+            break
+        node = source
+    return node
+
+
+def _place(node: Node) -> int:
+    return info_of(node).position or 0
+
+
+def _items(graph: Graph) -> tuple[list[Item], list[int]]:
+    """The work at each place, forward and backward, and the first place of each item."""
+    seconds: dict[int, float] = defaultdict(float)
+    forward = set()
+    for node in graph.nodes:
+        if node.op == "call_function" and info_of(node).position is not None:
+            seconds[position_of(node)] += seconds_of(node)
+            if not is_backward(node) and not is_view(node):
+                forward.add(position_of(node))
+    places = sorted(forward)
+    every = sorted(seconds)
+    work = [0.0] * len(places)
+    for place in every:
+        work[max(bisect.bisect_right(places, place) - 1, 0)] += seconds[place]
+    while len(places) > _MOST_ITEMS:  # join neighbours, the cheapest pairs
+        cheapest = sorted(range(1, len(places)), key=lambda i: work[i - 1] + work[i])[: len(places) // 4]
+        for i in sorted(cheapest, reverse=True):
+            work[i - 1] += work.pop(i)
+            places.pop(i)
+    return [Item(each) for each in work], places
+
+
+def _flows(graph: Graph, anywhere: Collection[Node], first_places: Sequence[int]) -> list[Flow]:
+    """The values of the forward pass that later places read, each with the gradient that comes back."""
+
+    def item(node: Node) -> int:
+        return max(bisect.bisect_right(first_places, _place(node)) - 1, 0)
+
+    users: dict[Node, set[int]] = defaultdict(set)
+    for node in graph.nodes:
+        if node.op == "call_function" and not is_backward(node) and node not in anywhere:
+            for source in node.all_input_nodes:
+                base = base_of(source, anywhere)
+                if base.op == "call_function" and base not in anywhere and is_tensor(base):
+                    users[base].add(item(node))
+    found = []
+    for node, readers in users.items():
+        value = node.meta["val"]
+        times = 2 if value.dtype.is_floating_point else 1
+        later = tuple(sorted(r for r in readers if r > item(node)))
+        if later:
+            found.append(Flow(item(node), later, times * num_bytes(value) / LINK_BYTES_PER_SECOND))
+    return found
+
+
+def _allowed(
+    graph: Graph,
+    plan: Plan,
+    num_stages: int,
+    first_places: Sequence[int],
+    settled: Mapping[str, tuple[int, ...]] | None,
+) -> list[Collection[int] | None] | None:
+    """Which items each stage but the first may begin with."""
+    if settled is not None:
+        return _as_settled(graph, num_stages, first_places, settled)
+    if not plan.cut:
+        return None
+    if len(plan.cut) != num_stages - 1:
+        raise PlanError(
+            f"cut={','.join(plan.cut)} names {_modules(len(plan.cut))}, but {num_stages} stages begin with"
+            f" {num_stages - 1} besides the first; name as many"
+        )
+    return [{bisect.bisect_left(first_places, _begin_of(graph, name))} for name in plan.cut]
+
+
+def _modules(num: int) -> str:
+    return "1 module" if num == 1 else f"{num} modules"
+
+
+def _with_empty_stages(allowed: Sequence[Collection[int] | None]) -> tuple[int, ...] | None:
+    """Where each stage may begin, where some have nothing to do: evaluation makes fewer calls than training."""
+    found: list[int] = []
+    for places in allowed:
+        later = [place for place in places or () if not found or place >= found[-1]]
+        if not later:
+            return None
+        found.append(min(later))
+    return tuple(found)
+
+
+def _whole_items(graph: Graph, outputs: Sequence[Output], first_places: Sequence[int]) -> set[int]:
+    """Items with which no stage may begin: those between the first reader of a buffer and what changes it."""
+    found: set[int] = set()
+    (results,) = output_node(graph).args
+    written = {o.name: r for o, r in zip(outputs, results, strict=True) if o.kind == "buffer"}  # type: ignore[arg-type]
+    for node in placeholders(graph):
+        result = written.get(info_of(node).name)
+        if info_of(node).kind != "buffer" or not isinstance(result, Node) or result.op != "call_function":
+            continue
+        places = [_place(u) for u in node.users if u.op == "call_function" and not is_backward(u)]
+        places = [max(bisect.bisect_right(first_places, place) - 1, 0) for place in (*places, _place(result))]
+        found |= {*range(min(places) + 1, max(places) + 1)}
+    return found
+
+
+def _begin_of(graph: Graph, name: str) -> int:
+    forward = [n for n in graph.nodes if n.op == "call_function" and not is_backward(n) and not is_view(n)]
+    places = [_place(n) for n in forward if f"{info_of(n).module}.".startswith(f"{name}.")]
+    if not places:
+        known: set[str] = set()
+        for node in forward:
+            parts = info_of(node).module.split(".")
+            known |= {".".join(parts[: i + 1]) for i in range(len(parts))}
+        near = difflib.get_close_matches(name, sorted(known - {""}), n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(known - {''})[:8])}, ..."
+        raise PlanError(f"cut={name}: the model calls no module of this name; {hint}")
+    return min(places)
+
+
+def _as_settled(
+    graph: Graph, num_stages: int, first_places: Sequence[int], settled: Mapping[str, tuple[int, ...]]
+) -> list[Collection[int] | None]:
+    """Cuts that leave every parameter on the stages where it is."""
+    low, high = [0] * num_stages, [len(first_places)] * num_stages
+    for node in placeholders(graph):
+        stages = settled.get(info_of(node).name)
+        if info_of(node).kind != "parameter" or stages is None or len(stages) != 1:
+            continue
+        readers = _readers(node)
+        if not readers:
+            continue
+        items = [max(bisect.bisect_right(first_places, _place(r)) - 1, 0) for r in readers]
+        for stage in range(1, num_stages):
+            if stages[0] < stage:
+                low[stage] = max(low[stage], max(items) + 1)
+            else:
+                high[stage] = min(high[stage], min(items))
+    return [range(low[stage], high[stage] + 1) for stage in range(1, num_stages)]
+
+
+def _readers(node: Node) -> list[Node]:
+    """The forward calls that compute with a parameter, also through views and casts of it."""
+    found, stack = [], [node]
+    while stack:
+        for user in stack.pop().users:
+            if user.op != "call_function" or is_backward(user):
+                continue
+            if is_view(user) or user.target is aten._to_copy.default:
+                stack.append(user)
+            else:
+                found.append(user)
+    return found
+
+
+def _add_where_made(graph: Graph) -> None:
+    """Let gradients that one stage makes be added up there, so that it sends their sum."""
+    for node in graph.nodes:
+        if node.target is aten.add.Tensor and is_backward(node) and info_of(node).stage is not None:
+            stages = {info_of(s).stage for s in node.all_input_nodes if s.op == "call_function"}
+            if len(stages) == 1 and (stage := stages.pop()) is not None:
+                set_info(node, stage=max(stage, stage_of(node)))
+
+
+def _keep_order(graph: Graph, anywhere: Collection[Node]) -> None:
+    """No forward call stands before a stage that it reads, no backward call after one."""
+    for node in graph.nodes:
+        if node.op != "call_function" or node in anywhere:
+            continue
+        same = [
+            stage_of(s)
+            for s in node.all_input_nodes
+            if s.op == "call_function" and info_of(s).stage is not None and is_backward(s) == is_backward(node)
+        ]
+        if same:
+            set_info(node, stage=(min if is_backward(node) else max)(*same, stage_of(node)))

@@ -1,0 +1,107 @@
+"""What stages share: buffers that change from microbatch to microbatch, and the gradients of tied weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from plait.compile.capture.capture import Output
+from plait.compile.ir.calls import is_tensor, output_node, placeholders
+from plait.compile.ir.node_info import describe, info_of, is_backward, set_info
+from plait.compile.ops import comm_ops
+
+aten = torch.ops.aten
+
+# Linear in their first input, so that a sum may be taken apart before them.
+_LINEAR = frozenset(
+    {
+        aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten.reshape.default,
+        aten.clone.default, aten._to_copy.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
+        aten._unsafe_view.default, aten.expand.default,
+    }
+)  # fmt: skip
+
+
+def keep_written_buffers(graph: Graph, written: Collection[str]) -> None:
+    """Let all but the first reader's stage and phase have the values that buffers had when the forward pass read them.
+
+    Later microbatches change them before the backward of this one. Changes `graph`.
+    """
+    for node in placeholders(graph):
+        if info_of(node).kind != "buffer" or info_of(node).name not in written or not is_tensor(node):
+            continue
+        users = [u for u in node.users if u.op == "call_function"]
+        if not any(is_backward(u) for u in users):
+            continue
+        first = next(u for u in graph.nodes if u in node.users)
+        with graph.inserting_before(first):
+            copy = graph.call_function(aten.clone.default, (node,))
+        describe(copy, replace(info_of(first), phase="forward", owner={}), node.meta["val"])
+        for user in users:
+            if is_backward(user):
+                user.replace_input_with(node, copy)
+
+
+def apart(graph: Graph, outputs: Sequence[Output]) -> list[tuple[Output, Any]]:
+    """The step's outputs with their nodes, where a gradient that several stages add to is one term for each of them.
+
+    Changes `graph`.
+    """
+    (results,) = output_node(graph).args
+    found: list[tuple[Output, Any]] = []
+    for output, result in zip(outputs, results, strict=True):  # type: ignore[arg-type]
+        if output.kind != "gradient" or not isinstance(result, Node):
+            found.append((output, result))
+            continue
+        terms = _terms(graph, result)
+        by_stage: dict[int, list[Node]] = {}
+        for term in terms:
+            by_stage.setdefault(info_of(term).stage or 0, []).append(term)
+        for members in by_stage.values():
+            total = members[0]
+            for other in members[1:]:
+                with graph.inserting_before(output_node(graph)):
+                    both = graph.call_function(aten.add.Tensor, (total, other))
+                both.meta = dict(total.meta)
+                total = both
+            found.append((output, total))
+    return found
+
+
+def _terms(graph: Graph, result: Node) -> list[Node]:
+    """What is added up to give a gradient, as far as it comes from different stages."""
+    chain: list[Node] = []
+    node = result
+    while node.op == "call_function" and (node.target in _LINEAR or _is_sum(node)):
+        chain.append(node)
+        node = node.args[1] if _is_sum(node) else node.args[0]  # type: ignore[assignment]
+    if node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
+        return [result]
+    sides = [a for a in node.args if isinstance(a, Node)]
+    terms = [t for side in sides for t in _terms(graph, side)]
+    if len(sides) < 2 or len({info_of(t).stage for t in terms}) == 1:
+        return [result]
+    found = []
+    for term in terms:
+        for step in reversed(chain):
+            source = step.args[1] if _is_sum(step) else step.args[0]
+            assert isinstance(source, Node)
+            with graph.inserting_before(output_node(graph)):
+                copy = graph.node_copy(step, functools.partial(_instead, source, term))
+            set_info(copy, stage=info_of(term).stage)
+            term = copy
+        found.append(term)
+    return found
+
+
+def _instead(source: Node, term: Node, node: Node) -> Node:
+    return term if node is source else node
+
+
+def _is_sum(node: Node) -> bool:
+    return node.target is comm_ops.all_reduce and node.args[3] == "sum"

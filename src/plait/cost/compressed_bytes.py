@@ -1,0 +1,58 @@
+"""What a compressor makes of a tensor's size: how it is cut, what of it is sent, and whether that is less at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from plait.plan.compression import Compression
+
+BLOCK = 256  # numbers that have a scale in common, where a code is coarser than bf16
+
+
+def coded_bytes(num: int, kind: str) -> int:
+    """Bytes of `num` numbers, a multiple of BLOCK, once coded."""
+    if kind == "bf16":
+        return 2 * num
+    return num // (2 if kind == "int4" else 1) + num // BLOCK * 4
+
+
+def num_owned(num: int, size: int) -> int:
+    """Of a tensor of `num` elements what one of `size` replicas owns, in whole blocks. Tensors share no block, nor a
+    ranking: what several ranks of a replica hold alike stays alike."""
+    return -(-num // (size * BLOCK)) * BLOCK
+
+
+def num_kept(num: int, compression: Compression) -> int:
+    """Of a tensor of `num` elements those that topk sends."""
+    return math.ceil(compression.fraction * num)
+
+
+def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a tensor for PowerSGD: its first dim against all others."""
+    rows = shape[0] if len(shape) > 1 else 1
+    return rows, math.prod(shape) // max(rows, 1)
+
+
+def is_smaller(shape: Sequence[int], compression: Compression, size: int) -> bool:
+    """Whether less is sent of a tensor of this shape than without a compressor."""
+    num, kind = math.prod(shape), compression.kind
+    if kind == "none":
+        return False
+    if kind == "powersgd":
+        return sum(as_matrix(shape)) * compression.rank < num
+    if kind == "topk":
+        return 2 * num_kept(num, compression) < num
+    return coded_bytes(size * num_owned(num, size), kind) < 4 * num
+
+
+def bytes_exchanged(shape: Sequence[int], compression: Compression, size: int) -> float:
+    """What each of `size` ranks sends to exchange a tensor of this shape once."""
+    num, ring = math.prod(shape), 2 * (size - 1) / size
+    if not is_smaller(shape, compression, size):
+        return ring * 4 * num
+    if compression.kind == "topk":
+        return (size - 1) * 8.0 * num_kept(num, compression)
+    if compression.kind == "powersgd":
+        return ring * 4 * sum(as_matrix(shape)) * compression.rank
+    return ring * coded_bytes(size * num_owned(num, size), compression.kind)

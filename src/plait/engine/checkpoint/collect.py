@@ -1,0 +1,155 @@
+"""A run's state as a checkpoint has it: what this rank holds of everything that a resumed run needs.
+
+model/NAME                  parameters and persistent buffers
+optimizer/state/NAME/KEY    what the optimizer keeps of a parameter, laid out as it or whole
+ema/NAME                    the moving average of a parameter, laid out as it
+random/RANK/NAME            the process's own random numbers
+values                      step, seed, optimizer groups, scheduler, loss scale, and the caller's `extra`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.engine.checkpoint import randomstate, relaxed, write
+from plait.engine.checkpoint.fitting import EMA, MODEL, STATE
+from plait.engine.checkpoint.holding import Holding, Kept, is_away
+from plait.engine.checkpoint.optimizer_layouts import state_layout
+from plait.engine.checkpoint.saver import Saver
+from plait.engine.checkpoint.snapshot import Run, group_options, model_of, persistent_of
+from plait.engine.checkpoint.storage import Location
+from plait.engine.checkpoint.write import State
+from plait.errors import CheckpointError
+from plait.optim.several import own_values, tensors_outside_state, title_of
+
+
+def save(run: Run, path: Location, extra: Mapping[str, Any], keep: int, saver: Saver, wait: bool) -> None:
+    """Write the run's state into the folder or URL; see run.checkpoint.save."""
+    state = describe(run, extra)
+    write.save(path, state, world=run.world, plan=str(run.plan), keep=keep, saver=saver, wait=wait)
+
+
+def describe(run: Run, extra: Mapping[str, Any]) -> State:
+    """What this rank holds of the run's state. Nothing is copied."""
+    replica, world, optimizer = run.replica, run.world, run.optimizer
+    assert optimizer is not None
+    if lost := tensors_outside_state(optimizer):
+        raise CheckpointError(
+            f"{title_of(optimizer)} keeps tensors in its attribute {lost}, and a checkpoint cannot know what they"
+            " belong to; let it keep them in state[parameter]"
+        )
+    tensors: dict[str, Holding] = {}
+    own: dict[str, Any] = {}
+    means = _means(run)
+    for name, parameter in replica.parameters.items():
+        data: Any = means.get(MODEL + name, parameter.detach())
+        if is_away(data):
+            data = Kept(tuple(data.shape), data.dtype, functools.partial(_local, run, name))
+        tensors[MODEL + name] = Holding.laid_out(data, replica.layouts[name], world)
+    if world.rank == 0:
+        persistent = persistent_of(replica)
+        buffers = {MODEL + name: b for name, b in replica.buffers.items() if name in persistent}
+        tensors |= {name: Holding.whole(means.get(name, buffer)) for name, buffer in buffers.items()}
+    for name, parameter in replica.parameters.items():
+        away = _Away(run, parameter)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            full = f"{STATE}{name}/{key}"
+            value = means.get(full, value)
+            if torch.is_tensor(value):
+                layout = state_layout(run, name, key, tuple(value.shape))
+                tensors[full] = Holding.laid_out(away.kept(key, value) if is_away(value) else value, layout, world)
+            elif Holding.laid_out(None, state_layout(run, name, key, ()), world).copy == 0:
+                own[full] = value
+    if run.average is not None:
+        for name, part in run.average.tensors.items():
+            tensors[EMA + name] = Holding.laid_out(part, replica.layouts[name], world)
+    if randomstate.has_own(world):
+        states, own[f"random/{world.rank}"] = randomstate.take(world)
+        tensors |= {f"random/{world.rank}/{name}": Holding.whole(tensor) for name, tensor in states.items()}
+    values = {
+        "step": run.step_number,
+        "seed": run.seed,
+        "optimizer": title_of(optimizer),
+        **({"optimizer_values": found} if (found := own_values(optimizer)) else {}),
+        "groups": group_options(run),
+        "scheduler": run.scheduler.state_dict() if run.scheduler is not None else None,
+        "loss_scale": run.loss_scale.state_dict() if run.loss_scale is not None else None,
+        "replicas": relaxed.values(run),
+        "extra": dict(extra),
+        "model_config": config_of(model_of(replica)),
+    }
+    return State(tensors | relaxed.holdings(run), values, own)
+
+
+def config_of(model: nn.Module) -> str | None:
+    """The model's own configuration as the text of a config.json, where it has one that JSON can hold.
+
+    That of transformers and diffusers models, a mapping, or a dataclass.
+    """
+    config: Any = getattr(model, "config", None)
+    try:
+        if hasattr(config, "to_dict"):
+            plain = dict(config.to_dict())
+        elif dataclasses.is_dataclass(config) and not isinstance(config, type):
+            plain = dataclasses.asdict(config)
+        elif isinstance(config, Mapping):
+            plain = dict(config)
+        else:
+            return None
+        if "model_type" in plain and not plain.get("architectures"):
+            plain["architectures"] = [type(model).__name__]
+        return json.dumps(plain, indent=2, sort_keys=True)
+    except Exception:  # of the user's own config, without which the checkpoint is whole
+        return None
+
+
+def _means(run: Run) -> dict[str, Tensor]:
+    """Of what replicas that agree later have each for itself, under the names of a checkpoint."""
+    replicas, optimizer = run.replicas, run.optimizer
+    if replicas is None:
+        return {}
+    assert optimizer is not None
+    found = {MODEL + name: mean for name, mean in replicas.means(run.step_number).items()}
+    if replicas.local is not None:
+        state = {
+            f"{STATE}{name}/{key}": value
+            for name, parameter in replicas.trained.items()
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if torch.is_tensor(value) and value.is_floating_point() and not is_away(value)
+        }
+        found |= {name: mean.to(state[name].dtype) for name, mean in replicas.mean_of(state).items()}
+    return found
+
+
+def _local(run: Run, name: str) -> Tensor:
+    found = run.replica.local(name)
+    assert found is not None
+    return found
+
+
+class _Away:
+    """A parameter's state that is kept outside memory, read once for all that is asked of it."""
+
+    def __init__(self, run: Run, parameter: nn.Parameter) -> None:
+        self._run, self._parameter = run, parameter
+        self._asked: set[str] = set()
+        self._read: dict[str, Any] = {}
+
+    def kept(self, key: str, form: Tensor) -> Kept:
+        return Kept(tuple(form.shape), form.dtype, functools.partial(self._get, key))
+
+    def _get(self, key: str) -> Tensor:
+        if not self._read:
+            self._read = self._run.update.state_of(self._parameter)
+        found: Tensor = self._read[key]
+        self._asked.add(key)
+        if all(key in self._asked for key, value in self._read.items() if torch.is_tensor(value) and value.ndim):
+            self._read, self._asked = {}, set()
+        return found

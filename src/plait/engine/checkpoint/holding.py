@@ -1,0 +1,103 @@
+"""What a rank holds of each tensor of a state, and which of it this rank writes: every element has one writer."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.comm.protocol import World
+from plait.engine.slices import Box, Fragment, copies, fragments
+from plait.spec.layout import Layout, part_bounds
+from plait.spec.mesh import Mesh
+
+_SHARED = 64 << 10  # bytes from which on those who hold the same each write a part of it
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that lies outside memory; `get` reads it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    get: Callable[[], Tensor]
+
+
+def is_away(tensor: Tensor) -> bool:
+    """Whether this is only the form of a tensor that is kept elsewhere."""
+    return tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.element_size() * (tensor.numel() > 1) * 2
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A rank's part of a tensor of `shape`: `data`, made of the fragments in it, of which it has copy `copy`.
+
+    `data` is None where nothing of the tensor lies here.
+    """
+
+    shape: tuple[int, ...]
+    data: Tensor | Kept | None
+    fragments: tuple[Fragment, ...]
+    num_copies: int = 1
+    copy: int = 0
+
+    @classmethod
+    def laid_out(cls, data: Tensor | Kept | None, layout: Layout, world: World) -> Holding:
+        found, num_copies, copy = _part(layout, world.mesh, world.rank)
+        return cls(layout.shape, data, found if data is not None else (), num_copies, copy)
+
+    @classmethod
+    def whole(cls, data: Tensor) -> Holding:
+        """A whole tensor that no other rank has."""
+        shape = tuple(data.shape)
+        return cls(shape, data, (Fragment(Box.whole(shape), (0,) * len(shape)),) if data.numel() else ())
+
+
+@functools.lru_cache(maxsize=1 << 14)  # every save asks for the same
+def _part(layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[Fragment, ...], int, int]:
+    here = mesh.coordinates(rank)
+    return fragments(layout, mesh, here), *copies(layout, mesh, here)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor that this rank writes; `take` gives its values, in memory of any kind and order."""
+
+    name: str
+    dtype: torch.dtype
+    box: Box
+    take: Callable[[], Tensor]
+    in_memory: bool
+
+
+def pieces(name: str, holding: Holding) -> list[list[Piece]]:
+    """What this rank writes of a tensor, one list for each file, as a file has a name only once."""
+    data = holding.data
+    found: list[list[Piece]] = []
+    if data is None:
+        return found
+    for fragment in holding.fragments:
+        box, at = fragment.box, fragment.at
+        if holding.num_copies > 1:
+            rows = box.shape[0] if box.shape else 1
+            shared = rows >= holding.num_copies and box.num_elements * data.dtype.itemsize >= _SHARED
+            if shared:
+                start, stop = part_bounds(rows, holding.num_copies, holding.copy)
+                box, at = box.rows(start, stop), (at[0] + start, *at[1:])
+            elif zlib.crc32(name.encode()) % holding.num_copies != holding.copy:
+                continue
+        if box.num_elements:
+            slices = Fragment(box, at).slices
+            found.append([Piece(name, data.dtype, box, _taker(data, slices), torch.is_tensor(data))])
+    return found
+
+
+def _taker(data: Tensor | Kept, slices: tuple[slice, ...]) -> Callable[[], Tensor]:
+    if isinstance(data, Kept):
+        return lambda: data.get()[slices]
+    view = data.detach()[slices]
+    return lambda: view

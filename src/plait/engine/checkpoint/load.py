@@ -1,0 +1,338 @@
+"""Loading a checkpoint into a run of any plan, and weights alone from wherever they are.
+
+What there is gets compared first, then its checksums, and only then is anything changed. Each rank reads the parts that
+it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from pydantic import BaseModel, TypeAdapter
+from torch import Tensor, nn
+
+from plait.compile.ir.dtypes import torch_name
+from plait.engine.checkpoint import randomstate, relaxed
+from plait.engine.checkpoint.barrier import Consent
+from plait.engine.checkpoint.fitting import (
+    EMA,
+    MODEL,
+    STATE,
+    Shapes,
+    check_model,
+    check_optimizer,
+    refuse_tables,
+    saved_model,
+    saved_state,
+)
+from plait.engine.checkpoint.holding import is_away
+from plait.engine.checkpoint.integrity import check_files
+from plait.engine.checkpoint.manifest import NAME, Manifest
+from plait.engine.checkpoint.optimizer_layouts import expected_state, state_layout
+from plait.engine.checkpoint.places import has_checkpoints, newest, older_than
+from plait.engine.checkpoint.plainvalues import decode, tensor_names
+from plait.engine.checkpoint.snapshot import Run, model_of, persistent_of, set_group_options
+from plait.engine.checkpoint.source import Source, Wanted, whole_of
+from plait.engine.checkpoint.storage import Folder, Location, folder_of
+from plait.engine.checkpoint.strict import Count, Text, Whole, checked
+from plait.engine.slices import Fragment, fragments
+from plait.errors import CheckpointError
+from plait.optim.several import each_parameter, set_own_values, title_of
+
+_AT_ONCE = 256 << 20  # bytes of optimizer state that are read before they are moved to where they are kept
+
+
+def load(run: Run, path: Location) -> dict[str, Any]:
+    """Take over the newest checkpoint of the folder `path`, or the checkpoint `path` itself; returns its `extra`.
+
+    CheckpointError, with nothing changed, names a file that is damaged, or what differs in model or optimizer.
+    """
+    consent = Consent(run.world)
+    folder = folder_of(consent.first_says("which", lambda: _choose(path)))
+    found: list[_Load] = []
+    consent.all_do("fits", lambda: found.append(_Load(run, folder)))
+    loading = found[0]
+    consent.all_do("whole", loading.check_files)
+    try:
+        consent.all_do("read", loading.fill)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; part of it is in place: load a checkpoint before going on") from None
+    extra = loading.take_values()
+    run.replica.updated()
+    consent.all_do("read its own", loading.take_own)
+    return extra
+
+
+def check(run: Run, path: Location) -> dict[str, Any]:
+    """That `load` would find a checkpoint of this model and optimizer, by its manifest alone; returns its `extra`, with
+    tensors by name. For a run of one rank, with the errors of `load`."""
+    extra: dict[str, Any] = _Load(run, folder_of(_choose(path)))._common["extra"]
+    return extra
+
+
+def load_weights(run: Run, path: Location) -> None:
+    """Take over parameters and buffers alone: of a checkpoint, a safetensors file, or a folder of such files.
+
+    Values are converted to the types that the model has. CheckpointError, with nothing changed, says which names or
+    shapes differ.
+    """
+    consent = Consent(run.world)
+    found: list[tuple[Source, dict[str, str]]] = []
+    consent.all_do("fits", lambda: found.append(_weights(run, path)))
+    source, names = found[0]
+    wanted = _wanted_model(run)
+    consent.all_do("whole", lambda: source.check({names[name]: one.fragments for name, one in wanted.items()}))
+    consent.all_do("read", lambda: _fill_model(run, source, names, wanted))
+    run.replica.updated()
+    if run.replicas is not None:
+        run.replicas.begin(run.step_number)
+
+
+class _Common(BaseModel):
+    """What every checkpoint of a run says, as it is encoded."""
+
+    step: Count
+    seed: Whole
+    optimizer: Text
+    groups: list[dict[Text, Any]]
+    scheduler: Any
+    loss_scale: Any
+    extra: dict[Text, Any]
+
+
+_COMMON = TypeAdapter(_Common)
+
+
+class _Load:
+    """One rank's side of a load. CheckpointError where another model or optimizer made the checkpoint."""
+
+    def __init__(self, run: Run, folder: Folder) -> None:
+        self._run = run
+        self._manifest = manifest = Manifest.read(folder)
+        self._source = Source.checkpoint(folder, manifest)
+        self._common = manifest.values["common"]
+        checked(_COMMON, self._common, f"{folder}/{NAME}: values.common")
+        self._model = _wanted_model(run)
+        mine = f"random/{run.world.rank}/"
+        random = [n for n in manifest.tensors if n.startswith(mine)] if randomstate.has_own(run.world) else []
+        self._small = {name: _empty(manifest, name) for name in (*tensor_names(self._common), *random)}
+        what, optimizer = f"the checkpoint {folder}", run.optimizer
+        assert optimizer is not None
+        refuse_tables(what, manifest, _shapes(run))
+        check_model(what, saved_model(manifest), _shapes(run))
+        expected = {name: set(keys) for name, keys in expected_state(run).items()}
+        check_optimizer(what, manifest, title_of(optimizer), expected, len(optimizer.param_groups))
+        self._names = {id(p): name for name, p in run.replica.parameters.items()}
+        self._saved = saved_state(manifest)
+        self._parts = self._state_parts()
+        self._average = _saved_average(run, manifest)
+
+    def check_files(self) -> None:
+        """That what this rank will read is as it was written."""
+        needed = {MODEL + name: one.fragments for name, one in self._model.items()}
+        needed |= {name: held for name, (_, held) in self._parts.items()}
+        needed |= {name: one.fragments for name, one in self._average.items()}
+        needed |= {name: whole_of(tensor).fragments for name, tensor in self._small.items()}
+        try:
+            self._source.check(needed)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{older_than(self._source.folder)}") from None
+
+    def fill(self) -> None:
+        """Read all tensors; the optimizer's so much at a time as may wait in memory to be moved to its home."""
+        _fill_model(self._run, self._source, {name: MODEL + name for name in self._model}, self._model)
+        self._source.fill({name: whole_of(tensor) for name, tensor in self._small.items()})
+        if self._run.average is not None and not self._average:
+            self._run.average.begin(self._run)
+        self._source.fill(self._average)
+        optimizer = self._run.optimizer
+        assert optimizer is not None
+        batch: dict[str, Wanted] = {}
+        members: list[nn.Parameter] = []
+        num_bytes = 0
+        for group, parameter in each_parameter(optimizer):
+            if id(parameter) not in self._names:
+                continue
+            before = optimizer.state.pop(parameter, {})
+            if after := self._state_of(parameter, before, group, batch):
+                optimizer.state[parameter] = after
+                members.append(parameter)
+                num_bytes += sum(value.nbytes for value in after.values() if torch.is_tensor(value))
+            if num_bytes >= _AT_ONCE:
+                self._settle(batch, members)
+                num_bytes = 0
+        self._settle(batch, members)
+
+    def take_values(self) -> dict[str, Any]:
+        """All that is no tensor of the model or the optimizer; returns what the caller had saved with it."""
+        run, own = self._run, self._manifest.values["own"]
+        common = decode(self._common, self._small.__getitem__)
+        assert run.optimizer is not None
+        set_group_options(run, common["groups"])
+        with self._taking("common.optimizer_values"):
+            set_own_values(run.optimizer, common.get("optimizer_values", {}))
+        with self._taking("common.scheduler"):
+            if run.scheduler is not None and common["scheduler"] is not None:
+                run.scheduler.load_state_dict(common["scheduler"])
+        with self._taking("common.loss_scale"):
+            if run.loss_scale is not None and common["loss_scale"] is not None:
+                run.loss_scale.load_state_dict(common["loss_scale"])
+        mine = f"random/{run.world.rank}"
+        if mine in own and randomstate.has_own(run.world):
+            tensors = {name.rpartition("/")[2]: t for name, t in self._small.items() if name.startswith(mine + "/")}
+            with self._taking(f"own.{mine}"):
+                randomstate.restore(run.world, tensors, decode(own[mine], self._small.__getitem__))
+        run.seed, run.step_number = common["seed"], common["step"]
+        extra: dict[str, Any] = common["extra"]
+        return extra
+
+    @contextmanager
+    def _taking(self, place: str) -> Iterator[None]:
+        """Whatever is raised by an object that takes over a value which is not one of its own, as CheckpointError."""
+        try:
+            yield
+        except Exception as error:
+            raise CheckpointError(
+                f"{self._source.folder}/{NAME}: values.{place} cannot be taken over: {type(error).__name__}: {error}"
+            ) from error
+
+    def take_own(self) -> None:
+        """What each of several replicas had for itself."""
+        relaxed.restore(self._run, self._source, self._manifest)
+
+    def _state_parts(self) -> dict[str, tuple[tuple[int, ...], tuple[Fragment, ...]]]:
+        """Of each tensor of the optimizer's that belongs here: the shape of this rank's part, and its fragments."""
+        run, mesh = self._run, self._run.world.mesh
+        here = mesh.coordinates(run.world.rank)
+        assert run.optimizer is not None
+        known = self._names  # which a rank without parameters, whose optimizer has an empty one, leaves empty
+        trained = {known[id(p)] for group in run.optimizer.param_groups for p in group["params"] if id(p) in known}
+        found = {}
+        for name, keys in self._saved.items():
+            for key in keys if name in trained else ():
+                full = f"{STATE}{name}/{key}"
+                if full in self._manifest.tensors:
+                    layout = state_layout(run, name, key, self._manifest.tensors[full][0], whole=True)
+                    found[full] = (layout.local_shape(mesh, here), fragments(layout, mesh, here))
+        return found
+
+    def _state_of(
+        self, parameter: nn.Parameter, before: Mapping[str, Any], group: Mapping[str, Any], batch: dict[str, Wanted]
+    ) -> dict[str, Any]:
+        """The state of a parameter; what is to be read for it is added to the batch."""
+        name, own = self._names[id(parameter)], self._manifest.values["own"]
+        after: dict[str, Any] = {}
+        for key in sorted(self._saved.get(name, ())):
+            full = f"{STATE}{name}/{key}"
+            if full in own:
+                after[key] = decode(own[full], self._small.__getitem__)
+                continue
+            shape, held = self._parts[full]
+            dtype = getattr(torch, self._manifest.tensors[full][1])
+            after[key] = _place(before.get(key), parameter, shape, dtype, group)
+            batch[full] = Wanted(held, after[key])
+        return after
+
+    def _settle(self, batch: dict[str, Wanted], members: list[nn.Parameter]) -> None:
+        self._source.fill(batch)
+        for parameter in members:
+            self._run.update.settle(parameter)
+        batch.clear()
+        members.clear()
+
+
+def _saved_average(run: Run, manifest: Manifest) -> dict[str, Wanted]:
+    """This rank's parts of the moving average, where the run keeps one and the checkpoint has it."""
+    if run.average is None:
+        return {}
+    mesh, layouts = run.world.mesh, run.replica.layouts
+    here = mesh.coordinates(run.world.rank)
+    return {
+        EMA + name: Wanted(fragments(layouts[name], mesh, here), part)
+        for name, part in run.average.tensors.items()
+        if EMA + name in manifest.tensors
+    }
+
+
+def _choose(path: Location) -> str:
+    """On one rank: which checkpoint, and that all of its files are there."""
+    folder = newest(path)
+    try:
+        check_files(folder)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{older_than(folder)}") from None
+    return str(folder)
+
+
+def _shapes(run: Run) -> Shapes:
+    """Shape and type of every parameter and persistent buffer of the run's model, whole."""
+    replica = run.replica
+    here = {name: (layout.shape, torch_name(replica.dtypes[name])) for name, layout in replica.layouts.items()}
+    persistent = persistent_of(replica)
+    return here | {n: (tuple(b.shape), torch_name(b.dtype)) for n, b in replica.buffers.items() if n in persistent}
+
+
+def _wanted_model(run: Run) -> dict[str, Wanted]:
+    """This rank's parts of parameters, and its buffers."""
+    replica, mesh = run.replica, run.world.mesh
+    here = mesh.coordinates(run.world.rank)
+    found = {
+        name: Wanted(fragments(replica.layouts[name], mesh, here), parameter)
+        for name, parameter in replica.parameters.items()
+    }
+    persistent = persistent_of(replica)
+    return found | {name: whole_of(b) for name, b in replica.buffers.items() if name in persistent}
+
+
+def _place(
+    before: Any, parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, group: Mapping[str, Any]
+) -> Tensor:
+    """A tensor to read a parameter's state into: the one that is there if it fits."""
+    if torch.is_tensor(before) and not is_away(before) and tuple(before.shape) == shape and before.dtype == dtype:
+        return before
+    away = is_away(parameter)
+    if shape and shape == tuple(parameter.shape) and not away:
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)  # fused steps want the same strides
+    on_device = bool(shape) or group.get("capturable") or group.get("fused")  # where the optimizer has its counters
+    return torch.empty(shape, dtype=dtype, device=parameter.device if on_device and not away else "cpu")
+
+
+def _empty(manifest: Manifest, name: str) -> Tensor:
+    shape, dtype = manifest.tensors[name]
+    return torch.empty(shape, dtype=getattr(torch, dtype))
+
+
+def _weights(run: Run, path: Location) -> tuple[Source, dict[str, str]]:
+    """Where weights come from, and under which name each parameter and buffer is there."""
+    model = model_of(run.replica)
+    if has_checkpoints(path):
+        folder = newest(path)
+        manifest = check_files(folder)
+        source, prefix, there = Source.checkpoint(folder, manifest), MODEL, dict(saved_model(manifest))
+    else:
+        source, prefix = Source.safetensors(path), ""
+        there = dict(source.tensors)
+    names: dict[str, str] = {}
+    firsts = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = firsts[id(parameter)]
+        if name in there and names.setdefault(first, name) != name:
+            del there[name]  # a tied tensor once more
+    for first, name in names.items():
+        there[first] = there.pop(name)
+    here = _shapes(run)
+    check_model(str(path), there, here, dtypes=False)
+    return source, {name: prefix + names.get(name, name) for name in here}
+
+
+def _fill_model(run: Run, source: Source, names: Mapping[str, str], wanted: Mapping[str, Wanted]) -> None:
+    """Read parameters and buffers; those that are kept elsewhere one after the other."""
+    source.fill({names[name]: one for name, one in wanted.items() if not is_away(one.into)})
+    for name, one in wanted.items():
+        if is_away(one.into):
+            part = torch.empty(one.into.shape, dtype=one.into.dtype)
+            source.fill({names[name]: Wanted(one.fragments, part)})
+            run.replica.variables.set_local(name, part)  # type: ignore[union-attr]

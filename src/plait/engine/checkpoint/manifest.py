@@ -1,0 +1,212 @@
+"""The manifest of a checkpoint: what it holds, where each part of a tensor lies, and the checksums of every file.
+
+It is written last, so a folder that has one is a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+
+from plait.engine.checkpoint.crc import combine
+from plait.engine.checkpoint.plainvalues import check_values
+from plait.engine.checkpoint.safetensor import Dtype, first_overlap, fits_memory, item_bytes
+from plait.engine.checkpoint.storage import Folder
+from plait.engine.checkpoint.strict import Count, Extents, FileName, Real, Strict, Text, checked, read_json
+from plait.engine.slices import Box
+from plait.errors import CheckpointError
+
+NAME = "manifest.json"
+FORMAT = 2
+BLOCK = 8 << 20  # bytes that have a checksum of their own, so that a rank can check what it reads
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file: its bytes, the CRC-32 of each block of it, and the tensors in it: {name: (start, shape, first byte)}."""
+
+    bytes: int
+    blocks: tuple[int, ...]
+    tensors: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]
+
+    @property
+    def crc32(self) -> int:
+        """The checksum of the whole file, as any tool gives it."""
+        return combine(self.blocks, BLOCK, self.bytes)
+
+    def plain(self) -> dict[str, Any]:
+        return {"bytes": self.bytes, "crc32": "".join(f"{crc:08x}" for crc in self.blocks), "tensors": self.tensors}
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> FileEntry:
+        return checked(_FILE, plain, "the record of a file").entry()
+
+
+class _File(Strict):
+    bytes: Count
+    crc32: Annotated[Text, Field(pattern=r"^([0-9a-f]{8})*$")]
+    tensors: dict[Text, tuple[Extents, Extents, Count]]
+
+    def entry(self) -> FileEntry:
+        crcs = tuple(int(self.crc32[i : i + 8], 16) for i in range(0, len(self.crc32), 8))
+        return FileEntry(self.bytes, crcs, self.tensors)
+
+
+class _Values(Strict):
+    common: dict[Text, Any]
+    own: dict[Text, Any]
+
+
+class _Manifest(Strict):
+    format: Count
+    step: Count
+    plan: Text
+    saved_at: Real
+    tensors: dict[Text, tuple[Extents, Dtype]]
+    files: dict[FileName, _File]
+    values: _Values
+
+
+_FILE, _MANIFEST = TypeAdapter(_File), TypeAdapter(_Manifest)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a part of a tensor lies."""
+
+    file: str
+    offset: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`tensors` gives (shape, dtype) by name; `values` has all that is no tensor; `saved_at` is seconds since 1970."""
+
+    step: int
+    plan: str
+    saved_at: float
+    tensors: dict[str, tuple[tuple[int, ...], str]]
+    files: dict[str, FileEntry]
+    values: dict[str, Any]
+    format: int = FORMAT
+
+    def num_bytes(self, name: str) -> int:
+        shape, dtype = self.tensors[name]
+        return math.prod(shape) * item_bytes(dtype)
+
+    def parts(self) -> dict[str, list[Part]]:
+        """The parts of each tensor, which are the whole of it."""
+        found: dict[str, list[Part]] = {name: [] for name in self.tensors}
+        for file, entry in self.files.items():
+            for name, (start, shape, at) in entry.tensors.items():
+                found[name].append(Part(file, at, Box(start, shape)))
+        return found
+
+    def write(self, folder: Folder) -> None:
+        """Write into `folder`, in one go and down to the disk."""
+        files = {name: entry.plain() for name, entry in self.files.items()}
+        plain = {key: value for key, value in vars(self).items() if key != "files"} | {"files": files}
+        body = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+        outer = {"saved_at": self.saved_at, "sha256": _digest(body), "body": body}
+        folder.put(NAME, [json.dumps(outer).encode()])
+
+    @classmethod
+    def read(cls, folder: Folder) -> Manifest:
+        """The manifest of a checkpoint folder; CheckpointError where it is missing, altered or of another format."""
+        try:
+            text = folder.read(NAME)
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointError(f"{folder} is no checkpoint: it has no {NAME}") from None
+        except OSError as error:
+            raise CheckpointError(f"cannot read {folder}/{NAME}: {error.strerror or error}") from None
+        where = f"{folder}/{NAME}"
+        outer = read_json(text, f"{where} is damaged: it")
+        body, expected = (outer.get("body"), outer.get("sha256")) if isinstance(outer, dict) else (None, None)
+        if not isinstance(body, str) or not isinstance(expected, str):
+            raise CheckpointError(f"{where} is damaged: it cannot be read")
+        if (found := _digest(body)) != expected:
+            raise CheckpointError(f"{where} is damaged: its text has sha256 {found}, not {expected}")
+        plain = read_json(body, where)
+        if isinstance(plain, dict) and plain.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{folder} has format {plain.get('format')}; this version of plait reads format {FORMAT}"
+            )
+        form = checked(_MANIFEST, plain, where)
+        files = {name: each.entry() for name, each in form.files.items()}
+        manifest = cls(form.step, form.plan, form.saved_at, form.tensors, files, form.values.model_dump())
+        manifest.check(where)
+        return manifest
+
+    def check(self, where: str) -> None:
+        """CheckpointError unless the parts make up each tensor, lie within their files, and share nothing."""
+        found: dict[str, list[Part]] = {name: [] for name in self.tensors}
+        for name, (shape, dtype) in self.tensors.items():
+            if not fits_memory(shape, dtype):
+                raise CheckpointError(f"{where}: tensors.{name}: there is no tensor of shape {list(shape)}")
+        for file, entry in self.files.items():
+            if len(entry.blocks) != -(-entry.bytes // BLOCK):
+                raise CheckpointError(f"{where}: files.{file}: its checksums are not those of {entry.bytes} bytes")
+            ranges = []
+            for name, (start, shape, at) in entry.tensors.items():
+                what = f"{where}: files.{file}.tensors.{name}"
+                if name not in found:
+                    raise CheckpointError(f"{what}: the checkpoint has no such tensor")
+                whole, dtype = self.tensors[name]
+                inside = len(start) == len(shape) == len(whole)
+                if not inside or any(a + n > of for a, n, of in zip(start, shape, whole, strict=True)):
+                    raise CheckpointError(f"{what}: it does not lie within the shape {list(whole)}")
+                ranges.append((at, at + math.prod(shape) * item_bytes(dtype), name))
+                if ranges[-1][1] > entry.bytes:
+                    raise CheckpointError(f"{what}: it does not lie within the file's {entry.bytes} bytes")
+                found[name].append(Part(file, at, Box(start, shape)))
+            if twice := first_overlap(ranges):
+                raise CheckpointError(f"{where}: files.{file}.tensors.{twice}: its bytes are also another tensor's")
+        for name, (shape, _) in self.tensors.items():
+            missing = math.prod(shape) - sum(part.box.num_elements for part in found[name])
+            if missing > 0:
+                raise CheckpointError(f"{where}: tensors.{name}: {missing} elements of it are in no file")
+            if missing < 0 or _any_overlap([part.box for part in found[name]]):
+                raise CheckpointError(f"{where}: tensors.{name}: some elements of it are there twice")
+        check_values(self.values, "values", self.tensors, where)
+
+
+def saved_at(folder: Folder) -> float | None:
+    """When a checkpoint was saved, without a look at the rest of its manifest; None where that cannot be read."""
+    start = bytearray(100)
+    try:
+        folder.read_into(NAME, 0, memoryview(start))
+    except OSError:
+        return None
+    found = re.match(rb'\{"saved_at": ([0-9]{1,20}(?:\.[0-9]{1,20})?),', start)
+    return float(found[1]) if found else None
+
+
+def _any_overlap(boxes: list[Box]) -> bool:
+    """Whether two of the boxes have an element in common; looks along the dim in which they begin at most places."""
+    boxes = [box for box in boxes if box.num_elements]
+    if len(boxes) < 2:
+        return False
+    num_dims = len(boxes[0].start)
+    dim = max(range(num_dims), key=lambda d: len({box.start[d] for box in boxes}), default=None)
+    if dim is None:
+        return True  # of a tensor with one element
+    boxes.sort(key=lambda box: box.start[dim])
+    reach: list[Box] = []
+    for box in boxes:
+        reach = [other for other in reach if other.start[dim] + other.shape[dim] > box.start[dim]]
+        if any(other.overlap(box) for other in reach):
+            return True
+        reach.append(box)
+    return False
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,90 @@
+"""Where checkpoints are: the folders of a run, oldest first. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from plait.engine.checkpoint.manifest import NAME, saved_at
+from plait.engine.checkpoint.storage import Folder, Location, folder_of
+from plait.errors import CheckpointError
+
+_NAMED = re.compile(r"step-\d{8,}")
+INSIDE = "checkpoints"  # where `plait train` keeps them within train.out
+
+
+def newest(path: Location) -> Folder:
+    """`path` if it is a checkpoint, or else the last one that was saved into it, or into its folder `checkpoints`."""
+    folder = folder_of(path)
+    if NAME in folder.names():
+        return folder
+    if _NAMED.fullmatch(folder.name):
+        what = f"it has no {NAME}, so it was not finished, or is damaged" if folder.names() else "there is nothing"
+        raise CheckpointError(f"there is no checkpoint {folder}: {what}")
+    found = checkpoints(folder) or checkpoints(folder.child(INSIDE))
+    if not found:
+        started = folders(folder) or folders(folder.child(INSIDE))
+        why = f"it has no {NAME}, so it was not finished, or is damaged"
+        more = f", and {started[-1].name} is none: {why}" if started else ""
+        raise CheckpointError(f"there is no checkpoint in {folder}; one is a folder named step-NUMBER{more}")
+    return found[-1]
+
+
+def has_checkpoints(path: Location) -> bool:
+    """Whether `newest` finds something there, be it damaged."""
+    folder = folder_of(path)
+    return NAME in folder.names() or bool(
+        _NAMED.fullmatch(folder.name) or folders(folder) or folders(folder.child(INSIDE))
+    )
+
+
+def checkpoints(path: Location | Folder) -> list[Folder]:
+    """The checkpoints in a folder, in the order in which they were saved.
+
+    One whose manifest cannot be read comes after those of fewer steps: it is the newest only where it has the most.
+    """
+    found = [folder for folder in folders(path) if folder.size(NAME) is not None]
+    saved = {folder.name: saved_at(folder) for folder in found}
+    ages: list[tuple[float, bool, str, Folder]] = []
+    for folder in found:
+        when = saved[folder.name]
+        if when is None:
+            before = [at for name, at in saved.items() if at is not None and _step_of(name) < _step_of(folder.name)]
+            ages.append((max(before, default=0.0), True, folder.name, folder))
+        else:
+            ages.append((when, False, folder.name, folder))
+    return [folder for *_, folder in sorted(ages, key=lambda age: age[:3])]
+
+
+def checkpoint_of(path: Location, step: str) -> Folder:
+    """The checkpoint of a run that is called step-120, or of that step; CheckpointError names those that there are."""
+    folder = folder_of(path)
+    digits = step.removeprefix("step-")
+    there = checkpoints(folder)
+    found = [one for one in there if digits.isdigit() and _step_of(one.name) == int(digits)]
+    if not found:
+        names = ", ".join(one.name for one in there) or "none"
+        raise CheckpointError(f"there is no checkpoint {step!r} in {folder}, which has {names}")
+    return found[0]
+
+
+def _step_of(name: str) -> int:
+    return int(name.removeprefix("step-"))
+
+
+def own_folders(path: Location | Folder) -> list[Folder]:
+    """Those that lie there themselves: one that is only linked from there is for reading."""
+    return [folder for folder in folders(path) if not folder.is_link()]
+
+
+def folders(path: Location | Folder) -> list[Folder]:
+    """All that are named like a checkpoint, whether or not they are one."""
+    folder = folder_of(path) if isinstance(path, (str, os.PathLike)) else path
+    return [folder.child(name) for name in folder.names() if _NAMED.fullmatch(name)]
+
+
+def older_than(folder: Folder) -> str:
+    """What to do about a checkpoint that does not load, as the end of a sentence."""
+    parent = str(folder).rpartition("/")[0]
+    others = [one for one in checkpoints(parent) if one.name != folder.name] if parent else []
+    return f"; load an older one, {others[-1]} (plait train --checkpoint {others[-1].name})" if others else ""

@@ -1,0 +1,127 @@
+"""What a checkpoint has beside the means of replicas that agree later, so that the same plan goes on bit for bit.
+
+replicas/model/NAME           each replica's own weights, as [replicas, *shape]; so are
+replicas/optimizer/NAME/KEY   its optimizer's state,
+replicas/buffers/NAME         its buffers, and
+replicas/left_out/NAME        what a compressor has left out so far
+outer/weights/NAME            the weights as last agreed; and
+outer/momentum/NAME           the momentum of the outer optimizer
+outer/mean/NAME               of an exchange under way: what will be taken in
+factors/RANK/NAME             PowerSGD's factor of the part of a tensor that a rank within its replica has
+
+Another plan reads the means only, which lie under the names that every checkpoint has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from plait.engine.checkpoint.holding import Holding
+from plait.engine.checkpoint.manifest import Manifest
+from plait.engine.checkpoint.optimizer_layouts import state_layout
+from plait.engine.checkpoint.snapshot import Run
+from plait.engine.checkpoint.source import Source, Wanted, whole_of
+from plait.engine.local_sgd.exchange import Pending
+from plait.engine.slices import fragments
+from plait.spec.layout import Layout, Placement, Shard
+
+if TYPE_CHECKING:
+    from plait.engine.local_sgd.replicas import Replicas
+
+_MODEL, _STATE, _BUFFERS, _LEFT_OUT = (f"replicas/{each}/" for each in ("model", "optimizer", "buffers", "left_out"))
+_WEIGHTS, _MOMENTUM, _MEAN = (f"outer/{each}/" for each in ("weights", "momentum", "mean"))
+
+
+def values(run: Run) -> dict[str, Any] | None:
+    """What a checkpoint says of the replicas; None where all agree at every step."""
+    replicas = run.replicas
+    if replicas is None:
+        return None
+    return {"num": replicas.num, "agreed_at": replicas.agreed_at, "begun": _begun(replicas)}
+
+
+def holdings(run: Run) -> dict[str, Holding]:
+    """The tensors above, as far as this rank has them. Exchanges under way are waited for, and taken in when due."""
+    replicas = run.replicas
+    if replicas is None:
+        return {}
+    found = {name: Holding.laid_out(tensor, layout, run.world) for name, tensor, layout in _tensors(run, replicas)}
+    if replicas.index == 0:
+        prefix = f"factors/{_rank_within(run, replicas)}/"
+        found |= {prefix + name: Holding.whole(factor) for name, factor in replicas.exchange.factors.items()}
+    return found
+
+
+def restore(run: Run, source: Source, manifest: Manifest) -> None:
+    """Take over what a checkpoint has for this plan, once its means are in place; else all begins with the means."""
+    replicas = run.replicas
+    if replicas is None:
+        return
+    replicas.begin(run.step_number)
+    saved = manifest.values["common"].get("replicas")
+    if not saved or saved["num"] != replicas.num:
+        return
+    exchange, local = replicas.exchange, replicas.local
+    for full, (shape, _) in manifest.tensors.items():
+        name = full.removeprefix(_LEFT_OUT)
+        if name != full and name in replicas.trained:
+            exchange.errors[name] = torch.zeros(replicas.trained[name].shape)
+        prefix = f"factors/{_rank_within(run, replicas)}/"
+        name = full.removeprefix(prefix)
+        if name != full and name in replicas.trained:
+            exchange.factors[name] = torch.zeros(shape)
+            source.fill({full: whole_of(exchange.factors[name])})
+    if local is not None:
+        for part in saved["begun"]:
+            local.expect(part)
+    here = {full: (tensor, layout) for full, tensor, layout in _tensors(run, replicas) if full in manifest.tensors}
+    mesh = run.world.mesh
+    coordinates = mesh.coordinates(run.world.rank)
+    source.fill({full: Wanted(fragments(layout, mesh, coordinates), t) for full, (t, layout) in here.items()})
+    replicas.agreed_at = saved["agreed_at"]
+    run.replica.updated()
+
+
+def _begun(replicas: Replicas) -> list[int]:
+    return sorted(replicas.local.pending) if replicas.local is not None else []
+
+
+def _rank_within(run: Run, replicas: Replicas) -> int:
+    mesh = run.plan.within.mesh
+    return mesh.rank({**run.world.mesh.coordinates(run.world.rank), replicas.axis: 0})
+
+
+def _tensors(run: Run, replicas: Replicas) -> Iterator[tuple[str, Tensor, Layout]]:
+    """Name, this rank's part, and layout of each."""
+    layouts, local, optimizer = run.replica.layouts, replicas.local, run.optimizer
+    assert optimizer is not None
+
+    def stacked(layout: Layout) -> Layout:
+        moved: list[tuple[str, Placement]] = [
+            (axis, Shard(p.dim + 1, p.blocks) if isinstance(p, Shard) else p) for axis, p in layout.placements
+        ]
+        return Layout(layout.dtype, (replicas.num, *layout.shape), ((replicas.axis, Shard(0)), *moved))
+
+    for name, error in replicas.exchange.errors.items():
+        yield _LEFT_OUT + name, error[None], stacked(layouts[name])
+    for name, buffer in replicas.float_buffers().items():
+        yield _BUFFERS + name, buffer[None], stacked(Layout("f32", tuple(buffer.shape)))
+    if local is None:
+        return
+    for name, parameter in replicas.trained.items():
+        yield _MODEL + name, parameter.detach()[None], stacked(layouts[name])
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if torch.is_tensor(value):
+                yield f"{_STATE}{name}/{key}", value[None], stacked(state_layout(run, name, key, tuple(value.shape)))
+    for prefix, tensors in ((_WEIGHTS, local.outer), (_MOMENTUM, local.momentum)):
+        for name, tensor in tensors.items():
+            yield prefix + name, tensor, layouts[name]
+    for part in sorted(local.pending):
+        means = local.pending[part].wait()
+        local.pending[part] = Pending.over(means)
+        for name, mean in means.items():
+            yield _MEAN + name, mean, layouts[name]

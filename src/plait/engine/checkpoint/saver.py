@@ -1,0 +1,83 @@
+"""Saving in the background: one save at a time, whose errors come up at the next save, step or close."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+
+from torch import Tensor
+
+from plait.backends.eager.page_memory import page_memory
+from plait.engine.checkpoint.barrier import Consent
+from plait.errors import CheckpointError
+
+
+class Saver:
+    """What a trainer saves with. It keeps the host memory that tensors are copied into for the next save."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._done = threading.Event()
+        self._done.set()
+        self._error: CheckpointError | None = None
+        self._consent: Consent | None = None
+        self._memory: list[Tensor] = []
+        atexit.register(_report, weakref.ref(self))
+
+    def memory(self, index: int, num_bytes: int, pinned: bool) -> Tensor:
+        """Page memory for file `index` of a save, the same as before where that is large enough."""
+        while len(self._memory) <= index:
+            self._memory.append(page_memory(0))
+        if self._memory[index].numel() < num_bytes:
+            self._memory[index] = page_memory(0)  # the old one is let go first
+            self._memory[index] = page_memory(num_bytes, pinned)
+        return self._memory[index]
+
+    def start(self, consent: Consent, save: Callable[[], None], after: Callable[[], None]) -> None:
+        """Run `save`, and once it is done what may come `after`, in a thread that the process does not end before."""
+        if self._thread is not None:
+            self._thread.join()
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                save()
+            except CheckpointError as error:
+                self._error = error
+            except Exception as error:
+                self._error = CheckpointError(f"a save failed: {type(error).__name__}: {error}")
+            finally:
+                failed = self._error is not None
+                done.set()
+            if not failed:
+                after()
+
+        self._consent, self._done = consent, done
+        self._thread = threading.Thread(target=run, name="plait saver")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the save under way is done; CheckpointError with the file's name where it failed."""
+        if not self._done.is_set():
+            consent = self._consent
+            with nullcontext() if consent is None else consent.waiting():
+                self._done.wait()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def check(self, step: int) -> None:
+        """Before every step: raise the error of a save that has failed, at the same step on all ranks."""
+        if self._error is not None and self._consent is not None and self._consent.raise_together(step):
+            self.wait()
+
+
+def _report(reference: weakref.ref[Saver]) -> None:
+    """At the end of a process that did not ask."""
+    saver = reference()
+    if saver is not None and saver._error is not None:
+        print(f"plait: {saver._error}", file=sys.stderr)

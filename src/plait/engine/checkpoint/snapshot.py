@@ -1,0 +1,276 @@
+"""The state of a training run as one nested dict of tensors that does not depend on the plan, and back.
+
+    {"model": {name: tensor}, "optimizer": {"state": {name: {key: tensor}}, "groups": [...]}, "scheduler": {...},
+     "loss_scale": {...}, "ema": {name: tensor}, "step": int}
+
+Optimizer state that has its parameter's shape is laid out like the parameter. Checkpoints do not come this way: see
+engine/checkpoint/collect.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Number
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm.protocol import World
+from plait.engine.scaling import LossScale
+from plait.engine.state import gather_whole
+from plait.engine.trying import kept_of, parameters_of, state_layouts
+from plait.engine.update import Update
+from plait.errors import CheckpointError
+from plait.optim.several import own_values, set_own_values
+from plait.plan.plan import Plan
+from plait.spec.layout import Only
+
+if TYPE_CHECKING:  # a process that holds parameters and computes nothing is ready in half the time without these
+    from plait.engine.average import MovingAverage
+    from plait.engine.eager import EagerReplica
+    from plait.engine.local_sgd.replicas import Replicas
+    from plait.engine.replica import Replica
+
+
+class Run(Protocol):
+    """What a snapshot needs of a trainer."""
+
+    plan: Plan
+    world: World
+    seed: int
+    step_number: int
+    scheduler: Any
+    optimizer: torch.optim.Optimizer | None
+    update: Update
+    loss_scale: LossScale | None
+    replicas: Replicas | None
+    average: MovingAverage | None
+
+    @property
+    def replica(self) -> Replica | EagerReplica: ...
+
+
+# Of a parameter group, what says how to compute and not what: a plan or a device has its own.
+_IMPLEMENTATION = ("foreach", "fused", "capturable")
+
+
+def take(run: Run) -> dict[str, Any]:
+    """The state as DTensors (whole tensors in the threads world). Every rank calls it."""
+    from plait.engine.boundary import to_boundary
+
+    replica, world, optimizer = run.replica, run.world, run.optimizer
+    assert optimizer is not None
+    model: dict[str, Tensor] = {
+        name: to_boundary(replica.local(name), layout, world, replica.dtypes[name])
+        for name, layout in replica.layouts.items()
+    }
+    persistent = persistent_of(replica)
+    model |= {name: buffer for name, buffer in replica.buffers.items() if name in persistent}
+    state: dict[str, Any] = {
+        "model": model,
+        "optimizer": {"state": _optimizer_state(run), "groups": group_options(run), "own": own_values(optimizer)},
+        "step": run.step_number,
+    }
+    if run.scheduler is not None:
+        state["scheduler"] = run.scheduler.state_dict()
+    if run.loss_scale is not None:
+        state["loss_scale"] = run.loss_scale.state_dict()
+    if run.average is not None:
+        state["ema"] = {
+            name: to_boundary(run.average.tensors.get(name), layout, world, run.average.dtype_of(replica.dtypes[name]))
+            for name, layout in replica.layouts.items()
+        }
+    return state
+
+
+def restore(run: Run, state: Mapping[str, Any]) -> None:
+    """Take over a state made under any plan; names or shapes that differ are a CheckpointError, before any change."""
+    from plait.engine.boundary import from_boundary
+
+    replica, world = run.replica, run.world
+    model = state["model"]
+    check_model(replica, model)
+    for name, layout in replica.layouts.items():
+        local = from_boundary(model[name], layout, world)
+        if name in replica.parameters:
+            replica.set_local(name, local)
+    for name, buffer in replica.buffers.items():
+        if name in model:
+            buffer.copy_(model[name])
+    if "optimizer" in state:
+        _restore_optimizer(run, state["optimizer"])
+    if run.scheduler is not None and "scheduler" in state:
+        run.scheduler.load_state_dict(state["scheduler"])
+    if run.loss_scale is not None and "loss_scale" in state:
+        run.loss_scale.load_state_dict(state["loss_scale"])
+    run.step_number = int(state["step"])
+    if run.average is not None:
+        run.average.begin(run)
+        for name, layout in replica.layouts.items() if "ema" in state else ():
+            local = from_boundary(state["ema"][name], layout, world)
+            if name in run.average.tensors:
+                run.average.tensors[name].copy_(local)
+    if run.replicas is not None:
+        run.replicas.begin(run.step_number)
+    replica.updated()
+
+
+def full_model(replica: Replica | EagerReplica) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer as a whole CPU tensor, tied ones under each of their names."""
+    found = {name: replica.whole(name, replica.local(name)).detach().cpu().clone() for name in replica.layouts}
+    persistent = persistent_of(replica)
+    found |= {name: b.detach().cpu().clone() for name, b in replica.buffers.items() if name in persistent}
+    first: dict[int, str] = {}
+    for name, parameter in model_of(replica).named_parameters(remove_duplicate=False):
+        found[name] = found[first.setdefault(id(parameter), name)]
+    return found
+
+
+def check_model(replica: Replica | EagerReplica, model: Mapping[str, Tensor]) -> None:
+    mine = replica.layouts
+    missing = sorted(set(mine) - set(model))
+    if missing:
+        raise CheckpointError(f"the state was made by another model: it lacks {', '.join(missing[:5])}")
+    known = {name for name, _ in model_of(replica).named_parameters(remove_duplicate=False)} | set(replica.buffers)
+    extra = sorted(set(model) - known)
+    if extra:
+        raise CheckpointError(f"the state was made by another model: this one has no {', '.join(extra[:5])}")
+    for name, layout in mine.items():
+        if tuple(model[name].shape) != layout.shape:
+            raise CheckpointError(
+                f"the state was made by another model: {name} has shape {list(model[name].shape)} there and"
+                f" {list(layout.shape)} here"
+            )
+
+
+def persistent_of(replica: Replica | EagerReplica) -> set[str]:
+    """What the replica has beside the parameters that it trains, as far as a checkpoint has it."""
+    return persistent_buffers(model_of(replica)) | replica.changing
+
+
+def persistent_buffers(model: nn.Module) -> set[str]:
+    found: set[str] = set()
+    for path, module in model.named_modules():
+        keys = set(module._buffers) - module._non_persistent_buffers_set
+        found |= {f"{path}.{key}" if path else key for key in keys}
+    return found
+
+
+def _optimizer_state(run: Run) -> dict[str, dict[str, Any]]:
+    """By parameter name; on a rank that lacks the parameter the keys are what its optimizer keeps of a small one."""
+    from plait.engine.boundary import to_boundary
+
+    replica, world, optimizer = run.replica, run.world, run.optimizer
+    assert optimizer is not None
+    found: dict[str, dict[str, Any]] = {}
+    with_state = _with_state(run)
+    try:
+        expected = state_layouts(optimizer, replica.parameters, replica.layouts) if with_state else {}
+    except Exception:  # an optimizer of the user's that works on real parameters only
+        expected = {}
+    for name, layout in replica.layouts.items():
+        parameter = replica.parameters.get(name)
+        if name not in with_state:
+            continue
+        if parameter is not None:
+            mine = run.update.state_of(parameter)
+        else:
+            mine = kept_of(optimizer, name, len(layout.shape), run.step_number)
+        found[name] = {}
+        for key, value in sorted(mine.items()):
+            form = expected.get(name, {}).get(key, layout)
+            if not torch.is_tensor(value) or not value.ndim or form is None:
+                pass
+            elif form == layout:
+                if parameter is None or value.shape == parameter.shape:
+                    value = to_boundary(value if parameter is not None else None, layout, world, value.dtype)
+            elif any(isinstance(p, Only) for _, p in form.placements):
+                value = gather_whole(value if parameter is not None else None, form, world, value.dtype)
+            found[name][key] = value
+    return found
+
+
+def _with_state(run: Run) -> set[str]:
+    """The parameters of which any rank's optimizer keeps something."""
+    replica, names = run.replica, list(run.replica.layouts)
+    optimizer = run.optimizer
+    assert optimizer is not None
+    held = [name in replica.parameters and bool(optimizer.state.get(replica.parameters[name])) for name in names]
+    if any(isinstance(p, Only) for layout in replica.layouts.values() for _, p in layout.placements):
+        flags = torch.tensor([float(each) for each in held], device=run.world.device)
+        held = [bool(each) for each in run.world.everyone().all_reduce(flags, "max").wait()]
+    return {name for name, each in zip(names, held, strict=True) if each}
+
+
+def group_options(run: Run) -> list[dict[str, Any]]:
+    """The parameter groups with names in place of tensors, also of those parameters that other ranks have."""
+    assert run.optimizer is not None
+    names = {id(p): name for name, p in parameters_of(run.optimizer, run.replica.parameters).items()}
+    found = []
+    for group in run.optimizer.param_groups:
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        members = [names[id(p)] for p in group["params"] if id(p) in names]
+        found.append({**options, "params": members})
+    return found
+
+
+def set_group_options(run: Run, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Give the parameter groups the options that they had; a tensor among them stays the one that it is."""
+    assert run.optimizer is not None
+    if len(saved) != len(run.optimizer.param_groups):
+        raise CheckpointError(
+            f"the state has {len(saved)} parameter groups and this optimizer {len(run.optimizer.param_groups)}"
+        )
+    for group, options in zip(run.optimizer.param_groups, saved, strict=True):
+        for key, value in options.items():
+            if key == "params" or key in _IMPLEMENTATION:
+                continue
+            if not _alike(value, group.get(key)):
+                raise CheckpointError(f"the state has {key} = {value!r:.80} and this optimizer {group.get(key)!r:.80}")
+            if torch.is_tensor(value) and torch.is_tensor(group.get(key)):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+
+
+def _alike(saved: Any, here: Any) -> bool:
+    """Whether an option may take the place of the one that is here: a number of a number, a pair of a pair."""
+    if saved is None or here is None:
+        return True
+    if isinstance(saved, Number) or (torch.is_tensor(saved) and saved.numel() == 1):
+        return isinstance(here, Number) or (torch.is_tensor(here) and here.numel() == 1)
+    if isinstance(saved, (tuple, list)):
+        return isinstance(here, (tuple, list)) and len(saved) == len(here) and all(map(_alike, saved, here))
+    return type(saved) is type(here)
+
+
+def model_of(replica: Replica | EagerReplica) -> nn.Module:
+    return replica.model if hasattr(replica, "model") else replica.compiler.model
+
+
+def _own(value: Any, parameter: nn.Parameter) -> Any:
+    """A copy, in memory of the same form as the parameter's: fused optimizers walk both side by side."""
+    if not torch.is_tensor(value):
+        return value
+    if value.shape != parameter.shape or not value.ndim:
+        return value.clone()
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def _restore_optimizer(run: Run, saved: Mapping[str, Any]) -> None:
+    from plait.engine.boundary import from_boundary
+
+    replica, world, optimizer = run.replica, run.world, run.optimizer
+    assert optimizer is not None
+    for name, values in saved["state"].items():
+        layout, parameter = replica.layouts[name], replica.parameters.get(name)
+        for key, value in values.items():
+            if torch.is_tensor(value) and value.ndim and tuple(value.shape) == layout.shape:
+                value = from_boundary(value, layout, world)
+            if parameter is not None:
+                optimizer.state[parameter][key] = _own(value, parameter)
+        if parameter is not None:
+            run.update.settle(parameter)
+    set_group_options(run, saved["groups"])
+    set_own_values(optimizer, saved.get("own", {}))

@@ -1,0 +1,241 @@
+"""Checkpoints: a folder of the last few, each a folder in which every rank writes its part, and rank 0 the manifest.
+
+    runs/gpt/checkpoints/step-00000200/{part-00000-5f31c2d8.safetensors, part-00001-5f31c2d8.safetensors, manifest.json}
+
+The manifest comes last and in one go: a save that is killed leaves files that nothing names, which the next save
+removes. Each element of a tensor is written by one rank, which every rank works out alone; no collective is involved.
+On several machines the folder must be one that all of them see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from plait.comm.device import Event, is_host
+from plait.comm.protocol import World
+from plait.compile.ir.dtypes import torch_name
+from plait.engine.checkpoint.barrier import Consent
+from plait.engine.checkpoint.holding import Holding, Piece, pieces
+from plait.engine.checkpoint.image import Image
+from plait.engine.checkpoint.manifest import NAME, FileEntry, Manifest, saved_at
+from plait.engine.checkpoint.places import checkpoints, newest, own_folders
+from plait.engine.checkpoint.plainvalues import encode
+from plait.engine.checkpoint.safetensor import check_dtype
+from plait.engine.checkpoint.saver import Saver
+from plait.engine.checkpoint.storage import Folder, Location, folder_of
+from plait.errors import CheckpointError
+
+KEEP = 2
+_OURS = re.compile(r"\.?(part|record)-\d{5}-.*|\.manifest\.json\.aside")
+
+
+@dataclass(frozen=True)
+class State:
+    """`tensors` are what this rank holds, by name; `values` are alike on all ranks, `own` (by name) only where given.
+
+    Values are JSON-like, with tuples, bytes and small tensors; `values["step"]` is the step.
+    """
+
+    tensors: dict[str, Holding]
+    values: dict[str, Any]
+    own: dict[str, Any] = field(default_factory=dict)
+
+
+def save(
+    path: Location, state: State, *, world: World, plan: str, keep: int = KEEP, saver: Saver | None = None,
+    wait: bool = True,
+) -> Folder:  # fmt: skip
+    """Write `state` as the newest checkpoint of the folder or URL `path`, and leave only the last `keep` there.
+
+    Every rank calls it. Without `wait` it returns once the tensors are copied, and the rest is done in the background;
+    the saver's `wait` and `check` raise what kept it from being written. With `wait`, or where some tensors lie
+    outside memory, memory is needed for a few blocks only. CheckpointError names the file; earlier checkpoints stay as
+    they were.
+    """
+    if keep < 1:
+        raise CheckpointError(f"keep={keep}: at least one checkpoint is kept")
+    saver = saver or Saver()
+    saver.wait()
+    consent = Consent(world)
+    final = folder_of(path).child(f"step-{int(state.values['step']):08d}")
+    job = _Save(folder_of(path), final, state, world, plan, keep, consent)
+    behind = not wait and all(image.in_memory for image in job.images)
+    memories: list[torch.Tensor | None] = [*job.copied(saver)] if behind else [None] * len(job.images)
+    saver.start(consent, functools.partial(job.run, memories, 1 if behind else 2), job.remove_old)
+    if not behind:
+        saver.wait()
+    return final
+
+
+class _Save:
+    """One rank's side of one save."""
+
+    def __init__(
+        self, base: Folder, final: Folder, state: State, world: World, plan: str, keep: int, consent: Consent
+    ) -> None:
+        self._base, self._final, self._world, self._plan, self._keep = base, final, world, plan, keep
+        self._consent = consent
+        self._step = int(state.values["step"])
+        self._old: list[Folder] = []
+        self._unneeded: list[str] = []
+        self._copies_done: Event | None = None  # to memory that the files are written from
+        small: dict[str, torch.Tensor] = {}
+        self._values = encode(state.values, "values", small.__setitem__)
+        own = {name: encode(value, name, small.__setitem__) for name, value in state.own.items()}
+        held = dict(state.tensors)
+        if world.rank == 0:
+            held |= {name: Holding.whole(tensor) for name, tensor in small.items()}
+        layers: list[list[Piece]] = []
+        for name, holding in held.items():
+            for index, members in enumerate(pieces(name, holding)):
+                layers.extend([] for _ in range(index + 1 - len(layers)))
+                layers[index] += members
+        self.images = [Image(layer) for layer in layers]
+        shapes = {}
+        for name, holding in held.items():
+            if holding.data is not None:
+                check_dtype(name, torch_name(holding.data.dtype))
+                shapes[name] = [list(holding.shape), torch_name(holding.data.dtype)]
+        self._record = {"tensors": shapes, "own": own}
+
+    def copied(self, saver: Saver) -> list[torch.Tensor]:
+        """The images, copied into the saver's memory."""
+        pinned = not is_host(self._world.device)
+        memories = []
+        for index, image in enumerate(self.images):
+            memories.append(saver.memory(index, image.size, pinned))
+            image.copy_into(memories[-1])
+        self._copies_done = Event(self._world.device)
+        return memories
+
+    def run(self, memories: list[torch.Tensor | None], num_threads: int) -> None:
+        """All that may take long; the ranks agree at its beginning and at its end."""
+        written: list[str] = []
+        try:
+            name = self._consent.first_says("start", self._make_room)
+            self._consent.all_do("write", lambda: self._write(name, memories, num_threads, written))
+            self._consent.first_says("finish", lambda: self._finish(name))
+        except CheckpointError:
+            with contextlib.suppress(OSError):  # of a folder that is gone, which the error says already
+                for file in written:
+                    self._final.remove(file)
+            raise
+        finally:
+            self._consent.leave()
+
+    def _make_room(self) -> str:
+        """On rank 0: make the folder, remove what killed saves have left; returns the name of this save."""
+        try:
+            clean(self._base)
+            self._final.make()
+        except OSError as error:
+            raise self._failure(str(error.filename or self._final), error) from None
+        return uuid.uuid4().hex[:8]
+
+    def _write(self, name: str, memories: list[torch.Tensor | None], num_threads: int, written: list[str]) -> None:
+        """This rank's files, and a record of them for rank 0."""
+        if self._copies_done is not None:
+            self._copies_done.synchronize()
+        rank = f"{self._world.rank:05d}"
+        entries = {}
+        for index, (image, memory) in enumerate(zip(self.images, memories, strict=True)):
+            layer = f"-{index}" if index else ""
+            file = f"part-{rank}{layer}-{name}.safetensors"
+            written.append(file)
+            new = None
+            try:
+                new = self._final.create(file, image.size)
+                entries[file] = image.write(new, memory, num_threads).plain()
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    if new is not None:
+                        new.abandon()
+                raise self._failure(f"{self._final}/{file}", error) from None
+        record = f"record-{rank}-{name}.json"
+        written.append(record)
+        try:
+            self._final.put(record, [json.dumps(self._record | {"files": entries}).encode()])
+        except OSError as error:
+            raise self._failure(f"{self._final}/{record}", error) from None
+
+    def _finish(self, name: str) -> str:
+        """On rank 0: join the records to the manifest, and remove what is not needed any more."""
+        records = [f"record-{rank:05d}-{name}.json" for rank in range(self._world.mesh.size)]
+        tensors: dict[str, Any] = {}
+        files: dict[str, FileEntry] = {}
+        own: dict[str, Any] = {}
+        try:
+            for record in records:
+                found = json.loads(self._final.read(record))
+                tensors = found["tensors"] | tensors
+                own = found["own"] | own
+                files |= {file: FileEntry.of(entry) for file, entry in found["files"].items()}
+            shapes = {tensor: (tuple(shape), dtype) for tensor, (shape, dtype) in tensors.items()}
+            values = {"common": self._values, "own": own}
+            Manifest(self._step, self._plan, time.time(), shapes, files, values).write(self._final)
+        except OSError as error:
+            raise self._failure(f"{self._final}/{NAME}", error) from None
+        with contextlib.suppress(OSError):  # what cannot be removed now is looked at again by the next save
+            for record in records:
+                self._final.remove(record)
+            self._unneeded = _unneeded(self._final)  # of an earlier save of this step
+            others = [one for one in checkpoints(self._base) if one.name != self._final.name and not one.is_link()]
+            others.sort(key=lambda folder: saved_at(folder) or 0.0)  # damaged ones are the first to go
+            for old in others[: max(len(others) + 1 - self._keep, 0)]:
+                old.remove(NAME)  # it is none any more
+                self._old.append(old)
+        return ""
+
+    def remove_old(self) -> None:
+        """Remove files that nothing names any more, which some file systems take long for."""
+        if self._world.rank != 0:
+            return
+        with contextlib.suppress(OSError):
+            for file in self._unneeded:
+                self._final.remove(file)
+            for old in self._old:
+                old.remove_all()
+
+    def _failure(self, file: str, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"the checkpoint {self._final} was not written: {file}: {error.strerror or error}; earlier ones are as they"
+            " were"
+        )
+
+
+def clean(base: Folder) -> None:
+    """Remove what saves have left that did not come to their end. Only while nothing is being saved there."""
+    for folder in own_folders(base):
+        _sweep(folder)
+
+
+def _sweep(folder: Folder) -> None:
+    """Remove the files of saves that did not come to their end; the whole folder if it has nothing else."""
+    for name in _unneeded(folder):
+        folder.remove(name)
+    if not folder.names():
+        folder.remove_all()
+
+
+def _unneeded(folder: Folder) -> list[str]:
+    """The files of saves that the manifest does not name."""
+    names = folder.names()
+    needed: set[str] = set()
+    if NAME in names:
+        try:
+            needed = {NAME, *Manifest.read(folder).files}
+        except CheckpointError:  # damaged: its files stay for whoever wants to look
+            return []
+    return [name for name in names if name not in needed and _OURS.fullmatch(name)]
+
+
+__all__ = ["KEEP", "State", "checkpoints", "clean", "newest", "save"]

@@ -1,0 +1,242 @@
+"""Captures and lowers a step once for each shape of batch; plans share captures, ranks that are threads a compiler.
+
+A step is captured anew when what it has read of Python differs (engine/watch.py). Where that changes nothing of the
+graph, the values that differ are not looked at any more.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from plait.compile.capture.batch import batch_form, batch_numbers
+from plait.compile.capture.capture import Captured, capture, one_at_a_time
+from plait.compile.capture.precision import FULL, Precision
+from plait.compile.capture.reach import Reached
+from plait.compile.capture.same import same_step
+from plait.compile.lowered import NOTHING_SETTLED, Lowered
+from plait.compile.pipeline import lower
+from plait.compile.stages.split import updates_within
+from plait.engine.effects import Changes, examine, settled
+from plait.engine.watch import Variant, Watch, is_flag
+from plait.plan.annotation import Annotations
+from plait.plan.plan import Plan
+
+LossFn = Callable[[Any, Any], Any]
+MOST_KEPT = 64  # captures, and what is made of them
+_MANY = 8  # captures, after which a warning says why there are so many
+_Kind = tuple[str, bool, Precision, bool]
+_Key = tuple[_Kind, Variant, str]  # and what was asked of numbers of the batch
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Recent(OrderedDict[K, V]):
+    """The values that were last put in, MOST_KEPT at most."""
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        if len(self) > MOST_KEPT:
+            self.popitem(last=False)
+
+
+_models: WeakSet[nn.Module] = WeakSet()  # of all captures: other trainers may train what a loss reads
+
+
+class Captures:
+    """The captured steps of one model and loss, by the batch's structure and shapes; plans may share them.
+
+    `warns` says whether many captures are worth a warning: of one training run they are.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn, device: torch.device | None = None, warns: bool = True
+    ) -> None:
+        self._warns = warns
+        self.model = model
+        _models.add(model)
+        self.loss_fn = loss_fn
+        self.device = device  # where the steps will run, if not where the model is
+        self.changing: frozenset[str] = frozenset()  # parameters that do not train, but change in a step
+        self._watch: Watch | None = None
+        self._found: Recent[_Key, Captured] = Recent()
+        self.changes: dict[int, Changes] = {}  # in Python, by the id of a capture; of those that change anything
+        self._reasons: list[str] = []
+        self._has_warned = False
+
+    @property
+    def watch(self) -> Watch:
+        """What the step reads of Python."""
+        with one_at_a_time:
+            if self._watch is None:
+                self._watch = Watch(self.model, self.loss_fn)
+            return self._watch
+
+    @property
+    def variant(self) -> Variant:
+        """What of it differs by now from what it was at first."""
+        with one_at_a_time:
+            return self.watch.variant
+
+    def tensor(self, captured: Captured, name: str) -> Tensor:
+        """The tensor from outside that a step reads under this name, as it is now."""
+        with one_at_a_time:
+            found = self.watch.tensor(name) if name in self.watch.reached.tensors else captured.outside[name]
+        return found
+
+    def captured(self, batch: Any, train: bool, precision: Precision = FULL, normalised: bool = True) -> Captured:
+        """The step on a global batch; `train=False` is the forward of evaluation. CaptureError if it cannot be had."""
+        kind = (batch_form(batch), train, precision, normalised)
+        numbers = batch_numbers(batch)
+        with one_at_a_time:
+            variant = self.variant
+            for (known, before, _), found in self._found.items():
+                if known == kind and before == variant and found.asked.fits(numbers):
+                    return found
+            return self._capture(batch, kind)
+
+    def _capture(self, batch: Any, kind: _Kind) -> Captured:
+        _, train, precision, normalised = kind
+        fixed = frozenset().union(*(one.fixed for (known, *_), one in self._found.items() if known == kind))
+
+        def again(reached: Reached | None = None) -> Captured:
+            return capture(
+                self.model,
+                self.loss_fn,
+                batch,
+                train=train,
+                differentiate=train,
+                device=self.device,
+                precision=precision,
+                normalised=normalised,
+                changing=self.changing,
+                reached=reached or self.watch.walk(),
+                fixed=fixed,
+            )
+
+        found = again(self.watch.reached)
+        changes = settled(found, self.watch, again)
+        if changes.effects:
+            self.changes[id(found)] = changes
+        self.changing |= found.changing
+        self._warn_of_gradients(found)
+        self.watch.compare(found.compared)
+        variant = self.watch.variant
+        for (other, before, _), known in list(self._found.items()):
+            fits = other == kind and before != variant and known.asked.fits(batch_numbers(batch))
+            if fits and same_step(known, found):
+                differing = {place for place, _ in {*before} ^ {*variant} if not is_flag(place)}
+                numbers = {place for place in differing if self.watch.number(place) is not None}
+                self.watch.ignore(differing - numbers)
+                if numbers:
+                    examine(self.watch, again, numbers)
+                known.asked.answers.update(found.asked.answers)
+                kept = [((k, self.watch.stripped(v), str(c.asked)), c) for (k, v, _), c in self._found.items()]
+                self._found = Recent(kept)
+                variant, found = self.watch.variant, known
+                break
+        else:
+            self._count(kind, variant, found)
+        self._found[kind, variant, str(found.asked)] = found
+        return found
+
+    def _warn_of_gradients(self, found: Captured) -> None:
+        """Say once that parameters outside the model get no gradients, unless another trainer has them."""
+        trained = {id(p) for model in _models for p in model.parameters()}
+        others = [name for name in found.differentiable if id(found.outside[name]) not in trained]
+        if others and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"the step reads {others[0]}, which requires gradients and is no parameter of the model: a step gives"
+                " it none. Make its module a part of the model to train it, or let it have requires_grad_(False)",
+                stacklevel=2,
+            )
+
+    def _count(self, kind: _Kind, variant: Variant, found: Captured) -> None:
+        """Warn once where there are many captures, with what differs from one to the next."""
+        if not self._warns:
+            return
+        others = [(key, one) for key, one in self._found.items() if key[0][1] == kind[1]]
+        if others and len(self._reasons) <= _MANY:
+            (last, before, _), one = others[-1]
+            differs = found.asked.difference(one.asked) if (last, before) == (kind, variant) else ""
+            self._reasons.append(differs or _difference((last, before), (kind, variant), self.watch))
+        if len(self._reasons) == _MANY:
+            reasons = "; ".join(dict.fromkeys(self._reasons[-3:]))
+            warnings.warn(
+                f"the training step was captured {_MANY + 1} times, which takes seconds each: {reasons}. A number that"
+                " changes from step to step is captured once if it is a 0-d tensor, or one of the batch that Python"
+                " does not need to know (no float(n), no shape); pad batches to a few lengths. The last"
+                f" {MOST_KEPT} captures are kept",
+                stacklevel=2,
+            )
+
+
+def _difference(one: tuple[_Kind, Variant], other: tuple[_Kind, Variant], watch: Watch) -> str:
+    (before, was), (kind, now) = one, other
+    if before[0] != kind[0]:
+        return f"a batch {kind[0]} after {before[0]}"
+    old, new = dict(was), dict(now)
+    place = next((place for place in {**old, **new} if old.get(place) != new.get(place)), None)
+    if place is None:
+        return "another precision or plan"
+    first = watch.at_first(place)
+    return f"{place} is {_shown(new.get(place, first))} after {_shown(old.get(place, first))}"
+
+
+def _shown(token: Any) -> str:
+    text = token[1] if isinstance(token, tuple) and len(token) == 2 else token
+    return str(text) if len(str(text)) <= 40 else f"{str(text)[:37]}..."
+
+
+class Compiler:
+    """From captures and a plan to the lowered step, cached by the batch's structure and shapes.
+
+    Layouts of parameters are decided with the first batch and kept from then on.
+    """
+
+    def __init__(self, captures: Captures, plan: Plan, annotations: Annotations | None = None) -> None:
+        self.captures = captures
+        self.plan = plan
+        self.annotations = annotations
+        self._found: Recent[tuple[int, bool, int], Lowered] = Recent()
+        self._settled = NOTHING_SETTLED
+        self._lock = threading.Lock()
+
+    @property
+    def model(self) -> nn.Module:
+        return self.captures.model
+
+    @property
+    def loss_fn(self) -> LossFn:
+        return self.captures.loss_fn
+
+    def captured(self, batch: Any, train: bool = True) -> Captured:
+        """The captured step for a global microbatch."""
+        precision = Precision(self.plan.precision, self.plan.exceptions)
+        return self.captures.captured(batch, train, precision, self.plan.micro == 1 or updates_within(self.plan))
+
+    def lowered(self, batch: Any, train: bool = True, num_micro: int = 1) -> Lowered:
+        """The lowered step for a global microbatch; of an evaluation for the first of so many."""
+        return self.lowered_from(self.captured(batch, train), train, num_micro)
+
+    def lowered_from(self, captured: Captured, train: bool = True, num_micro: int = 1) -> Lowered:
+        """As `lowered`, of a step that was captured for this plan."""
+        plan = self.plan if train else replace(self.plan, micro=num_micro)
+        key = (id(captured), train, plan.micro)
+        with self._lock:
+            if key not in self._found:
+                found = lower(captured, plan, self.annotations, self._settled)
+                self._settled = self._settled.after(found)
+                self._found[key] = found
+            return self._found[key]

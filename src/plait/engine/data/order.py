@@ -1,0 +1,220 @@
+"""The order in which a run reads its data: of the whole batch, whatever the number of ranks that share it.
+
+epoch 3:  7 0 9 4 | 1 8 2 5      batches of 4 items, from (seed, epoch) alone, from a batch sampler, or from a stream
+micro=2:  7 0 , 9 4              a batch is cut into microbatches first
+data=2:   rank 0 reads 7 , 9     and each of these over the ranks: a rank's rows are those of its
+          rank 1 reads 0 , 4     microbatches, one after the other
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import SequentialSampler
+
+from plait.compile.capture.batch import map_batch
+from plait.errors import BatchError, DataError
+from plait.plan.plan import BATCH_AXES, Plan
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What one rank reads for one batch: items of the dataset by index, or those of a stream themselves. No items say
+    that the epoch is over."""
+
+    epoch: int
+    items: tuple[Any, ...]
+    total: int = 0  # rows of the global batch, padding included
+    padding: int = 0  # of them, the last ones
+    here: int = 0  # rows of the padding that are among these items, the last ones
+    note: str = ""  # by which ranks can tell that they read the same data
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a batch is cut: of each of `num_micro` microbatches this rank has part `part` of `num_parts`. With `pad` a
+    batch that cannot be cut so is padded by repeating its items."""
+
+    num_micro: int = 1
+    num_parts: int = 1
+    part: int = 0
+    pad: bool = False
+
+    def rows(self, epoch: int, items: Sequence[Any], what: str, note: str = "") -> Rows:
+        """This rank's rows of a batch, which messages name as `what`."""
+        multiple, padding = self.num_micro * self.num_parts, -len(items) % (self.num_micro * self.num_parts)
+        if padding and not self.pad:
+            raise BatchError(
+                f"{what} has {len(items)} rows, which do not split into {multiple} parts; make them a multiple of"
+                f' {multiple}, drop a short last batch (drop_last=True), or let it be padded (row_weights="weight")'
+            )
+        whole = [*items, *(items[i % len(items)] for i in range(padding))]
+        each = len(whole) // multiple
+        starts = [(micro * self.num_parts + self.part) * each for micro in range(self.num_micro)]
+        mine = [place for start in starts for place in range(start, start + each)]
+        here = sum(place >= len(items) for place in mine)
+        return Rows(epoch, tuple(whole[place] for place in mine), len(whole), padding, here, note)
+
+
+@dataclass(frozen=True)
+class Order:
+    """The items of every batch of a dataset with a length; of each this rank reads the part that `split` says."""
+
+    size: int
+    batch_size: int
+    shuffle: bool
+    seed: int
+    split: Split = Split()
+    drop_last: bool = True
+
+    @property
+    def num_batches(self) -> int:
+        """Batches in an epoch."""
+        return self.size // self.batch_size if self.drop_last else -(-self.size // self.batch_size)
+
+    def rows_from(self, epoch: int, batch: int) -> Iterator[Rows]:
+        """This rank's rows from that batch of that epoch on, epoch after epoch, without end."""
+        while True:
+            order = self._epoch(epoch).tolist()
+            for index in range(batch, self.num_batches):
+                items = order[index * self.batch_size : (index + 1) * self.batch_size]
+                yield self.split.rows(epoch, items, f"the last batch of {self.size} items")
+            epoch, batch = epoch + 1, 0
+
+    def _epoch(self, epoch: int) -> torch.Tensor:
+        if not self.shuffle:
+            return torch.arange(self.size)
+        key = (self.seed * 0x9E3779B1 + epoch) & ((1 << 62) - 1)
+        return torch.randperm(self.size, generator=torch.Generator().manual_seed(key))
+
+
+@dataclass
+class Sampled:
+    """The batches of a batch sampler, which gives the indices of each global batch, the same on every rank.
+
+    The order of an epoch follows from the epoch where the sampler, or the one in it, has `set_epoch`; else from how
+    many were begun before.
+    """
+
+    sampler: Iterable[Sequence[int]]
+    split: Split
+    num_begun: int = 0
+
+    def rows_from(self, epoch: int, batch: int) -> Iterator[Rows]:
+        while True:
+            self._begin(epoch)
+            number = -1
+            for number, found in enumerate(self.sampler):
+                if number >= batch:
+                    items = list(found)
+                    note = f"items {zlib.crc32(repr(items).encode()):08x}"
+                    yield self.split.rows(epoch, items, f"batch {number + 1} of the batch sampler", note)
+            if number < 0:
+                raise DataError(f"the batch sampler gives no batch in epoch {epoch}")
+            yield Rows(epoch, ())
+            epoch, batch = epoch + 1, 0
+
+    def _begin(self, epoch: int) -> None:
+        inner = getattr(self.sampler, "sampler", None)
+        told = [begin_epoch(self.sampler, epoch), begin_epoch(inner, epoch)]
+        if any(told) or isinstance(self.sampler, Sequence) or isinstance(inner, SequentialSampler):
+            return
+        if self.num_begun > epoch:
+            raise DataError(
+                f"{type(self.sampler).__name__} was begun {self.num_begun} times and has no set_epoch(epoch), so it"
+                f" does not come back to epoch {epoch}: give it one, or load the state into a loader that has given no"
+                " batch yet"
+            )
+        while self.num_begun < epoch:  # as the run that was saved did
+            for _ in self.sampler:
+                pass
+            self.num_begun += 1
+        self.num_begun += 1
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The items of an iterable as they come, in batches. Every rank reads all of them, and keeps its rows."""
+
+    items: Iterable[Any]
+    batch_size: int
+    split: Split
+    drop_last: bool = True
+
+    def rows_from(self, epoch: int, batch: int) -> Iterator[Rows]:
+        while True:
+            begin_epoch(self.items, epoch)
+            found: list[Any] = []
+            number, skipped = 0, batch * self.batch_size
+            for item in self._read():
+                number += 1
+                if number > skipped:
+                    found.append(item)
+                if len(found) == self.batch_size:
+                    yield self._rows(epoch, found, number)
+                    found = []
+            if not number:
+                raise DataError(
+                    f"{type(self.items).__name__} gives no item in epoch {epoch}: give an iterable that begins anew"
+                    " each time, not a generator"
+                )
+            if found and not self.drop_last:
+                yield self._rows(epoch, found, number)
+            yield Rows(epoch, ())
+            epoch, batch = epoch + 1, 0
+
+    def _rows(self, epoch: int, items: list[Any], number: int) -> Rows:
+        return self.split.rows(epoch, items, f"the batch that ends with item {number}", f"items {_checksum(items[0])}")
+
+    def _read(self) -> Iterator[Any]:
+        number = 0
+        try:
+            for item in self.items:
+                yield item
+                number += 1
+        except Exception as error:
+            name = type(self.items).__name__
+            raise DataError(f"item {number} of {name} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def begin_epoch(source: Any, epoch: int) -> bool:
+    """Tell a dataset or sampler that has an order for each epoch which one it is; whether it has."""
+    if callable(getattr(source, "set_epoch", None)):
+        source.set_epoch(epoch)
+        return True
+    return False
+
+
+def _checksum(item: Any) -> str:
+    found = 0
+
+    def add(_: str, leaf: Any) -> Any:
+        nonlocal found
+        if isinstance(leaf, Tensor):
+            text = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        else:
+            text = repr(leaf).encode() if isinstance(leaf, (int, float, str, bytes)) else type(leaf).__name__.encode()
+        found = zlib.crc32(text, found)
+        return leaf
+
+    map_batch(add, item)
+    return f"{found:08x}"
+
+
+def check_batch_size(size: int, plan: Plan, what: str) -> None:
+    """Raise BatchError, which names the batch as `what`, unless each microbatch splits evenly over the batch axes."""
+    num = plan.num_batch_parts * plan.micro
+    if size % num == 0:
+        return
+    sizes = {axis: plan.mesh.axis_size(axis) for axis in BATCH_AXES} | {"micro": plan.micro}
+    cuts = [f"{name}={n}" for name, n in sizes.items() if n > 1]
+    total = f" ({num} parts)" if len(cuts) > 1 else ""
+    raise BatchError(
+        f"{what} does not split over {' '.join(cuts)}{total}; choose a multiple of {num}, such as"
+        f" {max(size // num, 1) * num}"
+    )

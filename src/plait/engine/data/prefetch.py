@@ -1,0 +1,199 @@
+"""Batches made ready ahead of the step: read by this process or by workers, and moved to the device, by a thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from plait.comm.device import CopyStream, Event, is_host, keep_for_current_stream
+from plait.compile.capture.batch import batch_tensors, map_batch
+from plait.engine.data.order import Rows
+from plait.engine.data.reading import Failure, Reader
+
+_reading = threading.Lock()  # datasets are written for one reader at a time: no two loaders of a process read at once
+
+
+class Feed:
+    """Gives the batches of `rows`, in order, of which up to `prefetch` are ready ahead of the one that is asked for.
+
+    Without prefetch (and workers) a batch is read when it is asked for, by who asks, and not moved. Workers live until
+    `close`; `start` may be called again, with other rows.
+    """
+
+    def __init__(self, reader: Reader, num_workers: int, prefetch: int, device: torch.device) -> None:
+        self._reader = reader
+        self._num_workers = num_workers
+        self._prefetch = max(prefetch, 1) if num_workers else prefetch
+        self._mover = _Mover(device) if not is_host(device) and self._prefetch else None
+        self._workers: DataLoader[Any] | None = None
+        self._rows: Iterator[Rows] | None = None
+        self._ahead: _Ahead | None = None
+
+    @property
+    def started(self) -> bool:
+        return self._rows is not None
+
+    def start(self, rows: Iterator[Rows]) -> None:
+        """Give these from now on."""
+        self.stop()
+        self._rows = rows
+        if self._prefetch:
+            self._ahead = _Ahead(self._batches(), self._prefetch)
+
+    def next(self) -> Any:
+        """The next batch. After an error it must be started again."""
+        assert self._rows is not None
+        try:
+            if self._ahead is None:
+                with _reading:
+                    return self._reader.read(next(self._rows))
+            found = self._ahead.next()
+        except Exception:
+            self.close()
+            raise
+        return self._mover.arrive(*found) if self._mover is not None else found
+
+    def stop(self, seconds: float | None = None) -> None:
+        """Read no further; workers stay. Waits, no longer than the seconds given, for what is being read."""
+        if self._ahead is not None:
+            self._ahead.close(seconds)
+        self._ahead = self._rows = None
+
+    def close(self, seconds: float | None = None) -> None:
+        """As `stop`, and end the workers."""
+        self.stop(seconds)
+        self._workers = None
+
+    def _batches(self) -> Iterator[Any]:
+        """What the thread does."""
+        for batch in self._from_workers() if self._num_workers else self._from_here():
+            yield self._mover.send(batch) if self._mover is not None else batch
+
+    def _from_here(self) -> Iterator[Any]:
+        assert self._rows is not None
+        for rows in self._rows:
+            with _reading:
+                batch = self._reader.read(rows)
+            yield batch
+
+    def _from_workers(self) -> Iterator[Any]:
+        assert self._rows is not None
+        if self._workers is None:
+            self._workers = DataLoader(
+                self._reader,  # type: ignore[arg-type]
+                batch_sampler=_Current(self),  # type: ignore[arg-type]
+                collate_fn=_as_it_is,
+                num_workers=self._num_workers,
+                prefetch_factor=-(-self._prefetch // self._num_workers),
+                persistent_workers=True,
+                generator=torch.Generator(),  # the user's global generator stays untouched
+            )
+        # Made in the thread that reads, where DataLoader sets no signal handler: it would raise in the midst of a step.
+        batches: Any = iter(self._workers)
+        while True:
+            try:
+                batch = next(batches)
+            except Exception as error:
+                batch = self._died(error, getattr(batches, "_workers", ()))
+            if isinstance(batch, Failure):
+                self._workers = batches = None  # ended here, not when somebody lets go of the error
+                raise batch.error()
+            yield batch
+
+    def _died(self, error: Exception, processes: Any) -> Failure:
+        """What became of the workers, from an error of DataLoader and the processes that it started."""
+        name, text = self._reader.name, str(error).strip() or type(error).__name__
+        sentinels = {process.sentinel: process for process in processes}
+        for sentinel in wait(sentinels, timeout=1.0):  # a worker that dies is first not heard, and then dead
+            dead = sentinels[sentinel]
+            dead.join()
+            code, item = dead.exitcode, self._reader.item_read_by(dead.pid)
+            how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+            where = f"while it read item {item} of {name}" if item is not None else f"before it read any item of {name}"
+            return Failure(
+                f"worker process {dead.pid} of the loader {how} {where}; if memory ran out, lower num_workers"
+                f" (data.workers, now {self._num_workers}) or prefetch (data.prefetch, now {self._prefetch})"
+            )
+        return Failure(f"the loader's workers could not read {name}: {text.splitlines()[-1]}")
+
+
+class _Current:
+    """As a batch sampler: what the feed's workers are to read now."""
+
+    def __init__(self, feed: Feed) -> None:
+        self._feed = feed
+
+    def __iter__(self) -> Iterator[Rows]:
+        assert self._feed._rows is not None
+        return self._feed._rows
+
+
+class _Ahead:
+    """Runs an iterator in a thread, at most `num` items ahead."""
+
+    def __init__(self, items: Iterator[Any], num: int) -> None:
+        self._items = items
+        self._room = threading.Semaphore(num)
+        self._ready: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="plait data", daemon=True)
+        self._thread.start()
+
+    def next(self) -> Any:
+        item, error = self._ready.get()
+        self._room.release()
+        if error is not None:
+            raise error
+        return item
+
+    def close(self, seconds: float | None) -> None:
+        """End the thread, after the item that it is at."""
+        self._closed = True
+        self._room.release()
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        try:
+            while self._room.acquire() and not self._closed:
+                self._ready.put((next(self._items), None))
+        except BaseException as error:  # raised where the item is asked for
+            self._ready.put((None, error))
+
+
+class _Mover:
+    """Moves batches to a GPU on a stream of its own, from pinned memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: CopyStream | None = None
+
+    def send(self, batch: Any) -> tuple[Any, Event]:
+        """Begin to move a batch; called by the thread."""
+        if self._stream is None:
+            self._stream = CopyStream(self._device)
+        with self._stream.entered():
+            moved = map_batch(lambda _, leaf: self._move(leaf) if torch.is_tensor(leaf) else leaf, batch)
+            return moved, Event(self._device)
+
+    def arrive(self, batch: Any, event: Event) -> Any:
+        """The batch, for the stream of who calls."""
+        event.precede(self._device)
+        for leaf in batch_tensors(batch):
+            keep_for_current_stream(leaf)  # its memory is not given to the next batch while a step reads it
+        return batch
+
+    def _move(self, leaf: Tensor) -> Tensor:
+        if is_host(leaf.device) and leaf.numel():
+            leaf = leaf if leaf.is_pinned() else leaf.pin_memory()
+        return leaf.to(self._device, non_blocking=True)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

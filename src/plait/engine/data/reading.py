@@ -1,0 +1,123 @@
+"""Items of a dataset read and made a batch of, here or in a worker process; what goes wrong names the item."""
+
+from __future__ import annotations
+
+import os
+import random
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+from plait.engine.data.order import Rows
+from plait.errors import DataError
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What came instead of a batch, from a process that cannot raise here."""
+
+    message: str
+    details: str = ""  # the traceback there
+
+    def error(self) -> DataError:
+        found = DataError(self.message)
+        if self.details:
+            found.add_note(f"In the worker:\n{self.details}")
+        return found
+
+
+class Reader:
+    """Reads batches: the dataset of a DataLoader, whose workers get a copy.
+
+    In workers, which have random generators of their own, an item's draws follow from (seed, epoch, item) alone: they
+    are the same with any number of workers and ranks, and in a run that was resumed. (A dataset that reads many items
+    at once, by `__getitems__`, draws for all of them from the first.)
+    """
+
+    def __init__(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, num_workers: int, stream: bool = False
+    ) -> None:
+        self.dataset = dataset
+        self._stream = stream  # rows come with their items
+        self._collate = collate
+        self._seed = seed
+        # (its process, the item that it reads) of each worker, to know where one has died
+        self._noted = torch.full((num_workers, 2), -1) if num_workers else None
+        if self._noted is not None:
+            self._noted.share_memory_()
+
+    @property
+    def name(self) -> str:
+        return type(self.dataset).__name__
+
+    def read(self, rows: Rows) -> Any:
+        """The batch, None of no rows; DataError names the item that could not be read."""
+        items = list(rows.items)
+        if not items:
+            return None
+        if self._stream:
+            found, items = items, []
+        elif callable(getattr(self.dataset, "__getitems__", None)):
+            self._begin(items[0], rows.epoch)
+            try:
+                found = self.dataset.__getitems__(items)
+            except Exception as error:
+                raise self._unreadable(items, error) from error
+        else:
+            found = [self._item(item, rows.epoch) for item in items]
+        try:
+            return self._collate(found)
+        except Exception as error:
+            which = f"items {_few(items)}" if items else "items"
+            raise DataError(
+                f"{which} of {self.name} do not make a batch: {type(error).__name__}: {error};"
+                " give the loader a `collate` that joins them, or make all items of one form"
+            ) from error
+
+    def __getitems__(self, rows: Rows) -> Any:
+        """As `read`, for the worker of a DataLoader: the batch or a Failure."""
+        try:
+            return self.read(rows)
+        except Exception as error:
+            return Failure(str(error), traceback.format_exc())
+
+    def item_read_by(self, process: int) -> int | None:
+        """The item that this worker has begun to read last."""
+        noted = [] if self._noted is None else self._noted.tolist()
+        return next((item for pid, item in noted if pid == process), None)
+
+    def _begin(self, item: int, epoch: int) -> None:
+        worker = get_worker_info()
+        if worker is not None and self._noted is not None:
+            self._noted[worker.id, 0], self._noted[worker.id, 1] = os.getpid(), item
+            seed = (self._seed * 0x9E3779B1 + epoch) * 0x85EBCA6B + item
+            torch.default_generator.manual_seed(seed & ((1 << 62) - 1))
+            random.seed(seed)
+            np.random.seed(seed & 0xFFFFFFFF)
+
+    def _item(self, item: int, epoch: int) -> Any:
+        self._begin(item, epoch)
+        try:
+            return self.dataset[item]
+        except Exception as error:
+            raise self._unreadable([item], error) from error
+
+    def _unreadable(self, items: list[int], error: Exception) -> DataError:
+        """Of items that were read together the one that cannot be read alone is named."""
+        for item in items if len(items) > 1 else []:
+            try:
+                self.dataset[item]
+            except Exception as one:
+                return self._unreadable([item], one)
+        which = f"items {_few(items)}" if len(items) > 1 else f"item {items[0]}"
+        return DataError(f"{which} of {self.name} cannot be read: {type(error).__name__}: {error}")
+
+
+def _few(items: list[int]) -> str:
+    shown = ", ".join(map(str, items[:8]))
+    return shown + (f" and {len(items) - 8} more" if len(items) > 8 else "")

@@ -1,0 +1,235 @@
+"""A rehearsal: one training step of one rank on tensors without memory, to see how much memory it takes.
+
+What runs is the Replica that trains, in a world without other ranks (comm/dry_run_world.py), so what is counted is what
+the program does: its gradients, buckets and gathers, microbatch after microbatch, and the user's own optimizer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from plait.backends.eager.execute import Executor
+from plait.backends.eager.offload.disk import RehearsedFile
+from plait.backends.eager.offload.homes import Homes
+from plait.comm.dry_run_world import RehearsalWorld
+from plait.compile.capture.batch import map_batch
+from plait.compile.capture.capture import Captured
+from plait.compile.capture.precision import Precision
+from plait.compile.lowered import Lowered, cell_name
+from plait.compile.passes.liveness import Meter, marked
+from plait.compile.stages.split import AXIS as PIPELINE
+from plait.compile.stages.split import Pipeline
+from plait.cost.memory_model import ACTIVATIONS, BUFFERS, OPTIMIZER, PARAMETERS, RankMemory
+from plait.engine.compiler import Captures, Compiler
+from plait.engine.local_batch import LocalBatch, num_rows
+from plait.engine.optimizers import OptimizerFactory, build_optimizer
+from plait.engine.replica import Replica
+from plait.engine.update import Update
+from plait.errors import PlanError
+from plait.optim.several import title_of
+from plait.plan.plan import Plan
+from plait.schedule.in_flight import most_under_way
+
+_NUM_MICRO = 3  # microbatches that are rehearsed: what is between the first and the last is all alike
+
+
+def rehearse(
+    lowered: Lowered,
+    model: nn.Module,
+    batch: Any,
+    optimizer: OptimizerFactory,
+    device: torch.device,
+    rank: int,
+    shared_memory: bool,
+) -> RankMemory:
+    """What a step on a global batch takes on that rank, where it computes on `device`, and exchanges through shared
+    memory or through torch.distributed."""
+    plan = lowered.plan
+    meter = Meter(device)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    world = RehearsalWorld(plan.mesh, rank, device, plan.allreduce, shared_memory, meter)
+    with _without_memory(fake, meter):
+        twin = _skeleton(model, device)
+        model_bytes = meter.total
+        few = _with_few_microbatches(lowered, device)
+        homes = Homes(plan, world, file=RehearsedFile())
+        first = _local(batch, plan, few.plan.micro, device)
+        replica = Replica(_Known(few, twin), world, first, adopt=True, homes=homes)
+        replica.release()
+        del first
+        meter.claim_all(PARAMETERS)
+        adopted = sum(t.nbytes for t in [*twin.parameters(), *twin.buffers()] if not t.is_meta)
+        start = model_bytes + meter.total - adopted
+    updates = build_optimizer(
+        optimizer, replica.parameters, replica.layouts, world, replica.absent
+    )  # tries it on tensors with values
+    with _without_memory(fake, meter):
+        update = Update(updates, replica.parameters, replica.layouts, world, homes)
+        _make_state(updates, update, replica.parameters, lowered)
+        for state in updates.state.values():
+            meter.count(list(state.values()), OPTIMIZER)
+        updates.register_step_pre_hook(lambda *_: meter.at("the optimizer's step", BUFFERS))
+        updates.register_step_post_hook(lambda *_: meter.at("the gathering of parameters after the step", BUFFERS))
+        meter.at("", ACTIVATIONS)
+        local = _local(batch, plan, few.plan.micro, device)
+        rest = torch.empty(_batch_bytes(batch, plan) - meter.live[ACTIVATIONS], dtype=torch.uint8, device=device)
+        meter.begin()
+        _step(replica, updates, update, local)
+        del rest
+    if lowered.pipeline is not None:
+        world.expect(PIPELINE, _most_under_way(lowered.pipeline, world))
+    updated = sum(p.numel() for p in replica.parameters.values() if p.requires_grad)
+    most, at_peak = Counter(meter.most), Counter(meter.at_peak)
+    most[BUFFERS] += world.arena_bytes
+    at_peak[BUFFERS] += world.arena_bytes
+    return RankMemory(most, at_peak, meter.peak_moment, meter.saved, start, updated, world.arena_bytes)
+
+
+def _most_under_way(pipeline: Pipeline, world: RehearsalWorld) -> int:
+    """Bytes that a rank's stages may have sent, and others not taken."""
+    cells, schedule, comm = pipeline.cells, pipeline.schedule, world.comm(PIPELINE)
+    executor = Executor(schedule, cells.values, list(cells.graphs), comm, world.mesh.coordinates(world.rank))
+    return most_under_way(schedule, cells.edges(), comm.rank, functools.partial(executor.sent, comm.rank))
+
+
+def _step(replica: Replica, optimizer: torch.optim.Optimizer, update: Update, batch: Any) -> None:
+    """As the Trainer steps."""
+    plan = replica.compiler.plan
+    scaled = Precision(plan.precision, plan.exceptions).scaled
+    result = replica.run(batch, 0, scale=torch.ones((), device=replica.world.device) if scaled else None)
+    replica.set_gradients(result.gradients)
+    del result
+    update.step()
+    optimizer.zero_grad(set_to_none=True)
+    replica.updated()
+
+
+@contextmanager
+def _without_memory(fake: FakeTensorMode, meter: Meter) -> Iterator[None]:
+    with warnings.catch_warnings(), fake, meter:
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        yield
+
+
+class _Known(Compiler):
+    """A compiler that has compiled already."""
+
+    def __init__(self, lowered: Lowered, model: nn.Module) -> None:
+        super().__init__(Captures(model, lambda *_: None), lowered.plan)
+        self._known = lowered
+
+    def captured(self, batch: Any, train: bool = True) -> Captured:
+        return self._known.captured
+
+    def lowered_from(self, captured: Captured, train: bool = True, num_micro: int = 1) -> Lowered:
+        return self._known
+
+
+def _with_few_microbatches(lowered: Lowered, device: torch.device) -> Lowered:
+    """The lowered step with graphs that tell of themselves and constants without memory, of few microbatches; a
+    pipeline has as many in flight as its schedule says, and keeps all."""
+    captured = lowered.captured
+    constants = {
+        name: torch.empty(value.shape, dtype=value.dtype, device=device) for name, value in captured.constants.items()
+    }
+    plan = lowered.plan
+    if lowered.pipeline is None:
+        plan = dataclasses.replace(plan, micro=min(plan.micro, _NUM_MICRO))
+    return dataclasses.replace(
+        lowered,
+        graphs={turn: marked(graph, _gradients(lowered, turn)) for turn, graph in lowered.graphs.items()},
+        captured=dataclasses.replace(captured, constants=constants),
+        plan=plan,
+    )
+
+
+def _gradients(lowered: Lowered, turn: str) -> list[int]:
+    """Which outputs of a graph are gradients."""
+    outputs = lowered.captured.outputs
+    if lowered.pipeline is not None:
+        named = {cell_name(cell): each for cell, each in lowered.pipeline.cells.graphs.items()}
+        outputs = named[turn.partition(".")[0]].outputs
+    return [i for i, output in enumerate(outputs) if output.kind == "gradient"]
+
+
+def _skeleton(model: nn.Module, device: torch.device) -> nn.Module:
+    """Modules of the same names, with parameters and buffers of the same form."""
+    twin = nn.Module()
+    made: dict[int, Tensor] = {}
+
+    def form(real: Tensor) -> Tensor:
+        return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+
+    for path, module in model.named_modules(remove_duplicate=False):
+        place = twin
+        if path:
+            parent, _, key = path.rpartition(".")
+            place = nn.Module()
+            twin.get_submodule(parent).add_module(key, place)
+        for name, real in module._parameters.items():
+            if real is not None and id(real) not in made:
+                made[id(real)] = nn.Parameter(form(real), requires_grad=real.requires_grad)
+            place.register_parameter(name, None if real is None else made[id(real)])  # type: ignore[arg-type]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in made:
+                made[id(buffer)] = form(buffer)
+            place.register_buffer(name, None if buffer is None else made[id(buffer)])
+    return twin
+
+
+def _local(batch: Any, plan: Plan, num_micro: int, device: torch.device) -> LocalBatch:
+    """One rank's rows of that many of the plan's microbatches."""
+    rows = num_rows(batch)
+    each = rows // (plan.num_batch_parts * plan.micro)
+
+    def part(_: str, leaf: Any) -> Any:
+        if not torch.is_tensor(leaf):
+            return leaf
+        cut = leaf.ndim > 0 and leaf.shape[0] == rows
+        shape = (each * num_micro, *leaf.shape[1:]) if cut else leaf.shape
+        return torch.empty(shape, dtype=leaf.dtype, device=device)
+
+    return LocalBatch(map_batch(part, batch), each * num_micro, rows // plan.micro * num_micro)
+
+
+def _batch_bytes(batch: Any, plan: Plan) -> int:
+    """Bytes of all the rows of one rank."""
+    local = _local(batch, plan, plan.micro, torch.device("meta")).tree
+    total = 0
+
+    def add(_: str, leaf: Any) -> Any:
+        nonlocal total
+        total += math.prod(leaf.shape) * leaf.element_size() if torch.is_tensor(leaf) else 0
+        return leaf
+
+    map_batch(add, local)
+    return total
+
+
+def _make_state(
+    optimizer: torch.optim.Optimizer, update: Update, parameters: Mapping[str, Tensor], lowered: Lowered
+) -> None:
+    """Let the optimizer make its state, as in its first step."""
+    trained = {output.name for output in lowered.captured.outputs if output.kind == "gradient"}
+    for name, parameter in parameters.items():
+        if name in trained:
+            parameter.grad = torch.empty_like(parameter, requires_grad=False)
+    try:
+        update.step()
+    except Exception as error:
+        raise PlanError(
+            f"the memory of {title_of(optimizer)} cannot be predicted: its step failed on tensors without values"
+            f" ({type(error).__name__}: {error})"
+        ) from error
+    optimizer.zero_grad(set_to_none=True)

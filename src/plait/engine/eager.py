@@ -1,0 +1,316 @@
+"""The eager fallback: a model that cannot be captured still trains data-parallel, through PyTorch's own DDP.
+
+Each rank runs the model on its own part of the batch, and the loss of the batch is put together from those of the
+parts: of a plait.Weighted the sum of sums over the sum of weights, of a mean the mean weighted by rows. DDP averages
+over N ranks, so each rank differentiates its sum x N / the weight of all ranks.
+
+That is the number of one device where the loss of a batch can be put together so. It cannot where the loss couples
+rows, such as a contrastive one, or is a mean over rows that a mask selects and is not given as a plait.Weighted; nor
+with batch norm, whose statistics are each rank's own. These are refused (`refuse_other_numbers`). Dropout masks are
+those of each rank alone: as random as those of one device, and others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from plait.backends.eager.program import StepResult
+from plait.comm.device import random_devices
+from plait.comm.process import device_mesh
+from plait.comm.protocol import World
+from plait.compile.capture.batch import take_rows
+from plait.compile.capture.loss_values import Outputs, copied, join_outputs, read_loss
+from plait.compile.ir.dtypes import torch_name
+from plait.engine.boundary import has_process_group
+from plait.engine.compiler import Compiler, LossFn
+from plait.engine.local_batch import LocalBatch, batch_part, num_rows
+from plait.engine.outputs import gather_outputs
+from plait.engine.twin import preserved
+from plait.errors import CaptureError, LossError, PlanError
+from plait.plan.plan import Plan
+from plait.spec.layout import Layout
+
+# Keys of a plan that DDP on the model as it is can do, or that only say how fast.
+LOCAL_LOSS = "local_loss"  # what a trainer is to allow, for the mean of the losses of ranks where it is another number
+_ROUNDING = (2e-2, 1e-3)  # of two ways to add up a loss, in half precision and in full
+_WITHOUT_GRAPH = (
+    "data", "home_optimizer", "batchnorm", "allreduce", "bucket_bytes", "sync", "outer", "outer_lr", "outer_momentum",
+    "moments", "streaming", "overlap", "compress", "uncompressed",
+)  # fmt: skip
+
+
+def refuse_unless_data_only(error: CaptureError, plan: Plan, world: World, compiler: Compiler, batch: Any) -> None:
+    """Raise PlanError with the model's own file and line if the plan needs the graph that could not be had. It says
+    which plan works, as far as that is known of the model and of this batch."""
+    rows = {row.name: row.default for row in dataclasses.fields(plan) if row.name not in _WITHOUT_GRAPH}
+    needs = {name: getattr(plan, name) for name, default in rows.items() if getattr(plan, name) != default}
+    if needs:
+        nearest = _nearest(plan, world, compiler.model, compiler.loss_fn, batch)
+        raise PlanError(
+            f"the plan {plan.title!r} needs the graph of the step for {Plan(**needs)}, and it could not be captured:"
+            f" {error}\nThe nearest plan that works is {nearest}."
+        ) from error
+    if plan.within.data > 1 and not has_process_group(world):
+        raise PlanError(f"a model that cannot be captured runs under DDP, which needs processes, not threads: {error}")
+
+
+def _nearest(plan: Plan, world: World, model: nn.Module, loss_fn: LossFn, batch: Any) -> str:
+    """The plan for a model that runs as it is."""
+    several = f"data={plan.num_processes}"
+    if plan.num_processes == 1 or (world.mesh.size > 1 and not has_process_group(world)):  # threads share the model
+        return f"{several}, which runs the model as it is"
+    if (name := _batch_norm(model)) is not None and plan.batchnorm != "local":
+        return (
+            f"data=1, which runs the model as it is; with {several} batchnorm=local the batch statistics of"
+            f" {name or 'the model'} would be those of each rank's rows"
+        )
+    rows, num = (batch.tree, batch.local_size) if isinstance(batch, LocalBatch) else (batch, num_rows(batch))
+    apart = 0.0
+    with suppress(LossError):  # the loss is none, which a plan that works will say
+        apart = EagerReplica(model, loss_fn, Plan(), world).halves_apart(rows, num)[2]
+    if apart:
+        return (
+            f"data=1, which runs the model as it is; with {several} PyTorch's DDP would compute the loss of each rank's"
+            " own rows, and together they are not this loss of the whole batch"
+        )
+    return f"{several}, which runs the model as it is"
+
+
+def check_allowed(allow: Collection[str]) -> frozenset[str]:
+    """What a trainer was told to allow; PlanError for a name that is none."""
+    given = (allow,) if isinstance(allow, str) else tuple(allow)
+    if unknown := [name for name in given if name != LOCAL_LOSS]:
+        raise PlanError(f"allow={unknown[0]!r} is unknown; there is {LOCAL_LOSS!r}")
+    return frozenset(given)
+
+
+def ddp_warning(plan: Plan) -> str:
+    """What is said of the numbers when a model begins to run as it is."""
+    if plan.within.data == 1:
+        return ""
+    return (
+        ", under PyTorch's DDP; the loss and gradients are those of the whole batch where it is a mean over rows or a"
+        " plait.Weighted, but dropout masks are each rank's own, and so is what else the model does across rows"
+    )
+
+
+class EagerReplica:
+    """One rank of data=N on a model as it is; the counterpart of `run.replica.Replica`."""
+
+    with_gradient: tuple[str, ...] = ()
+    absent: Mapping[str, nn.Parameter] = MappingProxyType({})
+    changing: frozenset[str] = frozenset()
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn, plan: Plan, world: World, allow: Collection[str] = ()
+    ) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self.plan = plan
+        self.world = world
+        self.dtypes = {name: p.dtype for name, p in model.named_parameters()}
+        self.parameters = dict(model.named_parameters())
+        self.buffers = dict(model.named_buffers())
+        self.layouts = {n: Layout(torch_name(p.dtype), tuple(p.shape)) for n, p in self.parameters.items()}
+        self._num_runs = 0  # in training
+        self._checks = plan.data > 1 and LOCAL_LOSS not in allow
+        if self._checks:
+            _refuse_batch_norm(model, plan)
+        self._loss = _Loss(model, loss_fn)
+        self._forward: nn.Module = self._loss
+        if plan.data > 1 and has_process_group(world):
+            group = device_mesh(world).get_group("data")
+            self._forward = DistributedDataParallel(self._forward, process_group=group, find_unused_parameters=True)
+
+    def release(self) -> None:
+        """The model has all of its parameters."""
+
+    def run(self, batch: Any, key: int, train: bool = True, scale: Tensor | None = None) -> StepResult:
+        rows, num = self._rows(batch)
+        if train and self._checks and not self._num_runs & (self._num_runs - 1):  # of batches 0, 1, 2, 4, 8...
+            self._refuse_other_numbers(rows, num)
+        self._num_runs += train
+        self._loss.num_rows = num
+        self.model.train(train)
+        torch.manual_seed((key * self.plan.data + self.world.rank) & ((1 << 62) - 1))
+        with torch.set_grad_enabled(train):
+            total = (self._forward if train else self._loss)(rows)
+            weight, outputs = self._loss.weight, self._loss.outputs
+            sums = torch.stack([total.detach().double(), weight.detach().to(total.device).double()])
+            if self.plan.data > 1:
+                sums = self.world.comm("data").all_reduce(sums).wait()
+            if train:
+                for parameter in self.parameters.values():
+                    parameter.grad = None
+                (total * (self.plan.data / sums[1].to(total.dtype))).backward()
+        self.with_gradient = tuple(name for name, p in self.parameters.items() if p.grad is not None)
+        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        aux = None if outputs is None else (self._outputs(outputs, num),)
+        return StepResult((sums[0] / sums[1]).to(total.dtype), (sums[0], sums[1]), gradients, {}, aux=aux)
+
+    def _refuse_other_numbers(self, rows: Any, num: int) -> None:
+        """Raise LossError, on all ranks, where a rank's loss is not that of two halves of its rows put together."""
+        whole, halves, apart = self.halves_apart(rows, num)
+        mine = torch.tensor([apart, math.isnan(whole)], dtype=torch.float64, device=self.world.device)
+        every = self.world.comm("data").all_gather(mine).wait()
+        most, rank = (float(found) for found in every[:, 0].max(0))
+        if most == 0 and 0 < float(every[:, 1].sum()) < len(every):  # a mean over no row
+            most, rank = math.inf, float(every[:, 1].argmax())
+        if most == 0:
+            return
+        shown = f"here {whole:.6g} of {num} rows, and {halves:.6g} of two halves of them put together"
+        raise LossError(
+            f"under PyTorch's DDP each rank computes the loss of its own rows, and together they are not this loss of"
+            f" the whole batch (rank {rank:.0f} has found so; {shown}): it couples rows, or it is a mean over some of"
+            " them. Return plait.Weighted(sum, weight) if it is a mean over a number of rows or tokens that may differ;"
+            f" else train on one process, or give Trainer allow=({LOCAL_LOSS!r},) to train on the mean of the ranks'"
+            " losses, as DDP does"
+        )
+
+    def halves_apart(self, rows: Any, num: int) -> tuple[float, float, float]:
+        """As `_in_two`; zeros where nothing is known. Model and loss are afterwards as they were."""
+        if num > 1:
+            with _undone(self.model, self.loss_fn), torch.no_grad():
+                try:
+                    return self._in_two(rows, num)
+                except LossError:
+                    raise
+                except Exception:  # of a model that takes no half of its rows, or does not run in evaluation mode
+                    pass
+        return 0.0, 0.0, 0.0
+
+    def _in_two(self, rows: Any, num: int) -> tuple[float, float, float]:
+        """The loss of these rows, as it is put together from those of two halves, and how far the two are apart where
+        that is more than rounding; 0 where the loss is random, of which no two are the same."""
+        half = num // 2
+
+        def taken(part: Any, size: int, seed: int = 0) -> tuple[float, float]:
+            torch.manual_seed(seed)
+            self._loss.num_rows = size
+            return float(self._loss(part)), float(self._loss.weight)
+
+        modes = [(module, module.training) for module in self.model.modules()]
+        try:
+            self.model.train(_batch_norm(self.model) is None)
+            whole = taken(rows, num)
+            if whole != taken(rows, num, seed=1):  # without dropout
+                self.model.eval()
+                whole = taken(rows, num)
+                if whole != taken(rows, num, seed=1):
+                    return _over(*whole), 0.0, 0.0
+            first, one = taken(take_rows(rows, num, 0, half), half)
+            second, two = taken(take_rows(rows, num, half, num), num - half)
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        loss, halves = _over(*whole), _over(first + second, one + two)
+        if loss == halves or math.isnan(loss):
+            return loss, halves, 0.0
+        apart = abs(loss - halves) / max(abs(loss), abs(halves))
+        return loss, halves, 0.0 if apart <= _ROUNDING[self._loss.dtype.itemsize > 2] else 1.0
+
+    def _outputs(self, outputs: Outputs, num: int) -> Outputs:
+        """What the losses of all ranks came with."""
+        if self.plan.data == 1:
+            return copied(outputs)
+        return join_outputs(gather_outputs(self.world.comm("data"), outputs, num, self.world.device))
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
+
+    def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Most are in place already."""
+        for name, gradient in gradients.items():
+            self.parameters[name].grad = gradient
+
+    def updated(self) -> None:
+        """Every rank has updated all parameters."""
+
+    def local(self, name: str) -> Tensor:
+        return self.parameters[name].detach()
+
+    def set_local(self, name: str, part: Tensor) -> None:
+        self.parameters[name].detach().copy_(part)
+
+    def scale_gradients(self, factor: float) -> None:
+        torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], factor)
+
+    def gradient_norm(self) -> float:
+        norms = [p.grad.norm() for p in self.parameters.values() if p.grad is not None]
+        return float(torch.stack(norms).norm()) if norms else 0.0
+
+    def whole(self, name: str, local: Tensor | None) -> Tensor:
+        assert local is not None
+        return local
+
+    def _rows(self, batch: Any) -> tuple[Any, int]:
+        """This rank's rows, and how many they are."""
+        if isinstance(batch, LocalBatch):
+            return batch.tree, batch.local_size
+        index, rows = self.world.mesh.coordinates(self.world.rank)["data"], num_rows(batch)
+        part = batch_part(batch, index, self.plan.data)
+        each = -(-rows // self.plan.data)
+        return part, min(each, rows - index * each)
+
+
+def _over(total: float, weight: float) -> float:
+    return total / weight if weight else math.nan
+
+
+@contextmanager
+def _undone(model: nn.Module, loss_fn: LossFn) -> Iterator[None]:
+    """Buffers, random numbers and what model and loss hold in Python are afterwards as they were."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with torch.random.fork_rng(devices=random_devices(*(buffer.device for buffer, _ in buffers))):
+        try:
+            with preserved(model, loss_fn):
+                yield
+        finally:
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _batch_norm(model: nn.Module) -> str | None:
+    """The name of a module whose output depends on the statistics of its rows."""
+    return next((n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None)
+
+
+def _refuse_batch_norm(model: nn.Module, plan: Plan) -> None:
+    found = _batch_norm(model)
+    if found is not None and plan.batchnorm != "local":
+        raise PlanError(
+            f"the model runs under PyTorch's DDP, where the batch statistics of {found or 'the model'} are those of"
+            " each rank's rows, not of the batch: add batchnorm=local to the plan if that is what you want"
+        )
+
+
+class _Loss(nn.Module):
+    """Model and loss as one module, so that DDP sees the backward of both. A mean counts as much as it has rows."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        self.num_rows = 1  # of what comes next
+        self.weight = torch.ones(())  # of the last loss
+        self.dtype = torch.float32  # as above
+        self.outputs: Outputs | None = None
+
+    def forward(self, rows: Any) -> Tensor:
+        """The sum of the loss over these rows."""
+        found = read_loss(self.loss_fn(self.model, rows), self.num_rows)
+        self.outputs, self.dtype = found.outputs, found.total.dtype
+        if found.weight is not None:
+            self.weight = found.weight.detach()
+            return found.total
+        self.weight = torch.full((), float(self.num_rows), dtype=torch.float64)
+        return found.total * self.num_rows

@@ -1,0 +1,142 @@
+"""What a step changes in Python: counters and flags, which a captured step changes as the model's own code would."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.compile.capture.capture import Captured, Effect
+from plait.compile.capture.holders import MISSING
+from plait.compile.capture.late import LateNumber
+from plait.compile.capture.reach import PLAIN
+from plait.compile.capture.same import same_step
+from plait.compile.capture.tracked import Asked, Tracked
+from plait.engine.watch import Watch
+from plait.errors import CaptureError
+
+_NUMBERS = (int, float)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Plain values that one captured step changes. `steady`: the graph is the same with them changed."""
+
+    effects: tuple[Effect, ...] = ()
+    steady: bool = True
+
+    def begin(self) -> list[Any]:
+        """What is there before a step."""
+        return [effect.holder.now().get(effect.key, MISSING) for effect in self.effects]
+
+    def end(self, before: list[Any], times: int) -> None:
+        """Change it as so many runs of the step would."""
+        for effect, value in zip(self.effects, before, strict=True):
+            if _is_number(effect.before) and _is_number(effect.now) and _is_number(value):
+                effect.holder.put(effect.key, value + (effect.now - effect.before) * times)
+            else:
+                effect.holder.put(effect.key, effect.now)
+
+
+def settled(found: Captured, watch: Watch, again: Callable[[], Captured]) -> Changes:
+    """What a captured step changes in Python, once it is known that a graph can stand for the steps that follow.
+
+    `again` captures with what the model and the loss hold now: the changes stand meanwhile. CaptureError names a number
+    that the step changes and computes with, or a tensor that one step leaves to the next.
+    """
+    plain = [
+        e for e in found.effects if isinstance(e.now, PLAIN) and (e.before is MISSING or isinstance(e.before, PLAIN))
+    ]
+    kept = [e for e in found.effects if e.derived]
+    late = {e.place: e for e in found.effects if isinstance(e.now, LateNumber) and _is_number(e.before)}
+    if not plain and not kept and not late:
+        return Changes()
+    numbers = {e.place: e for e in plain if _is_number(e.before) and _is_number(e.now)}
+    asked, second = _tracked(
+        watch,
+        again,
+        {place: (e.holder, e.key, e.now) for place, e in numbers.items()}
+        | {place: (e.holder, e.key, e.before) for place, e in late.items()},
+        plain,
+        kept,
+    )
+    for place in late:
+        if second is None or asked[place].used or asked[place].conditions:
+            raise CaptureError(
+                f"the step leaves at {place} a number that it reads of a tensor, and computes with it in the next step;"
+                " leave .item() out and keep it as a tensor, in a buffer of the model"
+            )
+    later = {e.place: e for e in second.effects} if second is not None else {}
+    for place, effect in numbers.items():
+        increment = _increment(later.get(place))
+        if second is None or asked[place].used or (asked[place].conditions and increment != effect.now - effect.before):
+            raise CaptureError(
+                f"the step changes {place} from {effect.before} to {effect.now} and computes with it, so that each step"
+                " would be another graph; make it a buffer with register_buffer, and compute with the tensor"
+            )
+        if asked[place].conditions:
+            watch.ask(place, asked[place])
+        else:
+            watch.ignore([place])
+    if second is None:
+        second = found
+    for effect in kept:
+        if effect.place in second.outside or (second is found and isinstance(effect.holder.of, (list, deque))):
+            raise CaptureError(
+                f"the step leaves a tensor at {effect.place} that the next step reads; make it a buffer with"
+                " register_buffer before training begins, so that its value is kept"
+            )
+    return Changes(tuple(plain), same_step(found, second))
+
+
+def examine(watch: Watch, again: Callable[[], Captured], places: Iterable[str]) -> None:
+    """Look at numbers that have changed without another graph: from now on they count not at all, or only by the
+    conditions that the step asks of them, or as they are where it computes with them."""
+    slots = {place: watch.reached.slots[place] for place in places if place in watch.reached.slots}
+    numbers = {place: (holder, key, holder.now()[key]) for place, (holder, key) in slots.items()}
+    asked, second = _tracked(watch, again, {p: one for p, one in numbers.items() if _is_number(one[2])})
+    for place, one in asked.items():
+        if second is not None and not one.used and one.conditions:
+            watch.ask(place, one)
+        elif second is not None and not one.used:
+            watch.ignore([place])
+
+
+def _tracked(
+    watch: Watch,
+    again: Callable[[], Captured],
+    numbers: Mapping[str, tuple[Any, Any, Any]],
+    plain: Iterable[Effect] = (),
+    kept: Iterable[Effect] = (),
+) -> tuple[dict[str, Asked], Captured | None]:
+    """A capture with tracked numbers, and other values, in their places; None where it fails with them."""
+    asked = {place: Asked() for place in numbers}
+    try:
+        for effect in plain:
+            effect.holder.put(effect.key, effect.now)
+        for effect in kept:
+            now: Tensor = effect.now
+            effect.holder.put(effect.key, torch.empty(now.shape, dtype=now.dtype, device="meta"))
+        for place, (holder, key, value) in numbers.items():
+            holder.put(key, Tracked(value, asked[place]))
+        return asked, again()
+    except CaptureError:
+        return asked, None
+    finally:
+        watch.reached.put_back()
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in _NUMBERS
+
+
+def _increment(effect: Effect | None) -> float | None:
+    """By how much an effect changes a number."""
+    if effect is None:
+        return None
+    before, now = (v.value if isinstance(v, Tracked) else v for v in (effect.before, effect.now))
+    return now - before if _is_number(before) and _is_number(now) else None

@@ -1,0 +1,53 @@
+"""Losses and gradients that are not finite, or too large."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Literal
+
+from torch import Tensor
+
+from plait.engine.eager import EagerReplica
+from plait.engine.replica import Replica
+from plait.errors import LossError
+
+
+def check_finite(
+    replica: Replica | EagerReplica,
+    step: int,
+    loss: Tensor,
+    gradients: Mapping[str, Tensor],
+    on_nan: Literal["raise", "warn"],
+) -> None:
+    """Raise LossError, or warn, of a loss that is not finite, with what else is not."""
+    if math.isfinite(float(loss)):
+        return
+    parts = ((name, replica.local(name)) for name in replica.parameters)
+    bad = next((name for name, part in parts if part is not None and not bool(part.isfinite().all())), None)
+    where = f"parameter {bad} is not finite" if bad else "all parameters are finite"
+    if bad is None:
+        bad = next((n for n, g in gradients.items() if not bool(g.isfinite().all())), None)
+        where += f"; the first bad gradient is that of {bad}" if bad else ""
+    message = f"the loss of step {step} is {float(loss)}: {where}{_late_checks(replica)}"
+    if on_nan == "raise":
+        raise LossError(f"{message}; lower the learning rate, set clip_norm, or pass on_nan='warn' to go on")
+    warnings.warn(message, stacklevel=4)
+
+
+def clip(replica: Replica | EagerReplica, limit: float) -> float:
+    """Scale all gradients so that their 2-norm together is at most the limit; returns the norm before."""
+    norm = replica.gradient_norm()
+    scale = limit / (norm + 1e-6)
+    if scale < 1:
+        replica.scale_gradients(scale)
+    return norm
+
+
+def _late_checks(replica: Replica | EagerReplica) -> str:
+    """The lines whose conditions the step checks itself."""
+    checks = replica.lowered.captured.checks if isinstance(replica, Replica) else ()
+    if not checks:
+        return ""
+    return f"; or what the model or the loss makes sure of does not hold: {'; '.join(dict.fromkeys(checks))}"

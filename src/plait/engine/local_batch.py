@@ -1,0 +1,82 @@
+"""A rank's own part of a global batch, as a type: it can not be taken for the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from plait.compile.capture.batch import batch_structure, batch_tensors, count_rows, is_container, map_rows, take_rows
+from plait.errors import BatchError
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """`tree` holds this rank's rows; `global_size` is the number of rows over all ranks, `local_size` of these here.
+
+    `place` says in words which global batch it is a part of, so that ranks can compare.
+    """
+
+    tree: Any
+    local_size: int
+    global_size: int
+    place: str = ""
+    padding: int = 0  # rows of weight zero, which are the last of the global batch
+
+    def __post_init__(self) -> None:
+        sizes = [leaf.shape[0] for leaf in batch_tensors(self.tree) if leaf.ndim]
+        if self.local_size not in sizes:
+            raise BatchError(f"a local batch of {self.local_size} rows holds no tensor of that size: {sizes}")
+
+
+def global_like(batch: LocalBatch) -> Any:
+    """A stand-in for the global batch that has its shapes and takes no memory."""
+    num = batch.global_size
+    return map_rows(lambda leaf: leaf[:1].expand(num, *leaf.shape[1:]), batch.tree, batch.local_size)
+
+
+def num_rows(batch: Any) -> int:
+    """Rows of the global batch."""
+    return batch.global_size if isinstance(batch, LocalBatch) else count_rows(batch)
+
+
+def batch_part(batch: Any, index: int, count: int) -> Any:
+    """Part `index` of `count` of a global batch's rows; the last may be smaller, BatchError where it would be empty."""
+    rows = num_rows(batch)
+    step = -(-rows // count)
+    if step * (count - 1) >= rows:
+        raise BatchError(f"a batch of {rows} rows does not make {count} parts; give at least a row for each")
+    return take_rows(batch, rows, index * step, step)
+
+
+def batches_of(data: Any, known: str | None) -> Iterable[Any]:
+    """The batches of a loader or a list; a batch alone is one. `known` is the structure of the batches so far.
+
+    BatchError for a list that may be either and looks like neither.
+    """
+    if is_loader(data):
+        return data  # type: ignore[no-any-return]
+    if type(data) not in (list, tuple) or not data or batch_structure(data) == known:
+        return [data]
+    if any(isinstance(one, LocalBatch) for one in data):
+        return data  # type: ignore[no-any-return]
+    each = {batch_structure(one) for one in data}
+    if each == {known}:
+        return data  # type: ignore[no-any-return]
+    if not all(is_container(one) and not torch.is_tensor(one) for one in data):  # such as [x, y]
+        if known is None or known.startswith("tuple("):
+            return [data]
+    elif known is None or not known.startswith("tuple("):
+        return data  # type: ignore[no-any-return]
+    raise BatchError(
+        f"a {type(data).__name__} of {len(data)} may be one batch, or that many batches, and the trainer has seen"
+        f" batches like {known}: as one it is {batch_structure(data)}, and its elements {' and '.join(sorted(each))}"
+        "; give batches of that form, one alone as it is and several as iter([...])"
+    )
+
+
+def is_loader(data: Any) -> bool:
+    """Whether `data` yields batches, rather than being one."""
+    return isinstance(data, Iterable) and not isinstance(data, LocalBatch) and not is_container(data)

@@ -1,0 +1,55 @@
+"""What a replica trains on: its rows of the global batch, and random draws of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from plait.comm.protocol import World
+from plait.compile.capture.batch import map_rows, take_rows
+from plait.engine.local_batch import LocalBatch, num_rows
+from plait.errors import BatchError
+from plait.plan.plan import Plan
+
+
+def rows_of_replica(batch: Any, plan: Plan, world: World) -> LocalBatch:
+    """This rank's rows, as a part of its replica's batch; microbatch after microbatch, as the loader has them.
+
+    BatchError for a batch that the ranks do not divide.
+    """
+    num = plan.mesh.axis_size(plan.relaxed_axis)
+    if isinstance(batch, LocalBatch):
+        return dataclasses.replace(batch, global_size=batch.global_size // num)
+    rows, parts, micro = num_rows(batch), plan.num_batch_parts, plan.micro
+    if rows % (parts * micro):
+        raise BatchError(
+            f"{parts} parts of {micro} microbatches do not divide the batch of {rows} rows (plan {plan.title}); give a"
+            f" multiple of {parts * micro}"
+        )
+    each = rows // (parts * micro)
+    part = plan.batch_part(world.mesh.coordinates(world.rank))
+    places = torch.arange(rows).view(micro, parts, each)[:, part].reshape(-1)
+    tree = map_rows(lambda leaf: leaf[places.to(leaf.device)], batch, rows)
+    return LocalBatch(tree, each * micro, rows // num)
+
+
+def batch_of_replica(batch: Any, plan: Plan) -> Any:
+    """Rows of a global batch that have the shapes of one replica's: the first ones; all of them where all agree.
+
+    BatchError for a batch that the replicas do not divide.
+    """
+    if not plan.relaxed_axis:
+        return batch
+    num, rows = plan.mesh.axis_size(plan.relaxed_axis), num_rows(batch)
+    if rows % num:
+        raise BatchError(
+            f"{num} replicas do not divide the batch of {rows} rows; give a multiple of {num * plan.micro}"
+        )
+    return take_rows(batch, rows, 0, rows // num)
+
+
+def replica_key(key: int, index: int) -> int:
+    """The key of a replica's random draws; that of the first is the step's."""
+    return (key + index * 0xD1B54A32D192ED03) & ((1 << 62) - 1)

@@ -1,0 +1,190 @@
+"""The replicas of a plan whose ranks agree later than at every step, or through a compressor.
+
+Along one axis of the mesh every rank has a replica of its own, or a part of one: the step is that of `plan.within`, on
+this replica's rows of the batch, with random draws of its own. What replicas have in common is made here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from plait.backends.eager.program import StepResult
+from plait.comm.protocol import World
+from plait.compile.capture.capture import Captured
+from plait.compile.capture.loss_values import ROWS, Outputs, Part, join_outputs
+from plait.engine.eager import EagerReplica
+from plait.engine.local_sgd.diloco import LocalTraining
+from plait.engine.local_sgd.exchange import MeanExchange
+from plait.engine.outputs import gather_outputs
+from plait.engine.replica import Replica
+from plait.errors import PlanError
+from plait.plan.compression import NO_COMPRESSION
+from plait.plan.plan import Plan
+
+
+class Replicas:
+    """One rank's view of them. `local` is there where they agree every n steps; else gradients are exchanged."""
+
+    def __init__(
+        self, plan: Plan, world: World, replica: Replica | EagerReplica, optimizer: torch.optim.Optimizer, step: int = 0
+    ) -> None:
+        if isinstance(replica, Replica):
+            refuse_changes_outside(replica.lowered.captured, plan)
+        axis = plan.relaxed_axis
+        self.plan = plan
+        self.axis = axis
+        self.num = plan.mesh.axis_size(axis)
+        self.index = world.mesh.coordinates(world.rank)[axis]
+        self._replica = replica
+        self._comm = world.comm(axis)
+        self._device = world.device
+        self._means = MeanExchange(self._comm, NO_COMPRESSION)
+        self.trained = {name: p for name, p in replica.parameters.items() if p.requires_grad}
+        self.local: LocalTraining | None = None
+        self.exchange = MeanExchange(self._comm, plan.compress, plan.exempt)
+        if plan.sync != 1:
+            sizes = {name: math.prod(replica.layouts[name].shape) for name in replica.layouts}
+            self.local = LocalTraining(plan, self._comm, self.trained, sizes, optimizer)
+            self.exchange = self.local.exchange
+        self._seconds = 0.0
+        self.agreed_at = step  # how many steps there were when all replicas last had the same weights
+
+    def gradients(self, result: StepResult) -> StepResult:
+        """Of synchronous training: the loss of the whole batch, and its gradients as the compressor leaves them."""
+        start = time.perf_counter()
+        total, weight = result.parts or (result.loss, torch.ones_like(result.loss))
+        mine = torch.stack([total.detach().double(), weight.detach().double()])
+        sums = self._comm.all_reduce(mine).wait()
+        scale = float(mine[1] * self.num / sums[1])
+        gradients = result.gradients
+        if scale != 1:
+            torch._foreach_mul_(list(gradients.values()), scale)
+        gradients = {name: mean.to(gradients[name].dtype) for name, mean in self.exchange.mean(gradients).items()}
+        self._seconds += time.perf_counter() - start
+        loss = (sums[0] / sums[1]).to(result.loss.dtype)
+        parts = None if result.parts is None else (sums[0], sums[1])
+        aux = None if result.aux is None else self.outputs(result.aux)
+        return dataclasses.replace(result, loss=loss, parts=parts, gradients=gradients, aux=aux)
+
+    def outputs(self, aux: Sequence[Outputs]) -> tuple[Outputs, ...]:
+        """Of each microbatch what the loss came with, of all replicas: rows in the order of the global batch."""
+        inner = 1 if self.axis == "data" else self.plan.within.num_batch_parts  # `data` cuts the batch first
+        found = []
+        for outputs in aux:
+            rows = next((float(part.weight) for part in outputs.values() if part.kind == "mean"), 1.0)
+            rows = next((float(len(part.value)) for part in outputs.values() if part.kind == ROWS), rows)
+            joined = join_outputs(gather_outputs(self._comm, outputs, rows, self._device))
+            for name, part in joined.items():
+                if part.kind == ROWS and inner > 1:
+                    rows = part.value.unflatten(0, (self.num, inner, -1)).transpose(0, 1).flatten(0, 2)
+                    joined[name] = Part(ROWS, rows)
+            found.append(joined)
+        return tuple(found)
+
+    def take_seconds(self) -> float:
+        """What exchanges have taken since this was asked last."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def stepped(self, step: int) -> None:
+        """After `step` steps: agree, if it is time to."""
+        start = time.perf_counter()
+        self._agree_if_due(step)
+        self._seconds += time.perf_counter() - start
+
+    def _agree_if_due(self, step: int) -> None:
+        if self.local is None:
+            self.agreed_at = step
+            return
+        if self.local.after(step):
+            self._replica.updated()
+        if self.local.agreed(step):
+            self.agreed_at = step
+            self._agree_on_buffers()
+
+    def agree(self, step: int) -> None:
+        """Agree now, whenever the next time would be."""
+        if self.local is not None and self.agreed_at != step:
+            self.local.agree()
+            self._replica.updated()
+        self.agreed_at = step
+        self._agree_on_buffers()
+
+    @contextmanager
+    def aggregated(self, step: int) -> Iterator[None]:
+        """Inside, weights and buffers are the means over replicas; training goes on with the replica's own."""
+        if self.agreed_at == step and self.local is not None:
+            yield
+            return
+        means = self.means(step)
+        here = {**{n: p.detach() for n, p in self.trained.items()}, **self.float_buffers()}
+        own = {name: here[name].clone() for name in means}
+        self._put(here, means)
+        try:
+            yield
+        finally:
+            self._put(here, own)
+
+    def means(self, step: int) -> dict[str, Tensor]:
+        """The means over replicas of this rank's parts of the trained parameters, and of buffers."""
+        tensors = dict(self.float_buffers())
+        if self.agreed_at != step:
+            tensors |= {name: p.detach() for name, p in self.trained.items()}
+        return self._means.mean(tensors) if tensors else {}
+
+    def mean_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The means over replicas of any tensors of float32."""
+        return self._means.mean(tensors) if tensors else {}
+
+    def sum_of(self, numbers: list[float]) -> list[float]:
+        """The sums over replicas of a few numbers."""
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        found: list[float] = self._comm.all_reduce(mine).wait().tolist()
+        return found
+
+    def _agree_on_buffers(self) -> None:
+        buffers = self.float_buffers()
+        self._put(buffers, self._means.mean(buffers) if buffers else {})
+
+    def _put(self, here: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            here[name].copy_(value)
+        self._replica.updated()
+
+    def begin(self, step: int) -> None:
+        """Go on from weights that have been put in place, the same on all replicas, after `step` steps."""
+        self.agreed_at = step
+        self.exchange.errors.clear()
+        self.exchange.factors.clear()
+        if self.local is not None and self.local.outer:
+            self.local.begin()
+
+    def float_buffers(self) -> dict[str, Tensor]:
+        """Such as running statistics, of which replicas have their own until they agree."""
+        return {name: buffer for name, buffer in self._replica.buffers.items() if buffer.is_floating_point()}
+
+
+def bytes_kept(plan: Plan) -> int:
+    """Bytes that a rank keeps of each number it trains, to agree later: agreed weights and the momentum of the outer
+    optimizer, and what a compressor has left out."""
+    return 8 * plan.keeps_agreed + 4 * (plan.compress != NO_COMPRESSION)
+
+
+def refuse_changes_outside(captured: Captured, plan: Plan) -> None:
+    """PlanError where the step changes tensors that are not the model's, which replicas or workers that agree later
+    would each have to themselves: they take the means of parameters and buffers."""
+    changed = sorted(o.name for o in captured.outputs if o.kind == "buffer" and o.name in captured.outside)
+    if changed and (plan.relaxed_axis or plan.workers):
+        raise PlanError(
+            f"the step changes {changed[0]}, a tensor outside the model, and with {plan.title} every replica would have"
+            " its own for ever, as replicas agree on parameters and buffers alone; make it a buffer of the model with"
+            " register_buffer, or take a plan whose ranks agree at every step, such as"
+            f" data={max(plan.num_processes, plan.workers)}"
+        )

@@ -1,0 +1,315 @@
+"""The user's optimizers and scheduler on this rank's parts of the parameters.
+
+Most optimizers work element by element, and then have the same result on the parts of a tensor as on the whole. Of one
+that does not, found by trying it on a small tensor (engine/trying.py), there is a version here that knows of the whole
+(EXACT there), or it says itself how it does that (`bind`, optim/parts.py), or it is refused. Of several optimizers, in
+a list or within a wrapper, each is looked at by itself, and then what the wrapper does around them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm.protocol import World
+from plait.engine.parameter_parts import LaidOutParts
+from plait.engine.trying import EXACT, depends_on_others, depends_on_the_cut, note_absent, wrapper_depends_on_the_cut
+from plait.engine.tuning import prefer_fused
+from plait.errors import PlanError
+from plait.optim.several import Several, optimizers_within, title_of
+from plait.plan.plan import Plan
+from plait.spec.layout import Layout, Only, Shard
+from plait.spec.mesh import Mesh
+
+_WELL_KNOWN = ("torch.optim", "plait.optim")  # which update each tensor by itself
+
+# parameters -> an optimizer, an object that holds several, or a list of these; or (name pattern, such a function) pairs
+OptimizerFactory = Callable[..., Any] | Sequence[tuple[str, Callable[..., Any]]]
+
+
+def make_optimizer(
+    factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]], *, known: Sequence[nn.Parameter] = ()
+) -> torch.optim.Optimizer:
+    """What `factory` makes of the parameters that are trained, as one optimizer, which works on whole tensors.
+
+    `known` are further parameters that it may have. PlanError where what comes back is no optimizer, or one that needs
+    what a training step does not have.
+    """
+    given = _called(factory, list(named)) if callable(factory) else _by_pattern(factory, list(named))
+    members = optimizers_within(given)
+    if not members or not _can_step(given):
+        raise PlanError(
+            f"the optimizer's function returned a {type(given).__name__}, not a torch.optim.Optimizer, nor a list of"
+            " optimizers, nor an object that holds some and has a method step()"
+        )
+    for each in (*members.values(), *([] if isinstance(given, (list, tuple)) else [given])):
+        _refuse_what_cannot_step(each)
+    alone = len(members) == 1 and next(iter(members.values())) is given
+    optimizer: Any = given if alone else Several(given, members)
+    mine = {id(p) for _, p in named} | {id(p) for p in known}
+    for path, member in members.items():
+        strangers = [p for group in member.param_groups for p in group["params"] if id(p) not in mine]
+        if strangers:
+            where = "" if alone else f" ({path or 'the outermost'} of {title_of(optimizer)})"
+            raise PlanError(
+                f"{type(member).__name__}{where} has a parameter of shape {list(strangers[0].shape)} that it was not"
+                " given: make it from what the optimizer's function is called with, which are the parts that this rank"
+                " holds"
+            )
+    return optimizer  # type: ignore[no-any-return]
+
+
+def build_optimizer(
+    factory: OptimizerFactory,
+    parameters: Mapping[str, nn.Parameter],
+    layouts: Mapping[str, Layout],
+    world: World,
+    absent: Mapping[str, nn.Parameter] = MappingProxyType({}),
+) -> torch.optim.Optimizer:
+    """The optimizer that `factory` makes of those `parameters` that are trained, with the result of one device.
+
+    `layouts` are of all parameters by name; `absent` are tensors on the meta device in the place of those that this
+    rank lacks, so that the function makes the same groups on every rank. PlanError where the result of one device
+    cannot be had: what it returns is no optimizer, or one that works in another way on parts than on the whole.
+    """
+    every = {**parameters, **absent}
+    every = {
+        name: every[name] for name in (*(n for n in layouts if n in every), *(n for n in every if n not in layouts))
+    }
+    optimizer = make_optimizer(
+        factory, [(name, p) for name, p in every.items() if p.requires_grad], known=list(every.values())
+    )
+    note_absent(optimizer, absent)
+    members = _members(optimizer)
+    for member in members:
+        prefer_fused(member)
+    names = {p: name for name, p in every.items()}
+    if not check_exact(optimizer, names, layouts, world.mesh):
+        return optimizer
+    own: dict[Tensor, Layout] = {p: layouts[name] for p, name in names.items()}
+    for member in members:
+        if type(member) in EXACT:
+            _become(member, EXACT[type(member)])
+        if hasattr(member, "bind"):
+            member.bind(LaidOutParts(own, world))
+    return optimizer
+
+
+def check_exact(
+    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], layouts: Mapping[str, Layout], mesh: Mesh
+) -> bool:
+    """Whether any of the parameters is cut; PlanError for an optimizer whose result would change with that, or where
+    some of them are on other ranks."""
+    _check_on_fewer(optimizer, layouts, mesh)
+    cut = {p for p, name in names.items() if _is_cut(layouts[name], mesh)}
+    if not cut:
+        return False
+    remedy = (
+        "use plait.optim.Lamb, Adafactor, Muon or an elementwise optimizer such as AdamW or SGD, give it a method"
+        f" bind(parts) as plait.optim.Lamb has, or use the plan data={mesh.size}, which cuts no parameter"
+    )
+    wrappers = optimizer.wrappers if isinstance(optimizer, Several) else []
+    for member in _members(optimizer):
+        if type(member) in EXACT or hasattr(member, "bind") or any(member is each for each in wrappers):
+            continue
+        for group in member.param_groups:
+            for ndim, example in {p.ndim: p for p in group["params"] if p in cut}.items():
+                if why := depends_on_the_cut(member, group, ndim):
+                    raise PlanError(
+                        f"{type(member).__name__} {why}, so its result might change with the cut of {names[example]}"
+                        f" ({layouts[names[example]]}); {remedy}"
+                    )
+    for wrapper in wrappers:
+        if why := wrapper_depends_on_the_cut(wrapper, optimizers_within(wrapper)):
+            example = next(iter(cut))
+            raise PlanError(
+                f"{type(wrapper).__name__}, which steps several optimizers, {why}, so its result might change with the"
+                f" cut of {names[example]} ({layouts[names[example]]}); give a list of (name pattern, optimizer's"
+                f" function) pairs in its place, or use the plan data={mesh.size}, which cuts no parameter"
+            )
+    return True
+
+
+def _check_on_fewer(optimizer: torch.optim.Optimizer, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
+    """PlanError for an optimizer of the user's that wants all parameters together, where a rank has some only."""
+    only = {axis for layout in layouts.values() for axis, p in layout.placements if isinstance(p, Only)}
+    axis = min((axis for axis in only if mesh.axis_size(axis) > 1), default="")
+    if not axis:
+        return
+    wrappers = optimizer.wrappers if isinstance(optimizer, Several) else []
+    inside = {id(each) for wrapper in wrappers for each in optimizers_within(wrapper).values()}
+    alone = [each for each in _members(optimizer) if id(each) not in inside]
+    for given in (*wrappers, *(each for each in alone if not type(each).__module__.startswith(_WELL_KNOWN))):
+        if why := depends_on_others(given, optimizers_within(given)):
+            raise PlanError(
+                f"{type(given).__name__} {why}, and with {axis}={mesh.axis_size(axis)} a rank has some of them only;"
+                f" use another optimizer, or the plan data={mesh.size}"
+            )
+
+
+def refuse_inexact(factory: OptimizerFactory, model: nn.Module, layouts: Mapping[str, Layout], plan: Plan) -> None:
+    """PlanError for an optimizer that every rank would refuse, before there are any."""
+    named = {name: p for name, p in model.named_parameters() if name in layouts}
+    optimizer = make_optimizer(
+        factory, [(n, p) for n, p in named.items() if p.requires_grad], known=list(named.values())
+    )
+    check_exact(optimizer, {p: name for name, p in named.items()}, layouts, plan.mesh)
+    refuse_some_at_a_time(optimizer, plan)
+
+
+def refuse_some_at_a_time(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """PlanError for a wrapper whose step is of all parameters at once, where they are stepped some at a time."""
+    for wrapper in optimizer.wrappers if isinstance(optimizer, Several) and plan.uses_disk else ():
+        where = "optimizer" if plan.home_optimizer == "disk" else "parameters"
+        raise PlanError(
+            f"{type(wrapper).__name__} steps several optimizers for all parameters at once, and home.{where}=disk has"
+            " them read and stepped some at a time; give a list of (name pattern, optimizer's function) pairs in its"
+            " place, or keep them on the host"
+        )
+
+
+class Held(Protocol):
+    """What a rank holds of a model: a replica, captured or not."""
+
+    @property
+    def layouts(self) -> Mapping[str, Layout]: ...
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]: ...
+
+    @property
+    def absent(self) -> Mapping[str, nn.Parameter]: ...
+
+
+def build_both(
+    make_optimizer: OptimizerFactory,
+    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+    held: Held,
+    world: World,
+) -> tuple[torch.optim.Optimizer, Any]:
+    """The optimizer of what a rank holds, and its scheduler."""
+    optimizer = build_optimizer(make_optimizer, held.parameters, held.layouts, world, held.absent)
+    return optimizer, build_scheduler(make_scheduler, optimizer)
+
+
+def build_scheduler(factory: Callable[[Any], Any] | None, optimizer: torch.optim.Optimizer) -> Any:
+    """The learning rate scheduler that `factory` makes; PlanError for one that needs what a step does not have.
+
+    The factory is called with the object that the optimizer's function returned; of a list, with all as one optimizer.
+    """
+    if factory is None:
+        return None
+    alone = isinstance(optimizer, Several) and not isinstance(optimizer.given, (list, tuple))
+    scheduler = factory(optimizer.given if alone else optimizer)  # type: ignore[attr-defined]
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise PlanError(
+            "ReduceLROnPlateau steps by a metric, which a training step does not have; leave scheduler out, make it"
+            " from trainer.optimizer after prepare(batch), and step it yourself with what evaluate() returns"
+        )
+    return scheduler
+
+
+def check_patterns(factory: Any) -> None:
+    """PlanError for what is neither a function nor a list of (name pattern, function) pairs."""
+    if callable(factory) and not isinstance(factory, torch.optim.Optimizer):
+        return
+    if isinstance(factory, (list, tuple)) and factory:
+        bad = [it for it in factory if not (isinstance(it, (list, tuple)) and len(it) == 2 and isinstance(it[0], str))]
+        bad += [it for it in factory if it not in bad and (not callable(it[1]) or _is_optimizer(it[1]))]
+        if not bad:
+            return
+        raise PlanError(
+            f"of the list of optimizers {bad[0]!r} is no pair of a name pattern and a function of parameters, such as"
+            " ('*.weight', functools.partial(torch.optim.Muon, lr=0.02))"
+        )
+    raise PlanError(
+        f"the optimizer is a {type(factory).__name__}, but the trainer makes its own from the parameters that a"
+        " rank holds: give a function of them, such as functools.partial(torch.optim.AdamW, lr=3e-4)"
+    )
+
+
+def _called(factory: Callable[..., Any], named: list[tuple[str, nn.Parameter]]) -> Any:
+    """What the function returns; torch wants a list with something in it."""
+    named = named or [("nothing", nn.Parameter(torch.empty(0)))]
+    try:
+        first = next(iter(inspect.signature(factory).parameters), "")
+    except (TypeError, ValueError):
+        first = ""
+    return factory(named if first == "named_parameters" else [p for _, p in named])
+
+
+def _by_pattern(pairs: Sequence[tuple[str, Callable[..., Any]]], named: list[tuple[str, nn.Parameter]]) -> list[Any]:
+    """What each function makes of the parameters of which its pattern is the first that fits."""
+    shares: list[list[tuple[str, nn.Parameter]]] = [[] for _ in pairs]
+    for name, parameter in named:
+        index = next((i for i, (pattern, _) in enumerate(pairs) if fnmatch.fnmatchcase(name, pattern)), None)
+        if index is None:
+            patterns = ", ".join(repr(pattern) for pattern, _ in pairs)
+            raise PlanError(
+                f"no optimizer is for {name}: it fits none of the patterns {patterns}; add a pair for the rest, such as"
+                " ('*', torch.optim.AdamW)"
+            )
+        shares[index].append((name, parameter))
+    for (pattern, _), share in zip(pairs, shares, strict=True):
+        if not share:
+            earlier = [other for other, _ in pairs if any(fnmatch.fnmatchcase(n, pattern) for n, _ in named)]
+            why = "earlier patterns take all that it fits" if earlier else "no parameter has such a name"
+            raise PlanError(f"the optimizer of {pattern!r} has nothing to train: {why}; leave it out, or mend it")
+    return [_called(make, share) for (_, make), share in zip(pairs, shares, strict=True)]
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    return list(optimizer.members.values()) if isinstance(optimizer, Several) else [optimizer]
+
+
+def _can_step(given: Any) -> bool:
+    units = given if isinstance(given, (list, tuple)) else [given]
+    return bool(units) and all(callable(getattr(unit, "step", None)) and optimizers_within(unit) for unit in units)
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, torch.optim.Optimizer)
+
+
+def _refuse_what_cannot_step(optimizer: Any) -> None:
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise PlanError(
+            "SparseAdam takes only sparse gradients, and those of a training step are dense; use Adam, which moves"
+            " every row at each step"
+        )
+    # Of the class: a scheduler puts a wrapper in the place of the instance's own, whose first argument is self.
+    closure = next(iter([*inspect.signature(type(optimizer).step).parameters.values()][1:]), None)
+    if closure is not None and closure.default is closure.empty and closure.kind is closure.POSITIONAL_OR_KEYWORD:
+        raise PlanError(
+            f"{kind} runs the model several times a step, from a closure, and a training step runs it once; use AdamW,"
+            " SGD or another optimizer whose step() needs no closure"
+        )
+
+
+def _is_cut(layout: Layout, mesh: Mesh) -> bool:
+    return any(isinstance(p, Shard) and mesh.axis_size(axis) > 1 for axis, p in layout.placements)
+
+
+def _become(optimizer: torch.optim.Optimizer, kind: type) -> None:
+    """Make the optimizer one of another class, so that wrappers and schedulers that know it have it still."""
+    optimizer.__class__ = kind
+    optimizer._patch_step_function()  # as its own constructor would, for hooks
+    if "step" not in optimizer.__dict__:
+        return
+    step = kind.step.__get__(optimizer, kind)  # type: ignore[attr-defined]
+
+    @functools.wraps(kind.step)  # type: ignore[attr-defined]
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return step(*args, **kwargs)
+
+    counted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = counted  # type: ignore[method-assign]

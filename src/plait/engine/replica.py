@@ -1,0 +1,344 @@
+"""What one rank holds and runs: its parameters and buffers, and the programs for the batches it meets."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.backends.eager.offload.homes import Homes
+from plait.backends.eager.pipeline_program import PipelineProgram
+from plait.backends.eager.program import Program, StepResult
+from plait.backends.eager.stale_cells import Update
+from plait.backends.recorder import Recorder
+from plait.comm.agree import agree, attempt
+from plait.comm.protocol import World
+from plait.compile.capture.batch import batch_form, batch_leaves, batch_numbers
+from plait.compile.capture.capture import Captured
+from plait.compile.capture.digest import captured_digest
+from plait.compile.lowered import Lowered
+from plait.compile.ops.draw import micro_key
+from plait.compile.sharding.stage_parallelism import INNER
+from plait.engine.compiler import Compiler, Recent
+from plait.engine.effects import Changes
+from plait.engine.initialise import initial_buffers
+from plait.engine.local_batch import LocalBatch, global_like, num_rows
+from plait.engine.microbatch import first_microbatch, joined, microbatches
+from plait.engine.state import counts_here, gather_whole, local_part, summed_square_axes
+from plait.engine.variables import Variables
+from plait.errors import CaptureError, PlanError
+from plait.spec.layout import Layout
+
+_SAME_CODE = (
+    "model and loss must do the same on every rank: look for what depends on the rank, on the clock or on random"
+    " numbers of Python, and for values made with a seed of each rank's own"
+)
+
+
+class Replica:
+    """The state of one rank of a plan.
+
+    Built from the first batch, because what is sharded is found in the graph of the step. With `adopt`, parameters
+    that stay whole are the model's own tensors, so that training changes the user's model; `release` lets the model's
+    copies of others go.
+    """
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        world: World,
+        batch: Any,
+        seed: int = 0,
+        adopt: bool = False,
+        homes: Homes | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.compiler = compiler
+        self._recorder = recorder
+        self.world = world
+        self.homes = homes or Homes(compiler.plan, world)
+        self._programs: Recent[tuple[int, bool, int], Program | PipelineProgram] = Recent()
+        self._signatures: dict[tuple[str, bool], None] = {}  # of batches so far
+        self.with_gradient: tuple[str, ...] = ()  # parameters that the last step gave gradients of, on any rank
+        self.changing: frozenset[str] = frozenset()  # parameters that do not train, and that the step itself changes
+        self.frozen: tuple[str, ...] = ()  # parameters that did not train in the last step
+        model = compiler.model
+        lowered = self.program(first_microbatch(batch, compiler.plan.micro)).lowered
+        self.lowered = lowered  # of the first batch
+        own = {name: p for name, p in model.named_parameters() if name not in lowered.captured.changing}
+        self.layouts: dict[str, Layout] = {name: lowered.states[name] for name in own}
+        self.dtypes = {name: p.dtype for name, p in own.items()}
+        self.variables = Variables(model, lowered, world, self.homes, seed, adopt)
+        self.buffers: dict[str, Tensor] = {}
+        buffers = dict(model.named_buffers())
+        for name, buffer in initial_buffers(model, world).items():
+            if adopt and buffer is not buffers[name]:
+                buffers[name].data = buffer
+            self.buffers[name] = buffers[name] if adopt else buffer.detach().clone().to(world.device)
+        self.buffers |= self.variables.changing
+        self._places = [
+            (name, module, key)
+            for prefix, module in (model.named_modules() if adopt else ())
+            for key in module._buffers
+            if (name := f"{prefix}.{key}" if prefix else key) in buffers
+        ]
+        held = {} if compiler.plan.shares_parameters or not adopt else self.variables.parameters
+        self._held = [
+            (name, module, key, p)
+            for prefix, module in model.named_modules()
+            for key, p in module._parameters.items()
+            if p is not None and held.get(name := f"{prefix}.{key}" if prefix else key) is p
+        ]
+
+    def release(self) -> None:
+        """Let go of the model's own copy of parameters that live elsewhere."""
+        self.variables.release(self.layouts)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What the optimizer updates: this rank's part of each parameter, by name."""
+        return self.variables.parameters
+
+    @property
+    def absent(self) -> dict[str, nn.Parameter]:
+        """In the place of each parameter that other ranks have, one without memory of the same shape."""
+        here, own = self.world.mesh.coordinates(self.world.rank), dict(self.compiler.model.named_parameters())
+        shapes = {n: layout.local_shape(self.world.mesh, here) for n, layout in self.layouts.items()}
+        return {
+            name: nn.Parameter(torch.empty(shape, dtype=self.dtypes[name], device="meta"), own[name].requires_grad)
+            for name, shape in shapes.items()
+            if name not in self.parameters
+        }
+
+    def program(self, batch: Any, train: bool = True, num_micro: int = 1) -> Program | PipelineProgram:
+        """The program for a microbatch of this structure and shape; to evaluate, for the first of so many."""
+        whole = global_like(batch) if isinstance(batch, LocalBatch) else batch
+        signature = batch_form(whole)
+        is_new = (signature, train) not in self._signatures
+        if is_new:
+            # A rank with a shape of its own would wait for the others for ever.
+            before = ", ".join(one for one, mode in self._signatures if mode == train)
+            remedy = "give every rank rows of the same shapes at every step"
+            agree(self.world, signature, "shape of batch", remedy=f"{remedy} (so far: {before})" if before else remedy)
+            captured = attempt(
+                self.world,
+                lambda: self.compiler.captured(whole, train),
+                "capturing the step",
+                captured_digest,
+                _SAME_CODE,
+            )
+            self._signatures[signature, train] = None
+        else:
+            captured = self.compiler.captured(whole, train)
+        key = (id(captured), train, num_micro)
+        if key not in self._programs:
+            if not is_new:
+                remedy = "change what loss_fn and model read in Python on all ranks alike, before the same step"
+                agree(self.world, captured_digest(captured), "step, captured anew", remedy=remedy)
+            self._check_kinds(captured)
+            lowered = attempt(
+                self.world, lambda: self.compiler.lowered_from(captured, train, num_micro), "laying out the step"
+            )
+            make = Program if lowered.pipeline is None else PipelineProgram
+            self._programs[key] = make(lowered, self.world, self.homes, self._recorder)
+        return self._programs[key]
+
+    def _check_kinds(self, captured: Captured) -> None:
+        """Raise PlanError where a later step changes parameters that the first one did not."""
+        if not self._programs:
+            self.changing, self.frozen = captured.changing, captured.frozen
+        if late := sorted(captured.changing - self.changing):
+            raise PlanError(
+                f"the step changes {late[0]}, a parameter that does not train, and did not do so when training began;"
+                " let it change from the first step on, or make it a buffer with register_buffer"
+            )
+
+    def run(
+        self, batch: Any, key: int, train: bool = True, scale: Tensor | None = None, update: Update | None = None
+    ) -> StepResult:
+        """Forward (and with `train` backward) of one batch, microbatch after microbatch.
+
+        Buffers take their new values, parameters do not. Gradients are of the loss, also where a scale was given.
+        """
+        parts = microbatches(batch, self.compiler.plan.micro if train else self._parts_of_evaluation(batch))
+        self.homes.begin_step()
+        program = self.program(parts[0]) if train else self.program(parts[0], False, len(parts))
+        captured = program.lowered.captured
+        self._follow_model()
+        outside = self._outside(captured)
+        buffers = {**self.buffers, **outside}
+        changes = self.compiler.captures.changes.get(id(captured), Changes())
+        if len(parts) > 1 and not changes.steady:
+            raise CaptureError(
+                f"the step changes {changes.effects[0].place}, with which it is another step, and the microbatches of"
+                f" micro={len(parts)} share one; leave micro out, or set the value before the first step"
+            )
+        before = changes.begin()
+        if isinstance(program, PipelineProgram):
+            leaves = [self._leaves(part, program.lowered) for part in parts]
+            results = program.run(key, self.variables.inputs, buffers, leaves, scale, update)
+        else:
+            results = self._one_by_one(program, parts, key, scale, buffers)
+        self._hand_out(captured, outside)
+        changes.end(before, len(parts))
+        if train:
+            self.frozen = captured.frozen
+        self.with_gradient = tuple(o.name for o in captured.outputs if o.kind == "gradient")
+        result = joined(results, scale)
+        self.homes.factor = result.factor
+        return result
+
+    @torch.no_grad()
+    def _follow_model(self) -> None:
+        """Take over tensors that the user has put in the places of the model's buffers between steps. PlanError where
+        a parameter was exchanged."""
+        for name, module, key, parameter in self._held:
+            if module._parameters.get(key) is not parameter:
+                raise PlanError(
+                    f"the parameter {name} was exchanged for another after training began, and the optimizer has the"
+                    f" one before; write into it, with torch.no_grad(): {name}.copy_(...), or make a new Trainer"
+                )
+        for name, module, key in self._places:
+            now, mine = module._buffers.get(key), self.buffers[name]
+            if now is None or now is mine:
+                continue
+            if (now.shape, now.dtype) != (mine.shape, mine.dtype):
+                raise PlanError(
+                    f"the buffer {name} was {mine.dtype} of shape {list(mine.shape)} when training began, and is"
+                    f" {now.dtype} of shape {list(now.shape)} now; a buffer keeps its type and shape"
+                )
+            mine.copy_(now)
+            module._buffers[key] = mine
+
+    def _parts_of_evaluation(self, batch: Any) -> int:
+        """As in training, so that the ranks of a pipeline work side by side; one where the rows do not allow it."""
+        plan = self.compiler.plan
+        if self.lowered.pipeline is None:
+            return 1
+        rows = num_rows(batch)
+        return 1 if rows % (plan.micro * plan.num_batch_parts * plan.mesh.axis_size(INNER)) else plan.micro
+
+    def _one_by_one(
+        self, program: Program, parts: Sequence[Any], key: int, scale: Tensor | None, buffers: Mapping[str, Tensor]
+    ) -> list[StepResult]:
+        """Every microbatch through the whole step; `buffers` take their new values."""
+        results: list[StepResult] = []
+        sums: dict[str, Tensor] = {}
+        for index, part in enumerate(parts):
+            turn = program.lowered.turns[index]
+            leaves = self._leaves(part, program.lowered)
+            own = micro_key(key, index)
+            with nullcontext() if self._recorder is None else self._recorder.microbatch(index):
+                result = program.run(own, self.variables.inputs, buffers, leaves, turn=turn, sums=sums, scale=scale)
+            for name, value in result.buffers.items():
+                buffers[name].copy_(value)
+            sums = result.gradients
+            results.append(result)
+        return results
+
+    def _outside(self, captured: Captured) -> dict[str, Tensor]:
+        """The tensors from outside the model that the step reads, as they are now; copies of those that it changes."""
+        found = {}
+        written = {output.name for output in captured.outputs if output.kind == "buffer"}
+        for name in captured.outside:
+            live = self.compiler.captures.tensor(captured, name).detach()
+            if live.is_meta:
+                raise PlanError(
+                    f"the step reads {name}, which is on the meta device: a trainer has its weights by now; keep a copy"
+                    " for this step, or train both under a plan that leaves weights whole, such as data=N"
+                )
+            found[name] = live.to(self.world.device, copy=name in written)
+        return found
+
+    @torch.no_grad()
+    def _hand_out(self, captured: Captured, outside: Mapping[str, Tensor]) -> None:
+        """Give the tensors from outside that the step has changed their new values."""
+        captures = self.compiler.captures
+        for output in captured.outputs:
+            if output.kind != "buffer" or output.name not in outside:
+                continue
+            new, live = outside[output.name], captures.tensor(captured, output.name)
+            if output.name in captured.rebound:
+                captures.watch.exchange(output.name, new.to(live.device))
+            else:
+                live.detach().copy_(new)
+
+    def updated(self) -> None:
+        """The optimizer has stepped."""
+        self.variables.updated()
+
+    def _leaves(self, batch: Any, lowered: Lowered) -> dict[str, Tensor]:
+        """This rank's part of every tensor of the batch, on its device."""
+        local = isinstance(batch, LocalBatch)
+        tree = batch.tree if local else batch
+        numbers = batch_numbers(tree)
+        found = {name: fed.tensor(numbers) for name, fed in lowered.captured.numbers.items()}
+        for name, leaf in batch_leaves(tree).items():
+            layout = lowered.layouts.get(name)
+            part = leaf if local or layout is None else local_part(leaf, layout, self.world)
+            found[name] = part.to(self.world.device, non_blocking=True)
+        return found
+
+    def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            gradient = gradients.get(name)
+            if gradient is not None and gradient.stride() != parameter.stride():
+                # Fused optimizers walk both memories side by side; autograd keeps this contract too.
+                gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+            parameter.grad = gradient if gradient is None else gradient.to(parameter.device)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients, wherever they are."""
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+        self.homes.factor *= factor
+
+    def gradient_norm(self) -> float:
+        """The 2-norm of all gradients together, of the whole tensors and the same on every rank."""
+        by_axes: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
+        axes = summed_square_axes(self.layouts)
+        for name, parameter in self.parameters.items():
+            if not counts_here(self.layouts[name], self.world):
+                continue
+            if parameter.grad is not None:
+                by_axes[axes[name]].append(parameter.grad)
+            elif name in self.homes.norms:
+                by_axes[axes[name]].append(self.homes.norms[name] * self.homes.factor)
+        groups = sorted(set(axes.values()))  # the same on every rank, also where a rank holds none of a group
+        total = 0.0
+        for group in groups:
+            norms = torch._foreach_norm(by_axes[group]) if by_axes[group] else []
+            squares = sum((n.double().square() for n in norms), start=torch.zeros((), dtype=torch.float64))
+            for axis in group:
+                squares = self.world.comm(axis).all_reduce(squares.reshape(1)).wait()[0]
+            total += float(squares)
+        return math.sqrt(total)
+
+    def local(self, name: str) -> Tensor | None:
+        """This rank's part of a parameter, wherever its home is; None where another rank has it."""
+        return self.variables.local(name)
+
+    def set_local(self, name: str, part: Tensor) -> None:
+        """Give this rank's part of a parameter new values, which the graph reads after `updated`."""
+        self.variables.set_local(name, part)
+
+    def whole(self, name: str, local: Tensor | None) -> Tensor:
+        """A parameter-shaped tensor put together from the ranks' parts; every rank calls it."""
+        return gather_whole(local, self.layouts[name], self.world, self.dtypes[name])
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        """Every gradient of the last `run` as a whole tensor of its own; every rank calls it."""
+        found = {}
+        for name in self.with_gradient:
+            parameter = self.parameters.get(name)
+            mine = None if parameter is None else parameter.grad
+            if name in self.homes.norms:
+                mine = self.homes.get(f"gradient/{name}").to(self.world.device) * self.homes.factor
+            found[name] = self.whole(name, mine).clone()
+        return found

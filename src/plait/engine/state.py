@@ -1,0 +1,83 @@
+"""Parameters and buffers of one rank: local tensors with their layouts, whole or DTensor at the boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from plait.comm.protocol import World
+from plait.compile.ops import comm_ops
+from plait.spec.layout import Layout, Only, Replicate, Shard, part_bounds
+
+
+def lies_here(layout: Layout, world: World) -> bool:
+    """Whether this rank holds any part of the tensor."""
+    here = world.mesh.coordinates(world.rank)
+    return all(here[axis] in p.ranks for axis, p in layout.placements if isinstance(p, Only))
+
+
+def counts_here(layout: Layout, world: World) -> bool:
+    """Whether a sum over ranks is to take this rank's part: of ranks that hold the same, only the first's."""
+    here = world.mesh.coordinates(world.rank)
+    return all(here[axis] == p.index for axis, p in layout.placements if isinstance(p, Only))
+
+
+def is_whole(layout: Layout) -> bool:
+    return all(isinstance(p, Replicate) for _, p in layout.placements)
+
+
+def local_part(whole: Tensor, layout: Layout, world: World) -> Tensor:
+    """This rank's part of a whole tensor, as a tensor of its own memory unless it is the whole."""
+    here = world.mesh.coordinates(world.rank)
+    part = whole
+    for axis, placement in layout.placements:
+        if isinstance(placement, Shard):
+            part = _take(part, here[axis], world.mesh.axis_size(axis), placement)
+    return part if part is whole else part.clone(memory_format=torch.contiguous_format)
+
+
+def gather_whole(local: Tensor | None, layout: Layout, world: World, dtype: torch.dtype) -> Tensor:
+    """The whole tensor on every rank, from the parts. Every rank of the mesh calls it."""
+    tensor = local
+    here = world.mesh.coordinates(world.rank)
+    for index, (axis, placement) in reversed(list(enumerate(layout.placements))):
+        if isinstance(placement, Shard):
+            if tensor is not None:  # who exchanges along this axis has nothing either
+                tensor = _gather(world, tensor, axis, placement, layout)
+        elif isinstance(placement, Only):
+            if tensor is None:
+                outer = Layout(layout.dtype, layout.shape, layout.placements[:index])
+                tensor = torch.zeros(outer.local_shape(world.mesh, here), dtype=dtype, device=world.device)
+            tensor = comm_ops.broadcast(world, tensor, axis, placement.index)
+    assert tensor is not None
+    return tensor
+
+
+def _take(whole: Tensor, rank: int, size: int, placement: Shard) -> Tensor:
+    """Part `rank` of `size`; one that does not divide evenly is cut as spec.layout.part_bounds says."""
+    num = whole.shape[placement.dim]
+    if num % (size * placement.num_units) == 0:
+        return comm_ops.take(whole, rank, size, placement.dim, placement.blocks)
+    start, stop = part_bounds(num, size, rank)
+    return whole.narrow(placement.dim, start, stop - start)
+
+
+def _gather(world: World, part: Tensor, axis: str, placement: Shard, layout: Layout) -> Tensor:
+    """The inverse of `_take` on every rank; no other axis cuts an uneven dim."""
+    dim, size, num = placement.dim, world.mesh.axis_size(axis), layout.shape[placement.dim]
+    if num % (size * placement.num_units) == 0:
+        return comm_ops.all_gather(world, part, axis, dim, placement.blocks)
+    longest = part_bounds(num, size, 0)[1]
+    padding = part.new_zeros((*part.shape[:dim], longest - part.shape[dim], *part.shape[dim + 1 :]))
+    rows = world.comm(axis).all_gather(torch.cat([part, padding], dim)).wait()
+    return torch.cat(list(rows), dim).narrow(dim, 0, num)
+
+
+def summed_square_axes(layouts: Mapping[str, Layout]) -> dict[str, tuple[str, ...]]:
+    """For each parameter the axes over which the squares of its local parts must be added to get those of the whole."""
+    return {
+        name: tuple(axis for axis, p in layout.placements if isinstance(p, (Shard, Only)))
+        for name, layout in layouts.items()
+    }

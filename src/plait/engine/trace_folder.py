@@ -1,0 +1,181 @@
+"""What a run leaves for its report: `plan.json`, the costs of its stages, and with a trace a file for each rank.
+
+RUN/plan.json          the plan, its axes, and with a pipeline the schedule and which cell needs which
+RUN/costs.json         with a pipeline: what its stages cost, as estimated; `plait schedule --costs` reads it too
+RUN/trace/rank-N.json  the last steps of rank N: spans in nanoseconds, as they nest; samples of memory; bytes sent
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from plait.backends.recorder import Recorder
+from plait.comm.protocol import World
+from plait.compile.lowered import Lowered
+from plait.compile.stages.split import AXIS as PIPELINE
+from plait.compile.stages.stage_costs import estimate_costs
+from plait.cost.costs import Costs, read_costs
+from plait.errors import DataError, PlaitError, PlanError
+from plait.schedule.readiness import Edges
+from plait.spec.mesh import Mesh
+from plait.spec.schedule import Schedule
+from plait.spec.trace import Sample, Span, Trace
+
+PLAN, COSTS, TRACE = "plan.json", "costs.json", "trace"
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run was to do. `axes` are (name, size), outermost first; `schedule` and what follows, with a pipeline."""
+
+    plan: str
+    axes: tuple[tuple[str, int], ...]
+    schedule: Schedule | None = None
+    edges: Edges = frozenset()
+    costs: Costs | None = None  # estimated
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        return Mesh(self.axes)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.mesh.size
+
+    def places(self) -> tuple[int, ...]:
+        """Of every rank its place along the axis `pipeline`."""
+        return tuple(self.mesh.coordinates(rank).get(PIPELINE, 0) for rank in range(self.num_ranks))
+
+    def pipeline_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the pipeline that a rank is in, by place."""
+        return self.mesh.group(rank, PIPELINE)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The trace of one step, with spans as they nest, in seconds from its begin on; `sent[a, b]` bytes went from rank a
+    to rank b."""
+
+    step: int
+    begin: float  # seconds of the clock of rank 0's host
+    trace: Trace
+    sent: dict[tuple[int, int], int]
+    memory_of: str  # allocated on the device, or resident in the host's memory
+
+
+def write_plan(folder: Path, lowered: Lowered | None, world: World, plan: str) -> None:
+    """Write what rank 0 knows of a run into its folder, and remove the trace of an earlier one."""
+    _make(folder)
+    for path in (folder / TRACE).glob("rank-*.json"):
+        path.unlink()
+    found: dict[str, Any] = {"plan": plan, "axes": [[name, size] for name, size in world.mesh.axes]}
+    pipeline = None if lowered is None else lowered.pipeline
+    if pipeline is not None:
+        found["schedule"] = str(pipeline.schedule)
+        found["edges"] = [[list(a), list(b)] for a, b in sorted(pipeline.cells.edges())]
+        _write(folder / COSTS, json.dumps(_as_rows(estimate_costs(pipeline))))
+    else:
+        (folder / COSTS).unlink(missing_ok=True)
+    _write(folder / PLAN, json.dumps(found))
+
+
+def write_trace(folder: Path, recorder: Recorder) -> None:
+    """Write the last steps of this rank."""
+    steps = []
+    for each in recorder.read():
+        rows = [
+            [kind, name, start, end, num_bytes, action and action.micro, None if action is None else action.chunk]
+            for kind, name, start, end, num_bytes, action in each.rows
+        ]
+        steps.append({"step": each.step, "spans": rows, "memory": each.memory, "sent": each.sent})
+    _make(folder / TRACE)
+    text = json.dumps({"memory_of": recorder.memory_of, "steps": steps}, separators=(",", ":"))
+    _write(folder / TRACE / f"rank-{recorder.rank}.json", text)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(f"cannot make the folder {str(folder)!r} of a run: {error.strerror}; give another") from None
+
+
+def read_plan(folder: Path) -> RunPlan | None:
+    """What the run was to do; None where nothing says so."""
+    path = folder / PLAN
+    if not path.exists():
+        return None
+    try:
+        rows = json.loads(path.read_text())
+        axes = tuple((str(name), int(size)) for name, size in rows["axes"])
+        if "schedule" not in rows:
+            return RunPlan(rows["plan"], axes)
+        schedule = Schedule.parse(rows["schedule"])
+        edges = frozenset(((a[0], a[1]), (b[0], b[1])) for a, b in rows["edges"])
+        return RunPlan(rows["plan"], axes, schedule, edges, read_costs(folder / COSTS, schedule.num_stages))
+    except (KeyError, TypeError, ValueError, PlaitError) as error:
+        raise DataError(f"{path} cannot be read: {error}; it was written by `plait train`") from None
+
+
+def read_trace(folder: Path, num_ranks: int) -> list[Recorded]:
+    """The steps that all ranks have recorded, in order; none where there is no trace. DataError names a bad file."""
+    files = [folder / TRACE / f"rank-{rank}.json" for rank in range(num_ranks)]
+    present = [path for path in files if path.exists()]
+    if not present:
+        return []
+    if absent := [path.name for path in files if path not in present]:
+        raise DataError(
+            f"{folder / TRACE} lacks {absent[0]} of {num_ranks} ranks; copy the files of all hosts there, or run again"
+        )
+    by_step: dict[int, list[tuple[int, dict[str, Any]]]] = defaultdict(list)
+    memory_of = ""
+    for rank, path in enumerate(files):
+        try:
+            rows = json.loads(path.read_text())
+            memory_of = rows["memory_of"]
+            for step in rows["steps"]:
+                by_step[step["step"]].append((rank, step))
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{path} is no trace of plait: {type(error).__name__}: {error}") from None
+    return [
+        _step(number, ranks, num_ranks, memory_of)
+        for number, ranks in sorted(by_step.items())
+        if len(ranks) == num_ranks
+    ]
+
+
+def _step(number: int, ranks: list[tuple[int, dict[str, Any]]], num_ranks: int, memory_of: str) -> Recorded:
+    begin = min((row[2] for _, step in ranks for row in step["spans"]), default=0)
+    spans = tuple(
+        Span(rank, kind, name, (start - begin) / 1e9, (end - begin) / 1e9, num_bytes, micro, chunk)
+        for rank, step in ranks
+        for kind, name, start, end, num_bytes, micro, chunk in step["spans"]
+    )
+    memory = tuple(Sample(rank, (at - begin) / 1e9, value) for rank, step in ranks for at, value in step["memory"])
+    sent = {(rank, int(to)): count for rank, step in ranks for to, count in step["sent"].items()}
+    return Recorded(number, begin / 1e9, Trace(spans, num_ranks, memory), sent, memory_of)
+
+
+def _as_rows(costs: Costs) -> dict[str, Any]:
+    """The form in which `plait schedule --costs` reads them."""
+    rows: dict[str, Any] = {
+        name: list(getattr(costs, name))
+        for name in ("forward", "backward", "weight", "activation_bytes", "weight_activation_bytes")
+    }
+    assert not isinstance(costs.crossing, int)
+    rows["bytes_per_second"] = costs.bytes_per_second
+    rows["bytes"] = {f"{a}>{b}": count for (a, b), count in costs.crossing.items()}
+    return rows
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: a report may be read while the run goes on."""
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    os.replace(part, path)

@@ -1,0 +1,489 @@
+"""The Trainer: one training step of a plan, with everything the user sees global."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from plait.backends.eager.offload.homes import Homes
+from plait.backends.recorder import Recorder
+from plait.comm.agree import attempt
+from plait.comm.device import is_host
+from plait.comm.process import process_world
+from plait.comm.protocol import World
+from plait.compile.capture.batch import batch_structure
+from plait.compile.capture.loss_values import join_outputs, results
+from plait.compile.capture.precision import Precision
+from plait.compile.sharding.split_share import SplitShare
+from plait.compile.stages.split import updates_within
+from plait.engine.average import MovingAverage
+from plait.engine.checkpoint import collect, load, snapshot
+from plait.engine.checkpoint.saver import Saver
+from plait.engine.checks import agree_on_setup, check_given, check_plan, describe_optimizer, place_here
+from plait.engine.compiler import Captures, Compiler, LossFn
+from plait.engine.eager import EagerReplica, check_allowed, ddp_warning, refuse_unless_data_only
+from plait.engine.environment import resolve_plan, resolve_trace
+from plait.engine.evaluating import evaluate
+from plait.engine.finite import check_finite, clip
+from plait.engine.gathered import gathered, not_started
+from plait.engine.local_batch import LocalBatch
+from plait.engine.local_sgd.replica_batch import replica_key, rows_of_replica
+from plait.engine.local_sgd.replicas import Replicas
+from plait.engine.microbatch import step_key
+from plait.engine.model_weights import AsItWas, refuse_away
+from plait.engine.optimizers import OptimizerFactory, build_both, build_optimizer
+from plait.engine.outputs import refuse_padding, without_padding
+from plait.engine.replica import Replica
+from plait.engine.same_batch import SameBatch
+from plait.engine.scaling import LossScale
+from plait.engine.trace_folder import write_plan, write_trace
+from plait.engine.trying import note_absent
+from plait.engine.tuning import give_freed_memory_back, keep_freed_memory, warn_of_slow_precision
+from plait.engine.unfreezing import follow_frozen
+from plait.engine.update import Update
+from plait.errors import CaptureError, CheckpointError, PlanError
+from plait.plan.annotation import Annotations
+from plait.plan.plan import Plan
+from plait.spec.layout import Layout
+
+_LOG = logging.getLogger("plait")
+_MOST = 0.9  # an axis that is to split weights, and splits less of them, is worth a warning in the log
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """What a callback gets after each step. All values are global, or with sync=N those of this rank's replica."""
+
+    step: int
+    loss: float
+    gradient_norm: float | None  # before clipping; None where no clip_norm was given
+    aux: Mapping[str, Tensor] = field(default_factory=dict)  # what the loss came with
+
+
+class Trainer:
+    """Trains `model` under `plan`; the same script runs on one process, on many, and on many machines.
+
+    model      any nn.Module, on any device or on the meta device; its code is not touched
+    loss_fn    (model, batch) -> the mean loss over the batch, or Weighted(sum, weight) for a loss normalised by a
+               count; or (loss, aux), where aux is a dict of further outputs by name
+    optimizer  parameters -> torch.optim.Optimizer, such as functools.partial(torch.optim.AdamW, lr=3e-4); if its first
+               argument is called `named_parameters` it gets (name, parameter) pairs. Several optimizers are a list of
+               (name pattern, such a function) pairs, of which the first that fits a parameter trains it, or whatever
+               the function returns: a list of optimizers, or an object that holds some and steps them
+    plan       a Plan or its text; by default the environment's PLAIT_PLAN, or data parallel over all processes
+    layouts    annotations of parameters by name pattern (spec.annotation); the recipes decide on the others
+    clip_norm  clip the 2-norm of all gradients to this
+    scheduler  optimizer -> torch.optim.lr_scheduler.LRScheduler, stepped after each step
+    callbacks  called with a StepEnd after each step, on every rank
+    on_nan     "raise" LossError when the loss is not finite (nothing is updated), or "warn" and go on
+    scratch    the folder for what the plan keeps on disk; by default TMPDIR or /var/tmp. Nothing is left in it
+    allow      "local_loss" for a model that cannot be captured and runs under PyTorch's DDP: train on the mean of the
+               ranks' losses where that is not the loss of the batch, as of a loss that couples rows. It is refused else
+    trace      a folder for what every rank did in the last 20 steps, written by `close`; `plait report` shows it
+
+    A step trains in training mode: a model given in evaluation mode is switched as a whole, as `model.train()` would;
+    one in training mode keeps the mode of each of its submodules. Tensors that model
+    or loss read and that are neither the model's nor the batch's are read anew at each step, and changed if the step
+    changes them; checkpoints do not have them. Where a Python value that they read differs, or `requires_grad`, the
+    step is captured anew, which takes seconds: a number that changes at each step is better one of the batch, which is
+    an input of the step but where Python needs to know it, or a 0-d tensor. The clock and files are read once, when
+    the step is captured.
+
+    What `loss_fn` returns beside the loss, `step` and `evaluate` return too, as it is for the whole global batch: a
+    tensor with a row for each row of the batch has them in the batch's order; a scalar is, over microbatches and over
+    the batches of an evaluation, the mean weighted by rows; Sum(x), Mean(x), Max(x), Min(x) and Weighted(sum, weight)
+    say otherwise, and may have any shape. These outputs have no gradient.
+
+    What a plan splits, such as tensor-parallel weights, lives in the trainer, and the model's own copy is let go with
+    the first batch: `gathered` lends it to the model. After `close` it is gone; save it, or export it, before. If the
+    start fails the model is as it was.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        optimizer: OptimizerFactory,
+        plan: Plan | str | None = None,
+        *,
+        layouts: Annotations | None = None,
+        seed: int = 0,
+        clip_norm: float | None = None,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        callbacks: Sequence[Callable[[StepEnd], None]] = (),
+        on_nan: Literal["raise", "warn"] = "raise",
+        scratch: str | Path | None = None,
+        trace: str | Path | None = None,
+        allow: Collection[str] = (),
+        world: World | None = None,
+        compiler: Compiler | None = None,
+    ) -> None:
+        check_given(model, loss_fn, optimizer, clip_norm)
+        self._allow = check_allowed(allow)
+        self.plan = resolve_plan(plan)
+        if self.plan.workers:
+            raise PlanError(
+                f"the plan {self.plan.title!r} has parameter servers, which a Trainer is no part of; give it to plait"
+                " train, or use data=N"
+            )
+        check_plan(self.plan, dict(model.named_parameters()), clip_norm, place_here(world))
+        self.seed = seed
+        self.clip_norm = clip_norm
+        self.step_number = 0
+        precision = Precision(self.plan.precision, self.plan.exceptions)
+        self.loss_scale: LossScale | None = None  # made below, where fp16 needs one
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.scheduler: Any = None
+        self._adopt = world is None
+        if world is not None and world.mesh.spread != self.plan.mesh.spread:
+            raise PlanError(
+                f"the world has ranks along {world.mesh.spread or 'no axis'}, and the plan {self.plan.title!r} along"
+                f" {self.plan.mesh.spread or 'none'}; make the world of the plan's own mesh (plan.mesh)"
+            )
+        self.world = world if world is not None else process_world(self.plan.mesh, algorithm=self.plan.allreduce)
+        self.same = SameBatch(self.world, self.plan)
+        self._trace = resolve_trace(trace)
+        self.recorder = None if self._trace is None else Recorder(self.world)
+        self.homes = Homes(self.plan.within, self.world, scratch)
+        if precision.scaled:
+            self.loss_scale = LossScale(self.world)
+        if self._adopt and is_host(self.world.device):
+            give_freed_memory_back() if self.plan.uses_disk else keep_freed_memory()
+            if self.world.rank == 0:
+                warn_of_slow_precision(self.plan.precision, self.world.device)
+        self.compiler = compiler or Compiler(Captures(model, loss_fn, self.world.device), self.plan.within, layouts)
+        self._factories = (optimizer, scheduler)
+        self._updates_within = updates_within(self.plan)
+        self._callbacks = tuple(callbacks)
+        self._on_nan = on_nan
+        self._replica: Replica | EagerReplica | None = None
+        self._structure: str | None = None  # of the first batch
+        self.replicas: Replicas | None = None  # made below, of a plan whose ranks agree later
+        self.average: MovingAverage | None = None  # made by `ema`
+        self._pending: Mapping[str, Any] | None = None  # a state loaded before the first batch
+        self._saver = Saver()
+        if self._trace is not None:
+            atexit.register(_end_trace, weakref.ref(self))  # of a script that does not close
+
+    @property
+    def replica(self) -> Replica | EagerReplica:
+        if self._replica is None:
+            raise PlanError("the trainer has not seen a batch yet; call prepare(batch) or step(batch) first")
+        return self._replica
+
+    def prepare(self, batch: Any) -> None:
+        """Capture the step, lay it out and place the parameters, as the first `step` would."""
+        if self._replica is not None:
+            return
+        before = AsItWas(self.compiler.model)
+        self._structure = batch_structure(batch.tree if isinstance(batch, LocalBatch) else batch)
+        try:
+            self._prepare(batch)
+        except BaseException:
+            self._replica = self.optimizer = self.scheduler = self.replicas = None
+            before.restore()
+            raise
+        self.replica.release()
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self.load_state_dict(pending)
+
+    def _prepare(self, batch: Any) -> None:
+        refuse_away(self.compiler.model)
+        agree_on_setup(self.world, self.plan, self.compiler.model, self.seed, self.clip_norm, self._on_nan)
+        replica = self._build_replica(self.rows_here(batch))
+        self.optimizer, self.scheduler = attempt(
+            self.world,
+            lambda: build_both(*self._factories, replica, self.world),
+            "making the optimizer",
+            lambda made: describe_optimizer(made[0]),
+            "give every rank the same optimizer",
+        )
+        self._replica = replica
+        self._frozen = replica.frozen if isinstance(replica, Replica) else ()
+        self._trained = replica.layouts.keys() - {*self._frozen}
+        self.update = Update(self.optimizer, replica.parameters, replica.layouts, self.world, self.homes)
+        if self.plan.relaxed_axis:
+            self.replicas = Replicas(self.plan, self.world, replica, self.optimizer)
+        if self._trace is not None and self.world.rank == 0:
+            self.write_plan(self._trace)
+        if self.average is not None:
+            self.average.begin(self)
+
+    def _build_replica(self, batch: Any) -> Replica | EagerReplica:
+        try:
+            replica = Replica(self.compiler, self.world, batch, self.seed, self._adopt, self.homes, self.recorder)
+            if self.world.rank == 0 and (share := replica.lowered.share) is not None:
+                _LOG.log(logging.INFO if share.parameters > _MOST else logging.WARNING, "%s", share)
+            return replica
+        except CaptureError as error:
+            refuse_unless_data_only(error, self.plan, self.world, self.compiler, batch)
+            if self.world.rank == 0:
+                how = ddp_warning(self.plan)
+                warnings.warn(f"the model runs as it is{how}: {error}", stacklevel=4)
+            return EagerReplica(self.compiler.model, self.compiler.loss_fn, self.plan.within, self.world, self._allow)
+
+    def rows_here(self, batch: Any) -> Any:
+        return rows_of_replica(batch, self.plan, self.world) if self.plan.relaxed_axis else batch
+
+    def key(self) -> int:
+        key = step_key(self.seed, self.step_number)
+        return key if self.replicas is None else replica_key(key, self.replicas.index)
+
+    def step(self, batch: Any) -> Any:
+        """One training step on a global batch (or this rank's LocalBatch); returns the global loss, a 0-d tensor, or
+        (loss, aux) where `loss_fn` does.
+
+        With sync=N it is that of this rank's replica, on its part of the batch: the others are not waited for. Of an
+        asynchronous schedule it is what each microbatch gave with the weights that it used.
+        """
+        return self.step_with_gradients(batch, want=False)[0]
+
+    def step_with_gradients(self, batch: Any, want: bool = True) -> tuple[Any, dict[str, Tensor]]:
+        """What `step` returns, and with `want` also the gradients before clipping, as whole tensors by name."""
+        self.prepare(batch)
+        self._saver.check(self.step_number)
+        if self.recorder is not None:
+            self.recorder.begin()
+        replica, optimizer = self.replica, self.optimizer
+        assert optimizer is not None
+        self.same.begin(batch, f"step {self.step_number + 1}")
+        scale = self.loss_scale.tensor() if self.loss_scale is not None else None
+        with self.span("backward", "step") if isinstance(replica, EagerReplica) else nullcontext():
+            within: dict[str, Any] = {"update": self._update_within} if self._updates_within else {}
+            result = replica.run(self.rows_here(batch), self.key(), scale=scale, **within)
+        self.same.check()
+        if self.replicas is not None and self.replicas.local is None:
+            with self.span("reduce", "gradients"):
+                result = self.replicas.gradients(result)
+        refuse_padding(batch, result)
+        with self.same.awaited():
+            check_finite(replica, self.step_number + 1, result.loss, result.gradients, self._on_nan)
+        aux = None if result.aux is None else results(without_padding(batch, join_outputs(result.aux)))
+        self._follow_frozen(replica)
+        if self._updates_within:
+            return self._finished(result.loss, aux, None), {}
+        replica.set_gradients(result.gradients)
+        wanted = replica.whole_gradients() if want else {}
+        loss, gradients = result.loss, [*result.gradients.values(), *self.homes.norms.values()]
+        steps = self.loss_scale is None or self.loss_scale.update(gradients)
+        del result, gradients  # an update needs the memory
+        norm = None
+        if steps:
+            with self.span("optimizer", "STEP"):
+                norm = clip(replica, self.clip_norm) if self.clip_norm is not None else None
+                self.update.step()
+        optimizer.zero_grad(set_to_none=True)
+        if steps:
+            replica.updated()
+        return self._finished(loss, aux, norm, steps), wanted
+
+    def _follow_frozen(self, replica: Replica | EagerReplica) -> None:
+        """Let the optimizer take over parameters that train from this step on."""
+        if not isinstance(replica, Replica) or replica.frozen == self._frozen:
+            return
+
+        absent = replica.absent
+
+        def make() -> torch.optim.Optimizer:
+            return build_optimizer(self._factories[0], replica.parameters, replica.layouts, self.world, absent)
+
+        assert self.optimizer is not None
+        given = (self.optimizer, make, replica.parameters, absent, replica.frozen, self._trained, self.plan)
+        if follow_frozen(*given):
+            self.update = Update(self.optimizer, replica.parameters, replica.layouts, self.world, self.homes)
+            note_absent(self.optimizer, absent)
+            self._trained |= replica.layouts.keys() - {*replica.frozen}
+        self._frozen = replica.frozen
+
+    def _finished(self, loss: Tensor, aux: dict[str, Tensor] | None, norm: float | None, updated: bool = True) -> Any:
+        """What comes after the update; returns what the step does."""
+        if updated and self.scheduler is not None:
+            self.scheduler.step()
+        self.step_number += 1
+        if updated and self.average is not None:
+            self.average.update()
+        if self.replicas is not None:
+            with self.span("reduce", "agree"):
+                self.replicas.stepped(self.step_number)
+        if self.recorder is not None:
+            self.recorder.end(self.step_number)
+        if self.world.monitor is not None:
+            self.world.monitor.does(f"what comes after step {self.step_number}, such as its data, a callback or a save")
+        for callback in self._callbacks:
+            callback(StepEnd(self.step_number, float(loss), norm, aux or {}))
+        return loss if aux is None else (loss, aux)
+
+    def _update_within(self, gradients: dict[str, Tensor]) -> None:
+        """One of the updates of an asynchronous schedule."""
+        assert self.optimizer is not None and isinstance(self.replica, Replica)
+        self.replica.set_gradients(gradients)
+        self.update.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.replica.updated()
+
+    def evaluate(self, data: Any) -> Any:
+        """The loss without gradients, in evaluation mode, a float: of one batch, or over a loader or list of them.
+        Where `loss_fn` returns (loss, aux) so does this, with the outputs of all batches put together. A batch that
+        the plan's ranks do not divide, such as a short last one, is worked out whole by each of them.
+
+        Of replicas that agree later it is that of the mean of their weights.
+        """
+        return evaluate(self, data, self._structure)
+
+    def agree(self) -> None:
+        """Let replicas that agree every n steps agree now, as after the last step; nothing where all agree at each."""
+        if self.replicas is not None:
+            self.replicas.agree(self.step_number)
+
+    @property
+    def split_share(self) -> SplitShare | None:
+        """How much of the model an axis that splits weights does split; None without such an axis."""
+        return self.replica.lowered.share if isinstance(self.replica, Replica) else None
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of every parameter, by name."""
+        return dict(self.replica.layouts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model, optimizer, scheduler and step; tensors are DTensors in the process world. Every rank calls it.
+
+        As in PyTorch the tensors are those that train on: copy them, or `save`, to come back to this step later.
+        """
+        return snapshot.take(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a state made under any plan. Before the first batch it is kept until then."""
+        if not {"model", "step"} <= set(state):
+            raise CheckpointError(f"a trainer's state has model, optimizer and step; this one has {sorted(state)}")
+        if self._replica is None:
+            self._pending = state
+            return
+        snapshot.restore(self, state)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model as plain CPU tensors by name, as `model.state_dict()` has it. Every rank calls it."""
+        if self._replica is None and self._pending is None:
+            with not_started(self.world, self.compiler.model, None, False) as model:
+                return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+        with nullcontext() if self.replicas is None else self.replicas.aggregated(self.step_number):
+            return snapshot.full_model(self.replica)
+
+    @contextmanager
+    def gathered(
+        self, rank: int | None = None, *, write: bool = True, at_once: bool = True, ema: bool = False
+    ) -> Iterator[nn.Module]:
+        """Inside, the model that the trainer was given has its weights, whole: to generate, evaluate, clamp, export.
+
+        rank     have them on that rank alone; by default on all. Every rank enters and leaves, whichever has them
+        write    take over at the end what was changed of weights and buffers: on all ranks alike, or that of `rank`.
+                 The optimizer's state stays as it is. Otherwise changes are dropped, as they are after an exception
+        at_once  False puts weights together op by op, as each is read, and lets go of them after: for a model that
+                 fits on no device. All ranks then use the model alike, without gradients, and write nothing
+        ema      the moving average that `ema` keeps, in place of the weights; nothing is written
+
+        Of replicas that agree later the weights are the mean; those that are changed become the same on all replicas.
+        Before the first batch all ranks have the model as it was given, and training begins with what it is changed to.
+        """
+        if ema and self.average is None:
+            raise PlanError("gathered(ema=True): the trainer keeps no average; call trainer.ema(decay) first")
+        with ExitStack() as stack:
+            if ema and self.average is not None:
+                stack.enter_context(self.average.applied())
+            if self._replica is None and self._pending is None:
+                yield stack.enter_context(not_started(self.world, self.compiler.model, rank, write and not ema))
+            else:
+                yield stack.enter_context(gathered(self, rank, write and not ema, at_once))
+
+    def ema(self, decay: float) -> MovingAverage:
+        """Keep an exponential moving average of the weights from now on, in parts like these, updated by each step.
+
+        `with trainer.ema(0.999).applied(): trainer.evaluate(...)`; `gathered(ema=True)` gives the model itself with it.
+        It is saved and resumed with checkpoints.
+        """
+        if self.plan.relaxed_axis:
+            raise PlanError(
+                f"the plan {self.plan.title!r} has replicas that agree later, each of which would have an average of"
+                " its own; use a plan without sync= and compress=, or average what agree() leaves yourself"
+            )
+        self.average = MovingAverage(decay)
+        if self._replica is not None:
+            self.average.begin(self)
+        return self.average
+
+    def save(
+        self, path: str | Path, extra: Mapping[str, Any] | None = None, *, keep: int = 2, wait: bool = True
+    ) -> None:
+        """Write a checkpoint that loads under any plan into a folder, or a URL such as s3://bucket/run.
+
+        extra  JSON-like values to get back from `load`, such as {"data": loader.state_dict()}
+        keep   how many checkpoints are left there, this one included
+        wait   whether to return only once it is on disk. If not, training goes on while it is written from a copy in
+               host memory; a save that failed is raised at the next step, save, load or close, on all ranks
+
+        CheckpointError names the file that could not be written; earlier checkpoints stay as they were.
+        """
+        collect.save(self, path, extra or {}, keep, self._saver, wait)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Take over the newest checkpoint in a folder or URL, or the one that it is; returns its `extra`.
+
+        A batch must be known (`prepare`). Model, optimizer, scheduler, random numbers and step go on as they were,
+        whatever the plan. CheckpointError, with nothing changed, names a damaged file, or what differs in the model
+        or the optimizer.
+        """
+        self._saver.wait()
+        return load.load(self, path)
+
+    def load_weights(self, path: str | Path) -> None:
+        """Take over the weights alone: of a checkpoint, a .safetensors file, or a folder as Hugging Face saves it.
+
+        A batch must be known (`prepare`). Names and shapes must be those of the model; types are converted.
+        """
+        self._saver.wait()
+        load.load_weights(self, path)
+
+    def close(self) -> None:
+        """Wait for a save under way; leave the world that the trainer joined, and give up what is kept on disk."""
+        try:
+            self._saver.wait()
+        finally:
+            self._end_trace()
+            self.homes.close()
+            if self._adopt:
+                self.world.close()
+
+    def _end_trace(self) -> None:
+        if self.recorder is not None and self._trace is not None:
+            if self.recorder.steps:
+                write_trace(self._trace, self.recorder)
+            self.recorder.close()
+            self.recorder = None
+
+    def span(self, kind: str, name: str) -> AbstractContextManager[Any]:
+        """Record what goes on within, if there is a trace: `with trainer.span("data", "next"): batch = next(it)`."""
+        return nullcontext() if self.recorder is None else self.recorder.span(kind, name)
+
+    def write_plan(self, folder: Path) -> None:
+        """Write what `plait report` needs to know of the plan into the folder of a run; one rank calls it."""
+        lowered = self.replica.lowered if isinstance(self.replica, Replica) else None
+        write_plan(folder, lowered, self.world, str(self.plan))
+
+
+def _end_trace(reference: weakref.ref[Trainer]) -> None:
+    if (trainer := reference()) is not None:
+        trainer._end_trace()
+
+
+__all__ = ["StepEnd", "Trainer"]

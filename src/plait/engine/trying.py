@@ -1,0 +1,310 @@
+"""What an optimizer does, found out by trying it on small tensors: what it keeps, and whether it may have parts."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from plait.engine.parameter_parts import LaidOutParts
+from plait.optim.adafactor import Adafactor
+from plait.optim.muon import Muon
+from plait.optim.parts import Whole
+from plait.optim.several import Several, each_parameter, optimizers_within
+from plait.spec.layout import Layout, Shard
+
+EXACT: dict[type, type] = {torch.optim.Adafactor: Adafactor, torch.optim.Muon: Muon}
+
+_filtering = threading.RLock()  # filters of warnings are of all threads
+_TRIED = (4, 6, 2, 2, 2, 2)  # of a tensor that an optimizer is tried on: as many of these as it has dims
+_SCALES = (1.0, 100.0, 0.01)  # of its gradients: limits on the length of an update bind at one of them
+_APART = "updates an element by what others of its tensor, or other tensors, are"
+
+# Of an optimizer the parameters that it was given in place of those that other ranks have: without memory, by name.
+_absent: WeakKeyDictionary[torch.optim.Optimizer, dict[str, nn.Parameter]] = WeakKeyDictionary()
+
+
+def note_absent(optimizer: torch.optim.Optimizer, absent: Mapping[str, nn.Parameter]) -> None:
+    _absent[optimizer] = dict(absent)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Those that the optimizer has, by name: this rank's, and what stands for those of others."""
+    return {**_absent.get(optimizer, {}), **parameters}
+
+
+def state_layouts(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout]
+) -> dict[str, dict[str, Layout | None]]:
+    """How each rank holds what the optimizer keeps of every parameter: its keys, and the layout of each.
+
+    None stands for a number, which is the same on all ranks. Also of parameters that this rank lacks; those that
+    nothing stands for are taken to be in the first group. Nothing is exchanged.
+    """
+    found: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {}
+    together = _kept_by_wrappers(optimizer)
+    result: dict[str, dict[str, Layout | None]] = {}
+    groups = {p: group for group, p in each_parameter(optimizer)}
+    known = parameters_of(optimizer, parameters)
+    for name, layout in layouts.items():
+        if name in known and known[name] not in groups:
+            continue  # frozen
+        group, ndim = groups.get(known.get(name), optimizer.param_groups[0]), len(layout.shape)
+        key = (id(group), ndim)
+        if id(known.get(name)) in together:
+            found[key] = _shapes(together[id(known[name])])
+        if key not in found:
+            toy = torch.ones(_TRIED[:ndim])
+            found[key] = _shapes(tried(optimizer, group, [toy])[toy])
+        result[name] = {key: _like(shape, layout) for key, shape in found[key].items()}
+    return result
+
+
+def kept_of(optimizer: torch.optim.Optimizer, name: str, ndim: int, step: int) -> dict[str, Any]:
+    """The keys and kinds of values that the optimizer keeps, after `step` steps, of a parameter that others have."""
+    absent = _absent.get(optimizer, {}).get(name)
+    found: Mapping[str, Any] | None = _kept_by_wrappers(optimizer).get(id(absent))
+    if found is None:
+        groups = (group for group, p in each_parameter(optimizer) if p is absent)
+        toy = torch.ones(_TRIED[:ndim], dtype=torch.float32 if absent is None else absent.dtype)
+        found = tried(optimizer, next(groups, optimizer.param_groups[0]), [toy])[toy]
+    counts = {key for key, value in found.items() if key.rpartition(":")[2] == "step" and torch.is_tensor(value)}
+    return {key: torch.full_like(value, step) if key in counts else value for key, value in found.items()}
+
+
+def _kept_by_wrappers(optimizer: torch.optim.Optimizer) -> dict[int, Mapping[str, Any]]:
+    """By the id of each parameter that a wrapper steps: what it and its members keep of a small one after a step."""
+    found: dict[int, Mapping[str, Any]] = {}
+    if not isinstance(optimizer, Several):
+        return found
+    real = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    for wrapper in optimizer.wrappers:
+        toys = {key: nn.Parameter(torch.ones(_TRIED[: p.ndim], dtype=p.dtype)) for key, p in real.items()}
+        twin = _twin_of(wrapper, optimizers_within(wrapper), toys, simple=False)
+        for toy in toys.values():
+            toy.grad = torch.zeros_like(toy)
+        twin.step()
+        state = Several(twin, optimizers_within(twin)).state
+        found |= {key: dict(state[toy]) for key, toy in toys.items() if toy in state}
+    return found
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(value.shape) if torch.is_tensor(value) else () for key, value in state.items()}
+
+
+def _like(tried: tuple[int, ...], layout: Layout) -> Layout | None:
+    """The layout of a state, of which the shape is known where the parameter is one of `_TRIED`."""
+    if not tried:
+        return None
+    if tried == _TRIED[: len(layout.shape)]:
+        return layout
+    shape = tuple(1 if small == 1 else n for small, n in zip(tried, layout.shape, strict=True))
+    return Layout(layout.dtype, shape, tuple((a, p) for a, p in layout.placements if not isinstance(p, Shard)))
+
+
+def depends_on_the_cut(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], ndim: int) -> str:
+    """Why the optimizer may move a tensor in another way than its halves; nothing where it was tried and does not."""
+    start, gradients = _samples(group["params"][0], ndim)
+
+    def moved(tensors: Sequence[Tensor], dim: int, half: int) -> list[Tensor]:
+        mine = [_half(t, dim, half).clone() for t in tensors]
+        tried(optimizer, group, mine, [[_half(g, dim, half) for _ in mine] for g in gradients])
+        return mine
+
+    return _compared([start], moved)
+
+
+def wrapper_depends_on_the_cut(wrapper: Any, members: Mapping[str, torch.optim.Optimizer]) -> str:
+    """As `depends_on_the_cut`, of an object that steps optimizers: what it does beside their steps.
+
+    Each member that knows of parts, and so is right by itself, moves its parameters in a simple way meanwhile.
+    """
+    return _compared(*_trial(wrapper, members))
+
+
+def depends_on_others(given: Any, members: Mapping[str, torch.optim.Optimizer]) -> str:
+    """Why an optimizer may move some tensors in another way if others lie on other ranks, as in a pipeline."""
+    starts, moved = _trial(given, members)
+    try:
+        wholes = moved(starts, 0, -1)
+        some = [moved(starts, -1, half) for half in (0, 1)]
+        for index, (start, whole) in enumerate(zip(starts, wholes, strict=True)):
+            if not (some[index % 2][index] - whole).abs().max() <= 1e-2 * (whole - start).abs().max():
+                return "updates a tensor by what others are"
+    except Exception as error:
+        return f"cannot be tried on a small tensor ({type(error).__name__}: {error})"
+    return ""
+
+
+_Moved = Callable[[Sequence[Tensor], int, int], list[Tensor]]
+
+
+def _trial(given: Any, members: Mapping[str, torch.optim.Optimizer]) -> tuple[list[Tensor], _Moved]:
+    """Small tensors in the place of all parameters, and a function that steps them: of (tensors, dim, half) the halves
+    along dim; where dim is -1 only every second tensor, from the first (half 0) or the second."""
+    found = {id(p): p for member in members.values() for group in member.param_groups for p in group["params"]}
+    samples = {key: _samples(p, p.ndim, index) for index, (key, p) in enumerate(found.items())}
+
+    def moved(tensors: Sequence[Tensor], dim: int, half: int) -> list[Tensor]:
+        toys = {
+            key: nn.Parameter(_half(t, dim, half).clone(), requires_grad=found[key].requires_grad)
+            for key, t in zip(found, tensors, strict=True)
+        }
+        twin = _twin_of(given, members, toys)
+        with _schedulers_as_they_were([given, *members.values()]):
+            for number in range(len(_SCALES)):
+                for index, (key, toy) in enumerate(toys.items()):
+                    here = dim >= 0 or index % 2 == half
+                    toy.grad = (
+                        _half(samples[key][1][number], dim, half).clone(memory_format=torch.contiguous_format)
+                        if here
+                        else None
+                    )
+                twin.step()
+        return [toy.detach() for toy in toys.values()]
+
+    return [start for start, _ in samples.values()], moved
+
+
+def _compared(starts: list[Tensor], moved: _Moved) -> str:
+    """What `moved` makes of the tensors and of their halves: why they differ, if they do. Half -1 is the whole."""
+    try:
+        wholes = moved(starts, 0, -1)
+        for dim in range(max((start.ndim for start in starts), default=0)):
+            halves = [moved(starts, dim, half) for half in (0, 1)]
+            for start, whole, *parts in zip(starts, wholes, *halves, strict=True):
+                joined = torch.cat(parts, dim) if dim < start.ndim else parts[0]
+                if not (joined - whole).abs().max() <= 1e-2 * (whole - start).abs().max():
+                    return _APART
+    except Exception as error:
+        return f"cannot be tried on a small tensor ({type(error).__name__}: {error})"
+    return ""
+
+
+def _half(tensor: Tensor, dim: int, half: int) -> Tensor:
+    return tensor if half < 0 or not 0 <= dim < tensor.ndim else tensor.chunk(2, dim)[half]
+
+
+def _samples(like: Tensor, ndim: int, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
+    """A small tensor and gradients of it, on the device of `like`, and of its type; of float32 where that is a half:
+    there the last bit of an update is much of it, and kernels round it differently at the ends of a tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    device = torch.device("cpu") if like.is_meta else like.device
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    start, *gradients = (
+        torch.randn(_TRIED[:ndim], generator=generator).to(device, dtype) for _ in range(1 + len(_SCALES))
+    )
+    return start, [g * scale for g, scale in zip(gradients, _SCALES, strict=True)]
+
+
+def tried(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    tensors: list[Tensor],
+    gradients: list[list[Tensor]] | None = None,
+) -> Mapping[Tensor, Any]:
+    """Step with each of the gradients on tensors of our own, as the optimizer does in this group; returns its state.
+
+    Of several optimizers it is the first that has the group; a wrapper's own state is not among what it keeps.
+    """
+    if isinstance(optimizer, Several):
+        optimizer = optimizer.member_of(group)
+    twin = object.__new__(type(optimizer))
+    twin.__dict__ = _without_hooks(optimizer)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**group, **_rates(group), "params": tensors}]
+    if hasattr(twin, "bind"):
+        twin.bind(Whole())
+    with _schedulers_as_they_were([optimizer]):
+        for some in gradients or [[torch.zeros_like(t) for t in tensors]]:
+            for tensor, gradient in zip(tensors, some, strict=True):
+                tensor.grad = gradient.clone(memory_format=torch.contiguous_format)
+            twin.step()
+    return twin.state
+
+
+@contextmanager
+def _schedulers_as_they_were(owners: Iterable[Any]) -> Iterator[None]:
+    """Learning rate schedulers that an optimizer holds, and steps itself, are afterwards as they were."""
+    held = [value for owner in owners for value in vars(owner).values()]
+    schedulers = [value for value in held if isinstance(value, torch.optim.lr_scheduler.LRScheduler)]
+    groups = [group for scheduler in schedulers for group in scheduler.optimizer.param_groups]
+    before = [(each, copy.copy(each)) for each in (*(vars(scheduler) for scheduler in schedulers), *groups)]
+    lists = [(v, list(v)) for each, _ in before for k, v in each.items() if isinstance(v, list) and k != "params"]
+    try:
+        with _filtering, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            yield
+    finally:
+        for each, content in before:
+            each.clear()
+            each.update(content)
+        for values, items in lists:
+            values[:] = items
+
+
+def _without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its attributes, but for a scheduler's wrapper of its step, which calls ours; hooks are for the user's steps."""
+    found = {k: v for k, v in optimizer.__dict__.items() if k != "step"}
+    for name, value in found.items():
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            found[name] = type(value)()
+    return found
+
+
+def _rates(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A learning rate to try with: that of the group may be 0 now."""
+    rate = group.get("lr")
+    return {} if rate is None else {"lr": torch.full_like(rate, 0.01) if torch.is_tensor(rate) else 0.01}
+
+
+def _twin_of(
+    wrapper: Any, members: Mapping[str, torch.optim.Optimizer], toys: Mapping[int, nn.Parameter], simple: bool = True
+) -> Any:
+    """A copy of a wrapper and its members over `toys`, by the id of the parameter that each is in the place of; with
+    `simple` the members that know of parts have a step of another kind."""
+    memo: dict[int, Any] = dict(toys)
+    objects = {id(each): each for each in (*members.values(), wrapper)}
+    twins: dict[int, Any] = {
+        key: object.__new__(_simple(type(it)) if simple and _knows_parts(it) else type(it))
+        for key, it in objects.items()
+    }
+    memo |= twins
+    memo |= {id(v): v for it in objects.values() for v in it.__dict__.values() if isinstance(v, LaidOutParts)}
+    for key, it in objects.items():
+        own = _without_hooks(it) if isinstance(it, torch.optim.Optimizer) else dict(it.__dict__)
+        state = own.pop("state", None)
+        if isinstance(it, torch.optim.Optimizer) and id(state) not in memo:
+            memo[id(state)] = defaultdict(dict)
+        twins[key].__dict__ = {k: copy.deepcopy(v, memo) for k, v in own.items()}
+        if state is not None:
+            twins[key].state = copy.deepcopy(state, memo)
+        for group in twins[key].__dict__.get("param_groups", ()):
+            group.update(_rates(group))
+        if hasattr(twins[key], "bind"):
+            twins[key].bind(Whole())
+    return twins[id(wrapper)]
+
+
+def _knows_parts(optimizer: Any) -> bool:
+    return hasattr(optimizer, "bind") or type(optimizer) in EXACT
+
+
+def _simple(kind: type) -> type:
+    """The class of optimizer with a step that any part of a tensor can take by itself."""
+
+    def step(self: torch.optim.Optimizer, closure: Any = None) -> None:
+        with torch.no_grad():
+            for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                parameter.add_(parameter.grad, alpha=-0.01)
+
+    return type(kind.__name__, (kind,), {"step": step})

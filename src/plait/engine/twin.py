@@ -1,0 +1,136 @@
+"""A model with other values, which run through the user's own modules: for runs that must leave the model as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from plait.compile.capture.fake_parameters import Exchange
+from plait.compile.capture.precision import HALF
+from plait.compile.capture.reach import Reached
+from plait.compile.capture.sources import set_state, state_of
+
+_KINDS = ("_parameters", "_buffers", "_modules")
+
+
+class Twin(nn.Module):
+    """Copies of a model's parameters and buffers. While `installed`, they are the model's, in its modules and wherever
+    else code holds on to the originals; a copy of the modules would miss what a closure calls."""
+
+    model: nn.Module
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["model"] = model  # no submodule of this one
+        self._made: dict[int, Tensor] = {}  # by the id of the original
+        self._originals = [*model.parameters(), *model.buffers()]
+        for original in self._originals:
+            self._made[id(original)] = _copy_of(original)
+        self._held = [
+            (module, {kind: self._copied(getattr(module, kind)) for kind in _KINDS}) for module in model.modules()
+        ]
+        self._modes = {id(m): m.training if model.training else True for m in model.modules()}
+
+    def _copied(self, held: dict[str, Any]) -> dict[str, Any]:
+        return {key: self._made.get(id(value), value) for key, value in held.items()}
+
+    def __deepcopy__(self, memo: Any) -> Twin:
+        with self.installed() as model:
+            return Twin(model).of(self)
+
+    def of(self, other: Twin) -> Twin:
+        """Let a twin that was made of an installed one stand for what that one stands for."""
+        self._made = {id(original): self._made[id(other._made[id(original)])] for original in other._originals}
+        self._originals = other._originals
+        return self
+
+    def widen(self) -> None:
+        """Take float32 in place of half precision."""
+        for made in self._made.values():
+            if made.dtype in HALF:
+                made.data = made.data.float()
+
+    @contextmanager
+    def installed(self) -> Iterator[nn.Module]:
+        """The model, with the twin's values and in training mode. What its modules hold is put back afterwards, and
+        what a forward has put there is the twin's."""
+        before = [(module, {kind: dict(getattr(module, kind)) for kind in _KINDS}) for module, _ in self._held]
+        modes = [(module, module.training) for module, _ in self._held]
+        try:
+            for module, held in self._held:
+                for kind in _KINDS:
+                    _fill(getattr(module, kind), held[kind])
+                module.training = self._modes[id(module)]
+            with Exchange(self._made, lambda real: real, plain=True):
+                yield self.model
+        finally:
+            self._held = [(module, {kind: dict(getattr(module, kind)) for kind in _KINDS}) for module, _ in self._held]
+            for module, held in before:
+                for kind in _KINDS:
+                    _fill(getattr(module, kind), held[kind])
+            for module, mode in modes:
+                module.training = mode
+
+    # as of a module
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        with self.installed() as model:
+            return iter(list(model.named_parameters(*args, **kwargs)))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        with self.installed() as model:
+            return iter(list(model.named_buffers(*args, **kwargs)))
+
+
+def _fill(held: dict[str, Any], values: dict[str, Any]) -> None:
+    if list(held) != list(values):
+        held.clear()
+    held.update(values)
+
+
+def _copy_of(original: Tensor) -> Tensor:
+    value = original.detach().clone()
+    if not isinstance(original, nn.Parameter):
+        return value
+    made = nn.Parameter(value, requires_grad=original.requires_grad)
+    made.__dict__.update({k: v for k, v in original.__dict__.items() if k not in made.__dict__})
+    for hook in (original._backward_hooks or {}).values():
+        made.register_hook(hook)
+    return made
+
+
+@contextmanager
+def preserved(model: nn.Module, loss_fn: Any) -> Iterator[None]:
+    """What model and loss reach in Python is afterwards as it was: values, tensors outside the model and their
+    gradients, and torch's random numbers."""
+    reached = Reached(model, loss_fn)
+    tensors = [
+        (t, t.detach().clone(), t.grad if t.is_leaf else None) for t in reached.tensors.values() if not t.is_meta
+    ]
+    state = torch.get_rng_state()
+    drawn = random.getstate(), np.random.get_state(legacy=False)
+    sources = [(source, state_of(source)) for _, source in reached.sources]
+    for tensor, _, gradient in tensors:
+        if gradient is not None:
+            tensor.grad = gradient.clone()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value, gradient in tensors:
+                if not torch.equal(tensor, value):
+                    tensor.detach().copy_(value)
+                if tensor.is_leaf:
+                    tensor.grad = gradient
+        reached.put_back()
+        torch.set_rng_state(state)
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
+        for source, before in sources:
+            set_state(source, before)

@@ -1,0 +1,239 @@
+"""What a captured step has read of Python: compared before each step with what it is now.
+
+A value has a token, such as ("float", "0.5"). The tokens by place that differ from those at the first capture are a
+`Variant`: steps of one variant share a graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.compile.capture.fake_parameters import refuse_scripted
+from plait.compile.capture.holders import MISSING
+from plait.compile.capture.reach import PLAIN, Reached
+from plait.compile.capture.tracked import Asked
+from plait.errors import PlanError
+
+Variant = tuple[tuple[str, Any], ...]
+
+
+class Watch:
+    """Of one model and loss function. `variant` says what differs from the beginning."""
+
+    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
+        refuse_scripted(model)
+        self._given = (model, loss_fn)
+        self._ignored: set[str] = set()  # places of values that make no difference to the graph
+        self._asked: dict[str, Asked] = {}  # by place: of a number, the conditions that do
+        self._compared: dict[str, tuple[Any, ...]] = {}
+        self._objects = {name: id(module) for name, module in model.named_modules()}
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self._first = [(name, weakref.ref(tensor)) for name, tensor in named]  # a trainer may let go of them
+        self.reached = Reached(model, loss_fn)
+        self._tokens = self._all_tokens()
+        self._base, self._first_values = dict(self._tokens), dict(self._values)
+        self._variant: Variant = ()
+
+    @property
+    def variant(self) -> Variant:
+        """As of now."""
+        if not self._is_same():
+            self._look_again()
+        if not self._compared:
+            return self._variant
+        return (*self._variant, *self._numbers())
+
+    def walk(self) -> Reached:
+        """All that the step can read now."""
+        return Reached(*self._given, self._earlier())
+
+    def tensor(self, place: str) -> Tensor:
+        """The tensor that is at a place now."""
+        holder, key = self.reached.slots.get(place, (None, None))
+        found = holder.now().get(key) if holder is not None else self.reached.tensors.get(place)
+        if not isinstance(found, Tensor):
+            raise PlanError(f"the step reads a tensor at {place}, and there is none any more")
+        return found
+
+    def exchange(self, place: str, tensor: Tensor) -> None:
+        """Put another tensor at a place."""
+        holder, key = self.reached.slots[place]
+        holder.put(key, tensor)
+        holder.before = holder.now()
+
+    def compare(self, places: Iterable[str]) -> None:
+        """From now on, compare the numbers of these tensors too."""
+        for place in frozenset(places) - self._compared.keys():
+            self._compared[place] = _numbers_of(self.tensor(place))
+
+    def ignore(self, places: Iterable[str]) -> None:
+        """From now on, values at these places are not looked at."""
+        self._ignored |= set(places)
+        self._variant = tuple(pair for pair in self._variant if not self._is_ignored(pair[0]))
+
+    def ask(self, place: str, asked: Asked) -> None:
+        """From now on, a number counts only by the answers to these conditions."""
+        known = self._asked.setdefault(place, Asked())
+        known.conditions += asked.conditions
+        for tokens, values in ((self._tokens, self._values), (self._base, self._first_values)):
+            if place in values:
+                tokens[place] = known.answers(values[place])
+        self._compare()
+
+    def number(self, place: str) -> int | float | None:
+        """The number at a place now; None if there is none."""
+        value = self._values.get(place)
+        return value if type(value) in (int, float) else None
+
+    def stripped(self, variant: Variant) -> Variant:
+        """A variant without what is ignored by now."""
+        return tuple(pair for pair in variant if not self._is_ignored(pair[0]))
+
+    def at_first(self, place: str) -> Any:
+        """The token of what was at a place at the first capture."""
+        return self._base.get(place, self._compared.get(place, "nothing"))
+
+    # what changes
+
+    def _is_same(self) -> bool:
+        return self.reached.is_same() and self._flags == [_flag(p) for p in self._parameters_now()]
+
+    def _parameters_now(self) -> list[nn.Parameter | None]:
+        return [own.get(key) for _, own, key in self.reached.parameters]
+
+    def _look_again(self) -> None:
+        changed = self._follow()
+        if changed is None:
+            self._same_modules(self._given[0])
+            self.reached = self.walk()
+            self._tokens = self._all_tokens()
+        if changed is not False:
+            self._compare()
+
+    def _compare(self) -> None:
+        keys = self._tokens.keys() | self._base.keys()
+        differing = [k for k in keys if self._tokens.get(k, MISSING) != self._base.get(k, MISSING)]
+        self._variant = tuple((k, self._tokens.get(k, "nothing")) for k in sorted(differing) if not self._is_ignored(k))
+
+    def _follow(self) -> bool | None:
+        """Take over changes that need no new walk: plain values, and tensors of the same form. Whether a token is
+        another now; None where there was more."""
+        tokens = dict[str, Any]()
+        if not all(self._is_ignored(place) for place in self.reached.filled()):
+            return None
+        for holder in self.reached.holders:
+            if holder.is_same():
+                continue
+            now = holder.now()
+            whole = self._is_ignored(holder.place)
+            for key in () if whole else now.keys() | holder.before.keys():
+                old, new = holder.before.get(key, MISSING), now.get(key, MISSING)
+                place = holder.place_of(key)
+                if old is new or self._is_ignored(place):
+                    continue
+                if not all(isinstance(value, PLAIN) for value in (old, new)) and not _alike(old, new):
+                    return None
+                if isinstance(new, Tensor):
+                    self.reached.moved(place, new)
+                else:
+                    self._values[place] = new
+                    tokens[place] = self._token(place, new)
+            holder.before = now
+        for i, (place, array, before) in enumerate(self.reached.arrays):
+            if array.tobytes() != before:
+                self.reached.arrays[i] = (place, array, array.tobytes())
+                tokens[place] = _array_token(array)
+        self._flags = [_flag(p) for p in self._parameters_now()]
+        for (name, _, _), flag in zip(self.reached.parameters, self._flags, strict=True):
+            tokens |= _flag_tokens(name, flag)
+        changed = any(self._tokens.get(place) != one for place, one in tokens.items())
+        self._tokens |= tokens
+        return changed
+
+    def _token(self, place: str, value: Any) -> Any:
+        asked = self._asked.get(place)
+        return token(value) if asked is None or type(value) not in (int, float) else asked.answers(value)
+
+    def _earlier(self) -> dict[int, str]:
+        alive = ((name, reference()) for name, reference in self._first)
+        return {id(tensor): name for name, tensor in alive if tensor is not None}
+
+    def _same_modules(self, model: nn.Module) -> None:
+        now = {name: id(module) for name, module in model.named_modules()}
+        changed = sorted(name for name in now.keys() | self._objects.keys() if now.get(name) != self._objects.get(name))
+        if changed:
+            raise PlanError(
+                f"the module {changed[0]} of the model was exchanged or taken out after training began, and the trainer"
+                " has the parameters of the one before; change the model before the first step, or make a new Trainer"
+                " and load the state that you want to keep"
+            )
+
+    def _is_ignored(self, place: str) -> bool:
+        return place in self._ignored or any(place.startswith(one) for one in self._ignored if one.endswith(("[", ".")))
+
+    def _numbers(self) -> Variant:
+        now = ((place, _numbers_of(self.tensor(place))) for place in sorted(self._compared))
+        return tuple((place, numbers) for place, numbers in now if numbers != self._compared[place])
+
+    def _all_tokens(self) -> dict[str, Any]:
+        reached = self.reached
+        self._values = dict(reached.values)
+        found: dict[str, Any] = {place: self._token(place, value) for place, value in reached.values.items()}
+        found |= {place: _form(tensor) for place, tensor in reached.tensors.items()}
+        found |= {place: _structure(what) for place, what in reached.structure.items()}
+        found |= {place: _array_token(array) for place, array, _ in reached.arrays}
+        self._flags = [_flag(p) for p in self._parameters_now()]
+        for (name, _, _), flag in zip(reached.parameters, self._flags, strict=True):
+            found |= _flag_tokens(name, flag)
+        return found
+
+
+def token(value: Any) -> tuple[str, str]:
+    """What makes one plain value another: its type and how it prints."""
+    return type(value).__qualname__, repr(value)
+
+
+def is_flag(place: str) -> bool:
+    """Whether a place says if a parameter trains, or in which mode a module is."""
+    return place.endswith((".requires_grad", ".training", ":training"))
+
+
+def _flag(parameter: nn.Parameter | None) -> tuple[bool, tuple[int, ...]]:
+    """Whether a parameter trains, and its hooks."""
+    if parameter is None:
+        return False, ()
+    return parameter.requires_grad, tuple(parameter._backward_hooks or ())
+
+
+def _flag_tokens(name: str, flag: tuple[bool, tuple[int, ...]]) -> dict[str, Any]:
+    return {f"{name}.requires_grad": ("bool", str(flag[0])), f"{name}.hooks": ("tuple", str(flag[1]))}
+
+
+def _alike(old: Any, new: Any) -> bool:
+    return isinstance(old, Tensor) and isinstance(new, Tensor) and _form(old) == _form(new)
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return ("tensor", str(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()), tensor.requires_grad)
+
+
+def _structure(what: Any) -> Any:
+    if hasattr(what, "co_code"):
+        return what.co_filename, what.co_firstlineno, what.co_name, what.co_code
+    return what
+
+
+def _array_token(array: Any) -> tuple[Any, ...]:
+    return str(array.dtype), array.shape, array.tobytes()
+
+
+def _numbers_of(tensor: Tensor) -> tuple[Any, ...]:
+    if tensor.is_meta:
+        raise PlanError("the step reads numbers of a tensor that is on the meta device by now")
+    with torch.no_grad():
+        return tuple(tensor.detach().reshape(-1).tolist())

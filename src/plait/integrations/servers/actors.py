@@ -1,0 +1,55 @@
+"""Servers and chief as actors of Ray. Gradients are read where they lie in the object store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from plait.engine.optimizers import OptimizerFactory
+from plait.engine.tuning import keep_freed_memory
+from plait.integrations.servers.coding import Coding
+from plait.integrations.servers.coordinator import Chief
+from plait.integrations.servers.server import Server, Standing
+from plait.integrations.servers.service import Job
+from plait.integrations.servers.tables.table_shard import TableSpec
+from plait.schedule.balance import Piece
+
+
+class ServerActor(Server):
+    """Its calls are made one after the other, in the chief's order."""
+
+    def __init__(
+        self,
+        job: str,
+        pieces: Sequence[Piece],
+        make_optimizer: OptimizerFactory,
+        make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+        folder: str,
+        tables: Sequence[TableSpec] = (),
+        coding: Coding = Coding(),  # noqa: B008  (a frozen value)
+    ) -> None:
+        import ray
+
+        torch.set_num_threads(1)
+        keep_freed_memory()
+        super().__init__(job, pieces, make_optimizer, make_scheduler, folder, ray.get, tables, coding)
+
+    def where(self) -> Standing:
+        return self.standing
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class ChiefActor(Chief):
+    """It is given names, by which one that comes back finds the others again."""
+
+    def __init__(self, job: Job, servers: Sequence[str], evaluator: str | None = None) -> None:
+        import ray
+
+        torch.set_num_threads(1)
+        found = None if evaluator is None else ray.get_actor(evaluator)
+        super().__init__(job, [ray.get_actor(name) for name in servers], found)

@@ -1,0 +1,167 @@
+"""Ray, the cluster engine: one of this machine's own for as long as a run takes, or the one that RAY_ADDRESS names.
+
+The embedded one listens on the loopback interface only, and with a token that nobody else knows. One on several
+machines is joined with the token that it was started with: whoever can reach it could otherwise have it run anything.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from plait.comm.private import private_folder
+from plait.errors import PlanError, WorldError
+from plait.integrations.servers.service import Job
+from plait.integrations.servers.warden import warden
+from plait.report.bytes import human_bytes
+
+OWN_FOLDER = "PLAIT_RAY_FOLDER"  # where the ranks of a worker find each other, if Ray is this machine's own
+_SMALLEST_STORE = 192 << 20
+_PART_OF_MEMORY = 0.8  # the rest is for what computes
+_ANSWER_SECONDS = 5.0
+_INSTALL = "pip install 'plait[ray]'"
+
+
+def check_installed() -> None:
+    """PlanError with the command that installs Ray where it is missing."""
+    if importlib.util.find_spec("ray") is None:
+        raise PlanError(f"parameter servers run on Ray, which is not installed: {_INSTALL}")
+
+
+def load_ray() -> Any:
+    """The module, told how to behave before it is first imported."""
+    check_installed()
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it tells its makers nothing of this run
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if is_own():
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the way to say: on the loopback interface
+        if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+            os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    import ray
+
+    return ray
+
+
+@contextmanager
+def cluster(job: Job) -> Iterator[Any]:
+    """Ray, with room for the roles of the job. One that is running already in this process is used and left running."""
+    ray = load_ray()
+    if ray.is_initialized():
+        _check_room(ray, job)
+        yield ray
+        return
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    with ExitStack() as started:
+        try:
+            if is_own():
+                check_memory(job)
+                started.enter_context(started_here(ray, num_cpus(job), store_bytes(job)))
+            else:
+                started.enter_context(_joined(ray, os.environ["RAY_ADDRESS"]))
+        except WorldError:
+            raise
+        except Exception as error:
+            if type(error).__name__ != "AuthenticationError":
+                raise WorldError(f"Ray did not start: {type(error).__name__}: {error}") from error
+            raise WorldError(
+                f"the Ray cluster at {os.environ.get('RAY_ADDRESS')} asks for its token: put it into RAY_AUTH_TOKEN, or"
+                " its file into RAY_AUTH_TOKEN_PATH (`ray get-auth-token` on the head node shows it)"
+            ) from None
+        _keep_quiet(ray)
+        _check_room(ray, job)
+        yield ray
+
+
+def is_own() -> bool:
+    """Whether Ray is this machine's own, started for the run."""
+    return "RAY_ADDRESS" not in os.environ
+
+
+def _check_answers(address: str) -> None:
+    """WorldError at once where nothing listens at host:port; Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if not colon or "/" in address or not port.isdecimal():  # auto, or a client's ray://
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
+    except OSError as error:
+        raise WorldError(
+            f"no Ray cluster answers at RAY_ADDRESS={address} ({error}); start one with `ray start --head`, or unset"
+            " RAY_ADDRESS to have plait start its own"
+        ) from None
+
+
+def _keep_quiet(ray: Any) -> None:
+    """Have Ray not print of actors that are gone: the chief says so, in a line."""
+    if hasattr(ray._private.worker, "print_to_stdstream"):
+        ray._private.worker.print_to_stdstream = lambda *values, **options: None
+
+
+@contextmanager
+def started_here(ray: Any, cpus: int, store: int) -> Iterator[Any]:
+    """Ray on this machine: `cpus` processes at a time, so many bytes of shared memory for what they exchange."""
+    with private_folder("ray") as folder, warden():
+        os.environ[OWN_FOLDER] = str(folder)  # which Ray's processes inherit
+        try:
+            ray.init(
+                address="local", num_cpus=cpus, object_store_memory=store, include_dashboard=False,
+                configure_logging=False, log_to_driver=False,
+                _temp_dir=str(folder / "r"),  # which Ray opens to all users: its parent must not be
+            )  # fmt: skip
+            yield ray
+        finally:
+            del os.environ[OWN_FOLDER]
+            ray.shutdown()
+
+
+@contextmanager
+def _joined(ray: Any, address: str) -> Iterator[Any]:
+    """The Ray cluster at an address."""
+    _check_answers(address)
+    try:
+        ray.init(address=address, configure_logging=False, log_to_driver=False)
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def check_memory(job: Job) -> None:
+    """WorldError where what the processes exchange needs more memory than this machine has."""
+    need, there = store_bytes(job), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > _PART_OF_MEMORY * there:
+        plan = job.plan
+        more = f" and the overlap={plan.overlap} tasks of each" if plan.overlap else ""
+        raise WorldError(
+            f"values and gradients under way between workers={plan.workers}{more} and servers take up to"
+            f" {human_bytes(need)}, and this machine has {human_bytes(there)} of memory; give fewer"
+        )
+
+
+def num_cpus(job: Job) -> int:
+    """Processes that compute: servers, and every rank of every worker. Others are small."""
+    return job.plan.servers + job.plan.workers * job.plan.within.num_processes
+
+
+def store_bytes(job: Job) -> int:
+    """Values and gradients under way: of every worker the values it has and those it gets, and two gradients; values
+    and a gradient more for each task that it has beside the one that it computes."""
+    size = sum(variable.num_bytes for variable in job.variables)
+    return max(_SMALLEST_STORE, int(1.2 * size * ((4 + 2 * job.plan.overlap) * job.plan.workers + 4)))
+
+
+def _check_room(ray: Any, job: Job) -> None:
+    there = int(ray.cluster_resources().get("CPU", 0))
+    if there < num_cpus(job):
+        raise WorldError(
+            f"the plan {job.plan.title!r} has {num_cpus(job)} processes that compute, {job.plan.servers} servers and"
+            f" {job.plan.workers} workers of {job.plan.within.num_processes}, and the Ray cluster has {there} CPUs;"
+            " start more nodes with `ray start --address`, or give a smaller plan"
+        )

@@ -1,0 +1,96 @@
+"""Pushes made smaller: each piece of a gradient by itself, so that its server makes it whole without the others.
+
+What a worker leaves out of a piece it adds to the next one that it pushes (error feedback). It keeps that to itself: a
+worker that is killed takes it along, and one that joins has left nothing out yet.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.cost.compressed_bytes import is_smaller
+from plait.engine.local_sgd.one_way import make_smaller, make_whole, num_bytes
+from plait.integrations.servers.arrays import dtype_of, misfit, to_array, to_tensor, to_tensors
+from plait.plan.compression import NO_COMPRESSION, Compression
+from plait.schedule.balance import Piece
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How the gradients of pieces travel; `exempt` are patterns of the names of those that do as they are."""
+
+    compression: Compression = NO_COMPRESSION
+    exempt: tuple[str, ...] = ()
+
+    def is_coded(self, piece: Piece) -> bool:
+        """Whether it travels as bytes: not if that would be no less."""
+        exempt = any(fnmatch.fnmatchcase(piece.name, pattern) for pattern in self.exempt)
+        return not exempt and is_smaller(piece.own_shape, self.compression, 1)
+
+    def misfit(self, array: object, piece: Piece) -> str:
+        """Why an array is no gradient of the piece; empty where it is one."""
+        if self.compression == NO_COMPRESSION or not self.is_coded(piece):
+            return misfit(array, piece)
+        if not isinstance(array, np.ndarray):
+            return f"{piece.name} is a {type(array).__name__}, not an array"
+        expected = num_bytes(piece.own_shape, self.compression)
+        if array.dtype != np.uint8 or array.shape != (expected,):
+            there = f"{array.dtype}{list(array.shape)}"
+            return f"{piece.name} is {there}, not the {expected} bytes of {self.compression}"
+        return self._places_misfit(array, piece)
+
+    def tensors(self, arrays: Sequence[np.ndarray | None], pieces: Sequence[Piece]) -> list[Tensor | None]:
+        """The gradients of pieces, whole again; None where there is none."""
+        if self.compression == NO_COMPRESSION:
+            return to_tensors(arrays, pieces)
+        return [
+            None if array is None else self._whole(array, piece) for array, piece in zip(arrays, pieces, strict=True)
+        ]
+
+    def _whole(self, array: np.ndarray, piece: Piece) -> Tensor:
+        if not self.is_coded(piece):
+            return to_tensor(array, dtype_of(piece))
+        return make_whole(to_tensor(array), piece.own_shape, self.compression).to(dtype_of(piece))
+
+    def _places_misfit(self, array: np.ndarray, piece: Piece) -> str:
+        """Why places that came with numbers are none of the piece."""
+        if self.compression.kind == "topk":
+            places = array[: len(array) // 2].view(np.int32)
+            if places.min() < 0 or places.max() >= piece.num_elements:
+                return f"{piece.name} has a number at a place outside of its {piece.num_elements}"
+        return ""
+
+
+class Encoder:
+    """A worker's side of it."""
+
+    def __init__(self, coding: Coding, shards: Sequence[Sequence[Piece]]) -> None:
+        self._coding, self._shards = coding, shards
+        self._left_out: dict[str, Tensor] = {}
+        self._factors: dict[str, Tensor] = {}
+
+    def encode(self, push: Sequence[Sequence[np.ndarray | None]]) -> tuple[list[np.ndarray | None], ...]:
+        """The arrays for every server, those of pieces made smaller; what follows them, of tables, is as it was."""
+        if self._coding.compression == NO_COMPRESSION:
+            return tuple(list(arrays) for arrays in push)
+        return tuple(
+            [*(self._array(array, piece) for array, piece in zip(arrays, pieces, strict=False)), *arrays[len(pieces) :]]
+            for arrays, pieces in zip(push, self._shards, strict=True)
+        )
+
+    def _array(self, array: np.ndarray | None, piece: Piece) -> np.ndarray | None:
+        if array is None or not self._coding.is_coded(piece):
+            return array
+        name = f"{piece.name}:{piece.start}"
+        gradient = to_tensor(array, dtype_of(piece)).to(torch.float32)
+        if name in self._left_out:
+            gradient = gradient + self._left_out[name]
+        coded, whole = make_smaller(gradient, self._coding.compression, self._factors, name)
+        self._left_out[name] = gradient - whole
+        return to_array(coded)

@@ -1,0 +1,57 @@
+"""The evaluator: it follows the checkpoints of a run, and says what the newest is worth on data held out."""
+
+from __future__ import annotations
+
+import os
+from itertools import islice
+
+import torch
+
+from plait.compile.capture.loss_values import loss_and_aux
+from plait.engine.checkpoint.manifest import Manifest
+from plait.engine.checkpoint.places import newest
+from plait.engine.data.loader import Loader
+from plait.engine.trainer import Trainer
+from plait.errors import CheckpointError
+from plait.integrations.servers.service import Job
+from plait.plan.plan import Plan
+
+
+class Evaluator:
+    """An actor. It evaluates a checkpoint at a time; those that were followed by another meanwhile are passed over."""
+
+    def __init__(self, job: Job) -> None:
+        torch.set_num_threads(job.num_threads)
+        self._job = job
+        model, loss_fn = job.make_model()
+        plan = Plan(precision=job.plan.precision, exceptions=job.plan.exceptions)
+        self._trainer = Trainer(model, loss_fn, job.optimizer, plan, seed=job.seed)
+        _, held_out = job.make_data()
+        world = self._trainer.world
+        self._loader = Loader(held_out, job.batch_size, shuffle=False, seed=job.seed, plan=plan, world=world)
+        self._begin = self._loader.state_dict()
+        self._seen = -1
+
+    def look(self) -> tuple[int, float] | None:
+        """(step, loss) of the newest checkpoint; None if it was evaluated before."""
+        self._loader.load_state_dict(self._begin)
+        if not hasattr(self._trainer, "update"):
+            self._trainer.prepare(next(iter(self._loader)))
+            self._loader.load_state_dict(self._begin)
+        while True:
+            folder = newest(self._job.folder)
+            try:
+                step = Manifest.read(folder).step
+                if step <= self._seen:
+                    return None
+                self._trainer.load_weights(str(folder))
+                break
+            except CheckpointError:
+                if str(newest(self._job.folder)) == str(folder):  # else it was removed, for newer ones, meanwhile
+                    raise
+        self._seen = step
+        loss, _ = loss_and_aux(self._trainer.evaluate(islice(self._loader, self._job.evaluate_batches)))
+        return step, loss
+
+    def pid(self) -> int:
+        return os.getpid()

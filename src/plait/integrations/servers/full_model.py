@@ -1,0 +1,169 @@
+"""The whole model from the servers' pieces, and the pieces from the whole: how checkpoints are made and read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from plait.cost.rowhash import by_server
+from plait.engine.checkpoint import collect, load
+from plait.engine.checkpoint.saver import Saver
+from plait.errors import CheckpointError
+from plait.integrations.servers.arrays import dtype_of, packed, to_array, to_tensor, unpacked
+from plait.integrations.servers.optimizer_shard import Held
+from plait.integrations.servers.resumed import checked_data, checked_outer, checked_tables
+from plait.integrations.servers.service import Job
+from plait.integrations.servers.tables.module import tables_away
+from plait.schedule.balance import Piece
+
+# Of a server: values, what the optimizer keeps, tables.
+State = tuple[Sequence[np.ndarray], Mapping[str, Mapping[str, Any]], Mapping[str, Mapping[str, Any]]]
+
+
+class Whole:
+    """The chief's copy of the model, with which it writes checkpoints that load under any plan."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        with tables_away():
+            model, _ = job.make_model()
+        self.tables: dict[str, dict[str, Any]] = {}  # all rows, as the servers' state has them
+        self.held = Held(
+            dict(model.named_parameters()), job.optimizer, job.scheduler, job.plan, job.seed, model=model
+        )  # fmt: skip
+        self.outer: dict[str, dict[str, Any]] = {}  # what servers keep where workers take steps of their own
+        self._saver = Saver()
+        small = {v.name: nn.Parameter(torch.zeros((1,) * len(v.shape))) for v in job.variables}
+        self._rates = Held(small, job.optimizer, job.scheduler, job.plan, job.seed)  # to know the learning rate by
+        self._first_batch = 0  # of the data, at step `_first_step`
+        self._first_step = 0
+
+    @property
+    def step(self) -> int:
+        return self.held.step_number
+
+    def load(self) -> int:
+        """Take over the newest checkpoint; returns the batch of the data to go on with, counted through all epochs."""
+        extra = load.load(self.held, self.job.begins_at or self.job.folder)
+        data, where = self._checked(extra), self.job.begins_at or self.job.folder
+        self.tables = checked_tables(extra, self.job.tables, where)
+        self.outer = checked_outer(extra, self.job.variables, where)
+        scheduler = self.held.scheduler
+        self._rates.set_options(self.held.options(), None if scheduler is None else scheduler.state_dict())
+        self._first_step = self._rates.step_number = self.step
+        self._first_batch = int(data["epoch"]) * self._batches + int(data["items"]) // self.job.batch_size
+        return self._first_batch
+
+    def check(self) -> None:
+        """Raise what `load` would of another model, optimizer or data, without reading any values."""
+        self._checked(load.check(self.held, self.job.begins_at or self.job.folder))
+
+    def _checked(self, extra: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Where the saved run's data stood."""
+        data = checked_data(extra, self.job.begins_at or self.job.folder)
+        here = (self.job.seed, self.job.num_items)
+        if (data["seed"], data["size"]) != here:
+            raise CheckpointError(
+                f"the data is not that of the saved run: seed and number of items were {data['seed']} and"
+                f" {data['size']}, and are now {here[0]} and {here[1]}; use the same data and seed, or start anew"
+            )
+        return data
+
+    def rate(self, step: int) -> float:
+        """The learning rate of the step that follows `step`; asked for one after the other."""
+        self._rates.advance(step)
+        return self._rates.rate
+
+    def values(self, pieces: Sequence[Piece]) -> list[np.ndarray]:
+        """The values of a server's pieces."""
+        return [to_array(_rows(self.held.parameters[piece.name].detach(), piece)) for piece in pieces]
+
+    def state(self, server: int) -> dict[str, Any]:
+        """What a server's optimizer, scheduler and tables are to know."""
+        pieces = self.job.shards[server]
+        scheduler, local = self.held.scheduler, self.job.is_local
+        kept = self.outer if local else self.held.optimizer_state()
+        return {
+            "optimizer": {
+                piece.name: {
+                    key: packed(_rows(value, piece) if torch.is_tensor(value) and _like(value, piece) else value)
+                    for key, value in kept.get(piece.name, {}).items()
+                }
+                for piece in pieces
+            },
+            "tables": {name: self._rows_of(kept, server) for name, kept in self.tables.items()},
+            "groups": None if local else self.held.options(),
+            "scheduler": None if scheduler is None or local else scheduler.state_dict(),
+        }
+
+    def save(
+        self,
+        step: int,
+        states: Sequence[State],
+        buffers: Mapping[str, np.ndarray],
+        moments: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Write the checkpoint of a step from what the servers hold, and of a worker its buffers and, where it has an
+        optimizer of its own, what that keeps. CheckpointError names what kept it from that."""
+        self.join(states)
+        if moments:
+            self.held.set_optimizer_state({n: {k: unpacked(v) for k, v in of.items()} for n, of in moments.items()})
+        for name, buffer in self.held.replica.buffers.items():
+            if name in buffers:
+                buffer.copy_(to_tensor(buffers[name], buffer.dtype))
+        self.held.advance(step)
+        extra: dict[str, Any] = {"data": self._data(step), "job": self.job.name}
+        extra |= {name: kept for name, kept in (("tables", self.tables), ("outer", self.outer)) if kept}
+        collect.save(self.held, self.job.folder, extra, self.job.keep, self._saver, True)
+
+    def join(self, states: Sequence[State]) -> None:
+        """Take over what the servers hold."""
+        state: dict[str, dict[str, Any]] = {}
+        for pieces, (values, kept, _) in zip(self.job.shards, states, strict=True):
+            for piece, value in zip(pieces, values, strict=True):
+                _rows(self.held.parameters[piece.name].detach(), piece).copy_(to_tensor(value, dtype_of(piece)))
+                self._join(state.setdefault(piece.name, {}), kept[piece.name], piece)
+        if self.job.is_local:
+            self.outer = state
+        else:
+            self.held.set_optimizer_state(state)
+        for table in self.job.tables:
+            parts = [{key: unpacked(value) for key, value in tables[table.name].items()} for _, _, tables in states]
+            self.tables[table.name] = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+    def _join(self, into: dict[str, Any], kept: Mapping[str, Any], piece: Piece) -> None:
+        """Put a piece's state in its place of the whole's."""
+        for key, value in kept.items():
+            found = unpacked(value)
+            if not torch.is_tensor(found) or piece.is_whole or tuple(found.shape) != piece.own_shape:
+                into.setdefault(key, found)
+                continue
+            whole = into.setdefault(key, torch.zeros(piece.shape, dtype=found.dtype))
+            _rows(whole, piece).copy_(found)
+
+    def _data(self, step: int) -> dict[str, Any]:
+        """Where a loader stands after this step, as run.feeding.loader has it."""
+        batch = self._first_batch + step - self._first_step
+        epoch, items = batch // self._batches, batch % self._batches * self.job.batch_size
+        return {"epoch": epoch, "items": items, "seed": self.job.seed, "shuffle": True, "size": self.job.num_items}
+
+    def _rows_of(self, kept: Mapping[str, Any], server: int) -> dict[str, Any]:
+        """A server's rows of a table, whatever number of servers there were."""
+        mine = torch.from_numpy(by_server(kept["ids"].numpy(), len(self.job.shards))[server])
+        return {key: packed(value[mine]) for key, value in kept.items()}
+
+    @property
+    def _batches(self) -> int:
+        return self.job.num_items // self.job.batch_size
+
+
+def _rows(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return whole[piece.start : piece.stop] if piece.shape else whole
+
+
+def _like(value: torch.Tensor, piece: Piece) -> bool:
+    return tuple(value.shape) == piece.shape and bool(piece.shape)

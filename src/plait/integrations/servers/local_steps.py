@@ -1,0 +1,145 @@
+"""What a worker computes that takes several steps of its own before it pushes: local SGD and DiLoCo, with workers that
+come and go.
+
+It begins a round with the servers' values, and pushes what its steps have changed, which is the gradient of the
+servers' outer optimizer (engine/local_sgd/diloco.py has the sources). What its own optimizer keeps stays with it; one
+that joins takes over what the last checkpoint has of it.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.comm.protocol import World
+from plait.compile.capture.loss_values import loss_and_aux
+from plait.engine.checkpoint.manifest import Manifest
+from plait.engine.checkpoint.places import newest
+from plait.engine.compiler import Compiler
+from plait.engine.state import local_part
+from plait.engine.trainer import Trainer
+from plait.errors import CheckpointError
+from plait.integrations.servers.arrays import dtype_of, packed, to_array, to_tensor, views, wholes
+from plait.integrations.servers.computing import Gradient, num_tokens
+from plait.integrations.servers.feed import BatchFeed, Feed
+from plait.integrations.servers.notes import Task
+from plait.integrations.servers.service import Job, fingerprint_of, variables_of
+from plait.integrations.servers.tables.local import Lookup
+
+
+class LocalSteps:
+    """One rank of a worker, as Computing is. All ranks of a worker are given the same tasks."""
+
+    def __init__(
+        self, job: Job, world: World, feed: Feed | BatchFeed | None = None, compiler: Compiler | None = None
+    ) -> None:
+        self.job, self.world = job, world
+        model, loss_fn = job.make_model() if compiler is None else (compiler.model, compiler.loss_fn)
+        self.fingerprint = fingerprint_of(variables_of(model), (), job.plan)
+        self.feed = feed or Feed(job, job.make_data()[0])
+        self.trainer = Trainer(
+            model, loss_fn, job.optimizer, job.plan.within, layouts=job.layouts, seed=job.seed,
+            clip_norm=job.clip_norm, scheduler=job.scheduler, on_nan="warn", scratch=job.scratch, world=world,
+            compiler=compiler,
+        )  # fmt: skip
+        self.trainer.prepare(self.feed.read(0))
+        self._is_new = True
+
+    def read(self, task: Task) -> tuple[Any, Lookup]:
+        """The first batch of a task; what comes next is read meanwhile. No table's rows are wanted."""
+        return self.feed.read(task.piece, self._piece(task, 1) if task.num_steps > 1 else task.then), Lookup({}, {})
+
+    def compute(
+        self, task: Task, first: tuple[Any, Lookup], flats: Sequence[np.ndarray], rows: Sequence[Any] = ()
+    ) -> Gradient:
+        """Take the task's steps from these values, each server's shard as bytes; what changed is the gradient."""
+        batch, _ = first
+        self._catch_up(task.step)
+        self._take(flats)
+        losses, tokens, reading = [], 0, 0.0
+        for index in range(task.num_steps):
+            if index:
+                since = time.perf_counter()
+                after = self._piece(task, index + 1) if index + 1 < task.num_steps else task.then
+                batch = self.feed.read(self._piece(task, index), after)
+                reading += time.perf_counter() - since
+            losses.append(float(loss_and_aux(self.trainer.step(batch))[0]))
+            tokens += num_tokens(batch)
+        state = self.trainer.full_state_dict()
+        moments = self._moments() if task.saves else None
+        if self.job.plan.moments == "reset":
+            self._reset_moments()
+        buffers = {n: to_array(value) for n, value in state.items() if n in self.trainer.replica.buffers}
+        changes = self._changes(flats, state)
+        return Gradient(sum(losses) / len(losses), 1.0, tokens, changes, buffers, reading, moments)
+
+    def close(self) -> None:
+        self.feed.close()
+        self.trainer.close()
+
+    def _piece(self, task: Task, index: int) -> int:
+        """The piece of the `index`th batch of a task."""
+        return task.piece + index * self.job.num_parts
+
+    def _take(self, flats: Sequence[np.ndarray]) -> None:
+        replica = self.trainer.replica
+        for name, whole in wholes(flats, self.job.shards).items():
+            if name in replica.parameters:
+                replica.set_local(name, local_part(whole, replica.layouts[name], self.world).to(self.world.device))
+        replica.updated()
+
+    def _changes(self, flats: Sequence[np.ndarray], state: dict[str, Tensor]) -> tuple[list[np.ndarray | None], ...]:
+        """For every server an array for each of its pieces: what it was less what it is."""
+        found = []
+        for flat, pieces in zip(flats, self.job.shards, strict=True):
+            arrays: list[np.ndarray | None] = []
+            for piece, before in zip(pieces, views(to_tensor(flat), pieces), strict=True):
+                after = state[piece.name]
+                after = after[piece.start : piece.stop] if piece.shape else after
+                arrays.append(to_array(before - after.to(dtype_of(piece))))
+            found.append(arrays)
+        return tuple(found)
+
+    def _catch_up(self, step: int) -> None:
+        """Be at this step of the run: its learning rate, its random draws."""
+        trainer = self.trainer
+        if self._is_new and step > 0:
+            self._take_over_moments()
+        self._is_new = False
+        while trainer.step_number < step:
+            trainer.step_number += 1
+            if trainer.scheduler is not None:
+                with warnings.catch_warnings():  # torch warns of a scheduler whose optimizer has not stepped yet
+                    warnings.simplefilter("ignore", UserWarning)
+                    trainer.scheduler.step()
+
+    def _moments(self) -> dict[str, dict[str, Any]]:
+        """What the worker's own optimizer keeps, whole; every rank calls it."""
+        kept = self.trainer.state_dict()["optimizer"]["state"]
+        return {
+            name: {key: packed(v.full_tensor() if hasattr(v, "full_tensor") else v) for key, v in of.items()}
+            for name, of in kept.items()  # a DTensor, where ranks share it
+        }
+
+    def _reset_moments(self) -> None:
+        assert self.trainer.optimizer is not None
+        for kept in self.trainer.optimizer.state.values():
+            for value in kept.values():
+                if torch.is_tensor(value):
+                    value.zero_()
+
+    def _take_over_moments(self) -> None:
+        """Those of the newest checkpoint, if it is one that this run wrote or goes on from."""
+        try:
+            found = newest(self.job.folder)
+            extra = Manifest.read(found).values["common"]["extra"]
+            if self.job.resume or extra.get("job") == self.job.name:
+                self.trainer.load(str(found))
+        except CheckpointError as error:
+            warnings.warn(f"the worker begins with moments of its own: {error}", stacklevel=2)

@@ -1,0 +1,223 @@
+"""Variables that one process holds with their optimizer: a server's pieces, or the chief's whole model.
+
+It is a run as checkpoints know it (engine/checkpoint), so that a server's snapshot and the run's checkpoint are of
+one format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm.process import process_world
+from plait.comm.protocol import World
+from plait.compile.ir.dtypes import torch_name
+from plait.engine.average import MovingAverage
+from plait.engine.checkpoint.snapshot import persistent_buffers
+from plait.engine.local_sgd.replicas import Replicas
+from plait.engine.optimizers import OptimizerFactory, build_optimizer, build_scheduler
+from plait.engine.scaling import LossScale
+from plait.engine.trying import EXACT, depends_on_the_cut
+from plait.errors import PlanError
+from plait.integrations.servers.arrays import offsets, views
+from plait.optim.several import Several
+from plait.plan.plan import Plan
+from plait.schedule.balance import Piece, Variable
+from plait.spec.layout import Layout
+
+# Of a group, what is this process's own: its parameters, and the implementation that suits them.
+_OWN = ("params", "param_names", "foreach", "fused", "capturable")
+
+
+class _Holder:
+    """What checkpoints ask of a replica: parameters, each whole and in this process."""
+
+    changing: frozenset[str] = frozenset()  # no parameter that a step changes by itself is served
+
+    def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter], buffers: dict[str, Tensor]) -> None:
+        self.compiler = SimpleNamespace(model=model)
+        self.parameters = parameters
+        self.buffers = buffers
+        self.dtypes = {name: p.dtype for name, p in parameters.items()}
+        self.layouts = {name: Layout(torch_name(p.dtype), tuple(p.shape)) for name, p in parameters.items()}
+
+    def local(self, name: str) -> Tensor:
+        return self.parameters[name].detach()
+
+    def updated(self) -> None:
+        """Nobody has copies."""
+
+
+class Held:
+    """A run as run.saving.snapshot.Run has it, of variables that are updated here by the user's optimizer."""
+
+    loss_scale: LossScale | None = None
+    replicas: Replicas | None = None
+    average: MovingAverage | None = None
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        make_optimizer: OptimizerFactory,
+        make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+        plan: Plan,
+        seed: int,
+        model: nn.Module | None = None,
+    ) -> None:
+        self.plan, self.seed, self.step_number = plan, seed, 0
+        self.world: World = process_world(Plan().mesh, device="cpu")
+        buffers = {} if model is None else dict(model.named_buffers())
+        self.replica: Any = _Holder(model or _module(parameters), dict(parameters), buffers)
+        self.optimizer: torch.optim.Optimizer | None = build_optimizer(
+            make_optimizer, parameters, self.replica.layouts, self.world
+        )
+        self.scheduler = build_scheduler(make_scheduler, self.optimizer)
+        self.optimizer.step()  # on no gradient: a scheduler warns of one that never has
+        self.update: Any = SimpleNamespace(settle=lambda parameter: None, state_of=self._state_of)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        found: dict[str, nn.Parameter] = self.replica.parameters
+        return found
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the first group."""
+        assert self.optimizer is not None
+        return float(self.optimizer.param_groups[0].get("lr", 0.0))
+
+    def advance(self, step: int) -> None:
+        """The steps up to `step` are done: the learning rate is that of the next one."""
+        while self.step_number < step:
+            self.step_number += 1
+            if self.scheduler is not None:
+                self.scheduler.step()
+
+    def optimizer_state(self) -> dict[str, dict[str, Any]]:
+        """What the optimizer keeps, by name and key; tensors are those that it works on."""
+        return {name: self._state_of(p) for name, p in self.parameters.items()}
+
+    def set_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        assert self.optimizer is not None
+        for name, parameter in self.parameters.items():
+            if state.get(name):
+                self.optimizer.state[parameter] = {
+                    key: value.clone() if torch.is_tensor(value) else value for key, value in state[name].items()
+                }
+
+    def options(self) -> list[dict[str, Any]]:
+        """What the optimizer's groups are given beside their parameters."""
+        assert self.optimizer is not None
+        return [{k: v for k, v in g.items() if k not in _OWN} for g in self.optimizer.param_groups]
+
+    def set_options(self, groups: Sequence[Mapping[str, Any]], scheduler: Mapping[str, Any] | None) -> None:
+        """Take over the options of groups and the scheduler's state."""
+        assert self.optimizer is not None
+        for group, options in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update(options)
+        if self.scheduler is not None and scheduler is not None:
+            self.scheduler.load_state_dict(scheduler)
+
+    def persistent_buffers(self) -> dict[str, Tensor]:
+        kept = persistent_buffers(self.replica.compiler.model)
+        return {name: b for name, b in self.replica.buffers.items() if name in kept}
+
+    def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        assert self.optimizer is not None
+        return dict(self.optimizer.state.get(parameter, {}))
+
+
+class Shard(Held):
+    """A server's pieces, as views of one flat memory of bytes, `flat`."""
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        make_optimizer: OptimizerFactory,
+        make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        plan: Plan = Plan(),  # noqa: B008  (a frozen value)
+        seed: int = 0,
+    ) -> None:
+        self.pieces = tuple(pieces)
+        self.flat = torch.zeros(offsets(pieces)[-1], dtype=torch.uint8)
+        self._mean = torch.empty(0, dtype=torch.uint8)  # room for the mean of several gradients, made when first used
+        made = {piece.name: nn.Parameter(view) for piece, view in zip(pieces, views(self.flat, pieces), strict=True)}
+        super().__init__(made, make_optimizer, make_scheduler, plan, seed)
+        # A gradient may lie in memory that must not be written to, and torch's own optimizers do not write to it.
+        self._careful = not type(self.optimizer).__module__.startswith(("torch.optim", "plait.optim"))
+
+    def set_gradients(self, gradients: Sequence[Sequence[Tensor | None]], shares: Sequence[float]) -> None:
+        """Take the sum of gradients by their shares, each with a tensor for every piece."""
+        if len(gradients) == 1 and shares[0] == 1.0 and not self._careful:
+            found: list[Tensor | None] = list(gradients[0])
+        else:
+            found = self._sum(gradients, shares)
+        for parameter, gradient in zip(self.parameters.values(), found, strict=True):
+            parameter.grad = gradient
+
+    def square(self) -> float:
+        """The squared norm of the gradients that are set."""
+        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
+        return sum(float(norm.double().square()) for norm in torch._foreach_norm(gradients))
+
+    def step(self, scale: float = 1.0) -> None:
+        """Update by the gradients that are set, times `scale`."""
+        assert self.optimizer is not None
+        if scale != 1.0:
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad * scale
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _sum(self, gradients: Sequence[Sequence[Tensor | None]], shares: Sequence[float]) -> list[Tensor | None]:
+        if self._mean.numel() == 0:
+            self._mean = torch.empty_like(self.flat)
+        found: list[Tensor | None] = []
+        for index, into in enumerate(views(self._mean, self.pieces)):
+            some = [(g[index], share) for g, share in zip(gradients, shares, strict=True) if g[index] is not None]
+            for number, (gradient, share) in enumerate(some):
+                assert gradient is not None
+                if number == 0:
+                    torch.mul(gradient, share, out=into)
+                else:
+                    into.add_(gradient, alpha=share)
+            found.append(into if some else None)
+        return found
+
+
+def may_cut(variables: Sequence[Variable], make_optimizer: OptimizerFactory) -> bool:
+    """Whether the optimizer works on the rows of a tensor as on the whole, so that servers may share a tensor."""
+    small = {v.name: nn.Parameter(torch.zeros((2,) * len(v.shape), dtype=getattr(torch, v.dtype))) for v in variables}
+    layouts = {name: Layout(torch_name(p.dtype), tuple(p.shape)) for name, p in small.items()}
+    optimizer = build_optimizer(make_optimizer, small, layouts, process_world(Plan().mesh, device="cpu"))
+    if isinstance(optimizer, Several):
+        raise PlanError(
+            f"a server updates its pieces of the variables with one optimizer, and {optimizer.title} are several; use"
+            " one optimizer, or data=N in place of workers="
+        )
+    if hasattr(optimizer, "bind") or type(optimizer) in EXACT:
+        return False
+    return not any(
+        depends_on_the_cut(optimizer, group, ndim)
+        for group in optimizer.param_groups
+        for ndim in {p.ndim for p in group["params"]}
+    )
+
+
+def _module(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
+    """A module that has these parameters under their names."""
+    root = nn.Module()
+    for name, parameter in parameters.items():
+        *path, key = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module._modules[part]  # type: ignore[assignment]
+        module.register_parameter(key, parameter)
+    return root

@@ -1,0 +1,69 @@
+"""From a plan and what the user gives to a Job: what is served is found, and shared out among the servers."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.errors import PlanError
+from plait.integrations.servers.optimizer_shard import may_cut
+from plait.integrations.servers.service import Job, check_plan, variables_of
+from plait.integrations.servers.tables.module import specs_of, tables_away
+from plait.integrations.servers.tables.table_shard import TableSpec
+from plait.plan.plan import Plan
+from plait.schedule.balance import balance
+
+
+def make_job(plan: Plan, **given: Any) -> Job:
+    """The job of a run; `given` are its fields but for name, variables and shards.
+
+    PlanError or BatchError for a plan, a batch or an optimizer that does not go with parameter servers.
+    """
+    check_plan(plan, given["batch_size"])
+    model = _on_meta(given["make_model"])
+    variables, tables = variables_of(model), specs_of(model)
+    if tables and (plan.within.num_processes > 1 or plan.micro > 1):
+        raise PlanError(
+            f"the plan {plan.title!r} does not go with the tables {_names(tables)}: a worker looks up the rows of a"
+            " batch for one rank, at once; use workers=N servers=M alone"
+        )
+    if tables and plan.sync != 1:
+        raise PlanError(
+            f"sync={plan.sync} has workers take steps of their own on the whole model, and the rows of the tables"
+            f" {_names(tables)} are on servers; leave sync= out"
+        )
+    if tables and given.get("evaluate_every"):
+        raise PlanError(
+            f"evaluation needs the whole model in one process, and the tables {_names(tables)} are on servers; set"
+            " train.evaluate_every = 0"
+        )
+    if not variables:
+        raise PlanError("the model has no parameter to train, so that there is nothing for servers to hold")
+    job = Job(name=uuid.uuid4().hex[:12], plan=plan, variables=variables, shards=(), tables=tables, **given)
+    may_cut(variables, job.optimizer)  # refuses what workers cannot have
+    shards = balance(variables, plan.servers, may_cut(variables, job.server_optimizer))
+    if not all(shards):
+        raise PlanError(
+            f"servers={plan.servers} do not all get a part of {len(variables)} variables of"
+            f" {sum(v.num_bytes for v in variables)} bytes; give fewer"
+        )
+    return dataclasses.replace(job, shards=shards)
+
+
+def _on_meta(make_model: Callable[[], Sequence[nn.Module]]) -> nn.Module:
+    """The model without memory, where that can be made."""
+    try:
+        with torch.device("meta"), tables_away():
+            return make_model()[0]
+    except Exception:  # a constructor that needs values
+        with tables_away():
+            return make_model()[0]
+
+
+def _names(tables: Sequence[TableSpec]) -> str:
+    return ", ".join(table.name for table in tables)

@@ -1,0 +1,144 @@
+"""A run with parameter servers in one process, in a given order of pushes: what a definition is compared with.
+
+The servers, the workers' computing and the agreement are those of a real run; only nobody waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from plait.comm.process import process_world
+from plait.comm.protocol import World
+from plait.errors import PlanError
+from plait.integrations.servers.coding import Encoder
+from plait.integrations.servers.computing import Computing
+from plait.integrations.servers.full_model import Whole
+from plait.integrations.servers.local_steps import LocalSteps
+from plait.integrations.servers.notes import Task
+from plait.integrations.servers.server import Member, Order, Server, Standing
+from plait.integrations.servers.service import Job, agreement_of
+from plait.integrations.servers.tables.local import Lookup
+from plait.schedule.consistency import Agreement, Commit, Go, Push, Refuse
+from plait.schedule.work_queue import Handout
+
+Computings = list[Computing] | list[LocalSteps]
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """The values at the end, by name; the loss of every push in turn; every update."""
+
+    values: dict[str, Tensor]
+    losses: tuple[float, ...]
+    commits: tuple[Commit, ...]
+    tables: dict[str, dict[str, Tensor]]  # ids, values and what their optimizer keeps
+
+
+def rehearse(job: Job, order: Sequence[int], computing: Computings | None = None) -> Rehearsed:
+    """Run the job's plan in which worker `order[k]` makes the kth push. PlanError for an order that cannot be.
+
+    `computing` is what each worker computes by, as `of_each_worker` makes it. The ranks of a worker of several rehearse
+    all of it each, with theirs.
+    """
+    return _Rehearsal(dataclasses.replace(job, order=tuple(order)), computing).run()
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A task, whose values are arrays, with its batch and the rows that this wants as they were when it was given."""
+
+    task: Task
+    batch: tuple[Any, Lookup]
+    rows: list[list[np.ndarray]]
+
+
+class _Rehearsal:
+    def __init__(self, job: Job, computing: Computings | None) -> None:
+        self.job = job
+        self.computing = computing or of_each_worker(job, process_world(job.plan.within.mesh, device="cpu"))
+        self.encoders = [Encoder(job.coding, job.shards) for _ in range(job.plan.workers)]
+        whole = Whole(job)
+        self.servers = [
+            Server(
+                job.name, pieces, job.server_optimizer, job.server_scheduler, f"{job.out}/servers/{index}",
+                table_specs=job.tables, coding=job.coding,
+            )
+            for index, pieces in enumerate(job.shards)
+        ]  # fmt: skip
+        for index, (server, pieces) in enumerate(zip(self.servers, job.shards, strict=True)):
+            server.start(whole.values(pieces), whole.state(index), Standing(0))
+        self.handout = Handout(0, job.num_parts, job.steps_each)
+        self.tasks: dict[int, list[_Begun]] = {worker: [] for worker in range(job.plan.workers)}
+        self.pushes: dict[int, tuple[int, list[list[np.ndarray | None]]]] = {}
+        self.commits: list[Commit] = []
+        self.step = 0
+
+    def run(self) -> Rehearsed:
+        job = self.job
+        agreement = agreement_of(job)
+        losses = []
+        for worker in range(job.plan.workers):
+            self._carry_out(agreement, agreement.join(worker))
+        for worker in job.order:
+            if not self.tasks[worker]:
+                raise PlanError(f"the order has worker {worker} push, which waits for others by the plan {job.plan}")
+            begun, computing = self.tasks[worker].pop(0), self.computing[worker]
+            task = begun.task
+            found = computing.compute(task, begun.batch, task.values, begun.rows)
+            push = self.encoders[worker].encode(found.arrays)
+            self.pushes[worker] = (task.version, [[None if a is None else a.copy() for a in each] for each in push])
+            self.handout.used(worker, task.piece)
+            losses.append(found.loss)
+            self._carry_out(agreement, agreement.push(Push(worker, task.version, found.weight)))
+        for each in {id(each): each for each in self.computing}.values():
+            each.close()
+        last = Whole(job)
+        last.join([server.state() for server in self.servers])
+        values = {name: p.detach() for name, p in last.held.parameters.items()}
+        return Rehearsed(values, tuple(losses), tuple(self.commits), last.tables)
+
+    def _carry_out(self, agreement: Agreement, decisions: Sequence[Any]) -> None:
+        for decision in decisions:
+            if isinstance(decision, Commit):
+                self._commit(decision)
+            elif isinstance(decision, Refuse):
+                raise PlanError(decision.why)
+        given = self.handout.give([decision.worker for decision in decisions if isinstance(decision, Go)])
+        for worker, piece, then in given:
+            values = tuple(server.read().copy() for server in self.servers)
+            task = Task(agreement.version, piece, then, values, self.step, self.job.steps_each)
+            batch = self.computing[worker].read(task)
+            rows = [server.pull(batch[1].wanted(index)) for index, server in enumerate(self.servers)]
+            self.tasks[worker].append(_Begun(task, batch, rows))
+
+    def _commit(self, commit: Commit) -> None:
+        self.commits.append(commit)
+        self.step += commit.ends_step * self.job.steps_each
+        taken = [self.pushes.pop(worker) for worker in commit.members]
+        members = tuple(
+            Member(worker, commit.number, share, base, self.job.name)
+            for worker, share, (base, _) in zip(commit.members, commit.shares, taken, strict=True)
+        )
+        clip = None if self.job.is_local or self.job.plan.staleness != 0 else self.job.clip_norm
+        order = Order(commit.number, self.step, members, 0, clip is not None)
+        dones = [
+            server.update(order, [arrays[index] for _, arrays in taken]) for index, server in enumerate(self.servers)
+        ]
+        if clip is not None:
+            norm = math.sqrt(sum(done.square for done in dones))
+            for server in self.servers:
+                server.finish(commit.number, min(1.0, clip / (norm + 1e-6)))
+
+
+def of_each_worker(job: Job, world: World, **given: Any) -> Computings:
+    """What a rank of each worker computes by. Where workers keep nothing to themselves, one computes for all."""
+    if job.is_local:
+        return [LocalSteps(job, world, **given) for _ in range(job.plan.workers)]
+    return [Computing(job, world, **given)] * job.plan.workers

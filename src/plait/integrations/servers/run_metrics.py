@@ -1,0 +1,102 @@
+"""What a run measures of itself: a line for every step, and of what went wrong an event each."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from plait.integrations.servers.notes import Note
+from plait.schedule.consistency import Commit
+
+EVENTS = "events.jsonl"
+
+
+class Tally:
+    """Counts since the last line, and totals since the run began in this process."""
+
+    def __init__(self, out: str, log: Any) -> None:
+        self._log = log
+        self._events = open(Path(out) / EVENTS, "a", buffering=1)  # noqa: SIM115  (closed by `close`)
+        self.messages: list[str] = []  # for people, until they are fetched
+        self.tokens = 0
+        self.loss = float("nan")
+        self.totals: Counter[str] = Counter()
+        self._begin()
+        self._since = time.monotonic()
+
+    def commit(self, commit: Commit, notes: list[Note]) -> None:
+        """An update was ordered."""
+        self._updates += 1
+        for stale in commit.staleness:
+            self._stale[stale] += 1
+        for note in notes:
+            self.took(note)
+            self._losses.append((note.loss, note.weight))
+
+    def took(self, note: Note) -> None:
+        """A push has come, whether it is used or not."""
+        self._pushes += 1
+        self._waited += note.waited
+        self._data += note.data
+        self._moved += note.moved
+        self._tokens += note.tokens
+        self.tokens += note.tokens
+
+    def count(self, what: str, number: int = 1) -> None:
+        """Of updates_lost, late, refused."""
+        self._counts[what] += number
+        self.totals[what] += number
+
+    def event(self, kind: str, message: str, show: bool = True, **values: Any) -> None:
+        """Something that people may want to know of: into events.jsonl, and shown."""
+        if not self._events.closed:
+            self._events.write(
+                json.dumps({"time": round(time.time(), 3), "event": kind, "message": message} | values) + "\n"
+            )
+        if show:
+            self.messages.append(message)
+
+    def line(self, step: int, rate: float, num_workers: int) -> None:
+        """The step is done: write its line. `loss` is the mean over its gradients, by weight."""
+        seconds = time.monotonic() - self._since
+        self._since += seconds
+        total = sum(weight for _, weight in self._losses)
+        if total:
+            self.loss = sum(loss * weight for loss, weight in self._losses) / total
+        pushes = max(self._pushes, 1)
+        stale = sum(age * number for age, number in self._stale.items())
+        self._log.write({
+            "step": step,
+            "loss": self.loss,
+            "lr": rate,
+            "tokens_per_s": self._tokens / seconds,
+            "seconds": seconds,
+            "data_seconds": self._data / pushes,
+            "waited_seconds": self._waited / pushes,
+            "bytes_moved": self._moved,
+            "updates": self._updates,
+            "workers": num_workers,
+            "staleness_mean": stale / max(sum(self._stale.values()), 1),
+            "staleness": {str(age): self._stale[age] for age in sorted(self._stale)},
+            **{what: self._counts[what] for what in ("updates_lost", "late", "refused")},
+        })  # fmt: skip
+        self._begin()
+
+    def evaluated(self, step: int, loss: float) -> None:
+        if not self._events.closed:
+            self._log.write({"step": step, "held_out_loss": loss})
+        self.messages.append(f"step {step}  held-out loss {loss:.3f}")
+
+    def close(self) -> None:
+        self._log.close()
+        self._events.close()
+
+    def _begin(self) -> None:
+        self._stale: Counter[int] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._losses: list[tuple[float, float]] = []
+        self._updates = self._pushes = self._tokens = self._moved = 0
+        self._waited = self._data = 0.0

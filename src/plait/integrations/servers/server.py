@@ -1,0 +1,242 @@
+"""A parameter server: it holds its pieces of the variables, and updates them as it is told.
+
+What is refused is counted and named, and the run goes on: a gradient of another shape or type, of a version that does
+not exist, of another job. It writes snapshots of itself, and one that comes back takes the last of them: the numbers of
+the updates that follow then say how many are lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from plait.cost.rowhash import Ids
+from plait.engine.checkpoint import collect, load
+from plait.engine.checkpoint.places import has_checkpoints
+from plait.engine.checkpoint.saver import Saver
+from plait.engine.optimizers import OptimizerFactory
+from plait.integrations.servers.arrays import dtype_of, packed, to_array, to_tensor, unpacked
+from plait.integrations.servers.coding import Coding
+from plait.integrations.servers.optimizer_shard import Shard
+from plait.integrations.servers.tables.all_tables import Tables
+from plait.integrations.servers.tables.table_shard import TableSpec
+from plait.schedule.balance import Piece
+
+_BETWEEN_SNAPSHOTS = 20.0  # seconds; and never more than this part of the time is spent on the copies for them
+_PART_FOR_SNAPSHOTS = 0.02
+
+
+@dataclass(frozen=True)
+class Member:
+    """Whose gradient is part of an update, in which share, made on which version, in which run; the how manyth it is
+    of its worker's."""
+
+    worker: int
+    number: int
+    share: float
+    base: int
+    job: str
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the chief tells every server: update number `number`, after which `step` steps are done.
+
+    With `two_phase` the servers say the norm of their part of the gradient first, and are told by what to scale it.
+    """
+
+    number: int
+    step: int
+    members: tuple[Member, ...]
+    next_piece: int  # of the data, for a chief that comes back
+    two_phase: bool = False
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a server says of an update: the gradients that it did not use, with why; how many of the run's its values
+    are without, those included; whether it has come back before it; the squared norm of its part of the gradient."""
+
+    refused: tuple[tuple[int, str], ...] = ()
+    unused: int = 0
+    came_back: bool = False
+    square: float = 0.0
+
+
+@dataclass
+class Standing:
+    """Where a server is; `number` is -1 for one that has no values yet.
+
+    `used` has, of every worker, the number of its last gradient that was used: a chief that comes back may be given a
+    push once more. `unused` counts updates that were lost and gradients that were refused.
+    """
+
+    number: int = -1
+    step: int = 0
+    next_piece: int = 0
+    used: dict[int, int] = field(default_factory=dict)
+    unused: int = 0
+
+
+@dataclass
+class Server:
+    """`fetch` gives the arrays of a worker's push, and raises where they are gone with their worker."""
+
+    job: str
+    pieces: Sequence[Piece]
+    make_optimizer: OptimizerFactory
+    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None
+    folder: str  # of its snapshots
+    fetch: Callable[[Any], Sequence[Any]] = lambda arrays: arrays
+    table_specs: Sequence[TableSpec] = ()
+    coding: Coding = Coding()  # noqa: RUF009  (a frozen value)
+    standing: Standing = field(default_factory=Standing)
+
+    def __post_init__(self) -> None:
+        self.shard = Shard(self.pieces, self.make_optimizer, self.make_scheduler)
+        self.tables = Tables(self.table_specs)
+        self._came_back = False
+        self._open = False  # an update whose second phase has not come
+        self._saver = Saver()
+        self._saved_at = time.monotonic()
+        self._took = 0.0
+        if has_checkpoints(self.folder):
+            extra = load.load(self.shard, self.folder)
+            if extra["job"] == self.job:
+                self._came_back = True
+                self.tables.load(extra["tables"])
+                self._saved_at = 0.0  # the next one is due
+                self.standing = Standing(
+                    extra["number"], self.shard.step_number, extra["next_piece"], extra["used"], extra["unused"]
+                )
+
+    def start(self, values: Sequence[np.ndarray], state: Mapping[str, Any], standing: Standing) -> None:
+        """Take over values, one array a piece, and what the optimizer and the scheduler keep; snapshot them."""
+        for parameter, array, piece in zip(self.shard.parameters.values(), values, self.pieces, strict=True):
+            parameter.detach().copy_(to_tensor(array, dtype_of(piece)))
+        if state:
+            kept = {n: {k: unpacked(v) for k, v in of.items()} for n, of in state["optimizer"].items()}
+            self.shard.set_optimizer_state(kept)
+            if state["groups"] is not None:
+                self.shard.set_options(state["groups"], state["scheduler"])
+            self.tables.load({n: {k: unpacked(v) for k, v in of.items()} for n, of in state["tables"].items()})
+        self.shard.step_number = standing.step
+        self.standing = standing
+        self.snapshot(wait=True)
+
+    def update(self, order: Order, pushes: Sequence[Any]) -> Done:
+        """Make the update, whose members' arrays are `pushes`. One that was made before is not made again."""
+        here = self.standing
+        if order.number <= here.number:
+            return Done(unused=here.unused)
+        lost, came_back = order.number - here.number - 1 + self._open, self._came_back
+        self._came_back, self._open = False, order.two_phase  # what is open was a chief's that is gone
+        gradients: list[Any] = []
+        shares: list[float] = []
+        refused: list[tuple[int, str]] = []
+        for member, push in zip(order.members, pushes, strict=True):
+            found = self._gradient(order.number, member, push)
+            if isinstance(found, str):
+                refused.append((member.worker, found))
+            else:
+                gradients.append(found)
+                shares.append(member.share)
+                here.used[member.worker] = member.number
+        here.unused += lost + len(refused)
+        square = 0.0
+        if gradients:
+            shares = shares if not refused else [share / sum(shares) for share in shares]
+            num = len(self.pieces)
+            self.shard.set_gradients([self.coding.tensors(push[:num], self.pieces) for push in gradients], shares)
+            rows_square = self.tables.set_gradients([push[num:] for push in gradients], shares)
+            if order.two_phase:
+                square = self.shard.square() + rows_square
+            else:
+                self.shard.step()
+                self.tables.step()
+        here.number, here.next_piece, here.step = order.number, order.next_piece, order.step
+        if not order.two_phase:
+            self._done()
+        return Done(tuple(refused), here.unused, came_back, square)
+
+    def finish(self, number: int, scale: float) -> None:
+        """The second phase of an update: step with the gradients times `scale`."""
+        if number == self.standing.number:  # else it came back in between, without them
+            self._open = False
+            self.shard.step(scale)
+            self.tables.step(scale)
+            self._done()
+
+    def update_and_read(self, order: Order, pushes: Sequence[Any]) -> tuple[Done, np.ndarray]:
+        """`update`, and the values after it."""
+        return self.update(order, pushes), self.read()
+
+    def read(self) -> np.ndarray:
+        """The values, as the shard's bytes. Whoever sends them copies them."""
+        found: np.ndarray = self.shard.flat.numpy()
+        return found
+
+    def pull(self, ids: Sequence[Ids]) -> list[np.ndarray]:
+        """The rows of these ids, of every table."""
+        return [rows.pull(some) for rows, some in zip(self.tables.rows.values(), ids, strict=True)]
+
+    def state(self) -> tuple[list[np.ndarray], dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+        """The values, an array a piece, what the optimizer keeps of each, and the tables, for a checkpoint."""
+        kept = {
+            name: {key: packed(value) for key, value in values.items()}
+            for name, values in self.shard.optimizer_state().items()
+        }
+        tables = {n: {k: packed(v) for k, v in of.items()} for n, of in self.tables.state().items()}
+        return [to_array(p) for p in self.shard.parameters.values()], kept, tables
+
+    def snapshot(self, wait: bool = False) -> None:
+        """Write what is held into its own folder; without `wait` from a copy, while the run goes on."""
+        begun = time.monotonic()
+        here = self.standing
+        extra = {
+            "job": self.job,
+            "number": here.number,
+            "next_piece": here.next_piece,
+            "used": here.used,
+            "unused": here.unused,
+        }
+        extra["tables"] = self.tables.state()
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        collect.save(self.shard, self.folder, extra, 1, self._saver, wait)
+        self._saved_at = time.monotonic()
+        self._took = self._saved_at - begun
+
+    def _done(self) -> None:
+        """The update is made: go on to the next step if it was a step's last, and take a snapshot in time."""
+        self.shard.advance(self.standing.step)
+        since = time.monotonic() - self._saved_at
+        if since >= max(_BETWEEN_SNAPSHOTS, self._took / _PART_FOR_SNAPSHOTS):
+            self.snapshot()
+
+    def _gradient(self, number: int, member: Member, push: Any) -> Sequence[Any] | str:
+        """The arrays of a push, or why it is refused."""
+        if member.job != self.job:
+            return f"worker {member.worker} pushes for the job {member.job}, and this server is of {self.job}"
+        if not 0 <= member.base < number:
+            return f"worker {member.worker} pushes a gradient of version {member.base}, which there has not been"
+        if member.number <= self.standing.used.get(member.worker, 0):
+            return f"worker {member.worker} pushes its gradient {member.number} a second time"
+        try:
+            arrays = self.fetch(push)
+        except Exception as error:  # whatever the transport says of objects whose owner is gone
+            return f"the gradient of worker {member.worker} is gone with it ({type(error).__name__})"
+        if len(arrays) != len(self.pieces) + self.tables.num_arrays:
+            there = f"{len(self.pieces)} variables and {len(self.table_specs)} tables"
+            return f"worker {member.worker} pushes {len(arrays)} arrays, and there are {there}"
+        for array, piece in zip(arrays, self.pieces, strict=False):
+            if array is not None and (why := self.coding.misfit(array, piece)):
+                return f"worker {member.worker} pushes a gradient of the wrong shape: {why}"
+        if why := self.tables.misfit(arrays[len(self.pieces) :]):
+            return f"worker {member.worker} pushes what is no gradient: {why}"
+        return arrays

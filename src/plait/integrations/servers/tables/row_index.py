@@ -1,0 +1,78 @@
+"""Where the rows of a table lie: ids to places, found and given for many ids at once.
+
+Open addressing with linear probing; a step of the search is a few numpy operations on all ids that are not found yet.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.cost.rowhash import Ids, mixed
+
+_EMPTY = np.int64(np.iinfo(np.int64).min)  # no id
+_FULL = 0.5  # of the slots, at most
+
+
+class RowIndex:
+    """Places 0, 1, 2... of ids, in the order in which they were first asked for."""
+
+    def __init__(self, expected: int = 1024) -> None:
+        self.num_rows = 0
+        self._size(max(1024, int(expected / _FULL)))
+
+    def find(self, ids: Ids) -> NDArray[np.int64]:
+        """The place of each id; -1 for one that has none."""
+        slots = self._search(ids)
+        return np.where(self._keys[slots] == ids, self._places[slots], -1)
+
+    def find_or_give(self, ids: Ids) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The place of each of these ids, all different; and which of them, by number, have just been given one."""
+        if self.num_rows + len(ids) > _FULL * len(self._keys):
+            self._grow(self.num_rows + len(ids))
+        slots = self._search(ids)
+        new = np.flatnonzero(self._keys[slots] != ids)
+        if len(new):
+            self._insert(ids[new], slots[new])
+            slots[new] = self._search(ids[new])
+        return self._places[slots], new
+
+    def ids(self) -> Ids:
+        """Every id, by its place."""
+        used = np.flatnonzero(self._keys != _EMPTY)
+        found = np.empty(self.num_rows, dtype=np.int64)
+        found[self._places[used]] = self._keys[used]
+        return found
+
+    def _search(self, ids: Ids) -> NDArray[np.int64]:
+        """The slot that has the id, or the empty one at which its search ends."""
+        slots = (mixed(ids.view(np.uint64)) & self._mask).astype(np.int64)
+        open_ = np.flatnonzero((self._keys[slots] != ids) & (self._keys[slots] != _EMPTY))
+        while len(open_):
+            slots[open_] = (slots[open_] + 1) & int(self._mask)
+            keys = self._keys[slots[open_]]
+            open_ = open_[(keys != ids[open_]) & (keys != _EMPTY)]
+        return slots
+
+    def _insert(self, ids: Ids, slots: NDArray[np.int64]) -> None:
+        """Put new ids into the empty slots at which their searches ended; of several for one slot the others go on."""
+        places = np.arange(self.num_rows, self.num_rows + len(ids))
+        self.num_rows += len(ids)
+        while len(ids):
+            free = self._keys[slots] == _EMPTY
+            self._keys[slots[free]] = ids[free]
+            mine = free & (self._keys[slots] == ids)
+            self._places[slots[mine]] = places[mine]
+            ids, places, slots = ids[~mine], places[~mine], (slots[~mine] + 1) & int(self._mask)
+
+    def _grow(self, needed: int) -> None:
+        ids = self.ids()
+        self._size(int(2 * needed / _FULL))
+        self.num_rows = 0
+        self._insert(ids, self._search(ids))
+
+    def _size(self, slots: int) -> None:
+        size = 1 << (slots - 1).bit_length()
+        self._mask = np.uint64(size - 1)
+        self._keys = np.full(size, _EMPTY, dtype=np.int64)
+        self._places = np.zeros(size, dtype=np.int64)

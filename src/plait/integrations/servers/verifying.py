@@ -1,0 +1,75 @@
+"""A plan with parameter servers for `verify`: rehearsed in this process, and as the serial program that defines it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import tempfile
+from typing import Any
+
+from torch import nn
+
+from plait.comm.protocol import World
+from plait.comm.threads import run_ranks
+from plait.engine.compiler import Compiler, LossFn
+from plait.engine.local_batch import num_rows
+from plait.errors import PlanError
+from plait.integrations.servers.feed import BatchFeed
+from plait.integrations.servers.prepare import make_job
+from plait.integrations.servers.rehearsed import of_each_worker, rehearse
+from plait.integrations.servers.serial import SerialServers
+from plait.integrations.servers.service import Job, agreement_of
+from plait.integrations.servers.tables.module import tables_of
+from plait.plan.plan import Plan
+from plait.reference.differences import Run
+from plait.schedule.consistency import drawn_order
+
+
+class ServedCheck:
+    """Of one plan and batch: `steps` steps of it, or the rounds that have as many. Pushes come in an order that is
+    drawn, in which workers are not in step where they need not be. Losses are those of the pushes."""
+
+    def __init__(self, plan: Plan, compiler: Compiler, batch: Any, steps: int, **given: Any) -> None:
+        model, rows = compiler.model, num_rows(batch)
+        if tables := tables_of(model):
+            raise PlanError(
+                f"verify runs no tables on servers, and the model has {', '.join(tables)}; check the plan"
+                f" {str(plan.within) or 'data=2'!r}, under which they are embeddings"
+            )
+        self._compiler, self._batch, self._model = compiler, batch, model
+        self.job: Job = make_job(
+            plan, make_model=functools.partial(_copied, model, compiler.loss_fn), make_data=lambda: (None, None),
+            num_items=rows, batch_size=rows, steps=steps, out="", folder="", **given,
+        )  # fmt: skip
+        num_rounds = -(-steps // self.job.steps_each)
+        agreement = agreement_of(self.job)
+        self._order = drawn_order(agreement, num_rounds * agreement.updates_per_step, self.job.seed)
+
+    @property
+    def first_batch(self) -> Any:
+        """What a worker computes on first."""
+        return BatchFeed(self._batch, self.job.num_parts).read(0)
+
+    def rehearsed(self) -> Run:
+        """With ranks of a worker as threads, and servers of each rank's own."""
+        with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
+
+            def rank(world: World) -> Run:
+                job = dataclasses.replace(self.job, out=f"{folder}/{world.rank}")
+                feed = BatchFeed(self._batch, job.num_parts)
+                computing = of_each_worker(job, world, feed=feed, compiler=self._compiler)
+                found = rehearse(job, self._order, computing)
+                return Run(list(found.losses), {}, found.values, {})
+
+            return run_ranks(self.job.plan.within.mesh, rank, algorithm=self.job.plan.allreduce)[0]
+
+    def serial(self, twin: nn.Module) -> Run:
+        """On one device, beginning with the values of `twin`, a copy of the model."""
+        job = dataclasses.replace(self.job, make_model=functools.partial(_copied, twin, self._compiler.loss_fn))
+        losses, values = SerialServers(job, self._batch).run(self._order)
+        return Run(losses, {}, values, {})
+
+
+def _copied(model: nn.Module, loss_fn: LossFn) -> tuple[nn.Module, LossFn]:
+    return copy.deepcopy(model), loss_fn

@@ -1,0 +1,305 @@
+"""The plan: one line of text that says how a training step is spread.
+
+    data=2 tensor=2 batchnorm=local allreduce=ring bucket=25MiB
+
+Each key is one row, a field of `Plan`: its kind reads, checks and prints it, and its default is left out of the text.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, cast
+
+from plait.errors import PlanError
+from plait.plan.compression import NO_COMPRESSION, Compression
+from plait.plan.kinds import (
+    Axis,
+    Bytes,
+    Choice,
+    Compressions,
+    Family,
+    Interval,
+    Kind,
+    Maybe,
+    Names,
+    Number,
+    Places,
+    Real,
+    Recomputes,
+    ScheduleName,
+    StagePlans,
+)
+from plait.plan.recompute import NO_RECOMPUTE, Recompute
+from plait.plan.refusals import OF_AGREEMENT, names_not_yet, refuse_key, refused_together
+from plait.spec.mesh import Mesh
+
+# The batch is cut over `data` first: gradients, which `zero` splits over data, then are summed over replicas in parts.
+BATCH_AXES = ("data", "replica")
+_HOME = Choice(("device", "host", "disk"))
+
+
+def _key(kind: Kind, default: object, doc: str, name: str = "") -> Any:
+    """A row of the table: `name` is the key's text where it is not the field's own name."""
+    return field(default=default, metadata={"kind": kind, "doc": doc, "name": name})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one training step is spread over ranks. `Plan()` is one device.
+
+    >>> str(Plan.parse("tensor=2 data=4 bucket=25MiB"))
+    'data=4 tensor=2'
+    """
+
+    pipeline: int | tuple[int, ...] = _key(
+        Places(), 1, "ranks that each take a stage of the layers, or several; [1,2,1] gives the middle one two ranks"
+    )
+    replica: int = _key(Axis(), 1, "copies of the data ranks, each with its part of the batch and all that zero splits")
+    data: int = _key(Axis(), 1, "ranks that each take a part of the batch")
+    tensor: int = _key(Axis(), 1, "ranks that each take a part of the weights")
+    stages: tuple[tuple[str, int], ...] = _key(
+        StagePlans(), (), "what the ranks of each stage are to each other, as [tensor=2 | data=2]; then pipeline is 2"
+    )
+    zero: int = _key(Number(0, 3), 0, "split over data: 1 optimizer state, 2 and gradients, 3 and parameters")
+    micro: int = _key(Number(1), 1, "parts of the batch that run one after the other, with one update at the end")
+    schedule: str = _key(ScheduleName(), "1f1b", "the order in which a pipeline's ranks take microbatches, or a file")
+    chunks: int = _key(Number(1), 1, "stages that each rank of a pipeline has, where the schedule leaves it open")
+    cut: tuple[str, ...] = _key(Names(), (), "modules with which the stages of a pipeline begin, but the first")
+    recompute: Recompute = _key(Recomputes(), NO_RECOMPUTE, "activations that are dropped and worked out again")
+    precision: str = _key(Choice(("fp32", "bf16", "fp16")), "fp32", "in which products are computed and sent")
+    exceptions: tuple[tuple[str, str], ...] = _key(
+        Family("precision.", Choice(("fp32", "bf16", "fp16"))), (), "precision of modules, by name pattern"
+    )
+    home_parameters: str = _key(_HOME, "device", "where parameters and gradients are kept", name="home.parameters")
+    home_activations: str = _key(_HOME, "device", "where what backward reads is kept", name="home.activations")
+    home_optimizer: str = _key(_HOME, "device", "where the optimizer's state is kept", name="home.optimizer")
+    central: str = _key(Choice(("none", "host")), "none", "one copy of parameters and optimizer state, on the host")
+    batchnorm: str = _key(Choice(("global", "local")), "global", "batch statistics over all ranks, or over each alone")
+    allreduce: str = _key(Choice(("backend", "ring", "naive")), "backend", "the algorithm that sums gradients")
+    sync: int | tuple[int, int] = _key(
+        Interval(), 1, "steps from one agreement of the replicas to the next; 4..64 begins with 4 and doubles up to 64"
+    )
+    outer: str = _key(
+        Choice(("none", "sgd", "nesterov")), "none", "the outer optimizer, which takes the mean change of the replicas"
+    )
+    outer_lr: float | None = _key(
+        Real(0.0), None, "its learning rate: by default 0.7 with nesterov, 1 with sgd", name="outer.lr"
+    )
+    outer_momentum: float | None = _key(
+        Real(0.0, 1.0), None, "its momentum: by default 0.9 with nesterov, none with sgd", name="outer.momentum"
+    )
+    moments: str = _key(
+        Choice(("kept", "averaged", "reset")), "kept", "what becomes of the optimizer's moments when replicas agree"
+    )
+    streaming: int = _key(Number(1), 1, "parts of the model that agree one after the other within an interval")
+    overlap: int = _key(Number(0), 0, "steps that go on while replicas exchange, or a worker with its servers")
+    compress: Compression = _key(Compressions(), NO_COMPRESSION, "how what replicas exchange is made smaller")
+    uncompressed: tuple[tuple[str, str], ...] = _key(
+        Family("compress.", Choice(("none",))), (), "parameters, by name pattern, that are exchanged as they are"
+    )
+    workers: int = _key(Number(0), 0, "workers that train against parameter servers; each may be any plan itself")
+    servers: int = _key(Number(0), 0, "parameter servers, which share the variables and update them")
+    staleness: int | None = _key(
+        Maybe(0), None, "steps that a worker may be ahead of the slowest; 0 agrees at every step, none is no bound"
+    )
+    backup: int = _key(Number(0), 0, "workers whose gradients a step does not wait for")
+    bucket_bytes: int = _key(Bytes(), 25 * 2**20, "gradients are summed in buckets of this size", name="bucket")
+
+    def __post_init__(self) -> None:
+        for row in fields(self):
+            value, kind = getattr(self, row.name), _kind(row)
+            try:
+                kind.check(value)
+            except ValueError as error:
+                raise PlanError(f"{key_name(row)}={value}: {error}") from None
+        if self.stages and self.pipeline != len(self.stages):
+            raise PlanError(
+                f"stages={StagePlans().show(self.stages)} are {len(self.stages)}, and the plan has"
+                f" pipeline={Places().show(self.pipeline)}; make them agree, or leave pipeline= out"
+            )
+        values = {key_name(row): _kind(row).show(getattr(self, row.name)) for row in fields(self)}
+        given = {key_name(row) for row in fields(self) if getattr(self, row.name) != row.default}
+        for refusal in refused_together(values, given):
+            raise PlanError(str(refusal))
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Read a plan; the order of keys is free, empty text is one device. PlanError names the word and its place."""
+        rows = {key_name(row): row for row in fields(cls)}
+        found: dict[str, Any] = {}
+        for number, word in enumerate(_split(text), start=1):
+            place = f"word {number} of the plan {text!r}"
+            key, equals, value = word.partition("=")
+            if not equals or not key or not value:
+                raise PlanError(f"cannot read {word!r} ({place}): a plan is made of key=value, like data=2 tensor=2")
+            if "." in key and (family := key.partition(".")[0] + ".") in rows:
+                key, value = family, word.removeprefix(family)
+            if key not in rows:
+                refuse_key(key, value, place)
+                raise PlanError(f"unknown key {key!r} ({place}); {_hint(key, rows)}")
+            row, kind = rows[key], _kind(rows[key])
+            try:
+                read: Any = kind.parse(value)
+                kind.check(read)
+            except ValueError as error:
+                spaces = "; separate the words of a plan with spaces" if "," in value and "=" in value else ""
+                raise PlanError(f"bad value {value!r} in {word!r} ({place}): {error}{spaces}") from None
+            earlier = found.get(row.name)
+            name = key
+            if isinstance(kind, Family):
+                name += read[0][0]
+                earlier = dict(found.get(row.name, ())).get(read[0][0])
+                read = (*found.get(row.name, ()), *read)
+            if earlier is not None:
+                raise PlanError(f"{name} is given twice, the second time as {word!r} ({place}); give it once")
+            found[row.name] = read
+        if "stages" in found:
+            found.setdefault("pipeline", len(found["stages"]))
+        return cls(**found)
+
+    @classmethod
+    def for_processes(cls, num_processes: int) -> Plan:
+        """The plan for that many processes when nobody gave one: data parallel over all of them."""
+        return cls(data=num_processes)
+
+    def __str__(self) -> str:
+        given = [row for row in fields(self) if getattr(self, row.name) != row.default]
+        return " ".join(_words(row, getattr(self, row.name)) for row in given)
+
+    @property
+    def title(self) -> str:
+        """The text for people to read, which names the empty plan too."""
+        return str(self) or "one device"
+
+    @property
+    def mesh(self) -> Mesh:
+        """Every axis, outermost first; those of size 1 too, so that layouts may name what a plan leaves out."""
+        return Mesh(
+            tuple(
+                (kind.axis or key_name(row), kind.num_ranks(getattr(self, row.name)))
+                for row in fields(self)
+                if isinstance(kind := _kind(row), Axis)
+            )
+        )
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks that the plan runs on: the product of its axes."""
+        return self.mesh.size
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """Of each place of the pipeline the number of ranks that share its microbatches."""
+        return self.pipeline if isinstance(self.pipeline, tuple) else (1,) * self.pipeline
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether anything has its home on disk."""
+        return "disk" in (self.home_optimizer, self.home_parameters, self.home_activations)
+
+    @property
+    def zero_stage(self) -> int:
+        """Which stage of ZeRO says what is cut over `data`: of central storage that of 2."""
+        return 2 if self.central == "host" else self.zero
+
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether the data ranks have parameters in memory that they share."""
+        return self.central == "host" and self.data > 1
+
+    @property
+    def num_batch_parts(self) -> int:
+        """Into how many parts each microbatch is cut: the product of the batch axes."""
+        return math.prod(self.mesh.axis_size(axis) for axis in BATCH_AXES)
+
+    def batch_part(self, coordinates: Mapping[str, int]) -> int:
+        """Which of those parts the rank at these coordinates has."""
+        part = 0
+        for axis in BATCH_AXES:
+            part = part * self.mesh.axis_size(axis) + coordinates[axis]
+        return part
+
+    @property
+    def relaxed_axis(self) -> str:
+        """The axis whose ranks agree later than at every step, or through a compressor; empty where there is none.
+
+        With both, the ranks of `data` agree at every step and the replicas, on other hosts, later.
+        """
+        if self.workers or (self.sync == 1 and self.compress == NO_COMPRESSION):
+            return ""
+        return "replica" if self.replica > 1 else "data"
+
+    @property
+    def outer_rates(self) -> tuple[float, float]:
+        """Learning rate and momentum of the outer optimizer; those of DiLoCo (Douillard et al. 2023) for nesterov."""
+        lr, momentum = (0.7, 0.9) if self.outer == "nesterov" else (1.0, 0.0)
+        return (
+            lr if self.outer_lr is None else self.outer_lr,
+            momentum if self.outer_momentum is None else self.outer_momentum,
+        )
+
+    @property
+    def keeps_agreed(self) -> bool:
+        """Whether replicas keep the weights on which they last agreed: they exchange changes, not weights."""
+        return self.sync != 1 and (self.outer != "none" or self.compress != NO_COMPRESSION)
+
+    @property
+    def exempt(self) -> tuple[str, ...]:
+        """Patterns of the names of parameters that are not compressed."""
+        return tuple(pattern for pattern, _ in self.uncompressed)
+
+    @property
+    def within(self) -> Plan:
+        """The plan by which each of those that agree later trains by itself."""
+        if not self.relaxed_axis and not self.workers:
+            return self
+        kept = {row.name: getattr(self, row.name) for row in fields(self) if key_name(row) not in OF_AGREEMENT}
+        return Plan(**(kept | {self.relaxed_axis: 1} if self.relaxed_axis else kept))
+
+    def check_processes(self, num_processes: int) -> None:
+        """Raise PlanError unless the axes multiply to the number of processes."""
+        if (need := self.num_processes) == num_processes:
+            return
+        product = " x ".join(f"{name}={size}" for name, size in self.mesh.axes if size > 1)
+        sum_text = f"{product} = {need}" if " x " in product else f"{need}"
+        raise PlanError(
+            f"the plan {self.title!r} is for {sum_text} {'process' if need == 1 else 'processes'}, not {num_processes};"
+            f" start {need} (--processes {need}), or give a plan whose sizes multiply to {num_processes}, such as"
+            f" data={num_processes}"
+        )
+
+
+def _split(text: str) -> list[str]:
+    """The words of a plan; spaces between brackets do not count."""
+    return re.sub(r"\[[^\]]*\]", lambda found: "".join(found[0].split()), text).split()
+
+
+def _words(row: Field[Any], value: Any) -> str:
+    kind = _kind(row)
+    return kind.show(value) if isinstance(kind, Family) else f"{key_name(row)}={kind.show(value)}"
+
+
+def key_name(row: Field[Any]) -> str:
+    """The key's name in a plan's text."""
+    kind = _kind(row)
+    return kind.prefix if isinstance(kind, Family) else cast(str, row.metadata["name"]) or row.name
+
+
+def describe_keys() -> list[tuple[str, str, str]]:
+    """(name, default as text, what it does) of every key, in the order in which a plan prints."""
+    return [(key_name(row), _kind(row).show(row.default), row.metadata["doc"]) for row in fields(Plan)]
+
+
+def _kind(row: Field[Any]) -> Kind:
+    return cast(Kind, row.metadata["kind"])
+
+
+def _hint(key: str, names: Iterable[str]) -> str:
+    known = list(names)
+    near = difflib.get_close_matches(key.lower(), [*known, *names_not_yet()], n=2, cutoff=0.6)
+    near = [name for name in near if name in known] or near
+    return (f"did you mean {' or '.join(near)}? " if near else "") + f"the keys are {', '.join(known)}"

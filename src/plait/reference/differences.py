@@ -1,0 +1,239 @@
+"""How far a run under a plan is from the run on one device, in parts of what rounding explains."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from plait.plan.plan import Plan
+
+# Rounding alone moves some tensors by much of their value: the gradient of a bias in front of a normalisation is zero
+# but for rounding, and a ReLU near zero may turn. How far is measured: the one-device run is repeated with the last few
+# bits of every weight changed. A difference of up to this many times that effect is rounding, too. In half precision
+# it is repeated in float32 as well, and the larger of the two effects counts: sums in half precision stand still once
+# they are large, so that more ranks, with shorter sums, come nearer to float32 than one device does.
+ROUNDING_MARGIN = 20.0
+HALF_MARGIN = 6.0  # what the model families of the tests need is up to 5.6
+LAST_BITS = {"fp32": 1e-6, "bf16": 2.0**-9, "fp16": 2.0**-12}
+
+
+# Of the largest value of all tensors, in units of their last place: what a sum that is zero but for rounding comes to
+# where it is taken in another order. One device may give exactly zero, of which every repetition shows zero, too.
+_ZERO_SUM_ULPS = 16.0
+
+# By what a number of a coded gradient changes, relative to the tensor's largest, if rounding turns it to the next code:
+# a replica on several ranks rounds otherwise than one on one device.
+_CODE_STEPS = {"bf16": 2.0**-7, "fp8": 2.0**-3, "int8": 1 / 127, "int4": 1 / 7}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one tensor is from the one-device run: largest absolute difference over largest value.
+
+    Where rounding on one device makes up more than the tolerance, the difference is given in parts of that instead, so
+    that it exceeds the tolerance exactly if it is more than rounding explains.
+    """
+
+    name: str
+    relative: float
+
+    def __str__(self) -> str:
+        return f"{self.relative:.2e}  {self.name}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found. `ok` says whether every difference is within the tolerance."""
+
+    plan: str
+    steps: int
+    tolerance: float
+    losses: tuple[tuple[float, float], ...]  # (one device, plan) of each step; with servers of each push
+    gradients: tuple[Difference, ...]  # of the first step, in the model's order; with servers none
+    loss: float  # the largest difference of a loss, as in Difference
+    parameters: tuple[Difference, ...]  # after the last step, in the model's order
+    buffers: tuple[Difference, ...]
+    without_rule: tuple[str, ...] = ()
+    outputs: tuple[Difference, ...] = ()  # of what the loss of the first step came with
+
+    @property
+    def worst_gradient(self) -> Difference:
+        return _worst(self.gradients)
+
+    @property
+    def worst_parameter(self) -> Difference:
+        return _worst(self.parameters)
+
+    @property
+    def first_bad(self) -> Difference | None:
+        """The first tensor that differs: the loss, else what it came with, a gradient, a parameter or a buffer."""
+        if not self.loss <= self.tolerance:
+            return Difference("loss", self.loss)
+        every = (*self.outputs, *self.gradients, *self.parameters, *self.buffers)
+        return next((d for d in every if not d.relative <= self.tolerance), None)
+
+    @property
+    def ok(self) -> bool:
+        return self.first_bad is None
+
+    def __str__(self) -> str:
+        one, plan = self.losses[-1]
+        last = "step" if len(self.losses) == self.steps else "push"
+        lines = [
+            f"plan             {self.plan}",
+            f"steps            {self.steps}, tolerance {self.tolerance:g} of each tensor's largest value",
+            f"loss             {self.loss:.2e}  (last {last}: one device {one:.6f}, plan {plan:.6f})",
+            *([f"worst output     {_worst(self.outputs)}"] if self.outputs else []),
+            *([f"worst gradient   {self.worst_gradient}"] if self.gradients else []),
+            f"worst parameter  {self.worst_parameter}",
+        ]
+        if self.buffers:
+            lines.append(f"worst buffer     {_worst(self.buffers)}")
+        if self.without_rule:
+            lines.append(f"without a rule   {', '.join(self.without_rule)} (run whole on every rank)")
+        bad = self.first_bad
+        lines.append("ok" if bad is None else f"NOT EQUAL: {bad.name} differs by {bad.relative:.2e}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run gave: losses of its steps, gradients of the first, parameters and buffers at the end."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    scale: float = 1.0  # of the loss, where precision needs one: the largest that did not overflow
+    outputs: dict[str, Tensor] = field(default_factory=dict)  # what the loss of the first step came with
+    rounding: float = 0.0  # by which the weights were changed
+
+
+def compare(
+    reference: Run,
+    mine: Run,
+    again: Sequence[Run],
+    plan: Plan,
+    tolerance: float,
+    without_rule: Sequence[str] = (),
+    bits: Mapping[str, float] | None = None,
+) -> Report:
+    """Of a plan's run with the one on one device; `again` is the latter with rounding of other kinds. `bits` are the
+    last bits that each gradient, buffer and the loss is rounded to on its way, by default those of the plan."""
+    by_name = {} if bits is None else bits
+    coarsest = max(by_name.values(), default=last_bits(plan))
+    of = functools.partial(_Rounding.of, again=again, otherwise=coarsest, bits=by_name)
+    loss = of("loss")
+    code = _CODE_STEPS.get(plan.compress.kind, 0.0) if plan.within.num_processes > 1 else 0.0
+    return Report(
+        plan=plan.title,
+        steps=len(mine.losses),
+        tolerance=tolerance,
+        losses=tuple(zip(reference.losses, mine.losses, strict=True)),
+        loss=max(
+            _relative(
+                abs(there - here),
+                abs(here),
+                max(loss.margin * abs(r - here) for r in rest),
+                loss.ulp * abs(here),
+                tolerance,
+            )
+            for here, there, *rest in zip(
+                reference.losses, mine.losses, *(run.losses for run in loss.again), strict=True
+            )
+        ),
+        gradients=_differences("gradients", reference, mine, of, tolerance, code),
+        parameters=_differences("parameters", reference, mine, of, tolerance),
+        buffers=_differences("buffers", reference, mine, of, tolerance),
+        without_rule=tuple(without_rule),
+        outputs=_differences("outputs", reference, mine, of, tolerance),
+    )
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """What rounding explains of one value: so many times the differences of these runs, and so much of itself."""
+
+    again: Sequence[Run]
+    margin: float
+    ulp: float
+
+    @classmethod
+    def of(cls, name: str, again: Sequence[Run], otherwise: float, bits: Mapping[str, float]) -> _Rounding:
+        own = bits.get(name, otherwise)
+        runs = [run for run in again if run.rounding <= own]
+        return cls(runs or again, HALF_MARGIN if own > LAST_BITS["fp32"] else ROUNDING_MARGIN, _ulp(own))
+
+
+def _differences(
+    kind: str, one_device: Run, plan: Run, of: Callable[[str], _Rounding], tolerance: float, code: float = 0.0
+) -> tuple[Difference, ...]:
+    found = []
+    reference: dict[str, Tensor] = getattr(one_device, kind)
+    mine: dict[str, Tensor] = getattr(plan, kind)
+    floats = [tensor for tensor in reference.values() if tensor.is_floating_point()]
+    overall = max((_largest(tensor) for tensor in floats), default=0.0)
+    for name, tensor in reference.items():
+        if name not in mine:
+            # autograd gives an unused parameter no gradient, or zeros; both mean the same
+            found.append(Difference(name, 0.0 if _largest(tensor) == 0 else math.inf))
+            continue
+        if mine[name].shape != tensor.shape:
+            found.append(Difference(name, math.inf))
+            continue
+        apart = _apart(mine[name], tensor)
+        largest = _largest(_reals(tensor).nan_to_num(posinf=0.0, neginf=0.0))
+        eps = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
+        zero_sum = _ZERO_SUM_ULPS * min(eps, LAST_BITS["fp32"] / 8) * overall if overall < math.inf else 0.0
+        own = of(name)
+        rounding = max(own.margin * _apart(getattr(run, kind)[name], tensor) for run in own.again)
+        last_place = max(max(own.ulp, code, _ulp(eps / 4)) * largest, zero_sum)
+        found.append(Difference(name, _relative(apart, largest, rounding, last_place, tolerance)))
+    found += [Difference(name, math.inf) for name in mine if name not in reference and _largest(mine[name]) > 0]
+    return tuple(found)
+
+
+def last_bits(plan: Plan) -> float:
+    return max(LAST_BITS[name] for name in (plan.precision, *dict(plan.exceptions).values()))
+
+
+def in_half(plan: Plan) -> bool:
+    return last_bits(plan) > LAST_BITS["fp32"]
+
+
+def _ulp(last_bits: float) -> float:
+    """What rounding explains of a value in half precision, relative to the largest, whatever the repetitions show: of a
+    scalar they may show nothing by chance. An ulp and a quarter: parts are rounded, and so is their sum."""
+    return 5 * last_bits if last_bits > LAST_BITS["fp32"] else 0.0
+
+
+def _relative(apart: float, largest: float, rounding: float, ulp: float, tolerance: float) -> float:
+    scale = max(largest, max(rounding, ulp) / tolerance)
+    return 0.0 if apart == 0 else apart / scale if scale else math.inf
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    one, other = _reals(one).to(other.device), _reals(other)
+    return _largest(torch.where(one == other, 0.0, one - other))  # where both are infinite, too
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(_reals(tensor).abs().max()) if tensor.numel() else 0.0
+
+
+def _reals(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+
+
+def _worst(differences: tuple[Difference, ...]) -> Difference:
+    return max(differences, key=_badness, default=Difference("(none)", 0.0))
+
+
+def _badness(difference: Difference) -> float:
+    return math.inf if math.isnan(difference.relative) else difference.relative

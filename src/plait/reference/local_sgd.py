@@ -1,0 +1,238 @@
+"""What replicas that agree later compute, as a serial program on one device: what `verify` compares them with.
+
+Each replica is a copy of the model with an optimizer of its own. It says what is computed and nothing of how: there is
+no communication, and every exchange is a line of arithmetic on the list of all replicas' values.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.compile.capture.batch import join_rows, take_rows
+from plait.compile.capture.loss_values import ROWS, Outputs, Part, join_outputs, results
+from plait.cost.compressed_bytes import is_smaller, num_kept, num_owned
+from plait.engine.local_batch import num_rows
+from plait.engine.local_sgd.codec import decode, encode
+from plait.engine.local_sgd.diloco import MIXING
+from plait.engine.local_sgd.exchange import dtype_of_mean, first_factor
+from plait.engine.local_sgd.replica_batch import replica_key
+from plait.engine.microbatch import microbatches
+from plait.engine.slices import Fragment, fragments
+from plait.plan.compression import Compression
+from plait.plan.plan import Plan
+from plait.reference.one_device import one_device_step
+from plait.schedule.rounds import Rounds, split_in_parts
+from plait.spec.layout import Layout
+
+Named = dict[str, Tensor]
+
+
+class Compressor:
+    """The definition of a compressed mean. Of each rank of a replica its parts are compressed by themselves."""
+
+    def __init__(self, plan: Plan, layouts: Mapping[str, Layout], compression: Compression) -> None:
+        self._plan = plan
+        self._layouts = layouts
+        self._compression = compression
+        self._errors: dict[tuple[int, int, str], Tensor] = {}  # by replica, rank within it, and name
+        self._factors: dict[tuple[int, str], Tensor] = {}
+
+    def mean(self, terms: Sequence[Named]) -> Named:
+        """Of each replica's whole tensors, in the dtype that their mean has."""
+        mesh = self._plan.within.mesh
+        found = {name: torch.zeros(t.shape, dtype=dtype_of_mean(t.dtype)) for name, t in terms[0].items()}
+        for rank in range(mesh.size):
+            here = mesh.coordinates(rank)
+            for name, whole in found.items():
+                held = fragments(self._layouts[name], mesh, here)
+                mean = self._mean(rank, name, [self._part(term[name], name, here) for term in terms]) if held else whole
+                for each in held:
+                    whole[Fragment(each.box, each.box.start).slices] = mean[each.slices]
+        return found
+
+    def _part(self, whole: Tensor, name: str, here: Mapping[str, int]) -> Tensor:
+        layout, mesh = self._layouts[name], self._plan.within.mesh
+        part = torch.empty(layout.local_shape(mesh, here), dtype=dtype_of_mean(whole.dtype))
+        for each in fragments(layout, mesh, here):
+            part[each.slices] = whole[Fragment(each.box, each.box.start).slices]
+        return part
+
+    def _mean(self, rank: int, name: str, terms: list[Tensor]) -> Tensor:
+        """Of one tensor of each replica's."""
+        kind, size, shape, num = self._compression.kind, len(terms), terms[0].shape, terms[0].numel()
+        owned, count = num_owned(num, size), num_kept(num, self._compression)
+        exempt = any(fnmatch.fnmatchcase(name, pattern) for pattern in self._plan.exempt)
+        if exempt or not is_smaller(shape, self._compression, size):
+            return torch.stack(terms).mean(0)
+        given = torch.stack([term.float() + self._errors.get((r, rank, name), 0.0) for r, term in enumerate(terms)])
+        if kind == "powersgd":
+            return self._low_rank(rank, name, list(given))
+        flats = given.flatten(1)
+        if kind == "topk":
+            kept = torch.zeros_like(flats)
+            places = flats.abs().topk(count, sorted=False).indices
+            kept.scatter_(1, places, flats.gather(1, places))
+            mean, errors = kept.mean(0), flats - kept
+        else:
+            rows = torch.nn.functional.pad(flats, (0, owned * size - num))
+            coded = decode(encode(rows, kind), kind, owned * size)
+            total = coded.sum(0) / size
+            mean = decode(encode(total, kind), kind, owned * size)
+            errors = rows - coded
+            for owner in range(size):
+                own = slice(owner * owned, (owner + 1) * owned)
+                errors[owner, own] += size * (total - mean)[own]
+        for r in range(size):
+            self._errors[r, rank, name] = errors[r, :num].view(shape)
+        return mean[:num].view(shape)
+
+    def _low_rank(self, rank: int, name: str, terms: list[Tensor]) -> Tensor:
+        matrices = torch.stack([term.reshape(term.shape[0], -1) for term in terms])
+        right = self._factors.get((rank, name))
+        if right is None:
+            right = first_factor(name, matrices.shape[2], self._compression.rank)
+        left = torch.linalg.qr((matrices @ right).mean(0)).Q
+        right = self._factors[rank, name] = (matrices.transpose(1, 2) @ left).mean(0)
+        mean = (left @ right.T).view(terms[0].shape)
+        for r, term in enumerate(terms):
+            self._errors[r, rank, name] = term - mean
+        return mean  # type: ignore[no-any-return]
+
+
+class SerialReplicas:
+    """Replicas of `plan`, one after the other. `twins` are equal models, with an optimizer each."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        twins: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        layouts: Mapping[str, Layout],
+        changing: Collection[str] = (),
+    ) -> None:
+        self.plan = plan
+        self._changing = changing  # parameters that the step itself changes, as it does buffers
+        self.twins = twins
+        self._optimizers = optimizers
+        self._named = [{n: p for n, p in twin.named_parameters() if p.requires_grad} for twin in twins]
+        self._rounds = Rounds.of(plan)
+        self._compressor = Compressor(plan, layouts, plan.compress)
+        part_of = split_in_parts([math.prod(layout.shape) for layout in layouts.values()], plan.streaming)
+        self._part_of = dict(zip(layouts, part_of, strict=True))
+        self._under_way: dict[tuple[int, int], Named] = {}  # by the step that it began after, and part
+        kept = self._named[0] if plan.keeps_agreed else {}
+        self._outer = {n: nn.Parameter(p.detach().to(dtype_of_mean(p.dtype), copy=True)) for n, p in kept.items()}
+        lr, momentum = plan.outer_rates
+        self._outer_steps = {
+            n: torch.optim.SGD([p], lr=lr, momentum=momentum, nesterov=plan.outer == "nesterov" and momentum > 0)
+            for n, p in self._outer.items()
+        }
+
+    def step(
+        self, loss_fn: Callable[[Any, Any], Any], batch: Any, key: int, step: int, clip_norm: float | None
+    ) -> tuple[float, Named, Named]:
+        """Step number `step`, 1 being the first; loss, gradients and outputs that a trainer of the first replica
+        gives."""
+        plan, num = self.plan, len(self.twins)
+        losses, weights = [], []
+        outputs: list[Outputs] = []
+        for index, twin in enumerate(self.twins):
+            rows = rows_of(batch, plan, index)
+            for parameter in twin.parameters():
+                parameter.grad = None
+            found = one_device_step(twin, loss_fn, rows, plan.within, replica_key(key, index), norm_parts(plan), 1.0)
+            losses.append(float(found.loss))
+            weights.append(1.0 if found.weight is None else found.weight)
+            outputs.append(found.outputs or {})
+        if plan.sync == 1:
+            total = sum(weights)
+            terms = [
+                {n: p.grad * (w * num / total) for n, p in named.items() if p.grad is not None}
+                for named, w in zip(self._named, weights, strict=True)
+            ]
+            mean = self._compressor.mean(terms)
+            for named in self._named:
+                for name, gradient in mean.items():
+                    named[name].grad = gradient.to(named[name].dtype).clone()
+            losses[0] = sum(one * w for one, w in zip(losses, weights, strict=True)) / total
+        gradients = {n: p.grad.clone() for n, p in self._named[0].items() if p.grad is not None}
+        for named, optimizer in zip(self._named, self._optimizers, strict=True):
+            if clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_([p for p in named.values() if p.grad is not None], clip_norm)
+            optimizer.step()
+        if plan.sync != 1:
+            self._agree(step)
+        return losses[0], gradients, results(self._all_rows(outputs, num_rows(batch)) if plan.sync == 1 else outputs[0])
+
+    def _all_rows(self, outputs: Sequence[Outputs], rows: int) -> Outputs:
+        """What the losses of all replicas came with; rows in the order of the global batch."""
+        joined = join_outputs(outputs)
+        places = torch.cat([rows_of(torch.arange(rows), self.plan, index) for index in range(len(outputs))])
+        for name, part in joined.items():
+            if part.kind == ROWS:
+                joined[name] = Part(ROWS, part.value[places.argsort()])
+        return joined
+
+    @torch.no_grad()
+    def _agree(self, step: int) -> None:
+        for part in self._rounds.begun(step):
+            names = [name for name in self._named[0] if self._part_of[name] == part]
+            if self._outer:
+                terms = [{n: self._outer[n] - named[n] for n in names} for named in self._named]
+            else:
+                terms = [{n: named[n].detach() for n in names} for named in self._named]
+            self._under_way[step, part] = self._compressor.mean(terms)
+        for part in self._rounds.ended(step):
+            for name, mean in self._under_way.pop((step - self.plan.overlap, part)).items():
+                if self._outer:
+                    self._outer[name].grad = mean
+                    self._outer_steps[name].step()
+                    mean = self._outer[name].detach()
+                mixing = MIXING if self.plan.overlap else 0.0
+                for named in self._named:
+                    own = named[name]
+                    own.copy_(torch.lerp(own, mean.to(own.dtype), 1 - mixing) if mixing else mean)
+                self._settle(name)
+        if self.plan.overlap == 0 and len(self._rounds.begun(step)) == self.plan.streaming:
+            for buffers in zip(*map(self._buffers, self.twins), strict=True):
+                if buffers[0].is_floating_point():
+                    mean = torch.stack(buffers).mean(0)
+                    for buffer in buffers:
+                        buffer.copy_(mean)
+
+    def _buffers(self, twin: nn.Module) -> list[Tensor]:
+        return [*twin.buffers(), *(p for name, p in twin.named_parameters() if name in self._changing)]
+
+    def _settle(self, name: str) -> None:
+        states = [
+            optimizer.state.get(named[name], {}) for named, optimizer in zip(self._named, self._optimizers, strict=True)
+        ]
+        for key, first in states[0].items():
+            if torch.is_tensor(first) and self.plan.moments != "kept":
+                mean = torch.stack([state[key] for state in states]).mean(0)
+                for state in states:
+                    state[key].copy_(mean if self.plan.moments == "averaged" else torch.zeros_like(mean))
+
+
+def rows_of(batch: Any, plan: Plan, index: int) -> Any:
+    """The rows of a replica: of each microbatch the parts that its ranks take."""
+    rows, inner = num_rows(batch), plan.within.num_batch_parts
+    num = plan.num_batch_parts // inner
+    outermost = plan.relaxed_axis == "data"  # `data` cuts the batch first
+    parts = []
+    for micro in microbatches(batch, plan.micro):
+        each = rows // (plan.micro * inner * num)
+        for part in range(inner):
+            place = index * inner + part if outermost else part * num + index
+            parts.append(take_rows(micro, rows // plan.micro, place * each, each))
+    return join_rows(parts)
+
+
+def norm_parts(plan: Plan) -> int:
+    return plan.within.num_batch_parts if plan.batchnorm == "local" else 1

@@ -1,0 +1,169 @@
+"""The loss of one device: what every plan is compared with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from plait.compile.capture.eager_random import GlobalRandom
+from plait.compile.capture.loss_values import Loss, Outputs, copied, join_outputs, read_loss
+from plait.compile.capture.precision import Precision
+from plait.compile.ops.draw import micro_key
+from plait.compile.stages.split import Pipeline
+from plait.engine.compiler import LossFn
+from plait.engine.local_batch import num_rows
+from plait.engine.microbatch import microbatches
+from plait.engine.twin import Twin
+from plait.plan.plan import Plan
+
+_SIGNATURES = {  # torch.batch_norm is not written in Python
+    F.batch_norm: inspect.signature(F.batch_norm),
+    torch.batch_norm: inspect.signature(
+        lambda input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled: None
+    ),
+}
+
+
+class LocalBatchNorm(TorchFunctionMode):
+    """What batchnorm=local computes, on one device: while entered, batch norm in training takes statistics of each of
+    `num_parts` equal runs of rows alone. Running statistics are those of the first, as of rank 0 in PyTorch's DDP."""
+
+    def __init__(self, num_parts: int) -> None:
+        super().__init__()
+        self._num_parts = num_parts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (F.batch_norm, torch.batch_norm):
+            return func(*args, **(kwargs or {}))
+        bound = _SIGNATURES[func].bind(*args, **(kwargs or {}))
+        given = bound.arguments
+        if not given.get("training"):
+            return func(*args, **(kwargs or {}))
+        found = []
+        for index, rows in enumerate(given["input"].chunk(self._num_parts)):
+            given["input"] = rows
+            if index:
+                given["running_mean"] = given["running_var"] = None
+            found.append(func(*bound.args, **bound.kwargs))
+        return torch.cat(found)
+
+
+class OneDevice(NamedTuple):
+    """A step on one device: its loss, the weight of a loss that has one, and what the loss came with."""
+
+    loss: Tensor
+    weight: float | None
+    outputs: Outputs | None
+
+
+def one_device_loss(model: nn.Module, loss_fn: LossFn, batch: Any, num_parts: int = 1) -> Loss:
+    """What the model itself gives on the whole batch; with several parts, of local batch norm."""
+    with LocalBatchNorm(num_parts) if num_parts > 1 else nullcontext():
+        found = read_loss(loss_fn(model, batch), num_rows(batch))
+    return replace(found, outputs=None if found.outputs is None else copied(found.outputs))
+
+
+def one_device_step(
+    model: nn.Module, loss_fn: LossFn, batch: Any, plan: Plan, key: int, num_parts: int = 1, scale: float = 1.0
+) -> OneDevice:
+    """Loss and gradients of a whole step on one device: the plan's microbatches one after the other, in its precision.
+
+    Gradients are those of the mean of the losses, or of the sum of sums over the sum of weights.
+    """
+    if isinstance(model, Twin):
+        with model.installed() as own:
+            return one_device_step(own, loss_fn, batch, plan, key, num_parts, scale)
+    precision = Precision(plan.precision, plan.exceptions)
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    totals: list[Tensor] = []
+    weights: list[Tensor] = []
+    outputs = []
+    weighted = False
+    for index, part in enumerate(microbatches(batch, plan.micro)):
+        with GlobalRandom(micro_key(key, index)):
+            try:
+                with precision.computing(model, device):
+                    found = one_device_loss(model, loss_fn, part, num_parts)
+                    total = found.mean if plan.micro == 1 else found.total
+                (_wide(total) * scale).backward()
+            except RuntimeError as error:
+                if (refusal := precision.refusal(error, "")) is None:
+                    raise
+                raise refusal from error
+        totals.append(total.detach())
+        weights.append(torch.as_tensor(found.pair[1]).detach())
+        outputs.append(found.outputs)
+        weighted = found.weight is not None
+    weight = torch.stack(weights).sum()
+    over = torch.ones(()) if plan.micro == 1 else weight
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= torch.as_tensor(over * scale, dtype=parameter.grad.dtype)
+    loss = torch.stack([_wide(one) for one in totals]).sum() / over
+    return OneDevice(loss, float(weight) if weighted else None, _joined(outputs))
+
+
+def _wide(value: Tensor) -> Tensor:
+    """In float32, or wider where it is."""
+    return value if value.dtype == torch.float64 else value.float()
+
+
+def stale_step(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    plan: Plan,
+    key: int,
+    pipeline: Pipeline,
+    optimizer: torch.optim.Optimizer,
+    num_parts: int = 1,
+) -> OneDevice:
+    """A step of an asynchronous pipeline as its definition reads, on one device: losses, gradients and updates.
+
+    Each microbatch goes through each stage, forward and backward, with the version of weights that the schedule gives
+    it there (Schedule.version). After each group of microbatches the newest weights are updated by the mean of
+    its gradients.
+    """
+    if isinstance(model, Twin):
+        with model.installed() as own:
+            return stale_step(own, loss_fn, batch, plan, key, pipeline, optimizer)
+    precision = Precision(plan.precision, plan.exceptions)
+    schedule, named = pipeline.schedule, dict(model.named_parameters())
+    device = next(iter(named.values())).device.type
+    history = [{name: p.detach().clone() for name, p in named.items()}]
+    totals: list[Tensor] = []
+    weights: list[Tensor] = []
+    outputs = []
+    for micro, part in enumerate(microbatches(batch, plan.micro)):
+        first, num = pipeline.groups[micro]
+        for name, parameter in named.items():
+            rank, _ = schedule.where(pipeline.stages[name][0], micro)
+            parameter.data.copy_(history[schedule.version(rank, micro)][name])
+        with GlobalRandom(micro_key(key, micro)):
+            with precision.computing(model, device):
+                found = one_device_loss(model, loss_fn, part, num_parts)
+            (_wide(found.mean) / num).backward()
+        total, weight = found.pair
+        totals.append(_wide(total.detach()))
+        weights.append(_wide(torch.as_tensor(weight).detach()))
+        outputs.append(found.outputs)
+        if micro == first + num - 1:
+            for name, parameter in named.items():
+                parameter.data.copy_(history[-1][name])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            history.append({name: p.detach().clone() for name, p in named.items()})
+    return OneDevice(torch.stack(totals).sum() / torch.stack(weights).sum(), None, _joined(outputs))
+
+
+def _joined(parts: Sequence[Outputs | None]) -> Outputs | None:
+    found = [part for part in parts if part is not None]
+    return join_outputs(found) if found else None

@@ -1,0 +1,243 @@
+"""explain: the layout of every tensor, where it came from, and every collective with its bytes."""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from plait.compile.draft import Watcher
+from plait.compile.ir.calls import is_item, output_node
+from plait.compile.ir.dtypes import dtype_name
+from plait.compile.ir.node_info import info_of
+from plait.compile.lowered import Lowered
+from plait.compile.ops import comm_ops
+from plait.compile.passes.bucket import bucket_wait, rows_start, rows_wait
+from plait.compile.passes.gather import gather_start
+from plait.compile.pipeline import PASSES, lower
+from plait.compile.wire_bytes import Collective, step_collectives
+from plait.errors import LayoutError
+from plait.plan.annotation import Annotations
+from plait.report.bytes import human_bytes
+from plait.report.passes import pass_diff, pass_table
+from plait.report.stages import describe_stages
+from plait.spec.layout import Layout, Only
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a plan does to one captured step. `str` gives the whole page, `tensor` one tensor."""
+
+    lowered: Lowered
+    collectives: tuple[Collective, ...]
+    agreement: str = ""  # of replicas that agree later, whose step this is: how they do
+    layouts: Annotations | None = None  # that the user gave
+
+    @property
+    def sent_bytes(self) -> dict[str, float]:
+        """Bytes that each rank sends in one step, by axis; of a pipeline's ranks the most that one of them sends."""
+        pipeline = self.lowered.pipeline
+        by_rank: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for item in self.collectives:
+            holders = [(0, 0)] if pipeline is None or item.stage is None else pipeline.schedule.holders(item.stage)
+            for rank, _ in holders:
+                by_rank[rank][item.axis] += item.sent_bytes
+        axes = dict.fromkeys(item.axis for item in self.collectives)
+        return {axis: max(sent[axis] for sent in by_rank.values()) for axis in axes}
+
+    def __str__(self) -> str:
+        parameters = [i.name for i in self.lowered.captured.inputs if i.kind == "parameter"]
+        batch = [i.name for i in self.lowered.captured.inputs if i.kind == "batch"]
+        title = f"plan {self.lowered.plan.title}"
+        lines = [*([self.agreement, "", f"each of them: {title}"] if self.agreement else [title]), "", "batch"]
+        lines += [f"  {name:40} {self.lowered.layouts[name]}" for name in batch if name in self.lowered.layouts]
+        lines += ["", "parameters"]
+        lines += [f"  {name:40} {self.lowered.layouts[name]}{self._origin(name)}" for name in parameters]
+        if self.lowered.share is not None:
+            lines += ["", str(self.lowered.share)]
+        if stages := describe_stages(self.lowered):
+            lines += ["", *stages]
+        lines += ["", "collectives of one step, in order (bytes that each rank sends)"]
+        lines += [f"  {_row(item)}" for item in self.collectives] or ["  none"]
+        lines += ["", *self._totals()]
+        if self.lowered.without_rule:
+            lines += ["", f"ops without a rule, run on whole inputs: {', '.join(sorted(self.lowered.without_rule))}"]
+        return "\n".join(lines)
+
+    def passes(self) -> str:
+        """The passes that made the graphs, in order, with the calls and bytes that each of them changed."""
+        return pass_table(self._watched().reports)
+
+    def diff(self, name: str) -> str:
+        """What one pass changes, as a unified diff of the graphs. PlanError for a pass that is not known."""
+        return pass_diff(self._watched(name).reports, name, [each.name for each in PASSES])
+
+    def _watched(self, diff: str = "") -> Watcher:
+        watcher = Watcher(diff)
+        lower(self.lowered.captured, self.lowered.plan, self.layouts, watcher=watcher)
+        return watcher
+
+    def tensor(self, name: str) -> str:
+        """One tensor: a parameter, a leaf of the batch, or a value of the graph by its node's name."""
+        if name in self.lowered.layouts:
+            return self._input(name)
+        nodes = {node.name: node for graph in self._graphs() for node in graph.nodes if node.op == "call_function"}
+        if name not in nodes:
+            near = difflib.get_close_matches(name, [*self.lowered.layouts, *nodes], n=5, cutoff=0.4)
+            hint = f"did you mean {', '.join(near)}?" if near else "run explain without a tensor to see the names"
+            raise LayoutError(f"the step has no tensor {name!r}; {hint}")
+        return _describe(nodes[name])
+
+    def _input(self, name: str) -> str:
+        """A parameter, buffer or leaf of the batch: its layout, its readers, what becomes of its gradient."""
+        lowered = self.lowered
+        layout, captured = lowered.layouts[name], lowered.captured
+        local = list(layout.local_shape(lowered.plan.mesh))
+        part = "the whole tensor" if local == list(layout.shape) else f"{layout.dtype}{local}"
+        holds = any(isinstance(placement, Only) for _, placement in layout.placements)
+        part += (
+            " on each rank that has it" if holds else " on every rank" if part.startswith("the") else " on each rank"
+        )
+        lines = [f"{name}  {layout}{self._origin(name)}", f"  local     {part}"]
+        if lowered.pipeline is not None and name in lowered.pipeline.stages:
+            lines.append(f"  stage     {', '.join(map(str, lowered.pipeline.stages[name]))}")
+        placeholder = next((i.node for i in captured.inputs if i.name == name), "")
+        readers = [
+            user
+            for graph in self._graphs()
+            for node in graph.nodes
+            if node.op == "placeholder" and node.name == placeholder
+            for user in _readers(node)
+        ]
+        modules = sorted({info_of(user).module or "the loss" for user in readers})
+        lines.append(f"  read by   {', '.join(modules) or 'nothing'}")
+        ways = list(dict.fromkeys(_way_of_gradient(each) for each in self._gradients(name)))
+        lines += [f"  gradient  {way}" for way in ways]
+        if len(lowered.pipeline.ranks_of(name) if lowered.pipeline and name in lowered.pipeline.stages else ()) > 1:
+            lines.append("  gradient  added up over the ranks of the pipeline that have it")
+        related = [c for c in self.collectives if name in c.value or name in c.origin]
+        return "\n".join([*lines, *(f"  {_row(item)}" for item in related)])
+
+    def _graphs(self) -> list[Graph]:
+        """The last microbatch's graph; of a pipeline that of each cell."""
+        lowered = self.lowered
+        if lowered.pipeline is None:
+            return [lowered.graph]
+        return [graph for name, graph in lowered.graphs.items() if name.partition(".")[2] in ("alone", "last", "more")]
+
+    def _gradients(self, name: str) -> list[Any]:
+        """What leaves the graphs as a parameter's gradient."""
+        lowered = self.lowered
+        if lowered.pipeline is None:
+            pairs = [(lowered.captured.outputs, lowered.graph)]
+        else:
+            cells = lowered.pipeline.cells.graphs
+            pairs = [
+                (cells[cell].outputs, lowered.graphs[turn])
+                for cell in cells
+                for turn in lowered.turns_of_cell(cell, max(lowered.pipeline.num_micro(cell), default=0))[-1:]
+            ]
+        found = []
+        for outputs, graph in pairs:
+            (results,) = output_node(graph).args
+            found += [r for o, r in zip(outputs, results, strict=True) if (o.kind, o.name) == ("gradient", name)]  # type: ignore[arg-type]
+        return found
+
+    def _origin(self, name: str) -> str:
+        origin = self.lowered.origins.get(name)
+        return f"   <- {origin}" if origin else ""
+
+    def _totals(self) -> list[str]:
+        lines = ["in all"]
+        mesh = self.lowered.plan.mesh
+        most = "" if self.lowered.pipeline is None else "up to "
+        for axis, sent in self.sent_bytes.items():
+            size = mesh.axis_size(axis)
+            lines.append(f"  {axis:8} {size} ranks, each sends {most}{human_bytes(sent)} a step")
+        for kind, what, ways in _FORMULAS:
+            mine = [c for c in self.collectives if c.kind == kind and c.axis == "data" and c.value.endswith(what)]
+            if not mine:
+                continue
+            size = mesh.axis_size("data")
+            held = sum(c.tensor_bytes for c in mine) * (size if kind == "all_gather" else 1)
+            formula = f"{ways}({size} - 1)/{size} x {human_bytes(held)}"
+            lines.append(f"  {what} over data, {kind}: {formula} = {human_bytes(sum(c.sent_bytes for c in mine))}")
+        return lines
+
+
+# What brings a tensor to where it is read, and is not itself a reader of it.
+_MOVES = (comm_ops.all_gather, comm_ops.all_to_all, comm_ops.broadcast, comm_ops.shard, comm_ops.wait)
+
+# Kind of collective, of what, and how often the (N-1)/N of a ring go round.
+_FORMULAS = (
+    ("all_reduce", "gradients", "2 x "),
+    ("reduce_scatter", "gradients", ""),
+    ("all_gather", "parameters", ""),
+)
+
+
+def explanation(lowered: Lowered) -> Explanation:
+    return Explanation(lowered, tuple(step_collectives(lowered)))
+
+
+def _row(item: Collective) -> str:
+    place = f" in {item.module}" if item.module else ""
+    if item.stage is not None:
+        place += f", stage {item.stage}"
+    origin = f"   <- {item.origin}" if item.origin else ""
+    return (
+        f"{item.phase:8} {item.kind:14} {item.axis:7} {human_bytes(item.sent_bytes):>10}  {item.value}{place}{origin}"
+    )
+
+
+def _readers(node: Node) -> list[Node]:
+    """The calls that read a value: not what plait has put between, which gathers it or moves it to another place."""
+    found: list[Node] = []
+    for user in node.users:
+        if user.op != "call_function":
+            continue
+        target = user.target
+        if target is gather_start:
+            parts = list(user.args[4:])  # after world, axis, rows and dtypes
+            items = [item for wait in user.users for item in wait.users if is_item(item)]
+            for item in items:
+                if parts[item.args[1]] is node:  # type: ignore[index]
+                    found += _readers(item)
+        elif target in _MOVES:
+            found += _readers(user)
+        else:
+            found.append(user)
+    return found
+
+
+def _way_of_gradient(node: Any) -> str:
+    """How a gradient is summed, from the node that leaves the graph."""
+    done = node.args[0] if isinstance(node, Node) and is_item(node) else None
+    if isinstance(done, Node) and done.target in {bucket_wait, rows_wait}:
+        start = done.args[1]
+        assert isinstance(start, Node)
+        axes = " and ".join(start.args[2])  # type: ignore[arg-type]
+        kept = ", of which each rank keeps its part" if start.target is rows_start else ""
+        held = human_bytes(info_of(start).num_bytes)
+        return f"summed over {axes} in a bucket of {info_of(start).what}, {held}{kept}"
+    return "made on each rank, not summed over any axis"
+
+
+def _describe(node: Node) -> str:
+    value = node.meta.get("val")
+    lines = [node.name]
+    if isinstance(value, torch.Tensor):
+        info = info_of(node)
+        shape = tuple(value.shape) if info.global_shape is None else info.global_shape
+        layout = Layout(dtype_name(value.dtype), shape, info.placements)
+        origin = info.origin
+        lines = [f"{node.name}  {layout}" + (f"   <- {origin}" if origin else "")]
+        lines.append(f"  local     {dtype_name(value.dtype)}{list(value.shape)}")
+    lines.append(f"  made by   {node.target} in {info_of(node).module or 'the loss'}")
+    lines.append(f"  from      {', '.join(n.name for n in node.all_input_nodes)}")
+    lines.append(f"  read by   {', '.join(n.name for n in node.users)}")
+    return "\n".join(lines)

@@ -1,0 +1,117 @@
+"""plait schedule: a schedule as a grid of text with what it takes, and as a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from plait.cost.costs import Costs, read_costs
+from plait.cost.simulate import simulate
+from plait.errors import PlanError, ScheduleError
+from plait.schedule.check import check_schedule
+from plait.schedule.families import FAMILIES, find_family, make_schedule
+from plait.schedule.grid import draw_grid
+from plait.schedule.readiness import chain
+from plait.spec.schedule import Schedule
+from plait.spec.trace import Trace
+
+
+def find_schedule(name: str, num_ranks: int | None, num_micro: int | None, chunks: int | None) -> Schedule:
+    """The schedule of that name for these sizes, or else the one in the file of that name, checked.
+
+    PlanError when there is neither, when a name lacks a size, or when a file has another size.
+    """
+    if name not in FAMILIES and Path(name).is_file():
+        return _read(Path(name), {"--stages": num_ranks, "--micro": num_micro, "--chunks": chunks})
+    try:
+        find_family(name)
+    except PlanError as error:
+        raise PlanError(f"{error}; nor is there a file {name!r} here") from None
+    if num_ranks is None or num_micro is None:
+        lacking = " and ".join(key for key, value in (("--stages", num_ranks), ("--micro", num_micro)) if value is None)
+        raise PlanError(f"the schedule {name} is of any size: give {lacking}, like --stages 4 --micro 8")
+    return make_schedule(name, num_ranks, num_micro, chunks)
+
+
+def _read(path: Path, asked: dict[str, int | None]) -> Schedule:
+    try:
+        schedule = Schedule.parse(path.read_text())
+        check_schedule(schedule)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path}: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"cannot read the schedule {str(path)!r}: {error}") from None
+    has = {"--stages": schedule.num_ranks, "--micro": schedule.num_micro, "--chunks": len(schedule.stages[0])}
+    for option, value in asked.items():
+        if value is not None and value != has[option]:
+            raise PlanError(f"{option} {value}, but the file {str(path)!r} is for {has[option]}; leave {option} out")
+    return schedule
+
+
+def predict(schedule: Schedule, costs: Path | None) -> Trace:
+    """What the simulator says, with the costs in a file or with stages that are all alike."""
+    return simulate(schedule, read_costs(costs, schedule.num_stages) if costs else Costs.equal(schedule.num_stages))
+
+
+def describe_schedule(schedule: Schedule, trace: Trace, costs: Path | None, width: int | None = None) -> str:
+    """The grid, in pieces of `width` characters, and what the schedule takes of each rank by `trace`."""
+    lines = [*_fold(draw_grid(schedule, chain(schedule.num_stages)).splitlines(), width), ""]
+    stages = "" if schedule.num_stages == schedule.num_ranks else f", {schedule.num_stages} stages"
+    with_costs = f"costs from {costs}" if costs else "forward, and each part of backward, takes 1"
+    lines.append(
+        f"{schedule.name}: {schedule.num_ranks} ranks{stages}, {schedule.num_micro} microbatches; {with_costs}"
+    )
+    lines.append(
+        f"time {trace.seconds:.6g}{' s' if costs else ''}, utilisation {trace.utilisation():.1%}, bubble"
+        f" {trace.bubble():.1%} (of the {trace.cost:.6g} that a step costs where the next one follows at once)"
+    )
+    has_bytes = any(sample.value for sample in trace.memory)
+    lines += ["", _row("rank", "stages", "computes", "utilisation", "bubble", "in flight", *["memory"] * has_bytes)]
+    for rank, chunks in enumerate(schedule.stages):
+        memory = [_bytes(trace.peak_bytes(rank))] if has_bytes else []
+        figures = [f"{trace.busy(rank):.6g}", f"{trace.utilisation(rank):.1%}", f"{trace.bubble(rank):.1%}"]
+        figures += [str(trace.peak_in_flight(rank)), *memory]
+        lines.append(_row(str(rank), ",".join(map(str, chunks)), *figures))
+    lines.append("")
+    lines.append("in flight: the most microbatches, of any chunk, whose activations a rank holds at a time")
+    return "\n".join(lines)
+
+
+def write_page(path: Path, schedule: Schedule, trace: Trace, costs: Path | None = None) -> None:
+    """One self-contained HTML page with the swimlanes of the trace, in seconds only where there are `costs`.
+
+    PlanError without plotly or a place to write.
+    """
+    from plait.report.swimlane import draw_swimlanes, page
+
+    title = f"{schedule.name}, {schedule.num_ranks} ranks, {schedule.num_micro} microbatches"
+    unit = "seconds" if costs else "units (a forward, or a part of a backward, takes 1)"
+    text = page(draw_swimlanes(predicted=trace, unit=unit), title)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"cannot write {str(path)!r}: {error.strerror}") from None
+
+
+def _fold(lines: list[str], width: int | None) -> list[str]:
+    """The grid in blocks that each have a line for every rank and fit the width."""
+    start = lines[0].index("|") + 1
+    cell = len(lines[0][start:]) - len(lines[0][start:].lstrip()) + len(lines[0][start:].split()[0])
+    length = max(map(len, lines))
+    if width is None or length <= width:
+        return lines
+    step = max((width - start) // cell, 1) * cell
+    found: list[str] = []
+    for at in range(start, length, step):
+        found += ["", *(line[:start] + line[at : at + step] for line in lines)]
+    return found[1:]
+
+
+def _bytes(number: int) -> str:
+    # Its file needs torch, which the command does without unless there are bytes to print.
+    from plait.report.bytes import human_bytes
+
+    return human_bytes(number)
+
+
+def _row(*cells: str) -> str:
+    return "  ".join(cell.rjust(11) if i > 1 else cell.ljust((4, 8)[i]) for i, cell in enumerate(cells)).rstrip()
