@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 
 from bench.harness import publish
 from plait.integrations.servers.cluster import load_ray, started_here
-from plait.integrations.servers.full_model import Whole
+from plait.integrations.servers.full_model import FullModel
 from plait.integrations.servers.notes import Progress
 from plait.integrations.servers.prepare import make_job
 from plait.integrations.servers.running import Running
@@ -112,7 +112,7 @@ def main() -> None:
                 running.close()
         seconds = time.monotonic() - begun
         events = [json.loads(line) for line in (Path(out) / "events.jsonl").read_text().splitlines()]
-        whole = Whole(job)
+        whole = FullModel(job)
         whole.load()
         made = [-float(whole.held.parameters[name].detach()[0]) for name in ("first", "second")]
     ordered = end.step * job.plan.workers

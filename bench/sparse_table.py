@@ -21,7 +21,7 @@ from bench.harness import arguments, publish
 from plait.cost.rowhash import by_server
 from plait.integrations.servers.cluster import load_ray, started_here
 from plait.integrations.servers.tables.module import unique_ids
-from plait.integrations.servers.tables.table_shard import Rows, TableSpec
+from plait.integrations.servers.tables.table_shard import TableShard, TableSpec
 
 NUM_ROWS, DIM, BATCH, FIELDS, NUM_SERVERS = 10_000_000, 64, 4096, 26, 2
 NUM_STEPS, NUM_ROUNDS = 10, 5
@@ -38,7 +38,7 @@ class TableServer:
 
     def __init__(self, spec: TableSpec) -> None:
         torch.set_num_threads(1)
-        self._rows = Rows(spec)
+        self._rows = TableShard(spec)
 
     def fill(self, server: int) -> int:
         """Touch every row that this server has; returns their bytes."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from plait.compile.ops import Call, Rule, Spec, Strategy, strategies_of
+from plait.compile.ops import Call, OpSpec, Strategy, TensorSpec, strategies_of
 from plait.compile.ops.comm_ops import take
 from plait.spec.layout import REPLICATE, Partial, Placement, Replicate, Shard, block_lengths, divides, local_shape
 
@@ -69,11 +69,13 @@ def call_of(sample: Sample, results: tuple[Any, ...]) -> Call:
     count = itertools.count()
 
     def spec(x: Any) -> Any:
-        return Spec(tuple(x.shape), x.dtype, next(count)) if isinstance(x, Tensor) else x
+        return TensorSpec(tuple(x.shape), x.dtype, next(count)) if isinstance(x, Tensor) else x
 
     args, kwargs = tree_map(spec, sample.args), tree_map(spec, sample.kwargs)
-    inputs = tuple(x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Spec))
-    outputs = tuple(Spec(tuple(r.shape), r.dtype, i) if isinstance(r, Tensor) else None for i, r in enumerate(results))
+    inputs = tuple(x for x in tree_flatten((args, kwargs))[0] if isinstance(x, TensorSpec))
+    outputs = tuple(
+        TensorSpec(tuple(r.shape), r.dtype, i) if isinstance(r, Tensor) else None for i, r in enumerate(results)
+    )
     return Call(sample.op, args, kwargs, inputs, outputs)
 
 
@@ -101,7 +103,7 @@ def given_placements(call: Call, size: int) -> Iterator[tuple[Placement, ...]]:
         yield (*whole[:i], Partial(), *whole[i + 1 :])
 
 
-def strategies(rule: Rule, call: Call, size: int) -> dict[tuple[Any, ...], Strategy]:
+def strategies(rule: OpSpec, call: Call, size: int) -> dict[tuple[Any, ...], Strategy]:
     """Every strategy that any given placements bring up and that divides evenly, once."""
     found = {}
     for given in given_placements(call, size):
@@ -161,7 +163,7 @@ def same(found: Tensor, wanted: Tensor, what: str, tolerance: float = 0.0) -> No
         assert bool((found == wanted).all()), f"{what}: differs"
 
 
-def run_parts(sample: Sample, rule: Rule, call: Call, strategy: Strategy, size: int) -> list[tuple[Any, ...]]:
+def run_parts(sample: Sample, rule: OpSpec, call: Call, strategy: Strategy, size: int) -> list[tuple[Any, ...]]:
     """The outputs of each rank."""
     leaves, tree = tree_flatten((sample.args, sample.kwargs))
     places = iter(strategy.inputs)
@@ -181,7 +183,7 @@ def run_parts(sample: Sample, rule: Rule, call: Call, strategy: Strategy, size: 
     return outputs
 
 
-def check(sample: Sample, rule: Rule, sizes: tuple[int, ...] = (2, 3)) -> int:
+def check(sample: Sample, rule: OpSpec, sizes: tuple[int, ...] = (2, 3)) -> int:
     """Try every strategy of the rule on the sample, and its decomposition; return how many strategies there were."""
     results = run_whole(sample)
     call = call_of(sample, results)

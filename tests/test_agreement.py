@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.schedule.balance import Variable, balance
-from plait.schedule.consistency import Agreement, Commit, Go, Late, Push, Refuse, may_go_on, num_needed, shares_of
+from plait.schedule.consistency import Commit, Consistency, Go, Late, Push, Refuse, may_go_on, num_needed, shares_of
 from plait.schedule.work_queue import Handout
 
 
-def begun(num: int, **options: object) -> Agreement:
-    agreement = Agreement(num, **options)  # type: ignore[arg-type]
+def begun(num: int, **options: object) -> Consistency:
+    agreement = Consistency(num, **options)  # type: ignore[arg-type]
     for worker in range(num):
         decisions = agreement.join(worker)
     assert decisions == [Go(worker) for worker in range(num)]
@@ -23,7 +23,7 @@ def begun(num: int, **options: object) -> Agreement:
 
 
 def test_nobody_begins_before_all_are_there() -> None:
-    agreement = Agreement(2)
+    agreement = Consistency(2)
     assert agreement.join(0) == [] and agreement.push(Push(0, 0))[0].why.endswith("without having taken values")
     assert agreement.join(1) == [Go(0), Go(1)]
     assert agreement.join(7) == [Go(7)], "who comes later begins at once"
@@ -56,7 +56,7 @@ def test_the_bound_holds_and_nobody_waits_for_ever(num: int, bound: int, seed: i
 def test_workers_with_several_tasks(num: int, overlap: int, more: int, seed: int) -> None:
     """A worker's gradient is of the values once its push 1 + overlap before was taken in, or later if it waits."""
     bound = overlap + more if overlap + more else None
-    agreement, draw = Agreement(num, bound, overlap=overlap), random.Random(seed)
+    agreement, draw = Consistency(num, bound, overlap=overlap), random.Random(seed)
     bases: dict[int, list[int]] = {worker: [] for worker in range(num)}
     pushed: dict[int, list[int]] = {worker: [0] * (1 + overlap) for worker in range(num)}  # versions after its pushes
 
@@ -168,7 +168,7 @@ def test_pieces_of_workers_with_several_tasks() -> None:
 
 @pytest.mark.parametrize("bound", [None, 2])
 def test_a_chief_that_comes_back_knows_who_computes(bound: int | None) -> None:
-    agreement = Agreement(2, bound, version=9, started=True)
+    agreement = Consistency(2, bound, version=9, started=True)
     agreement.adopt(4)
     assert [type(d) for d in agreement.push(Push(4, 8))] == [Commit, Go]
     assert agreement.version == 10

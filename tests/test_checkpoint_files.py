@@ -31,7 +31,7 @@ from plait.engine.checkpoint.places import checkpoints, newest
 from plait.engine.checkpoint.plainvalues import decode, encode
 from plait.engine.checkpoint.safetensor import read_header
 from plait.engine.checkpoint.storage import LocalFolder, folder_of
-from plait.engine.slices import Box, copies, fragments
+from plait.engine.slices import TensorSlice, copies, fragments
 from plait.engine.state import lies_here, local_part
 from plait.errors import CheckpointError
 from plait.report.checkpoint_text import describe_checkpoint
@@ -90,11 +90,11 @@ def test_fragments_are_the_local_part_and_every_element_has_one_writer(case: tup
         local = local_part(whole, layout, world)
         assert sum(fragment.box.num_elements for fragment in found) == local.numel()
         for fragment in found:
-            assert torch.equal(local[fragment.slices], whole[fragment.box.within(Box.whole(layout.shape))])
+            assert torch.equal(local[fragment.slices], whole[fragment.box.within(TensorSlice.whole(layout.shape))])
         for layer in pieces("x", Holding.laid_out(local, layout, world)):
             for piece in layer:
-                written[piece.box.within(Box.whole(layout.shape))] += 1
-                assert torch.equal(piece.take(), whole[piece.box.within(Box.whole(layout.shape))])
+                written[piece.box.within(TensorSlice.whole(layout.shape))] += 1
+                assert torch.equal(piece.take(), whole[piece.box.within(TensorSlice.whole(layout.shape))])
     assert torch.equal(written, torch.ones_like(written))
 
 

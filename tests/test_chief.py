@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from plait.integrations.servers.coordinator import Chief
+from plait.integrations.servers.coordinator import Coordinator
 from plait.integrations.servers.notes import Note, Task
 from plait.integrations.servers.requests import Requests
 from plait.integrations.servers.server import Server
@@ -42,7 +42,7 @@ def test_answers_to_pushes_come_in_the_order_of_the_pushes(tmp_path: Path) -> No
     server = Server(job.name, job.shards[0], job.server_optimizer, None, str(tmp_path / "server"))
 
     async def run() -> list[Task | None]:
-        chief = Chief(job, [Handle(server)])
+        chief = Coordinator(job, [Handle(server)])
         one, two = await asyncio.gather(*(chief.join(worker, job.fingerprint) for worker in range(2)))
         assert isinstance(one, list) and isinstance(two, list)
 

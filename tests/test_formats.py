@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import plait
 from plait.compile.ir.views import RESHAPES
-from plait.compile.ops import RULES
+from plait.compile.ops import OP_SPECS
 from plait.compile.ops.comm_ops import in_format
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ def lying_otherwise(x: Tensor) -> Iterator[Tensor]:
 def test_kernels_that_follow_strides_are_told_from_those_that_do_not() -> None:
     wrong = set()
     for op, samples in all_samples().items():
-        if getattr(op, "namespace", "") != "aten" or op in REWRITTEN or RULES[op].formats:
+        if getattr(op, "namespace", "") != "aten" or op in REWRITTEN or OP_SPECS[op].formats:
             continue
         for sample in samples[:3]:
             leaves, tree = tree_flatten((sample.args, sample.kwargs))

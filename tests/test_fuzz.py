@@ -59,7 +59,7 @@ def test_plans_have_every_key_and_are_mostly_legal() -> None:
         except PlanError:
             refused += 1
             continue
-        assert plan.within.num_processes <= 12, text
+        assert plan.inner_plan.num_processes <= 12, text
         keys.update(key_name(row) for row in fields(Plan) if getattr(plan, row.name) != row.default)
     assert {key_name(row) for row in fields(Plan)} - keys.keys() == set()
     assert refused < 300

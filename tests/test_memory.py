@@ -18,7 +18,7 @@ from plait.api.memory import Estimator
 from plait.compile.passes.liveness import Meter
 from plait.cost.memory_model import FULL_ADAM, RankMemory, model_state_bytes, single_changes
 from plait.engine.compiler import Captures, Compiler
-from plait.engine.dry_run import rehearse
+from plait.engine.dry_run import dry_run
 from plait.engine.microbatch import microbatches
 from plait.plan.plan import Plan
 from plait.report.memory_table import verdict
@@ -160,7 +160,7 @@ def rehearsed(plans: list[str], shared_memory: bool = True, optimizer=ranks.ADAM
     for plan in map(Plan.parse, plans):
         lowered = Compiler(captures, plan).lowered(microbatches(ranks.batch(), plan.micro)[0])
         device = torch.device("cpu")
-        found.append(rehearse(lowered, captures.model, ranks.batch(), optimizer, device, rank, shared_memory))
+        found.append(dry_run(lowered, captures.model, ranks.batch(), optimizer, device, rank, shared_memory))
     return found
 
 

@@ -30,7 +30,7 @@ from plait.comm.threads import run_ranks
 from plait.compile.lowered import Lowered
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.microbatch import microbatches
-from plait.engine.replica import Replica
+from plait.engine.rank_executor import RankExecutor
 from plait.engine.trainer import Trainer
 from plait.errors import BatchError, PlanError, RankFailed, ScheduleError
 from plait.plan.kinds import SCHEDULE_NAMES
@@ -196,7 +196,7 @@ def evaluated(compiler: Compiler, world: World, rows: int) -> list[Lowered]:
     """The programs by which a rank evaluates."""
     trainer = Trainer(compiler.model, compiler.loss_fn, SGD, compiler.plan, world=world, compiler=compiler)
     trainer.evaluate(text_batch(rows))
-    assert isinstance(trainer.replica, Replica)
+    assert isinstance(trainer.replica, RankExecutor)
     return [program.lowered for (_, train, _), program in trainer.replica._programs.items() if not train]
 
 

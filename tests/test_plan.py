@@ -126,7 +126,7 @@ def test_refuses_with_word_and_place(text: str, parts: list[str]) -> None:
 def test_what_each_replica_or_worker_trains_by(text: str, within: str) -> None:
     plan = Plan.parse(text)
     assert Plan.parse(str(plan)) == plan
-    assert str(plan.within) == within
+    assert str(plan.inner_plan) == within
 
 
 @pytest.mark.parametrize(

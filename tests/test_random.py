@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from plait.compile.capture.capture import capture
 from plait.compile.capture.eager_random import GlobalRandom
 from plait.compile.ops import draw_rule as rule
-from plait.compile.ops.base import RULES, Call, Shard, Spec, Strategy, strategies_of
+from plait.compile.ops.base import OP_SPECS, Call, Shard, Strategy, TensorSpec, strategies_of
 from plait.compile.ops.comm_ops import take
 from plait.compile.ops.draw import CHUNK, chunking, draw
 from plait.errors import CaptureError
@@ -113,9 +113,13 @@ def test_threads_draw_at_once():
 def test_the_rule_offers_every_dim_and_appends_a_cut():
     shape = (4, 6, 1)
     call = Call(
-        draw, ("key", 0, shape, torch.float32, CPU, "normal", (0.0, 1.0), ()), {}, (), (Spec(shape, torch.float32),)
+        draw,
+        ("key", 0, shape, torch.float32, CPU, "normal", (0.0, 1.0), ()),
+        {},
+        (),
+        (TensorSpec(shape, torch.float32),),
     )
-    offered = strategies_of(RULES[draw], call, (), 2)
+    offered = strategies_of(OP_SPECS[draw], call, (), 2)
     assert [s.outputs[0] for s in offered[1:]] == [Shard(0), Shard(0, 2), Shard(1), Shard(1, 3)]
 
     class Builder:  # the coordinate is a number at once

@@ -22,10 +22,10 @@ from plait.compile.passes.recomputation import saved_bytes
 from plait.engine.compiler import Captures, Compiler
 from plait.errors import PlanError
 from plait.plan.plan import Plan
-from plait.schedule.keep import Value, choose_kept
+from plait.schedule.keep import KeptValue, choose_kept
 
 
-def seconds_again(values: list[Value], kept: set[int]) -> float:
+def seconds_again(values: list[KeptValue], kept: set[int]) -> float:
     """What it takes to work out again what backward needs and is not kept; infinite where that cannot be."""
     again: set[int] = set()
     stack = [i for i, value in enumerate(values) if value.needed]
@@ -37,23 +37,23 @@ def seconds_again(values: list[Value], kept: set[int]) -> float:
     return sum(values[i].seconds for i in again) if all(values[i].droppable for i in again) else math.inf
 
 
-def held(values: list[Value], kept: set[int]) -> int:
+def held(values: list[KeptValue], kept: set[int]) -> int:
     return sum(values[i].bytes for i in kept)
 
 
-def every_choice(values: list[Value]) -> list[set[int]]:
+def every_choice(values: list[KeptValue]) -> list[set[int]]:
     keepable = [i for i, value in enumerate(values) if value.keepable]
     sizes = range(len(keepable) + 1)
     return [set(kept) for num in sizes for kept in itertools.combinations(keepable, num)]
 
 
 @st.composite
-def graphs(draw: st.DrawFn) -> list[Value]:
-    values: list[Value] = []
+def graphs(draw: st.DrawFn) -> list[KeptValue]:
+    values: list[KeptValue] = []
     for i in range(draw(st.integers(1, 7))):
         keepable = draw(st.booleans()) or draw(st.booleans())
         values.append(
-            Value(
+            KeptValue(
                 bytes=draw(st.integers(1, 1000)),
                 seconds=float(draw(st.integers(1, 50))),
                 needed=draw(st.booleans()),
@@ -67,7 +67,7 @@ def graphs(draw: st.DrawFn) -> list[Value]:
 
 @settings(max_examples=40)
 @given(graphs(), st.floats(0, 1))
-def test_the_choice_is_the_best_of_all(values: list[Value], share: float) -> None:
+def test_the_choice_is_the_best_of_all(values: list[KeptValue], share: float) -> None:
     feasible = [kept for kept in every_choice(values) if seconds_again(values, kept) < math.inf]
     least = min(held(values, kept) for kept in feasible)
     assert held(values, choose_kept(values, None) or set()) == least
@@ -83,9 +83,9 @@ def test_the_choice_is_the_best_of_all(values: list[Value], share: float) -> Non
 
 def test_hand_made_choices() -> None:
     """A layer's input (kept anyway), a cheap wide value and a dear narrow one that come from it."""
-    stream = Value(bytes=100, seconds=9, needed=True, droppable=False)
-    cheap = Value(bytes=400, seconds=1, needed=True, sources=(0,))
-    dear = Value(bytes=100, seconds=50, needed=True, sources=(1,))
+    stream = KeptValue(bytes=100, seconds=9, needed=True, droppable=False)
+    cheap = KeptValue(bytes=400, seconds=1, needed=True, sources=(0,))
+    dear = KeptValue(bytes=100, seconds=50, needed=True, sources=(1,))
     values = [stream, cheap, dear]
     assert choose_kept(values, 600) == {0, 1, 2}
     assert choose_kept(values, 599) == choose_kept(values, 200) == {0, 2}  # the wide one is worked out again
@@ -93,15 +93,15 @@ def test_hand_made_choices() -> None:
     assert choose_kept(values, 99) is None
     assert choose_kept(values, None) == {0}
     assert choose_kept([], 0) == set()
-    assert choose_kept([Value(8, 1, needed=False)], 0) == set()
+    assert choose_kept([KeptValue(8, 1, needed=False)], 0) == set()
 
 
 def test_a_sum_over_ranks_is_kept_where_something_is_worked_out_from_it() -> None:
     """Backward does not read it, but what it reads comes from it: cheaper to keep the sum than both its readers."""
     values = [
-        Value(bytes=10, seconds=0, needed=False, droppable=False),
-        Value(bytes=30, seconds=1, needed=True, sources=(0,)),
-        Value(bytes=30, seconds=1, needed=True, sources=(0,)),
+        KeptValue(bytes=10, seconds=0, needed=False, droppable=False),
+        KeptValue(bytes=30, seconds=1, needed=True, sources=(0,)),
+        KeptValue(bytes=30, seconds=1, needed=True, sources=(0,)),
     ]
     assert choose_kept(values, None) == {0}
     assert choose_kept(values, 60) == {1, 2}

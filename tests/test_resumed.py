@@ -14,7 +14,7 @@ import torch
 from plait.engine.checkpoint import collect
 from plait.engine.checkpoint.saver import Saver
 from plait.errors import CheckpointError
-from plait.integrations.servers.full_model import Whole
+from plait.integrations.servers.full_model import FullModel
 from plait.integrations.servers.server import Server, Standing
 from plait.integrations.servers.service import Job
 from tests.served import job_of, make_click, make_clicks
@@ -24,9 +24,9 @@ sgd = functools.partial(torch.optim.SGD, lr=0.05)
 JUNK = (None, -1, 1 << 70, 0.5, float("nan"), "x", [], [1], {}, {"x": 1}, torch.ones(3), torch.ones(2, 2).long())
 
 
-def saved(job: Job) -> Whole:
+def saved(job: Job) -> FullModel:
     """The checkpoint of a run of one update."""
-    whole = Whole(job)
+    whole = FullModel(job)
     servers = [
         Server(job.name, pieces, job.server_optimizer, None, f"{job.out}/{index}", table_specs=job.tables)
         for index, pieces in enumerate(job.shards)
@@ -52,13 +52,13 @@ def of_rounds(tmp_path: Path) -> Job:
     return job_of("workers=2 servers=1 staleness=0 sync=2 outer=nesterov", tmp_path, scheduler=None, optimizer=sgd)
 
 
-def resave(whole: Whole, job: Job, extra: Extra) -> None:
+def resave(whole: FullModel, job: Job, extra: Extra) -> None:
     """The same checkpoint with another `extra`."""
     whole.held.step_number += 1
     collect.save(whole.held, job.folder, extra, 1, Saver(), True)
 
 
-def extra_of(whole: Whole) -> Extra:
+def extra_of(whole: FullModel) -> Extra:
     found: Extra = {"data": whole._data(2), "job": whole.job.name}
     return found | {name: kept for name, kept in (("tables", whole.tables), ("outer", whole.outer)) if kept}
 
@@ -91,7 +91,7 @@ def test_whatever_is_edited_only_a_checkpoint_error_comes_of_it(
     for path in [one for one in places(extra) if one[0] in ("data", "tables", "outer")]:
         for junk in JUNK:
             given = edited(extra, path, junk)
-            new = Whole(dataclasses.replace(job, resume=True))
+            new = FullModel(dataclasses.replace(job, resume=True))
             try:
                 new.load()
             except CheckpointError as error:
@@ -128,7 +128,7 @@ def test_an_edited_table_is_refused_with_its_place(
     whole = saved(of_tables)
     resave(whole, of_tables, edited(extra_of(whole), path, value))
     with pytest.raises(CheckpointError) as caught:
-        Whole(of_tables).load()
+        FullModel(of_tables).load()
     assert message in str(caught.value)
 
 
@@ -141,6 +141,6 @@ def test_what_an_outer_optimizer_kept_has_the_shape_of_its_variable(of_rounds: J
     with pytest.raises(
         CheckpointError, match=rf"outer.{name}.'{key}': it is float32\[7\], and the variable is float32"
     ):
-        Whole(of_rounds).load()
+        FullModel(of_rounds).load()
     resave(whole, of_rounds, extra)
-    assert Whole(of_rounds).load() == 2
+    assert FullModel(of_rounds).load() == 2

@@ -20,7 +20,7 @@ from plait.engine.trainer import Trainer
 from plait.errors import BatchError, PlanError, WorldError
 from plait.integrations.servers.cluster import check_installed, check_memory
 from plait.integrations.servers.rehearsed import Rehearsed, rehearse
-from plait.integrations.servers.server import Done, Member, Order, Server, Standing
+from plait.integrations.servers.server import Member, Server, Standing, UpdateDone, UpdateOrder
 from plait.integrations.servers.service import Job
 from tests.served import NUM_IDS, Serial, job_of, make_click, make_clicks, make_model
 
@@ -259,7 +259,7 @@ def test_tables_have_the_losses_of_a_dense_run(tmp_path: Path) -> None:
         job_of("workers=2 servers=1 tensor=2", tmp_path, **changes)
 
 
-def served(tmp_path: Path, plan: str = "workers=2 servers=1") -> tuple[Job, Server, Callable[..., Done]]:
+def served(tmp_path: Path, plan: str = "workers=2 servers=1") -> tuple[Job, Server, Callable[..., UpdateDone]]:
     """A server with values, and what has it make its next update of one gradient."""
     job = job_of(plan, tmp_path, scheduler=None, optimizer=functools.partial(torch.optim.SGD, lr=1.0))
     server = Server(job.name, job.shards[0], job.optimizer, None, str(tmp_path / "snapshots"))
@@ -267,10 +267,10 @@ def served(tmp_path: Path, plan: str = "workers=2 servers=1") -> tuple[Job, Serv
 
     def update(
         server: Server, number: int, arrays: Any = None, base: int = -1, push: int = 0, name: str = job.name
-    ) -> Done:
+    ) -> UpdateDone:
         arrays = [np.ones(p.own_shape, np.float32) for p in job.shards[0]] if arrays is None else arrays
         member = Member(0, push or number, 1.0, number - 1 if base < 0 else base, name)
-        return server.update(Order(number, 0, (member,), 0), [arrays])
+        return server.update(UpdateOrder(number, 0, (member,), 0), [arrays])
 
     return job, server, update
 
@@ -278,7 +278,7 @@ def served(tmp_path: Path, plan: str = "workers=2 servers=1") -> tuple[Job, Serv
 def test_what_a_server_refuses(tmp_path: Path) -> None:
     job, server, update = served(tmp_path)
     good = [np.ones(p.own_shape, np.float32) for p in job.shards[0]]
-    assert update(server, 1) == Done()
+    assert update(server, 1) == UpdateDone()
     wrong = {
         "is of": {"name": "another"},
         "pushes a gradient of version 7, which there has not been": {"base": 7},
@@ -305,8 +305,8 @@ def test_a_server_that_comes_back_says_what_is_lost(tmp_path: Path) -> None:
     assert back.standing.number == 1 and (back.state()[0][0] == -1).all()
     done = update(back, 4)
     assert (done.unused, done.came_back) == (2, True) and update(back, 5).unused == 2
-    assert update(back, 5) == Done(unused=2), "an update is made once"
-    two = dataclasses.replace(Order(6, 0, (Member(0, 6, 1.0, 5, job.name),), 0), two_phase=True)
+    assert update(back, 5) == UpdateDone(unused=2), "an update is made once"
+    two = dataclasses.replace(UpdateOrder(6, 0, (Member(0, 6, 1.0, 5, job.name),), 0), two_phase=True)
     back.update(two, [[np.ones(p.own_shape, np.float32) for p in job.shards[0]]])
     assert update(back, 7).unused == 3, "a chief that is gone began it, and did not end it"
     back._saver.wait()  # whoever reads a snapshot that is being replaced finds that its files are gone

@@ -29,7 +29,7 @@ from plait.engine.checkpoint.places import newest
 from plait.engine.trainer import Trainer
 from plait.errors import CheckpointError
 from plait.integrations.servers.cluster import load_ray, started_here
-from plait.integrations.servers.full_model import Whole
+from plait.integrations.servers.full_model import FullModel
 from plait.integrations.servers.notes import Note, Progress, Refused
 from plait.integrations.servers.rehearsed import rehearse
 from plait.integrations.servers.running import Running
@@ -115,7 +115,7 @@ def test_everything_is_killed_once(ray: Any, tmp_path: Path) -> None:
     assert "worker 0 is gone (its process has ended" in said and "the chief came back, at update" in said
     assert "server 0 came back from its last snapshot" in said and "worker 99 is no member" in said
     assert sum(event.get("updates_lost", 0) for event in events) >= totals.get("updates_lost", 0)
-    whole = Whole(job)
+    whole = FullModel(job)
     whole.load()
     assert whole.step == end.step and newest(job.folder)
     trainer = Trainer(*make_click(), job.optimizer, "data=1")
@@ -135,7 +135,7 @@ def test_a_run_in_a_given_order_is_its_definition(ray: Any, tmp_path: Path, plan
         assert running.wait().step == 6
     finally:
         running.close()
-    whole = Whole(job)
+    whole = FullModel(job)
     whole.load()
     expected = rehearse(dataclasses.replace(job, out=str(tmp_path / "again")), order)
     for name, value in expected.values.items():

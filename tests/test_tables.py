@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plait.cost.rowhash import by_server, first_values, server_of
 from plait.errors import PlanError
 from plait.integrations.servers.tables.row_index import RowIndex
-from plait.integrations.servers.tables.table_shard import Rows, TableSpec
+from plait.integrations.servers.tables.table_shard import TableShard, TableSpec
 
 NUM_IDS, DIM, FIELDS, BATCH = 500, 8, 3, 16
 
@@ -79,7 +79,7 @@ def dense_update(optimizer: str, table: torch.Tensor, state: dict[str, torch.Ten
 @pytest.mark.parametrize("optimizer", ["adagrad", "adam"])
 def test_a_click_model_has_the_losses_of_a_dense_table(optimizer: str) -> None:
     spec = TableSpec("ads", DIM, optimizer, lr=0.1)
-    servers = [Rows(spec), Rows(spec)]
+    servers = [TableShard(spec), TableShard(spec)]
     table = torch.from_numpy(first_values(np.arange(NUM_IDS), DIM, spec.scale, spec.seed))
     state = {"m": torch.zeros(NUM_IDS, DIM), "v": torch.zeros(NUM_IDS), "n": torch.zeros(NUM_IDS)}
     model, draw = Click(), np.random.default_rng(0)
@@ -101,7 +101,7 @@ def test_a_click_model_has_the_losses_of_a_dense_table(optimizer: str) -> None:
         for server, places in zip(servers, parts, strict=True):
             server.push(ids[places], gradient.numpy()[places])
         if step == 6:  # what comes back from its state goes on as it was
-            kept, servers[0] = servers[0].state(), Rows(spec)
+            kept, servers[0] = servers[0].state(), TableShard(spec)
             servers[0].load(kept)
     touched = sum(server.num_rows for server in servers)
     assert touched < NUM_IDS and servers[0].num_bytes < NUM_IDS * DIM * 8
@@ -109,7 +109,7 @@ def test_a_click_model_has_the_losses_of_a_dense_table(optimizer: str) -> None:
 
 
 def test_a_table_grows() -> None:
-    rows, ids = Rows(TableSpec("ads", 4, "adam")), np.arange(9_000)
+    rows, ids = TableShard(TableSpec("ads", 4, "adam")), np.arange(9_000)
     first = rows.pull(ids[:700]).copy()
     assert (rows.pull(ids) == first_values(ids, 4, 0.05, 0)).all() and (rows.pull(ids[:700]) == first).all()
     assert rows.num_rows == 9_000 and len(rows.state()["means"]) == 9_000
@@ -119,4 +119,4 @@ def test_what_a_table_refuses() -> None:
     with pytest.raises(PlanError, match="optimizer='sgd'; rows are updated by adagrad or adam"):
         TableSpec("ads", 4, "sgd")
     with pytest.raises(PlanError, match=r"table ads is pushed float32\[2, 3\] for 2 rows of float32\[4\]"):
-        Rows(TableSpec("ads", 4)).push(np.arange(2), np.zeros((2, 3), dtype=np.float32))
+        TableShard(TableSpec("ads", 4)).push(np.arange(2), np.zeros((2, 3), dtype=np.float32))

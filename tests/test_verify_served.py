@@ -13,8 +13,8 @@ from torch import nn
 
 import plait
 from plait.errors import BatchError, PlanError
-from plait.integrations.servers.optimizer_shard import Shard
-from plait.schedule.consistency import Agreement, Commit, Go, Push, drawn_order
+from plait.integrations.servers.optimizer_shard import ServerShard
+from plait.schedule.consistency import Commit, Consistency, Go, Push, drawn_order
 from tests.served import Points, make_click, make_clicks, make_model
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.05)
@@ -99,12 +99,12 @@ def test_plans_drawn_at_random(whole: plait.Verifier, plan: str) -> None:
 
 
 def test_what_is_wrong_is_found(verifier: plait.Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Shard.set_gradients
+    original = ServerShard.set_gradients
 
-    def doubled(self: Shard, gradients: Any, shares: Any) -> None:
+    def doubled(self: ServerShard, gradients: Any, shares: Any) -> None:
         original(self, gradients, [2 * share for share in shares])
 
-    monkeypatch.setattr(Shard, "set_gradients", doubled)
+    monkeypatch.setattr(ServerShard, "set_gradients", doubled)
     sgd = plait.Verifier(Dropped(), make_model()[1], verifier.batch, steps=2)
     report = sgd.verify("workers=2 servers=1")
     assert not report.ok and "NOT EQUAL" in str(report)
@@ -121,8 +121,8 @@ def test_what_verify_refuses_of_servers(verifier: plait.Verifier) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"staleness": 1}, {"staleness": 0, "backup": 1}, {"overlap": 2}])
 def test_a_drawn_order_is_one_that_can_be(options: dict[str, int]) -> None:
-    order = drawn_order(Agreement(3, **options), 12, seed=4)
-    agreement, bases = Agreement(3, order=order, **options), {0: [0], 1: [0], 2: [0]}
+    order = drawn_order(Consistency(3, **options), 12, seed=4)
+    agreement, bases = Consistency(3, order=order, **options), {0: [0], 1: [0], 2: [0]}
     decisions = [decision for worker in range(3) for decision in agreement.join(worker)]
     bases = {worker: [0] * decisions.count(Go(worker)) for worker in range(3)}
     for worker in order:
@@ -131,5 +131,9 @@ def test_a_drawn_order_is_one_that_can_be(options: dict[str, int]) -> None:
             if isinstance(decision, Go):
                 bases[decision.worker].append(agreement.version)
     assert agreement.version == 12 and order != tuple(sorted(order))
-    assert order == drawn_order(Agreement(3, **options), 12, seed=4) != drawn_order(Agreement(3, **options), 12, seed=5)
+    assert (
+        order
+        == drawn_order(Consistency(3, **options), 12, seed=4)
+        != drawn_order(Consistency(3, **options), 12, seed=5)
+    )
     assert any(isinstance(decision, Commit) for decision in decisions)

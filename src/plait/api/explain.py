@@ -37,7 +37,7 @@ def explain(
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     own = _batch_of_worker(batch, plan) if plan.workers else batch_of_replica(batch, plan)
-    lowered = Compiler(Captures(model, loss_fn), plan.within, layouts).lowered(microbatches(own, plan.micro)[0])
+    lowered = Compiler(Captures(model, loss_fn), plan.inner_plan, layouts).lowered(microbatches(own, plan.micro)[0])
     about = _service(plan, lowered) if plan.workers else _agreement(plan, lowered) if plan.relaxed_axis else ""
     return replace(explanation(lowered), agreement=about, layouts=layouts)
 
@@ -67,7 +67,7 @@ def _service(plan: Plan, lowered: Lowered) -> str:
 def _agreement(plan: Plan, lowered: Lowered) -> str:
     """What replicas do beside the step that is shown, and what a rank sends for it."""
     num = plan.mesh.axis_size(plan.relaxed_axis)
-    mesh = plan.within.mesh
+    mesh = plan.inner_plan.mesh
     sent = 0.0
     for name, layout in lowered.states.items():
         if name not in lowered.captured.frozen:

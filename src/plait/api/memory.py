@@ -16,7 +16,7 @@ from plait.compile.lowered import Lowered
 from plait.compile.stages.split import AXIS as PIPELINE
 from plait.cost.memory_model import GRADIENTS, OPTIMIZER, PARAMETERS, RankMemory, single_changes
 from plait.engine.compiler import Captures, Compiler, LossFn
-from plait.engine.dry_run import rehearse
+from plait.engine.dry_run import dry_run
 from plait.engine.local_batch import num_rows
 from plait.engine.local_sgd.replica_batch import batch_of_replica
 from plait.engine.local_sgd.replicas import bytes_kept
@@ -76,14 +76,14 @@ class Estimator:
     def estimate(self, plan: Plan) -> MemoryEstimate:
         """What the plan takes on each of its ranks; what has its home elsewhere is counted as if on the device."""
         if plan.workers:
-            how = f"as {str(plan.within)!r}" if str(plan.within) else "on one device"
+            how = f"as {str(plan.inner_plan)!r}" if str(plan.inner_plan) else "on one device"
             raise PlanError(
                 f"the memory of parameter servers is not predicted; a worker computes {how}, without the optimizer's"
                 " state, which the servers share"
             )
         model = self._captures.model
         homes: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Plan) if f.name.startswith("home")}
-        given, plan = plan, dataclasses.replace(plan.within, **homes)
+        given, plan = plan, dataclasses.replace(plan.inner_plan, **homes)
         batch, kept = batch_of_replica(self._batch, given), bytes_kept(given)
         if not is_host(self._device) and plan.central == "host":
             plan = dataclasses.replace(plan, central="none", zero=plan.zero_stage)
@@ -95,7 +95,7 @@ class Estimator:
             kind = _kind(lowered, rank)
             if kind not in found:
                 shared = is_host(self._device)  # the ranks of one host; several hosts take less
-                each = rehearse(lowered, model, batch, self._optimizer, self._device, rank, shared)
+                each = dry_run(lowered, model, batch, self._optimizer, self._device, rank, shared)
                 each = each.with_more(OPTIMIZER, kept * each.updated)
                 found[kind] = ([], each if self._built else each.without_start())
             found[kind][0].append(number)
@@ -120,7 +120,7 @@ class Estimator:
         if plan.mesh.axis_size(PIPELINE) == 1:
             return []
         batch = batch_of_replica(self._batch, plan)
-        lowered = Compiler(self._captures, plan.within, self._layouts).lowered(microbatches(batch, plan.micro)[0])
+        lowered = Compiler(self._captures, plan.inner_plan, self._layouts).lowered(microbatches(batch, plan.micro)[0])
         now = self.estimate(plan)
         peaks: dict[int, int] = {}
         for ranks, each in now.ranks:

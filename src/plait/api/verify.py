@@ -39,7 +39,7 @@ from plait.reference.differences import (
     ROUNDING_MARGIN,
     Difference,
     Report,
-    Run,
+    RunResult,
     compare,
     in_half,
     last_bits,
@@ -73,7 +73,7 @@ class Verifier:
         self.steps = steps
         self.seed = seed
         self.clip_norm = clip_norm
-        self._references: dict[Any, tuple[Run, list[Run]]] = {}
+        self._references: dict[Any, tuple[RunResult, list[RunResult]]] = {}
 
     def verify(self, plan: Plan | str, *, layouts: Annotations | None = None, tolerance: float = 1e-4) -> Report:
         """Compare `steps` steps under `plan` with one device; see the function `verify`."""
@@ -81,11 +81,11 @@ class Verifier:
         if not isinstance(plan, Plan):
             raise PlanError(f"the plan is a {type(plan).__name__}; give a Plan or its text, such as 'data=2 tensor=2'")
         check_plan(plan, dict(self.captures.model.named_parameters()), self.clip_norm)
-        compiler = Compiler(self.captures, plan.within, layouts)
+        compiler = Compiler(self.captures, plan.inner_plan, layouts)
         if plan.workers:
             return self._verify_served(plan, compiler, layouts, tolerance)
         lowered = _lowered(compiler, batch_of_replica(self.batch, plan), plan)
-        refuse_inexact(self.optimizer, compiler.model, lowered.states, plan.within)
+        refuse_inexact(self.optimizer, compiler.model, lowered.states, plan.inner_plan)
         reference, again = self._reference(plan, lowered)
         mine = self._run_plan(plan, compiler, min(reference.scale, again[0].scale) / _HEADROOM)
         rules, bits = sorted(lowered.without_rule), _value_bits(lowered)
@@ -105,8 +105,8 @@ class Verifier:
         report = compare(_comparable(serial(0.0)), mine, again, plan, tolerance)
         return replace(report, steps=self.steps)
 
-    def _run_plan(self, plan: Plan, compiler: Compiler, scale: float) -> Run:
-        def rank(world: World) -> Run:
+    def _run_plan(self, plan: Plan, compiler: Compiler, scale: float) -> RunResult:
+        def rank(world: World) -> RunResult:
             trainer = Trainer(
                 compiler.model, compiler.loss_fn, self.optimizer, plan,
                 seed=self.seed, clip_norm=self.clip_norm, world=world, compiler=compiler, on_nan="warn",
@@ -123,15 +123,15 @@ class Verifier:
                 gradients = found or gradients
             replica = trainer.replica
             parameters = {n: replica.whole(n, replica.local(n)).clone() for n in replica.layouts}
-            return Run(losses, gradients, parameters, replica.buffers, outputs=outputs[0])
+            return RunResult(losses, gradients, parameters, replica.buffers, outputs=outputs[0])
 
         with self._preserved():
             return run_ranks(plan.mesh, rank, algorithm=plan.allreduce)[0]
 
-    def _reference(self, plan: Plan, lowered: Lowered) -> tuple[Run, list[Run]]:
+    def _reference(self, plan: Plan, lowered: Lowered) -> tuple[RunResult, list[RunResult]]:
         """The run on one device, and again with weights that differ by rounding, and of half precision in float32;
         local batch norm, microbatches and precision have their own."""
-        num_parts = plan.within.num_batch_parts if plan.batchnorm == "local" else 1
+        num_parts = plan.inner_plan.num_batch_parts if plan.batchnorm == "local" else 1
         pipeline = lowered.pipeline
         stale = pipeline if pipeline is not None and pipeline.schedule.asynchronous else None
         own = stale is not None or bool(plan.relaxed_axis)  # a definition of its own
@@ -139,7 +139,7 @@ class Verifier:
         key = (num_parts, plan.micro, plan.precision, plan.exceptions, str(plan) if own else "", *levels)
         if key not in self._references:
             if plan.relaxed_axis:
-                program: Callable[..., Run] = functools.partial(self._run_replicas, lowered)
+                program: Callable[..., RunResult] = functools.partial(self._run_replicas, lowered)
             else:
                 program = functools.partial(self._run_one_device, num_parts=num_parts, stale=stale)
             run = self._as_it_was(program)
@@ -168,7 +168,7 @@ class Verifier:
         stale: Pipeline | None = None,
         draw: int = 0,
         wide: bool = False,
-    ) -> Run:
+    ) -> RunResult:
         scaled = Precision(plan.precision, plan.exceptions).scaled
         if scale is None:
             scale = FIRST_SCALE if scaled else 1.0
@@ -207,11 +207,11 @@ class Verifier:
             optimizer.step()
         parameters = {n: p.detach() for n, p in named.items() if n not in changing}
         buffers = dict(twin.named_buffers()) | {n: named[n].detach() for n in changing}
-        return Run(losses, gradients, parameters, buffers, scale, outputs[0])
+        return RunResult(losses, gradients, parameters, buffers, scale, outputs[0])
 
     def _run_replicas(
         self, lowered: Lowered, plan: Plan, rounding: float = 0.0, draw: int = 0, wide: bool = False
-    ) -> Run:
+    ) -> RunResult:
         """As _run_one_device, of replicas that agree later: what the first of them ends with."""
         if Precision(plan.precision, plan.exceptions).scaled:
             raise PlanError(f"verify of {plan.title} has no serial program for the loss scale of fp16; take bf16")
@@ -237,15 +237,15 @@ class Verifier:
         }
         buffers = dict(twins[0].named_buffers())
         buffers |= {n: p.detach() for n, p in twins[0].named_parameters() if n in self.captures.changing}
-        return Run(losses, gradients, parameters, buffers, outputs=outputs[0])
+        return RunResult(losses, gradients, parameters, buffers, outputs=outputs[0])
 
     def _preserved(self) -> AbstractContextManager[None]:
         return preserved(self.captures.model, self.captures.loss_fn)
 
-    def _as_it_was(self, run: Callable[..., Run]) -> Callable[..., Run]:
+    def _as_it_was(self, run: Callable[..., RunResult]) -> Callable[..., RunResult]:
         """The run, which begins with what model and loss hold in Python, and leaves it as it was."""
 
-        def found(*args: Any, **kwargs: Any) -> Run:
+        def found(*args: Any, **kwargs: Any) -> RunResult:
             with self._preserved():
                 return run(*args, **kwargs)
 
@@ -298,7 +298,7 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def _comparable(reference: Run) -> Run:
+def _comparable(reference: RunResult) -> RunResult:
     """The run on one device, if there is anything to compare with; LossError where its numbers are not finite."""
     _finite(reference.losses, reference.gradients)
     return reference

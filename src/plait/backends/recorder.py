@@ -45,7 +45,7 @@ class StepRows:
     sent: dict[int, int] = field(default_factory=dict)
 
 
-class Recorder:
+class TraceRecorder:
     """Records spans of one rank; `world` is changed so that its collectives are seen (comm.traced), until `close`.
 
     Every rank makes one at the same time.
@@ -164,7 +164,7 @@ class Recorder:
 class _Span:
     __slots__ = ("_action", "_kind", "_name", "_num_bytes", "_recorder", "_start")
 
-    def __init__(self, recorder: Recorder, kind: str, name: str, action: Any, num_bytes: int) -> None:
+    def __init__(self, recorder: TraceRecorder, kind: str, name: str, action: Any, num_bytes: int) -> None:
         self._recorder = recorder
         self._kind = kind
         self._name = name

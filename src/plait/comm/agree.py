@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-from plait.comm.key_value_store import Board
+from plait.comm.key_value_store import KeyValueStore
 from plait.comm.monitor import ranks_text
 from plait.comm.protocol import World
 from plait.comm.timeouts import timeout
@@ -76,7 +76,7 @@ def attempt(world: World, work: Callable[[], T], what: str, same: Callable[[T], 
     return result
 
 
-def wait_for_notes(world: World, keys: Mapping[int, str], what: str, board: Board | None = None) -> None:
+def wait_for_notes(world: World, keys: Mapping[int, str], what: str, board: KeyValueStore | None = None) -> None:
     """Wait until each of these ranks has set its key on the board; WorldError if one of them cannot, or is too late."""
     board = world.board if board is None else board
     absent = board.missing(list(keys.values()), 0.05)
@@ -93,7 +93,7 @@ def wait_for_notes(world: World, keys: Mapping[int, str], what: str, board: Boar
                 raise WorldError(f"waited {timeout():.0f} s for {ranks_text([rank_of[k] for k in absent])} in {what}")
 
 
-def _missing(board: Board, keys: list[str]) -> list[str]:
+def _missing(board: KeyValueStore, keys: list[str]) -> list[str]:
     try:
         return board.missing(keys, _LOOK_SECONDS)
     except WorldError:

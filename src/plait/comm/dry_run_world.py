@@ -1,4 +1,4 @@
-"""A world without other ranks, for rehearsals on tensors without memory.
+"""A world without other ranks, for dry runs on tensors without memory.
 
 Its collectives make the tensors that the transport would make, and move nothing. `meter` is told of them (see
 graph.liveness).
@@ -15,15 +15,15 @@ import torch
 from plait.comm.algorithms import choose
 from plait.comm.backend import BackendComm, BackendWork
 from plait.comm.group import AloneComm, Done, Take, chunk, reduce_terms
-from plait.comm.key_value_store import Board, LocalBoard
-from plait.comm.protocol import Comm, Watch, Work
+from plait.comm.key_value_store import KeyValueStore, LocalStore
+from plait.comm.protocol import Comm, RankMonitor, Work
 from plait.comm.segment import Arena
 from plait.compile.passes.liveness import Meter
 from plait.cost.memory_model import ACTIVATIONS
 from plait.spec.mesh import Mesh
 
 
-class RehearsalWorld:
+class DryRunWorld:
     """One rank's view of ranks that are not there, through shared memory or torch.distributed."""
 
     def __init__(
@@ -32,12 +32,12 @@ class RehearsalWorld:
         self.mesh = mesh
         self.rank = rank
         self.device = device
-        self.board: Board = _AgreeingBoard()
-        self.monitor: Watch | None = None
+        self.board: KeyValueStore = _AgreeingBoard()
+        self.monitor: RankMonitor | None = None
         self.meter = meter
         self._algorithm = algorithm
         self._shared_memory = shared_memory
-        self._shared: dict[str, SharedRehearsal] = {}
+        self._shared: dict[str, DryRunSharedComm] = {}
         self._comms = {axis: self._comm(axis, mesh.group(rank, axis)) for axis in mesh.names}
         self._everyone = self._comm("", tuple(range(mesh.size)))
 
@@ -65,12 +65,12 @@ class RehearsalWorld:
         if len(ranks) == 1:
             return AloneComm(self.rank)
         if not self._shared_memory:
-            return choose(BackendRehearsal(ranks, here, self.meter), self._algorithm)
-        self._shared[axis] = SharedRehearsal(ranks, here, self.meter)
+            return choose(DryRunBackendComm(ranks, here, self.meter), self._algorithm)
+        self._shared[axis] = DryRunSharedComm(ranks, here, self.meter)
         return choose(self._shared[axis], self._algorithm)
 
 
-class BackendRehearsal(BackendComm):
+class DryRunBackendComm(BackendComm):
     """As comm/backend.py, but that nothing is sent. Of memory that the group shares each rank is counted its part."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int, meter: Meter) -> None:
@@ -111,7 +111,7 @@ class _Sent:
         pass
 
 
-class SharedRehearsal(BackendRehearsal):
+class DryRunSharedComm(DryRunBackendComm):
     """As comm/shm.py, where the peers are one collective behind: results are new tensors, and what is sent lies in an
     arena, of which `arena_bytes` were used at a time. Its pages stay, so they are not counted as they come and go."""
 
@@ -179,7 +179,7 @@ class SharedRehearsal(BackendRehearsal):
 
     def recv(self, like: torch.Tensor, source: int, tag: int = 0) -> Work:
         """It may be copied from the sender's arena as soon as it is asked for."""
-        return BackendRehearsal.recv(self, like, source, tag)
+        return DryRunBackendComm.recv(self, like, source, tag)
 
     def _start(self, tensor: torch.Tensor, arrive: Callable[[], torch.Tensor]) -> Work:
         while self._pending:
@@ -220,7 +220,7 @@ class _Pending:
         return self._result
 
 
-class _AgreeingBoard(LocalBoard):
+class _AgreeingBoard(LocalStore):
     """Where every rank is there and says the same as this one."""
 
     def __init__(self) -> None:

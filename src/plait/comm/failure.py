@@ -21,7 +21,7 @@ from typing import NoReturn
 from weakref import WeakSet
 
 from plait.comm.agree import wait_for_notes
-from plait.comm.key_value_store import Board, LocalBoard
+from plait.comm.key_value_store import KeyValueStore, LocalStore
 from plait.comm.launch import first_to_fail
 from plait.comm.monitor import FAILURE, FINISHED, Monitor
 from plait.comm.protocol import World
@@ -32,7 +32,7 @@ _GRACE_SECONDS = 1.0  # for a rank that knows of a failure to leave by itself, t
 _END_SECONDS = 5.0
 
 
-def watch(board: Board, key: str, call: Callable[[str], None]) -> Callable[[], None]:
+def watch(board: KeyValueStore, key: str, call: Callable[[str], None]) -> Callable[[], None]:
     """Look for the key about once a second, from another thread, and call with its text once; returns what ends it.
 
     A board out of reach counts as an empty text: whoever held it is gone.
@@ -67,7 +67,7 @@ def guard(world: World) -> Iterator[None]:
 
     That exception is printed once, with its rank; all ranks exit with status 1. A world of one process just raises.
     """
-    if world.mesh.size == 1 or isinstance(world.board, LocalBoard):
+    if world.mesh.size == 1 or isinstance(world.board, LocalStore):
         yield
         return
     end_watch = watch(world.board, FAILURE, _leave)
@@ -91,7 +91,7 @@ def _leave(report: str) -> None:
     _exit()
 
 
-def leave(board: Board, rank: int, error: BaseException) -> NoReturn:
+def leave(board: KeyValueStore, rank: int, error: BaseException) -> NoReturn:
     """Report the error and end this process, which waits for ever where no exception reaches it."""
     _report(board, rank, error)
     _exit()
@@ -137,7 +137,7 @@ def _described(own: int, error: BaseException) -> tuple[int, str]:
     return own, f"rank {own} failed: {type(error).__name__}: {text}"
 
 
-def _report(board: Board, own: int, error: BaseException) -> None:
+def _report(board: KeyValueStore, own: int, error: BaseException) -> None:
     """Print the failure, if it is the first."""
     let_speak_first(own, error)
     rank, message = _described(own, error)

@@ -13,7 +13,7 @@ from typing import Protocol
 from plait.errors import WorldError
 
 
-class Board(Protocol):
+class KeyValueStore(Protocol):
     def set(self, key: str, text: str) -> None: ...
 
     def get(self, key: str) -> str | None:
@@ -25,11 +25,11 @@ class Board(Protocol):
     def missing(self, keys: Sequence[str], seconds: float) -> list[str]:
         """Wait until all keys are set, at most so long; returns those that are not."""
 
-    def clone(self) -> Board:
+    def clone(self) -> KeyValueStore:
         """The same board, for another thread of this process."""
 
 
-class LocalBoard:
+class LocalStore:
     """The board of ranks that share a process."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class LocalBoard:
                 raise self._stopped
         return absent
 
-    def clone(self) -> LocalBoard:
+    def clone(self) -> LocalStore:
         return self
 
     def stop(self, error: WorldError) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from plait.comm.group import Done, GroupComm, Take, reduce_terms
-from plait.comm.key_value_store import LocalBoard
+from plait.comm.key_value_store import LocalStore
 from plait.comm.monitor import ranks_text
 from plait.comm.timeouts import timeout
 from plait.errors import RankFailed, WorldError
@@ -55,7 +55,7 @@ class Meetings:
     """All collectives that are under way among the ranks of one process, and the first failure."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.board = LocalBoard()
+        self.board = LocalStore()
         self.failure: RankFailed | None = None
         self.message = ""
         self.cause: BaseException | None = None

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from plait.comm.key_value_store import Board
+from plait.comm.key_value_store import KeyValueStore
 from plait.comm.sharing import alive, host_name
 from plait.comm.timeouts import notice_after, timeout
 from plait.errors import RankFailed, WorldError
@@ -54,7 +54,7 @@ class Wait:
 class Monitor:
     """One rank's side. `leave` is called with the error of a wait that goes on although its end is known."""
 
-    def __init__(self, board: Board, rank: int, size: int, leave: Callable[[WorldError], None]) -> None:
+    def __init__(self, board: KeyValueStore, rank: int, size: int, leave: Callable[[WorldError], None]) -> None:
         self.rank = rank
         self.started: Counter[str] = Counter()  # collectives and messages by group, of backends that keep no count
         self.num_steps = 0  # that this rank has begun

@@ -26,7 +26,7 @@ from plait.comm.distributed_store import StoreBoard
 from plait.comm.failure import at_exit, leave
 from plait.comm.group import AloneComm
 from plait.comm.header import create_segment, num_words
-from plait.comm.key_value_store import Board, LocalBoard
+from plait.comm.key_value_store import KeyValueStore, LocalStore
 from plait.comm.launch import BOARD, ranks_folder
 from plait.comm.monitor import Monitor
 from plait.comm.protocol import Comm, World
@@ -34,7 +34,7 @@ from plait.comm.rendezvous import join
 from plait.comm.segment import Segment
 from plait.comm.sharing import host_name
 from plait.comm.shm import ShmComm
-from plait.comm.socket_store import SocketBoard
+from plait.comm.socket_store import SocketStore
 from plait.comm.timeouts import timeout
 from plait.errors import WorldError
 from plait.spec.mesh import Mesh
@@ -46,7 +46,7 @@ _num_worlds = 0
 class ProcessWorld:
     """This process's view of all ranks. Made by `process_world`."""
 
-    def __init__(self, mesh: Mesh, rank: int, device: torch.device, board: Board, owns_group: bool) -> None:
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device, board: KeyValueStore, owns_group: bool) -> None:
         self.mesh = mesh
         self.rank = rank
         self.device = device
@@ -104,7 +104,7 @@ def process_world(
     where = own_device(device)
     make_current(where)
     if size == 1 and not started:
-        world = ProcessWorld(mesh, 0, where, LocalBoard(), owns_group=False)
+        world = ProcessWorld(mesh, 0, where, LocalStore(), owns_group=False)
         world._comms = {axis: AloneComm(0) for axis in mesh.names}
         return world
     if not started:
@@ -158,10 +158,10 @@ def device_mesh(world: World) -> DeviceMesh:
     return world._device_mesh
 
 
-def _board(name: str) -> Board:
+def _board(name: str) -> KeyValueStore:
     """The launcher's where `plait` is that, else in the store that the process group was started with."""
     folder = ranks_folder()
-    return StoreBoard(name) if folder is None else SocketBoard(folder / BOARD, name)
+    return StoreBoard(name) if folder is None else SocketStore(folder / BOARD, name)
 
 
 def _share_memory(world: ProcessWorld, groups: dict[str, tuple[tuple[int, ...], ...]]) -> dict[str, ShmComm]:

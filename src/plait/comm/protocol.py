@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from plait.comm.key_value_store import Board
+from plait.comm.key_value_store import KeyValueStore
 from plait.comm.links import Links
 from plait.spec.mesh import Mesh
 
@@ -85,7 +85,7 @@ class Waiting(Protocol):
         """Raise WorldError if it will not end: a rank that it is for has ended or failed, or waits for this one."""
 
 
-class Watch(Protocol):
+class RankMonitor(Protocol):
     """Looks after the ranks that this one waits for."""
 
     num_steps: int  # that this rank has begun
@@ -106,10 +106,10 @@ class World(Protocol):
     mesh: Mesh
     rank: int
     device: torch.device
-    board: Board  # where ranks leave each other notes
+    board: KeyValueStore  # where ranks leave each other notes
 
     @property
-    def monitor(self) -> Watch | None:
+    def monitor(self) -> RankMonitor | None:
         """Looks after other ranks; None where there are none."""
 
     def comm(self, axis: str) -> Comm: ...

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from plait.comm.key_value_store import LocalBoard
+from plait.comm.key_value_store import LocalStore
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.02  # seconds between looks for keys that somebody else will set
 
@@ -27,7 +27,7 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.02  # seconds between looks for keys that s
 @contextmanager
 def serve_board(path: Path) -> Iterator[None]:
     """Hold a board at the path, from another thread."""
-    board = LocalBoard()
+    board = LocalStore()
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
@@ -51,7 +51,7 @@ def serve_board(path: Path) -> Iterator[None]:
             server.shutdown()
 
 
-def _answer(board: LocalBoard, request: list[Any]) -> Any:
+def _answer(board: LocalStore, request: list[Any]) -> Any:
     match request:
         case ["set", str(key), str(text)]:
             board.set(key, text)
@@ -65,7 +65,7 @@ def _answer(board: LocalBoard, request: list[Any]) -> Any:
     raise ValueError(f"unknown request {request}")
 
 
-class SocketBoard:
+class SocketStore:
     """A rank's line to the board. `name` keeps the worlds of one run apart. RuntimeError once the launcher is gone."""
 
     def __init__(self, path: Path, name: str) -> None:
@@ -103,8 +103,8 @@ class SocketBoard:
             pause = min(2 * pause, _LAST_PAUSE)
         return [key for key in keys if self._key(key) in absent]
 
-    def clone(self) -> SocketBoard:
-        return SocketBoard(self._path, self._name)
+    def clone(self) -> SocketStore:
+        return SocketStore(self._path, self._name)
 
     def _key(self, key: str) -> str:
         return f"{self._name}/{key}"

@@ -16,9 +16,9 @@ import torch
 from plait.comm.algorithms import choose
 from plait.comm.device import make_current
 from plait.comm.group import AloneComm
-from plait.comm.key_value_store import Board
+from plait.comm.key_value_store import KeyValueStore
 from plait.comm.meeting import Meetings, ThreadComm, ThreadWatch
-from plait.comm.protocol import Comm, Watch
+from plait.comm.protocol import Comm, RankMonitor
 from plait.errors import RankFailed
 from plait.spec.mesh import Mesh
 
@@ -32,8 +32,8 @@ class ThreadWorld:
         self.mesh = mesh
         self.rank = rank
         self.device = device
-        self.board: Board = meetings.board
-        self.monitor: Watch | None = ThreadWatch(meetings, rank) if mesh.size > 1 else None
+        self.board: KeyValueStore = meetings.board
+        self.monitor: RankMonitor | None = ThreadWatch(meetings, rank) if mesh.size > 1 else None
         self._comms = {axis: _comm(mesh.group(rank, axis), rank, axis, meetings, algorithm) for axis in mesh.names}
         self._everyone = _comm(tuple(range(mesh.size)), rank, "", meetings, algorithm)
 

@@ -14,7 +14,7 @@ from plait.compile.ir.calls import num_bytes, output_values
 from plait.compile.ir.node_info import info_of
 from plait.compile.ir.views import is_view
 from plait.compile.lowered import Settled
-from plait.compile.passes.accumulation import Part
+from plait.compile.passes.accumulation import StepGraph
 from plait.compile.sharding.flat_shards import Cut
 from plait.compile.sharding.split_share import SplitShare
 from plait.compile.sharding.zero import cut_of
@@ -33,7 +33,7 @@ class Draft:
     plan: Plan
     annotations: Annotations
     settled: Settled
-    parts: dict[str, Part]  # by cell, then by cell and turn; at first one, with the name ""
+    parts: dict[str, StepGraph]  # by cell, then by cell and turn; at first one, with the name ""
 
     # what sharding decides
     chosen: dict[str, tuple[dict[str, Placement], dict[str, str]]] = field(default_factory=dict)  # by axis

@@ -15,7 +15,7 @@ from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.ir.node_info import set_info
 from plait.compile.lowered import NOTHING_SETTLED, Lowered, Settled, cell_name
 from plait.compile.passes import offload
-from plait.compile.passes.accumulation import Part, add_parts, by_turn, gradients_of, narrowed
+from plait.compile.passes.accumulation import StepGraph, add_parts, by_turn, gradients_of, narrowed
 from plait.compile.passes.aside import mark_aside
 from plait.compile.passes.bucket import bucket_gradients, overlap
 from plait.compile.passes.fetch import fetch_parameters, fetch_sums, leave_early
@@ -70,7 +70,7 @@ def _split_in_cells(draft: Draft) -> None:
     found = draft.pipeline = split_in_cells(draft.graph, draft.captured, draft.plan, draft.settled.stages)
     draft.layouts |= {name: found.placed(name, draft.layouts[name]) for name in found.stages}
     draft.parts = {
-        cell_name(cell): Part(each.graph, each.outputs, found.num_micro(cell))
+        cell_name(cell): StepGraph(each.graph, each.outputs, found.num_micro(cell))
         for cell, each in found.cells.graphs.items()
     }
 
@@ -99,7 +99,7 @@ def _accumulate(draft: Draft) -> None:
     parts = {}
     for name, part in draft.parts.items():
         for turn, graph in by_turn(part, draft.plan.zero_stage >= 2).items():
-            parts[f"{name}.{turn}" if name else turn] = Part(graph, part.outputs, part.num_micro, turn)
+            parts[f"{name}.{turn}" if name else turn] = StepGraph(graph, part.outputs, part.num_micro, turn)
     draft.parts = parts
 
 
@@ -209,7 +209,7 @@ def lower(
     What is `settled` is kept as an earlier capture of the same model decided it; `watcher` sees every pass. Raises
     PlanError where an axis does not divide what it must split, LayoutError for a bad annotation.
     """
-    whole = Part(captured.graph.graph, tuple(captured.outputs), frozenset({plan.micro}))
+    whole = StepGraph(captured.graph.graph, tuple(captured.outputs), frozenset({plan.micro}))
     draft = Draft(captured, plan, annotations or {}, settled, {"": whole})
     for each in PASSES:
         if each.when(draft):

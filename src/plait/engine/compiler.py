@@ -26,7 +26,7 @@ from plait.compile.lowered import NOTHING_SETTLED, Lowered
 from plait.compile.pipeline import lower
 from plait.compile.stages.split import updates_within
 from plait.engine.effects import Changes, examine, settled
-from plait.engine.watch import Variant, Watch, is_flag
+from plait.engine.watch import PythonWatch, Variant, is_flag
 from plait.plan.annotation import Annotations
 from plait.plan.plan import Plan
 
@@ -68,18 +68,18 @@ class Captures:
         self.loss_fn = loss_fn
         self.device = device  # where the steps will run, if not where the model is
         self.changing: frozenset[str] = frozenset()  # parameters that do not train, but change in a step
-        self._watch: Watch | None = None
+        self._watch: PythonWatch | None = None
         self._found: Recent[_Key, Captured] = Recent()
         self.changes: dict[int, Changes] = {}  # in Python, by the id of a capture; of those that change anything
         self._reasons: list[str] = []
         self._has_warned = False
 
     @property
-    def watch(self) -> Watch:
+    def watch(self) -> PythonWatch:
         """What the step reads of Python."""
         with one_at_a_time:
             if self._watch is None:
-                self._watch = Watch(self.model, self.loss_fn)
+                self._watch = PythonWatch(self.model, self.loss_fn)
             return self._watch
 
     @property
@@ -182,7 +182,7 @@ class Captures:
             )
 
 
-def _difference(one: tuple[_Kind, Variant], other: tuple[_Kind, Variant], watch: Watch) -> str:
+def _difference(one: tuple[_Kind, Variant], other: tuple[_Kind, Variant], watch: PythonWatch) -> str:
     (before, was), (kind, now) = one, other
     if before[0] != kind[0]:
         return f"a batch {kind[0]} after {before[0]}"

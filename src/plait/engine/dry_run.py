@@ -1,7 +1,7 @@
-"""A rehearsal: one training step of one rank on tensors without memory, to see how much memory it takes.
+"""A dry run: one training step of one rank on tensors without memory, to see how much memory it takes.
 
-What runs is the Replica that trains, in a world without other ranks (comm/dry_run_world.py), so what is counted is what
-the program does: its gradients, buckets and gathers, microbatch after microbatch, and the user's own optimizer.
+What runs is the RankExecutor that trains, in a world without other ranks (comm/dry_run_world.py), so what is counted is
+what the program does: its gradients, buckets and gathers, microbatch after microbatch, and the user's own optimizer.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plait.backends.eager.execute import Executor
-from plait.backends.eager.offload.disk import RehearsedFile
-from plait.backends.eager.offload.homes import Homes
-from plait.comm.dry_run_world import RehearsalWorld
+from plait.backends.eager.offload.disk import DryRunFile
+from plait.backends.eager.offload.store import Offload
+from plait.comm.dry_run_world import DryRunWorld
 from plait.compile.capture.batch import map_batch
 from plait.compile.capture.capture import Captured
 from plait.compile.capture.precision import Precision
@@ -34,17 +34,17 @@ from plait.cost.memory_model import ACTIVATIONS, BUFFERS, OPTIMIZER, PARAMETERS,
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.local_batch import LocalBatch, num_rows
 from plait.engine.optimizers import OptimizerFactory, build_optimizer
-from plait.engine.replica import Replica
+from plait.engine.rank_executor import RankExecutor
 from plait.engine.update import Update
 from plait.errors import PlanError
 from plait.optim.several import title_of
 from plait.plan.plan import Plan
 from plait.schedule.in_flight import most_under_way
 
-_NUM_MICRO = 3  # microbatches that are rehearsed: what is between the first and the last is all alike
+_NUM_MICRO = 3  # microbatches of a dry run: what is between the first and the last is all alike
 
 
-def rehearse(
+def dry_run(
     lowered: Lowered,
     model: nn.Module,
     batch: Any,
@@ -58,14 +58,14 @@ def rehearse(
     plan = lowered.plan
     meter = Meter(device)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    world = RehearsalWorld(plan.mesh, rank, device, plan.allreduce, shared_memory, meter)
+    world = DryRunWorld(plan.mesh, rank, device, plan.allreduce, shared_memory, meter)
     with _without_memory(fake, meter):
         twin = _skeleton(model, device)
         model_bytes = meter.total
         few = _with_few_microbatches(lowered, device)
-        homes = Homes(plan, world, file=RehearsedFile())
+        homes = Offload(plan, world, file=DryRunFile())
         first = _local(batch, plan, few.plan.micro, device)
-        replica = Replica(_Known(few, twin), world, first, adopt=True, homes=homes)
+        replica = RankExecutor(_Known(few, twin), world, first, adopt=True, homes=homes)
         replica.release()
         del first
         meter.claim_all(PARAMETERS)
@@ -96,14 +96,14 @@ def rehearse(
     return RankMemory(most, at_peak, meter.peak_moment, meter.saved, start, updated, world.arena_bytes)
 
 
-def _most_under_way(pipeline: Pipeline, world: RehearsalWorld) -> int:
+def _most_under_way(pipeline: Pipeline, world: DryRunWorld) -> int:
     """Bytes that a rank's stages may have sent, and others not taken."""
     cells, schedule, comm = pipeline.cells, pipeline.schedule, world.comm(PIPELINE)
     executor = Executor(schedule, cells.values, list(cells.graphs), comm, world.mesh.coordinates(world.rank))
     return most_under_way(schedule, cells.edges(), comm.rank, functools.partial(executor.sent, comm.rank))
 
 
-def _step(replica: Replica, optimizer: torch.optim.Optimizer, update: Update, batch: Any) -> None:
+def _step(replica: RankExecutor, optimizer: torch.optim.Optimizer, update: Update, batch: Any) -> None:
     """As the Trainer steps."""
     plan = replica.compiler.plan
     scaled = Precision(plan.precision, plan.exceptions).scaled

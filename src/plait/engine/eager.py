@@ -59,7 +59,7 @@ def refuse_unless_data_only(error: CaptureError, plan: Plan, world: World, compi
             f"the plan {plan.title!r} needs the graph of the step for {Plan(**needs)}, and it could not be captured:"
             f" {error}\nThe nearest plan that works is {nearest}."
         ) from error
-    if plan.within.data > 1 and not has_process_group(world):
+    if plan.inner_plan.data > 1 and not has_process_group(world):
         raise PlanError(f"a model that cannot be captured runs under DDP, which needs processes, not threads: {error}")
 
 
@@ -76,7 +76,7 @@ def _nearest(plan: Plan, world: World, model: nn.Module, loss_fn: LossFn, batch:
     rows, num = (batch.tree, batch.local_size) if isinstance(batch, LocalBatch) else (batch, num_rows(batch))
     apart = 0.0
     with suppress(LossError):  # the loss is none, which a plan that works will say
-        apart = EagerReplica(model, loss_fn, Plan(), world).halves_apart(rows, num)[2]
+        apart = EagerExecutor(model, loss_fn, Plan(), world).halves_apart(rows, num)[2]
     if apart:
         return (
             f"data=1, which runs the model as it is; with {several} PyTorch's DDP would compute the loss of each rank's"
@@ -95,7 +95,7 @@ def check_allowed(allow: Collection[str]) -> frozenset[str]:
 
 def ddp_warning(plan: Plan) -> str:
     """What is said of the numbers when a model begins to run as it is."""
-    if plan.within.data == 1:
+    if plan.inner_plan.data == 1:
         return ""
     return (
         ", under PyTorch's DDP; the loss and gradients are those of the whole batch where it is a mean over rows or a"
@@ -103,7 +103,7 @@ def ddp_warning(plan: Plan) -> str:
     )
 
 
-class EagerReplica:
+class EagerExecutor:
     """One rank of data=N on a model as it is; the counterpart of `run.replica.Replica`."""
 
     with_gradient: tuple[str, ...] = ()

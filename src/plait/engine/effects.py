@@ -16,7 +16,7 @@ from plait.compile.capture.late import LateNumber
 from plait.compile.capture.reach import PLAIN
 from plait.compile.capture.same import same_step
 from plait.compile.capture.tracked import Asked, Tracked
-from plait.engine.watch import Watch
+from plait.engine.watch import PythonWatch
 from plait.errors import CaptureError
 
 _NUMBERS = (int, float)
@@ -42,7 +42,7 @@ class Changes:
                 effect.holder.put(effect.key, effect.now)
 
 
-def settled(found: Captured, watch: Watch, again: Callable[[], Captured]) -> Changes:
+def settled(found: Captured, watch: PythonWatch, again: Callable[[], Captured]) -> Changes:
     """What a captured step changes in Python, once it is known that a graph can stand for the steps that follow.
 
     `again` captures with what the model and the loss hold now: the changes stand meanwhile. CaptureError names a number
@@ -93,7 +93,7 @@ def settled(found: Captured, watch: Watch, again: Callable[[], Captured]) -> Cha
     return Changes(tuple(plain), same_step(found, second))
 
 
-def examine(watch: Watch, again: Callable[[], Captured], places: Iterable[str]) -> None:
+def examine(watch: PythonWatch, again: Callable[[], Captured], places: Iterable[str]) -> None:
     """Look at numbers that have changed without another graph: from now on they count not at all, or only by the
     conditions that the step asks of them, or as they are where it computes with them."""
     slots = {place: watch.reached.slots[place] for place in places if place in watch.reached.slots}
@@ -107,7 +107,7 @@ def examine(watch: Watch, again: Callable[[], Captured], places: Iterable[str]) 
 
 
 def _tracked(
-    watch: Watch,
+    watch: PythonWatch,
     again: Callable[[], Captured],
     numbers: Mapping[str, tuple[Any, Any, Any]],
     plain: Iterable[Effect] = (),

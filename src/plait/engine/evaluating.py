@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 from plait.comm.protocol import World
 from plait.compile.capture.loss_values import Outputs, join_outputs, results
-from plait.engine.eager import EagerReplica
+from plait.engine.eager import EagerExecutor
 from plait.engine.local_batch import LocalBatch, batches_of, num_rows
 from plait.engine.local_sgd.replicas import Replicas
 from plait.engine.outputs import refuse_padding, without_padding
-from plait.engine.replica import Replica
+from plait.engine.rank_executor import RankExecutor
 from plait.engine.same_batch import SameBatch
 from plait.errors import BatchError
 from plait.plan.plan import Plan
@@ -27,7 +27,7 @@ class Evaluated(Protocol):
     same: SameBatch
 
     @property
-    def replica(self) -> Replica | EagerReplica: ...
+    def replica(self) -> RankExecutor | EagerExecutor: ...
     def prepare(self, batch: Any) -> None: ...
     def rows_here(self, batch: Any) -> Any: ...
     def key(self) -> int: ...
@@ -66,7 +66,7 @@ def evaluate(run: Evaluated, data: Any, known: str | None) -> Any:
 def _is_uneven(run: Evaluated, batch: Any) -> bool:
     """Whether each rank evaluates the whole of a batch, because they do not divide it."""
     parts, rows = run.plan.num_batch_parts, num_rows(batch)
-    if isinstance(run.replica, EagerReplica) or rows % parts == 0:
+    if isinstance(run.replica, EagerExecutor) or rows % parts == 0:
         return False
     if isinstance(batch, LocalBatch):
         raise BatchError(

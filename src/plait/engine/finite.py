@@ -9,13 +9,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from plait.engine.eager import EagerReplica
-from plait.engine.replica import Replica
+from plait.engine.eager import EagerExecutor
+from plait.engine.rank_executor import RankExecutor
 from plait.errors import LossError
 
 
 def check_finite(
-    replica: Replica | EagerReplica,
+    replica: RankExecutor | EagerExecutor,
     step: int,
     loss: Tensor,
     gradients: Mapping[str, Tensor],
@@ -36,7 +36,7 @@ def check_finite(
     warnings.warn(message, stacklevel=4)
 
 
-def clip(replica: Replica | EagerReplica, limit: float) -> float:
+def clip(replica: RankExecutor | EagerExecutor, limit: float) -> float:
     """Scale all gradients so that their 2-norm together is at most the limit; returns the norm before."""
     norm = replica.gradient_norm()
     scale = limit / (norm + 1e-6)
@@ -45,9 +45,9 @@ def clip(replica: Replica | EagerReplica, limit: float) -> float:
     return norm
 
 
-def _late_checks(replica: Replica | EagerReplica) -> str:
+def _late_checks(replica: RankExecutor | EagerExecutor) -> str:
     """The lines whose conditions the step checks itself."""
-    checks = replica.lowered.captured.checks if isinstance(replica, Replica) else ()
+    checks = replica.lowered.captured.checks if isinstance(replica, RankExecutor) else ()
     if not checks:
         return ""
     return f"; or what the model or the loss makes sure of does not hold: {'; '.join(dict.fromkeys(checks))}"

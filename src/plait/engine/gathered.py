@@ -23,14 +23,14 @@ from plait.engine.state import lies_here, local_part
 from plait.errors import ModelError, PlanError
 
 if TYPE_CHECKING:
-    from plait.engine.checkpoint.snapshot import Run
+    from plait.engine.checkpoint.snapshot import TrainingRun
 
 _lent: WeakSet[nn.Module] = WeakSet()
 _lock = threading.Lock()
 
 
 @contextmanager
-def gathered(run: Run, rank: int | None, write: bool, at_once: bool) -> Iterator[nn.Module]:
+def gathered(run: TrainingRun, rank: int | None, write: bool, at_once: bool) -> Iterator[nn.Module]:
     """The model with whole weights on all ranks, or on that `rank` alone; see Trainer.gathered."""
     _check_rank(run.world, rank)
     if not at_once and rank is not None:
@@ -90,7 +90,7 @@ def _alike(world: World, values: Mapping[str, Tensor]) -> None:
 
 
 class _Lending:
-    def __init__(self, run: Run, model: nn.Module, rank: int | None, write: bool) -> None:
+    def __init__(self, run: TrainingRun, model: nn.Module, rank: int | None, write: bool) -> None:
         self._run, self._model, self._rank, self._write = run, model, rank, write
         self._replica = run.replica
         own = dict(model.named_parameters())

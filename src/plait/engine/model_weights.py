@@ -167,7 +167,7 @@ def stand_ins(model: nn.Module, names: Collection[str], why: str) -> dict[str, A
 
 def _stand_in_of(name: str, own: nn.Parameter, why: str) -> Any:
     form = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta")
-    if isinstance(form, FakeTensor):  # a rehearsal, of a model that nobody has
+    if isinstance(form, FakeTensor):  # a dry run, of a model that nobody has
         return nn.Parameter(form, own.requires_grad)
     made = Away(form, name, why, own.requires_grad)
     for hook in (own._backward_hooks or {}).values():  # which a later capture puts into its graph

@@ -175,7 +175,7 @@ def refuse_some_at_a_time(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         )
 
 
-class Held(Protocol):
+class HeldParameters(Protocol):
     """What a rank holds of a model: a replica, captured or not."""
 
     @property
@@ -191,7 +191,7 @@ class Held(Protocol):
 def build_both(
     make_optimizer: OptimizerFactory,
     make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
-    held: Held,
+    held: HeldParameters,
     world: World,
 ) -> tuple[torch.optim.Optimizer, Any]:
     """The optimizer of what a rank holds, and its scheduler."""

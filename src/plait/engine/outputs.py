@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plait.backends.eager.program import StepResult
 from plait.comm.protocol import Comm
-from plait.compile.capture.loss_values import RATIO, ROWS, Outputs, Part
+from plait.compile.capture.loss_values import RATIO, ROWS, LossPart, Outputs
 from plait.engine.local_batch import LocalBatch
 from plait.errors import LossError
 
@@ -31,7 +31,7 @@ def gather_outputs(comm: Comm, outputs: Outputs, rows: float, device: torch.devi
         if part.kind == RATIO:
             weights = _gather(comm, torch.as_tensor(part.weight, device=device)).unbind()
         for rank, (found, weight) in enumerate(zip(values, weights, strict=True)):
-            every[rank][name] = Part(part.kind, found[: int(sizes[rank])] if part.kind == ROWS else found, weight)
+            every[rank][name] = LossPart(part.kind, found[: int(sizes[rank])] if part.kind == ROWS else found, weight)
     return every
 
 

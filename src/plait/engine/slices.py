@@ -12,21 +12,21 @@ from plait.spec.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorSlice:
     """A block of a tensor: where it begins in the whole, and its shape."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Box:
+    def whole(cls, shape: tuple[int, ...]) -> TensorSlice:
         return cls((0,) * len(shape), shape)
 
     @property
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
-    def overlap(self, other: Box) -> Box | None:
+    def overlap(self, other: TensorSlice) -> TensorSlice | None:
         """What the two have in common; None where that is nothing."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(
@@ -34,22 +34,22 @@ class Box:
         )
         if any(b <= a for a, b in zip(start, stop, strict=True)):
             return None
-        return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+        return TensorSlice(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
-    def within(self, outer: Box) -> tuple[slice, ...]:
+    def within(self, outer: TensorSlice) -> tuple[slice, ...]:
         """Where this box lies in a tensor that holds `outer`."""
         return tuple(slice(a - o, a - o + n) for a, o, n in zip(self.start, outer.start, self.shape, strict=True))
 
-    def rows(self, start: int, stop: int) -> Box:
+    def rows(self, start: int, stop: int) -> TensorSlice:
         """These rows along the first dim, counted from the box's own first."""
-        return Box((self.start[0] + start, *self.start[1:]), (stop - start, *self.shape[1:]))
+        return TensorSlice((self.start[0] + start, *self.start[1:]), (stop - start, *self.shape[1:]))
 
 
 @dataclass(frozen=True)
 class Fragment:
     """A box that a rank holds, and where it begins in the rank's own tensor."""
 
-    box: Box
+    box: TensorSlice
     at: tuple[int, ...]
 
     @property
@@ -76,7 +76,7 @@ def fragments(layout: Layout, mesh: Mesh, coordinates: Mapping[str, int]) -> tup
     for chosen in itertools.product(*places):
         start, shape, at = zip(*chosen, strict=True) if chosen else ((), (), ())
         if math.prod(shape):
-            boxes.append(Fragment(Box(start, shape), at))
+            boxes.append(Fragment(TensorSlice(start, shape), at))
     return tuple(boxes)
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from plait.backends.recorder import Recorder
+from plait.backends.recorder import TraceRecorder
 from plait.comm.protocol import World
 from plait.compile.lowered import Lowered
 from plait.compile.stages.split import AXIS as PIPELINE
@@ -85,7 +85,7 @@ def write_plan(folder: Path, lowered: Lowered | None, world: World, plan: str) -
     _write(folder / PLAN, json.dumps(found))
 
 
-def write_trace(folder: Path, recorder: Recorder) -> None:
+def write_trace(folder: Path, recorder: TraceRecorder) -> None:
     """Write the last steps of this rank."""
     steps = []
     for each in recorder.read():

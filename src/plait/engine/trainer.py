@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from plait.backends.eager.offload.homes import Homes
-from plait.backends.recorder import Recorder
+from plait.backends.eager.offload.store import Offload
+from plait.backends.recorder import TraceRecorder
 from plait.comm.agree import attempt
 from plait.comm.device import is_host
 from plait.comm.process import process_world
@@ -31,7 +31,7 @@ from plait.engine.checkpoint import collect, load, snapshot
 from plait.engine.checkpoint.saver import Saver
 from plait.engine.checks import agree_on_setup, check_given, check_plan, describe_optimizer, place_here
 from plait.engine.compiler import Captures, Compiler, LossFn
-from plait.engine.eager import EagerReplica, check_allowed, ddp_warning, refuse_unless_data_only
+from plait.engine.eager import EagerExecutor, check_allowed, ddp_warning, refuse_unless_data_only
 from plait.engine.environment import resolve_plan, resolve_trace
 from plait.engine.evaluating import evaluate
 from plait.engine.finite import check_finite, clip
@@ -43,7 +43,7 @@ from plait.engine.microbatch import step_key
 from plait.engine.model_weights import AsItWas, refuse_away
 from plait.engine.optimizers import OptimizerFactory, build_both, build_optimizer
 from plait.engine.outputs import refuse_padding, without_padding
-from plait.engine.replica import Replica
+from plait.engine.rank_executor import RankExecutor
 from plait.engine.same_batch import SameBatch
 from plait.engine.scaling import LossScale
 from plait.engine.trace_folder import write_plan, write_trace
@@ -153,20 +153,20 @@ class Trainer:
         self.world = world if world is not None else process_world(self.plan.mesh, algorithm=self.plan.allreduce)
         self.same = SameBatch(self.world, self.plan)
         self._trace = resolve_trace(trace)
-        self.recorder = None if self._trace is None else Recorder(self.world)
-        self.homes = Homes(self.plan.within, self.world, scratch)
+        self.recorder = None if self._trace is None else TraceRecorder(self.world)
+        self.homes = Offload(self.plan.inner_plan, self.world, scratch)
         if precision.scaled:
             self.loss_scale = LossScale(self.world)
         if self._adopt and is_host(self.world.device):
             give_freed_memory_back() if self.plan.uses_disk else keep_freed_memory()
             if self.world.rank == 0:
                 warn_of_slow_precision(self.plan.precision, self.world.device)
-        self.compiler = compiler or Compiler(Captures(model, loss_fn, self.world.device), self.plan.within, layouts)
+        self.compiler = compiler or Compiler(Captures(model, loss_fn, self.world.device), self.plan.inner_plan, layouts)
         self._factories = (optimizer, scheduler)
         self._updates_within = updates_within(self.plan)
         self._callbacks = tuple(callbacks)
         self._on_nan = on_nan
-        self._replica: Replica | EagerReplica | None = None
+        self._replica: RankExecutor | EagerExecutor | None = None
         self._structure: str | None = None  # of the first batch
         self.replicas: Replicas | None = None  # made below, of a plan whose ranks agree later
         self.average: MovingAverage | None = None  # made by `ema`
@@ -176,7 +176,7 @@ class Trainer:
             atexit.register(_end_trace, weakref.ref(self))  # of a script that does not close
 
     @property
-    def replica(self) -> Replica | EagerReplica:
+    def replica(self) -> RankExecutor | EagerExecutor:
         if self._replica is None:
             raise PlanError("the trainer has not seen a batch yet; call prepare(batch) or step(batch) first")
         return self._replica
@@ -210,7 +210,7 @@ class Trainer:
             "give every rank the same optimizer",
         )
         self._replica = replica
-        self._frozen = replica.frozen if isinstance(replica, Replica) else ()
+        self._frozen = replica.frozen if isinstance(replica, RankExecutor) else ()
         self._trained = replica.layouts.keys() - {*self._frozen}
         self.update = Update(self.optimizer, replica.parameters, replica.layouts, self.world, self.homes)
         if self.plan.relaxed_axis:
@@ -220,9 +220,9 @@ class Trainer:
         if self.average is not None:
             self.average.begin(self)
 
-    def _build_replica(self, batch: Any) -> Replica | EagerReplica:
+    def _build_replica(self, batch: Any) -> RankExecutor | EagerExecutor:
         try:
-            replica = Replica(self.compiler, self.world, batch, self.seed, self._adopt, self.homes, self.recorder)
+            replica = RankExecutor(self.compiler, self.world, batch, self.seed, self._adopt, self.homes, self.recorder)
             if self.world.rank == 0 and (share := replica.lowered.share) is not None:
                 _LOG.log(logging.INFO if share.parameters > _MOST else logging.WARNING, "%s", share)
             return replica
@@ -231,7 +231,9 @@ class Trainer:
             if self.world.rank == 0:
                 how = ddp_warning(self.plan)
                 warnings.warn(f"the model runs as it is{how}: {error}", stacklevel=4)
-            return EagerReplica(self.compiler.model, self.compiler.loss_fn, self.plan.within, self.world, self._allow)
+            return EagerExecutor(
+                self.compiler.model, self.compiler.loss_fn, self.plan.inner_plan, self.world, self._allow
+            )
 
     def rows_here(self, batch: Any) -> Any:
         return rows_of_replica(batch, self.plan, self.world) if self.plan.relaxed_axis else batch
@@ -259,7 +261,7 @@ class Trainer:
         assert optimizer is not None
         self.same.begin(batch, f"step {self.step_number + 1}")
         scale = self.loss_scale.tensor() if self.loss_scale is not None else None
-        with self.span("backward", "step") if isinstance(replica, EagerReplica) else nullcontext():
+        with self.span("backward", "step") if isinstance(replica, EagerExecutor) else nullcontext():
             within: dict[str, Any] = {"update": self._update_within} if self._updates_within else {}
             result = replica.run(self.rows_here(batch), self.key(), scale=scale, **within)
         self.same.check()
@@ -288,9 +290,9 @@ class Trainer:
             replica.updated()
         return self._finished(loss, aux, norm, steps), wanted
 
-    def _follow_frozen(self, replica: Replica | EagerReplica) -> None:
+    def _follow_frozen(self, replica: RankExecutor | EagerExecutor) -> None:
         """Let the optimizer take over parameters that train from this step on."""
-        if not isinstance(replica, Replica) or replica.frozen == self._frozen:
+        if not isinstance(replica, RankExecutor) or replica.frozen == self._frozen:
             return
 
         absent = replica.absent
@@ -326,7 +328,7 @@ class Trainer:
 
     def _update_within(self, gradients: dict[str, Tensor]) -> None:
         """One of the updates of an asynchronous schedule."""
-        assert self.optimizer is not None and isinstance(self.replica, Replica)
+        assert self.optimizer is not None and isinstance(self.replica, RankExecutor)
         self.replica.set_gradients(gradients)
         self.update.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -349,7 +351,7 @@ class Trainer:
     @property
     def split_share(self) -> SplitShare | None:
         """How much of the model an axis that splits weights does split; None without such an axis."""
-        return self.replica.lowered.share if isinstance(self.replica, Replica) else None
+        return self.replica.lowered.share if isinstance(self.replica, RankExecutor) else None
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -477,7 +479,7 @@ class Trainer:
 
     def write_plan(self, folder: Path) -> None:
         """Write what `plait report` needs to know of the plan into the folder of a run; one rank calls it."""
-        lowered = self.replica.lowered if isinstance(self.replica, Replica) else None
+        lowered = self.replica.lowered if isinstance(self.replica, RankExecutor) else None
         write_plan(folder, lowered, self.world, str(self.plan))
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from plait.engine.parameter_parts import LaidOutParts
 from plait.optim.adafactor import Adafactor
 from plait.optim.muon import Muon
-from plait.optim.parts import Whole
+from plait.optim.parts import WholeTensor
 from plait.optim.several import Several, each_parameter, optimizers_within
 from plait.spec.layout import Layout, Shard
 
@@ -223,7 +223,7 @@ def tried(
     twin.state = defaultdict(dict)
     twin.param_groups = [{**group, **_rates(group), "params": tensors}]
     if hasattr(twin, "bind"):
-        twin.bind(Whole())
+        twin.bind(WholeTensor())
     with _schedulers_as_they_were([optimizer]):
         for some in gradients or [[torch.zeros_like(t) for t in tensors]]:
             for tensor, gradient in zip(tensors, some, strict=True):
@@ -291,7 +291,7 @@ def _twin_of(
         for group in twins[key].__dict__.get("param_groups", ()):
             group.update(_rates(group))
         if hasattr(twins[key], "bind"):
-            twins[key].bind(Whole())
+            twins[key].bind(WholeTensor())
     return twins[id(wrapper)]
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.backends.eager.offload.disk import Place, Transfer
-from plait.backends.eager.offload.homes import Homes, hollow
+from plait.backends.eager.offload.disk import DiskPlace, Transfer
+from plait.backends.eager.offload.store import Offload, hollow
 from plait.backends.eager.page_memory import page_memory
 from plait.comm.device import synchronize
 from plait.comm.protocol import World
@@ -45,9 +45,9 @@ class _Buffer:
         self._writing: list[Transfer] = []
         self._reading: list[Transfer] = []
         self.members: list[nn.Parameter] = []
-        self.found: list[tuple[nn.Parameter, _Key, Place, Tensor]] = []  # the last is its page memory
+        self.found: list[tuple[nn.Parameter, _Key, DiskPlace, Tensor]] = []  # the last is its page memory
 
-    def read(self, members: list[nn.Parameter], places: list[tuple[nn.Parameter, _Key, Place]]) -> None:
+    def read(self, members: list[nn.Parameter], places: list[tuple[nn.Parameter, _Key, DiskPlace]]) -> None:
         """Begin to read the places, once nothing is written from the buffer any more."""
         for transfer in self._writing:
             transfer.wait()
@@ -84,12 +84,12 @@ class Update:
         parameters: Mapping[str, nn.Parameter],
         layouts: Mapping[str, Layout],
         world: World,
-        homes: Homes,
+        homes: Offload,
     ) -> None:
         self._optimizer = optimizer
         self._homes = homes
         self._names = {p: name for name, p in parameters.items()}
-        self._places: dict[nn.Parameter, dict[str, Place]] = {}  # of states on disk
+        self._places: dict[nn.Parameter, dict[str, DiskPlace]] = {}  # of states on disk
         self._chunks: list[list[nn.Parameter]] = []
         self._buffers = [_Buffer() for _ in range(_NUM_BUFFERS)]
         self._turn = 0
@@ -190,7 +190,7 @@ class Update:
 
     def _read(self, members: list[nn.Parameter]) -> _Buffer:
         """Begin to read what is on disk for these parameters."""
-        places: list[tuple[nn.Parameter, _Key, Place]] = []
+        places: list[tuple[nn.Parameter, _Key, DiskPlace]] = []
         for p in members:
             for kind in (_VALUE, _GRADIENT):
                 place = self._homes.place(f"{kind}/{self._names[p]}")

@@ -8,7 +8,7 @@ central=host  as zero=2, but the whole tensors are in memory that the data ranks
               (engine/shared_parameters.py), so that nothing is gathered: before and after an update all wait for all.
               An accelerator has copies of its own
 
-Large parameters whose home is elsewhere are kept there (backends/eager/offload/homes.py): the optimizer's have the form
+Large parameters whose home is elsewhere are kept there (backends/eager/offload/store.py): the optimizer's have the form
 of the tensor but no memory, and the graph fetches what it reads. Where the update runs on the host beside an
 accelerator, the optimizer has copies of its own in host memory, which go back after it.
 """
@@ -21,12 +21,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from plait.backends.eager.offload.homes import Homes, hollow
+from plait.backends.eager.offload.store import Offload, hollow
 from plait.comm.protocol import World
 from plait.compile.lowered import Lowered
 from plait.compile.passes.gather import Gathering
 from plait.compile.passes.offload import large
-from plait.compile.sharding.flat_shards import Cut, Rows
+from plait.compile.sharding.flat_shards import Cut, FlatShards
 from plait.compile.sharding.zero import cut_of
 from plait.cost.pages import padded
 from plait.engine.initialise import initial_parameters
@@ -44,7 +44,9 @@ class Variables:
     With `adopt`, tensors that are whole are the model's own; `release` lets the model's copies of others go.
     """
 
-    def __init__(self, model: nn.Module, lowered: Lowered, world: World, homes: Homes, seed: int, adopt: bool) -> None:
+    def __init__(
+        self, model: nn.Module, lowered: Lowered, world: World, homes: Offload, seed: int, adopt: bool
+    ) -> None:
         plan = lowered.plan
         self._world = world
         self._homes = homes
@@ -178,7 +180,7 @@ class Variables:
             num_bytes += 2 * part + (whole if cut else 0) + (whole if plan.micro > 1 and plan.zero < 2 else 0)
         self._homes.file.promise(num_bytes, "parameters and gradients")
 
-    def _make_buckets(self) -> Iterator[tuple[Rows, list[str]]]:
+    def _make_buckets(self) -> Iterator[tuple[FlatShards, list[str]]]:
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name in self._cuts:
             by_dtype.setdefault(self._wholes[name].dtype, []).append(name)
@@ -187,7 +189,7 @@ class Variables:
             limit = bucket_limit(sum(sizes), self._bucket_bytes)
             for members in split_buckets(sizes, limit, limit):
                 bucket = [names[i] for i in members]
-                yield Rows(tuple(self._cuts[name] for name in bucket)), bucket
+                yield FlatShards(tuple(self._cuts[name] for name in bucket)), bucket
 
     def local(self, name: str) -> Tensor | None:
         """This rank's part of a parameter, wherever it is; from disk as a copy. None where another rank has it."""
@@ -229,7 +231,7 @@ class Variables:
             if self._homes.updates_on_host and name in self.inputs:
                 self.inputs[name].copy_(common.whole)
 
-    def _gathering(self, rows: Rows, names: list[str]) -> Gathering:
+    def _gathering(self, rows: FlatShards, names: list[str]) -> Gathering:
         device = self._world.device
         forms = [self._wholes[name] for name in names]
         wholes = [

@@ -22,7 +22,7 @@ from plait.errors import PlanError
 Variant = tuple[tuple[str, Any], ...]
 
 
-class Watch:
+class PythonWatch:
     """Of one model and loss function. `variant` says what differs from the beginning."""
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:

@@ -35,7 +35,7 @@ class Parts(Protocol):
         """This rank's part of the whole; the inverse of `place`."""
 
 
-class Whole:
+class WholeTensor:
     """The parts of one device: every parameter is the whole."""
 
     def shape(self, parameter: Tensor) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ class Whole:
 class OnParts:
     """What such an optimizer has besides its `torch.optim.Optimizer`, which is its second base: it fills in `_move`."""
 
-    _parts: Parts = Whole()
+    _parts: Parts = WholeTensor()
 
     def bind(self, parts: Parts) -> None:
         """Take the parameters to be parts of whole tensors."""

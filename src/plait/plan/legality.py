@@ -41,7 +41,7 @@ def refusals(plan: Plan, facts: Facts, place: Place | None = None) -> tuple[Refu
     if plan.workers:
         found += _of_workers(plan, facts)
     if place is not None:
-        found += _of_homes(plan.within, place)
+        found += _of_homes(plan.inner_plan, place)
         found += _of_common_memory(plan, place)
     return tuple(found)
 
@@ -140,7 +140,7 @@ def _of_homes(plan: Plan, place: Place) -> Iterator[Refusal]:
 def _of_common_memory(plan: Plan, place: Place) -> Iterator[Refusal]:
     if plan.central != "host" or plan.data == 1:
         return
-    each = place.ranks_per_host or plan.within.mesh.size
+    each = place.ranks_per_host or plan.inner_plan.mesh.size
     spans = any(group[0] // each != group[-1] // each for group in plan.mesh.groups("data"))
     if spans or not place.shares_memory:
         yield no_common_memory(plan.data)

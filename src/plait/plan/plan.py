@@ -253,7 +253,7 @@ class Plan:
         return tuple(pattern for pattern, _ in self.uncompressed)
 
     @property
-    def within(self) -> Plan:
+    def inner_plan(self) -> Plan:
         """The plan by which each of those that agree later trains by itself."""
         if not self.relaxed_axis and not self.workers:
             return self

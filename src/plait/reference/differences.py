@@ -102,7 +102,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunResult:
     """What a run gave: losses of its steps, gradients of the first, parameters and buffers at the end."""
 
     losses: list[float]
@@ -115,9 +115,9 @@ class Run:
 
 
 def compare(
-    reference: Run,
-    mine: Run,
-    again: Sequence[Run],
+    reference: RunResult,
+    mine: RunResult,
+    again: Sequence[RunResult],
     plan: Plan,
     tolerance: float,
     without_rule: Sequence[str] = (),
@@ -129,7 +129,7 @@ def compare(
     coarsest = max(by_name.values(), default=last_bits(plan))
     of = functools.partial(_Rounding.of, again=again, otherwise=coarsest, bits=by_name)
     loss = of("loss")
-    code = _CODE_STEPS.get(plan.compress.kind, 0.0) if plan.within.num_processes > 1 else 0.0
+    code = _CODE_STEPS.get(plan.compress.kind, 0.0) if plan.inner_plan.num_processes > 1 else 0.0
     return Report(
         plan=plan.title,
         steps=len(mine.losses),
@@ -159,19 +159,24 @@ def compare(
 class _Rounding:
     """What rounding explains of one value: so many times the differences of these runs, and so much of itself."""
 
-    again: Sequence[Run]
+    again: Sequence[RunResult]
     margin: float
     ulp: float
 
     @classmethod
-    def of(cls, name: str, again: Sequence[Run], otherwise: float, bits: Mapping[str, float]) -> _Rounding:
+    def of(cls, name: str, again: Sequence[RunResult], otherwise: float, bits: Mapping[str, float]) -> _Rounding:
         own = bits.get(name, otherwise)
         runs = [run for run in again if run.rounding <= own]
         return cls(runs or again, HALF_MARGIN if own > LAST_BITS["fp32"] else ROUNDING_MARGIN, _ulp(own))
 
 
 def _differences(
-    kind: str, one_device: Run, plan: Run, of: Callable[[str], _Rounding], tolerance: float, code: float = 0.0
+    kind: str,
+    one_device: RunResult,
+    plan: RunResult,
+    of: Callable[[str], _Rounding],
+    tolerance: float,
+    code: float = 0.0,
 ) -> tuple[Difference, ...]:
     found = []
     reference: dict[str, Tensor] = getattr(one_device, kind)

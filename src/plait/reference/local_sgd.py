@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.compile.capture.batch import join_rows, take_rows
-from plait.compile.capture.loss_values import ROWS, Outputs, Part, join_outputs, results
+from plait.compile.capture.loss_values import ROWS, LossPart, Outputs, join_outputs, results
 from plait.cost.compressed_bytes import is_smaller, num_kept, num_owned
 from plait.engine.local_batch import num_rows
 from plait.engine.local_sgd.codec import decode, encode
@@ -45,7 +45,7 @@ class Compressor:
 
     def mean(self, terms: Sequence[Named]) -> Named:
         """Of each replica's whole tensors, in the dtype that their mean has."""
-        mesh = self._plan.within.mesh
+        mesh = self._plan.inner_plan.mesh
         found = {name: torch.zeros(t.shape, dtype=dtype_of_mean(t.dtype)) for name, t in terms[0].items()}
         for rank in range(mesh.size):
             here = mesh.coordinates(rank)
@@ -57,7 +57,7 @@ class Compressor:
         return found
 
     def _part(self, whole: Tensor, name: str, here: Mapping[str, int]) -> Tensor:
-        layout, mesh = self._layouts[name], self._plan.within.mesh
+        layout, mesh = self._layouts[name], self._plan.inner_plan.mesh
         part = torch.empty(layout.local_shape(mesh, here), dtype=dtype_of_mean(whole.dtype))
         for each in fragments(layout, mesh, here):
             part[each.slices] = whole[Fragment(each.box, each.box.start).slices]
@@ -146,7 +146,9 @@ class SerialReplicas:
             rows = rows_of(batch, plan, index)
             for parameter in twin.parameters():
                 parameter.grad = None
-            found = one_device_step(twin, loss_fn, rows, plan.within, replica_key(key, index), norm_parts(plan), 1.0)
+            found = one_device_step(
+                twin, loss_fn, rows, plan.inner_plan, replica_key(key, index), norm_parts(plan), 1.0
+            )
             losses.append(float(found.loss))
             weights.append(1.0 if found.weight is None else found.weight)
             outputs.append(found.outputs or {})
@@ -176,7 +178,7 @@ class SerialReplicas:
         places = torch.cat([rows_of(torch.arange(rows), self.plan, index) for index in range(len(outputs))])
         for name, part in joined.items():
             if part.kind == ROWS:
-                joined[name] = Part(ROWS, part.value[places.argsort()])
+                joined[name] = LossPart(ROWS, part.value[places.argsort()])
         return joined
 
     @torch.no_grad()
@@ -222,7 +224,7 @@ class SerialReplicas:
 
 def rows_of(batch: Any, plan: Plan, index: int) -> Any:
     """The rows of a replica: of each microbatch the parts that its ranks take."""
-    rows, inner = num_rows(batch), plan.within.num_batch_parts
+    rows, inner = num_rows(batch), plan.inner_plan.num_batch_parts
     num = plan.num_batch_parts // inner
     outermost = plan.relaxed_axis == "data"  # `data` cuts the batch first
     parts = []
@@ -235,4 +237,4 @@ def rows_of(batch: Any, plan: Plan, index: int) -> Any:
 
 
 def norm_parts(plan: Plan) -> int:
-    return plan.within.num_batch_parts if plan.batchnorm == "local" else 1
+    return plan.inner_plan.num_batch_parts if plan.batchnorm == "local" else 1

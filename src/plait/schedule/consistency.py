@@ -90,7 +90,7 @@ def shares_of(weights: Sequence[float]) -> tuple[float, ...]:
 
 
 @dataclass
-class Agreement:
+class Consistency:
     """The events of a run, one after the other, and what each of them decides.
 
     staleness  None: asynchronous; 0: synchronous; else the bound
@@ -229,7 +229,7 @@ class Agreement:
         return [Go(worker) for worker in workers]
 
 
-def drawn_order(agreement: Agreement, num_updates: int, seed: int = 0) -> tuple[int, ...]:
+def drawn_order(agreement: Consistency, num_updates: int, seed: int = 0) -> tuple[int, ...]:
     """The worker of each push in turn, until there are so many updates: of all that may push next, any. The agreement,
     which nobody has joined, is used up."""
     draw, found = random.Random(seed), list[int]()

@@ -16,7 +16,7 @@ _INFEASIBLE = 2  # as a status of scipy's milp
 
 
 @dataclass(frozen=True)
-class Value:
+class KeptValue:
     """A value of the forward pass. `sources` are indices of the values that it is worked out again from."""
 
     bytes: int
@@ -27,7 +27,7 @@ class Value:
     sources: tuple[int, ...] = ()
 
 
-def choose_kept(values: Sequence[Value], budget_bytes: int | None) -> set[int] | None:
+def choose_kept(values: Sequence[KeptValue], budget_bytes: int | None) -> set[int] | None:
     """Indices of the values to keep; None if no choice fits the budget. Without a budget: the fewest bytes."""
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
@@ -82,4 +82,4 @@ def choose_kept(values: Sequence[Value], budget_bytes: int | None) -> set[int] |
     return {i for i in range(num) if found.x[i] > 0.5}
 
 
-__all__ = ["Value", "choose_kept"]
+__all__ = ["KeptValue", "choose_kept"]

@@ -30,7 +30,7 @@ from plait.engine.checkpoint.storage import folder_of
 from plait.engine.checkpoint.write import clean
 from plait.engine.trace_folder import write_plan
 from plait.integrations.servers.cluster import check_installed, cluster
-from plait.integrations.servers.full_model import Whole
+from plait.integrations.servers.full_model import FullModel
 from plait.integrations.servers.notes import Progress
 from plait.integrations.servers.prepare import make_job
 from plait.integrations.servers.running import Running
@@ -52,7 +52,7 @@ def run_served(config: Config, plan: Plan, resume: Resume = ANEW) -> Outcome:
     job = served_job(config, plan, resume)
     clean(folder_of(job.folder))
     if job.resume:
-        Whole(job).check()  # before anything starts
+        FullModel(job).check()  # before anything starts
     started = time.monotonic()
     out, world = make_out(config), process_world(Plan().mesh, device="cpu")
     wanted = out / _WORKERS
@@ -104,7 +104,7 @@ def served_job(config: Config, plan: Plan, resume: Resume = ANEW) -> Job:
         resume=resume.wanted,
         on_nan=train.on_nan,
         scratch=train.scratch,
-        num_threads=max(1, (os.cpu_count() or 1) // (plan.workers * plan.within.num_processes)),
+        num_threads=max(1, (os.cpu_count() or 1) // (plan.workers * plan.inner_plan.num_processes)),
     )
 
 

@@ -237,7 +237,7 @@ def _check_lowering(config: Config, plan: Plan, data: Data) -> None:
         raise
     except Exception:
         return
-    Compiler(captured, plan.within, config.layouts).lowered(batch)
+    Compiler(captured, plan.inner_plan, config.layouts).lowered(batch)
 
 
 def _on_meta(config: Config) -> nn.Module:

@@ -34,7 +34,7 @@ from plait.comm.stop import StopVote
 from plait.comm.timeouts import TIMEOUT
 from plait.compile.capture.batch import batch_tensors
 from plait.compile.capture.loss_values import loss_and_aux
-from plait.engine.checkpoint.barrier import Consent
+from plait.engine.checkpoint.barrier import Barrier
 from plait.engine.checkpoint.storage import folder_of
 from plait.engine.checkpoint.write import clean
 from plait.engine.data.loader import Loader
@@ -122,7 +122,7 @@ class _Job:
         started = time.monotonic()
         loader = self._loader(self.data.train, shuffle=True)
         trainer.prepare(next(iter(self._loader(self.data.train, shuffle=True, ahead=False))))
-        begins = Consent(trainer.world)
+        begins = Barrier(trainer.world)
         place = begins.first_says("resume", lambda: self._prepare_folder(resume))
         if place:
             loader.load_state_dict(trainer.load(place).get("data", {}))

@@ -11,10 +11,10 @@ from torch import Tensor
 from plait.backends.eager.cell_runner import CellRunner
 from plait.backends.eager.execute import Executor
 from plait.backends.eager.offload.between import Between
-from plait.backends.eager.offload.homes import Homes
+from plait.backends.eager.offload.store import Offload
 from plait.backends.eager.program import Program, StepResult, outputs_of
 from plait.backends.eager.stale_cells import StaleRunner, Update
-from plait.backends.recorder import Recorder
+from plait.backends.recorder import TraceRecorder
 from plait.comm.protocol import World
 from plait.compile.capture.loss_values import Outputs
 from plait.compile.ir.calls import output_node
@@ -27,7 +27,7 @@ from plait.plan.legality import activations_away, gradients_away
 class PipelineProgram:
     """One lowered step with a pipeline, ready to run on one rank."""
 
-    def __init__(self, lowered: Lowered, world: World, homes: Homes, recorder: Recorder | None = None) -> None:
+    def __init__(self, lowered: Lowered, world: World, homes: Offload, recorder: TraceRecorder | None = None) -> None:
         assert lowered.pipeline is not None
         self.lowered = lowered
         self.world = world

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from plait.backends.eager.offload.homes import Homes
+from plait.backends.eager.offload.store import Offload
 from plait.backends.eager.unsupported import missing_kernel
-from plait.backends.recorder import Recorder
+from plait.backends.recorder import TraceRecorder
 from plait.comm.protocol import World
 from plait.compile.capture.capture import Captured, Output
-from plait.compile.capture.loss_values import Outputs, Part
+from plait.compile.capture.loss_values import LossPart, Outputs
 from plait.compile.capture.precision import Precision
 from plait.compile.ir.calls import placeholders
 from plait.compile.ir.node_info import info_of
@@ -46,7 +46,7 @@ _RESULTS = ("loss", "sum", "weight", "aux", "aux_weight", "gradient", "buffer", 
 class Program:
     """One lowered step, ready to run on one rank."""
 
-    def __init__(self, lowered: Lowered, world: World, homes: Homes, recorder: Recorder | None = None) -> None:
+    def __init__(self, lowered: Lowered, world: World, homes: Offload, recorder: TraceRecorder | None = None) -> None:
         self.lowered = lowered
         self.world = world
         self._recorder = recorder
@@ -126,7 +126,7 @@ def outputs_of(captured: Captured, values: Mapping[str, Tensor], weights: Mappin
     if captured.aux is None:
         return None
     rows = float(captured.rows)
-    return {name: Part(kind, values[name], weights.get(name, rows)) for name, kind in captured.aux.items()}
+    return {name: LossPart(kind, values[name], weights.get(name, rows)) for name, kind in captured.aux.items()}
 
 
 _one_at_a_time = threading.Lock()  # torch.fx writes code with the help of globals

@@ -26,11 +26,11 @@ from plait.compile.capture.holders import MISSING, Holder
 from plait.compile.capture.late import LateValues
 from plait.compile.capture.loss_values import RATIO, Loss, read_loss
 from plait.compile.capture.modules import BackwardModules, ForwardModules
-from plait.compile.capture.numbers import Asked, BatchNumber, BatchNumbers, Fed, plain_numbers
+from plait.compile.capture.numbers import BatchNumber, BatchNumbers, Fed, NumberAsked, plain_numbers
 from plait.compile.capture.outside import Outside
 from plait.compile.capture.precision import FULL, Precision
 from plait.compile.capture.reach import PLAIN, Reached
-from plait.compile.capture.record import Recorder
+from plait.compile.capture.record import GraphRecorder
 from plait.compile.capture.selection import Selections
 from plait.compile.capture.sources import nothing_drawn
 from plait.compile.ir.calls import output_node
@@ -111,7 +111,7 @@ class Captured:
     differentiable: tuple[str, ...] = ()  # and those that a plain loop would give gradients
     effects: tuple[Effect, ...] = ()  # what the step changes beside tensors
     numbers: dict[str, Fed] = field(default_factory=dict)  # inputs of the kind batch that numbers of the batch give
-    asked: Asked = field(default_factory=Asked)  # what must be so of these numbers
+    asked: NumberAsked = field(default_factory=NumberAsked)  # what must be so of these numbers
     fixed: frozenset[str] = frozenset()  # those that are no inputs
 
 
@@ -196,7 +196,7 @@ def _capture(
     inputs_of: Collection[str],
 ) -> Captured:
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(fake_mode)
+    recorder = GraphRecorder(fake_mode)
     rows = count_rows(batch)
     where = device or _device(leaves)
     with ExitStack() as stack:
@@ -312,7 +312,7 @@ def _replaced_buffers(stand: StandIns) -> dict[str, Tensor]:
     return found
 
 
-def _effects(reached: Reached, outside: Outside, recorder: Recorder) -> tuple[dict[str, Tensor], list[Effect]]:
+def _effects(reached: Reached, outside: Outside, recorder: GraphRecorder) -> tuple[dict[str, Tensor], list[Effect]]:
     """What the step has assigned in Python: the new values of tensors that it also reads, by place, and all else."""
     rebound: dict[str, Tensor] = {}
     effects: list[Effect] = []
@@ -393,7 +393,7 @@ def _sum_alone(loss: Loss) -> Tensor:
 def _differentiate(
     loss: Tensor,
     stand: StandIns,
-    recorder: Recorder,
+    recorder: GraphRecorder,
     forward: ForwardModules,
     model: nn.Module,
     loss_fn: LossFn,

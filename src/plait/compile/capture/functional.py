@@ -10,14 +10,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from plait.compile.capture.record import Recorder
+from plait.compile.capture.record import GraphRecorder
 from plait.compile.ir.node_info import info_of
 from plait.compile.ops.draw import draw
 
 
 def functionalise(graph: Graph, fake_mode: FakeTensorMode) -> Graph:
     """A graph of the same inputs and outputs in which no op changes its arguments."""
-    recorder = Recorder(fake_mode, functionalised=True)
+    recorder = GraphRecorder(fake_mode, functionalised=True)
     inner: dict[Node, Any] = {}  # what the recorder sees of an input, or of random numbers, which need no input
     key: Node | None = None
     for node in graph.nodes:

@@ -64,7 +64,7 @@ _KINDS: dict[type[Reduction], str] = {Sum: "sum", Mean: "mean", Max: "max", Min:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class LossPart:
     """An output beside the loss, of one microbatch or of several put together.
 
     kind: rows (a row of it for each row of the batch), sum, mean, max, min, or ratio, whose value is a sum. `weight` is
@@ -79,7 +79,7 @@ class Part:
         return self.value / self.weight if self.kind == RATIO else self.value
 
 
-Outputs = dict[str, Part]
+Outputs = dict[str, LossPart]
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +137,7 @@ def join_outputs(parts: Sequence[Outputs]) -> Outputs:
 
 def copied(outputs: Outputs) -> Outputs:
     """The outputs in memory of their own: one may be a view of the batch, or of a parameter that changes."""
-    return {name: Part(part.kind, part.value.clone(), part.weight) for name, part in outputs.items()}
+    return {name: LossPart(part.kind, part.value.clone(), part.weight) for name, part in outputs.items()}
 
 
 def results(outputs: Outputs) -> dict[str, Tensor]:
@@ -149,7 +149,7 @@ def loss_and_aux(result: Any) -> tuple[Any, dict[str, Tensor]]:
     return result if isinstance(result, tuple) else (result, {})
 
 
-def _join(name: str, parts: Sequence[Part]) -> Part:
+def _join(name: str, parts: Sequence[LossPart]) -> LossPart:
     kind, values = parts[0].kind, [part.value for part in parts]
     shapes = {value.shape[kind == ROWS :] for value in values}
     if len(shapes) > 1:
@@ -159,43 +159,43 @@ def _join(name: str, parts: Sequence[Part]) -> Part:
             " pad it to one size, or return what you need of it as one number a row"
         )
     if kind == ROWS:
-        return Part(ROWS, torch.cat(values))
+        return LossPart(ROWS, torch.cat(values))
     stacked = torch.stack(values)
     if kind == "max":
-        return Part(kind, stacked.amax(0))
+        return LossPart(kind, stacked.amax(0))
     if kind == "min":
-        return Part(kind, stacked.amin(0))
+        return LossPart(kind, stacked.amin(0))
     if kind == "mean":
         weights = torch.tensor([float(p.weight) for p in parts], dtype=torch.float64)
         shares = (weights / weights.sum()).to(stacked.device, _wide(stacked.dtype))
         mean = (stacked.to(shares.dtype) * shares.view(-1, *[1] * (stacked.ndim - 1))).sum(0)
-        return Part(kind, mean.to(stacked.dtype), float(weights.sum()))
+        return LossPart(kind, mean.to(stacked.dtype), float(weights.sum()))
     total = stacked.sum(0, dtype=stacked.dtype)
     if kind == "sum":
-        return Part(kind, total)
-    return Part(kind, total, torch.stack([torch.as_tensor(part.weight) for part in parts]).sum(0))
+        return LossPart(kind, total)
+    return LossPart(kind, total, torch.stack([torch.as_tensor(part.weight) for part in parts]).sum(0))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_complex else torch.promote_types(dtype, torch.float32)
 
 
-def _output(name: Any, value: Any, rows: int) -> Part:
+def _output(name: Any, value: Any, rows: int) -> LossPart:
     what = f"the output {name!r} beside the loss"
     if isinstance(value, Weighted):
         total = _tensor(value.sum, f"the sum of {what}")
         weight = _weight(value.weight, total, f"the weight of {what}", scalar=False)
-        return Part(RATIO, total.detach(), weight.detach())
+        return LossPart(RATIO, total.detach(), weight.detach())
     if isinstance(value, Reduction):
         kind, value = _KINDS[type(value)], _tensor(value.value, what).detach()
         if kind == "mean" and not (value.is_floating_point() or value.is_complex()):
             raise LossError(f"{what} is a plait.Mean of {value.dtype}, which has no mean; convert it with .float()")
         if kind == "sum" and value.dtype == torch.bool:
             value = value.long()
-        return Part(kind, value, float(rows))
+        return LossPart(kind, value, float(rows))
     value = _tensor(value, what).detach()
     if value.ndim and value.shape[0] == rows:
-        return Part(ROWS, value)
+        return LossPart(ROWS, value)
     if value.ndim:
         raise LossError(
             f"{what} has shape {list(value.shape)}, and the batch {rows} rows: give it a row for each row of the batch,"
@@ -207,7 +207,7 @@ def _output(name: Any, value: Any, rows: int) -> Part:
             f"{what} is a scalar of {value.dtype}, which may be a count: write plait.Sum(x) if it is, or plait.Max(x)"
             " or plait.Min(x); a scalar without a mark is a mean over the batch"
         )
-    return Part("mean", value, float(rows))
+    return LossPart("mean", value, float(rows))
 
 
 def _name(name: Any) -> str:

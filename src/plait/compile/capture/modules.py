@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from plait.compile.capture.record import Recorder
+from plait.compile.capture.record import GraphRecorder
 
 
 class ForwardModules:
     """While entered, sets `recorder.module` to the name of the model's module whose forward runs in this thread."""
 
-    def __init__(self, model: nn.Module, recorder: Recorder) -> None:
+    def __init__(self, model: nn.Module, recorder: GraphRecorder) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._recorder = recorder
         self._thread = threading.get_ident()
@@ -62,7 +62,7 @@ class BackwardModules:
     """While entered, sets `recorder.module` to the module of the forward op whose backward runs, and `recorder.at` to
     its place."""
 
-    def __init__(self, loss: Tensor, forward: ForwardModules, recorder: Recorder) -> None:
+    def __init__(self, loss: Tensor, forward: ForwardModules, recorder: GraphRecorder) -> None:
         self._forward = forward
         self._recorder = recorder
         self._loss = loss

@@ -2,8 +2,8 @@
 
 While a step is captured a `BatchNumber` stands for each. What Python computes with it alone is noted as an expression,
 and worked out by Python again at each step; where such a number meets a tensor, it is a 0-d tensor that the step takes
-in. Where Python needs to know a number, for a shape or a branch, it is told, and that is noted in `Asked`: the graph
-then stands for those batches that give the same answers.
+in. Where Python needs to know a number, for a shape or a branch, it is told, and that is noted in `NumberAsked`: the
+graph then stands for those batches that give the same answers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx.node import map_aggregate
 
 from plait.compile.capture.late import LateNumber, LateValues
-from plait.compile.capture.record import Recorder
+from plait.compile.capture.record import GraphRecorder
 from plait.compile.capture.shown import is_shown
 from plait.compile.capture.tracked import Tracked
 
@@ -61,7 +61,7 @@ class Expression:
 
 
 @dataclass
-class Asked:
+class NumberAsked:
     """What Python was told of a batch's numbers while a step was captured: expressions, and how they came out."""
 
     answers: dict[str, tuple[Expression, str]] = field(default_factory=dict)  # by the text of the expression
@@ -73,7 +73,7 @@ class Asked:
         """Whether the answers are the same with other numbers."""
         return all(expression.answer(numbers) == answer for expression, answer in self.answers.values())
 
-    def difference(self, other: Asked) -> str:
+    def difference(self, other: NumberAsked) -> str:
         """How it came out here and there, of the first expression that differs; '' where none does."""
         for text, (_, answer) in self.answers.items():
             before = other.answers.get(text, (None, answer))[1]
@@ -105,7 +105,7 @@ class BatchNumbers:
         self,
         values: Mapping[str, Number],
         late: LateValues,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         fake_mode: Any,
         inputs: Collection[str],
     ) -> None:
@@ -114,7 +114,7 @@ class BatchNumbers:
         self.late = late
         self._recorder = recorder
         self._fake_mode = fake_mode
-        self.asked = Asked()
+        self.asked = NumberAsked()
         self.fed: dict[str, Fed] = {}
         self.nodes: dict[str, Any] = {}
         self._fakes: dict[str, Tensor] = {}

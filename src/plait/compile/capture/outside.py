@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from plait.compile.capture.fake_parameters import StandIns, stand_in
 from plait.compile.capture.reach import Reached
-from plait.compile.capture.record import Recorder
+from plait.compile.capture.record import GraphRecorder
 from plait.errors import CaptureError
 
 _MOST_COMPARED = 1 << 16  # elements of a tensor of which Python reads numbers
@@ -28,7 +28,7 @@ class Outside:
         self,
         reached: Reached,
         stand: StandIns,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         fake_mode: FakeTensorMode,
         device: torch.device,
         move: bool,

@@ -26,7 +26,7 @@ from plait.compile.capture.precision import HALF
 from plait.compile.capture.random_ops import RANDOM, check_random
 from plait.compile.ir.node_info import NodeInfo, describe
 from plait.compile.ir.shapes import ShapeMemo, fake_of, spec_of
-from plait.compile.ops import rule_for
+from plait.compile.ops import op_spec
 from plait.compile.ops.draw import draw
 from plait.errors import CaptureError
 
@@ -37,14 +37,14 @@ _PLAIN_ATTRIBUTE = (
 )
 
 
-class Lookup(Protocol):
+class NodeLookup(Protocol):
     """Tensors from outside the step (compile/capture/outside.py)."""
 
     def stand_in(self, real: Tensor) -> Tensor: ...
     def numbers(self, node: Node) -> dict[str, Tensor]: ...
 
 
-class Recorder(TorchDispatchMode):
+class GraphRecorder(TorchDispatchMode):
     """Write into `graph` while the mode is entered, innermost but for the fake mode.
 
     `module`, `phase` and `at` go into the record of each node; whoever drives the recorder sets them. `at` is the place
@@ -68,7 +68,7 @@ class Recorder(TorchDispatchMode):
         self.constants: dict[str, Tensor] = {}
         self.constant_nodes: list[Node] = []
         self.key: Node | None = None
-        self.outside: Lookup | None = None  # knows the tensors that are neither parameters, buffers nor the batch
+        self.outside: NodeLookup | None = None  # knows the tensors that are neither parameters, buffers nor the batch
         self._fake_mode = fake_mode
         self._memo = ShapeMemo()
         self._values: dict[Any, FakeTensor] = {}  # by geometry: what nodes carry as their value
@@ -395,7 +395,7 @@ SHAPES: dict[Any, Callable[..., Any]] = {
 def _composite(func: Any) -> bool:
     """Whether an op is only written by simpler ones. One that has a rule has kernels too, which round once (the
     backward of SiLU and of Mish)."""
-    return rule_for(func) is None and bool(
+    return op_spec(func) is None and bool(
         torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     )
 

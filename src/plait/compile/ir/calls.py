@@ -9,9 +9,9 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from plait.compile.ops import Call, Rule, Spec, rule_for
+from plait.compile.ops import Call, OpSpec, TensorSpec, op_spec
 
-NO_RULE = Rule()
+NO_OP_SPEC = OpSpec()
 
 
 def is_tensor(node: Node) -> bool:
@@ -39,27 +39,27 @@ def output_values(node: Node) -> tuple[Any, ...]:
 
 
 def call_of(node: Node) -> Call:
-    inputs: list[Spec] = []
+    inputs: list[TensorSpec] = []
 
     def to_spec(arg: Node) -> Any:
         if not is_tensor(arg):
             return arg
         value = arg.meta["val"]
-        spec = Spec(tuple(value.shape), value.dtype, len(inputs))
+        spec = TensorSpec(tuple(value.shape), value.dtype, len(inputs))
         inputs.append(spec)
         return spec
 
     args = map_arg(node.args, to_spec)
     kwargs = map_arg(node.kwargs, to_spec)
     outputs = tuple(
-        Spec(tuple(v.shape), v.dtype, i) if isinstance(v, torch.Tensor) else None
+        TensorSpec(tuple(v.shape), v.dtype, i) if isinstance(v, torch.Tensor) else None
         for i, v in enumerate(output_values(node))
     )
     return Call(node.target, tuple(args), dict(kwargs), tuple(inputs), outputs)
 
 
-def rule_of(node: Node) -> Rule | None:
-    return rule_for(node.target)
+def op_spec_of(node: Node) -> OpSpec | None:
+    return op_spec(node.target)
 
 
 def is_item(node: Node) -> bool:

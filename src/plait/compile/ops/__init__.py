@@ -1,4 +1,4 @@
-"""Op rules, one file a family. A new op is one row in the file of its family; `rule_for` finds it."""
+"""Op rules, one file a family. A new op is one row in the file of its family; `op_spec` finds it."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from plait.compile.ops import (  # noqa: F401  (each registers its rules)
     view,
 )
 from plait.compile.ops.base import (
-    RULES,
+    OP_SPECS,
     Builder,
     Call,
     Emit,
     Factor,
+    OpSpec,
     Partial,
     Placement,
     Replicate,
-    Rule,
     Shard,
-    Spec,
     Strategy,
+    TensorSpec,
     einsum,
     register,
     strategies_of,
@@ -46,7 +46,7 @@ from plait.compile.ops.base import (
 from plait.compile.ops.dims import overloads
 
 # Ops of other libraries, by name: they are not there before the library is imported.
-NAMED: dict[str, Rule] = {
+NAMED: dict[str, OpSpec] = {
     "transformers.grouped_mm_fallback.default": matmul.GROUPED,
     "transformers.grouped_mm_fallback_backward.default": matmul.GROUPED_BACKWARD,
 }
@@ -58,13 +58,32 @@ LOSSES = frozenset(overloads("nll_loss_forward", "nll_loss2d_forward"))
 NORMS = frozenset(overloads("native_layer_norm", "_fused_rms_norm"))  # of a cut dim: sums that are small
 
 
-def rule_for(op: Any) -> Rule | None:
+def op_spec(op: Any) -> OpSpec | None:
     """The rule of an op, None if it has none: such an op runs on whole inputs."""
-    rule = RULES.get(op)
+    rule = OP_SPECS.get(op)
     return rule if rule is not None else NAMED.get(str(op))
 
 
 __all__ = [
-    "LOOKUPS", "LOSSES", "NAMED", "NORMS", "RULES", "SOFTMAXES", "Builder", "Call", "Emit", "Factor", "Partial",
-    "Placement", "Replicate", "Rule", "Shard", "Spec", "Strategy", "einsum", "register", "rule_for", "strategies_of",
+    "LOOKUPS",
+    "LOSSES",
+    "NAMED",
+    "NORMS",
+    "OP_SPECS",
+    "SOFTMAXES",
+    "Builder",
+    "Call",
+    "Emit",
+    "Factor",
+    "OpSpec",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "Strategy",
+    "TensorSpec",
+    "einsum",
+    "op_spec",
+    "register",
+    "strategies_of",
 ]  # fmt: skip

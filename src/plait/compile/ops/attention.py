@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from plait.compile.ops.base import (
     REPLICATE,
     Call,
+    OpSpec,
     Partial,
     Placement,
     Placements,
-    Rule,
     Shard,
-    Spec,
     Strategy,
+    TensorSpec,
     no_groups,
     register,
 )
@@ -40,7 +40,7 @@ class Signature:
     dropout: tuple[int, str]
 
 
-def _placement(spec: Spec, look: str, factor: int, blocks: Blocks, scores: tuple[int, ...]) -> Placement | None:
+def _placement(spec: TensorSpec, look: str, factor: int, blocks: Blocks, scores: tuple[int, ...]) -> Placement | None:
     """None for a tensor that lacks the factor."""
     dim: int | None
     match look:
@@ -67,7 +67,7 @@ def _strategies(signature: Signature) -> Callable[[Call, Placements, int], Seque
         for place, look in signature.inputs:
             value = call.args[place] if isinstance(place, int) and place < len(call.args) else None
             value = call.kwargs.get(place) if isinstance(place, str) else value
-            if isinstance(value, Spec):
+            if isinstance(value, TensorSpec):
                 looks[value.index] = look
         results = [(o, look) for o, look in zip(call.outputs, signature.outputs, strict=False)]
         results += [(o, OTHER) for o in call.outputs[len(results) :]]
@@ -125,4 +125,4 @@ _SIGNATURES: dict[str, Signature] = {
 
 for _name, _signature in _SIGNATURES.items():
     _groups = first_operand if _signature.query else no_groups  # backward ops are linear in the gradient
-    register(*overloads(_name), rule=Rule(strategies=_strategies(_signature), linear=_groups, formats=True))
+    register(*overloads(_name), spec=OpSpec(strategies=_strategies(_signature), linear=_groups, formats=True))

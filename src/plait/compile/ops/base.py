@@ -19,7 +19,7 @@ from plait.spec.layout import REPLICATE, Blocks, Partial, Placement, Replicate, 
 
 
 @dataclass(frozen=True)
-class Spec:
+class TensorSpec:
     """Shape and dtype of one tensor that goes into an op or comes out; `index` is its place among the inputs."""
 
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an op: `args` and `kwargs` as in the graph, each tensor replaced by its Spec.
+    """One call of an op: `args` and `kwargs` as in the graph, each tensor replaced by its TensorSpec.
 
     `inputs` are those Specs in the order of args, then kwargs (lists and tuples flattened, None skipped).
     """
@@ -41,8 +41,8 @@ class Call:
     op: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    inputs: tuple[Spec, ...]
-    outputs: tuple[Spec | None, ...]  # None for an output that is not a tensor
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec | None, ...]  # None for an output that is not a tensor
 
     def arg(self, position: int, name: str = "", default: Any = None) -> Any:
         """Argument by position, or by name, or the default: schemas allow each."""
@@ -108,7 +108,7 @@ def no_groups(call: Call) -> Sequence[tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Rule:
+class OpSpec:
     """How one op behaves under sharding along one axis.
 
     factors     index ranges that may be sharded
@@ -135,13 +135,13 @@ class Rule:
     weighted: bool = False
 
 
-RULES: dict[Any, Rule] = {}
+OP_SPECS: dict[Any, OpSpec] = {}
 
 
-def register(*ops: Any, rule: Rule) -> None:
+def register(*ops: Any, spec: OpSpec) -> None:
     for op in ops:
-        assert op not in RULES, f"{op} has two rules"
-        RULES[op] = rule
+        assert op not in OP_SPECS, f"{op} has two rows"
+        OP_SPECS[op] = spec
 
 
 def einsum(text: str) -> Callable[[Call], Sequence[Factor]]:
@@ -158,7 +158,7 @@ def einsum(text: str) -> Callable[[Call], Sequence[Factor]]:
     return lambda call: fixed
 
 
-def strategies_of(rule: Rule, call: Call, given: Placements, size: int) -> list[Strategy]:
+def strategies_of(rule: OpSpec, call: Call, given: Placements, size: int) -> list[Strategy]:
     """Every way to run `call` along one axis of `size` ranks, the fully replicated one first.
 
     `given` are the placements that the inputs have now; they say which numbers of blocks are worth trying.
@@ -183,6 +183,20 @@ def strategies_of(rule: Rule, call: Call, given: Placements, size: int) -> list[
 
 
 __all__ = [
-    "REPLICATE", "RULES", "Builder", "Call", "Emit", "Factor", "Partial", "Placement", "Replicate", "Rule", "Shard",
-    "Spec", "Strategy", "einsum", "register", "strategies_of",
+    "OP_SPECS",
+    "REPLICATE",
+    "Builder",
+    "Call",
+    "Emit",
+    "Factor",
+    "OpSpec",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "Strategy",
+    "TensorSpec",
+    "einsum",
+    "register",
+    "strategies_of",
 ]  # fmt: skip

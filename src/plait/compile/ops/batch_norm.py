@@ -14,13 +14,13 @@ from torch import Tensor
 from plait.compile.ops.base import (
     REPLICATE,
     Call,
+    OpSpec,
     Partial,
     Placement,
     Placements,
-    Rule,
     Shard,
-    Spec,
     Strategy,
+    TensorSpec,
     by_number,
     register,
 )
@@ -29,7 +29,7 @@ from plait.compile.ops.norm import statistics_dtype
 from plait.spec.layout import Blocks
 
 
-def _channel(spec: Spec | None, x: Spec, blocks: Blocks) -> Placement:
+def _channel(spec: TensorSpec | None, x: TensorSpec, blocks: Blocks) -> Placement:
     """Of a tensor of x's shape, of one value a channel, or of neither (an empty one)."""
     if spec is None or spec.shape not in (x.shape, x.shape[1:2]):
         return REPLICATE
@@ -57,7 +57,7 @@ def _strategies(is_training: Callable[[Call], bool]) -> Callable[[Call, Placemen
     return strategies
 
 
-def _sample(spec: Spec | None, x: Spec, part: Shard, call: Call) -> Placement:
+def _sample(spec: TensorSpec | None, x: TensorSpec, part: Shard, call: Call) -> Placement:
     """In evaluation: x's gradient is cut like x, those of weight and bias are terms, statistics pass through."""
     if spec is None or spec.shape == x.shape:
         return REPLICATE if spec is None else part
@@ -224,21 +224,21 @@ def _rule(
     always: bool = True,
     linear: int = -1,
     formats: bool = False,
-) -> Rule:
+) -> OpSpec:
     """`position` of the argument that says whether it is training, else `always`; `linear` in that input."""
     strategies = _strategies(lambda call: always if position is None else bool(call.args[position]))
     if linear < 0:
-        return Rule(strategies=strategies, decompose=decompose)
-    return Rule(strategies=strategies, decompose=decompose, linear=lambda call: [(linear,)], formats=formats)
+        return OpSpec(strategies=strategies, decompose=decompose)
+    return OpSpec(strategies=strategies, decompose=decompose, linear=lambda call: [(linear,)], formats=formats)
 
 
-register(*overloads("native_batch_norm", "_native_batch_norm_legit"), rule=_rule(_native, 5))
-register(*overloads("_native_batch_norm_legit_functional"), rule=_rule(_functional, 5))
-register(*overloads("_native_batch_norm_legit.no_stats"), rule=_rule(_no_stats, 3))
-register(*overloads("_native_batch_norm_legit_no_training"), rule=_rule(_no_training, always=False))
-register(*overloads("cudnn_batch_norm"), rule=_rule(_cudnn, 5))
-register(*overloads("_batch_norm_with_update_functional"), rule=_rule(_updating))
-register(*overloads("_batch_norm_no_update"), rule=Rule(strategies=_strategies(lambda call: False)))
-register(*overloads("native_batch_norm_backward"), rule=_rule(_native_backward, 7, linear=0))
-register(*overloads("cudnn_batch_norm_backward"), rule=_rule(_cudnn_backward, linear=1, formats=True))
-register(*overloads("batch_norm_backward"), rule=_rule(_any_backward, 7, linear=0))
+register(*overloads("native_batch_norm", "_native_batch_norm_legit"), spec=_rule(_native, 5))
+register(*overloads("_native_batch_norm_legit_functional"), spec=_rule(_functional, 5))
+register(*overloads("_native_batch_norm_legit.no_stats"), spec=_rule(_no_stats, 3))
+register(*overloads("_native_batch_norm_legit_no_training"), spec=_rule(_no_training, always=False))
+register(*overloads("cudnn_batch_norm"), spec=_rule(_cudnn, 5))
+register(*overloads("_batch_norm_with_update_functional"), spec=_rule(_updating))
+register(*overloads("_batch_norm_no_update"), spec=OpSpec(strategies=_strategies(lambda call: False)))
+register(*overloads("native_batch_norm_backward"), spec=_rule(_native_backward, 7, linear=0))
+register(*overloads("cudnn_batch_norm_backward"), spec=_rule(_cudnn_backward, linear=1, formats=True))
+register(*overloads("batch_norm_backward"), spec=_rule(_any_backward, 7, linear=0))

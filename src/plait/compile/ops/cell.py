@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plait.compile.ops.base import Call, Partial, Placements, Rule, Shard, Strategy, register
+from plait.compile.ops.base import Call, OpSpec, Partial, Placements, Shard, Strategy, register
 from plait.compile.ops.dims import blocks_of, equal_blocks_of, first_operand, overloads, positive, sharded_strategy
 
 
@@ -18,7 +18,7 @@ register(
         "_thnn_fused_lstm_cell", "_thnn_fused_lstm_cell_backward_impl", "_thnn_fused_gru_cell",
         "_thnn_fused_gru_cell_backward",
     ),
-    rule=Rule(strategies=_samples),
+    spec=OpSpec(strategies=_samples),
 )  # fmt: skip
 
 
@@ -45,5 +45,5 @@ def _half_blocks(placement: object, dim: int, backward: bool) -> list[int]:
     return sorted({1, placement.blocks if backward else max(placement.blocks // 2, 1)})
 
 
-register(*overloads("glu"), rule=Rule(strategies=_halves))
-register(*overloads("glu_backward"), rule=Rule(strategies=_halves, linear=first_operand))
+register(*overloads("glu"), spec=OpSpec(strategies=_halves))
+register(*overloads("glu_backward"), spec=OpSpec(strategies=_halves, linear=first_operand))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plait.compile.ops import comm_ops
-from plait.compile.ops.base import Call, Factor, Rule, register
+from plait.compile.ops.base import Call, Factor, OpSpec, register
 
 # Where each op has the dims that it cuts or joins: those stay whole along a later axis.
 _DIMS = {
@@ -30,4 +30,4 @@ def _linear(call: Call) -> Sequence[tuple[int, ...]]:
 
 
 for _op in _DIMS:
-    register(_op, rule=Rule(factors=_factors, linear=_linear))
+    register(_op, spec=OpSpec(factors=_factors, linear=_linear))

@@ -9,10 +9,10 @@ from plait.compile.ops.base import (
     REPLICATE,
     Builder,
     Call,
+    OpSpec,
     Partial,
     Placement,
     Placements,
-    Rule,
     Shard,
     Strategy,
     by_number,
@@ -109,5 +109,5 @@ def _emit_groups_backward(builder: Builder, call: Call, strategy: Strategy, args
     return _emit_filters_backward(builder, call, strategy, put(args, 9, args[9] // builder.size), kwargs)
 
 
-register(*overloads("convolution"), rule=Rule(strategies=_forward, linear=_groups_linear, weighted=True))
-register(*overloads("convolution_backward"), rule=Rule(strategies=_backward, linear=first_operand))
+register(*overloads("convolution"), spec=OpSpec(strategies=_forward, linear=_groups_linear, weighted=True))
+register(*overloads("convolution_backward"), spec=OpSpec(strategies=_backward, linear=first_operand))

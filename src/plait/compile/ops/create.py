@@ -10,10 +10,10 @@ from plait.compile.ops.base import (
     REPLICATE,
     Builder,
     Call,
+    OpSpec,
     Partial,
     Placements,
     Replicate,
-    Rule,
     Shard,
     Strategy,
     register,
@@ -95,11 +95,11 @@ def _emit_arange(builder: Builder, call: Call, strategy: Strategy, args: Any, kw
     return builder.call(aten.add.Scalar, first, builder.call(operator.mul, builder.coordinate(), step * count))
 
 
-register(*overloads("full", "zeros", "ones", "empty.memory_format"), rule=Rule(strategies=_constant, sizes=0))
-register(*overloads("scalar_tensor"), rule=Rule())
-register(*overloads("new_zeros", "new_ones", "new_full", "new_empty"), rule=Rule(strategies=_new, emit=_emit_new))
-register(*overloads("new_empty_strided"), rule=Rule(strategies=_new, emit=_emit_new_strided))
-register(*overloads("arange", "arange.start", "arange.start_step"), rule=Rule(strategies=_arange, emit=_emit_arange))
+register(*overloads("full", "zeros", "ones", "empty.memory_format"), spec=OpSpec(strategies=_constant, sizes=0))
+register(*overloads("scalar_tensor"), spec=OpSpec())
+register(*overloads("new_zeros", "new_ones", "new_full", "new_empty"), spec=OpSpec(strategies=_new, emit=_emit_new))
+register(*overloads("new_empty_strided"), spec=OpSpec(strategies=_new, emit=_emit_new_strided))
+register(*overloads("arange", "arange.start", "arange.start_step"), spec=OpSpec(strategies=_arange, emit=_emit_arange))
 
 
 def _anything(call: Call, given: Placements, size: int) -> list[Strategy]:
@@ -113,4 +113,4 @@ def _emit_assert(builder: Builder, call: Call, strategy: Strategy, args: Any, kw
     return builder.call(call.op, args[0], None, None, call.arg(3, "dtype"))
 
 
-register(*overloads("_assert_tensor_metadata"), rule=Rule(strategies=_anything))
+register(*overloads("_assert_tensor_metadata"), spec=OpSpec(strategies=_anything))

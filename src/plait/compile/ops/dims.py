@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from plait.compile.ops.base import REPLICATE, Call, Factor, Placement, Shard, Spec, Strategy, by_number
+from plait.compile.ops.base import REPLICATE, Call, Factor, Placement, Shard, Strategy, TensorSpec, by_number
 from plait.spec.layout import Blocks
 
 aten = torch.ops.aten
@@ -61,7 +61,7 @@ def pointwise_factors(call: Call) -> list[Factor]:
     ]
 
 
-def placed(spec: Spec | None, dim: int | None, blocks: Blocks, absent: Placement = REPLICATE) -> Placement:
+def placed(spec: TensorSpec | None, dim: int | None, blocks: Blocks, absent: Placement = REPLICATE) -> Placement:
     """Shard(dim, blocks) of a tensor, `absent` where it lacks the dim, whole where there is no tensor."""
     if spec is None:
         return REPLICATE
@@ -113,7 +113,7 @@ def put(args: tuple[Any, ...], position: int, value: Any) -> tuple[Any, ...]:
     return (*args[:position], value, *args[position + 1 :])
 
 
-def is_floating(spec: Spec | None) -> bool:
+def is_floating(spec: TensorSpec | None) -> bool:
     return spec is not None and (spec.dtype.is_floating_point or spec.dtype.is_complex)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from plait.compile.ops.base import Builder, Call, Placements, Rule, Shard, Strategy, register
+from plait.compile.ops.base import Builder, Call, OpSpec, Placements, Shard, Strategy, register
 from plait.compile.ops.draw import draw
 
 _BLOCKS = (1, 2, 3, 4)  # numbers of blocks that a reader may want
@@ -30,4 +30,4 @@ def emit_draw(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...],
     return b.call(draw, *head, cuts)
 
 
-register(draw, rule=Rule(strategies=_parts, emit=emit_draw))
+register(draw, spec=OpSpec(strategies=_parts, emit=emit_draw))

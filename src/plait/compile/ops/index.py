@@ -18,9 +18,9 @@ from plait.compile.ops.base import (
     Builder,
     Call,
     Factor,
+    OpSpec,
     Partial,
     Placements,
-    Rule,
     Shard,
     Strategy,
     register,
@@ -91,7 +91,7 @@ def _emit_embedding_rows(builder: Builder, call: Call, strategy: Strategy, args:
 
 register(
     *overloads("embedding"),
-    rule=Rule(factors=_embedding_factors, strategies=_embedding_rows, linear=first_operand),
+    spec=OpSpec(factors=_embedding_factors, strategies=_embedding_rows, linear=first_operand),
 )
 
 
@@ -119,7 +119,7 @@ def _emit_embedding_backward_rows(builder: Builder, call: Call, strategy: Strate
 
 register(
     *overloads("embedding_dense_backward"),
-    rule=Rule(factors=_embedding_backward_factors, strategies=_embedding_backward_rows, linear=first_operand),
+    spec=OpSpec(factors=_embedding_backward_factors, strategies=_embedding_backward_rows, linear=first_operand),
 )
 
 # ---- gather, index_select: one index tensor along one dim ----
@@ -161,8 +161,10 @@ def _emit_gather_along(builder: Builder, call: Call, strategy: Strategy, args: A
     return builder.call(aten.masked_fill.Scalar, found, outside, 0)
 
 
-register(*overloads("gather"), rule=Rule(factors=_gather_factors, strategies=_gather_along, linear=first_operand))
-register(*overloads("index_select"), rule=Rule(factors=_select_factors, strategies=_gather_along, linear=first_operand))
+register(*overloads("gather"), spec=OpSpec(factors=_gather_factors, strategies=_gather_along, linear=first_operand))
+register(
+    *overloads("index_select"), spec=OpSpec(factors=_select_factors, strategies=_gather_along, linear=first_operand)
+)
 
 # ---- scatter, index_add: writes by one index tensor along one dim ----
 
@@ -228,12 +230,12 @@ def _written(call: Call) -> list[tuple[int, ...]]:
 
 register(
     *overloads("scatter.src", "scatter.value", "scatter_add"),
-    rule=Rule(factors=_scatter_factors, strategies=_scatter_along, linear=_written),
+    spec=OpSpec(factors=_scatter_factors, strategies=_scatter_along, linear=_written),
 )
-register(*overloads("scatter_reduce.two"), rule=Rule(factors=_scatter_factors, strategies=_scatter_along))
+register(*overloads("scatter_reduce.two"), spec=OpSpec(factors=_scatter_factors, strategies=_scatter_along))
 register(
     *overloads("index_add", "index_copy"),
-    rule=Rule(factors=_index_add_factors, strategies=_scatter_along, linear=_written),
+    spec=OpSpec(factors=_index_add_factors, strategies=_scatter_along, linear=_written),
 )
 
 
@@ -242,4 +244,4 @@ def _buckets(call: Call) -> Sequence[Factor]:
     return [Factor((d, None), (d,)) for d in range(call.inputs[0].ndim)]
 
 
-register(*overloads("bucketize.Tensor", "isin.Tensor_Tensor"), rule=Rule(factors=_buckets))
+register(*overloads("bucketize.Tensor", "isin.Tensor_Tensor"), spec=OpSpec(factors=_buckets))

@@ -14,12 +14,12 @@ from plait.compile.ops.base import (
     Builder,
     Call,
     Factor,
+    OpSpec,
     Partial,
     Placements,
-    Rule,
     Shard,
-    Spec,
     Strategy,
+    TensorSpec,
     register,
 )
 from plait.compile.ops.dims import (
@@ -112,7 +112,7 @@ def _emit_along(builder: Builder, call: Call, strategy: Strategy, args: Any, kwa
 
 register(
     *overloads("index.Tensor", "_unsafe_index.Tensor"),
-    rule=Rule(factors=_factors, strategies=_along, linear=first_operand),
+    spec=OpSpec(factors=_factors, strategies=_along, linear=first_operand),
 )
 
 
@@ -129,7 +129,7 @@ def _put_factors(call: Call) -> list[Factor]:
     if access is None:
         return []
     shape = _result_shape(call, access)
-    values: Spec = call.args[2]
+    values: TensorSpec = call.args[2]
     none = (None,) * len(access.indexed)
     return [Factor((d, *none, broadcast_dim(values.shape, o, shape)), (d,)) for d, o in access.kept.items()]
 
@@ -175,5 +175,5 @@ def _put_groups(call: Call) -> Sequence[tuple[int, ...]]:
 
 register(
     *overloads("index_put", "_unsafe_index_put"),
-    rule=Rule(factors=_put_factors, strategies=_put_along, linear=_put_groups),
+    spec=OpSpec(factors=_put_factors, strategies=_put_along, linear=_put_groups),
 )

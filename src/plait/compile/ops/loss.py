@@ -15,10 +15,10 @@ from plait.compile.ops.base import (
     Builder,
     Call,
     Factor,
+    OpSpec,
     Partial,
     Placement,
     Placements,
-    Rule,
     Shard,
     Strategy,
     einsum,
@@ -82,10 +82,10 @@ for _name, _at in {
     "mse_loss": 2, "smooth_l1_loss": 2, "huber_loss": 2, "soft_margin_loss": 2, "binary_cross_entropy": 3,
     "binary_cross_entropy_with_logits": 4,
 }.items():  # fmt: skip
-    register(*overloads(_name), rule=Rule(factors=_loss_factors(_at), emit=_emit_mean(_at)))
+    register(*overloads(_name), spec=OpSpec(factors=_loss_factors(_at), emit=_emit_mean(_at)))
     register(
         *overloads(f"{_name}_backward"),
-        rule=Rule(factors=_loss_backward_factors, emit=_emit_mean(_at + 1), linear=first_operand),
+        spec=OpSpec(factors=_loss_backward_factors, emit=_emit_mean(_at + 1), linear=first_operand),
     )
 
 # ---- nll_loss, nll_loss2d: (self, target, weight, reduction, ignore_index) -> loss, total weight ----
@@ -209,16 +209,16 @@ def _emit_nll_backward_classes(builder: Builder, call: Call, strategy: Strategy,
     return builder.call(aten.scatter.src, zeros, dim, index, values)
 
 
-register(*overloads("nll_loss_forward", "nll_loss2d_forward"), rule=Rule(strategies=_nll_strategies, decompose=_nll))
+register(*overloads("nll_loss_forward", "nll_loss2d_forward"), spec=OpSpec(strategies=_nll_strategies, decompose=_nll))
 register(
     *overloads("nll_loss_backward", "nll_loss2d_backward"),
-    rule=Rule(strategies=_nll_backward_strategies, linear=first_operand, formats=True),
+    spec=OpSpec(strategies=_nll_backward_strategies, linear=first_operand, formats=True),
 )
 
 # ---- connectionist temporal classification: samples are free ----
 
-register(torch.ops.plait.ctc_loss.default, rule=Rule(factors=einsum("T n C, n S, n, n -> n, n T A")))
+register(torch.ops.plait.ctc_loss.default, spec=OpSpec(factors=einsum("T n C, n S, n, n -> n, n T A")))
 register(
     torch.ops.plait.ctc_loss_backward.default,
-    rule=Rule(factors=einsum("n, T n C, n S, n, n, n, n T A -> T n C")),
+    spec=OpSpec(factors=einsum("n, T n C, n S, n, n, n, n T A -> T n C")),
 )

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from plait.compile.ops.base import (
-    RULES,
+    OP_SPECS,
     Builder,
     Call,
     Factor,
+    OpSpec,
     Partial,
     Placements,
-    Rule,
     Shard,
-    Spec,
     Strategy,
+    TensorSpec,
     einsum,
     register,
 )
@@ -38,12 +38,12 @@ _PRODUCTS = {
     "dot": "k, k ->",
 }
 for _name, _text in _PRODUCTS.items():
-    register(*overloads(_name), rule=Rule(factors=einsum(_text), linear=each_operand, weighted=True))
+    register(*overloads(_name), spec=OpSpec(factors=einsum(_text), linear=each_operand, weighted=True))
 
 
-def _with_bias(product: str) -> Rule:
+def _with_bias(product: str) -> OpSpec:
     """beta * bias + alpha * product, the bias being broadcast: addmm, baddbmm, addmv."""
-    base = RULES[getattr(aten, product).default]
+    base = OP_SPECS[getattr(aten, product).default]
 
     def parts(call: Call) -> tuple[list[Factor], list[Factor]]:
         """Factors of the product with the bias put before: those that its output has, and those that are summed."""
@@ -73,15 +73,15 @@ def _with_bias(product: str) -> Rule:
         return builder.call(call.op, *args, **kwargs)
 
     # Jointly linear in the bias and either operand.
-    return Rule(
+    return OpSpec(
         factors=lambda call: parts(call)[0], strategies=strategies, emit=emit, linear=lambda call: [(0, 1), (0, 2)],
         weighted=True,
     )  # fmt: skip
 
 
-register(*overloads("addmm"), rule=_with_bias("mm"))
-register(*overloads("baddbmm"), rule=_with_bias("bmm"))
-register(*overloads("addmv"), rule=_with_bias("mv"))
+register(*overloads("addmm"), spec=_with_bias("mm"))
+register(*overloads("baddbmm"), spec=_with_bias("bmm"))
+register(*overloads("addmv"), spec=_with_bias("mv"))
 
 
 def _linear_factors(call: Call) -> list[Factor]:
@@ -110,7 +110,7 @@ def _linear_groups(call: Call) -> list[tuple[int, ...]]:
 
 register(
     *overloads("linear"),
-    rule=Rule(
+    spec=OpSpec(
         factors=_linear_factors, strategies=_linear_strategies, emit=_emit_linear, linear=_linear_groups, weighted=True
     ),
 )
@@ -137,7 +137,7 @@ def _matmul_factors(call: Call) -> list[Factor]:
     ]
 
 
-register(*overloads("matmul"), rule=Rule(factors=_matmul_factors, linear=each_operand, weighted=True))
+register(*overloads("matmul"), spec=OpSpec(factors=_matmul_factors, linear=each_operand, weighted=True))
 
 
 def _trilinear_factors(call: Call) -> list[Factor]:
@@ -156,7 +156,7 @@ def _trilinear_factors(call: Call) -> list[Factor]:
     ]
 
 
-register(*overloads("_trilinear"), rule=Rule(factors=_trilinear_factors, linear=each_operand))
+register(*overloads("_trilinear"), spec=OpSpec(factors=_trilinear_factors, linear=each_operand))
 
 
 def _grouped_factors(call: Call) -> list[Factor]:
@@ -181,7 +181,7 @@ _ALIGNED = 16  # bytes of which aten._grouped_mm wants each row to be a multiple
 def _grouped_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
     """By the factors of a grouped product, where the rows of each part are still aligned."""
 
-    def aligned(dims: Sequence[int | None], specs: Sequence[Spec | None]) -> bool:
+    def aligned(dims: Sequence[int | None], specs: Sequence[TensorSpec | None]) -> bool:
         pairs = [(s, d) for s, d in zip(specs, dims, strict=True) if s is not None and d is not None]
         return all(s.shape[d] // size * s.dtype.itemsize % _ALIGNED == 0 for s, d in pairs)
 
@@ -193,9 +193,9 @@ def _grouped_strategies(call: Call, given: Placements, size: int) -> list[Strate
     ]
 
 
-GROUPED = Rule(factors=_grouped_factors, linear=lambda call: [(0,), (1,)], weighted=True, formats=True)
-GROUPED_BACKWARD = Rule(factors=_grouped_backward_factors, linear=lambda call: [(3,)], formats=True)
+GROUPED = OpSpec(factors=_grouped_factors, linear=lambda call: [(0,), (1,)], weighted=True, formats=True)
+GROUPED_BACKWARD = OpSpec(factors=_grouped_backward_factors, linear=lambda call: [(3,)], formats=True)
 register(
     *overloads("_grouped_mm"),
-    rule=Rule(strategies=_grouped_strategies, linear=lambda call: [(0,), (1,)], weighted=True, formats=True),
+    spec=OpSpec(strategies=_grouped_strategies, linear=lambda call: [(0,), (1,)], weighted=True, formats=True),
 )

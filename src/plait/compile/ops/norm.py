@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.compile.ops.base import Builder, Call, Partial, Placements, Rule, Shard, Strategy, register
+from plait.compile.ops.base import Builder, Call, OpSpec, Partial, Placements, Shard, Strategy, register
 from plait.compile.ops.dims import blocks_of, first_operand, overloads, put, sharded_strategy, widened
 
 
@@ -105,15 +105,15 @@ def _rms_norm_backward(
     return tuple(g if keep else None for g, keep in zip(found, output_mask, strict=True))
 
 
-register(*overloads("native_layer_norm"), rule=Rule(strategies=_forward_rows, decompose=_layer_norm))
+register(*overloads("native_layer_norm"), spec=OpSpec(strategies=_forward_rows, decompose=_layer_norm))
 register(
     *overloads("native_layer_norm_backward"),
-    rule=Rule(strategies=_backward_rows, linear=first_operand, formats=True, decompose=_layer_norm_backward),
+    spec=OpSpec(strategies=_backward_rows, linear=first_operand, formats=True, decompose=_layer_norm_backward),
 )
-register(*overloads("_fused_rms_norm"), rule=Rule(strategies=_forward_rows, decompose=_rms_norm))
+register(*overloads("_fused_rms_norm"), spec=OpSpec(strategies=_forward_rows, decompose=_rms_norm))
 register(
     *overloads("_fused_rms_norm_backward"),
-    rule=Rule(strategies=_backward_rows, linear=first_operand, formats=True, decompose=_rms_norm_backward),
+    spec=OpSpec(strategies=_backward_rows, linear=first_operand, formats=True, decompose=_rms_norm_backward),
 )
 
 # ---- group norm: (x, weight, bias, N, C, HxW, group, eps) -> out, mean, rstd, the last two of [N, group] ----
@@ -180,11 +180,11 @@ def _group_norm_backward(
 _GROUP_BACKWARD = frozenset(overloads("native_group_norm_backward"))
 register(
     *overloads("native_group_norm"),
-    rule=Rule(strategies=_group_strategies, emit=_emit_group, formats=True, decompose=_group_norm),
+    spec=OpSpec(strategies=_group_strategies, emit=_emit_group, formats=True, decompose=_group_norm),
 )
 register(
     *_GROUP_BACKWARD,
-    rule=Rule(
+    spec=OpSpec(
         strategies=_group_strategies,
         emit=_emit_group,
         linear=first_operand,

@@ -15,9 +15,9 @@ from plait.compile.ops.base import (
     Builder,
     Call,
     Factor,
+    OpSpec,
     Placement,
     Placements,
-    Rule,
     Shard,
     Strategy,
     register,
@@ -84,7 +84,9 @@ def _emit_slice(builder: Builder, call: Call, strategy: Strategy, args: Any, kwa
     return builder.call(call.op, args[0], dim, first // builder.size, last // builder.size)
 
 
-register(*overloads("slice.Tensor"), rule=Rule(factors=_others(1), strategies=_slice_strategies, linear=first_operand))
+register(
+    *overloads("slice.Tensor"), spec=OpSpec(factors=_others(1), strategies=_slice_strategies, linear=first_operand)
+)
 
 
 def _split_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
@@ -125,7 +127,7 @@ def _emit_split(builder: Builder, call: Call, strategy: Strategy, args: Any, kwa
 register(
     *overloads("split.Tensor", "split_with_sizes", "unsafe_split.Tensor", "unsafe_split_with_sizes", "chunk",
                "unsafe_chunk"),
-    rule=Rule(factors=_others(2), strategies=_split_strategies, linear=first_operand),
+    spec=OpSpec(factors=_others(2), strategies=_split_strategies, linear=first_operand),
 )  # fmt: skip
 
 
@@ -135,7 +137,7 @@ def _unbind_factors(call: Call) -> list[Factor]:
     return [Factor((d,), (d - (d > dim),) * len(call.outputs)) for d in range(ndim) if d != dim]
 
 
-register(*overloads("unbind.int"), rule=Rule(factors=_unbind_factors, linear=first_operand))
+register(*overloads("unbind.int"), spec=OpSpec(factors=_unbind_factors, linear=first_operand))
 
 
 def _cat_factors(call: Call) -> list[Factor]:
@@ -178,7 +180,7 @@ def _cat_strategies(call: Call, given: Sequence[Placement], size: int) -> list[S
     return found
 
 
-register(*overloads("cat"), rule=Rule(factors=_cat_factors, strategies=_cat_strategies, linear=all_operands))
+register(*overloads("cat"), spec=OpSpec(factors=_cat_factors, strategies=_cat_strategies, linear=all_operands))
 
 
 def _stack_factors(call: Call) -> list[Factor]:
@@ -187,7 +189,7 @@ def _stack_factors(call: Call) -> list[Factor]:
     return [Factor((d,) * len(call.inputs), (d + (d >= dim),)) for d in range(ndim)]
 
 
-register(*overloads("stack"), rule=Rule(factors=_stack_factors, linear=all_operands))
+register(*overloads("stack"), spec=OpSpec(factors=_stack_factors, linear=all_operands))
 
 
 def _slice_backward_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
@@ -227,7 +229,7 @@ def _emit_slice_backward(builder: Builder, call: Call, strategy: Strategy, args:
 
 register(
     *overloads("slice_backward"),
-    rule=Rule(factors=_others(2), strategies=_slice_backward_strategies, linear=first_operand, sizes=1),
+    spec=OpSpec(factors=_others(2), strategies=_slice_backward_strategies, linear=first_operand, sizes=1),
 )
 
 
@@ -237,7 +239,7 @@ def _select_backward_factors(call: Call) -> list[Factor]:
     return [Factor((d,), (d + (d >= dim),)) for d in range(ndim)]
 
 
-register(*overloads("select_backward"), rule=Rule(factors=_select_backward_factors, linear=first_operand, sizes=1))
+register(*overloads("select_backward"), spec=OpSpec(factors=_select_backward_factors, linear=first_operand, sizes=1))
 
 
 def _diagonal_backward_factors(call: Call) -> list[Factor]:
@@ -254,8 +256,10 @@ def _unfold_backward_factors(call: Call) -> list[Factor]:
     return [Factor((d,), (d,)) for d in range(ndim) if d != dim]
 
 
-register(*overloads("diagonal_backward"), rule=Rule(factors=_diagonal_backward_factors, linear=first_operand, sizes=1))
-register(*overloads("unfold_backward"), rule=Rule(factors=_unfold_backward_factors, linear=first_operand, sizes=1))
+register(
+    *overloads("diagonal_backward"), spec=OpSpec(factors=_diagonal_backward_factors, linear=first_operand, sizes=1)
+)
+register(*overloads("unfold_backward"), spec=OpSpec(factors=_unfold_backward_factors, linear=first_operand, sizes=1))
 
 
 def _slice_scatter_factors(call: Call) -> list[Factor]:
@@ -271,5 +275,5 @@ def _select_scatter_factors(call: Call) -> list[Factor]:
     return [Factor((d, d - (d > dim)), (d,)) for d in range(ndim) if d != dim]
 
 
-register(*overloads("slice_scatter"), rule=Rule(factors=_slice_scatter_factors, linear=all_operands))
-register(*overloads("select_scatter"), rule=Rule(factors=_select_scatter_factors, linear=all_operands))
+register(*overloads("slice_scatter"), spec=OpSpec(factors=_slice_scatter_factors, linear=all_operands))
+register(*overloads("select_scatter"), spec=OpSpec(factors=_select_scatter_factors, linear=all_operands))

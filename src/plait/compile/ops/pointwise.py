@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from plait.compile.ops.base import REPLICATE, Call, Partial, Placements, Rule, Strategy, no_groups, register
+from plait.compile.ops.base import REPLICATE, Call, OpSpec, Partial, Placements, Strategy, no_groups, register
 from plait.compile.ops.dims import (
     aten,
     blocks_of,
@@ -121,11 +121,11 @@ def _like(call: Call, given: Placements, size: int) -> list[Strategy]:
 
 OPS = tuple(dict.fromkeys([*tagged(), *_EXTRAS]))
 for _op in OPS:
-    register(_op, rule=Rule(factors=pointwise_factors, linear=_LINEAR.get(_op, no_groups)))
-register(*overloads("_prelu_kernel_backward"), rule=Rule(factors=pointwise_factors, linear=first_operand))
+    register(_op, spec=OpSpec(factors=pointwise_factors, linear=_LINEAR.get(_op, no_groups)))
+register(*overloads("_prelu_kernel_backward"), spec=OpSpec(factors=pointwise_factors, linear=first_operand))
 register(
     *overloads("zeros_like", "ones_like", "empty_like", "full_like"),
-    rule=Rule(factors=pointwise_factors, strategies=_like),
+    spec=OpSpec(factors=pointwise_factors, strategies=_like),
 )
-register(*overloads("log_sigmoid_forward"), rule=Rule(strategies=_log_sigmoid))
-register(*overloads("log_sigmoid_backward"), rule=Rule(strategies=_log_sigmoid, linear=first_operand))
+register(*overloads("log_sigmoid_forward"), spec=OpSpec(strategies=_log_sigmoid))
+register(*overloads("log_sigmoid_backward"), spec=OpSpec(strategies=_log_sigmoid, linear=first_operand))

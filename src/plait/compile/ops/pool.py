@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from plait.compile.ops.base import Call, Factor, Rule, no_groups, register
+from plait.compile.ops.base import Call, Factor, OpSpec, no_groups, register
 from plait.compile.ops.dims import aten, first_operand, overloads
 
 
@@ -30,27 +30,27 @@ _UPSAMPLE = {
 for _n, _modes in _UPSAMPLE.items():
     for _mode in _modes:
         _name = f"_upsample{_mode}" if _mode.startswith("_") else f"upsample_{_mode}"
-        register(*overloads(_name, f"{_name}.vec"), rule=Rule(factors=_planes(_n), linear=first_operand))
+        register(*overloads(_name, f"{_name}.vec"), spec=OpSpec(factors=_planes(_n), linear=first_operand))
         # (grad, output_size, input_size, ...): the last is that of the result, all dims of it.
-        register(*overloads(f"{_name}_backward"), rule=Rule(factors=_planes(_n), linear=first_operand, sizes=2))
+        register(*overloads(f"{_name}_backward"), spec=OpSpec(factors=_planes(_n), linear=first_operand, sizes=2))
 
 for _n in (2, 3):
     _averages = (f"avg_pool{_n}d", f"_adaptive_avg_pool{_n}d")
     register(
         *overloads(*_averages, *(f"{name}_backward" for name in _averages)),
-        rule=Rule(factors=_planes(_n), linear=first_operand),
+        spec=OpSpec(factors=_planes(_n), linear=first_operand),
     )
     _maxima = (f"max_pool{_n}d_with_indices", f"adaptive_max_pool{_n}d")
-    register(*overloads(*_maxima), rule=Rule(factors=_planes(_n)))
+    register(*overloads(*_maxima), spec=OpSpec(factors=_planes(_n)))
     register(
         *overloads(*(f"{name}_backward" for name in _maxima)),
-        rule=Rule(factors=_planes(_n), linear=first_operand, formats=True),
+        spec=OpSpec(factors=_planes(_n), linear=first_operand, formats=True),
     )
-    register(*overloads(f"max_unpool{_n}d"), rule=Rule(factors=_planes(_n)))
+    register(*overloads(f"max_unpool{_n}d"), spec=OpSpec(factors=_planes(_n)))
 
-register(*overloads("im2col", "col2im"), rule=Rule(factors=_samples, linear=first_operand))
-register(*overloads("grid_sampler_2d", "grid_sampler_3d"), rule=Rule(factors=_samples, linear=first_operand))
-register(*overloads("pixel_shuffle", "pixel_unshuffle"), rule=Rule(factors=_planes(3), linear=first_operand))
+register(*overloads("im2col", "col2im"), spec=OpSpec(factors=_samples, linear=first_operand))
+register(*overloads("grid_sampler_2d", "grid_sampler_3d"), spec=OpSpec(factors=_samples, linear=first_operand))
+register(*overloads("pixel_shuffle", "pixel_unshuffle"), spec=OpSpec(factors=_planes(3), linear=first_operand))
 
 
 def _spectrum(call: Call) -> list[Factor]:
@@ -60,4 +60,4 @@ def _spectrum(call: Call) -> list[Factor]:
 
 
 for _op in overloads("_fft_r2c", "_fft_c2c", "_fft_c2r"):
-    register(_op, rule=Rule(factors=_spectrum, linear=first_operand if _op is aten._fft_c2c.default else no_groups))
+    register(_op, spec=OpSpec(factors=_spectrum, linear=first_operand if _op is aten._fft_c2c.default else no_groups))

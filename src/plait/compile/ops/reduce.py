@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.compile.ops.base import Builder, Call, Factor, Partial, Placements, Rule, Shard, Strategy, register
+from plait.compile.ops.base import Builder, Call, Factor, OpSpec, Partial, Placements, Shard, Strategy, register
 from plait.compile.ops.dims import aten, blocks_of, dims_of, first_operand, overloads, positive
 
 
@@ -141,27 +141,27 @@ def _histogram(call: Call) -> list[Factor]:
     return [Factor((d,), (None,)) for d in range(call.inputs[0].ndim)]
 
 
-register(*overloads("sum", "sum.dim_IntList"), rule=Rule(factors=_summed("sum"), linear=first_operand))
-register(*overloads("nansum", "count_nonzero", "count_nonzero.dim_IntList"), rule=Rule(factors=_summed("sum")))
-register(*overloads("amax", "max"), rule=Rule(factors=_summed("max")))
-register(*overloads("amin", "min"), rule=Rule(factors=_summed("min")))
-register(*overloads("mean", "mean.dim"), rule=Rule(factors=_free, strategies=_mean_strategies, linear=first_operand))
-register(*overloads("any", "any.dim", "any.dims"), rule=Rule(factors=_free, decompose=_any))
-register(*overloads("all", "all.dim", "all.dims"), rule=Rule(factors=_free, decompose=_all))
+register(*overloads("sum", "sum.dim_IntList"), spec=OpSpec(factors=_summed("sum"), linear=first_operand))
+register(*overloads("nansum", "count_nonzero", "count_nonzero.dim_IntList"), spec=OpSpec(factors=_summed("sum")))
+register(*overloads("amax", "max"), spec=OpSpec(factors=_summed("max")))
+register(*overloads("amin", "min"), spec=OpSpec(factors=_summed("min")))
+register(*overloads("mean", "mean.dim"), spec=OpSpec(factors=_free, strategies=_mean_strategies, linear=first_operand))
+register(*overloads("any", "any.dim", "any.dims"), spec=OpSpec(factors=_free, decompose=_any))
+register(*overloads("all", "all.dim", "all.dims"), spec=OpSpec(factors=_free, decompose=_all))
 register(
     *overloads(
         "prod", "prod.dim_int", "max.dim", "min.dim", "argmax", "argmin", "median", "median.dim", "nanmedian.dim",
     ),
-    rule=Rule(factors=_free),
+    spec=OpSpec(factors=_free),
 )  # fmt: skip
 for _name, _finish in _FINISH.items():
-    register(*overloads(f"{_name}.correction"), rule=Rule(factors=_free, decompose=_of_moments(_finish, True)))
-    register(*overloads(_name, f"{_name}.dim"), rule=Rule(factors=_free, decompose=_of_moments(_finish, False)))
-register(*overloads("linalg_vector_norm"), rule=Rule(factors=_free, decompose=_vector_norm))
-register(*overloads("norm.ScalarOpt_dim", "norm.Scalar"), rule=Rule(factors=_free, decompose=_norm))
-register(*overloads("logsumexp"), rule=Rule(factors=_free, decompose=_logsumexp))
-register(*overloads("cumsum"), rule=Rule(factors=_along(1), linear=first_operand))
-register(*overloads("cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort"), rule=Rule(factors=_along(1)))
-register(*overloads("sort.stable"), rule=Rule(factors=_along(2)))
-register(*overloads("topk"), rule=Rule(factors=_along(2)))
-register(*overloads("histc"), rule=Rule(factors=_histogram))
+    register(*overloads(f"{_name}.correction"), spec=OpSpec(factors=_free, decompose=_of_moments(_finish, True)))
+    register(*overloads(_name, f"{_name}.dim"), spec=OpSpec(factors=_free, decompose=_of_moments(_finish, False)))
+register(*overloads("linalg_vector_norm"), spec=OpSpec(factors=_free, decompose=_vector_norm))
+register(*overloads("norm.ScalarOpt_dim", "norm.Scalar"), spec=OpSpec(factors=_free, decompose=_norm))
+register(*overloads("logsumexp"), spec=OpSpec(factors=_free, decompose=_logsumexp))
+register(*overloads("cumsum"), spec=OpSpec(factors=_along(1), linear=first_operand))
+register(*overloads("cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort"), spec=OpSpec(factors=_along(1)))
+register(*overloads("sort.stable"), spec=OpSpec(factors=_along(2)))
+register(*overloads("topk"), spec=OpSpec(factors=_along(2)))
+register(*overloads("histc"), spec=OpSpec(factors=_histogram))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from plait.compile.ops.base import Call, Factor, Rule, register
+from plait.compile.ops.base import Call, Factor, OpSpec, register
 from plait.compile.ops.dims import first_operand, overloads, positive, widened
 
 
@@ -57,14 +57,14 @@ def _free(position: int) -> Callable[[Call], Sequence[Factor]]:
 
 
 _forward, _backward = _free(1), _free(2)
-register(*overloads("_log_softmax"), rule=Rule(factors=_forward, decompose=_log_softmax))
-register(*overloads("_softmax"), rule=Rule(factors=_forward, decompose=_softmax))
-register(*overloads("_safe_softmax"), rule=Rule(factors=_forward, decompose=_safe_softmax))
+register(*overloads("_log_softmax"), spec=OpSpec(factors=_forward, decompose=_log_softmax))
+register(*overloads("_softmax"), spec=OpSpec(factors=_forward, decompose=_softmax))
+register(*overloads("_safe_softmax"), spec=OpSpec(factors=_forward, decompose=_safe_softmax))
 register(
     *overloads("_log_softmax_backward_data"),
-    rule=Rule(factors=_backward, linear=first_operand, decompose=_log_softmax_backward),
+    spec=OpSpec(factors=_backward, linear=first_operand, decompose=_log_softmax_backward),
 )
 register(
     *overloads("_softmax_backward_data"),
-    rule=Rule(factors=_backward, linear=first_operand, decompose=_softmax_backward),
+    spec=OpSpec(factors=_backward, linear=first_operand, decompose=_softmax_backward),
 )

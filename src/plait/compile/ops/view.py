@@ -10,8 +10,8 @@ from plait.compile.ops.base import (
     Builder,
     Call,
     Factor,
+    OpSpec,
     Placements,
-    Rule,
     Shard,
     Strategy,
     register,
@@ -21,11 +21,11 @@ from plait.compile.ops.dims import blocks_of, dims_of, first_operand, overloads,
 DimMap = Callable[[Call], Sequence[int | None]]  # for each dim of the output the input's; None where it has none
 
 
-def _mapped(dim_map: DimMap) -> Rule:
+def _mapped(dim_map: DimMap) -> OpSpec:
     def factors(call: Call) -> list[Factor]:
         return [Factor((source,), (d,)) for d, source in enumerate(dim_map(call))]
 
-    return Rule(factors=factors, linear=first_operand)
+    return OpSpec(factors=factors, linear=first_operand)
 
 
 def _swap(call: Call, a: int, b: int) -> list[int | None]:
@@ -91,14 +91,14 @@ def _sliding(call: Call) -> Sequence[int | None]:
     return [*(None if d == dim else d for d in range(ndim)), None]
 
 
-def _keeping(whole: Callable[[Call], Sequence[int]], exact: bool = True) -> Rule:
+def _keeping(whole: Callable[[Call], Sequence[int]], exact: bool = True) -> OpSpec:
     """An op that leaves the order of dims, and needs some of them whole. `exact`: linear."""
 
     def factors(call: Call) -> list[Factor]:
         busy = whole(call)
         return [Factor((d,), (d,)) for d in range(call.inputs[0].ndim) if d not in busy]
 
-    return Rule(factors=factors, linear=first_operand) if exact else Rule(factors=factors)
+    return OpSpec(factors=factors, linear=first_operand) if exact else OpSpec(factors=factors)
 
 
 def _flipped(call: Call) -> Sequence[int]:
@@ -121,30 +121,30 @@ for _names, _map in {
     ("squeeze", "squeeze.dim", "squeeze.dims"): _squeeze,
     ("unsqueeze",): _unsqueeze,
 }.items():
-    register(*overloads(*_names), rule=_mapped(_map))
+    register(*overloads(*_names), spec=_mapped(_map))
 
 
-def _existing(dim_map: DimMap) -> Rule:
+def _existing(dim_map: DimMap) -> OpSpec:
     """As `_mapped`, but dims that the input lacks stay whole."""
 
     def factors(call: Call) -> list[Factor]:
         return [Factor((source,), (d,)) for d, source in enumerate(dim_map(call)) if source is not None]
 
-    return Rule(factors=factors, linear=first_operand)
+    return OpSpec(factors=factors, linear=first_operand)
 
 
 def _expand_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
     return [Strategy((REPLICATE,), (Shard(d),)) for d, source in enumerate(_expand(call)) if source is None]
 
 
-register(*overloads("select.int"), rule=_existing(_select))
-register(*overloads("diagonal"), rule=_existing(_diagonal))
-register(*overloads("unfold"), rule=_existing(_sliding))
+register(*overloads("select.int"), spec=_existing(_select))
+register(*overloads("diagonal"), spec=_existing(_diagonal))
+register(*overloads("unfold"), spec=_existing(_sliding))
 register(
     *overloads("expand"),
-    rule=Rule(factors=_existing(_expand).factors, strategies=_expand_strategies, linear=first_operand, sizes=1),
+    spec=OpSpec(factors=_existing(_expand).factors, strategies=_expand_strategies, linear=first_operand, sizes=1),
 )
-register(*overloads("flip"), rule=_keeping(_flipped))
+register(*overloads("flip"), spec=_keeping(_flipped))
 
 
 def _to_complex(call: Call) -> Sequence[int | None]:
@@ -158,11 +158,11 @@ def _to_real(call: Call) -> Sequence[int | None]:
 # Real and imaginary parts lie in a last dim of two, which stays whole. Sums are made before: they travel as reals.
 register(
     *overloads("view_as_complex", "view_as_complex_copy"),
-    rule=Rule(factors=_existing(_to_complex).factors, formats=True),
+    spec=OpSpec(factors=_existing(_to_complex).factors, formats=True),
 )
-register(*overloads("view_as_real", "view_as_real_copy"), rule=Rule(factors=_existing(_to_real).factors))
-register(*overloads("roll"), rule=_keeping(_rolled))
-register(*overloads("tril", "triu"), rule=_keeping(_triangle))
+register(*overloads("view_as_real", "view_as_real_copy"), spec=OpSpec(factors=_existing(_to_real).factors))
+register(*overloads("roll"), spec=_keeping(_rolled))
+register(*overloads("tril", "triu"), spec=_keeping(_triangle))
 
 
 def _repeat_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
@@ -187,7 +187,7 @@ def _emit_fewer(builder: Builder, call: Call, strategy: Strategy, args: Any, kwa
     return builder.call(call.op, *put(args, 1, repeats), **kwargs)
 
 
-register(*overloads("repeat"), rule=Rule(strategies=_repeat_strategies, linear=first_operand))
+register(*overloads("repeat"), spec=OpSpec(strategies=_repeat_strategies, linear=first_operand))
 
 
 def _padded(call: Call) -> Sequence[int]:
@@ -200,18 +200,18 @@ def _pad_groups(call: Call) -> list[tuple[int, ...]]:
     return [(0,)] if call.arg(2, "value", 0) == 0 else []
 
 
-register(*overloads("constant_pad_nd"), rule=Rule(factors=_keeping(_padded).factors, linear=_pad_groups))
+register(*overloads("constant_pad_nd"), spec=OpSpec(factors=_keeping(_padded).factors, linear=_pad_groups))
 
 
-def _border(num_dims: int) -> Rule:
+def _border(num_dims: int) -> OpSpec:
     """Padding from the tensor's own border in the last dims, and its backward."""
 
     def factors(call: Call) -> list[Factor]:
         return [Factor((d,) * len(call.inputs), (d,)) for d in range(call.inputs[0].ndim - num_dims)]
 
-    return Rule(factors=factors, linear=first_operand)
+    return OpSpec(factors=factors, linear=first_operand)
 
 
 for _n in (1, 2, 3):
     for _kind in ("reflection", "replication"):
-        register(*overloads(f"{_kind}_pad{_n}d", f"{_kind}_pad{_n}d_backward"), rule=_border(_n))
+        register(*overloads(f"{_kind}_pad{_n}d", f"{_kind}_pad{_n}d_backward"), spec=_border(_n))

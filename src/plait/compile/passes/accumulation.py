@@ -34,7 +34,7 @@ SUM = "sum_of_"  # name of a placeholder that brings the sum so far of a gradien
 
 
 @dataclass
-class Part:
+class StepGraph:
     """One of the graphs of a step: all of it, a cell of its pipeline, or what a cell runs for some microbatches."""
 
     graph: Graph
@@ -66,12 +66,12 @@ def narrowed(
     }
 
 
-def gradients_of(part: Part) -> dict[int, str]:
+def gradients_of(part: StepGraph) -> dict[int, str]:
     """The parameters whose gradients a graph makes, by its outputs."""
     return {i: output.name for i, output in enumerate(part.outputs) if output.kind == "gradient"}
 
 
-def by_turn(part: Part, keeps_parts: bool) -> dict[str, Graph]:
+def by_turn(part: StepGraph, keeps_parts: bool) -> dict[str, Graph]:
     """The graphs by turn. With `keeps_parts` a rank sums gradients over ranks at every microbatch, of which it keeps
     its part."""
     graph, gradients = part.graph, gradients_of(part)

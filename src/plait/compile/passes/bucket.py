@@ -21,8 +21,8 @@ from plait.compile.ir.calls import num_bytes, output_node, settled
 from plait.compile.ir.node_info import describe, info_of
 from plait.compile.ir.views import WHOLE_VIEWS
 from plait.compile.ops import comm_ops
-from plait.compile.passes.pending_reductions import Leaving, leaving
-from plait.compile.sharding.flat_shards import Cut, PlainRows, Rows, rows_of
+from plait.compile.passes.pending_reductions import PendingReduction, leaving
+from plait.compile.sharding.flat_shards import Cut, FlatShards, PlainRows, rows_of
 from plait.compile.sharding.partition import WORLD
 from plait.schedule.buckets import bucket_limit, split_buckets
 
@@ -101,7 +101,7 @@ def bucket_gradients(
     outputs in `but` are waited for, and summed as they are.
     """
     cuts = cuts or {}
-    groups: dict[Any, list[Leaving]] = {}
+    groups: dict[Any, list[PendingReduction]] = {}
     for one in leaving(graph, cuts, but):
         only = tuple(sorted(info_of(one.sums[-1]).owner.items()))
         dtypes = (one.sent.meta["val"].dtype, one.term.meta["val"].dtype)
@@ -133,15 +133,15 @@ def bucket_gradients(
 
 def _kept(graph: Graph, world: Node | None, node: Node, cut: Cut, end: Node) -> Node:
     with graph.inserting_before(end):
-        part = graph.call_function(keep_part, (world, node, "data", Rows((cut,)).plain))
+        part = graph.call_function(keep_part, (world, node, "data", FlatShards((cut,)).plain))
     describe(part, info_of(node), node.meta["val"].new_empty(cut.part_shape(0)))
     return part
 
 
-def _join(graph: Graph, world: Node, members: list[Leaving], end: Node, what: str) -> dict[Node, Node]:
+def _join(graph: Graph, world: Node, members: list[PendingReduction], end: Node, what: str) -> dict[Node, Node]:
     """One collective for the members; returns what takes the place of each one's sum."""
     axes = members[0].axes
-    rows = Rows(tuple(one.cut for one in members)) if members[0].cut is not None else None  # type: ignore[misc]
+    rows = FlatShards(tuple(one.cut for one in members)) if members[0].cut is not None else None  # type: ignore[misc]
     values = [one.sums[-1].meta["val"] for one in members]
     sent = [one.sent for one in members]
     info = info_of(members[-1].sums[-1])

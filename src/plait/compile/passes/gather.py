@@ -20,7 +20,7 @@ from plait.compile.ir.node_info import info_of, set_info
 from plait.compile.ir.views import is_view, view_anew
 from plait.compile.passes.offload import phase_of
 from plait.compile.passes.read_ahead import in_buckets, in_order, read_ahead, readers_in
-from plait.compile.sharding.flat_shards import Cut, PlainRows, Rows, rows_of
+from plait.compile.sharding.flat_shards import Cut, FlatShards, PlainRows, rows_of
 from plait.compile.sharding.partition import WORLD
 
 aten = torch.ops.aten
@@ -82,7 +82,7 @@ def gather_parameters(graph: Graph, cuts: Mapping[str, Cut], bucket_bytes: int) 
     world = next(node for node in graph.nodes if node.name == WORLD)
 
     def start(members: list[Node]) -> Node:
-        rows = Rows(tuple(cuts[info_of(node).name] for node in members))
+        rows = FlatShards(tuple(cuts[info_of(node).name] for node in members))
         dtypes = tuple(node.meta["val"].dtype for node in members)
         begun = graph.call_function(gather_start, (world, "data", rows.plain, dtypes, *members))
         set_info(begun, num_bytes=rows.length * dtypes[0].itemsize, what=f"{len(members)} parameters")

@@ -1,7 +1,7 @@
 """What of a step has its home outside the device, and the calls that a graph makes to fetch it and to let it go.
 
 A graph reaches what is away through one placeholder, `homes`, as it reaches other ranks through `world`. Its object
-speaks `Homes`; it is implemented where files are (backends/eager/offload/homes.py). Keys are `input/NAME` for a
+speaks `OffloadStore`; it is implemented where files are (backends/eager/offload/store.py). Keys are `input/NAME` for a
 parameter as the graph reads it, `gradient/NAME` for a gradient as the optimizer reads it, `sum/NAME` for one that
 microbatches add up.
 
@@ -33,7 +33,7 @@ class Coming(Protocol):
         """The tensors, in memory of their own."""
 
 
-class Homes(Protocol):
+class OffloadStore(Protocol):
     """Where a rank's tensors are while they are away. What a call takes is done in the order of the calls."""
 
     def fetch(self, keys: Sequence[str]) -> Coming:
@@ -76,7 +76,7 @@ def phase_of(node: Node) -> str:
     return "forward" if is_forward(node) else "backward"
 
 
-def fetch_start(homes: Homes, keys: Sequence[str]) -> Coming:
+def fetch_start(homes: OffloadStore, keys: Sequence[str]) -> Coming:
     return homes.fetch(keys)
 
 
@@ -84,13 +84,13 @@ def coming_wait(coming: Coming) -> list[Tensor]:
     return coming.wait()
 
 
-def leave(homes: Homes, key: str, tensor: Tensor) -> None:
+def leave(homes: OffloadStore, key: str, tensor: Tensor) -> None:
     homes.leave(key, tensor)
 
 
-def stash(homes: Homes, offset: int, tensor: Tensor) -> Any:
+def stash(homes: OffloadStore, offset: int, tensor: Tensor) -> Any:
     return homes.stash(offset, tensor)
 
 
-def unstash_start(homes: Homes, *stashed: Any) -> Coming:
+def unstash_start(homes: OffloadStore, *stashed: Any) -> Coming:
     return homes.unstash(stashed)

@@ -17,7 +17,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Leaving:
+class PendingReduction:
     """The sum over `axes` of `term` is output `index`; `sums` are the all-reduces that make it, the first one first.
 
     With a cut, this rank keeps its part along `data`, which then comes first among the axes.
@@ -37,12 +37,12 @@ class Leaving:
         return source if narrow and len(self.term.users) == 1 else self.term  # type: ignore[return-value]
 
 
-def leaving(graph: Graph, cuts: Mapping[int, Cut], but: Collection[int] = ()) -> list[Leaving]:
+def leaving(graph: Graph, cuts: Mapping[int, Cut], but: Collection[int] = ()) -> list[PendingReduction]:
     """Every output, but those, that is only summed before it leaves, in the order in which the terms are there."""
     end = output_node(graph)
     (results,) = end.args
     order = {node: i for i, node in enumerate(graph.nodes)}
-    found: dict[Node, Leaving] = {}
+    found: dict[Node, PendingReduction] = {}
     for index, result in enumerate(results):  # type: ignore[arg-type]
         if not isinstance(result, Node) or result in found or index in but:
             continue
@@ -56,5 +56,5 @@ def leaving(graph: Graph, cuts: Mapping[int, Cut], but: Collection[int] = ()) ->
         cut = cuts.get(index) if "data" in axes else None
         if cut is not None:
             axes = ("data", *(axis for axis in axes if axis != "data"))
-        found[result] = Leaving(index, node, axes, tuple(reversed(sums)), cut)
+        found[result] = PendingReduction(index, node, axes, tuple(reversed(sums)), cut)
     return sorted(found.values(), key=lambda one: order[one.term])

@@ -23,7 +23,7 @@ from plait.compile.ops import comm_ops
 from plait.errors import PlanError
 from plait.plan.kinds import Bytes
 from plait.plan.recompute import Recompute
-from plait.schedule.keep import Value, choose_kept
+from plait.schedule.keep import KeptValue, choose_kept
 
 Layer = tuple[str, int | None]  # its module's name, and which stage of a pipeline's
 
@@ -127,7 +127,7 @@ def _kept_within(forward: list[Node], droppable: set[Node], how: Recompute) -> s
     for node in order:
         several = not hasattr(node.meta.get("val"), "numel")
         values.append(
-            Value(
+            KeptValue(
                 bytes=sum(num_bytes(v) for v in output_values(node) if hasattr(v, "numel")),
                 seconds=seconds_of(node),
                 needed=node in needed,

@@ -1,4 +1,4 @@
-"""Rows: several tensors, each cut over the ranks of an axis, packed so that one collective moves them all.
+"""Flat shard buffers: several tensors, each cut over the ranks of an axis, that one collective moves.
 
     rank 0 | part 0 of a | part 0 of b | part 0 of c |
     rank 1 | part 1 of a | part 1 of b | part 1 of c |
@@ -44,7 +44,7 @@ PlainRows = tuple[tuple[tuple[int, ...], int, int], ...]  # (shape, dim, size) o
 
 
 @dataclass(frozen=True)
-class Rows:
+class FlatShards:
     """The members of one buffer, in order."""
 
     cuts: tuple[Cut, ...]
@@ -94,5 +94,5 @@ class Rows:
 
 
 @functools.cache
-def rows_of(plain: PlainRows) -> Rows:
-    return Rows(tuple(Cut(tuple(shape), dim, size) for shape, dim, size in plain))
+def rows_of(plain: PlainRows) -> FlatShards:
+    return FlatShards(tuple(Cut(tuple(shape), dim, size) for shape, dim, size in plain))

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from plait.compile.capture.decompose import decompose_node
-from plait.compile.ir.calls import is_tensor, rule_of
+from plait.compile.ir.calls import is_tensor, op_spec_of
 from plait.compile.ir.node_info import NodeInfo, describe, info_of, set_info
 from plait.compile.ir.views import RESHAPES
 from plait.compile.ops import comm_ops
@@ -71,7 +71,7 @@ def _reshape(node: Node) -> None:
 
 
 def _by_elements(node: Node, several: bool) -> Node:
-    rule = rule_of(node)
+    rule = op_spec_of(node)
     assert rule is not None and rule.decompose is not None
     following = node.next
     try:
@@ -83,7 +83,7 @@ def _by_elements(node: Node, several: bool) -> Node:
 
 
 def _note(node: Node) -> None:
-    rule = rule_of(node)
+    rule = op_spec_of(node)
     if rule is None and not hasattr(node.target, "_schema"):
         return  # plait's own, and getitem
     if rule is None or rule.formats:

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from plait.compile.capture.record import SHAPES
-from plait.compile.ir.calls import NO_RULE, call_of, is_item, output_node, rule_of, tensor_inputs
+from plait.compile.ir.calls import NO_OP_SPEC, call_of, is_item, op_spec_of, output_node, tensor_inputs
 from plait.compile.ir.node_info import NodeInfo, describe, info_of, set_info
 from plait.compile.ir.shapes import ShapeMemo
 from plait.compile.ops import Call, Strategy, comm_ops
@@ -198,7 +198,7 @@ class Partitioner:
         if all(isinstance(p, (Replicate, Only)) for p in (*strategy.inputs, *strategy.outputs)):
             self.local[node] = self.builder.node(node.target, args, kwargs, node.meta["val"])
             return
-        rule = rule_of(node) or NO_RULE
+        rule = op_spec_of(node) or NO_OP_SPEC
         call = call_of(node)
         emit = strategy.emit or rule.emit
         if emit is not None:

@@ -17,18 +17,18 @@ from torch.fx import Graph, Node
 
 from plait.compile.capture.decompose import decompose_node
 from plait.compile.ir.calls import (
-    NO_RULE,
+    NO_OP_SPEC,
     call_of,
     is_item,
     num_bytes,
+    op_spec_of,
     output_node,
     output_values,
     placeholders,
-    rule_of,
     tensor_inputs,
 )  # fmt: skip
 from plait.compile.ir.node_info import info_of
-from plait.compile.ops import Call, Rule, Strategy, comm_ops, strategies_of
+from plait.compile.ops import Call, OpSpec, Strategy, comm_ops, strategies_of
 from plait.compile.sharding.cost import IMPOSSIBLE, conversion_bytes
 from plait.errors import PlanError
 from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Shard, divides
@@ -117,10 +117,10 @@ class Propagator:
             self._set(node, inputs, local)
             return node.next
         call = self.call(node)
-        rule = rule_of(node)
+        rule = op_spec_of(node)
         if rule is None:
             self.found.without_rule.add(str(node.target))
-        strategy, cost, sharded = self.best(node, rule or NO_RULE, call, inputs, given)
+        strategy, cost, sharded = self.best(node, rule or NO_OP_SPEC, call, inputs, given)
         if cost > 0 and sharded and rule is not None and rule.decompose is not None:
             return decompose_node(node, rule.decompose)
         self._set(node, inputs, strategy)
@@ -185,7 +185,7 @@ class Propagator:
         return self.calls[node]
 
     def best(
-        self, node: Node, rule: Rule, call: Call, inputs: list[Node], given: tuple[Placement, ...]
+        self, node: Node, rule: OpSpec, call: Call, inputs: list[Node], given: tuple[Placement, ...]
     ) -> tuple[Strategy, float, bool]:
         """The cheapest strategy, its bytes, and whether it gives up a shard that an input has."""
         options = [s for s in strategies_of(rule, call, given, self.size) if fits(s, call, self.size)]
@@ -278,7 +278,7 @@ class Propagator:
     def _free(self, node: Node, inputs: list[Node], wanted: set[Placement]) -> Strategy | None:
         """A strategy for the one sharded form that all readers want, if its inputs cost nothing."""
         want = next(iter(wanted), REPLICATE)
-        rule = rule_of(node)
+        rule = op_spec_of(node)
         if rule is None or len(wanted) != 1 or not isinstance(want, Shard):
             return None
         call = self.call(node)

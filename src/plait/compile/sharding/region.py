@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.fx import Graph, Node
 
-from plait.compile.ir.calls import call_of, is_item, num_bytes, output_values, placeholders, rule_of, tensor_inputs
+from plait.compile.ir.calls import call_of, is_item, num_bytes, op_spec_of, output_values, placeholders, tensor_inputs
 from plait.compile.ir.node_info import info_of, is_forward
 from plait.compile.ir.views import RESHAPES
 from plait.compile.ops import LOOKUPS, LOSSES, NORMS, SOFTMAXES, Call, Strategy, strategies_of
@@ -91,7 +91,7 @@ class Grower:
 
     def weighted(self, node: Node) -> bool:
         """Whether the node is a sum that weights can weigh: a product of matrices, a convolution."""
-        rule = rule_of(node)
+        rule = op_spec_of(node)
         return rule is not None and rule.weighted
 
     def _grow(self, new: list[tuple[Node, Placement]], region: Region, limit: int) -> bool:
@@ -244,7 +244,7 @@ class Grower:
         if node.target not in RESHAPES:
             return
         given = _given(node, region)
-        rule = rule_of(node)
+        rule = op_spec_of(node)
         for size in range(self.size - 1, 1, -1):
             if rule is not None and self.size % size == 0:
                 options = strategies_of(rule, self._call(node), given, size)
@@ -266,7 +266,7 @@ class Grower:
         return self._strategies[key]
 
     def _keeping(self, node: Node, given: tuple[Placement, ...]) -> Strategy | None:
-        rule = rule_of(node)
+        rule = op_spec_of(node)
         if rule is None:
             return None
         call = self._call(node)
@@ -294,7 +294,7 @@ class Grower:
 
     def _producing(self, node: Node, index: int, want: Placement, region: Region) -> Strategy | None:
         """A strategy that gives one output in this form, and sums nothing."""
-        rule = rule_of(node)
+        rule = op_spec_of(node)
         if rule is None or not isinstance(want, Shard):
             return None
         call = self._call(node)

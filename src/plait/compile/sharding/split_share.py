@@ -17,7 +17,7 @@ _WORTH_NAMING = 0.002  # of all parameters
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeParameter:
     """Weights of one kind that every rank of the axis has all of; of several layers, `name` has * for the number."""
 
     name: str
@@ -34,7 +34,7 @@ class SplitShare:
     size: int
     parameters: float
     flops: float
-    whole: tuple[Whole, ...]  # the largest first
+    whole: tuple[WholeParameter, ...]  # the largest first
 
     def __str__(self) -> str:
         text = (
@@ -72,7 +72,7 @@ def split_share(
         num = sum(_num_elements(layouts[name]) for name in names)
         kept += num
         why = next((reasons[name] for name in names if name in reasons), "no weight sums what it gives")
-        kinds.append(Whole(kind if len(names) > 1 else names[0], len(names), num / max(total, 1), why))
+        kinds.append(WholeParameter(kind if len(names) > 1 else names[0], len(names), num / max(total, 1), why))
     kinds.sort(key=lambda each: -each.share)
     flops = (1 - after / before) / (1 - 1 / size) if before else 0.0
     return SplitShare(axis, size, 1 - kept / max(total, 1), min(max(flops, 0.0), 1.0), tuple(kinds))

@@ -14,7 +14,7 @@ from plait.compile.ir.calls import placeholders
 from plait.compile.ir.node_info import info_of
 from plait.compile.stages.assign import complete_places, follow_readers, place_in_stages, repeatable, stages_from
 from plait.compile.stages.shared import keep_written_buffers
-from plait.compile.stages.stage_graphs import Cells, split_cells
+from plait.compile.stages.stage_graphs import StageGraphs, split_cells
 from plait.errors import PlanError
 from plait.plan.kinds import Places, ScheduleName
 from plait.plan.plan import Plan
@@ -34,7 +34,7 @@ AXIS = "pipeline"
 class Pipeline:
     """A step in cells, and the order in which ranks along the axis `pipeline` run them."""
 
-    cells: Cells
+    cells: StageGraphs
     schedule: Schedule
     stages: Mapping[str, tuple[int, ...]]  # of every parameter
 
@@ -171,7 +171,7 @@ def updates_within(plan: Plan) -> bool:
     return len(plan.copies) > 1 and schedule_of(plan).asynchronous
 
 
-def _refuse_shared(schedule: Schedule, cells: Cells, copies: Sequence[int]) -> None:
+def _refuse_shared(schedule: Schedule, cells: StageGraphs, copies: Sequence[int]) -> None:
     """What an asynchronous schedule cannot share between ranks that update at different times."""
     if max(copies) > 1:
         raise PlanError(
@@ -186,7 +186,7 @@ def _refuse_shared(schedule: Schedule, cells: Cells, copies: Sequence[int]) -> N
             )
 
 
-def _refuse_copied_buffers(cells: Cells, copies: Sequence[int]) -> None:
+def _refuse_copied_buffers(cells: StageGraphs, copies: Sequence[int]) -> None:
     """Running statistics follow every microbatch in turn, and each copy of a stage sees only some."""
     for (_, stage), each in cells.graphs.items():
         name = next((output.name for output in each.outputs if output.kind == "buffer"), None)
@@ -197,7 +197,7 @@ def _refuse_copied_buffers(cells: Cells, copies: Sequence[int]) -> None:
             )
 
 
-def _refuse_another_order(schedule: Schedule, cells: Cells) -> None:
+def _refuse_another_order(schedule: Schedule, cells: StageGraphs) -> None:
     """Buffers follow the microbatches in their order, which a schedule of the user's own may change."""
     for (kind, stage), each in cells.graphs.items():
         name = next((output.name for output in each.outputs if output.kind == "buffer"), None)
@@ -211,7 +211,7 @@ def _refuse_another_order(schedule: Schedule, cells: Cells) -> None:
                 )
 
 
-def _refuse_changed_late(cells: Cells) -> None:
+def _refuse_changed_late(cells: StageGraphs) -> None:
     """A buffer that backward changes, before the forward of the next microbatch reads it: there they overlap."""
     for cell, each in cells.graphs.items():
         for name in (o.name for o in each.outputs if o.kind == "buffer" and cell[0] != FORWARD):

@@ -1,4 +1,4 @@
-"""Cells: the graphs that a pipeline's step consists of, and the values that go from one to another.
+"""Stage graphs: the graphs that a pipeline's step consists of, and the values that go from one to another.
 
 A cell is the forward (F) or the backward (B) of a stage; where the schedule wants it, the weight part (W) of a backward
 is a cell of its own, which holds all that no other stage waits for (Qi et al. 2024, "Zero Bubble Pipeline
@@ -59,7 +59,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class CellGraph:
+class StageGraph:
     """The graph of a cell. `outputs` are those of the step that it makes, then the values that it hands on."""
 
     graph: Graph
@@ -67,10 +67,10 @@ class CellGraph:
 
 
 @dataclass(frozen=True)
-class Cells:
+class StageGraphs:
     """A step in cells."""
 
-    graphs: dict[Cell, CellGraph]
+    graphs: dict[Cell, StageGraph]
     values: tuple[Value, ...]
     num_stages: int
     parameters: dict[str, tuple[int, ...]]  # the stages that read each parameter, or give it gradients
@@ -96,7 +96,7 @@ def edges_of(values: Iterable[Value]) -> Edges:
 
 def split_cells(
     graph: Graph, outputs: Sequence[Output], num_stages: int, anywhere: Collection[Node], weights: bool
-) -> Cells:
+) -> StageGraphs:
     """The graphs of all cells, from a local graph whose calls know their stage. `weights` asks for cells W."""
     anywhere = set(anywhere)
     ends = apart(graph, outputs)
@@ -145,7 +145,7 @@ def split_cells(
         for output in each.outputs:
             if output.kind == "gradient":
                 parameters.setdefault(output.name, set()).add(cell[1])
-    return Cells(graphs, tuple(values), num_stages, {n: tuple(sorted(s)) for n, s in parameters.items()})
+    return StageGraphs(graphs, tuple(values), num_stages, {n: tuple(sorted(s)) for n, s in parameters.items()})
 
 
 def _own(graph: Graph, gradient: Node) -> Node:
@@ -259,14 +259,14 @@ class _CellBuilder:
             self._copies[node] = made
         return self._copies[node]
 
-    def finish(self, results: Sequence[tuple[Output, Any]]) -> CellGraph:
+    def finish(self, results: Sequence[tuple[Output, Any]]) -> StageGraph:
         found = [(output, self.copy(result) if isinstance(result, Node) else result) for output, result in results]
         self._graph.output(tuple(result for _, result in found))
         for node in placeholders(self._graph):
             if not node.users and node.name not in (WORLD, BOX):
                 self._graph.erase_node(node)
         self._graph.lint()
-        return CellGraph(self._graph, tuple(output for output, _ in found))
+        return StageGraph(self._graph, tuple(output for output, _ in found))
 
     def _repeated(self, node: Node) -> Node:
         for source in node.all_input_nodes:  # before the copy, not within it

@@ -12,20 +12,20 @@ from contextlib import AbstractContextManager, nullcontext
 from weakref import WeakKeyDictionary
 
 from plait.comm.agree import wait_for_notes
-from plait.comm.key_value_store import Board
+from plait.comm.key_value_store import KeyValueStore
 from plait.comm.protocol import World
 from plait.errors import CheckpointError, WorldError
 
 _num_matters: WeakKeyDictionary[World, int] = WeakKeyDictionary()
 
 
-class Consent:
+class Barrier:
     """One matter, such as one save. Every rank makes it at the same point, and goes through the same stages."""
 
     def __init__(self, world: World) -> None:
         _num_matters[world] = number = _num_matters.get(world, 0) + 1
         self._world = world
-        self._board: Board = world.board.clone() if world.mesh.size > 1 else world.board
+        self._board: KeyValueStore = world.board.clone() if world.mesh.size > 1 else world.board
         self._name = f"consent/{number}"
         self._awaited: Mapping[int, str] = {}
 

@@ -19,7 +19,7 @@ from plait.engine.checkpoint.places import newest
 from plait.engine.checkpoint.safetensor import write_header
 from plait.engine.checkpoint.source import INDEX, SINGLE, Source, Wanted
 from plait.engine.checkpoint.storage import Folder, Location, folder_of
-from plait.engine.slices import Box, Fragment
+from plait.engine.slices import Fragment, TensorSlice
 from plait.errors import CheckpointError
 
 SHARD_BYTES = 5 << 30
@@ -91,7 +91,7 @@ def _bytes(names: list[str], manifest: Manifest, source: Source) -> Iterator[byt
 
 
 def _all_of(shape: tuple[int, ...]) -> tuple[Fragment, ...]:
-    box = Box.whole(shape)
+    box = TensorSlice.whole(shape)
     return (Fragment(box, box.start),) if box.num_elements else ()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.protocol import World
-from plait.engine.slices import Box, Fragment, copies, fragments
+from plait.engine.slices import Fragment, TensorSlice, copies, fragments
 from plait.spec.layout import Layout, part_bounds
 from plait.spec.mesh import Mesh
 
@@ -54,7 +54,7 @@ class Holding:
     def whole(cls, data: Tensor) -> Holding:
         """A whole tensor that no other rank has."""
         shape = tuple(data.shape)
-        return cls(shape, data, (Fragment(Box.whole(shape), (0,) * len(shape)),) if data.numel() else ())
+        return cls(shape, data, (Fragment(TensorSlice.whole(shape), (0,) * len(shape)),) if data.numel() else ())
 
 
 @functools.lru_cache(maxsize=1 << 14)  # every save asks for the same
@@ -64,20 +64,20 @@ def _part(layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[Fragment, ...], 
 
 
 @dataclass(frozen=True)
-class Piece:
+class WrittenPiece:
     """A box of a tensor that this rank writes; `take` gives its values, in memory of any kind and order."""
 
     name: str
     dtype: torch.dtype
-    box: Box
+    box: TensorSlice
     take: Callable[[], Tensor]
     in_memory: bool
 
 
-def pieces(name: str, holding: Holding) -> list[list[Piece]]:
+def pieces(name: str, holding: Holding) -> list[list[WrittenPiece]]:
     """What this rank writes of a tensor, one list for each file, as a file has a name only once."""
     data = holding.data
-    found: list[list[Piece]] = []
+    found: list[list[WrittenPiece]] = []
     if data is None:
         return found
     for fragment in holding.fragments:
@@ -92,7 +92,7 @@ def pieces(name: str, holding: Holding) -> list[list[Piece]]:
                 continue
         if box.num_elements:
             slices = Fragment(box, at).slices
-            found.append([Piece(name, data.dtype, box, _taker(data, slices), torch.is_tensor(data))])
+            found.append([WrittenPiece(name, data.dtype, box, _taker(data, slices), torch.is_tensor(data))])
     return found
 
 

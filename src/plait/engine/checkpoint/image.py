@@ -13,7 +13,7 @@ from torch import Tensor
 from plait.backends.eager.page_memory import page_memory
 from plait.compile.ir.dtypes import torch_name
 from plait.cost.pages import padded
-from plait.engine.checkpoint.holding import Piece
+from plait.engine.checkpoint.holding import WrittenPiece
 from plait.engine.checkpoint.manifest import BLOCK, FileEntry
 from plait.engine.checkpoint.safetensor import Entry, write_header
 from plait.engine.checkpoint.storage import NewFile
@@ -22,7 +22,7 @@ from plait.engine.checkpoint.storage import NewFile
 class Image:
     """A safetensors file that holds the pieces."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[WrittenPiece]) -> None:
         self._pieces = sorted(pieces, key=lambda piece: -piece.dtype.itemsize)
         self.in_memory = all(piece.in_memory for piece in pieces)
         self._header, self.entries = write_header(
@@ -30,7 +30,7 @@ class Image:
         )
         last = self.entries[-1] if self.entries else Entry("", "uint8", (0,), (0,), len(self._header))
         self.size = last.offset + last.num_bytes
-        self._recent: tuple[Piece, Tensor] | None = None
+        self._recent: tuple[WrittenPiece, Tensor] | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -58,7 +58,7 @@ class Image:
             if low < high:
                 memory[low - start : high - start] = self._bytes(piece)[low - entry.offset : high - entry.offset]
 
-    def _bytes(self, piece: Piece) -> Tensor:
+    def _bytes(self, piece: WrittenPiece) -> Tensor:
         """The piece's bytes in order; kept for the next block, which may hold more of them."""
         if self._recent is None or self._recent[0] is not piece:
             with torch.no_grad():

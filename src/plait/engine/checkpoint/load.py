@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from plait.compile.ir.dtypes import torch_name
 from plait.engine.checkpoint import randomstate, relaxed
-from plait.engine.checkpoint.barrier import Consent
+from plait.engine.checkpoint.barrier import Barrier
 from plait.engine.checkpoint.fitting import (
     EMA,
     MODEL,
@@ -34,7 +34,7 @@ from plait.engine.checkpoint.manifest import NAME, Manifest
 from plait.engine.checkpoint.optimizer_layouts import expected_state, state_layout
 from plait.engine.checkpoint.places import has_checkpoints, newest, older_than
 from plait.engine.checkpoint.plainvalues import decode, tensor_names
-from plait.engine.checkpoint.snapshot import Run, model_of, persistent_of, set_group_options
+from plait.engine.checkpoint.snapshot import TrainingRun, model_of, persistent_of, set_group_options
 from plait.engine.checkpoint.source import Source, Wanted, whole_of
 from plait.engine.checkpoint.storage import Folder, Location, folder_of
 from plait.engine.checkpoint.strict import Count, Text, Whole, checked
@@ -45,12 +45,12 @@ from plait.optim.several import each_parameter, set_own_values, title_of
 _AT_ONCE = 256 << 20  # bytes of optimizer state that are read before they are moved to where they are kept
 
 
-def load(run: Run, path: Location) -> dict[str, Any]:
+def load(run: TrainingRun, path: Location) -> dict[str, Any]:
     """Take over the newest checkpoint of the folder `path`, or the checkpoint `path` itself; returns its `extra`.
 
     CheckpointError, with nothing changed, names a file that is damaged, or what differs in model or optimizer.
     """
-    consent = Consent(run.world)
+    consent = Barrier(run.world)
     folder = folder_of(consent.first_says("which", lambda: _choose(path)))
     found: list[_Load] = []
     consent.all_do("fits", lambda: found.append(_Load(run, folder)))
@@ -66,20 +66,20 @@ def load(run: Run, path: Location) -> dict[str, Any]:
     return extra
 
 
-def check(run: Run, path: Location) -> dict[str, Any]:
+def check(run: TrainingRun, path: Location) -> dict[str, Any]:
     """That `load` would find a checkpoint of this model and optimizer, by its manifest alone; returns its `extra`, with
     tensors by name. For a run of one rank, with the errors of `load`."""
     extra: dict[str, Any] = _Load(run, folder_of(_choose(path)))._common["extra"]
     return extra
 
 
-def load_weights(run: Run, path: Location) -> None:
+def load_weights(run: TrainingRun, path: Location) -> None:
     """Take over parameters and buffers alone: of a checkpoint, a safetensors file, or a folder of such files.
 
     Values are converted to the types that the model has. CheckpointError, with nothing changed, says which names or
     shapes differ.
     """
-    consent = Consent(run.world)
+    consent = Barrier(run.world)
     found: list[tuple[Source, dict[str, str]]] = []
     consent.all_do("fits", lambda: found.append(_weights(run, path)))
     source, names = found[0]
@@ -109,7 +109,7 @@ _COMMON = TypeAdapter(_Common)
 class _Load:
     """One rank's side of a load. CheckpointError where another model or optimizer made the checkpoint."""
 
-    def __init__(self, run: Run, folder: Folder) -> None:
+    def __init__(self, run: TrainingRun, folder: Folder) -> None:
         self._run = run
         self._manifest = manifest = Manifest.read(folder)
         self._source = Source.checkpoint(folder, manifest)
@@ -244,7 +244,7 @@ class _Load:
         members.clear()
 
 
-def _saved_average(run: Run, manifest: Manifest) -> dict[str, Wanted]:
+def _saved_average(run: TrainingRun, manifest: Manifest) -> dict[str, Wanted]:
     """This rank's parts of the moving average, where the run keeps one and the checkpoint has it."""
     if run.average is None:
         return {}
@@ -267,7 +267,7 @@ def _choose(path: Location) -> str:
     return str(folder)
 
 
-def _shapes(run: Run) -> Shapes:
+def _shapes(run: TrainingRun) -> Shapes:
     """Shape and type of every parameter and persistent buffer of the run's model, whole."""
     replica = run.replica
     here = {name: (layout.shape, torch_name(replica.dtypes[name])) for name, layout in replica.layouts.items()}
@@ -275,7 +275,7 @@ def _shapes(run: Run) -> Shapes:
     return here | {n: (tuple(b.shape), torch_name(b.dtype)) for n, b in replica.buffers.items() if n in persistent}
 
 
-def _wanted_model(run: Run) -> dict[str, Wanted]:
+def _wanted_model(run: TrainingRun) -> dict[str, Wanted]:
     """This rank's parts of parameters, and its buffers."""
     replica, mesh = run.replica, run.world.mesh
     here = mesh.coordinates(run.world.rank)
@@ -305,7 +305,7 @@ def _empty(manifest: Manifest, name: str) -> Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype))
 
 
-def _weights(run: Run, path: Location) -> tuple[Source, dict[str, str]]:
+def _weights(run: TrainingRun, path: Location) -> tuple[Source, dict[str, str]]:
     """Where weights come from, and under which name each parameter and buffer is there."""
     model = model_of(run.replica)
     if has_checkpoints(path):
@@ -328,7 +328,7 @@ def _weights(run: Run, path: Location) -> tuple[Source, dict[str, str]]:
     return source, {name: prefix + names.get(name, name) for name in here}
 
 
-def _fill_model(run: Run, source: Source, names: Mapping[str, str], wanted: Mapping[str, Wanted]) -> None:
+def _fill_model(run: TrainingRun, source: Source, names: Mapping[str, str], wanted: Mapping[str, Wanted]) -> None:
     """Read parameters and buffers; those that are kept elsewhere one after the other."""
     source.fill({names[name]: one for name, one in wanted.items() if not is_away(one.into)})
     for name, one in wanted.items():

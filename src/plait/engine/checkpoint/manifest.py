@@ -20,7 +20,7 @@ from plait.engine.checkpoint.plainvalues import check_values
 from plait.engine.checkpoint.safetensor import Dtype, first_overlap, fits_memory, item_bytes
 from plait.engine.checkpoint.storage import Folder
 from plait.engine.checkpoint.strict import Count, Extents, FileName, Real, Strict, Text, checked, read_json
-from plait.engine.slices import Box
+from plait.engine.slices import TensorSlice
 from plait.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -78,12 +78,12 @@ _FILE, _MANIFEST = TypeAdapter(_File), TypeAdapter(_Manifest)
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """Where a part of a tensor lies."""
 
     file: str
     offset: int
-    box: Box
+    box: TensorSlice
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,12 @@ class Manifest:
         shape, dtype = self.tensors[name]
         return math.prod(shape) * item_bytes(dtype)
 
-    def parts(self) -> dict[str, list[Part]]:
+    def parts(self) -> dict[str, list[StoredPart]]:
         """The parts of each tensor, which are the whole of it."""
-        found: dict[str, list[Part]] = {name: [] for name in self.tensors}
+        found: dict[str, list[StoredPart]] = {name: [] for name in self.tensors}
         for file, entry in self.files.items():
             for name, (start, shape, at) in entry.tensors.items():
-                found[name].append(Part(file, at, Box(start, shape)))
+                found[name].append(StoredPart(file, at, TensorSlice(start, shape)))
         return found
 
     def write(self, folder: Folder) -> None:
@@ -147,7 +147,7 @@ class Manifest:
 
     def check(self, where: str) -> None:
         """CheckpointError unless the parts make up each tensor, lie within their files, and share nothing."""
-        found: dict[str, list[Part]] = {name: [] for name in self.tensors}
+        found: dict[str, list[StoredPart]] = {name: [] for name in self.tensors}
         for name, (shape, dtype) in self.tensors.items():
             if not fits_memory(shape, dtype):
                 raise CheckpointError(f"{where}: tensors.{name}: there is no tensor of shape {list(shape)}")
@@ -166,7 +166,7 @@ class Manifest:
                 ranges.append((at, at + math.prod(shape) * item_bytes(dtype), name))
                 if ranges[-1][1] > entry.bytes:
                     raise CheckpointError(f"{what}: it does not lie within the file's {entry.bytes} bytes")
-                found[name].append(Part(file, at, Box(start, shape)))
+                found[name].append(StoredPart(file, at, TensorSlice(start, shape)))
             if twice := first_overlap(ranges):
                 raise CheckpointError(f"{where}: files.{file}.tensors.{twice}: its bytes are also another tensor's")
         for name, (shape, _) in self.tensors.items():
@@ -189,7 +189,7 @@ def saved_at(folder: Folder) -> float | None:
     return float(found[1]) if found else None
 
 
-def _any_overlap(boxes: list[Box]) -> bool:
+def _any_overlap(boxes: list[TensorSlice]) -> bool:
     """Whether two of the boxes have an element in common; looks along the dim in which they begin at most places."""
     boxes = [box for box in boxes if box.num_elements]
     if len(boxes) < 2:
@@ -199,7 +199,7 @@ def _any_overlap(boxes: list[Box]) -> bool:
     if dim is None:
         return True  # of a tensor with one element
     boxes.sort(key=lambda box: box.start[dim])
-    reach: list[Box] = []
+    reach: list[TensorSlice] = []
     for box in boxes:
         reach = [other for other in reach if other.start[dim] + other.shape[dim] > box.start[dim]]
         if any(other.overlap(box) for other in reach):

@@ -6,14 +6,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from plait.engine.checkpoint.snapshot import Run
+from plait.engine.checkpoint.snapshot import TrainingRun
 from plait.engine.trying import state_layouts
 from plait.spec.layout import Layout, Only
 
 _layouts: WeakKeyDictionary[torch.optim.Optimizer, dict[str, dict[str, Layout | None]]] = WeakKeyDictionary()
 
 
-def state_layout(run: Run, name: str, key: str, shape: tuple[int, ...], whole: bool = False) -> Layout:
+def state_layout(run: TrainingRun, name: str, key: str, shape: tuple[int, ...], whole: bool = False) -> Layout:
     """How the ranks hold what the optimizer keeps of a parameter, given the shape of a rank's part, or of the whole.
 
     Scalars and what is averaged over the parameter are whole on every rank that has the parameter.
@@ -27,7 +27,7 @@ def state_layout(run: Run, name: str, key: str, shape: tuple[int, ...], whole: b
     return Layout(layout.dtype, shape, tuple((axis, p) for axis, p in layout.placements if isinstance(p, Only)))
 
 
-def expected_state(run: Run) -> dict[str, dict[str, Layout | None]]:
+def expected_state(run: TrainingRun) -> dict[str, dict[str, Layout | None]]:
     """What the optimizer keeps of each parameter that it trains, and how; empty for one that cannot be tried."""
     optimizer = run.optimizer
     assert optimizer is not None

@@ -23,7 +23,7 @@ from torch import Tensor
 from plait.engine.checkpoint.holding import Holding
 from plait.engine.checkpoint.manifest import Manifest
 from plait.engine.checkpoint.optimizer_layouts import state_layout
-from plait.engine.checkpoint.snapshot import Run
+from plait.engine.checkpoint.snapshot import TrainingRun
 from plait.engine.checkpoint.source import Source, Wanted, whole_of
 from plait.engine.local_sgd.exchange import Pending
 from plait.engine.slices import fragments
@@ -36,7 +36,7 @@ _MODEL, _STATE, _BUFFERS, _LEFT_OUT = (f"replicas/{each}/" for each in ("model",
 _WEIGHTS, _MOMENTUM, _MEAN = (f"outer/{each}/" for each in ("weights", "momentum", "mean"))
 
 
-def values(run: Run) -> dict[str, Any] | None:
+def values(run: TrainingRun) -> dict[str, Any] | None:
     """What a checkpoint says of the replicas; None where all agree at every step."""
     replicas = run.replicas
     if replicas is None:
@@ -44,7 +44,7 @@ def values(run: Run) -> dict[str, Any] | None:
     return {"num": replicas.num, "agreed_at": replicas.agreed_at, "begun": _begun(replicas)}
 
 
-def holdings(run: Run) -> dict[str, Holding]:
+def holdings(run: TrainingRun) -> dict[str, Holding]:
     """The tensors above, as far as this rank has them. Exchanges under way are waited for, and taken in when due."""
     replicas = run.replicas
     if replicas is None:
@@ -56,7 +56,7 @@ def holdings(run: Run) -> dict[str, Holding]:
     return found
 
 
-def restore(run: Run, source: Source, manifest: Manifest) -> None:
+def restore(run: TrainingRun, source: Source, manifest: Manifest) -> None:
     """Take over what a checkpoint has for this plan, once its means are in place; else all begins with the means."""
     replicas = run.replicas
     if replicas is None:
@@ -90,12 +90,12 @@ def _begun(replicas: Replicas) -> list[int]:
     return sorted(replicas.local.pending) if replicas.local is not None else []
 
 
-def _rank_within(run: Run, replicas: Replicas) -> int:
-    mesh = run.plan.within.mesh
+def _rank_within(run: TrainingRun, replicas: Replicas) -> int:
+    mesh = run.plan.inner_plan.mesh
     return mesh.rank({**run.world.mesh.coordinates(run.world.rank), replicas.axis: 0})
 
 
-def _tensors(run: Run, replicas: Replicas) -> Iterator[tuple[str, Tensor, Layout]]:
+def _tensors(run: TrainingRun, replicas: Replicas) -> Iterator[tuple[str, Tensor, Layout]]:
     """Name, this rank's part, and layout of each."""
     layouts, local, optimizer = run.replica.layouts, replicas.local, run.optimizer
     assert optimizer is not None

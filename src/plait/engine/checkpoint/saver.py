@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from torch import Tensor
 
 from plait.backends.eager.page_memory import page_memory
-from plait.engine.checkpoint.barrier import Consent
+from plait.engine.checkpoint.barrier import Barrier
 from plait.errors import CheckpointError
 
 
@@ -24,7 +24,7 @@ class Saver:
         self._done = threading.Event()
         self._done.set()
         self._error: CheckpointError | None = None
-        self._consent: Consent | None = None
+        self._consent: Barrier | None = None
         self._memory: list[Tensor] = []
         atexit.register(_report, weakref.ref(self))
 
@@ -37,7 +37,7 @@ class Saver:
             self._memory[index] = page_memory(num_bytes, pinned)
         return self._memory[index]
 
-    def start(self, consent: Consent, save: Callable[[], None], after: Callable[[], None]) -> None:
+    def start(self, consent: Barrier, save: Callable[[], None], after: Callable[[], None]) -> None:
         """Run `save`, and once it is done what may come `after`, in a thread that the process does not end before."""
         if self._thread is not None:
             self._thread.join()

@@ -28,12 +28,12 @@ from plait.spec.layout import Only
 
 if TYPE_CHECKING:  # a process that holds parameters and computes nothing is ready in half the time without these
     from plait.engine.average import MovingAverage
-    from plait.engine.eager import EagerReplica
+    from plait.engine.eager import EagerExecutor
     from plait.engine.local_sgd.replicas import Replicas
-    from plait.engine.replica import Replica
+    from plait.engine.rank_executor import RankExecutor
 
 
-class Run(Protocol):
+class TrainingRun(Protocol):
     """What a snapshot needs of a trainer."""
 
     plan: Plan
@@ -48,14 +48,14 @@ class Run(Protocol):
     average: MovingAverage | None
 
     @property
-    def replica(self) -> Replica | EagerReplica: ...
+    def replica(self) -> RankExecutor | EagerExecutor: ...
 
 
 # Of a parameter group, what says how to compute and not what: a plan or a device has its own.
 _IMPLEMENTATION = ("foreach", "fused", "capturable")
 
 
-def take(run: Run) -> dict[str, Any]:
+def take(run: TrainingRun) -> dict[str, Any]:
     """The state as DTensors (whole tensors in the threads world). Every rank calls it."""
     from plait.engine.boundary import to_boundary
 
@@ -84,7 +84,7 @@ def take(run: Run) -> dict[str, Any]:
     return state
 
 
-def restore(run: Run, state: Mapping[str, Any]) -> None:
+def restore(run: TrainingRun, state: Mapping[str, Any]) -> None:
     """Take over a state made under any plan; names or shapes that differ are a CheckpointError, before any change."""
     from plait.engine.boundary import from_boundary
 
@@ -116,7 +116,7 @@ def restore(run: Run, state: Mapping[str, Any]) -> None:
     replica.updated()
 
 
-def full_model(replica: Replica | EagerReplica) -> dict[str, Tensor]:
+def full_model(replica: RankExecutor | EagerExecutor) -> dict[str, Tensor]:
     """Every parameter and persistent buffer as a whole CPU tensor, tied ones under each of their names."""
     found = {name: replica.whole(name, replica.local(name)).detach().cpu().clone() for name in replica.layouts}
     persistent = persistent_of(replica)
@@ -127,7 +127,7 @@ def full_model(replica: Replica | EagerReplica) -> dict[str, Tensor]:
     return found
 
 
-def check_model(replica: Replica | EagerReplica, model: Mapping[str, Tensor]) -> None:
+def check_model(replica: RankExecutor | EagerExecutor, model: Mapping[str, Tensor]) -> None:
     mine = replica.layouts
     missing = sorted(set(mine) - set(model))
     if missing:
@@ -144,7 +144,7 @@ def check_model(replica: Replica | EagerReplica, model: Mapping[str, Tensor]) ->
             )
 
 
-def persistent_of(replica: Replica | EagerReplica) -> set[str]:
+def persistent_of(replica: RankExecutor | EagerExecutor) -> set[str]:
     """What the replica has beside the parameters that it trains, as far as a checkpoint has it."""
     return persistent_buffers(model_of(replica)) | replica.changing
 
@@ -157,7 +157,7 @@ def persistent_buffers(model: nn.Module) -> set[str]:
     return found
 
 
-def _optimizer_state(run: Run) -> dict[str, dict[str, Any]]:
+def _optimizer_state(run: TrainingRun) -> dict[str, dict[str, Any]]:
     """By parameter name; on a rank that lacks the parameter the keys are what its optimizer keeps of a small one."""
     from plait.engine.boundary import to_boundary
 
@@ -191,7 +191,7 @@ def _optimizer_state(run: Run) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _with_state(run: Run) -> set[str]:
+def _with_state(run: TrainingRun) -> set[str]:
     """The parameters of which any rank's optimizer keeps something."""
     replica, names = run.replica, list(run.replica.layouts)
     optimizer = run.optimizer
@@ -203,7 +203,7 @@ def _with_state(run: Run) -> set[str]:
     return {name for name, each in zip(names, held, strict=True) if each}
 
 
-def group_options(run: Run) -> list[dict[str, Any]]:
+def group_options(run: TrainingRun) -> list[dict[str, Any]]:
     """The parameter groups with names in place of tensors, also of those parameters that other ranks have."""
     assert run.optimizer is not None
     names = {id(p): name for name, p in parameters_of(run.optimizer, run.replica.parameters).items()}
@@ -215,7 +215,7 @@ def group_options(run: Run) -> list[dict[str, Any]]:
     return found
 
 
-def set_group_options(run: Run, saved: Sequence[Mapping[str, Any]]) -> None:
+def set_group_options(run: TrainingRun, saved: Sequence[Mapping[str, Any]]) -> None:
     """Give the parameter groups the options that they had; a tensor among them stays the one that it is."""
     assert run.optimizer is not None
     if len(saved) != len(run.optimizer.param_groups):
@@ -245,7 +245,7 @@ def _alike(saved: Any, here: Any) -> bool:
     return type(saved) is type(here)
 
 
-def model_of(replica: Replica | EagerReplica) -> nn.Module:
+def model_of(replica: RankExecutor | EagerExecutor) -> nn.Module:
     return replica.model if hasattr(replica, "model") else replica.compiler.model
 
 
@@ -258,7 +258,7 @@ def _own(value: Any, parameter: nn.Parameter) -> Any:
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
-def _restore_optimizer(run: Run, saved: Mapping[str, Any]) -> None:
+def _restore_optimizer(run: TrainingRun, saved: Mapping[str, Any]) -> None:
     from plait.engine.boundary import from_boundary
 
     replica, world, optimizer = run.replica, run.world, run.optimizer

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from plait.comm.device import is_host
 from plait.engine.checkpoint.integrity import check_blocks, in_threads
-from plait.engine.checkpoint.manifest import BLOCK, FileEntry, Manifest, Part
+from plait.engine.checkpoint.manifest import BLOCK, FileEntry, Manifest, StoredPart
 from plait.engine.checkpoint.safetensor import item_bytes, read_header
 from plait.engine.checkpoint.storage import Folder, Location, folder_of
 from plait.engine.checkpoint.strict import FileName, Text, checked, read_json
-from plait.engine.slices import Box, Fragment
+from plait.engine.slices import Fragment, TensorSlice
 from plait.errors import CheckpointError
 
 _CHUNK = 16 << 20
@@ -40,7 +40,7 @@ class Wanted:
 def whole_of(tensor: Tensor) -> Wanted:
     """All of a tensor, into the tensor given."""
     shape = tuple(tensor.shape)
-    return Wanted((Fragment(Box.whole(shape), (0,) * len(shape)),) if tensor.numel() else (), tensor)
+    return Wanted((Fragment(TensorSlice.whole(shape), (0,) * len(shape)),) if tensor.numel() else (), tensor)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Source:
 
     folder: Folder
     tensors: Mapping[str, tuple[tuple[int, ...], str]]
-    parts: Mapping[str, list[Part]]
+    parts: Mapping[str, list[StoredPart]]
     files: Mapping[str, FileEntry]
 
     @classmethod
@@ -61,7 +61,7 @@ class Source:
         """A file, or a folder that has one or several with an index, as Hugging Face lays them out."""
         folder, names, places = _safetensors_files(path)
         tensors: dict[str, tuple[tuple[int, ...], str]] = {}
-        parts: dict[str, list[Part]] = {}
+        parts: dict[str, list[StoredPart]] = {}
         for name in names:
             size = folder.size(name)
             if size is None:
@@ -74,7 +74,7 @@ class Source:
                 if places and places.get(entry.name) != name:
                     continue
                 tensors[entry.name] = (entry.shape, entry.dtype)
-                parts[entry.name] = [Part(name, entry.offset, Box.whole(entry.shape))]
+                parts[entry.name] = [StoredPart(name, entry.offset, TensorSlice.whole(entry.shape))]
         if missing := next((name for name in places if name not in tensors), None):
             raise CheckpointError(f"{folder}/{INDEX} says that {places[missing]} has {missing}, which it has not")
         return cls(folder, tensors, parts, {})
@@ -93,7 +93,9 @@ class Source:
         """Write what is wanted where it is wanted."""
         in_threads([job for name, one in wanted.items() for job in self._jobs(name, one)], lambda job: job())
 
-    def _overlaps(self, name: str, fragments: tuple[Fragment, ...]) -> Iterator[tuple[Part, Fragment, Box]]:
+    def _overlaps(
+        self, name: str, fragments: tuple[Fragment, ...]
+    ) -> Iterator[tuple[StoredPart, Fragment, TensorSlice]]:
         missing = sum(fragment.box.num_elements for fragment in fragments)
         for fragment in fragments:
             for part in self.parts[name]:
@@ -103,7 +105,7 @@ class Source:
         if missing:
             raise CheckpointError(f"{self.folder} lacks {missing} elements of {name}")
 
-    def _rows(self, name: str, part: Part, common: Box) -> tuple[int, int, int]:
+    def _rows(self, name: str, part: StoredPart, common: TensorSlice) -> tuple[int, int, int]:
         """The first row of the part that has any of `common`, the row after the last, and the bytes of a row."""
         row = math.prod(part.box.shape[1:]) * item_bytes(self.tensors[name][1])
         if not common.shape:
@@ -125,7 +127,13 @@ class Source:
                 yield self._job(part, (start, stop), row, dtype, columns, some)
 
     def _job(
-        self, part: Part, rows: tuple[int, int], row: int, dtype: torch.dtype, columns: tuple[slice, ...], into: Tensor
+        self,
+        part: StoredPart,
+        rows: tuple[int, int],
+        row: int,
+        dtype: torch.dtype,
+        columns: tuple[slice, ...],
+        into: Tensor,
     ) -> Callable[[], None]:
         """Reads these rows of a part, and puts these columns of them into a tensor."""
         offset, num = part.offset + rows[0] * row, (rows[1] - rows[0]) * row

@@ -23,8 +23,8 @@ import torch
 from plait.comm.device import Event, is_host
 from plait.comm.protocol import World
 from plait.compile.ir.dtypes import torch_name
-from plait.engine.checkpoint.barrier import Consent
-from plait.engine.checkpoint.holding import Holding, Piece, pieces
+from plait.engine.checkpoint.barrier import Barrier
+from plait.engine.checkpoint.holding import Holding, WrittenPiece, pieces
 from plait.engine.checkpoint.image import Image
 from plait.engine.checkpoint.manifest import NAME, FileEntry, Manifest, saved_at
 from plait.engine.checkpoint.places import checkpoints, newest, own_folders
@@ -65,7 +65,7 @@ def save(
         raise CheckpointError(f"keep={keep}: at least one checkpoint is kept")
     saver = saver or Saver()
     saver.wait()
-    consent = Consent(world)
+    consent = Barrier(world)
     final = folder_of(path).child(f"step-{int(state.values['step']):08d}")
     job = _Save(folder_of(path), final, state, world, plan, keep, consent)
     behind = not wait and all(image.in_memory for image in job.images)
@@ -80,7 +80,7 @@ class _Save:
     """One rank's side of one save."""
 
     def __init__(
-        self, base: Folder, final: Folder, state: State, world: World, plan: str, keep: int, consent: Consent
+        self, base: Folder, final: Folder, state: State, world: World, plan: str, keep: int, consent: Barrier
     ) -> None:
         self._base, self._final, self._world, self._plan, self._keep = base, final, world, plan, keep
         self._consent = consent
@@ -94,7 +94,7 @@ class _Save:
         held = dict(state.tensors)
         if world.rank == 0:
             held |= {name: Holding.whole(tensor) for name, tensor in small.items()}
-        layers: list[list[Piece]] = []
+        layers: list[list[WrittenPiece]] = []
         for name, holding in held.items():
             for index, members in enumerate(pieces(name, holding)):
                 layers.extend([] for _ in range(index + 1 - len(layers)))

@@ -17,9 +17,9 @@ from torch.utils.data import IterableDataset, default_collate
 from plait.comm.device import own_device
 from plait.comm.protocol import World
 from plait.engine.data.gauge import Waited, WaitGauge
-from plait.engine.data.order import Order, Rows, Sampled, Split, Stream, check_batch_size
-from plait.engine.data.prefetch import Feed
-from plait.engine.data.reading import Reader
+from plait.engine.data.order import BatchRows, Order, Sampled, Split, Stream, check_batch_size
+from plait.engine.data.prefetch import Prefetcher
+from plait.engine.data.reading import BatchReader
 from plait.engine.environment import rank, resolve_plan
 from plait.engine.local_batch import LocalBatch
 from plait.errors import BatchError, DataError, PlanError
@@ -99,8 +99,8 @@ class Loader:
         self._row_weights = row_weights
         self._num_workers, self._prefetch = num_workers, prefetch
         device = world.device if world is not None else _device()
-        self._feed = Feed(Reader(dataset, collate, seed, num_workers, stream), num_workers, prefetch, device)
-        self._told: deque[Rows] = deque()  # what the feed was told to read
+        self._feed = Prefetcher(BatchReader(dataset, collate, seed, num_workers, stream), num_workers, prefetch, device)
+        self._told: deque[BatchRows] = deque()  # what the feed was told to read
         self._gauge = WaitGauge()
         self._has_warned = False
         self._loaded = 0  # states that were loaded
@@ -134,7 +134,7 @@ class Loader:
     def _ended(self) -> bool:
         return self._over or (isinstance(self._order, Order) and self._position >= self._order.num_batches)
 
-    def _place(self, rows: Rows) -> str:
+    def _place(self, rows: BatchRows) -> str:
         if rows.note:
             return f"batch {self._position} of epoch {self.epoch}, {rows.note}"
         order = f"shuffled by seed {self.seed}" if self._shuffle else "in order"
@@ -191,7 +191,7 @@ class Loader:
         """End the workers and the thread that reads ahead. An iteration after it starts them again."""
         self._feed.close()
 
-    def _next(self) -> tuple[Any, Rows]:
+    def _next(self) -> tuple[Any, BatchRows]:
         """The batch at the position, and what was read for it."""
         self._gauge.asked()
         if not self._feed.started:
@@ -213,7 +213,7 @@ class Loader:
             )
         return tree, rows
 
-    def _weighted(self, tree: Any, rows: Rows) -> Any:
+    def _weighted(self, tree: Any, rows: BatchRows) -> Any:
         """The batch with a weight for each row, 0 of padding."""
         if not isinstance(tree, MutableMapping):
             raise BatchError(
@@ -287,7 +287,7 @@ def loader(
     )
 
 
-def _telling(order: Iterator[Rows], told: deque[Rows]) -> Iterator[Rows]:
+def _telling(order: Iterator[BatchRows], told: deque[BatchRows]) -> Iterator[BatchRows]:
     for rows in order:
         told.append(rows)
         yield rows

@@ -23,7 +23,7 @@ from plait.plan.plan import BATCH_AXES, Plan
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """What one rank reads for one batch: items of the dataset by index, or those of a stream themselves. No items say
     that the epoch is over."""
 
@@ -45,7 +45,7 @@ class Split:
     part: int = 0
     pad: bool = False
 
-    def rows(self, epoch: int, items: Sequence[Any], what: str, note: str = "") -> Rows:
+    def rows(self, epoch: int, items: Sequence[Any], what: str, note: str = "") -> BatchRows:
         """This rank's rows of a batch, which messages name as `what`."""
         multiple, padding = self.num_micro * self.num_parts, -len(items) % (self.num_micro * self.num_parts)
         if padding and not self.pad:
@@ -58,7 +58,7 @@ class Split:
         starts = [(micro * self.num_parts + self.part) * each for micro in range(self.num_micro)]
         mine = [place for start in starts for place in range(start, start + each)]
         here = sum(place >= len(items) for place in mine)
-        return Rows(epoch, tuple(whole[place] for place in mine), len(whole), padding, here, note)
+        return BatchRows(epoch, tuple(whole[place] for place in mine), len(whole), padding, here, note)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Order:
         """Batches in an epoch."""
         return self.size // self.batch_size if self.drop_last else -(-self.size // self.batch_size)
 
-    def rows_from(self, epoch: int, batch: int) -> Iterator[Rows]:
+    def rows_from(self, epoch: int, batch: int) -> Iterator[BatchRows]:
         """This rank's rows from that batch of that epoch on, epoch after epoch, without end."""
         while True:
             order = self._epoch(epoch).tolist()
@@ -105,7 +105,7 @@ class Sampled:
     split: Split
     num_begun: int = 0
 
-    def rows_from(self, epoch: int, batch: int) -> Iterator[Rows]:
+    def rows_from(self, epoch: int, batch: int) -> Iterator[BatchRows]:
         while True:
             self._begin(epoch)
             number = -1
@@ -116,7 +116,7 @@ class Sampled:
                     yield self.split.rows(epoch, items, f"batch {number + 1} of the batch sampler", note)
             if number < 0:
                 raise DataError(f"the batch sampler gives no batch in epoch {epoch}")
-            yield Rows(epoch, ())
+            yield BatchRows(epoch, ())
             epoch, batch = epoch + 1, 0
 
     def _begin(self, epoch: int) -> None:
@@ -146,7 +146,7 @@ class Stream:
     split: Split
     drop_last: bool = True
 
-    def rows_from(self, epoch: int, batch: int) -> Iterator[Rows]:
+    def rows_from(self, epoch: int, batch: int) -> Iterator[BatchRows]:
         while True:
             begin_epoch(self.items, epoch)
             found: list[Any] = []
@@ -165,10 +165,10 @@ class Stream:
                 )
             if found and not self.drop_last:
                 yield self._rows(epoch, found, number)
-            yield Rows(epoch, ())
+            yield BatchRows(epoch, ())
             epoch, batch = epoch + 1, 0
 
-    def _rows(self, epoch: int, items: list[Any], number: int) -> Rows:
+    def _rows(self, epoch: int, items: list[Any], number: int) -> BatchRows:
         return self.split.rows(epoch, items, f"the batch that ends with item {number}", f"items {_checksum(items[0])}")
 
     def _read(self) -> Iterator[Any]:

@@ -14,33 +14,33 @@ from torch.utils.data import DataLoader
 
 from plait.comm.device import CopyStream, Event, is_host, keep_for_current_stream
 from plait.compile.capture.batch import batch_tensors, map_batch
-from plait.engine.data.order import Rows
-from plait.engine.data.reading import Failure, Reader
+from plait.engine.data.order import BatchRows
+from plait.engine.data.reading import BatchReader, Failure
 
 _reading = threading.Lock()  # datasets are written for one reader at a time: no two loaders of a process read at once
 
 
-class Feed:
+class Prefetcher:
     """Gives the batches of `rows`, in order, of which up to `prefetch` are ready ahead of the one that is asked for.
 
     Without prefetch (and workers) a batch is read when it is asked for, by who asks, and not moved. Workers live until
     `close`; `start` may be called again, with other rows.
     """
 
-    def __init__(self, reader: Reader, num_workers: int, prefetch: int, device: torch.device) -> None:
+    def __init__(self, reader: BatchReader, num_workers: int, prefetch: int, device: torch.device) -> None:
         self._reader = reader
         self._num_workers = num_workers
         self._prefetch = max(prefetch, 1) if num_workers else prefetch
         self._mover = _Mover(device) if not is_host(device) and self._prefetch else None
         self._workers: DataLoader[Any] | None = None
-        self._rows: Iterator[Rows] | None = None
+        self._rows: Iterator[BatchRows] | None = None
         self._ahead: _Ahead | None = None
 
     @property
     def started(self) -> bool:
         return self._rows is not None
 
-    def start(self, rows: Iterator[Rows]) -> None:
+    def start(self, rows: Iterator[BatchRows]) -> None:
         """Give these from now on."""
         self.stop()
         self._rows = rows
@@ -127,10 +127,10 @@ class Feed:
 class _Current:
     """As a batch sampler: what the feed's workers are to read now."""
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: Prefetcher) -> None:
         self._feed = feed
 
-    def __iter__(self) -> Iterator[Rows]:
+    def __iter__(self) -> Iterator[BatchRows]:
         assert self._feed._rows is not None
         return self._feed._rows
 

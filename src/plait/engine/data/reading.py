@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from plait.engine.data.order import Rows
+from plait.engine.data.order import BatchRows
 from plait.errors import DataError
 
 
@@ -31,7 +31,7 @@ class Failure:
         return found
 
 
-class Reader:
+class BatchReader:
     """Reads batches: the dataset of a DataLoader, whose workers get a copy.
 
     In workers, which have random generators of their own, an item's draws follow from (seed, epoch, item) alone: they
@@ -55,7 +55,7 @@ class Reader:
     def name(self) -> str:
         return type(self.dataset).__name__
 
-    def read(self, rows: Rows) -> Any:
+    def read(self, rows: BatchRows) -> Any:
         """The batch, None of no rows; DataError names the item that could not be read."""
         items = list(rows.items)
         if not items:
@@ -79,7 +79,7 @@ class Reader:
                 " give the loader a `collate` that joins them, or make all items of one form"
             ) from error
 
-    def __getitems__(self, rows: Rows) -> Any:
+    def __getitems__(self, rows: BatchRows) -> Any:
         """As `read`, for the worker of a DataLoader: the batch or a Failure."""
         try:
             return self.read(rows)

@@ -1,7 +1,7 @@
 """The replicas of a plan whose ranks agree later than at every step, or through a compressor.
 
-Along one axis of the mesh every rank has a replica of its own, or a part of one: the step is that of `plan.within`, on
-this replica's rows of the batch, with random draws of its own. What replicas have in common is made here.
+Along one axis of the mesh every rank has a replica of its own, or a part of one: the step is that of `plan.inner_plan`,
+on this replica's rows of the batch, with random draws of its own. What replicas have in common is made here.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from plait.backends.eager.program import StepResult
 from plait.comm.protocol import World
 from plait.compile.capture.capture import Captured
-from plait.compile.capture.loss_values import ROWS, Outputs, Part, join_outputs
-from plait.engine.eager import EagerReplica
+from plait.compile.capture.loss_values import ROWS, LossPart, Outputs, join_outputs
+from plait.engine.eager import EagerExecutor
 from plait.engine.local_sgd.diloco import LocalTraining
 from plait.engine.local_sgd.exchange import MeanExchange
 from plait.engine.outputs import gather_outputs
-from plait.engine.replica import Replica
+from plait.engine.rank_executor import RankExecutor
 from plait.errors import PlanError
 from plait.plan.compression import NO_COMPRESSION
 from plait.plan.plan import Plan
@@ -33,9 +33,14 @@ class Replicas:
     """One rank's view of them. `local` is there where they agree every n steps; else gradients are exchanged."""
 
     def __init__(
-        self, plan: Plan, world: World, replica: Replica | EagerReplica, optimizer: torch.optim.Optimizer, step: int = 0
+        self,
+        plan: Plan,
+        world: World,
+        replica: RankExecutor | EagerExecutor,
+        optimizer: torch.optim.Optimizer,
+        step: int = 0,
     ) -> None:
-        if isinstance(replica, Replica):
+        if isinstance(replica, RankExecutor):
             refuse_changes_outside(replica.lowered.captured, plan)
         axis = plan.relaxed_axis
         self.plan = plan
@@ -75,7 +80,7 @@ class Replicas:
 
     def outputs(self, aux: Sequence[Outputs]) -> tuple[Outputs, ...]:
         """Of each microbatch what the loss came with, of all replicas: rows in the order of the global batch."""
-        inner = 1 if self.axis == "data" else self.plan.within.num_batch_parts  # `data` cuts the batch first
+        inner = 1 if self.axis == "data" else self.plan.inner_plan.num_batch_parts  # `data` cuts the batch first
         found = []
         for outputs in aux:
             rows = next((float(part.weight) for part in outputs.values() if part.kind == "mean"), 1.0)
@@ -84,7 +89,7 @@ class Replicas:
             for name, part in joined.items():
                 if part.kind == ROWS and inner > 1:
                     rows = part.value.unflatten(0, (self.num, inner, -1)).transpose(0, 1).flatten(0, 2)
-                    joined[name] = Part(ROWS, rows)
+                    joined[name] = LossPart(ROWS, rows)
             found.append(joined)
         return tuple(found)
 

@@ -11,7 +11,7 @@ import torch
 from plait.engine.optimizers import OptimizerFactory
 from plait.engine.tuning import keep_freed_memory
 from plait.integrations.servers.coding import Coding
-from plait.integrations.servers.coordinator import Chief
+from plait.integrations.servers.coordinator import Coordinator
 from plait.integrations.servers.server import Server, Standing
 from plait.integrations.servers.service import Job
 from plait.integrations.servers.tables.table_shard import TableSpec
@@ -44,7 +44,7 @@ class ServerActor(Server):
         return os.getpid()
 
 
-class ChiefActor(Chief):
+class ChiefActor(Coordinator):
     """It is given names, by which one that comes back finds the others again."""
 
     def __init__(self, job: Job, servers: Sequence[str], evaluator: str | None = None) -> None:

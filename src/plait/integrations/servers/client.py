@@ -30,7 +30,7 @@ _BETWEEN_TRIES = 0.2  # seconds
 
 
 @dataclass(frozen=True)
-class Work:
+class Assignment:
     """A task with all that it needs: what was read for it, every server's rows and values. `waited` and `data` are the
     seconds that the worker stood still for it, for values and for data."""
 
@@ -44,7 +44,7 @@ class Work:
     data: float = 0.0
 
 
-class Link:
+class Client:
     """Of one worker, which has joined once `join` returns None."""
 
     def __init__(self, job: Job, chief: Any, worker: int, computing: Computing | LocalSteps) -> None:
@@ -58,7 +58,7 @@ class Link:
         threads = (lambda: torch.set_num_threads(job.num_threads),)
         self._sending = ThreadPoolExecutor(1, "plait send", *threads)
         self._taking = ThreadPoolExecutor(1, "plait take", *threads)
-        self._works: deque[Future[Work | None]] = deque()
+        self._works: deque[Future[Assignment | None]] = deque()
 
     def join(self) -> Refused | None:
         """Ask the chief for something to do, which `next` then returns; or why there is nothing for this worker."""
@@ -70,7 +70,7 @@ class Link:
             self._expect(functools.partial(lambda t: (t, asked), task))
         return None
 
-    def next(self) -> Work | None:
+    def next(self) -> Assignment | None:
         """What to compute now, once it is there. None: there is nothing to do any more."""
         begun = time.perf_counter()
         work = self._works.popleft().result()
@@ -80,7 +80,7 @@ class Link:
         data = max(0.0, min(work.reading, stood))
         return dataclasses.replace(work, waited=max(0.0, stood - data), data=data)
 
-    def push(self, work: Work, found: Gradient) -> None:
+    def push(self, work: Assignment, found: Gradient) -> None:
         """Send what came of a work, and have the next one come."""
         sent = self._sending.submit(self._send, work, found)
 
@@ -97,7 +97,7 @@ class Link:
     def _expect(self, answer: Callable[[], tuple[Task | None, float]]) -> None:
         self._works.append(self._taking.submit(lambda: self._take(*answer())))
 
-    def _send(self, work: Work, found: Gradient) -> tuple[Any, float]:
+    def _send(self, work: Assignment, found: Gradient) -> tuple[Any, float]:
         """The reference of the chief's answer to a push, and when it was asked."""
         push = self._encoder.encode(found.arrays)
         moved = _num_bytes(array for arrays in (work.arrays, *work.rows, *push) for array in arrays)
@@ -109,7 +109,7 @@ class Link:
         )  # fmt: skip
         return self._chief.push.remote(note, gradients), time.perf_counter()
 
-    def _take(self, task: Task | None, asked: float) -> Work | None:
+    def _take(self, task: Task | None, asked: float) -> Assignment | None:
         """Have all that a task needs come."""
         ray = self._ray
         while task is not None:
@@ -119,7 +119,7 @@ class Link:
             try:
                 wanted = batch[1].wanted
                 rows = ray.get([server.pull.remote(wanted(index)) for index, server in enumerate(self._servers)])
-                return Work(task, batch, rows, ray.get(list(task.values)), asked, reading)
+                return Assignment(task, batch, rows, ray.get(list(task.values)), asked, reading)
             except ray.exceptions.RayTaskError:
                 raise
             except ray.exceptions.RayError:  # a server or the chief is gone, and comes back

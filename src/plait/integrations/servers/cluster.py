@@ -147,7 +147,7 @@ def check_memory(job: Job) -> None:
 
 def num_cpus(job: Job) -> int:
     """Processes that compute: servers, and every rank of every worker. Others are small."""
-    return job.plan.servers + job.plan.workers * job.plan.within.num_processes
+    return job.plan.servers + job.plan.workers * job.plan.inner_plan.num_processes
 
 
 def store_bytes(job: Job) -> int:
@@ -162,6 +162,6 @@ def _check_room(ray: Any, job: Job) -> None:
     if there < num_cpus(job):
         raise WorldError(
             f"the plan {job.plan.title!r} has {num_cpus(job)} processes that compute, {job.plan.servers} servers and"
-            f" {job.plan.workers} workers of {job.plan.within.num_processes}, and the Ray cluster has {there} CPUs;"
+            f" {job.plan.workers} workers of {job.plan.inner_plan.num_processes}, and the Ray cluster has {there} CPUs;"
             " start more nodes with `ray start --address`, or give a smaller plan"
         )

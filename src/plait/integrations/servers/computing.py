@@ -12,24 +12,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plait.backends.eager.offload.homes import Homes
+from plait.backends.eager.offload.store import Offload
 from plait.comm.device import is_host
 from plait.comm.protocol import World
 from plait.compile.capture.batch import batch_tensors
 from plait.engine.checkpoint.snapshot import persistent_buffers
 from plait.engine.compiler import Captures, Compiler
-from plait.engine.eager import EagerReplica, refuse_unless_data_only
+from plait.engine.eager import EagerExecutor, refuse_unless_data_only
 from plait.engine.local_batch import num_rows
 from plait.engine.local_sgd.replicas import refuse_changes_outside
 from plait.engine.microbatch import step_key
-from plait.engine.replica import Replica
+from plait.engine.rank_executor import RankExecutor
 from plait.engine.state import is_whole, local_part
 from plait.errors import CaptureError
 from plait.integrations.servers.arrays import to_array, wholes
-from plait.integrations.servers.feed import BatchFeed, Feed
+from plait.integrations.servers.feed import BatchFeed, PieceFeed
 from plait.integrations.servers.notes import Task
 from plait.integrations.servers.service import Job, fingerprint_of, variables_of
-from plait.integrations.servers.tables.local import LocalTables, Lookup
+from plait.integrations.servers.tables.local import LocalTables, RowLookup
 from plait.integrations.servers.tables.module import specs_of, tables_away
 
 
@@ -54,41 +54,41 @@ class Computing:
     """
 
     def __init__(
-        self, job: Job, world: World, feed: Feed | BatchFeed | None = None, compiler: Compiler | None = None
+        self, job: Job, world: World, feed: PieceFeed | BatchFeed | None = None, compiler: Compiler | None = None
     ) -> None:
         self.job = job
         self.world = world
-        within, adopt = job.plan.within, compiler is None
+        within, adopt = job.plan.inner_plan, compiler is None
         if compiler is None:
             with tables_away():
                 made = job.make_model()
             compiler = Compiler(Captures(*made, world.device), within, job.layouts)
         model, loss_fn = compiler.model, compiler.loss_fn
-        self.feed = feed or Feed(job, job.make_data()[0])
+        self.feed = feed or PieceFeed(job, job.make_data()[0])
         self.fingerprint = fingerprint_of(variables_of(model), specs_of(model), job.plan)
         self.tables = LocalTables(model, len(job.shards))
         first = self.feed.read(0)
         self.tables.size_for(first)
-        self.homes = Homes(within, world, job.scratch)
+        self.homes = Offload(within, world, job.scratch)
         self._persistent = persistent_buffers(model)
         self._taken: set[str] = set()  # parameters whose memory is that of the values they were last given
-        self.replica: Replica | EagerReplica
+        self.replica: RankExecutor | EagerExecutor
         try:
-            self.replica = Replica(compiler, world, self.tables.localised(first)[0], job.seed, adopt, self.homes)
+            self.replica = RankExecutor(compiler, world, self.tables.localised(first)[0], job.seed, adopt, self.homes)
             refuse_changes_outside(self.replica.lowered.captured, job.plan)
         except CaptureError as error:
             refuse_unless_data_only(error, within, world, compiler, first)
             warnings.warn(f"the model runs as it is, not as a graph: {error}", stacklevel=2)
-            self.replica = EagerReplica(model, loss_fn, within, world)
+            self.replica = EagerExecutor(model, loss_fn, within, world)
 
-    def read(self, task: Task) -> tuple[Any, Lookup]:
+    def read(self, task: Task) -> tuple[Any, RowLookup]:
         """The batch of a task, and the rows of tables that it wants; the next one's is read meanwhile."""
         return self.tables.localised(self.feed.read(task.piece, task.then))
 
     def compute(
         self,
         task: Task,
-        batch: tuple[Any, Lookup],
+        batch: tuple[Any, RowLookup],
         flats: Sequence[np.ndarray],
         rows: Sequence[Sequence[np.ndarray]] = (),
     ) -> Gradient:
@@ -102,7 +102,7 @@ class Computing:
             self._set(name, value)
         self.replica.updated()
 
-    def _gradient(self, batch: Any, lookup: Lookup, piece: int) -> Gradient:
+    def _gradient(self, batch: Any, lookup: RowLookup, piece: int) -> Gradient:
         result = self.replica.run(batch, step_key(self.job.seed, piece))
         found = self._whole(result.gradients)
         if self.job.clip_norm is not None and self.job.plan.staleness != 0:
@@ -120,7 +120,7 @@ class Computing:
     def _set(self, name: str, whole: Tensor) -> None:
         """Give a parameter new values. Where it is whole and in this memory, by taking theirs for its own."""
         replica = self.replica
-        if isinstance(replica, EagerReplica):
+        if isinstance(replica, EagerExecutor):
             replica.parameters[name].data = whole
             return
         inputs, own = replica.variables.inputs, replica.parameters.get(name)

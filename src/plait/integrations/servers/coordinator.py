@@ -21,18 +21,18 @@ from typing import Any
 import numpy as np
 
 from plait.errors import CheckpointError, PlaitError
-from plait.integrations.servers.full_model import Whole
-from plait.integrations.servers.journal import Known
+from plait.integrations.servers.full_model import FullModel
+from plait.integrations.servers.journal import Journal
 from plait.integrations.servers.notes import End, Note, Progress, Refused, Task
 from plait.integrations.servers.requests import Requests
-from plait.integrations.servers.run_metrics import Tally
-from plait.integrations.servers.server import Done, Member, Order, Standing
+from plait.integrations.servers.run_metrics import RunMetrics
+from plait.integrations.servers.server import Member, Standing, UpdateDone, UpdateOrder
 from plait.integrations.servers.service import Fingerprint, Job, agreement_of
 from plait.schedule.consistency import Commit, Decision, Go, Late, Push, Refuse
 from plait.schedule.work_queue import Handout
 
 
-class Chief:
+class Coordinator:
     """An asyncio actor. `servers` and `evaluator` are handles of actors, whose calls give references to await."""
 
     def __init__(self, job: Job, servers: Sequence[Any], evaluator: Any = None) -> None:
@@ -45,7 +45,7 @@ class Chief:
         self._left: set[int] = set()  # whose last pushes may still be on their way
         self._over = asyncio.Event()
         self._begun = False
-        self._known = Known(Path(job.out) / "chief.json", job.name)
+        self._known = Journal(Path(job.out) / "chief.json", job.name)
         self._unused = [0] * len(job.shards)  # of each server, as far as it was said
         self._step = 0
         self._version = 0  # that the servers have, or are told to make
@@ -191,7 +191,7 @@ class Chief:
         job = self.job
         self.agreement = agreement_of(job)
         standings: list[Standing] = await asyncio.gather(*(s.where.remote() for s in self._servers))
-        self._whole = await asyncio.to_thread(Whole, job)
+        self._whole = await asyncio.to_thread(FullModel, job)
         came_back = all(standing.number >= 0 for standing in standings)
         if came_back:
             self._step = max(standing.step for standing in standings)
@@ -216,7 +216,7 @@ class Chief:
             )
         self._version = self.agreement.version
         self._handout = Handout(next_piece, job.num_parts, job.steps_each)
-        self._tally = Tally(job.out, job.make_log(self._step + 1))
+        self._tally = RunMetrics(job.out, job.make_log(self._step + 1))
         self._rate = self._whole.rate(self._step)
         if came_back:
             self._tally.event("chief", f"the chief came back, at update {self.agreement.version}")
@@ -284,7 +284,7 @@ class Chief:
         )
         before, step = self._step, self._step + (self._steps_ahead() if commit.ends_step else 0)
         two_phase = self.job.clip_norm is not None and self.agreement.synchronous and not self.job.is_local
-        order = Order(commit.number, step, members, self._handout.next_piece, two_phase)
+        order = UpdateOrder(commit.number, step, members, self._handout.next_piece, two_phase)
         pushes = [[gradients[index] for _, gradients in taken] for index in range(len(self._servers))]
         if two_phase:
             dones = [server.update.remote(order, each) for server, each in zip(self._servers, pushes, strict=True)]
@@ -304,9 +304,9 @@ class Chief:
             self._step = step
             self._end_step(before)
 
-    async def _account(self, dones: Sequence[Any]) -> list[Done]:
+    async def _account(self, dones: Sequence[Any]) -> list[UpdateDone]:
         """What came of an update: what was lost and refused is counted and said."""
-        found: list[Done] = await asyncio.gather(*dones)
+        found: list[UpdateDone] = await asyncio.gather(*dones)
         refused: dict[tuple[int, str], list[int]] = {}
         for index, done in enumerate(found):
             for one in done.refused:

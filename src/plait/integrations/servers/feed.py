@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from plait.engine.data.order import Order, Rows
-from plait.engine.data.reading import Reader
+from plait.engine.data.order import BatchRows, Order
+from plait.engine.data.reading import BatchReader
 from plait.engine.local_batch import batch_part
 from plait.integrations.servers.service import Job
 
 
 class BatchFeed:
-    """In place of a Feed: the pieces of one batch, which every step is made on."""
+    """In place of a PieceFeed: the pieces of one batch, which every step is made on."""
 
     def __init__(self, batch: Any, num_parts: int) -> None:
         self._batch, self._num_parts = batch, num_parts
@@ -28,12 +28,12 @@ class BatchFeed:
         pass
 
 
-class Feed:
+class PieceFeed:
     """Reads pieces by number; see schedule/work_queue.py. An epoch is in the order that `plait.loader` has it in."""
 
     def __init__(self, job: Job, dataset: Any, collate: Callable[[list[Any]], Any] = default_collate) -> None:
         self._job = job
-        self._reader = Reader(dataset, collate, job.seed, 0)
+        self._reader = BatchReader(dataset, collate, job.seed, 0)
         self._epoch: tuple[int, torch.Tensor] = (-1, torch.empty(0))
         self._thread = ThreadPoolExecutor(1, "plait feed")
         self._ahead: dict[int, Future[Any]] = {}
@@ -50,7 +50,7 @@ class Feed:
     def _read(self, piece: int) -> Any:
         return self._reader.read(self.rows(piece))
 
-    def rows(self, piece: int) -> Rows:
+    def rows(self, piece: int) -> BatchRows:
         """Which items the piece is made of."""
         job = self._job
         batch, part = divmod(piece, job.num_parts)
@@ -60,4 +60,4 @@ class Feed:
             self._epoch = (epoch, torch.tensor(next(whole.rows_from(epoch, 0)).items))
         items = self._epoch[1][index * job.batch_size : (index + 1) * job.batch_size]
         mine = items.view(job.plan.micro, job.num_parts, -1)[:, part]
-        return Rows(epoch, tuple(mine.flatten().tolist()))
+        return BatchRows(epoch, tuple(mine.flatten().tolist()))

@@ -14,7 +14,7 @@ from plait.engine.checkpoint import collect, load
 from plait.engine.checkpoint.saver import Saver
 from plait.errors import CheckpointError
 from plait.integrations.servers.arrays import dtype_of, packed, to_array, to_tensor, unpacked
-from plait.integrations.servers.optimizer_shard import Held
+from plait.integrations.servers.optimizer_shard import OptimizerShard
 from plait.integrations.servers.resumed import checked_data, checked_outer, checked_tables
 from plait.integrations.servers.service import Job
 from plait.integrations.servers.tables.module import tables_away
@@ -24,7 +24,7 @@ from plait.schedule.balance import Piece
 State = tuple[Sequence[np.ndarray], Mapping[str, Mapping[str, Any]], Mapping[str, Mapping[str, Any]]]
 
 
-class Whole:
+class FullModel:
     """The chief's copy of the model, with which it writes checkpoints that load under any plan."""
 
     def __init__(self, job: Job) -> None:
@@ -32,13 +32,15 @@ class Whole:
         with tables_away():
             model, _ = job.make_model()
         self.tables: dict[str, dict[str, Any]] = {}  # all rows, as the servers' state has them
-        self.held = Held(
+        self.held = OptimizerShard(
             dict(model.named_parameters()), job.optimizer, job.scheduler, job.plan, job.seed, model=model
         )  # fmt: skip
         self.outer: dict[str, dict[str, Any]] = {}  # what servers keep where workers take steps of their own
         self._saver = Saver()
         small = {v.name: nn.Parameter(torch.zeros((1,) * len(v.shape))) for v in job.variables}
-        self._rates = Held(small, job.optimizer, job.scheduler, job.plan, job.seed)  # to know the learning rate by
+        self._rates = OptimizerShard(
+            small, job.optimizer, job.scheduler, job.plan, job.seed
+        )  # to know the learning rate by
         self._first_batch = 0  # of the data, at step `_first_step`
         self._first_step = 0
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-class Known:
+class Journal:
     """A file of one run, which is there whole or as it was before."""
 
     def __init__(self, path: Path, job: str) -> None:

@@ -27,36 +27,36 @@ from plait.engine.trainer import Trainer
 from plait.errors import CheckpointError
 from plait.integrations.servers.arrays import dtype_of, packed, to_array, to_tensor, views, wholes
 from plait.integrations.servers.computing import Gradient, num_tokens
-from plait.integrations.servers.feed import BatchFeed, Feed
+from plait.integrations.servers.feed import BatchFeed, PieceFeed
 from plait.integrations.servers.notes import Task
 from plait.integrations.servers.service import Job, fingerprint_of, variables_of
-from plait.integrations.servers.tables.local import Lookup
+from plait.integrations.servers.tables.local import RowLookup
 
 
 class LocalSteps:
     """One rank of a worker, as Computing is. All ranks of a worker are given the same tasks."""
 
     def __init__(
-        self, job: Job, world: World, feed: Feed | BatchFeed | None = None, compiler: Compiler | None = None
+        self, job: Job, world: World, feed: PieceFeed | BatchFeed | None = None, compiler: Compiler | None = None
     ) -> None:
         self.job, self.world = job, world
         model, loss_fn = job.make_model() if compiler is None else (compiler.model, compiler.loss_fn)
         self.fingerprint = fingerprint_of(variables_of(model), (), job.plan)
-        self.feed = feed or Feed(job, job.make_data()[0])
+        self.feed = feed or PieceFeed(job, job.make_data()[0])
         self.trainer = Trainer(
-            model, loss_fn, job.optimizer, job.plan.within, layouts=job.layouts, seed=job.seed,
+            model, loss_fn, job.optimizer, job.plan.inner_plan, layouts=job.layouts, seed=job.seed,
             clip_norm=job.clip_norm, scheduler=job.scheduler, on_nan="warn", scratch=job.scratch, world=world,
             compiler=compiler,
         )  # fmt: skip
         self.trainer.prepare(self.feed.read(0))
         self._is_new = True
 
-    def read(self, task: Task) -> tuple[Any, Lookup]:
+    def read(self, task: Task) -> tuple[Any, RowLookup]:
         """The first batch of a task; what comes next is read meanwhile. No table's rows are wanted."""
-        return self.feed.read(task.piece, self._piece(task, 1) if task.num_steps > 1 else task.then), Lookup({}, {})
+        return self.feed.read(task.piece, self._piece(task, 1) if task.num_steps > 1 else task.then), RowLookup({}, {})
 
     def compute(
-        self, task: Task, first: tuple[Any, Lookup], flats: Sequence[np.ndarray], rows: Sequence[Any] = ()
+        self, task: Task, first: tuple[Any, RowLookup], flats: Sequence[np.ndarray], rows: Sequence[Any] = ()
     ) -> Gradient:
         """Take the task's steps from these values, each server's shard as bytes; what changed is the gradient."""
         batch, _ = first

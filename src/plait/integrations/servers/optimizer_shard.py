@@ -52,7 +52,7 @@ class _Holder:
         """Nobody has copies."""
 
 
-class Held:
+class OptimizerShard:
     """A run as run.saving.snapshot.Run has it, of variables that are updated here by the user's optimizer."""
 
     loss_scale: LossScale | None = None
@@ -131,7 +131,7 @@ class Held:
         return dict(self.optimizer.state.get(parameter, {}))
 
 
-class Shard(Held):
+class ServerShard(OptimizerShard):
     """A server's pieces, as views of one flat memory of bytes, `flat`."""
 
     def __init__(

@@ -27,7 +27,7 @@ def make_job(plan: Plan, **given: Any) -> Job:
     check_plan(plan, given["batch_size"])
     model = _on_meta(given["make_model"])
     variables, tables = variables_of(model), specs_of(model)
-    if tables and (plan.within.num_processes > 1 or plan.micro > 1):
+    if tables and (plan.inner_plan.num_processes > 1 or plan.micro > 1):
         raise PlanError(
             f"the plan {plan.title!r} does not go with the tables {_names(tables)}: a worker looks up the rows of a"
             " batch for one rank, at once; use workers=N servers=M alone"

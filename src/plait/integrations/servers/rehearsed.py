@@ -19,13 +19,13 @@ from plait.comm.protocol import World
 from plait.errors import PlanError
 from plait.integrations.servers.coding import Encoder
 from plait.integrations.servers.computing import Computing
-from plait.integrations.servers.full_model import Whole
+from plait.integrations.servers.full_model import FullModel
 from plait.integrations.servers.local_steps import LocalSteps
 from plait.integrations.servers.notes import Task
-from plait.integrations.servers.server import Member, Order, Server, Standing
+from plait.integrations.servers.server import Member, Server, Standing, UpdateOrder
 from plait.integrations.servers.service import Job, agreement_of
-from plait.integrations.servers.tables.local import Lookup
-from plait.schedule.consistency import Agreement, Commit, Go, Push, Refuse
+from plait.integrations.servers.tables.local import RowLookup
+from plait.schedule.consistency import Commit, Consistency, Go, Push, Refuse
 from plait.schedule.work_queue import Handout
 
 Computings = list[Computing] | list[LocalSteps]
@@ -55,16 +55,16 @@ class _Begun:
     """A task, whose values are arrays, with its batch and the rows that this wants as they were when it was given."""
 
     task: Task
-    batch: tuple[Any, Lookup]
+    batch: tuple[Any, RowLookup]
     rows: list[list[np.ndarray]]
 
 
 class _Rehearsal:
     def __init__(self, job: Job, computing: Computings | None) -> None:
         self.job = job
-        self.computing = computing or of_each_worker(job, process_world(job.plan.within.mesh, device="cpu"))
+        self.computing = computing or of_each_worker(job, process_world(job.plan.inner_plan.mesh, device="cpu"))
         self.encoders = [Encoder(job.coding, job.shards) for _ in range(job.plan.workers)]
-        whole = Whole(job)
+        whole = FullModel(job)
         self.servers = [
             Server(
                 job.name, pieces, job.server_optimizer, job.server_scheduler, f"{job.out}/servers/{index}",
@@ -99,12 +99,12 @@ class _Rehearsal:
             self._carry_out(agreement, agreement.push(Push(worker, task.version, found.weight)))
         for each in {id(each): each for each in self.computing}.values():
             each.close()
-        last = Whole(job)
+        last = FullModel(job)
         last.join([server.state() for server in self.servers])
         values = {name: p.detach() for name, p in last.held.parameters.items()}
         return Rehearsed(values, tuple(losses), tuple(self.commits), last.tables)
 
-    def _carry_out(self, agreement: Agreement, decisions: Sequence[Any]) -> None:
+    def _carry_out(self, agreement: Consistency, decisions: Sequence[Any]) -> None:
         for decision in decisions:
             if isinstance(decision, Commit):
                 self._commit(decision)
@@ -127,7 +127,7 @@ class _Rehearsal:
             for worker, share, (base, _) in zip(commit.members, commit.shares, taken, strict=True)
         )
         clip = None if self.job.is_local or self.job.plan.staleness != 0 else self.job.clip_norm
-        order = Order(commit.number, self.step, members, 0, clip is not None)
+        order = UpdateOrder(commit.number, self.step, members, 0, clip is not None)
         dones = [
             server.update(order, [arrays[index] for _, arrays in taken]) for index, server in enumerate(self.servers)
         ]

@@ -14,7 +14,7 @@ from plait.schedule.consistency import Commit
 EVENTS = "events.jsonl"
 
 
-class Tally:
+class RunMetrics:
     """Counts since the last line, and totals since the run began in this process."""
 
     def __init__(self, out: str, log: Any) -> None:

@@ -75,7 +75,7 @@ class Running:
             self.evaluator = ray.remote(num_cpus=0, name=evaluator, **_COMES_BACK)(Evaluator).remote(job)
         self.chief = ray.remote(num_cpus=0, **_COMES_BACK)(ChiefActor).remote(job, names, evaluator)
         gpus = ray.cluster_resources().get("GPU", 0)
-        self._gpus = int(gpus >= job.plan.workers * job.plan.within.num_processes)
+        self._gpus = int(gpus >= job.plan.workers * job.plan.inner_plan.num_processes)
         try:
             for _ in range(job.plan.workers):
                 self.add_worker()
@@ -91,7 +91,7 @@ class Running:
 
     def add_worker(self) -> int:
         """Start one more worker, which joins when it is ready; returns its number."""
-        ray, size, worker = self._ray, self.job.plan.within.num_processes, next(self._ids)
+        ray, size, worker = self._ray, self.job.plan.inner_plan.num_processes, next(self._ids)
         has_room = ray.available_resources().get("CPU", 0) >= size
         cpus = int(has_room or not is_own())  # this machine's own Ray has room for those that the plan begins with
         make = ray.remote(num_cpus=cpus, num_gpus=self._gpus, max_concurrency=3, scheduling_strategy="SPREAD")(Worker)

@@ -127,7 +127,7 @@ class SerialServers:
             named[name].data.copy_(value)
         twin.zero_grad(set_to_none=True)
         rows = batch_part(self.batch, piece % self.job.num_parts, self.job.num_parts)
-        found = one_device_step(twin, self.loss_fn, rows, self.plan.within, key, norm_parts(self.plan))
+        found = one_device_step(twin, self.loss_fn, rows, self.plan.inner_plan, key, norm_parts(self.plan))
         return float(found.loss), float(num_rows(rows)) if found.weight is None else found.weight
 
     def _made_smaller(self, worker: int, push: Named) -> Named:

@@ -23,7 +23,7 @@ from plait.engine.checkpoint.saver import Saver
 from plait.engine.optimizers import OptimizerFactory
 from plait.integrations.servers.arrays import dtype_of, packed, to_array, to_tensor, unpacked
 from plait.integrations.servers.coding import Coding
-from plait.integrations.servers.optimizer_shard import Shard
+from plait.integrations.servers.optimizer_shard import ServerShard
 from plait.integrations.servers.tables.all_tables import Tables
 from plait.integrations.servers.tables.table_shard import TableSpec
 from plait.schedule.balance import Piece
@@ -45,7 +45,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Order:
+class UpdateOrder:
     """What the chief tells every server: update number `number`, after which `step` steps are done.
 
     With `two_phase` the servers say the norm of their part of the gradient first, and are told by what to scale it.
@@ -59,7 +59,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Done:
+class UpdateDone:
     """What a server says of an update: the gradients that it did not use, with why; how many of the run's its values
     are without, those included; whether it has come back before it; the squared norm of its part of the gradient."""
 
@@ -99,7 +99,7 @@ class Server:
     standing: Standing = field(default_factory=Standing)
 
     def __post_init__(self) -> None:
-        self.shard = Shard(self.pieces, self.make_optimizer, self.make_scheduler)
+        self.shard = ServerShard(self.pieces, self.make_optimizer, self.make_scheduler)
         self.tables = Tables(self.table_specs)
         self._came_back = False
         self._open = False  # an update whose second phase has not come
@@ -130,11 +130,11 @@ class Server:
         self.standing = standing
         self.snapshot(wait=True)
 
-    def update(self, order: Order, pushes: Sequence[Any]) -> Done:
+    def update(self, order: UpdateOrder, pushes: Sequence[Any]) -> UpdateDone:
         """Make the update, whose members' arrays are `pushes`. One that was made before is not made again."""
         here = self.standing
         if order.number <= here.number:
-            return Done(unused=here.unused)
+            return UpdateDone(unused=here.unused)
         lost, came_back = order.number - here.number - 1 + self._open, self._came_back
         self._came_back, self._open = False, order.two_phase  # what is open was a chief's that is gone
         gradients: list[Any] = []
@@ -163,7 +163,7 @@ class Server:
         here.number, here.next_piece, here.step = order.number, order.next_piece, order.step
         if not order.two_phase:
             self._done()
-        return Done(tuple(refused), here.unused, came_back, square)
+        return UpdateDone(tuple(refused), here.unused, came_back, square)
 
     def finish(self, number: int, scale: float) -> None:
         """The second phase of an update: step with the gradients times `scale`."""
@@ -173,7 +173,7 @@ class Server:
             self.tables.step(scale)
             self._done()
 
-    def update_and_read(self, order: Order, pushes: Sequence[Any]) -> tuple[Done, np.ndarray]:
+    def update_and_read(self, order: UpdateOrder, pushes: Sequence[Any]) -> tuple[UpdateDone, np.ndarray]:
         """`update`, and the values after it."""
         return self.update(order, pushes), self.read()
 

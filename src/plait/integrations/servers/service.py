@@ -24,7 +24,7 @@ from plait.plan.annotation import Annotations
 from plait.plan.legality import Facts, refusals
 from plait.plan.plan import Plan
 from plait.schedule.balance import Piece, Variable
-from plait.schedule.consistency import Agreement
+from plait.schedule.consistency import Consistency
 
 if TYPE_CHECKING:  # the graph's side of plait is for workers, and takes seconds to import
     from plait.engine.compiler import LossFn
@@ -153,15 +153,15 @@ class Fingerprint:
         return f"it has {extra[0]}, which the run has not" if extra else ""
 
 
-def agreement_of(job: Job) -> Agreement:
+def agreement_of(job: Job) -> Consistency:
     """How the job's workers agree, before any has joined."""
     plan = job.plan
-    return Agreement(plan.workers, plan.staleness, plan.backup, order=job.order, overlap=plan.overlap)
+    return Consistency(plan.workers, plan.staleness, plan.backup, order=job.order, overlap=plan.overlap)
 
 
 def fingerprint_of(variables: Sequence[Variable], tables: Sequence[TableSpec], plan: Plan) -> Fingerprint:
     rows = tuple((table.name, (table.dim,), f"rows by {table.optimizer} of ") for table in tables)
-    return Fingerprint((*((v.name, v.shape, v.dtype) for v in variables), *rows), str(plan.within))
+    return Fingerprint((*((v.name, v.shape, v.dtype) for v in variables), *rows), str(plan.inner_plan))
 
 
 def variables_of(model: nn.Module) -> tuple[Variable, ...]:
@@ -180,7 +180,7 @@ def check_plan(plan: Plan, batch_size: int) -> None:
         updates_within,  # of the graph's side, which only the user's process checks with
     )
 
-    for refusal in refusals(plan, Facts(updates_within=updates_within(plan.within))):
+    for refusal in refusals(plan, Facts(updates_within=updates_within(plan.inner_plan))):
         raise PlanError(str(refusal))
     parts = plan.workers - plan.backup
     if batch_size % parts:
@@ -188,5 +188,5 @@ def check_plan(plan: Plan, batch_size: int) -> None:
             f"the global batch of {batch_size} does not split over the {parts} workers that a step waits for; choose a"
             f" multiple of {parts}, such as {max(batch_size // parts, 1) * parts}"
         )
-    within = plan.within
+    within = plan.inner_plan
     check_batch_size(batch_size // parts, within, f"a worker's part of the batch, {batch_size // parts} rows,")

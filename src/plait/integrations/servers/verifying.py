@@ -22,7 +22,7 @@ from plait.integrations.servers.serial import SerialServers
 from plait.integrations.servers.service import Job, agreement_of
 from plait.integrations.servers.tables.module import tables_of
 from plait.plan.plan import Plan
-from plait.reference.differences import Run
+from plait.reference.differences import RunResult
 from plait.schedule.consistency import drawn_order
 
 
@@ -35,7 +35,7 @@ class ServedCheck:
         if tables := tables_of(model):
             raise PlanError(
                 f"verify runs no tables on servers, and the model has {', '.join(tables)}; check the plan"
-                f" {str(plan.within) or 'data=2'!r}, under which they are embeddings"
+                f" {str(plan.inner_plan) or 'data=2'!r}, under which they are embeddings"
             )
         self._compiler, self._batch, self._model = compiler, batch, model
         self.job: Job = make_job(
@@ -51,24 +51,24 @@ class ServedCheck:
         """What a worker computes on first."""
         return BatchFeed(self._batch, self.job.num_parts).read(0)
 
-    def rehearsed(self) -> Run:
+    def rehearsed(self) -> RunResult:
         """With ranks of a worker as threads, and servers of each rank's own."""
         with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
 
-            def rank(world: World) -> Run:
+            def rank(world: World) -> RunResult:
                 job = dataclasses.replace(self.job, out=f"{folder}/{world.rank}")
                 feed = BatchFeed(self._batch, job.num_parts)
                 computing = of_each_worker(job, world, feed=feed, compiler=self._compiler)
                 found = rehearse(job, self._order, computing)
-                return Run(list(found.losses), {}, found.values, {})
+                return RunResult(list(found.losses), {}, found.values, {})
 
-            return run_ranks(self.job.plan.within.mesh, rank, algorithm=self.job.plan.allreduce)[0]
+            return run_ranks(self.job.plan.inner_plan.mesh, rank, algorithm=self.job.plan.allreduce)[0]
 
-    def serial(self, twin: nn.Module) -> Run:
+    def serial(self, twin: nn.Module) -> RunResult:
         """On one device, beginning with the values of `twin`, a copy of the model."""
         job = dataclasses.replace(self.job, make_model=functools.partial(_copied, twin, self._compiler.loss_fn))
         losses, values = SerialServers(job, self._batch).run(self._order)
-        return Run(losses, {}, values, {})
+        return RunResult(losses, {}, values, {})
 
 
 def _copied(model: nn.Module, loss_fn: LossFn) -> tuple[nn.Module, LossFn]:

@@ -21,7 +21,7 @@ from plait.comm.launch import BOARD, meet_in
 from plait.comm.process import process_world
 from plait.comm.socket_store import serve_board
 from plait.engine.tuning import keep_freed_memory
-from plait.integrations.servers.client import Link
+from plait.integrations.servers.client import Client
 from plait.integrations.servers.cluster import OWN_FOLDER
 from plait.integrations.servers.computing import Computing
 from plait.integrations.servers.local_steps import LocalSteps
@@ -59,7 +59,7 @@ class Worker:
             own = {"RANK": str(self._rank), "WORLD_SIZE": str(self._size), "LOCAL_RANK": "0"}
             os.environ |= own | dict(meeting)
         make = LocalSteps if self._job.is_local else Computing
-        self._computing = make(self._job, process_world(self._job.plan.within.mesh))
+        self._computing = make(self._job, process_world(self._job.plan.inner_plan.mesh))
 
     def compute(self, task: Task) -> None:
         """A rank's part of a step that the first rank pushes."""
@@ -88,7 +88,7 @@ class Worker:
         """Ask the chief for something to do."""
         assert self._computing is not None
         self._peers = peers
-        self._link = Link(self._job, chief, worker, self._computing)
+        self._link = Client(self._job, chief, worker, self._computing)
         return self._link.join()
 
     def once(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait.backends.eager.execute import Box
-from plait.backends.eager.offload.homes import Homes
+from plait.backends.eager.offload.store import Offload
 from plait.compile.passes.offload import Coming, is_large
 from plait.compile.stages.stage_graphs import Value
 from plait.cost.pages import padded
@@ -31,7 +31,7 @@ class _Away:
 class Between:
     """Of one rank (run.execute.Keeper). HomeError where the disk has no room for all that may be away at once."""
 
-    def __init__(self, homes: Homes, schedule: Schedule, rank: int, values: Sequence[Value]) -> None:
+    def __init__(self, homes: Offload, schedule: Schedule, rank: int, values: Sequence[Value]) -> None:
         self._homes = homes
         self._offsets: dict[int, dict[str, dict[int, int]]] = {}  # by stage, value and tensor of it, within a slot
         self._slots: dict[int, list[int]] = {}  # where the free ones begin, by stage

@@ -70,9 +70,9 @@ class DiskFile:
         if num_bytes:
             self._promise(num_bytes, what)
 
-    def place(self, like: Tensor, what: str = "tensors") -> Place:
+    def place(self, like: Tensor, what: str = "tensors") -> DiskPlace:
         """Room for a tensor of this shape, dtype and order in memory."""
-        return Place(self, self.take(padded(like.nbytes), what), like)
+        return DiskPlace(self, self.take(padded(like.nbytes), what), like)
 
     def take(self, num_bytes: int, what: str) -> int:
         """Offset of so many bytes of the file, a multiple of a page."""
@@ -156,7 +156,7 @@ class DiskFile:
         return True
 
 
-class RehearsedFile(DiskFile):
+class DryRunFile(DiskFile):
     """A file of which nothing is written, for tensors without memory."""
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class RehearsedFile(DiskFile):
         self._end += num_bytes
 
 
-class Place:
+class DiskPlace:
     """Where one tensor lies in a file. Reads and writes of it happen in the order in which they were asked for."""
 
     def __init__(self, file: DiskFile, offset: int, like: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from plait.cost.rowhash import Ids
-from plait.integrations.servers.tables.table_shard import Rows, TableSpec
+from plait.integrations.servers.tables.table_shard import TableShard, TableSpec
 
 Arrays = Sequence[Any]  # of each table its ids and their gradients, one after the other
 
@@ -19,8 +19,8 @@ class Tables:
     """`tables` in the order in which pushes have them."""
 
     def __init__(self, specs: Sequence[TableSpec]) -> None:
-        self.rows = {spec.name: Rows(spec) for spec in specs}
-        self._next: list[tuple[Rows, Ids, NDArray[np.float32]]] = []
+        self.rows = {spec.name: TableShard(spec) for spec in specs}
+        self._next: list[tuple[TableShard, Ids, NDArray[np.float32]]] = []
 
     @property
     def num_arrays(self) -> int:
@@ -74,6 +74,6 @@ class Tables:
         for name, kept in state.items():
             self.rows[name].load({key: np.asarray(value) for key, value in kept.items()})
 
-    def _pairs(self, arrays: Arrays) -> list[tuple[Rows, Any, Any]]:
+    def _pairs(self, arrays: Arrays) -> list[tuple[TableShard, Any, Any]]:
         assert len(arrays) == self.num_arrays
         return [(rows, arrays[2 * i], arrays[2 * i + 1]) for i, rows in enumerate(self.rows.values())]

@@ -18,7 +18,7 @@ Pull = Callable[[int, Sequence[Ids]], Any]
 
 
 @dataclass(frozen=True)
-class Lookup:
+class RowLookup:
     """The ids of a batch, by table, and which of them are on each server."""
 
     ids: dict[str, Ids]
@@ -46,16 +46,16 @@ class LocalTables:
         for table in self.tables.values():
             table.weight = nn.Parameter(torch.zeros(ids_in(batch, table).numel(), table.spec.dim))
 
-    def localised(self, batch: Any) -> tuple[Any, Lookup]:
+    def localised(self, batch: Any) -> tuple[Any, RowLookup]:
         """The batch with ids that number its own rows, and which rows these are."""
-        found, lookup = batch, Lookup({}, {})
+        found, lookup = batch, RowLookup({}, {})
         for name, table in self.tables.items():
             lookup.ids[name], numbers = unique_ids(ids_in(batch, table))
             lookup.parts[name] = by_server(lookup.ids[name], self._num_servers)
             found = {**found, table.ids: numbers}
         return found, lookup
 
-    def weights(self, lookup: Lookup, rows: Sequence[Sequence[np.ndarray]]) -> dict[str, Tensor]:
+    def weights(self, lookup: RowLookup, rows: Sequence[Sequence[np.ndarray]]) -> dict[str, Tensor]:
         """The weights by parameter from the rows of every server, of every table; beyond the rows they are zeros."""
         found = {}
         for index, (name, table) in enumerate(self.tables.items()):
@@ -65,7 +65,7 @@ class LocalTables:
             found[f"{name}.weight"] = weight
         return found
 
-    def pushes(self, lookup: Lookup, gradients: dict[str, Tensor]) -> list[list[np.ndarray]]:
+    def pushes(self, lookup: RowLookup, gradients: dict[str, Tensor]) -> list[list[np.ndarray]]:
         """For every server, of every table, its ids and their gradients; they are taken out of `gradients`."""
         found: list[list[np.ndarray]] = [[] for _ in range(self._num_servers)]
         for name in self.tables:

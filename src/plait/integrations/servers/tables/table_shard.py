@@ -51,7 +51,7 @@ class TableSpec:
             )
 
 
-class Rows:
+class TableShard:
     """The rows that one server has. Ids given together are all different."""
 
     def __init__(self, spec: TableSpec) -> None:

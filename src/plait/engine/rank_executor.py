@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.backends.eager.offload.homes import Homes
+from plait.backends.eager.offload.store import Offload
 from plait.backends.eager.pipeline_program import PipelineProgram
 from plait.backends.eager.program import Program, StepResult
 from plait.backends.eager.stale_cells import Update
-from plait.backends.recorder import Recorder
+from plait.backends.recorder import TraceRecorder
 from plait.comm.agree import agree, attempt
 from plait.comm.protocol import World
 from plait.compile.capture.batch import batch_form, batch_leaves, batch_numbers
@@ -40,7 +40,7 @@ _SAME_CODE = (
 )
 
 
-class Replica:
+class RankExecutor:
     """The state of one rank of a plan.
 
     Built from the first batch, because what is sharded is found in the graph of the step. With `adopt`, parameters
@@ -55,13 +55,13 @@ class Replica:
         batch: Any,
         seed: int = 0,
         adopt: bool = False,
-        homes: Homes | None = None,
-        recorder: Recorder | None = None,
+        homes: Offload | None = None,
+        recorder: TraceRecorder | None = None,
     ) -> None:
         self.compiler = compiler
         self._recorder = recorder
         self.world = world
-        self.homes = homes or Homes(compiler.plan, world)
+        self.homes = homes or Offload(compiler.plan, world)
         self._programs: Recent[tuple[int, bool, int], Program | PipelineProgram] = Recent()
         self._signatures: dict[tuple[str, bool], None] = {}  # of batches so far
         self.with_gradient: tuple[str, ...] = ()  # parameters that the last step gave gradients of, on any rank

@@ -13,7 +13,7 @@ from torch import Tensor
 from plait.comm.device import CopyStream, Event, is_host, keep_for_current_stream, pinned_like
 
 
-class Lane:
+class HostCopies:
     """Of one device. All calls are made by the thread that computes, but for those that say otherwise."""
 
     def __init__(self, device: torch.device) -> None:
@@ -34,15 +34,15 @@ class Lane:
             keep_for_current_stream(tensor)
             return Event(self.device).synchronize
 
-    def up(self, form: Tensor) -> Landing:
+    def up(self, form: Tensor) -> ArrivingTensor:
         """Make ready for a tensor of this form that will come to the device."""
-        return Landing(self, form)
+        return ArrivingTensor(self, form)
 
 
-class Landing:
+class ArrivingTensor:
     """A tensor that comes to the device from host memory."""
 
-    def __init__(self, lane: Lane, form: Tensor) -> None:
+    def __init__(self, lane: HostCopies, form: Tensor) -> None:
         self._lane = lane
         self._tensor: Tensor | None = None
         if not lane.is_host:

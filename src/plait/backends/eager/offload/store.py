@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.backends.eager.offload.disk import DiskFile, Place, Transfer
-from plait.backends.eager.offload.lane import Landing, Lane
+from plait.backends.eager.offload.disk import DiskFile, DiskPlace, Transfer
+from plait.backends.eager.offload.host_copies import ArrivingTensor, HostCopies
 from plait.backends.eager.offload.scratch import scratch_folder, warn_of_memory
 from plait.backends.eager.page_memory import page_memory
 from plait.comm.protocol import World
@@ -28,13 +28,13 @@ class _Stashed:
     """A value that is away: in host memory, or in a place on disk."""
 
     host: Tensor | None
-    place: Place | None
+    place: DiskPlace | None
 
 
 class _Coming:
     """Tensors on their way to the device: `steps` end the way of each (see graph.homes.Coming)."""
 
-    def __init__(self, steps: list[tuple[Callable[[], None], Landing]]) -> None:
+    def __init__(self, steps: list[tuple[Callable[[], None], ArrivingTensor]]) -> None:
         self._steps = steps
 
     def wait(self) -> list[Tensor]:
@@ -46,7 +46,7 @@ class _Coming:
         return found
 
 
-class Homes:
+class Offload:
     """The homes of one rank (see graph.homes). `scratch` is the folder of its file, which is opened when something is
     first kept there, unless a `file` is given. HomeError for a folder in which no file can be made."""
 
@@ -58,14 +58,14 @@ class Homes:
         self.world = world
         self.fetches_parameters = parameters_away(plan, device)
         self.updates_on_host = updates_on_host(plan, device)
-        self.lane = Lane(world.device)
+        self.lane = HostCopies(world.device)
         self.forms: dict[str, Tensor] = {}  # of parameters that are updated elsewhere, by name
         self.norms: dict[str, Tensor] = {}  # of the gradients that have left in this step, by name
         self.factor = 1.0  # by which those are to be multiplied
         self._file = file
         self._folder: Path | None = None
         self._hosts: dict[str, Tensor] = {}  # by key; so are places
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, DiskPlace] = {}
         self._ends: dict[str, Callable[[], None]] = {}  # of copies to host memory under way
         self._under_way: deque[tuple[Transfer, int]] = deque()
         self._stash_start = self._stash_bytes = 0
@@ -106,7 +106,7 @@ class Homes:
             self.lane.down(tensor, host)
             return _Stashed(host, None)
         assert offset + padded(tensor.nbytes) <= self._stash_bytes
-        place = Place(self.file, self._stash_start + offset, tensor)
+        place = DiskPlace(self.file, self._stash_start + offset, tensor)
         self._write(place, tensor)
         return _Stashed(None, place)
 
@@ -149,7 +149,7 @@ class Homes:
         """Let a tensor in host memory, which its owner changes, be what is kept under the key."""
         self._hosts[key] = tensor
 
-    def place(self, key: str) -> Place | None:
+    def place(self, key: str) -> DiskPlace | None:
         """Where on disk that is, if it is there."""
         return self._places.get(key)
 
@@ -164,7 +164,7 @@ class Homes:
         kept = self.in_memory(key)
         return self._places[key].get() if kept is None else kept
 
-    def _bring(self, host: Tensor | None, place: Place | None) -> tuple[Callable[[], None], Landing]:
+    def _bring(self, host: Tensor | None, place: DiskPlace | None) -> tuple[Callable[[], None], ArrivingTensor]:
         """Begin to bring what is in host memory, or else on disk, to the device."""
         if host is not None:
             landing = self.lane.up(host)
@@ -185,7 +185,7 @@ class Homes:
         landed = self.file.submit(land)
         return landed.wait, landing
 
-    def _write(self, place: Place, tensor: Tensor) -> None:
+    def _write(self, place: DiskPlace, tensor: Tensor) -> None:
         while self._under_way and sum(size for _, size in self._under_way) + place.num_bytes > _UNDER_WAY:
             self._under_way.popleft()[0].wait()
         memory = page_memory(place.num_bytes, pinned=not self.lane.is_host)
