@@ -72,7 +72,7 @@ def train(plan: str, steps: int) -> dict[str, list[float]]:
         if step % EVERY == 0:
             for key, value in (("loss", trainer.evaluate(unseen)), ("seconds", seconds), ("bytes", sent)):
                 found[key].append(value)
-    found["waited"] = [trainer.replicas.take_seconds() if trainer.replicas is not None else 0.0]
+    found["waited"] = [trainer.state.replicas.take_seconds() if trainer.state.replicas is not None else 0.0]
     return found
 
 

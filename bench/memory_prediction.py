@@ -47,7 +47,7 @@ class Measured(PlaitStep):
 
     def held_bytes(self) -> int:
         """Of the tensors that live from step to step."""
-        replica, updates = self.trainer.replica, self.trainer.optimizer
+        replica, updates = self.trainer.executor, self.trainer.optimizer
         held: list[Any] = [*replica.parameters.values(), *replica.variables.inputs.values(), *replica.buffers.values()]
         held += [value for state in updates.state.values() for value in state.values()]
         found = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in held if torch.is_tensor(t))}

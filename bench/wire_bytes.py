@@ -24,7 +24,7 @@ def links(step: PlaitStep) -> tuple[int, int]:
     comm = step.trainer.world.comm("data")
     sent = comm.links.total()
     comm.links.reset()
-    return sent, sum(p.nbytes for p in step.trainer.replica.parameters.values())
+    return sent, sum(p.nbytes for p in step.trainer.executor.parameters.values())
 
 
 def loopback_bytes() -> int:

@@ -76,9 +76,9 @@ def trainer_of(
     trainer = plait.Trainer(compiler.model, loss_fn, plan=Plan.parse(plan), world=world, compiler=compiler, **options)
     trainer.prepare(batch(0))
     if other:
-        for parameter in trainer.replica.parameters.values():
+        for parameter in trainer.executor.parameters.values():
             parameter.data.add_(1)
-        trainer.replica.updated()
+        trainer.executor.updated()
     return trainer
 
 

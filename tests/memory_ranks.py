@@ -43,7 +43,7 @@ def _peak(world: World, compiler: Compiler) -> tuple[int, int]:
     part = {key: value[world.comm("data").rank * rows :][:rows].clone() for key, value in batch().items()}
     local = LocalBatch(part, rows, ROWS)
     trainer.step(local)
-    replica, optimizer = trainer.replica, trainer.optimizer
+    replica, optimizer = trainer.executor, trainer.optimizer
     assert optimizer is not None
     held: list[Any] = [*part.values(), *replica.parameters.values(), *replica.variables.inputs.values()]
     held += [value for state in optimizer.state.values() for value in state.values()]

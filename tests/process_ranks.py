@@ -335,9 +335,9 @@ def central_storage(world: World) -> dict[str, Any]:
     """Three steps with one copy of the variables: where the parameters lie, and what was trained."""
     model = gpt(seed=world.rank)  # every rank its own values: rank 0's count
     trainer = plait.Trainer(model, loss_fn, ADAMW, f"{text(world)} central=host", world=world)
-    trainer._adopt = True
+    trainer.engine._adopt = True
     trainer.prepare(batch())
-    inputs = trainer.replica.variables.inputs  # type: ignore[union-attr]
+    inputs = trainer.executor.variables.inputs  # type: ignore[union-attr]
     before = world.comm("data").links.total()
     losses = [float(trainer.step(batch(seed=i))) for i in range(3)]
     sent = world.comm("data").links.total() - before

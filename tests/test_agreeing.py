@@ -253,7 +253,7 @@ def batch(rows: int, seed: int) -> dict[str, Tensor]:
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
-    return {n: trainer.replica.whole(n, trainer.replica.local(n)).clone() for n in trainer.replica.layouts}
+    return {n: trainer.executor.whole(n, trainer.executor.local(n)).clone() for n in trainer.executor.layouts}
 
 
 def test_replicas_part_and_agree() -> None:
@@ -387,7 +387,7 @@ def test_a_model_that_cannot_be_captured() -> None:
         rows = torch.arange(32.0).view(8, 4) / 32
         for _ in range(4):
             trainer.step(rows)
-        return trainer.replica.local("linear.weight").clone()
+        return trainer.executor.local("linear.weight").clone()
 
     for plan in ("data=2 sync=2 outer=nesterov", "data=2 compress=int8"):
         one, other = train(plan, steps, SGD, Branching, loss)

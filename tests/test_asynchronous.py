@@ -78,7 +78,7 @@ def trained(plan: str, batch: tuple[Tensor, Tensor]) -> list[tuple[dict[str, Ten
         torch.manual_seed(0)
         trainer = Trainer(Tower(), loss, SGD, given, world=world)
         trainer.step(batch)
-        replica = trainer.replica
+        replica = trainer.executor
         versions = 1
         for program in replica._programs.values():  # type: ignore[union-attr]
             versions = program.most_versions if isinstance(program, PipelineProgram) else 1

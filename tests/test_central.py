@@ -28,7 +28,7 @@ def parts_and_wholes(world: Any) -> list[tuple[str, int, int, int, int, int]]:
     state."""
     trainer = trainer_of("data=2 tensor=2 central=host", world)
     trainer.step(batch(1))
-    variables = trainer.replica.variables  # type: ignore[union-attr]
+    variables = trainer.executor.variables  # type: ignore[union-attr]
     found = []
     for name, parameter in variables.parameters.items():
         whole = variables.inputs[name]

@@ -32,7 +32,7 @@ def on_ranks(plan: str, fn: Callable[..., Any], model: nn.Module | None = None, 
         for p in mine.parameters() if world.rank else ():
             p.data.add_(1.0)
         trainer = Trainer(mine, found["loss_fn"], found["optimizer"], plan, world=world)
-        trainer._adopt = True
+        trainer.engine._adopt = True
         return fn(trainer, mine)
 
     return plait.run_ranks(plait.Plan.parse(plan).mesh, rank)
@@ -223,11 +223,11 @@ def test_after_a_failed_start_the_model_is_as_it_was(plan: str) -> None:
         for _ in range(2):
             with pytest.raises(PlanError, match="returned a int"):
                 trainer.step(batch())
-            assert trainer._replica is None and not model.training
+            assert not trainer.engine.is_prepared and not model.training
             for name, p in model.named_parameters():
                 before, place, value = kept[name]
                 assert p is before and p.data_ptr() == place and torch.equal(p, value)
-        trainer._factories = (ADAMW, None)
+        trainer.engine.factories = (ADAMW, None)
         trainer.step(batch())
 
     on_ranks(plan, rank, optimizer=lambda params: 3)

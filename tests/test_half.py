@@ -82,7 +82,9 @@ def test_autocast_within_the_loss_is_captured_as_it_runs(cache: bool) -> None:
 
 def check_bits(model: nn.Module, loss: Callable[..., Tensor]) -> None:
     twin = copy.deepcopy(model)
-    _, found = plait.Trainer(model, loss, SGD, "data=1").step_with_gradients(batch())
+    trainer = plait.Trainer(model, loss, SGD, "data=1")
+    trainer.forward_backward(batch())
+    found = trainer.gradients()
     loss(twin, batch()).backward()
     for name, parameter in twin.named_parameters():
         assert parameter.grad is not None and found[name].equal(parameter.grad), name
@@ -100,13 +102,12 @@ def test_half_precision_of_the_models_own_accord_verifies(make: Any, loss: Any, 
 
 def test_the_tolerance_follows_each_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of a third of a percent is rounding in bf16, and an error beside it."""
-    step = plait.Trainer.step_with_gradients
+    right = plait.Trainer.gradients
 
-    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result, found = step(self, *args, **kwargs)
-        return result, {name: gradient * 1.003 for name, gradient in found.items()}
+    def wrong(self: plait.Trainer) -> dict[str, Tensor]:
+        return {name: gradient * 1.003 for name, gradient in right(self).items()}
 
-    monkeypatch.setattr(plait.Trainer, "step_with_gradients", wrong)
+    monkeypatch.setattr(plait.Trainer, "gradients", wrong)
     report = verifier(Apart, apart).verify("data=2")
     bad = {difference.name.partition(".")[0] for difference in report.gradients if difference.relative > 1e-4}
     assert bad == {"fine"}, report
@@ -138,13 +139,12 @@ def test_a_loss_near_0_is_a_difference_of_large_numbers(seed: int, monkeypatch: 
     for plan in ("tensor=2", "tensor=4", "pipeline=2 micro=2"):
         report = tied.verify(plan)
         assert report.ok, report
-    step = plait.Trainer.step_with_gradients
+    right = plait.Trainer._forward_backward
 
-    def wrong(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result, found = step(self, *args, **kwargs)
-        return result + 0.05, found
+    def wrong(self: plait.Trainer, batch: Any) -> Any:
+        return right(self, batch) + 0.05
 
-    monkeypatch.setattr(plait.Trainer, "step_with_gradients", wrong)
+    monkeypatch.setattr(plait.Trainer, "_forward_backward", wrong)
     assert not tied.verify("tensor=2").ok
 
 

@@ -184,9 +184,9 @@ def test_what_microbatches_in_flight_keep_is_on_disk() -> None:
     def moved(world: Any) -> tuple[int, int]:
         trainer = Trainer(gpt(), loss_fn, ADAMW, plan, world=world)
         trainer.prepare(gpt_batch(12))
-        before = trainer.homes.file.num_written
+        before = trainer.engine.homes.file.num_written
         trainer.step(gpt_batch(12))
-        written, read = trainer.homes.file.num_written - before, trainer.homes.file.num_read
+        written, read = trainer.engine.homes.file.num_written - before, trainer.engine.homes.file.num_read
         trainer.close()
         return written, read
 
@@ -207,11 +207,11 @@ def test_an_overflow_among_gradients_that_have_left_skips_the_step() -> None:
     plan = f"precision=fp16 {ALL}"
     trainer = Trainer(gpt(), loss_fn, ADAMW, plan)
     before = trainer.prepare(gpt_batch()) or trainer.full_state_dict()
-    assert trainer.loss_scale is not None
-    trainer.loss_scale.value = 2.0**40
+    assert trainer.state.loss_scale is not None
+    trainer.state.loss_scale.value = 2.0**40
     trainer.step(gpt_batch())
     assert [name for name, tensor in trainer.full_state_dict().items() if not torch.equal(tensor, before[name])] == []
-    assert trainer.loss_scale.value == 2.0**39
+    assert trainer.state.loss_scale.value == 2.0**39
     report = plait.verify(gpt(), loss_fn, gpt_batch(), plan)
     assert report.ok, report
 

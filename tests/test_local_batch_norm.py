@@ -103,7 +103,7 @@ def test_running_statistics_are_the_first_ranks() -> None:
     def rank(world: Any) -> Tensor:
         trainer = plait.Trainer(model, masked_loss, lambda p: torch.optim.SGD(p, lr=0.1), plan, world=world)
         trainer.step(batch)
-        return trainer.replica.buffers["0.running_mean"].clone()
+        return trainer.executor.buffers["0.running_mean"].clone()
 
     plan = plait.Plan.parse("data=2 batchnorm=local")
     for mean in plait.run_ranks(plan.mesh, rank):

@@ -118,7 +118,7 @@ def planned(loss_fn: Any, plan: str) -> tuple[list[float], int]:
     def rank(world: Any) -> tuple[list[float], int]:
         trainer = plait.Trainer(models[world.rank], loss_fn, SGD, parsed, world=world)
         losses = [float(trainer.step(rows)) for rows in batches()]
-        return losses, len(trainer.compiler.captures._found)
+        return losses, len(trainer.engine.compiler.captures._found)
 
     return plait.run_ranks(parsed.mesh, rank)[0]
 

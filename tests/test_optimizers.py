@@ -229,7 +229,7 @@ def test_all_norms_travel_together(factory: Any, calls: dict[str, int]) -> None:
                 return reduce(*args, **more)
 
             comm.all_reduce = counted  # type: ignore[method-assign]
-        for p in trainer.replica.parameters.values():
+        for p in trainer.executor.parameters.values():
             p.grad = torch.ones_like(p)
         assert trainer.optimizer is not None
         trainer.optimizer.step()

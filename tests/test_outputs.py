@@ -147,10 +147,12 @@ def test_an_evaluation_puts_batches_together(plan: str) -> None:
 def test_a_step_returns_what_the_loss_function_does() -> None:
     ends: list[plait.StepEnd] = []
     trainer = Trainer(Net(), mean_loss, SGD, callbacks=[ends.append], clip_norm=1.0)
-    (loss, aux), gradients = trainer.step_with_gradients(batch())
+    loss, aux = trainer.forward_backward(batch())
+    gradients = trainer.gradients()
+    trainer.optimizer_step()
     assert torch.is_tensor(loss) and loss.ndim == 0 and "head.weight" in gradients
     assert ends[0].aux.keys() == aux.keys() and aux["num_right"] == aux["right"].sum()
-    assert aux["bias"].data_ptr() != trainer.replica.parameters["body.0.0.bias"].data_ptr()
+    assert aux["bias"].data_ptr() != trainer.executor.parameters["body.0.0.bias"].data_ptr()
     plain = Trainer(Net(), lambda m, b: mean_loss(m, b)[0], SGD)
     assert float(plain.step(batch())) == pytest.approx(float(loss)) and isinstance(plain.evaluate(batch()), float)
     empty = Trainer(Net(), lambda m, b: (mean_loss(m, b)[0], {}), SGD)

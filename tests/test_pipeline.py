@@ -196,8 +196,8 @@ def evaluated(compiler: Compiler, world: World, rows: int) -> list[Lowered]:
     """The programs by which a rank evaluates."""
     trainer = Trainer(compiler.model, compiler.loss_fn, SGD, compiler.plan, world=world, compiler=compiler)
     trainer.evaluate(text_batch(rows))
-    assert isinstance(trainer.replica, RankExecutor)
-    return [program.lowered for (_, train, _), program in trainer.replica._programs.items() if not train]
+    assert isinstance(trainer.executor, RankExecutor)
+    return [program.lowered for (_, train, _), program in trainer.executor._programs.items() if not train]
 
 
 def test_every_rank_has_the_same_buffers_and_those_of_one_device() -> None:
@@ -206,7 +206,7 @@ def test_every_rank_has_the_same_buffers_and_those_of_one_device() -> None:
 
     def state(trainer: Trainer) -> tuple[float, dict[str, Tensor]]:
         trainer.step(image_batch())
-        return trainer.evaluate(image_batch()), {name: b.clone() for name, b in trainer.replica.buffers.items()}
+        return trainer.evaluate(image_batch()), {name: b.clone() for name, b in trainer.executor.buffers.items()}
 
     ((loss, expected),) = trained(captures, "micro=4", state)
     for found, buffers in trained(captures, "pipeline=3 micro=4 schedule=zb-v", state):
@@ -303,7 +303,7 @@ def test_a_stage_without_parameters_trains_and_is_saved(tmp_path: Path) -> None:
         state = trainer.state_dict()
         trainer.save(tmp_path)
         trainer.load(tmp_path)
-        assert bool(trainer.replica.parameters) == (world.rank < 2)
+        assert bool(trainer.executor.parameters) == (world.rank < 2)
         return sorted(state["optimizer"]["state"])
 
     assert plait.verify(model, squares, rows(4), plan, optimizer=optimizer, clip_norm=0.1).ok

@@ -71,7 +71,7 @@ def test_what_a_forward_changes_in_python(how):
         trainer.step(batch())
     assert model.calls == (3 if how in ("counts", "warms up", "every other") else 0)
     assert model.first is (how != "once")
-    assert len(trainer.compiler.captures._found) <= 2
+    assert len(trainer.engine.compiler.captures._found) <= 2
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_a_value_that_makes_no_difference_is_captured_once_more_and_then_no_long
         settings["epoch"] = epoch
         settings["history"].append(0.0)
         trainer.step(batch())
-    assert len({id(captured) for captured in trainer.compiler.captures._found.values()}) == 1
+    assert len({id(captured) for captured in trainer.engine.compiler.captures._found.values()}) == 1
     settings["epoch"] = 100  # and still its conditions count
-    expected = trainer.compiler.model(batch()["x"]).abs().mean().item()
+    expected = trainer.engine.compiler.model(batch()["x"]).abs().mean().item()
     assert float(trainer.step(batch())) == pytest.approx(expected, rel=1e-9)
 
 
@@ -125,7 +125,7 @@ def test_a_number_read_of_a_tensor_from_outside_is_compared():
     trainer = plait.Trainer(net(), lambda m, b: m(b["x"]).pow(2).mean() * (2 if gate > 0.5 else 1), SGD, "")
     first = float(trainer.step(batch()))
     gate.fill_(0.0)
-    expected = trainer.compiler.model(batch()["x"]).pow(2).mean().item()
+    expected = trainer.engine.compiler.model(batch()["x"]).pow(2).mean().item()
     assert float(trainer.step(batch())) == pytest.approx(expected, rel=1e-9) and first > 0
 
 

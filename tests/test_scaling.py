@@ -59,12 +59,12 @@ def test_an_overflow_skips_the_step_on_every_rank_and_halves_the_scale(plan: str
         found = []
         trainer.prepare(rows())
         for _ in range(12):
-            before = [p.detach().clone() for p in trainer.replica.parameters.values()]
+            before = [p.detach().clone() for p in trainer.executor.parameters.values()]
             trainer.step(rows())
-            same = all(map(torch.equal, before, trainer.replica.parameters.values()))
-            assert trainer.optimizer is not None and trainer.loss_scale is not None
+            same = all(map(torch.equal, before, trainer.executor.parameters.values()))
+            assert trainer.optimizer is not None and trainer.state.loss_scale is not None
             assert not (same and trainer.optimizer.state)  # what is skipped leaves nothing
-            found.append((trainer.loss_scale.value, same, trainer.scheduler.get_last_lr()[0]))
+            found.append((trainer.state.loss_scale.value, same, trainer.scheduler.get_last_lr()[0]))
         assert trainer.step_number == 12
         return found
 
@@ -81,12 +81,12 @@ def test_the_scale_grows_after_enough_good_steps(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(scaling, "_INTERVAL", 3)
 
     def run(trainer: Trainer) -> list[float]:
-        assert trainer.loss_scale is not None
-        trainer.loss_scale.value = 4.0
+        assert trainer.state.loss_scale is not None
+        trainer.state.loss_scale.value = 4.0
         scales = []
         for _ in range(7):
             trainer.step(rows())
-            scales.append(trainer.loss_scale.value)
+            scales.append(trainer.state.loss_scale.value)
         return scales
 
     assert trainers("data=2 zero=1", run) == [[4.0, 4.0, 8.0, 8.0, 8.0, 16.0, 16.0]] * 2
@@ -96,17 +96,17 @@ def test_the_scale_is_part_of_the_state() -> None:
     states: list[Any] = []
 
     def save(trainer: Trainer) -> None:
-        assert trainer.loss_scale is not None
+        assert trainer.state.loss_scale is not None
         for _ in range(2):
             trainer.step(rows())
-        trainer.loss_scale.num_good = 7
+        trainer.state.loss_scale.num_good = 7
         states.append(trainer.state_dict())
 
     def load(trainer: Trainer) -> tuple[float, int]:
         trainer.load_state_dict(states[0])
         trainer.prepare(rows())
-        assert trainer.loss_scale is not None
-        return trainer.loss_scale.value, trainer.loss_scale.num_good
+        assert trainer.state.loss_scale is not None
+        return trainer.state.loss_scale.value, trainer.state.loss_scale.num_good
 
     trainers("", save)
     assert trainers("data=2 zero=3", load) == [(2.0**14, 7)] * 2
@@ -132,5 +132,7 @@ def test_small_gradients_do_not_vanish() -> None:
     gradients = []
     for plan in ("", "precision=fp16"):
         trainer = Trainer(fp32.model, faint, ADAM, plan, compiler=Compiler(fp32, Plan.parse(plan)))
-        gradients.append(trainer.step_with_gradients(rows())[1]["weight"])
+        trainer.forward_backward(rows())
+        gradients.append(trainer.gradients()["weight"])
+        trainer.optimizer_step()
     torch.testing.assert_close(gradients[1], gradients[0], rtol=0.02, atol=1e-9)

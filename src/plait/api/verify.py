@@ -111,17 +111,17 @@ class Verifier:
                 compiler.model, compiler.loss_fn, self.optimizer, plan,
                 seed=self.seed, clip_norm=self.clip_norm, world=world, compiler=compiler, on_nan="warn",
             )  # fmt: skip
-            if trainer.loss_scale is not None:
-                trainer.loss_scale.value = scale
+            if trainer.state.loss_scale is not None:
+                trainer.state.loss_scale.value = scale
             gradients: dict[str, Tensor] = {}
             losses, outputs = [], list[dict[str, Tensor]]()
             for step in range(self.steps):
-                result, found = trainer.step_with_gradients(self.batch, want=step == 0)
+                result, found = _step(trainer, self.batch, wants_gradients=step == 0)
                 loss, aux = loss_and_aux(result)
                 losses.append(float(loss))
                 outputs.append(aux)
                 gradients = found or gradients
-            replica = trainer.replica
+            replica = trainer.executor
             parameters = {n: replica.whole(n, replica.local(n)).clone() for n in replica.layouts}
             return RunResult(losses, gradients, parameters, replica.buffers, outputs=outputs[0])
 
@@ -317,6 +317,16 @@ def _value_bits(lowered: Lowered) -> dict[str, float]:
     """The last bits that the loss, each gradient (by its parameter) and each buffer is rounded to on its way."""
     outputs, rounded = lowered.captured.outputs, narrowest(lowered.captured.graph.graph)
     return {o.name: max(eps / 4, LAST_BITS["fp32"]) for o, eps in zip(outputs, rounded, strict=True)}
+
+
+def _step(trainer: Trainer, batch: Any, wants_gradients: bool) -> tuple[Any, dict[str, Tensor]]:
+    """What a step returns, and its gradients, where they are wanted and known once it is done."""
+    if not wants_gradients or trainer.engine.updates_within:
+        return trainer.step(batch), {}
+    result = trainer.forward_backward(batch)
+    found = trainer.gradients()
+    trainer.optimizer_step()
+    return result, found
 
 
 def verify(

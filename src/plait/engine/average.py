@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -12,9 +12,12 @@ from torch import Tensor
 from plait.errors import PlanError
 
 
-class _Run(Protocol):
+class _Holder(Protocol):
     @property
-    def replica(self) -> Any: ...
+    def parameters(self) -> Mapping[str, Any]: ...
+    def local(self, name: str) -> Tensor | None: ...
+    def set_local(self, name: str, part: Tensor) -> None: ...
+    def updated(self) -> None: ...
 
 
 class MovingAverage:
@@ -28,13 +31,13 @@ class MovingAverage:
             raise PlanError(f"decay={decay}: of a moving average it is at least 0 and below 1, such as 0.999")
         self.decay = decay
         self.tensors: dict[str, Tensor] = {}  # this rank's part of each, by name
-        self._run: _Run | None = None
+        self._holder: _Holder | None = None
 
-    def begin(self, run: _Run) -> None:
+    def begin(self, holder: _Holder) -> None:
         """Take the weights that are there as the average."""
-        self._run = run
-        for name in run.replica.parameters:
-            part = run.replica.local(name)
+        self._holder = holder
+        for name in holder.parameters:
+            part = holder.local(name)
             assert part is not None
             self.tensors[name] = part.to(self.dtype_of(part.dtype), copy=True)
 
@@ -46,18 +49,18 @@ class MovingAverage:
     @torch.no_grad()
     def update(self) -> None:
         """A step was taken."""
-        assert self._run is not None
+        assert self._holder is not None
         for name, average in self.tensors.items():
-            part = self._run.replica.local(name)
+            part = self._holder.local(name)
             assert part is not None
             average.lerp_(part.to(average), 1 - self.decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Inside, the trainer's weights are the average: to evaluate, export, or gather it. Do not step."""
-        if self._run is None:
+        if self._holder is None:
             raise PlanError("there is no average yet: call trainer.prepare(batch) or trainer.step(batch) first")
-        replica = self._run.replica
+        replica = self._holder
         own = {name: part.clone() for name in self.tensors if (part := replica.local(name)) is not None}
         self._put(self.tensors)
         try:
@@ -66,7 +69,7 @@ class MovingAverage:
             self._put(own)
 
     def _put(self, values: dict[str, Tensor]) -> None:
-        assert self._run is not None
+        assert self._holder is not None
         for name, value in values.items():
-            self._run.replica.set_local(name, value)
-        self._run.replica.updated()
+            self._holder.set_local(name, value)
+        self._holder.updated()

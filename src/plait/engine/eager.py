@@ -104,7 +104,7 @@ def ddp_warning(plan: Plan) -> str:
 
 
 class EagerExecutor:
-    """One rank of data=N on a model as it is; the counterpart of `run.replica.Replica`."""
+    """One rank of data=N on a model as it is; the counterpart of `engine.rank_executor.RankExecutor`."""
 
     with_gradient: tuple[str, ...] = ()
     absent: Mapping[str, nn.Parameter] = MappingProxyType({})

@@ -5,30 +5,27 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any, Protocol
 
-from plait.comm.protocol import World
 from plait.compile.capture.loss_values import Outputs, join_outputs, results
 from plait.engine.eager import EagerExecutor
 from plait.engine.local_batch import LocalBatch, batches_of, num_rows
-from plait.engine.local_sgd.replicas import Replicas
 from plait.engine.outputs import refuse_padding, without_padding
 from plait.engine.rank_executor import RankExecutor
 from plait.engine.same_batch import SameBatch
+from plait.engine.train_state import TrainState
 from plait.errors import BatchError
 from plait.plan.plan import Plan
 
 
 class Evaluated(Protocol):
-    """What an evaluation needs of a trainer."""
+    """What an evaluation needs of an engine."""
 
     plan: Plan
-    world: World
-    step_number: int
-    replicas: Replicas | None
+    state: TrainState
     same: SameBatch
 
     @property
-    def replica(self) -> RankExecutor | EagerExecutor: ...
-    def prepare(self, batch: Any) -> None: ...
+    def executor(self) -> RankExecutor | EagerExecutor: ...
+    def prepare(self, batch: Any) -> bool: ...
     def rows_here(self, batch: Any) -> Any: ...
     def key(self) -> int: ...
 
@@ -41,23 +38,23 @@ def evaluate(run: Evaluated, data: Any, known: str | None) -> Any:
     with ExitStack() as stack:
         for batch in batches_of(data, known):
             run.prepare(batch)
-            if run.replicas is not None and weight == 0:
-                stack.enter_context(run.replicas.aggregated(run.step_number))
+            if run.state.replicas is not None and weight == 0:
+                stack.enter_context(run.state.replicas.aggregated(run.state.step_number))
             whole = _is_uneven(run, batch)
             here = batch if whole else run.rows_here(batch)
-            run.same.begin(batch, f"evaluation after step {run.step_number}")
-            result = run.replica.run(here, run.key(), train=False)
+            run.same.begin(batch, f"evaluation after step {run.state.step_number}")
+            result = run.executor.run(here, run.key(), train=False)
             run.same.check()
             refuse_padding(batch, result)
             rows = num_rows(here)
             parts = result.parts or (float(result.loss) * rows, rows)
-            times = run.plan.mesh.axis_size(run.plan.relaxed_axis) if whole and run.replicas is not None else 1
+            times = run.plan.mesh.axis_size(run.plan.relaxed_axis) if whole and run.state.replicas is not None else 1
             total, weight = total + float(parts[0]) / times, weight + float(parts[1]) / times
             if result.aux is not None:
-                every = result.aux if run.replicas is None or whole else run.replicas.outputs(result.aux)
+                every = result.aux if run.state.replicas is None or whole else run.state.replicas.outputs(result.aux)
                 aux.append(without_padding(batch, join_outputs(every)))
-    if run.replicas is not None:
-        total, weight = run.replicas.sum_of([total, weight])
+    if run.state.replicas is not None:
+        total, weight = run.state.replicas.sum_of([total, weight])
     if weight == 0:
         raise BatchError("there was no batch to evaluate on")
     return (total / weight, results(join_outputs(aux))) if aux else total / weight
@@ -66,7 +63,7 @@ def evaluate(run: Evaluated, data: Any, known: str | None) -> Any:
 def _is_uneven(run: Evaluated, batch: Any) -> bool:
     """Whether each rank evaluates the whole of a batch, because they do not divide it."""
     parts, rows = run.plan.num_batch_parts, num_rows(batch)
-    if isinstance(run.replica, EagerExecutor) or rows % parts == 0:
+    if isinstance(run.executor, EagerExecutor) or rows % parts == 0:
         return False
     if isinstance(batch, LocalBatch):
         raise BatchError(

@@ -23,19 +23,19 @@ from plait.engine.state import lies_here, local_part
 from plait.errors import ModelError, PlanError
 
 if TYPE_CHECKING:
-    from plait.engine.checkpoint.snapshot import TrainingRun
+    from plait.engine.train_state import TrainState
 
 _lent: WeakSet[nn.Module] = WeakSet()
 _lock = threading.Lock()
 
 
 @contextmanager
-def gathered(run: TrainingRun, rank: int | None, write: bool, at_once: bool) -> Iterator[nn.Module]:
+def gathered(run: TrainState, rank: int | None, write: bool, at_once: bool) -> Iterator[nn.Module]:
     """The model with whole weights on all ranks, or on that `rank` alone; see Trainer.gathered."""
     _check_rank(run.world, rank)
     if not at_once and rank is not None:
         raise PlanError(f"rank={rank} alone cannot put weights together op by op: all ranks use the model alike")
-    model = run.replica.compiler.model if hasattr(run.replica, "compiler") else run.replica.model
+    model = run.held.compiler.model if hasattr(run.held, "compiler") else run.held.model
     with ExitStack() as stack:
         stack.enter_context(_alone(model))
         if run.replicas is not None:
@@ -90,9 +90,9 @@ def _alike(world: World, values: Mapping[str, Tensor]) -> None:
 
 
 class _Lending:
-    def __init__(self, run: TrainingRun, model: nn.Module, rank: int | None, write: bool) -> None:
+    def __init__(self, run: TrainState, model: nn.Module, rank: int | None, write: bool) -> None:
         self._run, self._model, self._rank, self._write = run, model, rank, write
-        self._replica = run.replica
+        self._replica = run.held
         own = dict(model.named_parameters())
         # What trains is in the model already, where a rank has all of it to itself; replicas want to know what changes.
         mine = self._replica.parameters if run.replicas is None else {}
@@ -147,7 +147,8 @@ class _Lending:
         part = self._replica.local(name)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             part = None if part is None else part.to(self._run.world.device)
-            return self._replica.whole(name, part).detach()
+            whole: Tensor = self._replica.whole(name, part).detach()
+        return whole
 
     def _lend_buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
         """Put what the step reads and writes into the model; returns what was there in its place."""

@@ -1,10 +1,8 @@
-"""The Trainer: one training step of a plan, with everything the user sees global."""
+"""The Trainer: what a user trains with. A thin layer over the engine, with all that is seen global."""
 
 from __future__ import annotations
 
 import atexit
-import logging
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -15,49 +13,29 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from plait.backends.eager.offload.store import Offload
 from plait.backends.recorder import TraceRecorder
-from plait.comm.agree import attempt
 from plait.comm.device import is_host
 from plait.comm.process import process_world
 from plait.comm.protocol import World
-from plait.compile.capture.batch import batch_structure
-from plait.compile.capture.loss_values import join_outputs, results
-from plait.compile.capture.precision import Precision
 from plait.compile.sharding.split_share import SplitShare
-from plait.compile.stages.split import updates_within
 from plait.engine.average import MovingAverage
 from plait.engine.checkpoint import collect, load, snapshot
 from plait.engine.checkpoint.saver import Saver
-from plait.engine.checks import agree_on_setup, check_given, check_plan, describe_optimizer, place_here
+from plait.engine.checks import check_given, check_plan, place_here
 from plait.engine.compiler import Captures, Compiler, LossFn
-from plait.engine.eager import EagerExecutor, check_allowed, ddp_warning, refuse_unless_data_only
+from plait.engine.eager import EagerExecutor, check_allowed
+from plait.engine.engine import Engine
 from plait.engine.environment import resolve_plan, resolve_trace
-from plait.engine.evaluating import evaluate
-from plait.engine.finite import check_finite, clip
 from plait.engine.gathered import gathered, not_started
-from plait.engine.local_batch import LocalBatch
-from plait.engine.local_sgd.replica_batch import replica_key, rows_of_replica
-from plait.engine.local_sgd.replicas import Replicas
-from plait.engine.microbatch import step_key
-from plait.engine.model_weights import AsItWas, refuse_away
-from plait.engine.optimizers import OptimizerFactory, build_both, build_optimizer
-from plait.engine.outputs import refuse_padding, without_padding
+from plait.engine.optimizers import OptimizerFactory
 from plait.engine.rank_executor import RankExecutor
-from plait.engine.same_batch import SameBatch
-from plait.engine.scaling import LossScale
 from plait.engine.trace_folder import write_plan, write_trace
-from plait.engine.trying import note_absent
+from plait.engine.train_state import TrainState
 from plait.engine.tuning import give_freed_memory_back, keep_freed_memory, warn_of_slow_precision
-from plait.engine.unfreezing import follow_frozen
-from plait.engine.update import Update
-from plait.errors import CaptureError, CheckpointError, PlanError
+from plait.errors import CheckpointError, PlanError
 from plait.plan.annotation import Annotations
 from plait.plan.plan import Plan
 from plait.spec.layout import Layout
-
-_LOG = logging.getLogger("plait")
-_MOST = 0.9  # an axis that is to split weights, and splits less of them, is worth a warning in the log
 
 
 @dataclass(frozen=True)
@@ -129,7 +107,6 @@ class Trainer:
         compiler: Compiler | None = None,
     ) -> None:
         check_given(model, loss_fn, optimizer, clip_norm)
-        self._allow = check_allowed(allow)
         self.plan = resolve_plan(plan)
         if self.plan.workers:
             raise PlanError(
@@ -137,13 +114,6 @@ class Trainer:
                 " train, or use data=N"
             )
         check_plan(self.plan, dict(model.named_parameters()), clip_norm, place_here(world))
-        self.seed = seed
-        self.clip_norm = clip_norm
-        self.step_number = 0
-        precision = Precision(self.plan.precision, self.plan.exceptions)
-        self.loss_scale: LossScale | None = None  # made below, where fp16 needs one
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.scheduler: Any = None
         self._adopt = world is None
         if world is not None and world.mesh.spread != self.plan.mesh.spread:
             raise PlanError(
@@ -151,96 +121,58 @@ class Trainer:
                 f" {self.plan.mesh.spread or 'none'}; make the world of the plan's own mesh (plan.mesh)"
             )
         self.world = world if world is not None else process_world(self.plan.mesh, algorithm=self.plan.allreduce)
-        self.same = SameBatch(self.world, self.plan)
         self._trace = resolve_trace(trace)
-        self.recorder = None if self._trace is None else TraceRecorder(self.world)
-        self.homes = Offload(self.plan.inner_plan, self.world, scratch)
-        if precision.scaled:
-            self.loss_scale = LossScale(self.world)
         if self._adopt and is_host(self.world.device):
             give_freed_memory_back() if self.plan.uses_disk else keep_freed_memory()
             if self.world.rank == 0:
                 warn_of_slow_precision(self.plan.precision, self.world.device)
-        self.compiler = compiler or Compiler(Captures(model, loss_fn, self.world.device), self.plan.inner_plan, layouts)
-        self._factories = (optimizer, scheduler)
-        self._updates_within = updates_within(self.plan)
+        compiler = compiler or Compiler(Captures(model, loss_fn, self.world.device), self.plan.inner_plan, layouts)
+        self.engine = Engine(
+            compiler, self.plan, self.world, optimizer, scheduler,
+            seed=seed, clip_norm=clip_norm, on_nan=on_nan, adopt=self._adopt, scratch=scratch,
+            recorder=None if self._trace is None else TraceRecorder(self.world), allow=check_allowed(allow),
+        )  # fmt: skip
         self._callbacks = tuple(callbacks)
-        self._on_nan = on_nan
-        self._replica: RankExecutor | EagerExecutor | None = None
-        self._structure: str | None = None  # of the first batch
-        self.replicas: Replicas | None = None  # made below, of a plan whose ranks agree later
-        self.average: MovingAverage | None = None  # made by `ema`
+        self._last: tuple[Tensor, dict[str, Tensor] | None] | None = None  # what the last forward_backward gave
         self._pending: Mapping[str, Any] | None = None  # a state loaded before the first batch
         self._saver = Saver()
         if self._trace is not None:
             atexit.register(_end_trace, weakref.ref(self))  # of a script that does not close
 
     @property
-    def replica(self) -> RankExecutor | EagerExecutor:
-        if self._replica is None:
-            raise PlanError("the trainer has not seen a batch yet; call prepare(batch) or step(batch) first")
-        return self._replica
+    def state(self) -> TrainState:
+        """What a checkpoint saves: live objects."""
+        return self.engine.state
+
+    @property
+    def step_number(self) -> int:
+        """How many steps were taken."""
+        return self.state.step_number
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The user's optimizer on this rank's parts of the parameters; None before the first batch."""
+        return self.state.optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        """The learning-rate scheduler, if there is one; None before the first batch."""
+        return self.state.scheduler
+
+    @property
+    def executor(self) -> RankExecutor | EagerExecutor:
+        """What this rank holds and runs. PlanError before the first batch."""
+        return self.engine.executor
 
     def prepare(self, batch: Any) -> None:
         """Capture the step, lay it out and place the parameters, as the first `step` would."""
-        if self._replica is not None:
+        if not self.engine.prepare(batch):
             return
-        before = AsItWas(self.compiler.model)
-        self._structure = batch_structure(batch.tree if isinstance(batch, LocalBatch) else batch)
-        try:
-            self._prepare(batch)
-        except BaseException:
-            self._replica = self.optimizer = self.scheduler = self.replicas = None
-            before.restore()
-            raise
-        self.replica.release()
+        if self._trace is not None and self.world.rank == 0:
+            self.write_plan(self._trace)
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self.load_state_dict(pending)
-
-    def _prepare(self, batch: Any) -> None:
-        refuse_away(self.compiler.model)
-        agree_on_setup(self.world, self.plan, self.compiler.model, self.seed, self.clip_norm, self._on_nan)
-        replica = self._build_replica(self.rows_here(batch))
-        self.optimizer, self.scheduler = attempt(
-            self.world,
-            lambda: build_both(*self._factories, replica, self.world),
-            "making the optimizer",
-            lambda made: describe_optimizer(made[0]),
-            "give every rank the same optimizer",
-        )
-        self._replica = replica
-        self._frozen = replica.frozen if isinstance(replica, RankExecutor) else ()
-        self._trained = replica.layouts.keys() - {*self._frozen}
-        self.update = Update(self.optimizer, replica.parameters, replica.layouts, self.world, self.homes)
-        if self.plan.relaxed_axis:
-            self.replicas = Replicas(self.plan, self.world, replica, self.optimizer)
-        if self._trace is not None and self.world.rank == 0:
-            self.write_plan(self._trace)
-        if self.average is not None:
-            self.average.begin(self)
-
-    def _build_replica(self, batch: Any) -> RankExecutor | EagerExecutor:
-        try:
-            replica = RankExecutor(self.compiler, self.world, batch, self.seed, self._adopt, self.homes, self.recorder)
-            if self.world.rank == 0 and (share := replica.lowered.share) is not None:
-                _LOG.log(logging.INFO if share.parameters > _MOST else logging.WARNING, "%s", share)
-            return replica
-        except CaptureError as error:
-            refuse_unless_data_only(error, self.plan, self.world, self.compiler, batch)
-            if self.world.rank == 0:
-                how = ddp_warning(self.plan)
-                warnings.warn(f"the model runs as it is{how}: {error}", stacklevel=4)
-            return EagerExecutor(
-                self.compiler.model, self.compiler.loss_fn, self.plan.inner_plan, self.world, self._allow
-            )
-
-    def rows_here(self, batch: Any) -> Any:
-        return rows_of_replica(batch, self.plan, self.world) if self.plan.relaxed_axis else batch
-
-    def key(self) -> int:
-        key = step_key(self.seed, self.step_number)
-        return key if self.replicas is None else replica_key(key, self.replicas.index)
 
     def step(self, batch: Any) -> Any:
         """One training step on a global batch (or this rank's LocalBatch); returns the global loss, a 0-d tensor, or
@@ -249,90 +181,56 @@ class Trainer:
         With sync=N it is that of this rank's replica, on its part of the batch: the others are not waited for. Of an
         asynchronous schedule it is what each microbatch gave with the weights that it used.
         """
-        return self.step_with_gradients(batch, want=False)[0]
+        found = self._forward_backward(batch)
+        self.optimizer_step()
+        return found
 
-    def step_with_gradients(self, batch: Any, want: bool = True) -> tuple[Any, dict[str, Tensor]]:
-        """What `step` returns, and with `want` also the gradients before clipping, as whole tensors by name."""
+    def forward_backward(self, batch: Any) -> Any:
+        """The first half of `step`: returns what `step` does, and changes no parameter.
+
+        `gradients` gives the gradients then, and `optimizer_step` updates with them. Those of several batches add up,
+        as in PyTorch, until `optimizer_step` or `zero_grad`. Random draws differ from batch to batch. PlanError under
+        an asynchronous schedule, which updates within a step.
+        """
+        if self.engine.updates_within:
+            raise PlanError(
+                f"schedule={self.plan.schedule} updates weights within a step, which has no halves; call step(batch),"
+                " or take schedule=1f1b"
+            )
+        return self._forward_backward(batch)
+
+    def _forward_backward(self, batch: Any) -> Any:
         self.prepare(batch)
         self._saver.check(self.step_number)
-        if self.recorder is not None:
-            self.recorder.begin()
-        replica, optimizer = self.replica, self.optimizer
-        assert optimizer is not None
-        self.same.begin(batch, f"step {self.step_number + 1}")
-        scale = self.loss_scale.tensor() if self.loss_scale is not None else None
-        with self.span("backward", "step") if isinstance(replica, EagerExecutor) else nullcontext():
-            within: dict[str, Any] = {"update": self._update_within} if self._updates_within else {}
-            result = replica.run(self.rows_here(batch), self.key(), scale=scale, **within)
-        self.same.check()
-        if self.replicas is not None and self.replicas.local is None:
-            with self.span("reduce", "gradients"):
-                result = self.replicas.gradients(result)
-        refuse_padding(batch, result)
-        with self.same.awaited():
-            check_finite(replica, self.step_number + 1, result.loss, result.gradients, self._on_nan)
-        aux = None if result.aux is None else results(without_padding(batch, join_outputs(result.aux)))
-        self._follow_frozen(replica)
-        if self._updates_within:
-            return self._finished(result.loss, aux, None), {}
-        replica.set_gradients(result.gradients)
-        wanted = replica.whole_gradients() if want else {}
-        loss, gradients = result.loss, [*result.gradients.values(), *self.homes.norms.values()]
-        steps = self.loss_scale is None or self.loss_scale.update(gradients)
-        del result, gradients  # an update needs the memory
-        norm = None
-        if steps:
-            with self.span("optimizer", "STEP"):
-                norm = clip(replica, self.clip_norm) if self.clip_norm is not None else None
-                self.update.step()
-        optimizer.zero_grad(set_to_none=True)
-        if steps:
-            replica.updated()
-        return self._finished(loss, aux, norm, steps), wanted
-
-    def _follow_frozen(self, replica: RankExecutor | EagerExecutor) -> None:
-        """Let the optimizer take over parameters that train from this step on."""
-        if not isinstance(replica, RankExecutor) or replica.frozen == self._frozen:
-            return
-
-        absent = replica.absent
-
-        def make() -> torch.optim.Optimizer:
-            return build_optimizer(self._factories[0], replica.parameters, replica.layouts, self.world, absent)
-
-        assert self.optimizer is not None
-        given = (self.optimizer, make, replica.parameters, absent, replica.frozen, self._trained, self.plan)
-        if follow_frozen(*given):
-            self.update = Update(self.optimizer, replica.parameters, replica.layouts, self.world, self.homes)
-            note_absent(self.optimizer, absent)
-            self._trained |= replica.layouts.keys() - {*replica.frozen}
-        self._frozen = replica.frozen
-
-    def _finished(self, loss: Tensor, aux: dict[str, Tensor] | None, norm: float | None, updated: bool = True) -> Any:
-        """What comes after the update; returns what the step does."""
-        if updated and self.scheduler is not None:
-            self.scheduler.step()
-        self.step_number += 1
-        if updated and self.average is not None:
-            self.average.update()
-        if self.replicas is not None:
-            with self.span("reduce", "agree"):
-                self.replicas.stepped(self.step_number)
-        if self.recorder is not None:
-            self.recorder.end(self.step_number)
-        if self.world.monitor is not None:
-            self.world.monitor.does(f"what comes after step {self.step_number}, such as its data, a callback or a save")
-        for callback in self._callbacks:
-            callback(StepEnd(self.step_number, float(loss), norm, aux or {}))
+        if self.engine.recorder is not None:
+            self.engine.recorder.begin()
+        loss, aux = self._last = self.engine.forward_backward(batch)
         return loss if aux is None else (loss, aux)
 
-    def _update_within(self, gradients: dict[str, Tensor]) -> None:
-        """One of the updates of an asynchronous schedule."""
-        assert self.optimizer is not None and isinstance(self.replica, RankExecutor)
-        self.replica.set_gradients(gradients)
-        self.update.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.replica.updated()
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients that wait for `optimizer_step`, before clipping: whole tensors by name, of the parameters that
+        have one. Every rank calls it."""
+        return self.engine.gradients()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients that wait for `optimizer_step`."""
+        self.engine.zero_grad()
+
+    def optimizer_step(self) -> float | None:
+        """The second half of `step`: clip and update with the gradients that wait, step the scheduler, call the
+        callbacks. Returns the 2-norm of the gradients before clipping, None without `clip_norm`. PlanError where no
+        gradients wait."""
+        norm = self.engine.optimizer_step()
+        number, recorder = self.step_number, self.engine.recorder
+        if recorder is not None:
+            recorder.end(number)
+        if self.world.monitor is not None:
+            self.world.monitor.does(f"what comes after step {number}, such as its data, a callback or a save")
+        assert self._last is not None
+        (loss, aux), self._last = self._last, None
+        for callback in self._callbacks:
+            callback(StepEnd(number, float(loss), norm, aux or {}))
+        return norm
 
     def evaluate(self, data: Any) -> Any:
         """The loss without gradients, in evaluation mode, a float: of one batch, or over a loader or list of them.
@@ -341,46 +239,48 @@ class Trainer:
 
         Of replicas that agree later it is that of the mean of their weights.
         """
-        return evaluate(self, data, self._structure)
+        return self.engine.evaluate(data)
 
     def agree(self) -> None:
         """Let replicas that agree every n steps agree now, as after the last step; nothing where all agree at each."""
-        if self.replicas is not None:
-            self.replicas.agree(self.step_number)
+        if self.state.replicas is not None:
+            self.state.replicas.agree(self.step_number)
 
     @property
     def split_share(self) -> SplitShare | None:
         """How much of the model an axis that splits weights does split; None without such an axis."""
-        return self.replica.lowered.share if isinstance(self.replica, RankExecutor) else None
+        executor = self.executor
+        return executor.lowered.share if isinstance(executor, RankExecutor) else None
 
     @property
     def layouts(self) -> dict[str, Layout]:
         """The layout of every parameter, by name."""
-        return dict(self.replica.layouts)
+        return dict(self.executor.layouts)
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer, scheduler and step; tensors are DTensors in the process world. Every rank calls it.
 
         As in PyTorch the tensors are those that train on: copy them, or `save`, to come back to this step later.
         """
-        return snapshot.take(self)
+        return snapshot.take(self.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state made under any plan. Before the first batch it is kept until then."""
         if not {"model", "step"} <= set(state):
             raise CheckpointError(f"a trainer's state has model, optimizer and step; this one has {sorted(state)}")
-        if self._replica is None:
+        if not self.engine.is_prepared:
             self._pending = state
             return
-        snapshot.restore(self, state)
+        snapshot.restore(self.state, state)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model as plain CPU tensors by name, as `model.state_dict()` has it. Every rank calls it."""
-        if self._replica is None and self._pending is None:
-            with not_started(self.world, self.compiler.model, None, False) as model:
+        if not self.engine.is_prepared and self._pending is None:
+            with not_started(self.world, self.engine.compiler.model, None, False) as model:
                 return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
-        with nullcontext() if self.replicas is None else self.replicas.aggregated(self.step_number):
-            return snapshot.full_model(self.replica)
+        replicas = self.state.replicas
+        with nullcontext() if replicas is None else replicas.aggregated(self.step_number):
+            return snapshot.full_model(self.executor)
 
     @contextmanager
     def gathered(
@@ -398,15 +298,16 @@ class Trainer:
         Of replicas that agree later the weights are the mean; those that are changed become the same on all replicas.
         Before the first batch all ranks have the model as it was given, and training begins with what it is changed to.
         """
-        if ema and self.average is None:
+        average = self.state.average
+        if ema and average is None:
             raise PlanError("gathered(ema=True): the trainer keeps no average; call trainer.ema(decay) first")
         with ExitStack() as stack:
-            if ema and self.average is not None:
-                stack.enter_context(self.average.applied())
-            if self._replica is None and self._pending is None:
-                yield stack.enter_context(not_started(self.world, self.compiler.model, rank, write and not ema))
+            if ema and average is not None:
+                stack.enter_context(average.applied())
+            if not self.engine.is_prepared and self._pending is None:
+                yield stack.enter_context(not_started(self.world, self.engine.compiler.model, rank, write and not ema))
             else:
-                yield stack.enter_context(gathered(self, rank, write and not ema, at_once))
+                yield stack.enter_context(gathered(self.state, rank, write and not ema, at_once))
 
     def ema(self, decay: float) -> MovingAverage:
         """Keep an exponential moving average of the weights from now on, in parts like these, updated by each step.
@@ -419,10 +320,10 @@ class Trainer:
                 f"the plan {self.plan.title!r} has replicas that agree later, each of which would have an average of"
                 " its own; use a plan without sync= and compress=, or average what agree() leaves yourself"
             )
-        self.average = MovingAverage(decay)
-        if self._replica is not None:
-            self.average.begin(self)
-        return self.average
+        average = self.state.average = MovingAverage(decay)
+        if self.engine.is_prepared:
+            average.begin(self.executor)
+        return average
 
     def save(
         self, path: str | Path, extra: Mapping[str, Any] | None = None, *, keep: int = 2, wait: bool = True
@@ -436,7 +337,7 @@ class Trainer:
 
         CheckpointError names the file that could not be written; earlier checkpoints stay as they were.
         """
-        collect.save(self, path, extra or {}, keep, self._saver, wait)
+        collect.save(self.state, path, extra or {}, keep, self._saver, wait)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Take over the newest checkpoint in a folder or URL, or the one that it is; returns its `extra`.
@@ -446,7 +347,7 @@ class Trainer:
         or the optimizer.
         """
         self._saver.wait()
-        return load.load(self, path)
+        return load.load(self.state, path)
 
     def load_weights(self, path: str | Path) -> None:
         """Take over the weights alone: of a checkpoint, a .safetensors file, or a folder as Hugging Face saves it.
@@ -454,7 +355,7 @@ class Trainer:
         A batch must be known (`prepare`). Names and shapes must be those of the model; types are converted.
         """
         self._saver.wait()
-        load.load_weights(self, path)
+        load.load_weights(self.state, path)
 
     def close(self) -> None:
         """Wait for a save under way; leave the world that the trainer joined, and give up what is kept on disk."""
@@ -462,24 +363,25 @@ class Trainer:
             self._saver.wait()
         finally:
             self._end_trace()
-            self.homes.close()
+            self.engine.close()
             if self._adopt:
                 self.world.close()
 
     def _end_trace(self) -> None:
-        if self.recorder is not None and self._trace is not None:
-            if self.recorder.steps:
-                write_trace(self._trace, self.recorder)
-            self.recorder.close()
-            self.recorder = None
+        recorder, self.engine.recorder = self.engine.recorder, None
+        if recorder is not None and self._trace is not None:
+            if recorder.steps:
+                write_trace(self._trace, recorder)
+            recorder.close()
 
     def span(self, kind: str, name: str) -> AbstractContextManager[Any]:
         """Record what goes on within, if there is a trace: `with trainer.span("data", "next"): batch = next(it)`."""
-        return nullcontext() if self.recorder is None else self.recorder.span(kind, name)
+        return self.engine.span(kind, name)
 
     def write_plan(self, folder: Path) -> None:
         """Write what `plait report` needs to know of the plan into the folder of a run; one rank calls it."""
-        lowered = self.replica.lowered if isinstance(self.replica, RankExecutor) else None
+        executor = self.executor
+        lowered = executor.lowered if isinstance(executor, RankExecutor) else None
         write_plan(folder, lowered, self.world, str(self.plan))
 
 

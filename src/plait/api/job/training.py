@@ -129,7 +129,7 @@ class _Job:
         first = trainer.step_number
         if trainer.world.rank == 0:
             out = make_out(config)
-            if trainer.recorder is None:  # else it has done so
+            if trainer.engine.recorder is None:  # else it has done so
                 trainer.write_plan(out)
             self.log = MetricsLog(out, first + 1, config.train.tensorboard, str(trainer.plan) or "one device")
             self.reporter = Reporter(config.train.steps, first)
@@ -180,8 +180,8 @@ class _Job:
                 "sent_bytes": self._sent(),
                 **_numbers(aux, "aux/"),
             }
-            if trainer.replicas is not None:
-                values["agree_seconds"] = trainer.replicas.take_seconds()
+            if trainer.state.replicas is not None:
+                values["agree_seconds"] = trainer.state.replicas.take_seconds()
             if (norm := self.ends.pop().gradient_norm) is not None:
                 values["gradient_norm"] = norm
             last = step == train.steps

@@ -23,22 +23,23 @@ from plait.engine.checkpoint.fitting import EMA, MODEL, STATE
 from plait.engine.checkpoint.holding import Holding, Kept, is_away
 from plait.engine.checkpoint.optimizer_layouts import state_layout
 from plait.engine.checkpoint.saver import Saver
-from plait.engine.checkpoint.snapshot import TrainingRun, group_options, model_of, persistent_of
+from plait.engine.checkpoint.snapshot import group_options, model_of, persistent_of
 from plait.engine.checkpoint.storage import Location
 from plait.engine.checkpoint.write import State
+from plait.engine.train_state import TrainState
 from plait.errors import CheckpointError
 from plait.optim.several import own_values, tensors_outside_state, title_of
 
 
-def save(run: TrainingRun, path: Location, extra: Mapping[str, Any], keep: int, saver: Saver, wait: bool) -> None:
+def save(run: TrainState, path: Location, extra: Mapping[str, Any], keep: int, saver: Saver, wait: bool) -> None:
     """Write the run's state into the folder or URL; see run.checkpoint.save."""
     state = describe(run, extra)
     write.save(path, state, world=run.world, plan=str(run.plan), keep=keep, saver=saver, wait=wait)
 
 
-def describe(run: TrainingRun, extra: Mapping[str, Any]) -> State:
+def describe(run: TrainState, extra: Mapping[str, Any]) -> State:
     """What this rank holds of the run's state. Nothing is copied."""
-    replica, world, optimizer = run.replica, run.world, run.optimizer
+    replica, world, optimizer = run.held, run.world, run.optimizer
     assert optimizer is not None
     if lost := tensors_outside_state(optimizer):
         raise CheckpointError(
@@ -110,7 +111,7 @@ def config_of(model: nn.Module) -> str | None:
         return None
 
 
-def _means(run: TrainingRun) -> dict[str, Tensor]:
+def _means(run: TrainState) -> dict[str, Tensor]:
     """Of what replicas that agree later have each for itself, under the names of a checkpoint."""
     replicas, optimizer = run.replicas, run.optimizer
     if replicas is None:
@@ -128,8 +129,8 @@ def _means(run: TrainingRun) -> dict[str, Tensor]:
     return found
 
 
-def _local(run: TrainingRun, name: str) -> Tensor:
-    found = run.replica.local(name)
+def _local(run: TrainState, name: str) -> Tensor:
+    found: Tensor | None = run.held.local(name)
     assert found is not None
     return found
 
@@ -137,7 +138,7 @@ def _local(run: TrainingRun, name: str) -> Tensor:
 class _Away:
     """A parameter's state that is kept outside memory, read once for all that is asked of it."""
 
-    def __init__(self, run: TrainingRun, parameter: nn.Parameter) -> None:
+    def __init__(self, run: TrainState, parameter: nn.Parameter) -> None:
         self._run, self._parameter = run, parameter
         self._asked: set[str] = set()
         self._read: dict[str, Any] = {}

@@ -34,18 +34,19 @@ from plait.engine.checkpoint.manifest import NAME, Manifest
 from plait.engine.checkpoint.optimizer_layouts import expected_state, state_layout
 from plait.engine.checkpoint.places import has_checkpoints, newest, older_than
 from plait.engine.checkpoint.plainvalues import decode, tensor_names
-from plait.engine.checkpoint.snapshot import TrainingRun, model_of, persistent_of, set_group_options
+from plait.engine.checkpoint.snapshot import model_of, persistent_of, set_group_options
 from plait.engine.checkpoint.source import Source, Wanted, whole_of
 from plait.engine.checkpoint.storage import Folder, Location, folder_of
 from plait.engine.checkpoint.strict import Count, Text, Whole, checked
 from plait.engine.slices import Fragment, fragments
+from plait.engine.train_state import TrainState
 from plait.errors import CheckpointError
 from plait.optim.several import each_parameter, set_own_values, title_of
 
 _AT_ONCE = 256 << 20  # bytes of optimizer state that are read before they are moved to where they are kept
 
 
-def load(run: TrainingRun, path: Location) -> dict[str, Any]:
+def load(run: TrainState, path: Location) -> dict[str, Any]:
     """Take over the newest checkpoint of the folder `path`, or the checkpoint `path` itself; returns its `extra`.
 
     CheckpointError, with nothing changed, names a file that is damaged, or what differs in model or optimizer.
@@ -61,19 +62,19 @@ def load(run: TrainingRun, path: Location) -> dict[str, Any]:
     except CheckpointError as error:
         raise CheckpointError(f"{error}; part of it is in place: load a checkpoint before going on") from None
     extra = loading.take_values()
-    run.replica.updated()
+    run.held.updated()
     consent.all_do("read its own", loading.take_own)
     return extra
 
 
-def check(run: TrainingRun, path: Location) -> dict[str, Any]:
+def check(run: TrainState, path: Location) -> dict[str, Any]:
     """That `load` would find a checkpoint of this model and optimizer, by its manifest alone; returns its `extra`, with
     tensors by name. For a run of one rank, with the errors of `load`."""
     extra: dict[str, Any] = _Load(run, folder_of(_choose(path)))._common["extra"]
     return extra
 
 
-def load_weights(run: TrainingRun, path: Location) -> None:
+def load_weights(run: TrainState, path: Location) -> None:
     """Take over parameters and buffers alone: of a checkpoint, a safetensors file, or a folder of such files.
 
     Values are converted to the types that the model has. CheckpointError, with nothing changed, says which names or
@@ -86,7 +87,7 @@ def load_weights(run: TrainingRun, path: Location) -> None:
     wanted = _wanted_model(run)
     consent.all_do("whole", lambda: source.check({names[name]: one.fragments for name, one in wanted.items()}))
     consent.all_do("read", lambda: _fill_model(run, source, names, wanted))
-    run.replica.updated()
+    run.held.updated()
     if run.replicas is not None:
         run.replicas.begin(run.step_number)
 
@@ -109,7 +110,7 @@ _COMMON = TypeAdapter(_Common)
 class _Load:
     """One rank's side of a load. CheckpointError where another model or optimizer made the checkpoint."""
 
-    def __init__(self, run: TrainingRun, folder: Folder) -> None:
+    def __init__(self, run: TrainState, folder: Folder) -> None:
         self._run = run
         self._manifest = manifest = Manifest.read(folder)
         self._source = Source.checkpoint(folder, manifest)
@@ -125,7 +126,7 @@ class _Load:
         check_model(what, saved_model(manifest), _shapes(run))
         expected = {name: set(keys) for name, keys in expected_state(run).items()}
         check_optimizer(what, manifest, title_of(optimizer), expected, len(optimizer.param_groups))
-        self._names = {id(p): name for name, p in run.replica.parameters.items()}
+        self._names = {id(p): name for name, p in run.held.parameters.items()}
         self._saved = saved_state(manifest)
         self._parts = self._state_parts()
         self._average = _saved_average(run, manifest)
@@ -146,7 +147,7 @@ class _Load:
         _fill_model(self._run, self._source, {name: MODEL + name for name in self._model}, self._model)
         self._source.fill({name: whole_of(tensor) for name, tensor in self._small.items()})
         if self._run.average is not None and not self._average:
-            self._run.average.begin(self._run)
+            self._run.average.begin(self._run.held)
         self._source.fill(self._average)
         optimizer = self._run.optimizer
         assert optimizer is not None
@@ -244,11 +245,11 @@ class _Load:
         members.clear()
 
 
-def _saved_average(run: TrainingRun, manifest: Manifest) -> dict[str, Wanted]:
+def _saved_average(run: TrainState, manifest: Manifest) -> dict[str, Wanted]:
     """This rank's parts of the moving average, where the run keeps one and the checkpoint has it."""
     if run.average is None:
         return {}
-    mesh, layouts = run.world.mesh, run.replica.layouts
+    mesh, layouts = run.world.mesh, run.held.layouts
     here = mesh.coordinates(run.world.rank)
     return {
         EMA + name: Wanted(fragments(layouts[name], mesh, here), part)
@@ -267,17 +268,17 @@ def _choose(path: Location) -> str:
     return str(folder)
 
 
-def _shapes(run: TrainingRun) -> Shapes:
+def _shapes(run: TrainState) -> Shapes:
     """Shape and type of every parameter and persistent buffer of the run's model, whole."""
-    replica = run.replica
+    replica = run.held
     here = {name: (layout.shape, torch_name(replica.dtypes[name])) for name, layout in replica.layouts.items()}
     persistent = persistent_of(replica)
     return here | {n: (tuple(b.shape), torch_name(b.dtype)) for n, b in replica.buffers.items() if n in persistent}
 
 
-def _wanted_model(run: TrainingRun) -> dict[str, Wanted]:
+def _wanted_model(run: TrainState) -> dict[str, Wanted]:
     """This rank's parts of parameters, and its buffers."""
-    replica, mesh = run.replica, run.world.mesh
+    replica, mesh = run.held, run.world.mesh
     here = mesh.coordinates(run.world.rank)
     found = {
         name: Wanted(fragments(replica.layouts[name], mesh, here), parameter)
@@ -305,9 +306,9 @@ def _empty(manifest: Manifest, name: str) -> Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype))
 
 
-def _weights(run: TrainingRun, path: Location) -> tuple[Source, dict[str, str]]:
+def _weights(run: TrainState, path: Location) -> tuple[Source, dict[str, str]]:
     """Where weights come from, and under which name each parameter and buffer is there."""
-    model = model_of(run.replica)
+    model = model_of(run.held)
     if has_checkpoints(path):
         folder = newest(path)
         manifest = check_files(folder)
@@ -328,11 +329,11 @@ def _weights(run: TrainingRun, path: Location) -> tuple[Source, dict[str, str]]:
     return source, {name: prefix + names.get(name, name) for name in here}
 
 
-def _fill_model(run: TrainingRun, source: Source, names: Mapping[str, str], wanted: Mapping[str, Wanted]) -> None:
+def _fill_model(run: TrainState, source: Source, names: Mapping[str, str], wanted: Mapping[str, Wanted]) -> None:
     """Read parameters and buffers; those that are kept elsewhere one after the other."""
     source.fill({names[name]: one for name, one in wanted.items() if not is_away(one.into)})
     for name, one in wanted.items():
         if is_away(one.into):
             part = torch.empty(one.into.shape, dtype=one.into.dtype)
             source.fill({names[name]: Wanted(one.fragments, part)})
-            run.replica.variables.set_local(name, part)  # type: ignore[union-attr]
+            run.held.variables.set_local(name, part)

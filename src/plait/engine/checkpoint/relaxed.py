@@ -23,10 +23,10 @@ from torch import Tensor
 from plait.engine.checkpoint.holding import Holding
 from plait.engine.checkpoint.manifest import Manifest
 from plait.engine.checkpoint.optimizer_layouts import state_layout
-from plait.engine.checkpoint.snapshot import TrainingRun
 from plait.engine.checkpoint.source import Source, Wanted, whole_of
 from plait.engine.local_sgd.exchange import Pending
 from plait.engine.slices import fragments
+from plait.engine.train_state import TrainState
 from plait.spec.layout import Layout, Placement, Shard
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _MODEL, _STATE, _BUFFERS, _LEFT_OUT = (f"replicas/{each}/" for each in ("model",
 _WEIGHTS, _MOMENTUM, _MEAN = (f"outer/{each}/" for each in ("weights", "momentum", "mean"))
 
 
-def values(run: TrainingRun) -> dict[str, Any] | None:
+def values(run: TrainState) -> dict[str, Any] | None:
     """What a checkpoint says of the replicas; None where all agree at every step."""
     replicas = run.replicas
     if replicas is None:
@@ -44,7 +44,7 @@ def values(run: TrainingRun) -> dict[str, Any] | None:
     return {"num": replicas.num, "agreed_at": replicas.agreed_at, "begun": _begun(replicas)}
 
 
-def holdings(run: TrainingRun) -> dict[str, Holding]:
+def holdings(run: TrainState) -> dict[str, Holding]:
     """The tensors above, as far as this rank has them. Exchanges under way are waited for, and taken in when due."""
     replicas = run.replicas
     if replicas is None:
@@ -56,7 +56,7 @@ def holdings(run: TrainingRun) -> dict[str, Holding]:
     return found
 
 
-def restore(run: TrainingRun, source: Source, manifest: Manifest) -> None:
+def restore(run: TrainState, source: Source, manifest: Manifest) -> None:
     """Take over what a checkpoint has for this plan, once its means are in place; else all begins with the means."""
     replicas = run.replicas
     if replicas is None:
@@ -83,21 +83,21 @@ def restore(run: TrainingRun, source: Source, manifest: Manifest) -> None:
     coordinates = mesh.coordinates(run.world.rank)
     source.fill({full: Wanted(fragments(layout, mesh, coordinates), t) for full, (t, layout) in here.items()})
     replicas.agreed_at = saved["agreed_at"]
-    run.replica.updated()
+    run.held.updated()
 
 
 def _begun(replicas: Replicas) -> list[int]:
     return sorted(replicas.local.pending) if replicas.local is not None else []
 
 
-def _rank_within(run: TrainingRun, replicas: Replicas) -> int:
+def _rank_within(run: TrainState, replicas: Replicas) -> int:
     mesh = run.plan.inner_plan.mesh
     return mesh.rank({**run.world.mesh.coordinates(run.world.rank), replicas.axis: 0})
 
 
-def _tensors(run: TrainingRun, replicas: Replicas) -> Iterator[tuple[str, Tensor, Layout]]:
+def _tensors(run: TrainState, replicas: Replicas) -> Iterator[tuple[str, Tensor, Layout]]:
     """Name, this rank's part, and layout of each."""
-    layouts, local, optimizer = run.replica.layouts, replicas.local, run.optimizer
+    layouts, local, optimizer = run.held.layouts, replicas.local, run.optimizer
     assert optimizer is not None
 
     def stacked(layout: Layout) -> Layout:

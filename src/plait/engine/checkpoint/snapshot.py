@@ -11,55 +11,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Number
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.comm.protocol import World
-from plait.engine.scaling import LossScale
 from plait.engine.state import gather_whole
+from plait.engine.train_state import TrainState
 from plait.engine.trying import kept_of, parameters_of, state_layouts
-from plait.engine.update import Update
 from plait.errors import CheckpointError
 from plait.optim.several import own_values, set_own_values
-from plait.plan.plan import Plan
 from plait.spec.layout import Only
 
 if TYPE_CHECKING:  # a process that holds parameters and computes nothing is ready in half the time without these
-    from plait.engine.average import MovingAverage
     from plait.engine.eager import EagerExecutor
-    from plait.engine.local_sgd.replicas import Replicas
     from plait.engine.rank_executor import RankExecutor
-
-
-class TrainingRun(Protocol):
-    """What a snapshot needs of a trainer."""
-
-    plan: Plan
-    world: World
-    seed: int
-    step_number: int
-    scheduler: Any
-    optimizer: torch.optim.Optimizer | None
-    update: Update
-    loss_scale: LossScale | None
-    replicas: Replicas | None
-    average: MovingAverage | None
-
-    @property
-    def replica(self) -> RankExecutor | EagerExecutor: ...
 
 
 # Of a parameter group, what says how to compute and not what: a plan or a device has its own.
 _IMPLEMENTATION = ("foreach", "fused", "capturable")
 
 
-def take(run: TrainingRun) -> dict[str, Any]:
+def take(run: TrainState) -> dict[str, Any]:
     """The state as DTensors (whole tensors in the threads world). Every rank calls it."""
     from plait.engine.boundary import to_boundary
 
-    replica, world, optimizer = run.replica, run.world, run.optimizer
+    replica, world, optimizer = run.held, run.world, run.optimizer
     assert optimizer is not None
     model: dict[str, Tensor] = {
         name: to_boundary(replica.local(name), layout, world, replica.dtypes[name])
@@ -84,11 +61,11 @@ def take(run: TrainingRun) -> dict[str, Any]:
     return state
 
 
-def restore(run: TrainingRun, state: Mapping[str, Any]) -> None:
+def restore(run: TrainState, state: Mapping[str, Any]) -> None:
     """Take over a state made under any plan; names or shapes that differ are a CheckpointError, before any change."""
     from plait.engine.boundary import from_boundary
 
-    replica, world = run.replica, run.world
+    replica, world = run.held, run.world
     model = state["model"]
     check_model(replica, model)
     for name, layout in replica.layouts.items():
@@ -106,7 +83,7 @@ def restore(run: TrainingRun, state: Mapping[str, Any]) -> None:
         run.loss_scale.load_state_dict(state["loss_scale"])
     run.step_number = int(state["step"])
     if run.average is not None:
-        run.average.begin(run)
+        run.average.begin(run.held)
         for name, layout in replica.layouts.items() if "ema" in state else ():
             local = from_boundary(state["ema"][name], layout, world)
             if name in run.average.tensors:
@@ -157,11 +134,11 @@ def persistent_buffers(model: nn.Module) -> set[str]:
     return found
 
 
-def _optimizer_state(run: TrainingRun) -> dict[str, dict[str, Any]]:
+def _optimizer_state(run: TrainState) -> dict[str, dict[str, Any]]:
     """By parameter name; on a rank that lacks the parameter the keys are what its optimizer keeps of a small one."""
     from plait.engine.boundary import to_boundary
 
-    replica, world, optimizer = run.replica, run.world, run.optimizer
+    replica, world, optimizer = run.held, run.world, run.optimizer
     assert optimizer is not None
     found: dict[str, dict[str, Any]] = {}
     with_state = _with_state(run)
@@ -191,9 +168,9 @@ def _optimizer_state(run: TrainingRun) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _with_state(run: TrainingRun) -> set[str]:
+def _with_state(run: TrainState) -> set[str]:
     """The parameters of which any rank's optimizer keeps something."""
-    replica, names = run.replica, list(run.replica.layouts)
+    replica, names = run.held, list(run.held.layouts)
     optimizer = run.optimizer
     assert optimizer is not None
     held = [name in replica.parameters and bool(optimizer.state.get(replica.parameters[name])) for name in names]
@@ -203,10 +180,10 @@ def _with_state(run: TrainingRun) -> set[str]:
     return {name for name, each in zip(names, held, strict=True) if each}
 
 
-def group_options(run: TrainingRun) -> list[dict[str, Any]]:
+def group_options(run: TrainState) -> list[dict[str, Any]]:
     """The parameter groups with names in place of tensors, also of those parameters that other ranks have."""
     assert run.optimizer is not None
-    names = {id(p): name for name, p in parameters_of(run.optimizer, run.replica.parameters).items()}
+    names = {id(p): name for name, p in parameters_of(run.optimizer, run.held.parameters).items()}
     found = []
     for group in run.optimizer.param_groups:
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
@@ -215,7 +192,7 @@ def group_options(run: TrainingRun) -> list[dict[str, Any]]:
     return found
 
 
-def set_group_options(run: TrainingRun, saved: Sequence[Mapping[str, Any]]) -> None:
+def set_group_options(run: TrainState, saved: Sequence[Mapping[str, Any]]) -> None:
     """Give the parameter groups the options that they had; a tensor among them stays the one that it is."""
     assert run.optimizer is not None
     if len(saved) != len(run.optimizer.param_groups):
@@ -258,10 +235,10 @@ def _own(value: Any, parameter: nn.Parameter) -> Any:
     return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
 
 
-def _restore_optimizer(run: TrainingRun, saved: Mapping[str, Any]) -> None:
+def _restore_optimizer(run: TrainState, saved: Mapping[str, Any]) -> None:
     from plait.engine.boundary import from_boundary
 
-    replica, world, optimizer = run.replica, run.world, run.optimizer
+    replica, world, optimizer = run.held, run.world, run.optimizer
     assert optimizer is not None
     for name, values in saved["state"].items():
         layout, parameter = replica.layouts[name], replica.parameters.get(name)

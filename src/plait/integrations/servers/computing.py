@@ -72,14 +72,14 @@ class Computing:
         self.homes = Offload(within, world, job.scratch)
         self._persistent = persistent_buffers(model)
         self._taken: set[str] = set()  # parameters whose memory is that of the values they were last given
-        self.replica: RankExecutor | EagerExecutor
+        self.executor: RankExecutor | EagerExecutor
         try:
-            self.replica = RankExecutor(compiler, world, self.tables.localised(first)[0], job.seed, adopt, self.homes)
-            refuse_changes_outside(self.replica.lowered.captured, job.plan)
+            self.executor = RankExecutor(compiler, world, self.tables.localised(first)[0], job.seed, adopt, self.homes)
+            refuse_changes_outside(self.executor.lowered.captured, job.plan)
         except CaptureError as error:
             refuse_unless_data_only(error, within, world, compiler, first)
             warnings.warn(f"the model runs as it is, not as a graph: {error}", stacklevel=2)
-            self.replica = EagerExecutor(model, loss_fn, within, world)
+            self.executor = EagerExecutor(model, loss_fn, within, world)
 
     def read(self, task: Task) -> tuple[Any, RowLookup]:
         """The batch of a task, and the rows of tables that it wants; the next one's is read meanwhile."""
@@ -100,15 +100,15 @@ class Computing:
     def _take(self, flats: Sequence[np.ndarray], weights: dict[str, Tensor]) -> None:
         for name, value in (weights | wholes(flats, self.job.shards)).items():
             self._set(name, value)
-        self.replica.updated()
+        self.executor.updated()
 
     def _gradient(self, batch: Any, lookup: RowLookup, piece: int) -> Gradient:
-        result = self.replica.run(batch, step_key(self.job.seed, piece))
+        result = self.executor.run(batch, step_key(self.job.seed, piece))
         found = self._whole(result.gradients)
         if self.job.clip_norm is not None and self.job.plan.staleness != 0:
             _clip(list(found.values()), self.job.clip_norm)
         weight = float(result.parts[1]) if result.parts is not None else float(num_rows(batch))
-        persistent = {n: to_array(b).copy() for n, b in self.replica.buffers.items() if n in self._persistent}
+        persistent = {n: to_array(b).copy() for n, b in self.executor.buffers.items() if n in self._persistent}
         pushes = self.tables.pushes(lookup, found)
         arrays = tuple([*dense, *rows] for dense, rows in zip(self._arrays(found), pushes, strict=True))
         return Gradient(float(result.loss), weight, num_tokens(batch), arrays, persistent)
@@ -119,7 +119,7 @@ class Computing:
 
     def _set(self, name: str, whole: Tensor) -> None:
         """Give a parameter new values. Where it is whole and in this memory, by taking theirs for its own."""
-        replica = self.replica
+        replica = self.executor
         if isinstance(replica, EagerExecutor):
             replica.parameters[name].data = whole
             return
@@ -135,9 +135,9 @@ class Computing:
         """The gradient of every variable, whole; all ranks of a worker call it."""
         if self.world.mesh.size == 1 and not self.homes.norms:
             return dict(gradients)
-        self.replica.set_gradients(gradients)
-        found = self.replica.whole_gradients()
-        for parameter in self.replica.parameters.values():
+        self.executor.set_gradients(gradients)
+        found = self.executor.whole_gradients()
+        for parameter in self.executor.parameters.values():
             parameter.grad = None
         return found
 

@@ -75,7 +75,7 @@ class LocalSteps:
         moments = self._moments() if task.saves else None
         if self.job.plan.moments == "reset":
             self._reset_moments()
-        buffers = {n: to_array(value) for n, value in state.items() if n in self.trainer.replica.buffers}
+        buffers = {n: to_array(value) for n, value in state.items() if n in self.trainer.executor.buffers}
         changes = self._changes(flats, state)
         return Gradient(sum(losses) / len(losses), 1.0, tokens, changes, buffers, reading, moments)
 
@@ -88,7 +88,7 @@ class LocalSteps:
         return task.piece + index * self.job.num_parts
 
     def _take(self, flats: Sequence[np.ndarray]) -> None:
-        replica = self.trainer.replica
+        replica = self.trainer.executor
         for name, whole in wholes(flats, self.job.shards).items():
             if name in replica.parameters:
                 replica.set_local(name, local_part(whole, replica.layouts[name], self.world).to(self.world.device))
@@ -113,7 +113,7 @@ class LocalSteps:
             self._take_over_moments()
         self._is_new = False
         while trainer.step_number < step:
-            trainer.step_number += 1
+            trainer.state.step_number += 1
             if trainer.scheduler is not None:
                 with warnings.catch_warnings():  # torch warns of a scheduler whose optimizer has not stepped yet
                     warnings.simplefilter("ignore", UserWarning)

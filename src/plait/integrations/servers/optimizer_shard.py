@@ -14,13 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm.process import process_world
-from plait.comm.protocol import World
 from plait.compile.ir.dtypes import torch_name
-from plait.engine.average import MovingAverage
 from plait.engine.checkpoint.snapshot import persistent_buffers
-from plait.engine.local_sgd.replicas import Replicas
 from plait.engine.optimizers import OptimizerFactory, build_optimizer, build_scheduler
-from plait.engine.scaling import LossScale
+from plait.engine.train_state import TrainState
 from plait.engine.trying import EXACT, depends_on_the_cut
 from plait.errors import PlanError
 from plait.integrations.servers.arrays import offsets, views
@@ -52,12 +49,8 @@ class _Holder:
         """Nobody has copies."""
 
 
-class OptimizerShard:
-    """A run as run.saving.snapshot.Run has it, of variables that are updated here by the user's optimizer."""
-
-    loss_scale: LossScale | None = None
-    replicas: Replicas | None = None
-    average: MovingAverage | None = None
+class OptimizerShard(TrainState):
+    """Variables that are updated here by the user's optimizer, as checkpoints know them."""
 
     def __init__(
         self,
@@ -68,20 +61,17 @@ class OptimizerShard:
         seed: int,
         model: nn.Module | None = None,
     ) -> None:
-        self.plan, self.seed, self.step_number = plan, seed, 0
-        self.world: World = process_world(Plan().mesh, device="cpu")
+        super().__init__(plan, process_world(Plan().mesh, device="cpu"), seed)
         buffers = {} if model is None else dict(model.named_buffers())
-        self.replica: Any = _Holder(model or _module(parameters), dict(parameters), buffers)
-        self.optimizer: torch.optim.Optimizer | None = build_optimizer(
-            make_optimizer, parameters, self.replica.layouts, self.world
-        )
+        self.executor = _Holder(model or _module(parameters), dict(parameters), buffers)
+        self.optimizer = build_optimizer(make_optimizer, parameters, self.executor.layouts, self.world)
         self.scheduler = build_scheduler(make_scheduler, self.optimizer)
         self.optimizer.step()  # on no gradient: a scheduler warns of one that never has
-        self.update: Any = SimpleNamespace(settle=lambda parameter: None, state_of=self._state_of)
+        self.update = SimpleNamespace(settle=lambda parameter: None, state_of=self._state_of)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        found: dict[str, nn.Parameter] = self.replica.parameters
+        found: dict[str, nn.Parameter] = self.executor.parameters
         return found
 
     @property
@@ -123,8 +113,8 @@ class OptimizerShard:
             self.scheduler.load_state_dict(scheduler)
 
     def persistent_buffers(self) -> dict[str, Tensor]:
-        kept = persistent_buffers(self.replica.compiler.model)
-        return {name: b for name, b in self.replica.buffers.items() if name in kept}
+        kept = persistent_buffers(self.executor.compiler.model)
+        return {name: b for name, b in self.executor.buffers.items() if name in kept}
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         assert self.optimizer is not None

@@ -1,0 +1,291 @@
+"""The engine: forward and backward of a step, and the update, on one rank of a plan.
+
+    engine = Engine(compiler, plan, world, optimizer, scheduler, ...)
+    engine.prepare(batch)                          # captures the step, places the parameters, makes the optimizer
+    loss, outputs = engine.forward_backward(batch) # gradients are then in the parameters
+    engine.optimizer_step()
+    engine.state                                   # what a checkpoint saves
+
+A model that cannot be captured runs behind the same calls, through PyTorch's DDP.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from plait.backends.eager.offload.store import Offload
+from plait.backends.recorder import TraceRecorder
+from plait.comm.agree import attempt
+from plait.comm.protocol import World
+from plait.compile.capture.batch import batch_structure
+from plait.compile.capture.loss_values import join_outputs, results
+from plait.compile.capture.precision import Precision
+from plait.compile.ops.draw import micro_key
+from plait.compile.stages.split import updates_within
+from plait.engine.checks import agree_on_setup, describe_optimizer
+from plait.engine.compiler import Compiler
+from plait.engine.eager import EagerExecutor, ddp_warning, refuse_unless_data_only
+from plait.engine.evaluating import evaluate
+from plait.engine.finite import check_finite, clip
+from plait.engine.local_batch import LocalBatch
+from plait.engine.local_sgd.replica_batch import replica_key, rows_of_replica
+from plait.engine.local_sgd.replicas import Replicas
+from plait.engine.microbatch import step_key
+from plait.engine.model_weights import AsItWas, refuse_away
+from plait.engine.optimizers import OptimizerFactory, build_both, build_optimizer
+from plait.engine.outputs import refuse_padding, without_padding
+from plait.engine.rank_executor import RankExecutor
+from plait.engine.same_batch import SameBatch
+from plait.engine.scaling import LossScale
+from plait.engine.train_state import TrainState
+from plait.engine.trying import note_absent
+from plait.engine.unfreezing import follow_frozen
+from plait.engine.update import Update
+from plait.errors import CaptureError, PlanError
+from plait.plan.plan import Plan
+
+_LOG = logging.getLogger("plait")
+_MOST = 0.9  # an axis that is to split weights, and splits less of them, is worth a warning in the log
+
+
+class Engine:
+    """Runs the steps of a plan on one rank.
+
+    compiler   the model and the loss, and what is captured and lowered of them
+    adopt      whether parameters that stay whole are the model's own tensors, so that training changes the model
+    recorder   records what goes on, if there is a trace
+    allow      as Trainer's
+
+    Every rank makes one and makes the same calls.
+    """
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        plan: Plan,
+        world: World,
+        optimizer: OptimizerFactory,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        *,
+        seed: int = 0,
+        clip_norm: float | None = None,
+        on_nan: Literal["raise", "warn"] = "raise",
+        adopt: bool = False,
+        scratch: str | Path | None = None,
+        recorder: TraceRecorder | None = None,
+        allow: Collection[str] = (),
+    ) -> None:
+        self.compiler, self.plan, self.world = compiler, plan, world
+        self.clip_norm, self.recorder = clip_norm, recorder
+        self.state = TrainState(plan, world, seed)
+        if Precision(plan.precision, plan.exceptions).scaled:
+            self.state.loss_scale = LossScale(world)
+        self.homes = Offload(plan.inner_plan, world, scratch)
+        self.same = SameBatch(world, plan)
+        self.updates_within = updates_within(plan)
+        self.factories = (optimizer, scheduler)
+        self._on_nan, self._adopt, self._allow = on_nan, adopt, allow
+        self._structure: str | None = None  # of the first batch
+        self._num_waiting = 0  # batches whose gradients no update has taken yet
+
+    @property
+    def is_prepared(self) -> bool:
+        return self.state.executor is not None
+
+    @property
+    def executor(self) -> RankExecutor | EagerExecutor:
+        """What this rank holds and runs. PlanError before the first batch."""
+        return self.state.held  # type: ignore[no-any-return]
+
+    def prepare(self, batch: Any) -> bool:
+        """Capture the step, lay it out, place the parameters and make the optimizer, with the first batch; whether this
+        was the first. If it fails the model is as it was."""
+        if self.is_prepared:
+            return False
+        before = AsItWas(self.compiler.model)
+        self._structure = batch_structure(batch.tree if isinstance(batch, LocalBatch) else batch)
+        state = self.state
+        try:
+            self._prepare(batch)
+        except BaseException:
+            state.executor = state.optimizer = state.scheduler = state.replicas = None
+            before.restore()
+            raise
+        self.executor.release()
+        return True
+
+    def _prepare(self, batch: Any) -> None:
+        state, world = self.state, self.world
+        refuse_away(self.compiler.model)
+        agree_on_setup(world, self.plan, self.compiler.model, state.seed, self.clip_norm, self._on_nan)
+        executor = self._build(self.rows_here(batch))
+        state.optimizer, state.scheduler = attempt(
+            world,
+            lambda: build_both(*self.factories, executor, world),
+            "making the optimizer",
+            lambda made: describe_optimizer(made[0]),
+            "give every rank the same optimizer",
+        )
+        state.executor = executor
+        self._frozen = executor.frozen if isinstance(executor, RankExecutor) else ()
+        self._trained = executor.layouts.keys() - {*self._frozen}
+        state.update = Update(state.optimizer, executor.parameters, executor.layouts, world, self.homes)
+        if self.plan.relaxed_axis:
+            state.replicas = Replicas(self.plan, world, executor, state.optimizer)
+        if state.average is not None:
+            state.average.begin(executor)
+
+    def _build(self, batch: Any) -> RankExecutor | EagerExecutor:
+        compiler, world = self.compiler, self.world
+        try:
+            executor = RankExecutor(
+                compiler, world, batch, self.state.seed, self._adopt, self.homes, self.recorder
+            )  # fmt: skip
+            if world.rank == 0 and (share := executor.lowered.share) is not None:
+                _LOG.log(logging.INFO if share.parameters > _MOST else logging.WARNING, "%s", share)
+            return executor
+        except CaptureError as error:
+            refuse_unless_data_only(error, self.plan, world, compiler, batch)
+            if world.rank == 0:
+                how = ddp_warning(self.plan)
+                warnings.warn(f"the model runs as it is{how}: {error}", stacklevel=5)
+            return EagerExecutor(compiler.model, compiler.loss_fn, self.plan.inner_plan, world, self._allow)
+
+    def rows_here(self, batch: Any) -> Any:
+        """What of a global batch the ranks of this one's replica train on."""
+        return rows_of_replica(batch, self.plan, self.world) if self.plan.relaxed_axis else batch
+
+    def key(self) -> int:
+        """The key of the random draws of the step to come."""
+        key = step_key(self.state.seed, self.state.step_number)
+        return key if self.state.replicas is None else replica_key(key, self.state.replicas.index)
+
+    def forward_backward(self, batch: Any) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """The loss of a global batch, and what it came with. The gradients are then in the parameters of this rank, and
+        are added to those of earlier batches that no update has taken. An asynchronous schedule has updated them."""
+        self.prepare(batch)
+        state, executor = self.state, self.executor
+        number = state.step_number + 1
+        self.same.begin(batch, f"step {number}")
+        waiting = self._waiting()
+        key = micro_key(self.key(), self._num_waiting * self.plan.micro)
+        scale = state.loss_scale.tensor() if state.loss_scale is not None else None
+        rows = self.rows_here(batch)
+        if isinstance(executor, EagerExecutor):
+            with self.span("backward", "step"):
+                result = executor.run(rows, key, scale=scale)
+        else:
+            update = self._update_within if self.updates_within else None
+            result = executor.run(rows, key, scale=scale, update=update)
+        self.same.check()
+        if state.replicas is not None and state.replicas.local is None:
+            with self.span("reduce", "gradients"):
+                result = state.replicas.gradients(result)
+        refuse_padding(batch, result)
+        with self.same.awaited():
+            check_finite(executor, number, result.loss, result.gradients, self._on_nan)
+        outputs = None if result.aux is None else results(without_padding(batch, join_outputs(result.aux)))
+        self._follow_frozen()
+        if not self.updates_within:
+            executor.set_gradients(result.gradients)
+            for name, gradient in waiting.items():
+                own = executor.parameters[name]
+                own.grad = gradient if own.grad is None else own.grad.add_(gradient)
+            self._num_waiting += 1
+        return result.loss, outputs
+
+    def _waiting(self) -> dict[str, Tensor]:
+        """Gradients of earlier batches that no update has taken yet."""
+        if not self._num_waiting:
+            return {}
+        if self.homes.norms:
+            raise PlanError(
+                f"the plan {self.plan.title!r} keeps gradients away from the device, where those of several batches are"
+                " not added up; call optimizer_step() after each forward_backward, or use micro=N"
+            )
+        found = {name: p.grad for name, p in self.executor.parameters.items() if p.grad is not None}
+        return {name: gradient.clone() for name, gradient in found.items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients that wait for an update, before clipping, as whole tensors by name. Every rank calls it."""
+        return self.executor.whole_gradients()
+
+    def zero_grad(self) -> None:
+        """Drop the gradients that wait for an update."""
+        if self.state.optimizer is not None:
+            self.state.optimizer.zero_grad(set_to_none=True)
+        self._num_waiting = 0
+
+    def optimizer_step(self) -> float | None:
+        """Update the parameters with the gradients that wait; returns their 2-norm before clipping, None without
+        `clip_norm`. In fp16 gradients that are not finite are dropped, and the loss scale is lowered."""
+        state, executor = self.state, self.executor
+        updated, norm = True, None
+        if not self.updates_within:
+            if not self._num_waiting:
+                raise PlanError("optimizer_step(): no gradients wait for it; call forward_backward(batch) first")
+            gradients = [p.grad for p in executor.parameters.values() if p.grad is not None]
+            gradients += self.homes.norms.values()
+            updated = state.loss_scale is None or state.loss_scale.update(gradients)
+            del gradients  # an update needs the memory
+            if updated:
+                with self.span("optimizer", "STEP"):
+                    norm = clip(executor, self.clip_norm) if self.clip_norm is not None else None
+                    state.update.step()
+            self.zero_grad()
+            if updated:
+                executor.updated()
+        if updated and state.scheduler is not None:
+            state.scheduler.step()
+        state.step_number += 1
+        if updated and state.average is not None:
+            state.average.update()
+        if state.replicas is not None:
+            with self.span("reduce", "agree"):
+                state.replicas.stepped(state.step_number)
+        return norm
+
+    def evaluate(self, data: Any) -> Any:
+        """The mean loss over a batch, or over batches; see Trainer.evaluate."""
+        return evaluate(self, data, self._structure)
+
+    def _update_within(self, gradients: dict[str, Tensor]) -> None:
+        """One of the updates of an asynchronous schedule."""
+        self.executor.set_gradients(gradients)
+        self.state.update.step()
+        self.zero_grad()
+        self.executor.updated()
+
+    def _follow_frozen(self) -> None:
+        """Let the optimizer take over parameters that train from this step on."""
+        executor, state = self.executor, self.state
+        if not isinstance(executor, RankExecutor) or executor.frozen == self._frozen:
+            return
+        absent: Mapping[str, Any] = executor.absent
+
+        def make() -> torch.optim.Optimizer:
+            return build_optimizer(self.factories[0], executor.parameters, executor.layouts, self.world, absent)
+
+        assert state.optimizer is not None
+        given = (state.optimizer, make, executor.parameters, absent, executor.frozen, self._trained, self.plan)
+        if follow_frozen(*given):
+            state.update = Update(state.optimizer, executor.parameters, executor.layouts, self.world, self.homes)
+            note_absent(state.optimizer, absent)
+            self._trained |= executor.layouts.keys() - {*executor.frozen}
+        self._frozen = executor.frozen
+
+    def span(self, kind: str, name: str) -> AbstractContextManager[Any]:
+        """Record what goes on within, if there is a trace."""
+        return nullcontext() if self.recorder is None else self.recorder.span(kind, name)
+
+    def close(self) -> None:
+        """Give up what is kept on disk."""
+        self.homes.close()
