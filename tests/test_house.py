@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,17 @@ def _is_meta(value: ast.AST | None) -> bool:
 
 def _receiver(function: ast.AST) -> ast.AST | None:
     return function.value if isinstance(function, ast.Attribute) else None
+
+
+def test_no_two_files_share_a_name() -> None:
+    stems = Counter(path.stem for path in SOURCES if path.stem != "__init__")
+    assert [stem for stem, count in stems.items() if count > 1] == []
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    trees = [ast.parse(path.read_text()) for path in SOURCES]
+    names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1 and not name.startswith("_")] == []
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)

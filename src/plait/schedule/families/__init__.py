@@ -16,7 +16,7 @@ from plait.spec.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Family:
+class ScheduleFamily:
     """A schedule for any size. `chunks` is how many stages a rank gets; with `any_chunks`, unless told otherwise."""
 
     make: Callable[..., Schedule]
@@ -24,20 +24,20 @@ class Family:
     any_chunks: bool = False
 
 
-FAMILIES: dict[str, Family] = {
-    "naive": Family(naive),
-    "gpipe": Family(gpipe),
-    "1f1b": Family(one_f_one_b),
-    "interleaved": Family(interleaved, 2, any_chunks=True),
-    "looped-bfs": Family(looped_bfs, 2, any_chunks=True),
-    "zb-h1": Family(zb_h1),
-    "zb-h2": Family(zb_h2),
-    "zb-v": Family(zb_v, 2),
-    "dualpipe-v": Family(dualpipe_v, 2),
-    "forward-only": Family(forward_only, 1, any_chunks=True),
-    "pipedream": Family(pipedream),
-    "pipedream-vertical": Family(pipedream_vertical),
-    "pipedream-2bw": Family(pipedream_2bw),
+FAMILIES: dict[str, ScheduleFamily] = {
+    "naive": ScheduleFamily(naive),
+    "gpipe": ScheduleFamily(gpipe),
+    "1f1b": ScheduleFamily(one_f_one_b),
+    "interleaved": ScheduleFamily(interleaved, 2, any_chunks=True),
+    "looped-bfs": ScheduleFamily(looped_bfs, 2, any_chunks=True),
+    "zb-h1": ScheduleFamily(zb_h1),
+    "zb-h2": ScheduleFamily(zb_h2),
+    "zb-v": ScheduleFamily(zb_v, 2),
+    "dualpipe-v": ScheduleFamily(dualpipe_v, 2),
+    "forward-only": ScheduleFamily(forward_only, 1, any_chunks=True),
+    "pipedream": ScheduleFamily(pipedream),
+    "pipedream-vertical": ScheduleFamily(pipedream_vertical),
+    "pipedream-2bw": ScheduleFamily(pipedream_2bw),
 }
 ASYNCHRONOUS = ("pipedream", "pipedream-vertical", "pipedream-2bw")
 
@@ -66,7 +66,7 @@ def make_schedule(name: str, num_ranks: int, num_micro: int, chunks: int | None 
     return family.make(num_ranks, num_micro)
 
 
-def find_family(name: str) -> Family:
+def find_family(name: str) -> ScheduleFamily:
     """The family of that name; PlanError names those that are near."""
     if name not in FAMILIES:
         near = difflib.get_close_matches(name.lower(), FAMILIES, n=3, cutoff=0.5)
