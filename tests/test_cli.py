@@ -102,14 +102,14 @@ def test_only_one_rank_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_run_shows_the_first_exception_once(folder: Path) -> None:
-    (folder / "api/script.py").write_text(
+    (folder / "script.py").write_text(
         "import os, sys, time\n"
         "print('arguments', sys.argv[1:], os.environ['PLAIT_PLAN'], flush=True)\n"
         "if os.environ['RANK'] == '1':\n    raise ValueError('boom')\n"
         "time.sleep(60)\n"
     )
     start = time.monotonic()
-    process = plait("run", "api/script.py", "--plan", "data=2", "--lr", "3")
+    process = plait("run", "script.py", "--plan", "data=2", "--lr", "3")
     out, error = process.communicate()
     assert process.returncode == 1 and time.monotonic() - start < 40
     assert "arguments ['--lr', '3'] data=2" in out
@@ -120,7 +120,7 @@ def test_run_shows_the_first_exception_once(folder: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_run_leaves_a_script_its_own_plan(folder: Path, size: int) -> None:
-    (folder / "api/script.py").write_text(
+    (folder / "script.py").write_text(
         "import functools, torch, plait\n"
         "sgd = functools.partial(torch.optim.SGD, lr=0.1)\n"
         f"plan = 'data={size} sync=2' if {size} > 1 else 'micro=2'\n"
@@ -128,12 +128,12 @@ def test_run_leaves_a_script_its_own_plan(folder: Path, size: int) -> None:
         "trainer.step(torch.ones(8, 4))\n"
         "print('trained by', trainer.plan)\n"
     )
-    out, error = plait("run", "api/script.py", "--processes", str(size)).communicate()
+    out, error = plait("run", "script.py", "--processes", str(size)).communicate()
     assert out.count(f"trained by {'data=2 sync=2' if size > 1 else 'micro=2'}") == size, error
 
 
 def test_run_traces_a_script_as_it_is(folder: Path) -> None:
-    (folder / "api/script.py").write_text(
+    (folder / "script.py").write_text(
         "import functools, torch, plait\n"
         "from torch.nn.functional import mse_loss\n"
         "sgd = functools.partial(torch.optim.SGD, lr=0.1)\n"
@@ -141,7 +141,7 @@ def test_run_traces_a_script_as_it_is(folder: Path) -> None:
         "trainer = plait.Trainer(torch.nn.Linear(4, 4), loss_fn, sgd)\n"
         "for _ in range(3):\n    trainer.step(torch.ones(4, 4))\n"
     )
-    out, error = plait("run", "api/script.py", "--plan", "data=2", "--trace", "traced").communicate()
+    out, error = plait("run", "script.py", "--plan", "data=2", "--trace", "traced").communicate()
     assert not error, error
     out, error = plait("report", "traced").communicate()
     assert "report.html" in out and (folder / "traced" / "report.html").stat().st_size > 1 << 20, error
@@ -253,10 +253,10 @@ def test_ctrl_c_before_training_begins_is_one_line(folder: Path, processes: str)
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_what_ranks_print_stays_in_whole_lines(folder: Path, unbuffered: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
-    (folder / "api/script.py").write_text(
+    (folder / "script.py").write_text(
         "import os\nfor i in range(4000):\n    print('rank', os.environ['RANK'], 'says', i, '.' * (i % 97))\n"
     )
-    process = plait("run", "api/script.py", "--processes", "2")
+    process = plait("run", "script.py", "--processes", "2")
     out, error = process.communicate()
     assert process.returncode == 0, error
     expected = [f"rank {rank} says {i} {'.' * (i % 97)}" for rank in range(2) for i in range(4000)]

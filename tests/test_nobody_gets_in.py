@@ -52,7 +52,7 @@ while True:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.toml").write_text(JOB)
-    (tmp_path / "api/script.py").write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "text.txt").write_text("It was a bright cold day in April. " * 40)
     for name in [*os.environ]:
         if name in environment(0, 1, 1) or name.startswith(("PLAIT_", "RAY_", "TORCHELASTIC", "GLOO_")):
@@ -111,7 +111,7 @@ def test_ranks_of_plait_train_are_out_of_reach(folder: Path) -> None:
 @needs_proc
 @needs_root
 def test_a_script_that_joins_by_itself_is_out_of_reach_and_ends_with_its_launcher(folder: Path) -> None:
-    with running(["-m", "plait", "run", "api/script.py", "--processes", "2"], started(2), PLAN="data=2") as pids:
+    with running(["-m", "plait", "run", "script.py", "--processes", "2"], started(2), PLAN="data=2") as pids:
         look_around(pids)
         (left,) = {Path(path) for path in _variables(pids[1], "PLAIT_RANKS_FOLDER")}
         assert is_ours_alone(left) and is_ours_alone(left.parent)
@@ -141,7 +141,7 @@ def look_around(pids: list[int]) -> None:
 @needs_proc
 def test_ranks_that_meet_at_the_loopback_address_listen_there(folder: Path) -> None:
     port = free_port()
-    command = ["api/script.py"]
+    command = ["script.py"]
     with (
         running(command, lambda: True, PLAN="data=2", **environment(0, 2, port)) as first,
         running(command, started(2), PLAN="data=2", **environment(1, 2, port)) as second,
