@@ -6,12 +6,15 @@ import ast
 import subprocess
 import sys
 import tomllib
+import types
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import plait
+import plait.compile.pipeline  # registers plait's own calls
+from plait.compile.ops import OP_SPECS, comm_ops
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src" / "plait").rglob("*.py"))
@@ -56,6 +59,7 @@ def test_public_surface() -> None:
         "explain",
         "loader",
         "memory",
+        "op_rule",
         "optim",
         "run_ranks",
         "verify",
@@ -100,6 +104,50 @@ def test_only_one_file_reads_the_keys_of_a_nodes_meta(path: Path) -> None:
     keys = [n.slice for n in ast.walk(tree) if isinstance(n, ast.Subscript) and _is_meta(n.value)]
     keys += [n.args[0] for n in ast.walk(tree) if isinstance(n, ast.Call) and n.args and _is_meta(_receiver(n.func))]
     assert {k.value for k in keys if isinstance(k, ast.Constant)} <= {"val"} or path.name == "node_info.py"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_facts_of_ops_stand_in_their_rows(path: Path) -> None:
+    """No file outside compile/ops holds a list of ops: a pass asks the row of an op for what it needs."""
+    if "compile/ops" in path.as_posix():
+        return
+    found = [statement for statement in _held(ast.parse(path.read_text())) if _names_ops(statement)]
+    assert [ast.unparse(statement) for statement in found] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "is_list"),
+    [
+        ("aten = torch.ops.aten", False),
+        ("register(start, spec=OpSpec())", False),
+        ("_VIEWS = {aten.view.default, aten.t.default}", True),
+        ("_SHAPES: dict[Any, int] = {torch.ops.aten.mm.default: 1}", True),
+        ("_NORMS = frozenset(overloads('native_layer_norm'))", True),
+        ("_ALIKE = [getattr(aten, name).default for name in ('ones_like', 'zeros_like')]", True),
+        ("_SENDS = (comm_ops.all_gather, comm_ops.wait)", True),
+        ("_BEGINS = dict.fromkeys((bucket_start, rows_start), 1)", True),
+        ("class Pass:\n    ops = (aten.mm.default,)", True),
+    ],
+)
+def test_lists_of_ops_are_recognised(text: str, is_list: bool) -> None:
+    assert any(map(_names_ops, _held(ast.parse(text)))) is is_list
+
+
+def _held(tree: ast.Module) -> list[ast.expr]:
+    """What a module and its classes hold."""
+    bodies = [tree.body, *(node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
+    statements = [each for body in bodies for each in body if isinstance(each, (ast.Assign, ast.AnnAssign))]
+    return [each.value for each in statements if each.value is not None]
+
+
+def _names_ops(value: ast.expr) -> bool:
+    """Whether a value is more than one name, and ops are named in it."""
+    if isinstance(value, (ast.Name, ast.Attribute)):
+        return False
+    calls = [op for op in OP_SPECS if isinstance(op, types.FunctionType) and op.__module__ != comm_ops.__name__]
+    own = {op.__name__ for op in calls}
+    names = {ast.unparse(node) for node in ast.walk(value) if isinstance(node, (ast.Name, ast.Attribute))}
+    return any(name in own | {"aten", "torch.ops", "comm_ops", "overloads"} for name in names)
 
 
 def _is_meta(value: ast.AST | None) -> bool:

@@ -78,7 +78,7 @@ class MixerBlock(nn.Module):
         self.across = nn.Sequential(
             nn.Linear(tokens, 2 * tokens), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * tokens, tokens)
         )
-        self.inner_plan = nn.Sequential(
+        self.within = nn.Sequential(
             nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * width, width)
         )
 

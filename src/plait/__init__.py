@@ -28,6 +28,7 @@ _HOME = {
     "Max": "plait.compile.capture.loss_values",
     "Min": "plait.compile.capture.loss_values",
     "SparseTable": "plait.integrations.servers.tables.module",
+    "op_rule": "plait.compile.ops.custom",
     "optim": "plait.optim",
     "PlaitError": "plait.errors",
     "PlanError": "plait.errors",

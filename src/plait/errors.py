@@ -20,7 +20,8 @@ class ModelError(PlaitError, RuntimeError):
 
 
 class LayoutError(PlaitError, ValueError):
-    """A layout that does not fit the mesh or the tensor's shape, or a pattern that matches nothing."""
+    """A layout that does not fit the mesh or the tensor's shape, a pattern that matches nothing, or a rule that does
+    not fit its op."""
 
 
 class CaptureError(PlaitError):

@@ -16,8 +16,9 @@ from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
 from plait.compile.capture.batch import map_batch
 from plait.compile.capture.loss_values import loss_and_aux, results
-from plait.compile.capture.precision import HALF, Precision, narrowest
+from plait.compile.capture.precision import Precision, narrowest
 from plait.compile.lowered import Lowered
+from plait.compile.ops.dims import HALF
 from plait.compile.stages.split import Pipeline
 from plait.engine.checks import check_given, check_plan
 from plait.engine.compiler import Captures, Compiler, LossFn

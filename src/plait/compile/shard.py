@@ -11,7 +11,6 @@ from plait.compile.capture.capture import Captured
 from plait.compile.draft import Draft
 from plait.compile.ir.calls import placeholders
 from plait.compile.ir.dtypes import dtype_name
-from plait.compile.ops.dims import overloads
 from plait.compile.sharding.auto_sharding import recipe
 from plait.compile.sharding.narrow import gathered_of, mark_gathered
 from plait.compile.sharding.partition import partition
@@ -24,14 +23,6 @@ from plait.errors import PlanError
 from plait.plan.annotation import resolve_annotations
 from plait.plan.plan import BATCH_AXES, Plan
 from plait.spec.layout import REPLICATE, Layout, Placement, Replicate, Shard
-
-BATCH_NORM = frozenset(
-    overloads(
-        "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
-        "_batch_norm_with_update", "_batch_norm_with_update_functional", "native_batch_norm_backward",
-        "batch_norm_backward", "cudnn_batch_norm", "cudnn_batch_norm_backward", "_native_batch_norm_legit.no_stats",
-    )
-)  # fmt: skip
 
 
 def check_batch(draft: Draft) -> None:
@@ -85,8 +76,7 @@ def shard(draft: Draft) -> None:
         if axis == INNER:
             laid_out = propagate_by_role(graph, size, fixed, {nodes[name] for name in split}, wanted, origin)
         else:
-            local_ops = BATCH_NORM if _local_norm(plan, axis) else frozenset()
-            laid_out = propagate(graph, size, fixed, wanted, origin, local_ops, axis)
+            laid_out = propagate(graph, size, fixed, wanted, origin, _local_norm(plan, axis), axis)
         before = 0 if axis in BATCH_AXES else step_flops(graph)
         graph = partition(laid_out, axis)
         if axis not in BATCH_AXES:

@@ -9,17 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Graph, Node
 
-from plait.compile.ir.calls import num_bytes
+from plait.compile.ir.calls import num_bytes, op_spec_of
 from plait.compile.ir.node_info import NodeInfo, info_of
 from plait.compile.lowered import Lowered
-from plait.compile.ops import comm_ops
-from plait.compile.passes.bucket import bucket_start, rows_start
-from plait.compile.passes.gather import gather_start
+from plait.compile.ops import CollectiveKind, Communication
 from plait.compile.stages.split import Pipeline
 from plait.schedule.readiness import Cell
-
-_WAYS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "broadcast": 1.0}
-_BUCKETS = {bucket_start: "all_reduce", rows_start: "reduce_scatter", gather_start: "all_gather"}
 
 
 @dataclass(frozen=True)
@@ -41,10 +36,9 @@ def collectives(graph: Graph, sizes: Mapping[str, int]) -> list[Collective]:
     """Every collective of the graph in order. `sizes`: ranks along each axis."""
     found: list[Collective] = []
     for node in graph.nodes:
-        if node.target in _BUCKETS:
-            found += _bucket(node, sizes)
-        elif node.target in comm_ops.COMMUNICATING and node.target is not comm_ops.wait:
-            found.append(_single(node, sizes))
+        does = op_spec_of(node).communicates
+        if does is not None and does.part != "wait":
+            found += _sent_by(node, does, sizes)
     return found
 
 
@@ -81,52 +75,36 @@ def _gather_of_parts(lowered: Lowered, names: Sequence[str], sizes: Mapping[str,
     for name in names:
         dtype = getattr(torch, lowered.dtypes[name]) if name in lowered.dtypes else lowered.dtype_of(name)
         held += math.prod(lowered.cuts[name].part_shape(0)) * dtype.itemsize
-    return _collective(
-        "all_gather", "data", held, sizes, phase="update", value=f"{len(names)} parameters", origin="zero"
-    )
+    info = NodeInfo(phase="update", origin="zero")
+    return _collective(CollectiveKind.ALL_GATHER, "data", held, sizes, info, f"{len(names)} parameters")
 
 
-def _bucket(node: Node, sizes: Mapping[str, int]) -> list[Collective]:
-    kind = _BUCKETS[node.target]  # type: ignore[index]
+def _sent_by(node: Node, does: Communication, sizes: Mapping[str, int]) -> list[Collective]:
+    """What a call sends: its collective over the first of its axes, and all-reduces over the others."""
     info = info_of(node)
-    if kind == "all_gather":
-        return [_collective(kind, str(node.args[1]), info.num_bytes, sizes, node=node, value=info.what)]
-    first, *others = node.args[2]  # type: ignore[misc,str-unpack]
-    value = info.what
-    found = [_collective(kind, str(first), info.num_bytes, sizes, node=node, value=value)]
-    held = info.num_bytes // (sizes[str(first)] if kind == "reduce_scatter" else 1)
-    return found + [_collective("all_reduce", str(axis), held, sizes, node=node, value=value) for axis in others]
-
-
-def _single(node: Node, sizes: Mapping[str, int]) -> Collective:
-    source = node.args[1]
-    assert isinstance(source, Node)
-    kind = node.target.__name__.removesuffix("_start")  # type: ignore[union-attr]
-    value = info_of(node).source or source.name
-    return _collective(kind, str(node.args[2]), num_bytes(_value(source)), sizes, node=node, value=value)
+    axes = node.args[does.axis]
+    first, *others = [axes] if isinstance(axes, str) else [str(axis) for axis in axes]  # type: ignore[union-attr]
+    if does.counted:
+        held, value = info.num_bytes, info.what
+    else:
+        source = node.args[1]
+        assert isinstance(source, Node)
+        held, value = num_bytes(source.meta["val"]), info.source or source.name
+    found = [_collective(does.kind, first, held, sizes, info, value)]
+    held //= sizes[first] if does.kind is CollectiveKind.REDUCE_SCATTER else 1
+    return found + [_collective(CollectiveKind.ALL_REDUCE, axis, held, sizes, info, value) for axis in others]
 
 
 def _collective(
-    kind: str, axis: str, held: int, sizes: Mapping[str, int], *, node: Node | None = None, value: str = "",
-    phase: str = "", origin: str = "",
-) -> Collective:  # fmt: skip
-    size = sizes[axis]
-    info = info_of(node) if node is not None else NodeInfo(phase=phase, origin=origin)
-    whole = held * size if kind in ("all_gather", "all_to_all") else held
-    sent = _WAYS[kind] * whole * (size - 1) / size
+    kind: CollectiveKind, axis: str, held: int, sizes: Mapping[str, int], info: NodeInfo, value: str
+) -> Collective:
     return Collective(
-        kind=kind,
+        kind=kind.title,
         axis=axis,
         tensor_bytes=held,
-        sent_bytes=sent / size if kind == "all_to_all" else sent,
+        sent_bytes=kind.sent_bytes(held, sizes[axis]),
         phase=info.phase,
         module=info.module,
         value=value,
         origin=info.origin,
     )
-
-
-def _value(node: Node) -> torch.Tensor:
-    value = node.meta["val"]
-    assert isinstance(value, torch.Tensor)
-    return value

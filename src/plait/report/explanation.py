@@ -11,11 +11,10 @@ import torch
 from torch.fx import Graph, Node
 
 from plait.compile.draft import Watcher
-from plait.compile.ir.calls import is_item, output_node
+from plait.compile.ir.calls import is_item, op_spec_of, output_node
 from plait.compile.ir.dtypes import dtype_name
 from plait.compile.ir.node_info import info_of
 from plait.compile.lowered import Lowered
-from plait.compile.ops import comm_ops
 from plait.compile.passes.bucket import bucket_wait, rows_start, rows_wait
 from plait.compile.passes.gather import gather_start
 from plait.compile.pipeline import PASSES, lower
@@ -169,9 +168,6 @@ class Explanation:
         return lines
 
 
-# What brings a tensor to where it is read, and is not itself a reader of it.
-_MOVES = (comm_ops.all_gather, comm_ops.all_to_all, comm_ops.broadcast, comm_ops.shard, comm_ops.wait)
-
 # Kind of collective, of what, and how often the (N-1)/N of a ring go round.
 _FORMULAS = (
     ("all_reduce", "gradients", "2 x "),
@@ -207,7 +203,7 @@ def _readers(node: Node) -> list[Node]:
             for item in items:
                 if parts[item.args[1]] is node:  # type: ignore[index]
                     found += _readers(item)
-        elif target in _MOVES:
+        elif op_spec_of(user).moves:
             found += _readers(user)
         else:
             found.append(user)

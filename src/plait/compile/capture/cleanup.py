@@ -13,19 +13,14 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from plait.compile.ir.calls import is_item, output_node
+from plait.compile.ir.calls import is_item, op_spec_of, output_node
 from plait.compile.ir.node_info import info_of
 from plait.compile.ir.shapes import frozen
-from plait.compile.ir.views import ALIASES, is_view
+from plait.compile.ir.views import is_view
+from plait.compile.ops import View
 from plait.compile.ops.draw import draw
 
 aten = torch.ops.aten
-
-_SAME_IF_EQUAL = {  # give their first argument back where shape, strides, dtype and device do not change
-    aten.view.default, aten._unsafe_view.default, aten.expand.default, aten._to_copy.default, aten.clone.default,
-    aten.permute.default, aten.slice.Tensor, aten.contiguous.default,
-}  # fmt: skip
-_FILLED = {aten.full_like.default, aten.zeros_like.default, aten.ones_like.default}
 
 
 def clean(graph: Graph) -> Graph:
@@ -77,16 +72,16 @@ def _normal_name(node: Node) -> None:
 
 def _shorter(node: Node) -> Node | None:
     """A node that has the value of `node` already; or `node` changed to take its input from further up."""
-    if node.target in ALIASES:
+    row = op_spec_of(node)
+    if row.view is View.ALIAS:
         return _first(node)
-    if node.target in _SAME_IF_EQUAL and _same(node, _first(node)):
-        return _first(node)
-    if node.target is aten.copy.default and _same(node, node.args[1]):
-        return node.args[1]  # type: ignore[return-value]
+    position = 0 if row.view is not None and row.reads != "memory" else row.copies
+    if position is not None and _same(node, node.args[position]):
+        return node.args[position]  # type: ignore[return-value]
     source = node.args[0] if node.args else None
     if not isinstance(source, Node) or source.op != "call_function":
         return None
-    if node.target in _FILLED and source.target is aten.empty_like.default and _same(source, _first(source)):
+    if row.reads == "shape" and source.target is aten.empty_like.default and _same(source, _first(source)):
         node.update_arg(0, _first(source))
     if node.target is aten.t.default and source.target is aten.t.default:
         return _first(source)
@@ -120,7 +115,7 @@ def _share(graph: Graph) -> None:
 
 def _impure(node: Node) -> bool:
     tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags and "scaled_dot_product" not in str(node.target)
+    return torch.Tag.nondeterministic_seeded in tags and op_spec_of(node).dropout is None
 
 
 def _first(node: Node) -> Node:

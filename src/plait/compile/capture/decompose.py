@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,8 @@ from torch.fx.node import map_arg
 
 from plait.compile.ir.calls import is_item, is_tensor, output_values
 from plait.compile.ir.shapes import fake_of, spec_of
-from plait.compile.ir.views import ALIASES
+from plait.compile.ir.views import view_of
+from plait.compile.ops import View
 
 _one_at_a_time = threading.Lock()  # make_fx changes torch itself while it traces
 
@@ -73,7 +73,7 @@ def _trace(node: Node, function: Callable[..., Any], sources: list[Node], values
     with _one_at_a_time, mode, torch.no_grad():
         traced = make_fx(torch.func.functionalize(run), tracing_mode="real", _allow_non_fake_inputs=True)(*values)
     for old in list(traced.graph.nodes):
-        if old.op == "call_function" and old.target is not operator.getitem and old.target in ALIASES:
+        if old.op == "call_function" and view_of(old) is View.ALIAS:
             old.replace_all_uses_with(old.args[0])
             traced.graph.erase_node(old)
     traced.graph.eliminate_dead_code()

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.compile.capture.random_ops import RANDOM, check_random
+from plait.compile.ops import op_spec
 from plait.compile.ops.draw import draw
+from plait.compile.ops.random import check_random
 
 
 class VisibleDropout(TorchFunctionMode):
@@ -47,7 +48,7 @@ class GlobalRandom(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        replace = RANDOM.get(func)
+        replace = op_spec(func).random
         if replace is not None:
             return replace(self._draw, *args, **kwargs)
         check_random(func, args, kwargs)

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from plait.compile.ir.calls import op_spec_of
+from plait.compile.ops.dims import HALF
 from plait.errors import PlanError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -120,12 +122,6 @@ def _hooked(module: nn.Module, name: str, device: str) -> Iterator[None]:
             handle.remove()
 
 
-_SHAPE_ALONE = frozenset(  # of their input only the shape is read: the gradient of the loss is 1
-    getattr(torch.ops.aten, name).default
-    for name in ("ones_like", "zeros_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
-)
-
-
 def narrowest(graph: Graph) -> list[float]:
     """Of each output of a graph the coarsest rounding on the way to it: the largest `torch.finfo(dtype).eps` of a value
     in half precision that it comes from, 0.0 of an output that comes from none."""
@@ -133,7 +129,7 @@ def narrowest(graph: Graph) -> list[float]:
     for node in graph.nodes:
         if node.op == "output":
             return [coarsest[result] if isinstance(result, Node) else 0.0 for result in node.args[0]]
-        if node.target in _SHAPE_ALONE:
+        if op_spec_of(node).reads == "shape":  # the gradient of the loss is 1
             coarsest[node] = 0.0
             continue
         values = node.meta["val"] if isinstance(node.meta.get("val"), (tuple, list)) else (node.meta.get("val"),)
@@ -142,5 +138,4 @@ def narrowest(graph: Graph) -> list[float]:
     raise AssertionError("a graph without output")
 
 
-HALF = (torch.bfloat16, torch.float16)
 FULL = Precision()

@@ -22,12 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from plait.compile.capture.fake_parameters import is_real
 from plait.compile.capture.late import known_value
-from plait.compile.capture.precision import HALF
-from plait.compile.capture.random_ops import RANDOM, check_random
 from plait.compile.ir.node_info import NodeInfo, describe
 from plait.compile.ir.shapes import ShapeMemo, fake_of, spec_of
 from plait.compile.ops import op_spec
 from plait.compile.ops.draw import draw
+from plait.compile.ops.random import check_random
 from plait.errors import CaptureError
 
 aten = torch.ops.aten
@@ -169,10 +168,10 @@ class GraphRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        rewrite = RANDOM.get(func)
-        if rewrite is not None:
+        row = op_spec(func)
+        if row.random is not None:
             with self:
-                return rewrite(self.draw, *args, **kwargs)
+                return row.random(self.draw, *args, **kwargs)
         check_random(func, args, kwargs)
         if func is aten.native_batch_norm.default:
             with self:
@@ -195,7 +194,7 @@ class GraphRecorder(TorchDispatchMode):
         args, kwargs = map_aggregate((args, kwargs), self._lift)
         if func._schema.is_mutable:
             return self._mutate(func, args, kwargs)
-        run = SHAPES.get(func, func)
+        run = row.fake or func
         own = all(r.alias_info is None for r in func._schema.returns)
         result = self._memo.call(func, args, kwargs, run, self._fake_mode) if own else run(*args, **kwargs)
         self._record(func, args, kwargs, result)
@@ -348,54 +347,11 @@ def _batch_norm(
     return out, *saved
 
 
-def _grouped_mm(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
-    """The shape of aten._grouped_mm, whose own shape function knows bfloat16 only."""
-    if a.ndim == 2 and b.ndim == 2:
-        shape: tuple[int, ...] = (offs.shape[0], a.shape[0], b.shape[1])
-    elif a.ndim == 3 and b.ndim == 3:
-        shape = (a.shape[0], a.shape[1], b.shape[2])
-    else:
-        shape = (a.shape[-2], b.shape[-1])
-    return a.new_empty(shape, dtype=out_dtype or a.dtype)
-
-
-def _normalised(func: Any, weights: slice) -> Callable[..., Any]:
-    """The shapes of a norm of a half-precision tensor by float32 weights, as autocast has it: on a CPU its statistics
-    are float32, which its own shape function does not know. `weights` are the places of weight and bias."""
-
-    def shapes(*args: Any) -> Any:
-        found = func(*args)
-        mixed = any(isinstance(w, Tensor) and w.dtype != args[0].dtype for w in args[weights])
-        return (found[0], *(t.float() if mixed and t.dtype in HALF else t for t in found[1:])) if mixed else found
-
-    return shapes
-
-
-def _group_norm_backward(grad: Tensor, x: Tensor, *args: Any) -> Any:
-    """Its own shape function gives the input's gradient the dtype of the statistics."""
-    found = aten.native_group_norm_backward.default(grad, x, *args)
-    return (None if found[0] is None else found[0].to(x.dtype), *found[1:])
-
-
-# Ops whose own shape functions are wrong, with one that is right.
-SHAPES: dict[Any, Callable[..., Any]] = {
-    aten._grouped_mm.default: _grouped_mm,
-    aten.mish_backward.default: aten.mul.Tensor,
-    aten.native_layer_norm.default: _normalised(aten.native_layer_norm.default, slice(2, 4)),
-    aten.native_group_norm.default: _normalised(aten.native_group_norm.default, slice(1, 3)),
-    aten.native_group_norm_backward.default: _group_norm_backward,
-    aten._native_batch_norm_legit.no_stats: _normalised(aten._native_batch_norm_legit.no_stats, slice(1, 3)),
-    aten._native_batch_norm_legit_functional.default: _normalised(
-        aten._native_batch_norm_legit_functional.default, slice(1, 3)
-    ),
-}
-
-
 @functools.cache
 def _composite(func: Any) -> bool:
     """Whether an op is only written by simpler ones. One that has a rule has kernels too, which round once (the
     backward of SiLU and of Mish)."""
-    return op_spec(func) is None and bool(
+    return not op_spec(func).known and bool(
         torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     )
 

@@ -11,8 +11,6 @@ from torch.fx.node import map_arg
 
 from plait.compile.ops import Call, OpSpec, TensorSpec, op_spec
 
-NO_OP_SPEC = OpSpec()
-
 
 def is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
@@ -58,7 +56,8 @@ def call_of(node: Node) -> Call:
     return Call(node.target, tuple(args), dict(kwargs), tuple(inputs), outputs)
 
 
-def op_spec_of(node: Node) -> OpSpec | None:
+def op_spec_of(node: Node) -> OpSpec:
+    """The row of what the node calls; one that is not `known` where it has none."""
     return op_spec(node.target)
 
 

@@ -1,43 +1,57 @@
-"""Which calls give a view of their first input: no memory of their own. And views that backward makes anew."""
+"""Which calls have memory of their own, and which give a view of their first input. Views that backward makes anew."""
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from plait.compile.ir.node_info import set_info
-from plait.compile.ops import comm_ops
+from plait.compile.ops import View, op_spec
 
-aten = torch.ops.aten
 
-# The input itself: tracing leaves them behind, and they can go.
-ALIASES = frozenset(
-    {aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default}
-)  # fmt: skip
-# The same numbers in the same order, in another shape: a rank's local tensor may need a copy for what was none.
-RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
-# Views that show all of what they view, each number once: what is written to one is written to the other.
-WHOLE_VIEWS = RESHAPES | {
-    aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.default,
-    aten.squeeze.dim, aten.squeeze.dims,
-}  # fmt: skip
-# All of them, also those that show a part or repeat numbers: their memory lives as long as they do.
-VIEWS = WHOLE_VIEWS | {
-    aten.expand.default, aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default,
-    aten.unbind.int, aten.detach.default, aten.alias.default, aten.diagonal.default, aten.unfold.default,
-    aten.as_strided.default, comm_ops.in_format,
-}  # fmt: skip
+def view_of(node: Node) -> View | None:
+    """What the node shows of its first input, None where its result has memory of its own."""
+    return op_spec(node.target).view
 
 
 def is_view(node: Node) -> bool:
     """Whether the node's value lies in its input's memory. A reshape counts, though it may have to copy."""
     if node.target is operator.getitem:
         source = node.args[0]
-        return isinstance(source, Node) and source.target in VIEWS
-    return node.target in VIEWS
+        return isinstance(source, Node) and op_spec(source.target).view is not None
+    return op_spec(node.target).view is not None
+
+
+def is_whole_view(node: Node) -> bool:
+    """Whether the node shows all of its input, each number once: what is written to one is written to the other."""
+    view = op_spec(node.target).view
+    return view is not None and view.is_whole
+
+
+def is_fresh(node: Node) -> bool:
+    """Whether the node's one result is memory of its own, by the op's schema."""
+    return _makes_memory(node.target)
+
+
+@functools.cache
+def _makes_memory(op: Any) -> bool:
+    if not isinstance(op, OpOverload) or op_spec(op).view is not None:
+        return False
+    # An op that is written by others may give its input back, whatever its schema says (conj_physical).
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    returns = op._schema.returns
+    return not composite and len(returns) == 1 and str(returns[0].type) == "Tensor" and returns[0].alias_info is None
+
+
+def writes_in_place(node: Node) -> bool:
+    """Whether the op writes its result into its first argument, which is what it gives back."""
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def view_anew(graph: Graph, views: Sequence[Node], late: Callable[[Node], bool]) -> set[Node]:

@@ -20,6 +20,7 @@ from plait.compile.ops import (  # noqa: F401  (each registers its rules)
     pieces,
     pointwise,
     pool,
+    random,
     reduce,
     reshape,
     softmax,
@@ -27,11 +28,15 @@ from plait.compile.ops import (  # noqa: F401  (each registers its rules)
     view,
 )
 from plait.compile.ops.base import (
+    NO_OP_SPEC,
     OP_SPECS,
     Builder,
     Call,
+    CollectiveKind,
+    Communication,
     Emit,
     Factor,
+    MemoryUse,
     OpSpec,
     Partial,
     Placement,
@@ -39,11 +44,12 @@ from plait.compile.ops.base import (
     Shard,
     Strategy,
     TensorSpec,
+    View,
     einsum,
     register,
+    state,
     strategies_of,
 )
-from plait.compile.ops.dims import overloads
 
 # Ops of other libraries, by name: they are not there before the library is imported.
 NAMED: dict[str, OpSpec] = {
@@ -51,30 +57,24 @@ NAMED: dict[str, OpSpec] = {
     "transformers.grouped_mm_fallback_backward.default": matmul.GROUPED_BACKWARD,
 }
 
-# Where a dim that is cut may end: rows of a table that are looked up, and a vocabulary whose softmax goes into a loss.
-LOOKUPS = frozenset(overloads("embedding"))
-SOFTMAXES = frozenset(overloads("_log_softmax"))
-LOSSES = frozenset(overloads("nll_loss_forward", "nll_loss2d_forward"))
-NORMS = frozenset(overloads("native_layer_norm", "_fused_rms_norm"))  # of a cut dim: sums that are small
 
-
-def op_spec(op: Any) -> OpSpec | None:
-    """The rule of an op, None if it has none: such an op runs on whole inputs."""
-    rule = OP_SPECS.get(op)
-    return rule if rule is not None else NAMED.get(str(op))
+def op_spec(op: Any) -> OpSpec:
+    """The row of an op; of one that has none, one that is not `known`: such an op runs on whole inputs."""
+    row = OP_SPECS.get(op)
+    return row if row is not None else NAMED.get(str(op), NO_OP_SPEC)
 
 
 __all__ = [
-    "LOOKUPS",
-    "LOSSES",
     "NAMED",
-    "NORMS",
+    "NO_OP_SPEC",
     "OP_SPECS",
-    "SOFTMAXES",
     "Builder",
     "Call",
+    "CollectiveKind",
+    "Communication",
     "Emit",
     "Factor",
+    "MemoryUse",
     "OpSpec",
     "Partial",
     "Placement",
@@ -82,8 +82,10 @@ __all__ = [
     "Shard",
     "Strategy",
     "TensorSpec",
+    "View",
     "einsum",
     "op_spec",
     "register",
+    "state",
     "strategies_of",
 ]  # fmt: skip

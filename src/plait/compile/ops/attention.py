@@ -20,6 +20,7 @@ from plait.compile.ops.base import (
     TensorSpec,
     no_groups,
     register,
+    state,
 )
 from plait.compile.ops.dims import blocks_of, broadcast_dim, first_operand, overloads
 from plait.spec.layout import Blocks
@@ -125,4 +126,8 @@ _SIGNATURES: dict[str, Signature] = {
 
 for _name, _signature in _SIGNATURES.items():
     _groups = first_operand if _signature.query else no_groups  # backward ops are linear in the gradient
-    register(*overloads(_name), spec=OpSpec(strategies=_strategies(_signature), linear=_groups, formats=True))
+    register(
+        *overloads(_name),
+        spec=OpSpec(strategies=_strategies(_signature), linear=_groups, formats=True, dropout=_signature.dropout[0]),
+    )
+state(*overloads("_scaled_dot_product_fused_attention_overrideable"), dropout=4)

@@ -8,9 +8,10 @@ the output leaves a partial sum there. A factor that cannot be cut is simply not
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.fx import Node
@@ -63,10 +64,16 @@ class Factor:
 class Builder(Protocol):
     """Writes the nodes of the graph that one rank runs. Shapes in it are local."""
 
+    axis: str
     size: int  # number of ranks along the axis
+    world: Node  # stands for the rank's World, which collectives take first
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
         """Append a call and return its node; its local value is worked out at once, so `shape` knows it."""
+
+    def collective(self, op: Any, tensor: Node, shape: tuple[int, ...], *args: Any, axis: str = "") -> Node:
+        """Append a call `op(world, tensor, axis, *args)` of ops.comm_ops, whose result has this local shape; the axis
+        is the builder's own where none is named."""
 
     def shape(self, node: Node) -> tuple[int, ...]: ...
 
@@ -107,10 +114,72 @@ def no_groups(call: Call) -> Sequence[tuple[int, ...]]:
     return ()
 
 
+class View(enum.Enum):
+    """What a view shows of its first input."""
+
+    ALIAS = "the input itself: tracing leaves it behind, and it can go"
+    RESHAPE = "the same numbers in the same order; of a rank's local tensor it may have to copy"
+    WHOLE = "each number once: what is written to one is written to the other"
+    PART = "some of the numbers, or some of them several times"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the view shows all of what it views, each number once."""
+        return self is not View.PART
+
+
+class CollectiveKind(enum.Enum):
+    """What ranks do together, and how often the (N-1)/N of the whole tensor travel round the ring."""
+
+    ALL_REDUCE = "all_reduce", 2.0
+    ALL_GATHER = "all_gather", 1.0
+    REDUCE_SCATTER = "reduce_scatter", 1.0
+    ALL_TO_ALL = "all_to_all", 1.0
+    BROADCAST = "broadcast", 1.0
+
+    def __init__(self, title: str, ways: float) -> None:
+        self.title = title
+        self._ways = ways
+
+    def sent_bytes(self, held: int, size: int) -> float:
+        """What each of `size` ranks sends by the ring formula, if each gives a tensor of `held` bytes."""
+        whole = held * size if self is CollectiveKind.ALL_GATHER else held
+        return self._ways * whole * (size - 1) / size
+
+
+@dataclass(frozen=True)
+class Communication:
+    """The collective that a call is, begins or ends. Its tensor is argument 1 and its axis argument 2, but as said.
+
+    kind    the collective; of a `wait` that ends several kinds, any
+    part    whether the call is the whole of it, its start or its end
+    axis    position of the axis's name, or of several: the result is then all-reduced over the further ones
+    counted whether the node's record says how many bytes go in (NodeInfo.num_bytes), else the tensor does
+    """
+
+    kind: CollectiveKind
+    part: Literal["whole", "start", "wait"] = "whole"
+    axis: int = 2
+    counted: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """The class of the memory that a call makes, and of what it gives back once it is done (cost.memory_model)."""
+
+    makes: str
+    gives: str = ""
+
+
+Role = Literal["lookup", "softmax", "class loss", "norm"]
+Reads = Literal["values", "shape", "memory"]
+
+
 @dataclass(frozen=True)
 class OpSpec:
-    """How one op behaves under sharding along one axis.
+    """Every fact of one op that anybody needs. How it behaves under sharding along one axis:
 
+    known       whether the row says so; False: the op runs on whole inputs, and the user is told
     factors     index ranges that may be sharded
     linear      groups of inputs in which the op is jointly linear: if all inputs of a group are partial sums and the
                 others whole, so is each output (add: ((0, 1),); mul: ((0,), (1,)); a view: ((0,),))
@@ -123,8 +192,24 @@ class OpSpec:
     decompose   a function of the op's arguments that computes the same from simpler ops, used when an input is sharded
                 along a dim that no factor names
     weighted    whether the op is a sum that an operand, such as a model's weight, weighs
+    role        what the search for a layout looks for: a lookup of rows of a table, a softmax that may lead to a loss,
+                a loss over classes, a norm (whose sums over a cut dim are small)
+    batch_statistics   whether the op, in training, works out or reads statistics of the whole batch
+
+    What it gives, and what it reads:
+
+    view        what it shows of its first input, where its result has no memory of its own
+    copies      position of the argument whose numbers the result has, in memory of its own or in another dtype
+    moves       whether it only brings its tensor to where that is read: other ranks, another layout
+    reads       of its tensors: their values, only their shape and dtype, or memory as it lies (strides and offsets)
+    fake        works out a result on fake tensors, where the op's own shape function is wrong
+    random      the op in terms of `draw(shape, dtype, device, kind, params)`, the first argument (ops/random.py)
+    dropout     position of the rate of an op that is random only where that is not 0; its name is dropout_p
+    communicates   what it sends to other ranks
+    memory      the class of its memory, where that is not an activation
     """
 
+    known: bool = True
     factors: Callable[[Call], Sequence[Factor]] = field(default=lambda call: ())
     linear: Callable[[Call], Sequence[tuple[int, ...]]] = no_groups
     strategies: Callable[[Call, Placements, int], Sequence[Strategy]] = no_strategies
@@ -133,8 +218,20 @@ class OpSpec:
     formats: bool = False
     decompose: Callable[..., Any] | None = None
     weighted: bool = False
+    role: Role | None = None
+    batch_statistics: bool = False
+    view: View | None = None
+    copies: int | None = None
+    moves: bool = False
+    reads: Reads = "values"
+    fake: Callable[..., Any] | None = None
+    random: Callable[..., Any] | None = None
+    dropout: int | None = None
+    communicates: Communication | None = None
+    memory: MemoryUse | None = None
 
 
+NO_OP_SPEC = OpSpec(known=False)  # of an op without a row
 OP_SPECS: dict[Any, OpSpec] = {}
 
 
@@ -142,6 +239,13 @@ def register(*ops: Any, spec: OpSpec) -> None:
     for op in ops:
         assert op not in OP_SPECS, f"{op} has two rows"
         OP_SPECS[op] = spec
+
+
+def state(*ops: Any, **facts: Any) -> None:
+    """Write facts into the rows of ops, or into new ones that say nothing of sharding. Only where a family registers
+    many ops at once."""
+    for op in ops:
+        OP_SPECS[op] = replace(OP_SPECS.get(op, NO_OP_SPEC), **facts)
 
 
 def einsum(text: str) -> Callable[[Call], Sequence[Factor]]:
@@ -183,12 +287,16 @@ def strategies_of(rule: OpSpec, call: Call, given: Placements, size: int) -> lis
 
 
 __all__ = [
+    "NO_OP_SPEC",
     "OP_SPECS",
     "REPLICATE",
     "Builder",
     "Call",
+    "CollectiveKind",
+    "Communication",
     "Emit",
     "Factor",
+    "MemoryUse",
     "OpSpec",
     "Partial",
     "Placement",
@@ -196,7 +304,9 @@ __all__ = [
     "Shard",
     "Strategy",
     "TensorSpec",
+    "View",
     "einsum",
     "register",
+    "state",
     "strategies_of",
 ]  # fmt: skip

@@ -22,10 +22,12 @@ from plait.compile.ops.base import (
     Strategy,
     TensorSpec,
     by_number,
+    no_groups,
     register,
+    state,
 )
-from plait.compile.ops.dims import overloads, widened
-from plait.compile.ops.norm import statistics_dtype
+from plait.compile.ops.dims import aten, overloads, widened
+from plait.compile.ops.norm import mixed_statistics, statistics_dtype
 from plait.spec.layout import Blocks
 
 
@@ -224,21 +226,33 @@ def _rule(
     always: bool = True,
     linear: int = -1,
     formats: bool = False,
+    fake: Callable[..., Any] | None = None,
 ) -> OpSpec:
     """`position` of the argument that says whether it is training, else `always`; `linear` in that input."""
-    strategies = _strategies(lambda call: always if position is None else bool(call.args[position]))
-    if linear < 0:
-        return OpSpec(strategies=strategies, decompose=decompose)
-    return OpSpec(strategies=strategies, decompose=decompose, linear=lambda call: [(linear,)], formats=formats)
+    return OpSpec(
+        strategies=_strategies(lambda call: always if position is None else bool(call.args[position])),
+        decompose=decompose,
+        linear=no_groups if linear < 0 else lambda call: [(linear,)],
+        formats=formats,
+        batch_statistics=always,
+        fake=fake,
+    )
 
 
 register(*overloads("native_batch_norm", "_native_batch_norm_legit"), spec=_rule(_native, 5))
-register(*overloads("_native_batch_norm_legit_functional"), spec=_rule(_functional, 5))
-register(*overloads("_native_batch_norm_legit.no_stats"), spec=_rule(_no_stats, 3))
+register(
+    *overloads("_native_batch_norm_legit_functional"),
+    spec=_rule(_functional, 5, fake=mixed_statistics(aten._native_batch_norm_legit_functional.default, slice(1, 3))),
+)
+register(
+    *overloads("_native_batch_norm_legit.no_stats"),
+    spec=_rule(_no_stats, 3, fake=mixed_statistics(aten._native_batch_norm_legit.no_stats, slice(1, 3))),
+)
 register(*overloads("_native_batch_norm_legit_no_training"), spec=_rule(_no_training, always=False))
 register(*overloads("cudnn_batch_norm"), spec=_rule(_cudnn, 5))
 register(*overloads("_batch_norm_with_update_functional"), spec=_rule(_updating))
 register(*overloads("_batch_norm_no_update"), spec=OpSpec(strategies=_strategies(lambda call: False)))
 register(*overloads("native_batch_norm_backward"), spec=_rule(_native_backward, 7, linear=0))
 register(*overloads("cudnn_batch_norm_backward"), spec=_rule(_cudnn_backward, linear=1, formats=True))
+state(*overloads("_batch_norm_with_update"), batch_statistics=True)
 register(*overloads("batch_norm_backward"), spec=_rule(_any_backward, 7, linear=0))

@@ -1,33 +1,118 @@
-"""Rules of the collectives of mesh axes that were partitioned before: tensors of the same rank, other dims are free."""
+"""Rows of the calls in comm_ops. A later mesh axis cuts the other dims of what the collectives of an earlier one cut or
+join; a rule may write collectives of its own (`Builder.collective`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import Node
 
 from plait.compile.ops import comm_ops
-from plait.compile.ops.base import Call, Factor, OpSpec, register
+from plait.compile.ops.base import (
+    Builder,
+    Call,
+    CollectiveKind,
+    Communication,
+    Factor,
+    MemoryUse,
+    OpSpec,
+    Strategy,
+    View,
+    no_groups,
+    register,
+)
+from plait.compile.ops.dims import first_operand
+from plait.cost.memory_model import ACTIVATIONS, BUFFERS
+from plait.spec.layout import local_shape
 
-# Where each op has the dims that it cuts or joins: those stay whole along a later axis.
-_DIMS = {
-    comm_ops.all_reduce: (),
-    comm_ops.broadcast: (),
-    comm_ops.all_gather: (3,),
-    comm_ops.reduce_scatter: (3,),
-    comm_ops.shard: (3,),
-    comm_ops.all_to_all: (3, 5),
-}
-
-
-def _factors(call: Call) -> Sequence[Factor]:
-    busy = {call.args[position] for position in _DIMS[call.op]}
-    return [Factor((d,), (d,)) for d in range(call.inputs[0].ndim) if d not in busy]
-
-
-def _linear(call: Call) -> Sequence[tuple[int, ...]]:
-    if call.op is comm_ops.all_reduce and len(call.args) > 3 and call.args[3] != "sum":
-        return ()
-    return ((0,),)
+_ARRIVES = MemoryUse(BUFFERS, ACTIVATIONS)  # through a buffer of the transport
 
 
-for _op in _DIMS:
-    register(_op, spec=OpSpec(factors=_factors, linear=_linear))
+def _factors(*positions: int) -> Callable[[Call], Sequence[Factor]]:
+    """Every dim is free but those that the arguments at these positions name."""
+
+    def factors(call: Call) -> Sequence[Factor]:
+        busy = {call.args[position] for position in positions}
+        return [Factor((d,), (d,)) for d in range(call.inputs[0].ndim) if d not in busy]
+
+    return factors
+
+
+def _summed(call: Call) -> Sequence[tuple[int, ...]]:
+    return ((0,),) if call.arg(3, "op", "sum") == "sum" else no_groups(call)
+
+
+def _emit(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    """The same collective of the earlier axis, on what this axis leaves of the tensor."""
+    (out,) = call.outputs
+    assert out is not None
+    _, tensor, axis, *rest = args
+    return b.collective(call.op, tensor, local_shape(out.shape, strategy.outputs[0], b.size), *rest, axis=axis)
+
+
+register(
+    comm_ops.all_reduce,
+    spec=OpSpec(
+        factors=_factors(),
+        linear=_summed,
+        emit=_emit,
+        communicates=Communication(CollectiveKind.ALL_REDUCE),
+        memory=_ARRIVES,
+    ),
+)
+register(
+    comm_ops.broadcast,
+    spec=OpSpec(
+        factors=_factors(),
+        linear=first_operand,
+        emit=_emit,
+        moves=True,
+        copies=1,
+        communicates=Communication(CollectiveKind.BROADCAST),
+        memory=_ARRIVES,
+    ),
+)
+register(
+    comm_ops.all_gather,
+    spec=OpSpec(
+        factors=_factors(3),
+        linear=first_operand,
+        emit=_emit,
+        moves=True,
+        communicates=Communication(CollectiveKind.ALL_GATHER),
+        memory=_ARRIVES,
+    ),
+)
+register(
+    comm_ops.reduce_scatter,
+    spec=OpSpec(
+        factors=_factors(3),
+        linear=first_operand,
+        emit=_emit,
+        communicates=Communication(CollectiveKind.REDUCE_SCATTER),
+        memory=_ARRIVES,
+    ),
+)
+register(
+    comm_ops.all_to_all,
+    spec=OpSpec(
+        factors=_factors(3, 5),
+        linear=first_operand,
+        emit=_emit,
+        moves=True,
+        communicates=Communication(CollectiveKind.ALL_TO_ALL),
+        memory=_ARRIVES,
+    ),
+)
+register(comm_ops.shard, spec=OpSpec(factors=_factors(3), linear=first_operand, emit=_emit, moves=True))
+register(
+    comm_ops.all_reduce_start,
+    spec=OpSpec(communicates=Communication(CollectiveKind.ALL_REDUCE, "start"), memory=MemoryUse(ACTIVATIONS)),
+)
+register(
+    comm_ops.wait,
+    spec=OpSpec(moves=True, communicates=Communication(CollectiveKind.ALL_REDUCE, "wait"), memory=_ARRIVES),
+)
+register(comm_ops.in_format, spec=OpSpec(view=View.PART))  # or a copy
+register(comm_ops.coordinate, spec=OpSpec())

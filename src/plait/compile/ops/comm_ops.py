@@ -121,6 +121,3 @@ def _join(rows: Tensor, dim: int, blocks: Blocks) -> Tensor:
         return torch.cat([_join(piece, dim, 1) for piece in pieces], dim)
     split = rows.unflatten(dim + 1, (blocks, rows.shape[dim + 1] // blocks))
     return split.movedim(0, dim + 1).flatten(dim, dim + 2).contiguous() if size > 1 else rows[0]
-
-
-COMMUNICATING = frozenset({all_reduce, all_reduce_start, wait, all_gather, reduce_scatter, all_to_all, broadcast})

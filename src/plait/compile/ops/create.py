@@ -97,7 +97,10 @@ def _emit_arange(builder: Builder, call: Call, strategy: Strategy, args: Any, kw
 
 register(*overloads("full", "zeros", "ones", "empty.memory_format"), spec=OpSpec(strategies=_constant, sizes=0))
 register(*overloads("scalar_tensor"), spec=OpSpec())
-register(*overloads("new_zeros", "new_ones", "new_full", "new_empty"), spec=OpSpec(strategies=_new, emit=_emit_new))
+register(
+    *overloads("new_zeros", "new_ones", "new_full", "new_empty"),
+    spec=OpSpec(strategies=_new, emit=_emit_new, reads="shape"),
+)
 register(*overloads("new_empty_strided"), spec=OpSpec(strategies=_new, emit=_emit_new_strided))
 register(*overloads("arange", "arange.start", "arange.start_step"), spec=OpSpec(strategies=_arange, emit=_emit_arange))
 

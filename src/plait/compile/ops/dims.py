@@ -11,6 +11,7 @@ from plait.compile.ops.base import REPLICATE, Call, Factor, Placement, Shard, St
 from plait.spec.layout import Blocks
 
 aten = torch.ops.aten
+HALF = (torch.bfloat16, torch.float16)
 
 
 def overloads(*names: str) -> list[Any]:
@@ -119,4 +120,4 @@ def is_floating(spec: TensorSpec | None) -> bool:
 
 def widened(x: torch.Tensor) -> torch.Tensor:
     """In the precision in which sums are kept."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.float() if x.dtype in HALF else x

@@ -91,7 +91,7 @@ def _emit_embedding_rows(builder: Builder, call: Call, strategy: Strategy, args:
 
 register(
     *overloads("embedding"),
-    spec=OpSpec(factors=_embedding_factors, strategies=_embedding_rows, linear=first_operand),
+    spec=OpSpec(factors=_embedding_factors, strategies=_embedding_rows, linear=first_operand, role="lookup"),
 )
 
 

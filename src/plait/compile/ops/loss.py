@@ -209,7 +209,10 @@ def _emit_nll_backward_classes(builder: Builder, call: Call, strategy: Strategy,
     return builder.call(aten.scatter.src, zeros, dim, index, values)
 
 
-register(*overloads("nll_loss_forward", "nll_loss2d_forward"), spec=OpSpec(strategies=_nll_strategies, decompose=_nll))
+register(
+    *overloads("nll_loss_forward", "nll_loss2d_forward"),
+    spec=OpSpec(strategies=_nll_strategies, decompose=_nll, role="class loss"),
+)
 register(
     *overloads("nll_loss_backward", "nll_loss2d_backward"),
     spec=OpSpec(strategies=_nll_backward_strategies, linear=first_operand, formats=True),

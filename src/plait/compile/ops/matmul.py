@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from plait.compile.ops.base import (
     OP_SPECS,
     Builder,
@@ -195,7 +197,26 @@ def _grouped_strategies(call: Call, given: Placements, size: int) -> list[Strate
 
 GROUPED = OpSpec(factors=_grouped_factors, linear=lambda call: [(0,), (1,)], weighted=True, formats=True)
 GROUPED_BACKWARD = OpSpec(factors=_grouped_backward_factors, linear=lambda call: [(3,)], formats=True)
+
+
+def _fake_grouped(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
+    """The op's own shape function knows bfloat16 only."""
+    if a.ndim == 2 and b.ndim == 2:
+        shape: tuple[int, ...] = (offs.shape[0], a.shape[0], b.shape[1])
+    elif a.ndim == 3 and b.ndim == 3:
+        shape = (a.shape[0], a.shape[1], b.shape[2])
+    else:
+        shape = (a.shape[-2], b.shape[-1])
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
 register(
     *overloads("_grouped_mm"),
-    spec=OpSpec(strategies=_grouped_strategies, linear=lambda call: [(0,), (1,)], weighted=True, formats=True),
+    spec=OpSpec(
+        strategies=_grouped_strategies,
+        linear=lambda call: [(0,), (1,)],
+        weighted=True,
+        formats=True,
+        fake=_fake_grouped,
+    ),
 )

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.compile.ops.base import Builder, Call, OpSpec, Partial, Placements, Shard, Strategy, register
-from plait.compile.ops.dims import blocks_of, first_operand, overloads, put, sharded_strategy, widened
+from plait.compile.ops.dims import HALF, aten, blocks_of, first_operand, overloads, put, sharded_strategy, widened
 
 
 def statistics_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
     """Of means and inverse deviations: a CPU keeps them like x, unless the weights are wider."""
     like = x.device.type == "cpu" and (weight is None or weight.dtype == x.dtype)
     return x.dtype if like or x.dtype.itemsize != 2 else torch.float32
+
+
+def mixed_statistics(op: Any, weights: slice) -> Callable[..., Any]:
+    """The shapes of a norm of a half-precision tensor by float32 weights, as autocast has it: on a CPU its statistics
+    are float32, which its own shape function does not know. `weights` are the places of weight and bias."""
+
+    def fake(*args: Any) -> Any:
+        found = op(*args)
+        mixed = any(isinstance(w, Tensor) and w.dtype != args[0].dtype for w in args[weights])
+        return (found[0], *(t.float() if mixed and t.dtype in HALF else t for t in found[1:])) if mixed else found
+
+    return fake
 
 
 def _row_strategies(call: Call, given: Placements, size: int, normalized: Sequence[int]) -> list[Strategy]:
@@ -105,12 +117,20 @@ def _rms_norm_backward(
     return tuple(g if keep else None for g, keep in zip(found, output_mask, strict=True))
 
 
-register(*overloads("native_layer_norm"), spec=OpSpec(strategies=_forward_rows, decompose=_layer_norm))
+register(
+    *overloads("native_layer_norm"),
+    spec=OpSpec(
+        strategies=_forward_rows,
+        decompose=_layer_norm,
+        role="norm",
+        fake=mixed_statistics(aten.native_layer_norm.default, slice(2, 4)),
+    ),
+)
 register(
     *overloads("native_layer_norm_backward"),
     spec=OpSpec(strategies=_backward_rows, linear=first_operand, formats=True, decompose=_layer_norm_backward),
 )
-register(*overloads("_fused_rms_norm"), spec=OpSpec(strategies=_forward_rows, decompose=_rms_norm))
+register(*overloads("_fused_rms_norm"), spec=OpSpec(strategies=_forward_rows, decompose=_rms_norm, role="norm"))
 register(
     *overloads("_fused_rms_norm_backward"),
     spec=OpSpec(strategies=_backward_rows, linear=first_operand, formats=True, decompose=_rms_norm_backward),
@@ -180,8 +200,22 @@ def _group_norm_backward(
 _GROUP_BACKWARD = frozenset(overloads("native_group_norm_backward"))
 register(
     *overloads("native_group_norm"),
-    spec=OpSpec(strategies=_group_strategies, emit=_emit_group, formats=True, decompose=_group_norm),
+    spec=OpSpec(
+        strategies=_group_strategies,
+        emit=_emit_group,
+        formats=True,
+        decompose=_group_norm,
+        fake=mixed_statistics(aten.native_group_norm.default, slice(1, 3)),
+    ),
 )
+
+
+def _fake_group_backward(grad: Tensor, x: Tensor, *args: Any) -> Any:
+    """The op's own shape function gives the input's gradient the dtype of the statistics."""
+    found = aten.native_group_norm_backward.default(grad, x, *args)
+    return (None if found[0] is None else found[0].to(x.dtype), *found[1:])
+
+
 register(
     *_GROUP_BACKWARD,
     spec=OpSpec(
@@ -190,5 +224,6 @@ register(
         linear=first_operand,
         formats=True,
         decompose=_group_norm_backward,
+        fake=_fake_group_backward,
     ),
 )

@@ -20,7 +20,9 @@ from plait.compile.ops.base import (
     Placements,
     Shard,
     Strategy,
+    View,
     register,
+    state,
 )
 from plait.compile.ops.dims import all_operands, aten, blocks_of, first_operand, overloads, positive
 from plait.spec.layout import Blocks, block_lengths, blocks_of_lengths, num_units
@@ -85,7 +87,8 @@ def _emit_slice(builder: Builder, call: Call, strategy: Strategy, args: Any, kwa
 
 
 register(
-    *overloads("slice.Tensor"), spec=OpSpec(factors=_others(1), strategies=_slice_strategies, linear=first_operand)
+    *overloads("slice.Tensor"),
+    spec=OpSpec(factors=_others(1), strategies=_slice_strategies, linear=first_operand, view=View.PART),
 )
 
 
@@ -129,6 +132,7 @@ register(
                "unsafe_chunk"),
     spec=OpSpec(factors=_others(2), strategies=_split_strategies, linear=first_operand),
 )  # fmt: skip
+state(*overloads("split.Tensor", "split_with_sizes", "chunk"), view=View.PART)
 
 
 def _unbind_factors(call: Call) -> list[Factor]:
@@ -137,7 +141,7 @@ def _unbind_factors(call: Call) -> list[Factor]:
     return [Factor((d,), (d - (d > dim),) * len(call.outputs)) for d in range(ndim) if d != dim]
 
 
-register(*overloads("unbind.int"), spec=OpSpec(factors=_unbind_factors, linear=first_operand))
+register(*overloads("unbind.int"), spec=OpSpec(factors=_unbind_factors, linear=first_operand, view=View.PART))
 
 
 def _cat_factors(call: Call) -> list[Factor]:

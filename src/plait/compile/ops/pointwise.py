@@ -6,7 +6,18 @@ from typing import Any
 
 import torch
 
-from plait.compile.ops.base import REPLICATE, Call, OpSpec, Partial, Placements, Strategy, no_groups, register
+from plait.compile.ops.base import (
+    REPLICATE,
+    Call,
+    OpSpec,
+    Partial,
+    Placements,
+    Strategy,
+    View,
+    no_groups,
+    register,
+    state,
+)
 from plait.compile.ops.dims import (
     aten,
     blocks_of,
@@ -122,10 +133,14 @@ def _like(call: Call, given: Placements, size: int) -> list[Strategy]:
 OPS = tuple(dict.fromkeys([*tagged(), *_EXTRAS]))
 for _op in OPS:
     register(_op, spec=OpSpec(factors=pointwise_factors, linear=_LINEAR.get(_op, no_groups)))
+state(*overloads("alias", "detach", "lift_fresh", "lift_fresh_copy", "positive"), view=View.ALIAS)
+state(*overloads("_to_copy", "clone", "contiguous"), copies=0)
+state(*overloads("copy"), copies=1)
+state(*overloads("mish_backward"), fake=aten.mul.Tensor)  # the op's own shape function lacks the dtypes
 register(*overloads("_prelu_kernel_backward"), spec=OpSpec(factors=pointwise_factors, linear=first_operand))
 register(
     *overloads("zeros_like", "ones_like", "empty_like", "full_like"),
-    spec=OpSpec(factors=pointwise_factors, strategies=_like),
+    spec=OpSpec(factors=pointwise_factors, strategies=_like, reads="shape"),
 )
 register(*overloads("log_sigmoid_forward"), spec=OpSpec(strategies=_log_sigmoid))
 register(*overloads("log_sigmoid_backward"), spec=OpSpec(strategies=_log_sigmoid, linear=first_operand))

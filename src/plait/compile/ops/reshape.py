@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Sequence
 
-from plait.compile.ops.base import Call, OpSpec, Placements, Shard, Strategy, register
+from plait.compile.ops.base import Call, OpSpec, Placements, Shard, Strategy, View, register, state
 from plait.compile.ops.dims import first_operand, overloads
 
 _TRIED = (1, 2, 3, 4)  # numbers of blocks that a reader may want where the input has none yet
@@ -97,3 +97,4 @@ register(
     *overloads("view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy", "view_copy"),
     spec=OpSpec(strategies=_strategies, linear=first_operand, sizes=1),
 )
+state(*overloads("view", "_unsafe_view", "reshape", "_reshape_alias"), view=View.RESHAPE)

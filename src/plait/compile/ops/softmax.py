@@ -57,7 +57,7 @@ def _free(position: int) -> Callable[[Call], Sequence[Factor]]:
 
 
 _forward, _backward = _free(1), _free(2)
-register(*overloads("_log_softmax"), spec=OpSpec(factors=_forward, decompose=_log_softmax))
+register(*overloads("_log_softmax"), spec=OpSpec(factors=_forward, decompose=_log_softmax, role="softmax"))
 register(*overloads("_softmax"), spec=OpSpec(factors=_forward, decompose=_softmax))
 register(*overloads("_safe_softmax"), spec=OpSpec(factors=_forward, decompose=_safe_softmax))
 register(

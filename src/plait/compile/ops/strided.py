@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from plait.compile.ops.base import OpSpec, register
+from plait.compile.ops.base import OpSpec, View, register
 from plait.compile.ops.dims import first_operand, overloads
 from plait.errors import CaptureError
 
@@ -68,5 +68,7 @@ def _as_strided_scatter(
     return flat.view(memory.shape).permute(back)
 
 
-register(*overloads("as_strided"), spec=OpSpec(linear=first_operand, decompose=_as_strided))
-register(*overloads("as_strided_scatter"), spec=OpSpec(decompose=_as_strided_scatter))
+register(
+    *overloads("as_strided"), spec=OpSpec(linear=first_operand, decompose=_as_strided, reads="memory", view=View.PART)
+)
+register(*overloads("as_strided_scatter"), spec=OpSpec(decompose=_as_strided_scatter, reads="memory"))

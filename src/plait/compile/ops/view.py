@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from plait.compile.ops.base import (
@@ -14,7 +15,9 @@ from plait.compile.ops.base import (
     Placements,
     Shard,
     Strategy,
+    View,
     register,
+    state,
 )
 from plait.compile.ops.dims import blocks_of, dims_of, first_operand, overloads, positive, put
 
@@ -121,7 +124,7 @@ for _names, _map in {
     ("squeeze", "squeeze.dim", "squeeze.dims"): _squeeze,
     ("unsqueeze",): _unsqueeze,
 }.items():
-    register(*overloads(*_names), spec=_mapped(_map))
+    register(*overloads(*_names), spec=replace(_mapped(_map), view=View.WHOLE))
 
 
 def _existing(dim_map: DimMap) -> OpSpec:
@@ -137,12 +140,17 @@ def _expand_strategies(call: Call, given: Placements, size: int) -> list[Strateg
     return [Strategy((REPLICATE,), (Shard(d),)) for d, source in enumerate(_expand(call)) if source is None]
 
 
-register(*overloads("select.int"), spec=_existing(_select))
-register(*overloads("diagonal"), spec=_existing(_diagonal))
-register(*overloads("unfold"), spec=_existing(_sliding))
+for _name, _map in {"select.int": _select, "diagonal": _diagonal, "unfold": _sliding}.items():
+    register(*overloads(_name), spec=replace(_existing(_map), view=View.PART))
 register(
     *overloads("expand"),
-    spec=OpSpec(factors=_existing(_expand).factors, strategies=_expand_strategies, linear=first_operand, sizes=1),
+    spec=OpSpec(
+        factors=_existing(_expand).factors,
+        strategies=_expand_strategies,
+        linear=first_operand,
+        sizes=1,
+        view=View.PART,
+    ),
 )
 register(*overloads("flip"), spec=_keeping(_flipped))
 
@@ -161,6 +169,7 @@ register(
     spec=OpSpec(factors=_existing(_to_complex).factors, formats=True),
 )
 register(*overloads("view_as_real", "view_as_real_copy"), spec=OpSpec(factors=_existing(_to_real).factors))
+state(*overloads("view_as_complex", "view_as_real"), view=View.PART)  # in another dtype
 register(*overloads("roll"), spec=_keeping(_rolled))
 register(*overloads("tril", "triu"), spec=_keeping(_triangle))
 

@@ -22,9 +22,9 @@ from torch.fx import Graph, Node
 from plait.compile.capture.capture import Output
 from plait.compile.ir.calls import copy_graph, output_node, placeholders
 from plait.compile.ir.node_info import NodeInfo, describe, info_of
+from plait.compile.ir.views import is_fresh
 from plait.compile.ops import comm_ops
 from plait.compile.passes.gather import narrow_parameters
-from plait.compile.passes.inplace import is_fresh
 from plait.compile.sharding.zero import cut_of
 from plait.plan.plan import Plan
 from plait.spec.layout import Layout
@@ -108,7 +108,8 @@ def _unsummed(graph: Graph, gradients: Mapping[int, str], add: bool) -> Graph:
             results[index] = _added(graph, term, gradients[index])
         else:
             shared = sum(r is term for r in (*terms.values(), *others)) > 1 or len(term.users) > 1
-            results[index] = term if is_fresh(term) and not shared else _own(graph, term)
+            fresh = is_fresh(term) and term.meta["val"].is_contiguous()
+            results[index] = term if fresh and not shared else _own(graph, term)
     end.args = (tuple(results),)
     graph.eliminate_dead_code()
     return graph

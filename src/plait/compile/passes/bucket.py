@@ -19,11 +19,12 @@ from torch.fx import Graph, Node
 
 from plait.compile.ir.calls import num_bytes, output_node, settled
 from plait.compile.ir.node_info import describe, info_of
-from plait.compile.ir.views import WHOLE_VIEWS
-from plait.compile.ops import comm_ops
+from plait.compile.ir.views import is_whole_view
+from plait.compile.ops import CollectiveKind, Communication, MemoryUse, OpSpec, comm_ops, register
 from plait.compile.passes.pending_reductions import PendingReduction, leaving
 from plait.compile.sharding.flat_shards import Cut, FlatShards, PlainRows, rows_of
 from plait.compile.sharding.partition import WORLD
+from plait.cost.memory_model import BUFFERS, GRADIENTS
 from plait.schedule.buckets import bucket_limit, split_buckets
 
 aten = torch.ops.aten
@@ -79,6 +80,31 @@ def keep_part(world: Any, tensor: Tensor, axis: str, plain: PlainRows) -> Tensor
     """This rank's part of a tensor that every rank has whole."""
     (cut,) = rows_of(plain).cuts
     return cut.part(tensor, world.comm(axis).rank).clone(memory_format=torch.contiguous_format)
+
+
+_GRADIENTS = MemoryUse(BUFFERS, GRADIENTS)
+register(bucket_new, bucket_put, rows_put, spec=OpSpec(memory=MemoryUse(BUFFERS)))
+register(
+    bucket_start,
+    spec=OpSpec(
+        communicates=Communication(CollectiveKind.ALL_REDUCE, "start", counted=True), memory=MemoryUse(GRADIENTS)
+    ),
+)
+register(
+    rows_start,
+    spec=OpSpec(
+        communicates=Communication(CollectiveKind.REDUCE_SCATTER, "start", counted=True), memory=MemoryUse(GRADIENTS)
+    ),
+)
+register(
+    bucket_wait,
+    spec=OpSpec(communicates=Communication(CollectiveKind.ALL_REDUCE, "wait", counted=True), memory=_GRADIENTS),
+)
+register(
+    rows_wait,
+    spec=OpSpec(communicates=Communication(CollectiveKind.REDUCE_SCATTER, "wait", counted=True), memory=_GRADIENTS),
+)
+register(keep_part, spec=OpSpec(memory=_GRADIENTS))
 
 
 def _sum_on(world: Any, flat: Tensor, axes: Sequence[str]) -> Tensor:
@@ -181,7 +207,7 @@ def _join(graph: Graph, world: Node, members: list[PendingReduction], end: Node,
 
 def _hoist_views(node: Any) -> None:
     """Move a view, and what it views, up to where the memory is made."""
-    if node.target in WHOLE_VIEWS:
+    if is_whole_view(node):
         source = node.args[0]
         _hoist_views(source)
         source.append(node)

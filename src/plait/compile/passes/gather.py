@@ -18,10 +18,12 @@ from torch.fx import Graph, Node
 from plait.compile.ir.calls import placeholders
 from plait.compile.ir.node_info import info_of, set_info
 from plait.compile.ir.views import is_view, view_anew
+from plait.compile.ops import CollectiveKind, Communication, MemoryUse, OpSpec, register
 from plait.compile.passes.offload import phase_of
 from plait.compile.passes.read_ahead import in_buckets, in_order, read_ahead, readers_in
 from plait.compile.sharding.flat_shards import Cut, FlatShards, PlainRows, rows_of
 from plait.compile.sharding.partition import WORLD
+from plait.cost.memory_model import BUFFERS
 
 aten = torch.ops.aten
 
@@ -70,6 +72,18 @@ def gather_start(world: Any, axis: str, plain: PlainRows, dtypes: tuple[torch.dt
 
 def gather_wait(work: Gathering) -> list[Tensor]:
     return work.wait()
+
+
+register(
+    gather_start,
+    spec=OpSpec(
+        communicates=Communication(CollectiveKind.ALL_GATHER, "start", axis=1, counted=True), memory=MemoryUse(BUFFERS)
+    ),
+)
+register(
+    gather_wait,
+    spec=OpSpec(communicates=Communication(CollectiveKind.ALL_GATHER, "wait", counted=True), memory=MemoryUse(BUFFERS)),
+)
 
 
 def gather_parameters(graph: Graph, cuts: Mapping[str, Cut], bucket_bytes: int) -> Graph:

@@ -6,17 +6,10 @@ import torch
 from torch.fx import Graph, Node
 
 from plait.compile.ir.calls import is_tensor
-from plait.compile.ir.views import RESHAPES
+from plait.compile.ir.views import is_fresh, view_of
+from plait.compile.ops import View
 
 aten = torch.ops.aten
-# Ops whose result is memory of its own, not a view of an input.
-_FRESH = frozenset(
-    {
-        aten.mm.default, aten.addmm.default, aten.bmm.default, aten.add.Tensor, aten.mul.Tensor,
-        aten.convolution.default, aten.gelu.default, aten.gelu_backward.default, aten.embedding.default,
-        aten.sum.dim_IntList,
-    }
-)  # fmt: skip
 
 
 def reuse_dead_operands(graph: Graph) -> Graph:
@@ -36,16 +29,11 @@ def reuse_dead_operands(graph: Graph) -> Graph:
     return graph
 
 
-def is_fresh(node: Node) -> bool:
-    """Whether the node's result is memory of its own."""
-    return node.target in _FRESH
-
-
 def _reusable(operand: Node, node: Node) -> bool:
     """Whether nobody else can see the operand's memory and it has the result's form."""
     result, value = node.meta["val"], operand.meta["val"]
-    if value.shape != result.shape or value.dtype != result.dtype:
+    if (value.shape, value.dtype, value.stride()) != (result.shape, result.dtype, result.stride()):
         return False
-    while operand.target in RESHAPES and len(operand.users) == 1:
+    while view_of(operand) is View.RESHAPE and len(operand.users) == 1:
         operand = operand.args[0]  # type: ignore[assignment]
-    return operand.target in _FRESH and len(operand.users) == 1
+    return is_fresh(operand) and len(operand.users) == 1

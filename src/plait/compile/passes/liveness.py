@@ -26,33 +26,14 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.compile.capture.record import SHAPES
-from plait.compile.ir.calls import copy_graph, is_item, output_node, placeholders
+from plait.compile.ir.calls import copy_graph, is_item, op_spec_of, output_node, placeholders
 from plait.compile.ir.node_info import info_of
-from plait.compile.ir.views import is_view
-from plait.compile.ops import comm_ops
-from plait.compile.passes.bucket import (
-    bucket_new,
-    bucket_put,
-    bucket_start,
-    bucket_wait,
-    keep_part,
-    rows_put,
-    rows_start,
-    rows_wait,
-)
-from plait.compile.passes.gather import gather_start, gather_wait
+from plait.compile.ir.views import is_view, writes_in_place
+from plait.compile.ops import op_spec
 from plait.compile.sharding.partition import WORLD
-from plait.cost.memory_model import ACTIVATIONS, BUFFERS, GRADIENTS, PARAMETERS
+from plait.cost.memory_model import ACTIVATIONS, GRADIENTS, PARAMETERS
 
 aten = torch.ops.aten
-_TRAVELS = frozenset({bucket_new, bucket_put, rows_put, gather_start, gather_wait, *comm_ops.COMMUNICATING})
-# What is begun here makes its result when it is done, at whatever call that is.
-_BEGINS = {bucket_start: GRADIENTS, rows_start: GRADIENTS, comm_ops.all_reduce_start: ACTIVATIONS}
-# What comes out of a collective, where it is not a buffer any more.
-_ARRIVES = {bucket_wait: GRADIENTS, rows_wait: GRADIENTS, keep_part: GRADIENTS} | dict.fromkeys(
-    comm_ops.COMMUNICATING - {comm_ops.all_reduce_start}, ACTIVATIONS
-)
 
 
 class Meter(TorchDispatchMode):
@@ -79,7 +60,7 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default:
             return 0.5 if args[0].is_floating_point() else 0
-        result = SHAPES.get(func, func)(*args, **(kwargs or {}))
+        result = (op_spec(func).fake or func)(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, Tensor):
                 self._count(value)
@@ -177,9 +158,9 @@ def marked(graph: Graph, gradients: Collection[int]) -> Graph:
             with copy.inserting_before(node):
                 copy.call_function(mark, (world, *now))
             before = now
-        if node.target in _ARRIVES:
+        if given := _gives(node):
             with copy.inserting_after(node):
-                copy.call_function(claim, (world, node, _ARRIVES[node.target]))
+                copy.call_function(claim, (world, node, given))
     return copy
 
 
@@ -191,12 +172,17 @@ def claim(world: Any, values: Any, label: str) -> None:
     world.meter.claim(values, label)
 
 
+def _gives(node: Node) -> str:
+    """The class of what a call gives back, where it is not that of what it makes."""
+    memory = op_spec_of(node).memory
+    return "" if memory is None else memory.gives
+
+
 def _class_of(node: Node) -> str:
     """Of what a call makes."""
-    if node.target in _BEGINS:
-        return _BEGINS[node.target]
-    if node.target in _TRAVELS or node.target in _ARRIVES:
-        return BUFFERS
+    row = op_spec_of(node)
+    if row.memory is not None:
+        return row.memory.makes
     if node.target is aten._to_copy.default:
         source = node.args[0]
         while isinstance(source, Node) and is_view(source):
@@ -212,8 +198,8 @@ def _makes_gradients(graph: Graph, gradients: Collection[int]) -> set[Node]:
     (results,) = output_node(graph).args
     for index in gradients:
         node = results[index]  # type: ignore[index]
-        while isinstance(node, Node) and node.op == "call_function" and node.target not in _ARRIVES:
+        while isinstance(node, Node) and node.op == "call_function" and not _gives(node):
             found.add(node)
-            inside = is_view(node) or is_item(node) or node.target in (aten.add_.Tensor, aten.addmm_.default)
+            inside = is_view(node) or is_item(node) or writes_in_place(node)
             node = node.args[0] if inside else None
     return found

@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 from plait.compile.ir.calls import placeholders
 from plait.compile.ir.node_info import NodeInfo, describe, is_forward
+from plait.compile.ops import OpSpec, register
 from plait.compile.sharding.partition import WORLD
 from plait.spec.layout import Layout
 
@@ -94,3 +95,6 @@ def stash(homes: OffloadStore, offset: int, tensor: Tensor) -> Any:
 
 def unstash_start(homes: OffloadStore, *stashed: Any) -> Coming:
     return homes.unstash(stashed)
+
+
+register(fetch_start, coming_wait, leave, stash, unstash_start, spec=OpSpec())

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from plait.compile.ir.calls import output_node
-from plait.compile.ir.views import WHOLE_VIEWS
+from plait.compile.ir.views import is_whole_view
 
 aten = torch.ops.aten
 
@@ -23,7 +23,7 @@ def own_gradients(graph: Graph, gradients: Iterable[int]) -> Graph:
     seen: set[Node] = set()
     for index in gradients:
         node = base = results[index]
-        while base.target in WHOLE_VIEWS:
+        while is_whole_view(base):
             base = base.args[0]
         if base in seen or base.op == "placeholder" or base.target is aten.expand.default:
             with graph.inserting_before(end):

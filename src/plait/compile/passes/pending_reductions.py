@@ -10,10 +10,10 @@ from torch.fx import Graph, Node
 
 from plait.compile.ir.calls import output_node
 from plait.compile.ops import comm_ops
+from plait.compile.ops.dims import HALF
 from plait.compile.sharding.flat_shards import Cut
 
 aten = torch.ops.aten
-_HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PendingReduction:
     def sent(self) -> Node:
         """What goes on the wire: a term in half precision, where the graph widened it only to leave."""
         source = self.term.args[0] if self.term.target is aten._to_copy.default else None
-        narrow = isinstance(source, Node) and source.meta["val"].dtype in _HALF
+        narrow = isinstance(source, Node) and source.meta["val"].dtype in HALF
         return source if narrow and len(self.term.users) == 1 else self.term  # type: ignore[return-value]
 
 

@@ -15,11 +15,10 @@ from collections.abc import Collection, Iterable
 
 from torch.fx import Graph, Node
 
-from plait.compile.ir.calls import num_bytes, output_values
+from plait.compile.ir.calls import num_bytes, op_spec_of, output_values
 from plait.compile.ir.estimate import seconds_of
 from plait.compile.ir.node_info import info_of, is_backward, is_forward, set_info
 from plait.compile.ir.views import is_view
-from plait.compile.ops import comm_ops
 from plait.errors import PlanError
 from plait.plan.kinds import Bytes
 from plait.plan.recompute import Recompute
@@ -38,7 +37,7 @@ def recompute(graph: Graph, how: Recompute) -> Graph:
     forward = [n for n in graph.nodes if n.op == "call_function" and is_forward(n)]
     layers = _layers(forward, how)
     kept_anyway = _handed_on(forward, layers) | _read_in_another_stage(graph)
-    dropped = {n for n in forward if n in layers and n not in kept_anyway and n.target not in comm_ops.COMMUNICATING}
+    dropped = {n for n in forward if n in layers and n not in kept_anyway and not op_spec_of(n).communicates}
     if how.kind == "budget":
         dropped -= _kept_within(forward, dropped, how)
     _work_out_again(graph, dropped)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from plait.compile.ir.calls import is_item, placeholders, tensor_inputs
+from plait.compile.ir.calls import is_item, op_spec_of, placeholders, tensor_inputs
 from plait.compile.ir.node_info import info_of, is_forward
-from plait.compile.ir.views import RESHAPES
-from plait.compile.ops import LOOKUPS
+from plait.compile.ir.views import view_of
+from plait.compile.ops import View
 from plait.compile.ops.reshape import view_groups
 from plait.compile.sharding.narrow import by_width, condition, with_gathers
 from plait.compile.sharding.region import Grower, Region, leads_to_loss
@@ -75,7 +75,7 @@ class Recipe:
     def _weights(self, node: Node) -> list[Node]:
         """Parameters of which the node is a weighted sum or a lookup."""
         own, from_batch = self.grower.from_parameter, self.grower.from_batch
-        if node.target in LOOKUPS:
+        if op_spec_of(node).role == "lookup":
             table, ids = tensor_inputs(node)[:2]
             return [own[table]] if table in own and ids in from_batch else []
         return [own[i] for i in tensor_inputs(node) if i in own] if self.grower.weighted(node) else []
@@ -101,14 +101,14 @@ class Recipe:
             return "what it goes with is whole"
         if all(n % self.size for n in shape):
             return f"{cut} divides no dim of its shape {list(shape)}"
-        if use.target in LOOKUPS:
+        if op_spec_of(use).role == "lookup":
             return (
                 f"{cut} does not divide its {shape[0]} rows" if shape[0] % self.size else "no weight sums what it gives"
             )
         if halted is None:
             return "no weight sums what it gives"
         module = info_of(halted).module or "the loss"
-        if halted.target in RESHAPES:
+        if view_of(halted) is View.RESHAPE:
             return f"{cut} does not divide what it gives as {module} views it, {list(halted.meta['val'].shape)}"
         return f"{halted.target} in {module} needs what it gives whole"
 
@@ -139,7 +139,7 @@ def _cut_points(use: Node, num: int) -> list[Blocks]:
             if is_item(user):
                 continue
             pieces = pieces_of(user, length)
-            if user.target in RESHAPES and (inner := _outer_of(user, length)) is not None and num % length == 0:
+            if view_of(user) is View.RESHAPE and (inner := _outer_of(user, length)) is not None and num % length == 0:
                 views.append(num // length * inner)
             known = len(points)
             points.update(start + edge for piece in pieces for edge in piece[1:])
@@ -192,7 +192,7 @@ def _first_region(grower: Grower, parameter: Node, use: Node) -> Region | None:
     shape = tuple(parameter.meta["val"].shape)
     grower.stuck = grower.halted = None
     cut = []
-    for dim in [0] if use.target in LOOKUPS else range(len(shape)):
+    for dim in [0] if op_spec_of(use).role == "lookup" else range(len(shape)):
         points = _cut_points(use, shape[dim])
         for blocks in dict.fromkeys((1, *points, *_BLOCKS)):
             seed = Shard(dim, blocks)
@@ -202,7 +202,7 @@ def _first_region(grower: Grower, parameter: Node, use: Node) -> Region | None:
             if not isinstance(blocks, int):  # few key-value heads beside many of queries: whole, as apart from them
                 grower.stuck = stuck
         cut += [seed for blocks in (*points, 1) if divides(shape, seed := Shard(dim, blocks), grower.size)]
-    if use.target in LOOKUPS:
+    if op_spec_of(use).role == "lookup":
         return by_width(grower, parameter, use)
     stuck, halted = grower.stuck, grower.halted
     for seed in cut:

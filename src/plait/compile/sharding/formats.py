@@ -16,13 +16,10 @@ from torch.fx import Graph, Node
 from plait.compile.capture.decompose import decompose_node
 from plait.compile.ir.calls import is_tensor, op_spec_of
 from plait.compile.ir.node_info import NodeInfo, describe, info_of, set_info
-from plait.compile.ir.views import RESHAPES
-from plait.compile.ops import comm_ops
+from plait.compile.ops import View, comm_ops
 from plait.errors import CaptureError
 
 aten = torch.ops.aten
-# They speak of places in memory: written by ops that speak of elements.
-_READS_MEMORY = frozenset({aten.as_strided.default, aten.as_strided_scatter.default})
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ def note_formats(graph: Graph, several: bool) -> Graph:
     node = next(iter(graph.nodes))
     while node.op != "output":
         following = node.next
-        if node.target in _READS_MEMORY:
+        if op_spec_of(node).reads == "memory":  # written by ops that speak of elements
             following = _by_elements(node, several)
         elif node.op == "call_function":
             _note(node)
@@ -64,15 +61,13 @@ def note_formats(graph: Graph, several: bool) -> Graph:
 
 
 def _reshape(node: Node) -> None:
-    if node.target in RESHAPES:
-        node.target = aten.reshape.default
-    elif node.target is aten._reshape_alias.default:  # whose last argument are strides
-        node.target, node.args = aten.reshape.default, node.args[:2]
+    if op_spec_of(node).view is View.RESHAPE:
+        node.target, node.args = aten.reshape.default, node.args[:2]  # the last of _reshape_alias are strides
 
 
 def _by_elements(node: Node, several: bool) -> Node:
     rule = op_spec_of(node)
-    assert rule is not None and rule.decompose is not None
+    assert rule.decompose is not None
     following = node.next
     try:
         decompose_node(node, rule.decompose)
@@ -84,9 +79,9 @@ def _by_elements(node: Node, several: bool) -> Node:
 
 def _note(node: Node) -> None:
     rule = op_spec_of(node)
-    if rule is None and not hasattr(node.target, "_schema"):
+    if not hasattr(node.target, "_schema"):
         return  # plait's own, and getitem
-    if rule is None or rule.formats:
+    if not rule.known or rule.formats:
         given = [*enumerate(node.args), *node.kwargs.items()]
         tensors = [(place, value) for place, value in given if isinstance(value, Node) and is_tensor(value)]
         formats = {p: format_of(v.meta["val"]) for p, v in tensors if v.meta["val"].ndim > 1}

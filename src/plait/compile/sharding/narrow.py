@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch.fx import Graph, Node
 
-from plait.compile.ir.calls import is_item, num_bytes, output_values
+from plait.compile.ir.calls import is_item, num_bytes, op_spec_of, output_values
 from plait.compile.ir.node_info import info_of, set_info
-from plait.compile.ops import LOOKUPS
 from plait.compile.sharding.region import Grower, Region, leads_to_loss
 from plait.spec.layout import Placement, Shard, divides
 
@@ -55,7 +54,7 @@ def by_width(grower: Grower, parameter: Node, use: Node) -> Region | None:
     readers = [user for user in parameter.users if leads_to_loss(user)]
     shape = tuple(parameter.meta["val"].shape)
     fits = len(shape) == 2 and divides(shape, Shard(1), grower.size) and _is_large(parameter, grower)
-    if not fits or any(user.target not in LOOKUPS for user in readers):
+    if not fits or any(op_spec_of(user).role != "lookup" for user in readers):
         return None
     return grower.follow(parameter, Shard(1), use, frozenset({use}))
 
@@ -121,7 +120,11 @@ def gathered_of(
     asked = {node for node in parameters if among is None or node.name in set(among)}
     found: set[Node] = set()
     for use in graph.nodes:
-        if use.op != "call_function" or not leads_to_loss(use) or not (grower.weighted(use) or use.target in LOOKUPS):
+        if (
+            use.op != "call_function"
+            or not leads_to_loss(use)
+            or not (grower.weighted(use) or op_spec_of(use).role == "lookup")
+        ):
             continue
         for source in use.all_input_nodes:
             if (parameter := grower.from_parameter.get(source)) is None:
@@ -130,7 +133,7 @@ def gathered_of(
             if parameter not in asked or not isinstance(seed, Shard):
                 continue
             region = grower.follow(parameter, seed, use)
-            if region is None and use.target in LOOKUPS:
+            if region is None and op_spec_of(use).role == "lookup":
                 region = by_width(grower, parameter, use) if seed.dim == 1 else None
             elif region is None:
                 region = condition(grower, parameter, seed, use) or with_gathers(grower, parameter, seed, use)

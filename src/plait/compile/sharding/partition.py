@@ -13,11 +13,10 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from plait.compile.capture.record import SHAPES
-from plait.compile.ir.calls import NO_OP_SPEC, call_of, is_item, op_spec_of, output_node, tensor_inputs
+from plait.compile.ir.calls import call_of, is_item, op_spec_of, output_node, tensor_inputs
 from plait.compile.ir.node_info import NodeInfo, describe, info_of, set_info
 from plait.compile.ir.shapes import ShapeMemo
-from plait.compile.ops import Call, Strategy, comm_ops
+from plait.compile.ops import Call, Strategy, comm_ops, op_spec
 from plait.compile.sharding.propagate import Propagation
 from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Shard, local_shape
 
@@ -38,7 +37,7 @@ class LocalBuilder:
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
         real = map_arg((args, kwargs), lambda n: n.meta["val"])
-        run = SHAPES.get(op, op)
+        run = op_spec(op).fake or op
         schema = getattr(op, "_schema", None)
         value = run(*real[0], **real[1]) if schema is None else self._memo.call(op, *real, run)
         return self.node(op, args, kwargs, value)
@@ -47,6 +46,10 @@ class LocalBuilder:
         node = self.graph.call_function(op, args, kwargs)
         describe(node, self.info, value)
         return node
+
+    def collective(self, op: Any, tensor: Node, shape: tuple[int, ...], *args: Any, axis: str = "") -> Node:
+        value = self.empty(tensor.meta["val"], shape)
+        return self.node(op, (self.world, tensor, axis or self.axis, *args), {}, value)
 
     def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """A fake tensor of that shape."""
@@ -67,12 +70,12 @@ class LocalBuilder:
 
     def convert(self, node: Node, have: Placement, want: Placement) -> Node:
         """Bring a value of one placement to another."""
-        value, axis, size = node.meta["val"], self.axis, self.size
+        axis, size = self.axis, self.size
 
         def emit(op: Any, shape: tuple[int, ...], *args: Any) -> Node:
-            return self.node(op, (self.world, node, axis, *args), {}, self.empty(value, shape))
+            return self.collective(op, node, shape, *args)
 
-        shape = tuple(value.shape)
+        shape = tuple(node.meta["val"].shape)
         match have, want:
             case Replicate(), Only():
                 return node
@@ -192,13 +195,10 @@ class Partitioner:
         if place is not None:
             info = replace(info, owner={**info.owner, self.axis: place.index})
         self.builder.info = info
-        if node.target in _LOCALISE:
-            self.local[node] = _LOCALISE[node.target](self.builder, node, strategy, args)
-            return
         if all(isinstance(p, (Replicate, Only)) for p in (*strategy.inputs, *strategy.outputs)):
             self.local[node] = self.builder.node(node.target, args, kwargs, node.meta["val"])
             return
-        rule = op_spec_of(node) or NO_OP_SPEC
+        rule = op_spec_of(node)
         call = call_of(node)
         emit = strategy.emit or rule.emit
         if emit is not None:
@@ -226,25 +226,6 @@ class Partitioner:
 def _localise_sizes(call: Call, strategy: Strategy, args: Any, position: int, size: int) -> tuple[Any, ...]:
     shape = local_shape(call.outputs[0].shape, strategy.outputs[0], size)  # type: ignore[union-attr]
     return (*args[:position], list(shape), *args[position + 1 :])
-
-
-def _collective_of_earlier_axis(builder: LocalBuilder, node: Node, strategy: Strategy, args: Any) -> Node:
-    """A collective over an axis partitioned before: the same, on what this axis leaves of the tensor."""
-    shape = local_shape(tuple(node.meta["val"].shape), strategy.outputs[0], builder.size)
-    return builder.node(node.target, tuple(args), {}, builder.empty(node.meta["val"], shape))
-
-
-_LOCALISE = dict.fromkeys(
-    (
-        comm_ops.all_reduce,
-        comm_ops.all_gather,
-        comm_ops.reduce_scatter,
-        comm_ops.all_to_all,
-        comm_ops.broadcast,
-        comm_ops.shard,
-    ),
-    _collective_of_earlier_axis,
-)
 
 
 def partition(found: Propagation, axis: str) -> Graph:

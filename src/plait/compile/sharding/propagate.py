@@ -17,7 +17,6 @@ from torch.fx import Graph, Node
 
 from plait.compile.capture.decompose import decompose_node
 from plait.compile.ir.calls import (
-    NO_OP_SPEC,
     call_of,
     is_item,
     num_bytes,
@@ -28,7 +27,8 @@ from plait.compile.ir.calls import (
     tensor_inputs,
 )  # fmt: skip
 from plait.compile.ir.node_info import info_of
-from plait.compile.ops import Call, OpSpec, Strategy, comm_ops, strategies_of
+from plait.compile.ir.views import is_whole_view
+from plait.compile.ops import Call, OpSpec, Strategy, View, strategies_of
 from plait.compile.sharding.cost import IMPOSSIBLE, conversion_bytes
 from plait.errors import PlanError
 from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Shard, divides
@@ -36,10 +36,6 @@ from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Sh
 # Moving a parameter that somebody sharded would undo the decision: only where nothing else works.
 PARAMETER_WEIGHT = 1000.0
 aten = torch.ops.aten
-_KEEPING = frozenset(  # a running statistic is still one after these
-    {aten.copy.default, aten._to_copy.default, aten.clone.default, aten.detach.default, comm_ops.broadcast}
-)
-_ADDITIVE = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.reshape.default, torch.ops.aten.t.default})
 
 
 @dataclass
@@ -64,14 +60,14 @@ class Propagation:
 
 
 class Propagator:
-    """One walk over a graph. `local_ops` are the batch norms whose statistics are each rank's own by the user's wish
+    """One walk over a graph. With `local_statistics` those of batch norms are each rank's own by the user's wish
     (batchnorm=local)."""
 
-    def __init__(self, graph: Graph, size: int, local_ops: frozenset[object] = frozenset(), axis: str = "") -> None:
+    def __init__(self, graph: Graph, size: int, local_statistics: bool = False, axis: str = "") -> None:
         self.axis = axis
         self.found = Propagation(graph, size)
         self.size = size
-        self.local_ops = local_ops
+        self.local_statistics = local_statistics
         self.calls: dict[Node, Call] = {}
         self.available: dict[Node, set[Placement]] = {}  # forms in which a value exists already
         self.from_parameter: set[Node] = set()
@@ -108,21 +104,22 @@ class Propagator:
             return node.next
         inputs = tensor_inputs(node)
         given = tuple(self._given(i) for i in inputs)
-        if node.target in self.local_ops and is_statistical(self.call(node)):
+        row = op_spec_of(node)
+        local = self.local_statistics and row.batch_statistics
+        if local and is_statistical(self.call(node)):
             self._check_rows(node, given)
         if all(isinstance(p, Replicate) for p in given):  # by far the most common: nothing to decide
             self._set(node, inputs, whole_strategy(given, node))
             return node.next
-        if node.target in self.local_ops and (local := self._local(node, given)) is not None:
-            self._set(node, inputs, local)
+        if local and (of_rows := self._local(node, given)) is not None:
+            self._set(node, inputs, of_rows)
             return node.next
         call = self.call(node)
-        rule = op_spec_of(node)
-        if rule is None:
+        if not row.known:
             self.found.without_rule.add(str(node.target))
-        strategy, cost, sharded = self.best(node, rule or NO_OP_SPEC, call, inputs, given)
-        if cost > 0 and sharded and rule is not None and rule.decompose is not None:
-            return decompose_node(node, rule.decompose)
+        strategy, cost, sharded = self.best(node, row, call, inputs, given)
+        if cost > 0 and sharded and row.decompose is not None:
+            return decompose_node(node, row.decompose)
         self._set(node, inputs, strategy)
         return node.next
 
@@ -170,9 +167,10 @@ class Propagator:
     def _follow_own(self, node: Node) -> None:
         """Statistics of one rank go into running statistics and into the norm's own backward. PlanError for another
         reader, which would be given other numbers on each rank."""
-        if node.target in self.local_ops or self.own.isdisjoint(node.all_input_nodes):
+        row = op_spec_of(node)
+        if (self.local_statistics and row.batch_statistics) or self.own.isdisjoint(node.all_input_nodes):
             return
-        if node.target not in _KEEPING:
+        if row.copies is None and row.view is not View.ALIAS:
             raise PlanError(
                 f"batchnorm=local: {node.target} in {info_of(node).module or 'the loss'} reads statistics of a batch"
                 " norm, which are other numbers on each rank; take batchnorm=global"
@@ -279,7 +277,7 @@ class Propagator:
         """A strategy for the one sharded form that all readers want, if its inputs cost nothing."""
         want = next(iter(wanted), REPLICATE)
         rule = op_spec_of(node)
-        if rule is None or len(wanted) != 1 or not isinstance(want, Shard):
+        if not rule.known or len(wanted) != 1 or not isinstance(want, Shard):
             return None
         call = self.call(node)
         given = tuple(self.found.placement(i) for i in inputs)
@@ -296,7 +294,8 @@ def only_leaves(node: Node) -> bool:
     """Whether the node is only added to others and leaves the step: its sum can wait for the end, where a term that was
     widened is sent as it was before."""
     return all(
-        user.op == "output" or (user.target in _ADDITIVE and len(user.users) == 1 and only_leaves(user))
+        user.op == "output"
+        or ((is_whole_view(user) or user.target is aten.add.Tensor) and len(user.users) == 1 and only_leaves(user))
         for user in node.users
     )
 
@@ -336,7 +335,7 @@ def propagate(
     fixed: Mapping[str, Placement],
     required: tuple[Placement, ...],
     origin: Mapping[str, str] | None = None,
-    local_ops: frozenset[object] = frozenset(),
+    local_statistics: bool = False,
     axis: str = "",
 ) -> Propagation:
     """Placements along one axis of `size` ranks.
@@ -344,7 +343,7 @@ def propagate(
     `fixed`: placement of placeholders by node name (others are whole). `required`: of each output of the graph.
     `graph` may be changed: an op that is sharded where its rule cannot go is replaced by simpler ones.
     """
-    return Propagator(graph, size, local_ops, axis).run(fixed, origin or {}, required)
+    return Propagator(graph, size, local_statistics, axis).run(fixed, origin or {}, required)
 
 
 __all__ = ["IMPOSSIBLE", "Propagation", "Propagator", "fits", "propagate"]

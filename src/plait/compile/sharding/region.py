@@ -16,8 +16,8 @@ from torch.fx import Graph, Node
 
 from plait.compile.ir.calls import call_of, is_item, num_bytes, op_spec_of, output_values, placeholders, tensor_inputs
 from plait.compile.ir.node_info import info_of, is_forward
-from plait.compile.ir.views import RESHAPES
-from plait.compile.ops import LOOKUPS, LOSSES, NORMS, SOFTMAXES, Call, Strategy, strategies_of
+from plait.compile.ir.views import view_of
+from plait.compile.ops import Call, Strategy, View, strategies_of
 from plait.compile.sharding.propagate import fits
 from plait.spec.layout import REPLICATE, Partial, Placement, Replicate, Shard, divides
 
@@ -74,7 +74,7 @@ class Grower:
         self._strategies: dict[tuple[Node, tuple[Placement, ...]], Strategy | None] = {}
         for node in graph.nodes:
             inputs = tensor_inputs(node) if node.op == "call_function" else []
-            if len(inputs) == 1 and inputs[0] in self.from_parameter and node.target not in LOOKUPS:
+            if len(inputs) == 1 and inputs[0] in self.from_parameter and op_spec_of(node).role != "lookup":
                 self.from_parameter[node] = self.from_parameter[inputs[0]]
             if any(i in self.from_batch for i in inputs):
                 self.from_batch.add(node)
@@ -86,13 +86,12 @@ class Grower:
         if not self._grow([(parameter, seed)], region, _MAX_REGION):
             return None
         own = [n for n in use.users if n in region.placements] or use in region.placements
-        seeded = bool(own) or use.target in LOOKUPS
+        seeded = bool(own) or op_spec_of(use).role == "lookup"
         return region if (region.ends or use in gathered) and seeded else None
 
     def weighted(self, node: Node) -> bool:
         """Whether the node is a sum that weights can weigh: a product of matrices, a convolution."""
-        rule = op_spec_of(node)
-        return rule is not None and rule.weighted
+        return op_spec_of(node).weighted
 
     def _grow(self, new: list[tuple[Node, Placement]], region: Region, limit: int) -> bool:
         """Cut these values, what they are made of, and all that follows; False if a reader needs one of them whole."""
@@ -202,9 +201,9 @@ class Grower:
             return None if strategy is None else strategy.outputs[node.args[1]]  # type: ignore[index]
         inputs = tensor_inputs(node)
         given = _given(node, region)
-        if node.target in SOFTMAXES and isinstance(given[0], Shard) and given[0].dim == _softmax_dim(node):
+        if op_spec_of(node).role == "softmax" and isinstance(given[0], Shard) and given[0].dim == _softmax_dim(node):
             return given[0]  # worked out with two small sums over the axis
-        if node.target in LOSSES and isinstance(given[0], Shard) and given[0].dim == 1:
+        if op_spec_of(node).role == "class loss" and isinstance(given[0], Shard) and given[0].dim == 1:
             region.ends += count
             return REPLICATE
         if _normalised(node, region) is not None:
@@ -227,12 +226,12 @@ class Grower:
         whole model could be cut along its width, with sums of activations everywhere.
         """
         cut = [i for i in inputs if i in region.placements and i not in region.gathered]
-        if all(i in self.from_parameter for i in cut) and node.target not in LOOKUPS:
+        if all(i in self.from_parameter for i in cut) and op_spec_of(node).role != "lookup":
             return True  # a penalty on the weight, or its norm
         bytes_in = max(num_bytes(i.meta["val"]) for i in cut)
         bytes_out = sum(num_bytes(v) for v in output_values(node) if hasattr(v, "numel"))
         by_weight = self.weighted(node) and any(i in self.from_parameter for i in inputs)
-        if by_weight or node.target in LOOKUPS:
+        if by_weight or op_spec_of(node).role == "lookup":
             region.ends += count
             region.contractions += count * by_weight
             return not region.sums or (region.contractions <= 1 and bytes_out <= 2 * bytes_in)
@@ -241,12 +240,12 @@ class Grower:
 
     def _note_stuck(self, node: Node, region: Region) -> None:
         """Remember if a smaller axis, one that divides this one, could go on here."""
-        if node.target not in RESHAPES:
+        if view_of(node) is not View.RESHAPE:
             return
         given = _given(node, region)
         rule = op_spec_of(node)
         for size in range(self.size - 1, 1, -1):
-            if rule is not None and self.size % size == 0:
+            if rule.known and self.size % size == 0:
                 options = strategies_of(rule, self._call(node), given, size)
                 if any(s.inputs == given and fits(s, self._call(node), size) for s in options):
                     self.stuck = self.stuck or (node, size)
@@ -267,7 +266,7 @@ class Grower:
 
     def _keeping(self, node: Node, given: tuple[Placement, ...]) -> Strategy | None:
         rule = op_spec_of(node)
-        if rule is None:
+        if not rule.known:
             return None
         call = self._call(node)
         for strategy in strategies_of(rule, call, given, self.size):
@@ -281,7 +280,7 @@ class Grower:
 
     def _wanted(self, node: Node, region: Region) -> list[tuple[Node, Placement]]:
         """Inputs that the node wants cut and that are whole."""
-        if is_item(node) or node.target in SOFTMAXES or node.target in LOSSES:
+        if is_item(node) or op_spec_of(node).role == "softmax" or op_spec_of(node).role == "class loss":
             return []
         strategy = self._strategy(node, region)
         if strategy is None:
@@ -295,7 +294,7 @@ class Grower:
     def _producing(self, node: Node, index: int, want: Placement, region: Region) -> Strategy | None:
         """A strategy that gives one output in this form, and sums nothing."""
         rule = op_spec_of(node)
-        if rule is None or not isinstance(want, Shard):
+        if not rule.known or not isinstance(want, Shard):
             return None
         call = self._call(node)
         whole = _given(node, region)
@@ -340,7 +339,7 @@ def leads_to_loss(node: Node) -> bool:
 
 def _normalised(node: Node, region: Region) -> Shard | None:
     """The shard of a norm's input, if what the norm sums is cut."""
-    if node.target not in NORMS:
+    if op_spec_of(node).role != "norm":
         return None
     part, normalised = _given(node, region)[0], node.args[1]
     first = node.args[0].meta["val"].ndim - len(normalised)  # type: ignore[union-attr, arg-type]

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 from plait.compile.capture.capture import Output
-from plait.compile.ir.calls import is_item, is_tensor, num_bytes, output_node, placeholders
+from plait.compile.ir.calls import is_item, is_tensor, num_bytes, op_spec_of, output_node, placeholders
 from plait.compile.ir.estimate import flops_of, seconds_of
 from plait.compile.ir.node_info import info_of, is_backward, position_of, set_info, stage_of
 from plait.compile.ir.views import is_view
@@ -135,7 +135,7 @@ def repeatable(graph: Graph, written: Collection[str]) -> set[Node]:
     for node in graph.nodes:
         if node.op == "placeholder" and info_of(node).kind == "parameter":
             of_parameters.add(node)
-        if node.op != "call_function" or node.target in comm_ops.COMMUNICATING or node.target is draw:
+        if node.op != "call_function" or op_spec_of(node).communicates or node.target is draw:
             continue
         if info_of(node).owner:
             continue

@@ -11,20 +11,11 @@ import torch
 from torch.fx import Graph, Node
 
 from plait.compile.capture.capture import Output
-from plait.compile.ir.calls import is_tensor, output_node, placeholders
+from plait.compile.ir.calls import call_of, is_tensor, op_spec_of, output_node, placeholders, tensor_inputs
 from plait.compile.ir.node_info import describe, info_of, is_backward, set_info
-from plait.compile.ops import comm_ops
+from plait.compile.ops import CollectiveKind
 
 aten = torch.ops.aten
-
-# Linear in their first input, so that a sum may be taken apart before them.
-_LINEAR = frozenset(
-    {
-        aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten.reshape.default,
-        aten.clone.default, aten._to_copy.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
-        aten._unsafe_view.default, aten.expand.default,
-    }
-)  # fmt: skip
 
 
 def keep_written_buffers(graph: Graph, written: Collection[str]) -> None:
@@ -77,9 +68,9 @@ def _terms(graph: Graph, result: Node) -> list[Node]:
     """What is added up to give a gradient, as far as it comes from different stages."""
     chain: list[Node] = []
     node = result
-    while node.op == "call_function" and (node.target in _LINEAR or _is_sum(node)):
+    while node.op == "call_function" and _is_linear(node):
         chain.append(node)
-        node = node.args[1] if _is_sum(node) else node.args[0]  # type: ignore[assignment]
+        (node,) = tensor_inputs(node)
     if node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
         return [result]
     sides = [a for a in node.args if isinstance(a, Node)]
@@ -89,8 +80,7 @@ def _terms(graph: Graph, result: Node) -> list[Node]:
     found = []
     for term in terms:
         for step in reversed(chain):
-            source = step.args[1] if _is_sum(step) else step.args[0]
-            assert isinstance(source, Node)
+            (source,) = tensor_inputs(step)
             with graph.inserting_before(output_node(graph)):
                 copy = graph.node_copy(step, functools.partial(_instead, source, term))
             set_info(copy, stage=info_of(term).stage)
@@ -103,5 +93,13 @@ def _instead(source: Node, term: Node, node: Node) -> Node:
     return term if node is source else node
 
 
-def _is_sum(node: Node) -> bool:
-    return node.target is comm_ops.all_reduce and node.args[3] == "sum"
+def _is_linear(node: Node) -> bool:
+    """Whether the node is linear in its one tensor, so that a sum may be taken apart before it. Also the sum of a
+    tensor over ranks, but no sum over dims: it costs more than to send its result."""
+    row, sources = op_spec_of(node), tensor_inputs(node)
+    if len(sources) != 1 or not is_tensor(node) or node.meta["val"].numel() < sources[0].meta["val"].numel():
+        return False
+    does = row.communicates
+    if does is not None and (does.kind is not CollectiveKind.ALL_REDUCE or does.part != "whole"):
+        return False  # more would be sent
+    return (0,) in row.linear(call_of(node))

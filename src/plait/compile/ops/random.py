@@ -1,6 +1,6 @@
 """Every random ATen op in terms of one function, `draw(shape, dtype, device, kind, params) -> Tensor`.
 
-One table for the captured graph and for eager code, so that both draw the same numbers.
+One way for the captured graph and for eager code, so that both draw the same numbers.
 """
 
 from __future__ import annotations
@@ -11,31 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.compile.ops.base import NO_OP_SPEC, OP_SPECS, state
 from plait.errors import CaptureError
 
 aten = torch.ops.aten
 Draw = Callable[..., Tensor]
 
-_WITHOUT_DROPOUT = {  # position of the dropout rate in attention ops that count as random
-    "_scaled_dot_product_flash_attention": 3,
-    "_scaled_dot_product_flash_attention_for_cpu": 3,
-    "_scaled_dot_product_efficient_attention": 5,
-    "_scaled_dot_product_cudnn_attention": 5,
-    "_scaled_dot_product_fused_attention_overrideable": 4,
-}
-
 
 def check_random(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise CaptureError for an op that draws random numbers and has no row here."""
+    """Raise CaptureError for an op that draws random numbers and no row says how to draw."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return
-    position = _WITHOUT_DROPOUT.get(op._schema.name.removeprefix("aten::"))
-    if position is not None:
+    if (position := OP_SPECS.get(op, NO_OP_SPEC).dropout) is not None:
         rate = args[position] if len(args) > position else kwargs.get("dropout_p", 0.0)
         if not rate:
             return
-    if op is aten.rrelu_with_noise.default and not (args[4] if len(args) > 4 else kwargs.get("training", False)):
-        return
     raise CaptureError(
         f"the random op {op} is not supported: its numbers would depend on the plan; draw with torch.rand, randn,"
         " randint, bernoulli or dropout and compute from that"
@@ -173,7 +163,7 @@ def _multinomial(
     return (drawn.unsqueeze(-1) >= sums.unsqueeze(-2)).sum(-1).clamp(max=p.shape[-1] - 1)
 
 
-RANDOM: dict[Any, Callable[..., Any]] = {
+_RANDOM: dict[Any, Callable[..., Any]] = {
     aten.bernoulli.default: _bernoulli,
     aten.bernoulli.p: _bernoulli_p,
     aten.bernoulli.Tensor: _bernoulli_p,
@@ -214,3 +204,5 @@ RANDOM: dict[Any, Callable[..., Any]] = {
     aten.native_dropout.default: _native_dropout,
     aten.rrelu_with_noise.default: _rrelu,
 }
+for _op, _drawn in _RANDOM.items():
+    state(_op, random=_drawn)
