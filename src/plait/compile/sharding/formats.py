@@ -2,7 +2,7 @@
 
 On one rank a tensor need not lie as on one device: what was sent to another stage, gathered, cut, read from a disk or
 made by another kernel is the same numbers in other strides. Most kernels follow the strides that they are given. The
-few that do not (`Rule.formats` of their row) have every input brought into the order of its dims in memory at capture.
+few that do not (`formats` of their row) have every input brought into the order of its dims in memory at capture.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ WORLD = "world"  # name of the placeholder that stands for the rank's World
 
 
 class LocalBuilder:
-    """Appends local nodes to `graph`, working out each value on fake tensors as it goes (see rules.base.Builder)."""
+    """Appends local nodes to `graph`, working out each value on fake tensors as it goes (see ops.base.Builder)."""
 
     def __init__(self, axis: str, size: int) -> None:
         self.graph = Graph()

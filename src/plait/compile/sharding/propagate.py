@@ -190,7 +190,7 @@ class Propagator:
         options += only_strategies(call, given)
         bytes_in = [num_bytes(i.meta["val"]) for i in inputs]
         bytes_out = sum(num_bytes(v) for v in output_values(node) if hasattr(v, "numel"))
-        if node.target is torch.ops.aten._to_copy.default and bytes_in[0] < bytes_out and only_leaves(node):
+        if rule.copies is not None and bytes_in[0] < bytes_out and only_leaves(node):  # a cast
             bytes_out = bytes_in[0]
         best = min(options, key=lambda s: self._rank(s, inputs, given, bytes_in, bytes_out))
         cost = self._move(best, inputs, given, bytes_in)

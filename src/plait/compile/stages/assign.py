@@ -145,7 +145,7 @@ def repeatable(graph: Graph, written: Collection[str]) -> set[Node]:
         if not all(s.op == "placeholder" or s in found for s in sources) or any(s.name == "scale" for s in sources):
             continue
         if of_parameters.intersection(sources):
-            if not is_view(node) and node.target is not aten._to_copy.default:
+            if not is_view(node) and op_spec_of(node).copies is None:
                 continue
             of_parameters.add(node)
         elif flops_of(node):
@@ -326,7 +326,7 @@ def _readers(node: Node) -> list[Node]:
         for user in stack.pop().users:
             if user.op != "call_function" or is_backward(user):
                 continue
-            if is_view(user) or user.target is aten._to_copy.default:
+            if is_view(user) or op_spec_of(user).copies is not None:
                 stack.append(user)
             else:
                 found.append(user)
