@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 from bench import variants
 from bench.harness import Group, Variant, arguments, publish
 from bench.workloads import GLOBAL_BATCH, WORKLOADS, loss_fn, optimizer
-from plait.integrations.servers.actors import ChiefActor, ServerActor
+from plait.integrations.servers.actors import CoordinatorActor, ServerActor
 from plait.integrations.servers.cluster import load_ray, started_here
 from plait.integrations.servers.prepare import make_job
 from plait.integrations.servers.service import Job
@@ -77,9 +77,9 @@ def job_of(workload: str, out: str, plan: str) -> Job:
 class TurnWorker(Worker):
     """A worker that pauses between turns."""
 
-    def ready(self, chief: Any, worker: int) -> None:
+    def ready(self, coordinator: Any, worker: int) -> None:
         self.begin()
-        assert self.join(chief, worker) is None
+        assert self.join(coordinator, worker) is None
 
     def turn(self, num_steps: int) -> float:
         """Seconds a step."""
@@ -98,16 +98,16 @@ class Plait:
         self._server = ray.remote(name=job.server_names[0])(ServerActor).remote(
             job.name, job.shards[0], job.optimizer, None, self._out + "/servers/0"
         )
-        self._chief = ray.remote(ChiefActor).remote(job, job.server_names)
-        ray.get(self._chief.begin.remote())
+        self._coordinator = ray.remote(CoordinatorActor).remote(job, job.server_names)
+        ray.get(self._coordinator.begin.remote())
         self._workers = [ray.remote(TurnWorker).remote(job) for _ in range(NUM_WORKERS)]
-        ray.get([worker.ready.remote(self._chief, index) for index, worker in enumerate(self._workers)])
+        ray.get([worker.ready.remote(self._coordinator, index) for index, worker in enumerate(self._workers)])
 
     def turn(self, num_steps: int) -> float:
         return statistics.fmean(self._ray.get([worker.turn.remote(num_steps) for worker in self._workers]))
 
     def close(self) -> None:
-        for actor in (*self._workers, self._chief, self._server):
+        for actor in (*self._workers, self._coordinator, self._server):
             self._ray.kill(actor)
         shutil.rmtree(self._out, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Random kills of workers, servers and the chief in one run with parameter servers: it ends, and every loss is said.
+"""Random kills of workers, servers and coordinator in one run with parameter servers: it ends, and all loss is said.
 
 python -m bench.served_kills [--kills 50] [--seed 0] [--plan "workers=3 servers=2 overlap=1"] [--write]
 
@@ -72,12 +72,12 @@ class Killer:
     def __call__(self, progress: Progress) -> None:
         if not self._left or progress.step < self._mark + STEPS_BETWEEN:
             return
-        kind = self._draw.choices(["worker", "server", "chief"], [5, 4, 1])[0]
+        kind = self._draw.choices(["worker", "server", "coordinator"], [5, 4, 1])[0]
         groups = self._running.workers
         actor = {
             "worker": lambda: groups[self._draw.choice(sorted(groups))][0],
             "server": lambda: self._draw.choice(self._running.servers),
-            "chief": lambda: self._running.chief,
+            "coordinator": lambda: self._running.coordinator,
         }[kind]()
         try:
             os.kill(self._ray.get(actor.pid.remote(), timeout=20), signal.SIGKILL)

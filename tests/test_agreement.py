@@ -167,7 +167,7 @@ def test_pieces_of_workers_with_several_tasks() -> None:
 
 
 @pytest.mark.parametrize("bound", [None, 2])
-def test_a_chief_that_comes_back_knows_who_computes(bound: int | None) -> None:
+def test_a_coordinator_that_comes_back_knows_who_computes(bound: int | None) -> None:
     agreement = Consistency(2, bound, version=9, started=True)
     agreement.adopt(4)
     assert [type(d) for d in agreement.push(Push(4, 8))] == [Commit, Go]

@@ -308,7 +308,7 @@ def test_a_server_that_comes_back_says_what_is_lost(tmp_path: Path) -> None:
     assert update(back, 5) == UpdateDone(unused=2), "an update is made once"
     two = dataclasses.replace(UpdateOrder(6, 0, (Member(0, 6, 1.0, 5, job.name),), 0), two_phase=True)
     back.update(two, [[np.ones(p.own_shape, np.float32) for p in job.shards[0]]])
-    assert update(back, 7).unused == 3, "a chief that is gone began it, and did not end it"
+    assert update(back, 7).unused == 3, "a coordinator that is gone began it, and did not end it"
     back._saver.wait()  # whoever reads a snapshot that is being replaced finds that its files are gone
     other = Server("another", job.shards[0], job.optimizer, None, str(tmp_path / "snapshots"))
     assert other.standing.number == -1, "snapshots of another run are none of its own"

@@ -82,7 +82,7 @@ def test_everything_is_killed_once(ray: Any, tmp_path: Path) -> None:
         scheduler=None, save_every=10,
     )  # fmt: skip
     running = Running(ray, job)
-    script, chief = Script(ray, running), running.chief
+    script, coordinator = Script(ray, running), running.coordinator
     stopped: list[int] = []
 
     def stop_one() -> None:
@@ -93,11 +93,11 @@ def test_everything_is_killed_once(ray: Any, tmp_path: Path) -> None:
     other = dataclasses.replace(job.fingerprint, plan="tensor=2")
     fake = Note(99, 1, "another", 0, 0, 0.0, 1.0, 1)
     try:
-        script.after(3, lambda: refused.append(ray.get(chief.join.remote(98, other))))
-        script.after(0, lambda: chief.push.remote(fake, [None, None]))
+        script.after(3, lambda: refused.append(ray.get(coordinator.join.remote(98, other))))
+        script.after(0, lambda: coordinator.push.remote(fake, [None, None]))
         script.after(1, lambda: script.kill(running.workers[0][0]))
         script.after(5, lambda: script.kill(running.servers[0]))
-        script.after(5, lambda: script.kill(chief))
+        script.after(5, lambda: script.kill(coordinator))
         script.after(5, running.add_worker)
         script.after(5, lambda: running.remove_worker(max(running.workers)))
         script.after(5, stop_one)
@@ -105,14 +105,14 @@ def test_everything_is_killed_once(ray: Any, tmp_path: Path) -> None:
         script.after(12, lambda: None)
         refused: list[Any] = []
         end = running.wait(script, script.over)
-        totals = ray.get(chief.totals.remote())
+        totals = ray.get(coordinator.totals.remote())
     finally:
         running.close()
     assert isinstance(refused[0], Refused) and "its plan is 'tensor=2'" in refused[0].why
     assert end.stopped and end.step >= 40
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     said = " | ".join(event["message"] for event in events)
-    assert "worker 0 is gone (its process has ended" in said and "the chief came back, at update" in said
+    assert "worker 0 is gone (its process has ended" in said and "the coordinator came back, at update" in said
     assert "server 0 came back from its last snapshot" in said and "worker 99 is no member" in said
     assert sum(event.get("updates_lost", 0) for event in events) >= totals.get("updates_lost", 0)
     whole = FullModel(job)
@@ -214,7 +214,7 @@ def test_a_worker_that_stands_still_is_waited_for_at_the_bound(ray: Any, tmp_pat
     def stand_still() -> None:
         os.kill(pid, signal.SIGSTOP)
         while len(reached) < 2 or reached[-1] != reached[-2]:
-            reached.append(ray.get(running.chief.progress.remote()).step)
+            reached.append(ray.get(running.coordinator.progress.remote()).step)
             time.sleep(1.0)
 
     try:

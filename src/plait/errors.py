@@ -61,7 +61,7 @@ class WorldError(PlaitError):
 
 
 class RoleFailed(WorldError):
-    """A worker, a server or the chief raised; another in its place would do so again."""
+    """A worker, a server or the coordinator raised; another in its place would do so again."""
 
 
 class RankFailed(WorldError):

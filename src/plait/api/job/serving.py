@@ -173,7 +173,7 @@ class _Shown:
         step, tokens, since = self._last
         if progress.step > step:
             now = time.monotonic()
-            if progress.tokens > tokens:  # else a chief has come back, which counts anew
+            if progress.tokens > tokens:  # else a coordinator has come back, which counts anew
                 self._reporter.step(progress.step, progress.loss, progress.tokens - tokens, now - since)
             self._last = (progress.step, progress.tokens, now)
 

@@ -26,7 +26,7 @@ class Barrier:
         _num_matters[world] = number = _num_matters.get(world, 0) + 1
         self._world = world
         self._board: KeyValueStore = world.board.clone() if world.mesh.size > 1 else world.board
-        self._name = f"consent/{number}"
+        self._name = f"barrier/{number}"
         self._awaited: Mapping[int, str] = {}
 
     def first_says(self, stage: str, work: Callable[[], str]) -> str:

@@ -51,19 +51,19 @@ def load(run: TrainState, path: Location) -> dict[str, Any]:
 
     CheckpointError, with nothing changed, names a file that is damaged, or what differs in model or optimizer.
     """
-    consent = Barrier(run.world)
-    folder = folder_of(consent.first_says("which", lambda: _choose(path)))
+    barrier = Barrier(run.world)
+    folder = folder_of(barrier.first_says("which", lambda: _choose(path)))
     found: list[_Load] = []
-    consent.all_do("fits", lambda: found.append(_Load(run, folder)))
+    barrier.all_do("fits", lambda: found.append(_Load(run, folder)))
     loading = found[0]
-    consent.all_do("whole", loading.check_files)
+    barrier.all_do("whole", loading.check_files)
     try:
-        consent.all_do("read", loading.fill)
+        barrier.all_do("read", loading.fill)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; part of it is in place: load a checkpoint before going on") from None
     extra = loading.take_values()
     run.held.updated()
-    consent.all_do("read its own", loading.take_own)
+    barrier.all_do("read its own", loading.take_own)
     return extra
 
 
@@ -80,13 +80,13 @@ def load_weights(run: TrainState, path: Location) -> None:
     Values are converted to the types that the model has. CheckpointError, with nothing changed, says which names or
     shapes differ.
     """
-    consent = Barrier(run.world)
+    barrier = Barrier(run.world)
     found: list[tuple[Source, dict[str, str]]] = []
-    consent.all_do("fits", lambda: found.append(_weights(run, path)))
+    barrier.all_do("fits", lambda: found.append(_weights(run, path)))
     source, names = found[0]
     wanted = _wanted_model(run)
-    consent.all_do("whole", lambda: source.check({names[name]: one.fragments for name, one in wanted.items()}))
-    consent.all_do("read", lambda: _fill_model(run, source, names, wanted))
+    barrier.all_do("whole", lambda: source.check({names[name]: one.fragments for name, one in wanted.items()}))
+    barrier.all_do("read", lambda: _fill_model(run, source, names, wanted))
     run.held.updated()
     if run.replicas is not None:
         run.replicas.begin(run.step_number)

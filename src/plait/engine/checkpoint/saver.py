@@ -24,7 +24,7 @@ class Saver:
         self._done = threading.Event()
         self._done.set()
         self._error: CheckpointError | None = None
-        self._consent: Barrier | None = None
+        self._barrier: Barrier | None = None
         self._memory: list[Tensor] = []
         atexit.register(_report, weakref.ref(self))
 
@@ -37,7 +37,7 @@ class Saver:
             self._memory[index] = page_memory(num_bytes, pinned)
         return self._memory[index]
 
-    def start(self, consent: Barrier, save: Callable[[], None], after: Callable[[], None]) -> None:
+    def start(self, barrier: Barrier, save: Callable[[], None], after: Callable[[], None]) -> None:
         """Run `save`, and once it is done what may come `after`, in a thread that the process does not end before."""
         if self._thread is not None:
             self._thread.join()
@@ -56,15 +56,15 @@ class Saver:
             if not failed:
                 after()
 
-        self._consent, self._done = consent, done
+        self._barrier, self._done = barrier, done
         self._thread = threading.Thread(target=run, name="plait saver")
         self._thread.start()
 
     def wait(self) -> None:
         """Until the save under way is done; CheckpointError with the file's name where it failed."""
         if not self._done.is_set():
-            consent = self._consent
-            with nullcontext() if consent is None else consent.waiting():
+            barrier = self._barrier
+            with nullcontext() if barrier is None else barrier.waiting():
                 self._done.wait()
         if self._error is not None:
             error, self._error = self._error, None
@@ -72,7 +72,7 @@ class Saver:
 
     def check(self, step: int) -> None:
         """Before every step: raise the error of a save that has failed, at the same step on all ranks."""
-        if self._error is not None and self._consent is not None and self._consent.raise_together(step):
+        if self._error is not None and self._barrier is not None and self._barrier.raise_together(step):
             self.wait()
 
 

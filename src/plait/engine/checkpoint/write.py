@@ -65,12 +65,12 @@ def save(
         raise CheckpointError(f"keep={keep}: at least one checkpoint is kept")
     saver = saver or Saver()
     saver.wait()
-    consent = Barrier(world)
+    barrier = Barrier(world)
     final = folder_of(path).child(f"step-{int(state.values['step']):08d}")
-    job = _Save(folder_of(path), final, state, world, plan, keep, consent)
+    job = _Save(folder_of(path), final, state, world, plan, keep, barrier)
     behind = not wait and all(image.in_memory for image in job.images)
     memories: list[torch.Tensor | None] = [*job.copied(saver)] if behind else [None] * len(job.images)
-    saver.start(consent, functools.partial(job.run, memories, 1 if behind else 2), job.remove_old)
+    saver.start(barrier, functools.partial(job.run, memories, 1 if behind else 2), job.remove_old)
     if not behind:
         saver.wait()
     return final
@@ -80,10 +80,10 @@ class _Save:
     """One rank's side of one save."""
 
     def __init__(
-        self, base: Folder, final: Folder, state: State, world: World, plan: str, keep: int, consent: Barrier
+        self, base: Folder, final: Folder, state: State, world: World, plan: str, keep: int, barrier: Barrier
     ) -> None:
         self._base, self._final, self._world, self._plan, self._keep = base, final, world, plan, keep
-        self._consent = consent
+        self._barrier = barrier
         self._step = int(state.values["step"])
         self._old: list[Folder] = []
         self._unneeded: list[str] = []
@@ -121,16 +121,16 @@ class _Save:
         """All that may take long; the ranks agree at its beginning and at its end."""
         written: list[str] = []
         try:
-            name = self._consent.first_says("start", self._make_room)
-            self._consent.all_do("write", lambda: self._write(name, memories, num_threads, written))
-            self._consent.first_says("finish", lambda: self._finish(name))
+            name = self._barrier.first_says("start", self._make_room)
+            self._barrier.all_do("write", lambda: self._write(name, memories, num_threads, written))
+            self._barrier.first_says("finish", lambda: self._finish(name))
         except CheckpointError:
             with contextlib.suppress(OSError):  # of a folder that is gone, which the error says already
                 for file in written:
                     self._final.remove(file)
             raise
         finally:
-            self._consent.leave()
+            self._barrier.leave()
 
     def _make_room(self) -> str:
         """On rank 0: make the folder, remove what killed saves have left; returns the name of this save."""

@@ -1,4 +1,4 @@
-"""Servers and chief as actors of Ray. Gradients are read where they lie in the object store."""
+"""Servers and coordinator as actors of Ray. Gradients are read where they lie in the object store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plait.schedule.balance import Piece
 
 
 class ServerActor(Server):
-    """Its calls are made one after the other, in the chief's order."""
+    """Its calls are made one after the other, in the coordinator's order."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ServerActor(Server):
         return os.getpid()
 
 
-class ChiefActor(Coordinator):
+class CoordinatorActor(Coordinator):
     """It is given names, by which one that comes back finds the others again."""
 
     def __init__(self, job: Job, servers: Sequence[str], evaluator: str | None = None) -> None:

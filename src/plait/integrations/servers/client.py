@@ -1,6 +1,6 @@
-"""A worker's line to chief and servers: what it has computed goes out, what it computes next comes in.
+"""A worker's line to coordinator and servers: what it has computed goes out, what it computes next comes in.
 
-    compute --push--> [send] encode, put, tell the chief --> [take] next task, its batch, rows, values --next--> compute
+    compute --push--> [send] encode, put, tell it --> [take] next task, its batch, rows, values --next--> compute
 
 Each of the two is a thread of its own, and takes things in their order. With `overlap=N` the worker has N tasks beside
 the one that it computes, so that both work while it does; without it waits for them.
@@ -47,11 +47,11 @@ class Assignment:
 class Client:
     """Of one worker, which has joined once `join` returns None."""
 
-    def __init__(self, job: Job, chief: Any, worker: int, computing: Computing | LocalSteps) -> None:
+    def __init__(self, job: Job, coordinator: Any, worker: int, computing: Computing | LocalSteps) -> None:
         import ray
 
         self._ray = ray
-        self._job, self._chief, self._worker, self._computing = job, chief, worker, computing
+        self._job, self._coordinator, self._worker, self._computing = job, coordinator, worker, computing
         self._servers = [ray.get_actor(name) for name in job.server_names] if job.tables else []
         self._encoder = Encoder(job.coding, job.shards)
         self._number = 0
@@ -61,9 +61,9 @@ class Client:
         self._works: deque[Future[Assignment | None]] = deque()
 
     def join(self) -> Refused | None:
-        """Ask the chief for something to do, which `next` then returns; or why there is nothing for this worker."""
+        """Ask the coordinator for something to do, which `next` then returns; or why there is nothing for it."""
         asked = time.perf_counter()
-        found = self._ray.get(self._chief.join.remote(self._worker, self._computing.fingerprint))
+        found = self._ray.get(self._coordinator.join.remote(self._worker, self._computing.fingerprint))
         if isinstance(found, Refused):
             return found
         for task in found or [None]:
@@ -98,7 +98,7 @@ class Client:
         self._works.append(self._taking.submit(lambda: self._take(*answer())))
 
     def _send(self, work: Assignment, found: Gradient) -> tuple[Any, float]:
-        """The reference of the chief's answer to a push, and when it was asked."""
+        """The reference of the coordinator's answer to a push, and when it was asked."""
         push = self._encoder.encode(found.arrays)
         moved = _num_bytes(array for arrays in (work.arrays, *work.rows, *push) for array in arrays)
         gradients = [self._ray.put(arrays) for arrays in push]
@@ -107,7 +107,7 @@ class Client:
             self._worker, self._number, self._job.name, work.task.piece, work.task.version, found.loss, found.weight,
             found.tokens, work.waited, work.data + found.reading, moved, found.buffers, found.moments,
         )  # fmt: skip
-        return self._chief.push.remote(note, gradients), time.perf_counter()
+        return self._coordinator.push.remote(note, gradients), time.perf_counter()
 
     def _take(self, task: Task | None, asked: float) -> Assignment | None:
         """Have all that a task needs come."""
@@ -122,9 +122,9 @@ class Client:
                 return Assignment(task, batch, rows, ray.get(list(task.values)), asked, reading)
             except ray.exceptions.RayTaskError:
                 raise
-            except ray.exceptions.RayError:  # a server or the chief is gone, and comes back
+            except ray.exceptions.RayError:  # a server or the coordinator is gone, and comes back
                 time.sleep(_BETWEEN_TRIES)
-                task = ray.get(self._chief.again.remote(self._worker, dataclasses.replace(task, values=())))
+                task = ray.get(self._coordinator.again.remote(self._worker, dataclasses.replace(task, values=())))
         return None
 
 

@@ -100,7 +100,7 @@ def _check_answers(address: str) -> None:
 
 
 def _keep_quiet(ray: Any) -> None:
-    """Have Ray not print of actors that are gone: the chief says so, in a line."""
+    """Have Ray not print of actors that are gone: the coordinator says so, in a line."""
     if hasattr(ray._private.worker, "print_to_stdstream"):
         ray._private.worker.print_to_stdstream = lambda *values, **options: None
 

@@ -1,9 +1,9 @@
-"""The chief: it decides which pushes make an update and who goes on, tells the servers, and writes checkpoints.
+"""The coordinator: it decides which pushes make an update and who goes on, tells the servers, and writes checkpoints.
 
 It holds no values, so that one that is killed loses none: the servers say where they are, and it carries on from there.
 Every server gets its orders from here, in one order, so that a version of the run is the same on all of them.
 
-    worker  --push(note, references)-->  chief  --update(order, references)-->  servers
+    worker  --push(note, references)-->  coordinator  --update(order, references)-->  servers
             <--task(version, references)--       --read()-------------------->
 """
 
@@ -45,7 +45,7 @@ class Coordinator:
         self._left: set[int] = set()  # whose last pushes may still be on their way
         self._over = asyncio.Event()
         self._begun = False
-        self._known = Journal(Path(job.out) / "chief.json", job.name)
+        self._known = Journal(Path(job.out) / "coordinator.json", job.name)
         self._unused = [0] * len(job.shards)  # of each server, as far as it was said
         self._step = 0
         self._version = 0  # that the servers have, or are told to make
@@ -116,7 +116,7 @@ class Coordinator:
         return self.agreement.push(Push(worker, note.base, note.weight))
 
     async def again(self, worker: int, task: Task) -> Task | None:
-        """The same task once more, for a worker whose values went with a server or a chief."""
+        """The same task once more, for a worker whose values went with a server or a coordinator."""
         await self.begin()
         if worker in self._left:
             return None
@@ -125,7 +125,7 @@ class Coordinator:
                 self._values = None
                 if self._handout.holds(worker, task.piece):
                     return dataclasses.replace(task, version=self._version, values=self._read())
-                self.agreement.adopt(worker)  # another chief gave it the task
+                self.agreement.adopt(worker)  # another coordinator gave it the task
                 self._go([worker])
         return await self._next(worker)
 
@@ -176,7 +176,7 @@ class Coordinator:
         return End(self._step, self._tally.loss, stopped, self._error, self._of_loss)
 
     async def totals(self) -> dict[str, int]:
-        """Updates lost, gradients that came late or were refused, since this chief began."""
+        """Updates lost, gradients that came late or were refused, since this coordinator began."""
         await self.begin()
         return dict(self._tally.totals)
 
@@ -219,7 +219,7 @@ class Coordinator:
         self._tally = RunMetrics(job.out, job.make_log(self._step + 1))
         self._rate = self._whole.rate(self._step)
         if came_back:
-            self._tally.event("chief", f"the chief came back, at update {self.agreement.version}")
+            self._tally.event("coordinator", f"the coordinator came back, at update {self.agreement.version}")
 
     async def _take(self, happen: Callable[[], list[Decision]]) -> None:
         """Take an event, and carry out what it decides."""

@@ -25,7 +25,7 @@ State = tuple[Sequence[np.ndarray], Mapping[str, Mapping[str, Any]], Mapping[str
 
 
 class FullModel:
-    """The chief's copy of the model, with which it writes checkpoints that load under any plan."""
+    """The coordinator's copy of the model, with which it writes checkpoints that load under any plan."""
 
     def __init__(self, job: Job) -> None:
         self.job = job

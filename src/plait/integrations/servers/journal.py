@@ -1,4 +1,4 @@
-"""What a chief that comes back has to know, and servers do not: who is a member, and what has been said."""
+"""What a coordinator that comes back has to know, and servers do not: who is a member, and what has been said."""
 
 from __future__ import annotations
 

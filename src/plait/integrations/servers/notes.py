@@ -1,4 +1,4 @@
-"""What chief and workers tell each other. Values and gradients are not in it, but references to where they lie."""
+"""What coordinator and workers tell each other: references to where values and gradients lie, not these."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Task:
     """What a worker does next: pull the values of `version`, one reference a server, and train on `piece`.
 
     `step` steps of the run are done. A worker that takes `num_steps` of its own before it pushes has its part of as
-    many batches, `piece` of the first; with `saves` it tells the chief then what its optimizer keeps.
+    many batches, `piece` of the first; with `saves` it tells the coordinator then what its optimizer keeps.
     """
 
     version: int

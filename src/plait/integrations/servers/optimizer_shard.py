@@ -1,4 +1,4 @@
-"""Variables that one process holds with their optimizer: a server's pieces, or the chief's whole model.
+"""Variables that one process holds with their optimizer: a server's pieces, or the coordinator's whole model.
 
 It is a run as checkpoints know it (engine/checkpoint), so that a server's snapshot and the run's checkpoint are of
 one format.

@@ -1,7 +1,7 @@
 """A run under way: its actors are started, watched and replaced here, in the process that the user started.
 
-Ray brings chief, servers and evaluator back by itself, each to where it was. A worker that is gone is replaced by a new
-one, which joins under a number of its own.
+Ray brings coordinator, servers and evaluator back by itself, each to where it was. A worker that is gone is replaced by
+a new one, which joins under a number of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import LossError, PlaitError, PlanError, RoleFailed, WorldError
-from plait.integrations.servers.actors import ChiefActor, ServerActor
+from plait.integrations.servers.actors import CoordinatorActor, ServerActor
 from plait.integrations.servers.cluster import is_own
 from plait.integrations.servers.evaluator import Evaluator
 from plait.integrations.servers.notes import End, Progress, Refused
@@ -73,13 +73,13 @@ class Running:
         if job.evaluate_every:
             evaluator = f"plait-{job.name}-evaluator"
             self.evaluator = ray.remote(num_cpus=0, name=evaluator, **_COMES_BACK)(Evaluator).remote(job)
-        self.chief = ray.remote(num_cpus=0, **_COMES_BACK)(ChiefActor).remote(job, names, evaluator)
+        self.coordinator = ray.remote(num_cpus=0, **_COMES_BACK)(CoordinatorActor).remote(job, names, evaluator)
         gpus = ray.cluster_resources().get("GPU", 0)
         self._gpus = int(gpus >= job.plan.workers * job.plan.inner_plan.num_processes)
         try:
             for _ in range(job.plan.workers):
                 self.add_worker()
-            self.first_step: int = self._get(self.chief.begin.remote())
+            self.first_step: int = self._get(self.coordinator.begin.remote())
         except BaseException:
             self.close()
             raise
@@ -96,9 +96,11 @@ class Running:
         cpus = int(has_room or not is_own())  # this machine's own Ray has room for those that the plan begins with
         make = ray.remote(num_cpus=cpus, num_gpus=self._gpus, max_concurrency=3, scheduling_strategy="SPREAD")(Worker)
         if cpus and not has_room:
-            self.chief.note.remote("worker", f"worker {worker} begins once the Ray cluster has {size} free CPUs for it")
+            self.coordinator.note.remote(
+                "worker", f"worker {worker} begins once the Ray cluster has {size} free CPUs for it"
+            )
         actors = [make.remote(self.job, rank, size) for rank in range(size)]
-        life = actors[0].run.remote(self.chief, worker, actors[1:])
+        life = actors[0].run.remote(self.coordinator, worker, actors[1:])
         self._groups.append(_Group(worker, actors, life, [actor.watch.remote() for actor in actors[1:]]))
         return worker
 
@@ -107,20 +109,20 @@ class Running:
         for group in self._groups:
             if group.worker == worker:
                 group.leaving = True
-                self._get(self.chief.leave.remote(worker, "asked to", False))
+                self._get(self.coordinator.leave.remote(worker, "asked to", False))
 
     def wait(
         self, show: Callable[[Progress], None] = lambda progress: None, stopped: Callable[[], bool] = lambda: False
     ) -> End:
         """Until the run is over; `show` is called about twice a second, and `stopped` says whether to end early."""
         ray = self._ray
-        end, progress, asked = self.chief.end.remote(), self.chief.progress.remote(), False
+        end, progress, asked = self.coordinator.end.remote(), self.coordinator.progress.remote(), False
         while True:
             waiting = [end, progress, *(ref for group in self._groups for ref in (group.life, *group.watches))]
             ready, _ = ray.wait(waiting, num_returns=1, timeout=_LOOK_SECONDS)
             if end in ready:
                 found: End = self._get(end)
-                show(self._get(self.chief.progress.remote()))
+                show(self._get(self.coordinator.progress.remote()))
                 if found.error:
                     raise LossError(found.error) if found.of_loss else WorldError(found.error)
                 return found
@@ -130,16 +132,16 @@ class Running:
                 self._step = now.step
                 show(now)
                 time.sleep(_LOOK_SECONDS)
-                progress = self.chief.progress.remote()
+                progress = self.coordinator.progress.remote()
             for group in [g for g in self._groups if {g.life, *g.watches} & set(ready)]:
                 self._gone(group)
             if stopped() and not asked:
                 asked = True
-                self.chief.stop.remote()
+                self.coordinator.stop.remote()
 
     def close(self) -> None:
         """End all actors."""
-        others = [self.chief, *self.servers, *([self.evaluator] if self.evaluator is not None else [])]
+        others = [self.coordinator, *self.servers, *([self.evaluator] if self.evaluator is not None else [])]
         for actor in [*(actor for group in self._groups for actor in group.actors), *others]:
             self._ray.kill(actor, no_restart=True)
         self._groups = []
@@ -154,8 +156,8 @@ class Running:
                 refused = self._get(group.life)
                 if isinstance(refused, Refused):
                     raise PlanError(refused.why)
-                ends = group.leaving or self._get(self.chief.is_ending.remote())
-                why = "" if ends else "the chief did not know it any more"
+                ends = group.leaving or self._get(self.coordinator.is_ending.remote())
+                why = "" if ends else "the coordinator did not know it any more"
             except RoleFailed as error:
                 raise RoleFailed(f"worker {group.worker} failed: {error}") from None
             except WorldError as error:
@@ -171,7 +173,7 @@ class Running:
                 f"workers die one after the other, and no step is done in between; the last: {why} (events.jsonl in"
                 f" {self.job.out} says at which batches of the data)"
             )
-        self.chief.leave.remote(group.worker, why)
+        self.coordinator.leave.remote(group.worker, why)
         self.add_worker()
 
     def _get(self, reference: Any) -> Any:

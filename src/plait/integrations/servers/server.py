@@ -46,7 +46,7 @@ class Member:
 
 @dataclass(frozen=True)
 class UpdateOrder:
-    """What the chief tells every server: update number `number`, after which `step` steps are done.
+    """What the coordinator tells every server: update number `number`, after which `step` steps are done.
 
     With `two_phase` the servers say the norm of their part of the gradient first, and are told by what to scale it.
     """
@@ -54,7 +54,7 @@ class UpdateOrder:
     number: int
     step: int
     members: tuple[Member, ...]
-    next_piece: int  # of the data, for a chief that comes back
+    next_piece: int  # of the data, for a coordinator that comes back
     two_phase: bool = False
 
 
@@ -73,8 +73,8 @@ class UpdateDone:
 class Standing:
     """Where a server is; `number` is -1 for one that has no values yet.
 
-    `used` has, of every worker, the number of its last gradient that was used: a chief that comes back may be given a
-    push once more. `unused` counts updates that were lost and gradients that were refused.
+    `used` has, of every worker, the number of its last gradient that was used: a coordinator that comes back may be
+    given a push once more. `unused` counts updates that were lost and gradients that were refused.
     """
 
     number: int = -1
@@ -136,7 +136,7 @@ class Server:
         if order.number <= here.number:
             return UpdateDone(unused=here.unused)
         lost, came_back = order.number - here.number - 1 + self._open, self._came_back
-        self._came_back, self._open = False, order.two_phase  # what is open was a chief's that is gone
+        self._came_back, self._open = False, order.two_phase  # what is open was a coordinator's that is gone
         gradients: list[Any] = []
         shares: list[float] = []
         refused: list[tuple[int, str]] = []

@@ -1,7 +1,7 @@
 """A worker's process: pull, compute, push, until there is nothing left to do.
 
-A worker may be several ranks, each an actor of its own: the first talks to the chief, and every rank takes the values
-from the object store itself.
+A worker may be several ranks, each an actor of its own: the first talks to the coordinator, and every rank takes the
+values from the object store itself.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Worker:
         assert self._computing is not None
         self._computing.compute(task, self._computing.read(task), ray.get(list(task.values)))
 
-    def run(self, chief: Any, worker: int, peers: Sequence[Any] = ()) -> Refused | None:
+    def run(self, coordinator: Any, worker: int, peers: Sequence[Any] = ()) -> Refused | None:
         """The life of a worker, on its first rank; `peers` are the others. Returns when there is nothing left to do, or
         why it may not join."""
         import ray
@@ -77,18 +77,18 @@ class Worker:
         others = [peer.begin.remote(meeting) for peer in peers]
         self.begin(meeting)
         ray.get(others)
-        if (refused := self.join(chief, worker, peers)) is not None:
+        if (refused := self.join(coordinator, worker, peers)) is not None:
             return refused
         while self.once():
             pass
         self._link.close()
         return None
 
-    def join(self, chief: Any, worker: int, peers: Sequence[Any] = ()) -> Refused | None:
-        """Ask the chief for something to do."""
+    def join(self, coordinator: Any, worker: int, peers: Sequence[Any] = ()) -> Refused | None:
+        """Ask the coordinator for something to do."""
         assert self._computing is not None
         self._peers = peers
-        self._link = Client(self._job, chief, worker, self._computing)
+        self._link = Client(self._job, coordinator, worker, self._computing)
         return self._link.join()
 
     def once(self) -> bool:

@@ -1,4 +1,4 @@
-"""The chief alone: its calls in an event loop, with servers that answer at once."""
+"""The coordinator alone: its calls in an event loop, with servers that answer at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.served import job_of
 
 
 class Handle:
-    """A server as the chief has it: what its calls return is awaited."""
+    """A server as the coordinator has it: what its calls return is awaited."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -42,20 +42,20 @@ def test_answers_to_pushes_come_in_the_order_of_the_pushes(tmp_path: Path) -> No
     server = Server(job.name, job.shards[0], job.server_optimizer, None, str(tmp_path / "server"))
 
     async def run() -> list[Task | None]:
-        chief = Coordinator(job, [Handle(server)])
-        one, two = await asyncio.gather(*(chief.join(worker, job.fingerprint) for worker in range(2)))
+        coordinator = Coordinator(job, [Handle(server)])
+        one, two = await asyncio.gather(*(coordinator.join(worker, job.fingerprint) for worker in range(2)))
         assert isinstance(one, list) and isinstance(two, list)
 
         def push(worker: int, number: int, task: Task) -> asyncio.Task[Task | None]:
             note = Note(worker, number, job.name, task.piece, task.version, 0.0, 1.0, 1)
-            return asyncio.create_task(chief.push(note, [[None] * len(job.shards[0])]))
+            return asyncio.create_task(coordinator.push(note, [[None] * len(job.shards[0])]))
 
         early = push(1, 1, two[0])  # before its turn
         for _ in range(5):
             await asyncio.sleep(0)
         assert not early.done()
         found = await asyncio.gather(early, push(0, 1, one[0]), push(1, 2, two[1]))
-        chief._tally.close()
+        coordinator._tally.close()
         return list(found)
 
     first, other, second = asyncio.run(run())
