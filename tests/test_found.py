@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from plait.comm.threads import run_ranks
 from plait.engine.local_sgd.exchange import MeanExchange
 from plait.engine.trying import depends_on_the_cut
 from plait.errors import CaptureError, LossError, PlanError
+from plait.integrations.servers.optimizer_shard import OptimizerShard
 from plait.plan.compression import NO_COMPRESSION
 from plait.plan.plan import Plan
 
@@ -300,3 +302,52 @@ def test_a_pipeline_of_buffers_that_backward_changes() -> None:
         assert report.ok, report
     with pytest.raises(PlanError, match=r"the backward pass changes the buffer 1\.inner\.mean"):
         verifier.verify("pipeline=2 micro=2")
+
+
+class Summary(nn.Module):
+    """Two positions and a learned one behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.token, self.head = nn.Embedding(8, 8), nn.Parameter(torch.randn(1, 1, 8)), nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.cat([self.embed(ids), self.token.expand(len(ids), -1, -1)], 1))
+
+
+def test_a_piece_that_is_shorter_than_the_blocks_beside_it() -> None:
+    torch.manual_seed(0)
+    report = plait.verify(Summary().double(), square, torch.randint(0, 8, (4, 2)), "tensor=2")
+    assert report.ok, report
+
+
+def no_decay_of_biases(parameters: Any) -> torch.optim.Optimizer:
+    listed = list(parameters)
+    parts = ([p for p in listed if p.ndim > 1], 0.1), ([p for p in listed if p.ndim < 2], 0.0)
+    return torch.optim.AdamW([{"params": some, "weight_decay": decay} for some, decay in parts if some], lr=0.01)
+
+
+def test_a_server_whose_variables_are_of_some_groups_only() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(32, 8).double()
+    x = torch.randn(8, 32, dtype=torch.float64)
+    report = plait.verify(model, square, x, "workers=2 servers=2", optimizer=no_decay_of_biases)
+    assert report.ok, report
+
+
+def test_a_server_takes_the_schedule_of_its_own_groups() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+
+    def rates(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        each = [lambda step: 0.5**step, lambda step: 0.1**step]
+        weights = [group["weight_decay"] > 0 for group in optimizer.param_groups]
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, [each[0] if heavy else each[1] for heavy in weights])
+
+    whole = OptimizerShard(dict(model.named_parameters()), no_decay_of_biases, rates, Plan(), 0)
+    server = OptimizerShard({"bias": model.bias}, no_decay_of_biases, rates, Plan(), 0)
+    whole.advance(2)
+    server.set_options(whole.options(), whole.scheduler.state_dict())
+    assert server.options() == [whole.options()[1]]
+    server.advance(1)
+    assert server.rate == pytest.approx(0.01 * 0.1**3)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
+from plait.reference.split_sums import SplitSums
 
 SGD = functools.partial(torch.optim.SGD, lr=0.0)
 Act = Callable[[Tensor], Tensor]
@@ -174,3 +175,53 @@ def test_experts_by_a_grouped_product_in_bfloat16(dtype: torch.dtype) -> None:
     for plan in ("data=2", "tensor=2", "data=2 tensor=2 zero=3 micro=2", "pipeline=2 micro=2"):
         report = grouped.verify(plan)
         assert report.ok, report
+
+
+def ordered(model: nn.Module, batch: Tensor) -> Tensor:
+    """Pairs of rows in their right order: the terms of the score's bias cancel over rows, but not over half of them."""
+    score, right = model(batch[:, :8]).mean(1), batch[:, 8]
+    return F.softplus(-(score[:, None] - score) * (right[:, None] - right).sign()).mean()
+
+
+@pytest.mark.parametrize("seed", [16, 37])
+def test_a_sum_of_parts_that_cancel(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank rounds its half of the sum, by a multiple of what the sum is. That explains no other tensor."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return ordered(model, batch)
+
+    torch.manual_seed(seed)
+    batch = torch.randn(8, 9)
+    batch[:, 8] = torch.arange(8.0)
+    verifier = plait.Verifier(nn.Linear(8, 4), loss, batch)
+    report = verifier.verify("data=2")
+    assert report.ok, report
+    true = verifier._run_plan
+
+    def wrong(*args: Any) -> Any:
+        found = true(*args)
+        found.gradients["weight"] += found.gradients["weight"].abs().max() * 0.1
+        return found
+
+    monkeypatch.setattr(verifier, "_run_plan", wrong)
+    assert verifier.verify("data=2").first_bad.name == "weight"
+
+
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_split_sums_are_sums(num_parts: int) -> None:
+    """The same numbers as PyTorch's but for rounding, of the sums that ranks have parts of."""
+    torch.manual_seed(0)
+    x, ids = torch.randn(6, 3, 8, 8, dtype=torch.bfloat16), torch.randint(0, 5, (6, 4))
+    layers = nn.ModuleList([nn.Conv2d(3, 8, 3), nn.LayerNorm(6), nn.Linear(6, 5), nn.Embedding(5, 5)]).bfloat16()
+
+    def gradients() -> list[Tensor]:
+        y = layers[2](layers[1](layers[0](x).tanh())) @ layers[3](ids).transpose(1, 2)[:, None]
+        return list(torch.autograd.grad(y.tanh().sum() + y.square().sum((0, 1)).mean(), layers.parameters()))
+
+    plain = gradients()
+    with SplitSums(num_parts):
+        split = gradients()
+    assert any(not torch.equal(one, other) for one, other in zip(plain, split, strict=True))
+    for one, other in zip(plain, split, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0.06 * float(one.abs().max()))

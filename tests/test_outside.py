@@ -193,6 +193,32 @@ def test_momentum_encoders(how, plan):
     check(lambda: (Momentum(how), lambda m, b: m(b["x"]), nothing), plan)
 
 
+class Queue(nn.Module):
+    """MoCo: the logits against the queue keep a view of it for backward, and the step fills it anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.q = net()
+        self.register_buffer("queue", torch.randn(16, 32, dtype=torch.float64))
+        self.register_buffer("turns", torch.randn(16, 16, dtype=torch.complex128))
+
+    def forward(self, x):
+        q = F.normalize(self.q(x), dim=1)
+        turned = torch.view_as_real(self.turns).sum(2)
+        logits = torch.einsum("nc,ck->nk", [q @ turned, self.queue.clone().detach()])
+        with torch.no_grad():
+            self.queue = torch.cat([self.queue[:, len(q) :], q.T], 1)
+            self.turns = self.turns * 0.5j
+        return logits
+
+
+@pytest.mark.parametrize("plan", ["pipeline=2", "pipeline=2 micro=2", "pipeline=2 micro=4 schedule=zb-h1"])
+def test_a_view_of_a_buffer_that_the_step_writes(plan):
+    torch.manual_seed(0)
+    report = plait.verify(Queue(), lambda m, b: m(b["x"]).logsumexp(1).mean(), batch(), plan)
+    assert report.ok, report
+
+
 def test_momentum_encoders_are_verified_saved_and_loaded(tmp_path):
     model, loss_fn = Momentum("lerp_"), lambda m, b: m(b["x"])
     before = copy.deepcopy(model.state_dict())

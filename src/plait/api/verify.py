@@ -47,6 +47,7 @@ from plait.reference.differences import (
 )
 from plait.reference.local_sgd import SerialReplicas
 from plait.reference.one_device import one_device_step, stale_step
+from plait.reference.split_sums import SplitSums
 
 _HEADROOM = 2.0**4  # of the loss scale in fp16: a rank's term of a sum may be larger than the sum
 
@@ -153,6 +154,10 @@ class Verifier:
                 with suppress(Exception):  # of the user's own casts
                     runs.append(run(plan, wide=True))
                 again += [replace(one, rounding=levels[-1]) for one in runs]
+            if levels[-1] > LAST_BITS["fp32"] or in_half(plan):  # ranks round each its part of a sum
+                for num_parts in (2, 4):
+                    with SplitSums(num_parts):
+                        again.append(replace(run(plan), rounding=levels[-1]))
             if plan.compress.kind != "none":  # what a code of few bits makes of rounding, one run shows by chance
                 again += [run(plan, rounding=last_bits(plan), draw=draw) for draw in (1, 2, 3)]
             if in_half(plan):

@@ -153,7 +153,8 @@ class GraphRecorder(TorchDispatchMode):
         if self.phase == "backward":
             raise CaptureError(
                 "the backward pass draws random numbers anew, as activation checkpointing inside the model does with"
-                " dropout, and they would not be those of the forward pass; turn checkpointing or dropout off"
+                " dropout, and they would not be those of the forward pass; leave checkpointing to the plan, as in"
+                " recompute=layer, or turn dropout off"
             )
         if self.key is None:
             self.key = self.placeholder("key", 0)

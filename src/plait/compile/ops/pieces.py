@@ -171,7 +171,7 @@ def _cat_strategies(call: Call, given: Sequence[Placement], size: int) -> list[S
     blocks = {
         w // p.blocks
         for w, p in zip(widths, given, strict=True)
-        if isinstance(p, Shard) and p.dim == dim and isinstance(p.blocks, int)
+        if isinstance(p, Shard) and p.dim == dim and isinstance(p.blocks, int) and w % p.blocks == 0
     }
     found = [
         Strategy(with_empty([Shard(dim, w // width) for w in widths]), (Shard(dim, out.shape[dim] // width),))

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from plait.compile.capture.capture import Output
 from plait.compile.ir.calls import call_of, is_tensor, op_spec_of, output_node, placeholders, tensor_inputs
 from plait.compile.ir.node_info import describe, info_of, is_backward, set_info
+from plait.compile.ir.views import is_view, view_anew
 from plait.compile.ops import CollectiveKind
 
 aten = torch.ops.aten
@@ -21,11 +22,13 @@ aten = torch.ops.aten
 def keep_written_buffers(graph: Graph, written: Collection[str]) -> None:
     """Let all but the first reader's stage and phase have the values that buffers had when the forward pass read them.
 
-    Later microbatches change them before the backward of this one. Changes `graph`.
+    Later microbatches change them before the backward of this one, and so does this one's forward. What backward reads
+    through a view, it reads through a view of its own: one that forward hands on lies in the buffer. Changes `graph`.
     """
     for node in placeholders(graph):
         if info_of(node).kind != "buffer" or info_of(node).name not in written or not is_tensor(node):
             continue
+        view_anew(graph, _views_of(graph, node), is_backward)
         users = [u for u in node.users if u.op == "call_function"]
         if not any(is_backward(u) for u in users):
             continue
@@ -36,6 +39,15 @@ def keep_written_buffers(graph: Graph, written: Collection[str]) -> None:
         for user in users:
             if is_backward(user):
                 user.replace_input_with(node, copy)
+
+
+def _views_of(graph: Graph, source: Node) -> list[Node]:
+    """The views of a value that forward makes, in the graph's order, views of views among them."""
+    found = {source: None}
+    for node in graph.nodes:
+        if node.op == "call_function" and not is_backward(node) and is_view(node) and node.args[0] in found:
+            found[node] = None
+    return [*found][1:]
 
 
 def apart(graph: Graph, outputs: Sequence[Output]) -> list[tuple[Output, Any]]:

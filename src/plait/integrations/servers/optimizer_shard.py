@@ -100,17 +100,26 @@ class OptimizerShard(TrainState):
                 }
 
     def options(self) -> list[dict[str, Any]]:
-        """What the optimizer's groups are given beside their parameters."""
+        """What the optimizer's groups are given beside their parameters, and the names of these as `members`."""
         assert self.optimizer is not None
-        return [{k: v for k, v in g.items() if k not in _OWN} for g in self.optimizer.param_groups]
+        rest = [{k: v for k, v in g.items() if k not in _OWN} for g in self.optimizer.param_groups]
+        return [{**options, "members": names} for options, names in zip(rest, self._members(), strict=True)]
 
     def set_options(self, groups: Sequence[Mapping[str, Any]], scheduler: Mapping[str, Any] | None) -> None:
-        """Take over the options of groups and the scheduler's state."""
+        """Take over the options of groups and the scheduler's state, as of an optimizer that has all variables: of
+        groups that have none of these, the user's function may have made no group here."""
         assert self.optimizer is not None
-        for group, options in zip(self.optimizer.param_groups, groups, strict=True):
-            group.update(options)
+        chosen = [_group_of(index, names, groups) for index, names in enumerate(self._members())]
+        for group, index in zip(self.optimizer.param_groups, chosen, strict=True):
+            group.update({k: v for k, v in groups[index].items() if k != "members"})
         if self.scheduler is not None and scheduler is not None:
-            self.scheduler.load_state_dict(scheduler)
+            self.scheduler.load_state_dict(_of_groups(scheduler, chosen, len(groups)))
+
+    def _members(self) -> list[list[str]]:
+        """The names of each group's parameters."""
+        assert self.optimizer is not None
+        names = {id(p): name for name, p in self.parameters.items()}
+        return [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
 
     def persistent_buffers(self) -> dict[str, Tensor]:
         kept = persistent_buffers(self.executor.compiler.model)
@@ -119,6 +128,31 @@ class OptimizerShard(TrainState):
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         assert self.optimizer is not None
         return dict(self.optimizer.state.get(parameter, {}))
+
+
+def _group_of(index: int, names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> int:
+    """Which of the groups has these parameters; one without any is the one at its place."""
+    found = [i for i, group in enumerate(groups) if names and {*names} <= {*group["members"]}]
+    if names and not found:
+        raise PlanError(
+            f"the optimizer has {', '.join(names)} in one group where a server has only some of the variables, and in"
+            " several where one process has all; let its groups depend on each parameter alone, or use servers=1"
+        )
+    return found[0] if found else min(index, len(groups) - 1)
+
+
+def _of_groups(state: Mapping[str, Any], chosen: Sequence[int], num_groups: int) -> dict[str, Any]:
+    """The state of a scheduler whose lists have an item for each group, for the chosen ones of these groups."""
+    if [*chosen] == [*range(num_groups)]:
+        return dict(state)
+
+    def of(key: str, value: Any) -> Any:
+        if key == "_schedulers":
+            return [_of_groups(each, chosen, num_groups) for each in value]
+        per_group = isinstance(value, list) and len(value) == num_groups and key != "_milestones"
+        return [value[index] for index in chosen] if per_group else value
+
+    return {key: of(key, value) for key, value in state.items()}
 
 
 class ServerShard(OptimizerShard):

@@ -1,0 +1,95 @@
+"""Sums in half precision made in parts, each rounded: what ranks that have parts of a sum do to it.
+
+One device adds up in float32 and rounds once. Ranks round each its own part, by much more than the sum's own last bits
+where large parts cancel: the gradient of a bias under a loss of differences between rows is zero, and that of half of
+the rows is not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plait.compile.capture.precision import HALF
+
+aten = torch.ops.aten
+
+
+class SplitSums(TorchDispatchMode):
+    """Makes sums over rows, columns or a batch in half precision in `num_parts`, while entered; their numbers are the
+    same but for rounding."""
+
+    def __init__(self, num_parts: int) -> None:
+        super().__init__()
+        self._num_parts = num_parts
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        split = _SPLIT.get(func)
+        if split is None or kwargs or args[0].dtype not in HALF:
+            return func(*args, **(kwargs or {}))
+        return split(func, self._num_parts, *args)
+
+
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, parts)
+
+
+def _product(func: Callable[..., Tensor], num: int, one: Tensor, other: Tensor) -> Tensor:
+    pairs = zip(one.chunk(num, -1), other.chunk(num, -2), strict=True)
+    return _added([func(a, b) for a, b in pairs])
+
+
+def _plus_product(func: Callable[..., Tensor], num: int, bias: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    first, *rest = zip(one.chunk(num, -1), other.chunk(num, -2), strict=True)
+    return _added([func(bias, *first), *(aten.mm.default(a, b) for a, b in rest)])
+
+
+def _sum(func: Callable[..., Tensor], num: int, x: Tensor, *how: Any) -> Tensor:
+    dims = sorted(dim % x.ndim for dim in how[0]) if how and how[0] and x.ndim else range(x.ndim)
+    wide = next((dim for dim in dims if x.shape[dim] > 1), None)
+    return func(x, *how) if wide is None else _added([func(part, *how) for part in x.chunk(num, wide)])
+
+
+def _convolution(func: Callable[..., Any], num: int, gradient: Tensor, x: Tensor, *rest: Any) -> Any:
+    return _of_rows([func(g, a, *rest) for g, a in zip(gradient.chunk(num), x.chunk(num), strict=True)])
+
+
+def _layer_norm(func: Callable[..., Any], num: int, *args: Any) -> Any:
+    gradient, x, shape, mean, rstd, *rest = args
+    if x.ndim == len(shape):
+        return func(*args)
+    cut = zip(*(t.chunk(num) for t in (gradient, x, mean, rstd)), strict=True)
+    return _of_rows([func(g, a, shape, m, r, *rest) for g, a, m, r in cut])
+
+
+def _of_rows(found: Sequence[tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
+    """The gradient of an input, put together from those of its rows, and those of weights, added up."""
+    of_input, *of_weights = zip(*found, strict=True)
+    return (
+        None if of_input[0] is None else torch.cat(of_input),
+        *(None if parts[0] is None else _added(parts) for parts in of_weights),
+    )
+
+
+def _rows_of_table(func: Callable[..., Tensor], num: int, gradient: Tensor, ids: Tensor, *rest: Any) -> Tensor:
+    """An embedding's gradient; scaled by how often an id occurs it is no sum over parts."""
+    if rest[2] or not ids.ndim:
+        return func(gradient, ids, *rest)
+    return _added([func(g, i, *rest) for g, i in zip(gradient.chunk(num), ids.chunk(num), strict=True)])
+
+
+_SPLIT: dict[Any, Callable[..., Any]] = {
+    aten.mm.default: _product,
+    aten.bmm.default: _product,
+    aten.addmm.default: _plus_product,
+    aten.sum.default: _sum,
+    aten.sum.dim_IntList: _sum,
+    aten.convolution_backward.default: _convolution,
+    aten.native_layer_norm_backward.default: _layer_norm,
+    aten.embedding_dense_backward.default: _rows_of_table,
+}
