@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
-from plait.reference.split_sums import SplitSums
+from plait.compile.ops.split_sums import SplitSums
 
 SGD = functools.partial(torch.optim.SGD, lr=0.0)
 Act = Callable[[Tensor], Tensor]

@@ -19,6 +19,7 @@ from plait.compile.capture.loss_values import loss_and_aux, results
 from plait.compile.capture.precision import Precision, narrowest
 from plait.compile.lowered import Lowered
 from plait.compile.ops.dims import HALF
+from plait.compile.ops.split_sums import SplitSums
 from plait.compile.stages.split import Pipeline
 from plait.engine.checks import check_given, check_plan
 from plait.engine.compiler import Captures, Compiler, LossFn
@@ -47,7 +48,6 @@ from plait.reference.differences import (
 )
 from plait.reference.local_sgd import SerialReplicas
 from plait.reference.one_device import one_device_step, stale_step
-from plait.reference.split_sums import SplitSums
 
 _HEADROOM = 2.0**4  # of the loss scale in fp16: a rank's term of a sum may be larger than the sum
 

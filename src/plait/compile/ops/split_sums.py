@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.compile.capture.precision import HALF
+from plait.compile.ops.dims import HALF
 
 aten = torch.ops.aten
 
