@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 import tomllib
@@ -15,6 +16,7 @@ import pytest
 import plait
 import plait.compile.pipeline  # registers plait's own calls
 from plait.compile.ops import OP_SPECS, comm_ops
+from plait.plan.axes import AXES
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src" / "plait").rglob("*.py"))
@@ -100,7 +102,7 @@ def test_only_one_file_names_an_accelerators_library(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_only_one_file_reads_the_keys_of_a_nodes_meta(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+    tree = _tree(path)
     keys = [n.slice for n in ast.walk(tree) if isinstance(n, ast.Subscript) and _is_meta(n.value)]
     keys += [n.args[0] for n in ast.walk(tree) if isinstance(n, ast.Call) and n.args and _is_meta(_receiver(n.func))]
     assert {k.value for k in keys if isinstance(k, ast.Constant)} <= {"val"} or path.name == "node_info.py"
@@ -150,6 +152,49 @@ def _names_ops(value: ast.expr) -> bool:
     return any(name in own | {"aten", "torch.ops", "comm_ops", "overloads"} for name in names)
 
 
+_TAKE_AN_AXIS = {"axis_kind", "axis_size", "comm", "get_group", "group", "groups", "on"}
+
+
+def test_only_the_plan_knows_an_axis_by_its_name() -> None:
+    names = {kind.name for kind in AXES}
+    named = {path.name: _axes_in(path) & names for path in SOURCES if _folder(path) not in ("plan", "spec")}
+    assert {name: found for name, found in named.items() if found} == {}
+
+
+def _axes_in(path: Path) -> set[object]:
+    """The constants that a file compares with, subscripts by, and gives to what takes an axis."""
+    found: list[ast.AST] = []
+    for node in ast.walk(_tree(path)):
+        if isinstance(node, ast.Compare):
+            found += [each for one in (node.left, *node.comparators) for each in _elements(one)]
+        elif isinstance(node, ast.Subscript):
+            found.append(node.slice)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in _TAKE_AN_AXIS:
+            found += node.args
+    return {each.value for each in found if isinstance(each, ast.Constant)}
+
+
+def test_only_the_plan_knows_what_zero_and_central_mean() -> None:
+    """Below it, they ask `plan.sharding`."""
+    below = [path for path in SOURCES if _folder(path) not in ("plan", "spec")]
+    nodes = [node for path in below for node in ast.walk(_tree(path)) if isinstance(node, ast.Attribute)]
+    read = [ast.unparse(node) for node in nodes if node.attr in ("zero", "zero_stage", "central")]
+    assert [text for text in read if not text.startswith("aten.")] == []
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _folder(path: Path) -> str:
+    return path.relative_to(ROOT / "src" / "plait").parts[0]
+
+
+def _elements(value: ast.AST) -> list[ast.AST]:
+    return list(value.elts) if isinstance(value, (ast.Tuple, ast.List, ast.Set)) else [value]
+
+
 def _is_meta(value: ast.AST | None) -> bool:
     return isinstance(value, ast.Attribute) and value.attr == "meta"
 
@@ -177,7 +222,7 @@ def test_files_are_short(path: Path) -> None:
 def _names(path: Path) -> set[str]:
     """Modules that the file imports and dotted names that it uses."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -197,6 +197,26 @@ class BrokenTogether(Broken):
         return [self[item] for item in items]
 
 
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "data=2",
+        "replica=2 data=2",
+        "pipeline=2 data=2",
+        "tensor=2",
+        "pipeline=[1,2,1]",
+        "stages=[tensor=2|data=2] data=2",
+    ],
+)
+def test_a_world_alone_says_which_rows_a_rank_has(plan: str) -> None:
+    def give(world: World, given: str | None) -> list[list[int]]:
+        return rows(loader(Numbers(), 4, world=world, plan=given))
+
+    mesh = plait.Plan.parse(plan).mesh
+    known = plait.run_ranks(mesh, functools.partial(give, given=plan))
+    assert plait.run_ranks(mesh, functools.partial(give, given=None)) == known
+
+
 @pytest.mark.parametrize("kind", [Broken, BrokenTogether])
 @pytest.mark.parametrize("more", [{"prefetch": 0}, {"prefetch": 2}, {"num_workers": 1}])
 def test_an_item_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch, kind: Any, more: Any) -> None:

@@ -13,7 +13,6 @@ from torch import nn
 from plait.comm.device import default_kind, is_host
 from plait.compile.cut_within import cut_within
 from plait.compile.lowered import Lowered
-from plait.compile.stages.split import AXIS as PIPELINE
 from plait.cost.memory_model import GRADIENTS, OPTIMIZER, PARAMETERS, RankMemory, single_changes
 from plait.engine.compiler import Captures, Compiler, LossFn
 from plait.engine.dry_run import dry_run
@@ -24,6 +23,7 @@ from plait.engine.microbatch import microbatches
 from plait.engine.optimizers import OptimizerFactory
 from plait.errors import PlanError
 from plait.plan.annotation import Annotations
+from plait.plan.axes import stage_axis
 from plait.plan.plan import Plan
 from plait.report.memory_table import MemoryEstimate
 from plait.spec.layout import Only
@@ -85,8 +85,8 @@ class Estimator:
         homes: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Plan) if f.name.startswith("home")}
         given, plan = plan, dataclasses.replace(plan.inner_plan, **homes)
         batch, kept = batch_of_replica(self._batch, given), bytes_kept(given)
-        if not is_host(self._device) and plan.central == "host":
-            plan = dataclasses.replace(plan, central="none", zero=plan.zero_stage)
+        if not is_host(self._device):
+            plan = plan.with_own_parameters()
         lowered = Compiler(self._captures, plan, self._layouts).lowered(microbatches(batch, plan.micro)[0])
         found: dict[Any, tuple[list[int], RankMemory]] = {}
         for number in range(given.mesh.size):
@@ -117,14 +117,14 @@ class Estimator:
 
     def _cuts(self, plan: Plan, limit: int) -> list[Plan]:
         """The plan with another cut of its pipeline, where one is likely to stay within so many bytes."""
-        if plan.mesh.axis_size(PIPELINE) == 1:
+        if plan.mesh.axis_size(stage_axis()) == 1:
             return []
         batch = batch_of_replica(self._batch, plan)
         lowered = Compiler(self._captures, plan.inner_plan, self._layouts).lowered(microbatches(batch, plan.micro)[0])
         now = self.estimate(plan)
         peaks: dict[int, int] = {}
         for ranks, each in now.ranks:
-            for place in {plan.mesh.coordinates(rank)[PIPELINE] for rank in ranks}:
+            for place in {plan.mesh.coordinates(rank)[stage_axis()] for rank in ranks}:
                 peaks[place] = max(peaks.get(place, 0), each.peak)
         most = now.fullest.most
         states = sum(most.get(c, 0) for c in (PARAMETERS, GRADIENTS, OPTIMIZER)) / max(most.get(PARAMETERS, 0), 1)
@@ -138,5 +138,5 @@ def _kind(lowered: Lowered, rank: int) -> Any:
     here = mesh.coordinates(rank)
     shapes = tuple(layout.local_shape(mesh, here) for layout in lowered.states.values())
     only = {axis for layout in lowered.layouts.values() for axis, p in layout.placements if isinstance(p, Only)}
-    only |= {PIPELINE} if lowered.pipeline is not None else set()
+    only |= {stage_axis()} if lowered.pipeline is not None else set()
     return shapes, tuple(here[axis] for axis in sorted(only))

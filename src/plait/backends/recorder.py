@@ -24,11 +24,11 @@ from plait.comm.traced import clock_offset, trace_comms, untrace_comms
 from plait.compile.ir.calls import copy_graph
 from plait.compile.ir.node_info import is_backward
 from plait.spec.action import BACKWARD, FORWARD, cell
-from plait.spec.trace import COMPUTE_KINDS
+from plait.spec.trace import COMPUTE_KINDS, NEXT_BATCH
 
 NUM_STEPS = 20  # that are kept
 KIND = {FORWARD: "forward", BACKWARD: "backward"}
-_HOST_KINDS = ("data",)  # also where the rest is on a GPU
+_HOST_KINDS = (NEXT_BATCH,)  # also where the rest is on a GPU
 _SAMPLE_NS = 5_000_000  # between two samples of memory, at least
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -98,7 +98,7 @@ class TraceRecorder:
     def begin(self) -> None:
         """A step begins. Of what was recorded since the last one, only the wait for the batch belongs to it."""
         del self._memory[:]
-        self.rows = [row for row in self.rows if row[0] == "data"][-1:]
+        self.rows = [row for row in self.rows if row[0] == NEXT_BATCH][-1:]
         self._sent = self._count()
 
     def end(self, step: int) -> None:

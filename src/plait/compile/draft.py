@@ -15,9 +15,8 @@ from plait.compile.ir.node_info import info_of
 from plait.compile.ir.views import is_view
 from plait.compile.lowered import Settled
 from plait.compile.passes.accumulation import StepGraph
-from plait.compile.sharding.flat_shards import Cut
+from plait.compile.sharding.flat_shards import Cut, cuts_of
 from plait.compile.sharding.split_share import SplitShare
-from plait.compile.sharding.zero import cut_of
 from plait.compile.stages.split import Pipeline
 from plait.errors import PlanError
 from plait.plan.annotation import Annotations
@@ -70,9 +69,8 @@ class Draft:
 
     @property
     def cuts(self) -> dict[str, Cut]:
-        """How ZeRO cuts parameters over `data`, by name."""
-        pairs = {name: cut_of(self.layouts[name], state, self.plan) for name, state in self.states.items()}
-        return {name: cut for name, cut in pairs.items() if cut is not None}
+        """How ZeRO cuts parameters, by name."""
+        return cuts_of(self.layouts, self.states, self.plan.sharding)
 
 
 @dataclass(frozen=True)

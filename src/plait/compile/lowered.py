@@ -11,9 +11,8 @@ from torch.fx import Graph
 from plait.compile.capture.capture import Captured
 from plait.compile.ir.dtypes import dtype_named
 from plait.compile.passes.accumulation import turns_of
-from plait.compile.sharding.flat_shards import Cut
+from plait.compile.sharding.flat_shards import Cut, cuts_of
 from plait.compile.sharding.split_share import SplitShare
-from plait.compile.sharding.zero import cut_of
 from plait.compile.stages.split import Pipeline
 from plait.plan.plan import Plan
 from plait.schedule.readiness import Cell
@@ -44,9 +43,8 @@ class Lowered:
 
     @property
     def cuts(self) -> dict[str, Cut]:
-        """How zero cuts this rank's parameters over `data`."""
-        pairs = {name: cut_of(self.layouts[name], state, self.plan) for name, state in self.states.items()}
-        return {name: cut for name, cut in pairs.items() if cut is not None}
+        """How parameters are cut of which this rank keeps a part, by name."""
+        return cuts_of(self.layouts, self.states, self.plan.sharding)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Of a parameter, as the model has it."""

@@ -26,7 +26,6 @@ from plait.compile.passes.recomputation import recompute
 from plait.compile.passes.stash import stash_activations
 from plait.compile.shard import assign_roles, check_batch, choose_layouts, shard
 from plait.compile.sharding.formats import keep_formats, note_formats
-from plait.compile.sharding.zero import state_layouts
 from plait.compile.stages.split import cut_in_stages, split_in_cells
 from plait.plan.annotation import Annotations
 from plait.plan.legality import activations_away, gradients_away, parameters_away
@@ -76,7 +75,9 @@ def _split_in_cells(draft: Draft) -> None:
 
 
 def _lay_out_states(draft: Draft) -> None:
-    draft.states = state_layouts(draft.captured, draft.layouts, draft.plan, draft.settled.frozen)
+    frozen = draft.captured.frozen if draft.settled.frozen is None else draft.settled.frozen
+    parameters = {i.name: draft.layouts[i.name] for i in draft.captured.inputs if i.kind == "parameter"}
+    draft.states = draft.plan.sharding.state_layouts(parameters, frozen)
 
 
 def _narrow_parameters(draft: Draft) -> None:
@@ -92,13 +93,13 @@ def _stash_activations(draft: Draft) -> None:
 def _gather_parameters(draft: Draft) -> None:
     cuts = draft.cuts
     for part in draft.parts.values():
-        part.graph = gather_parameters(part.graph, cuts, draft.plan.bucket_bytes)
+        part.graph = gather_parameters(part.graph, cuts, draft.plan.sharding.axis, draft.plan.bucket_bytes)
 
 
 def _accumulate(draft: Draft) -> None:
     parts = {}
     for name, part in draft.parts.items():
-        for turn, graph in by_turn(part, draft.plan.zero_stage >= 2).items():
+        for turn, graph in by_turn(part, draft.plan.sharding.sums_each_microbatch).items():
             parts[f"{name}.{turn}" if name else turn] = StepGraph(graph, part.outputs, part.num_micro, turn)
     draft.parts = parts
 
@@ -110,7 +111,9 @@ def _bucket_gradients(draft: Draft) -> None:
         handed_on = [i for i, output in enumerate(part.outputs) if output.kind == "value"]
         sums = part.turn not in ("first", "middle")
         kept = {i: cuts[name] for i, name in gradients.items() if sums and name in cuts}
-        part.graph = bucket_gradients(part.graph, draft.plan.bucket_bytes, kept, gradients.keys(), but=handed_on)
+        part.graph = bucket_gradients(
+            part.graph, draft.plan.bucket_bytes, kept, gradients.keys(), over=draft.plan.sharding.axis, but=handed_on
+        )
 
 
 def _add_parts(draft: Draft) -> None:
@@ -149,8 +152,8 @@ def _is_piped(draft: Draft) -> bool:
     return len(draft.plan.copies) > 1
 
 
-def _zero_shards_parameters(draft: Draft) -> bool:
-    return draft.plan.zero == 3
+def _cuts_parameters(draft: Draft) -> bool:
+    return draft.plan.sharding.cuts_parameters
 
 
 PASSES = (
@@ -180,7 +183,7 @@ PASSES = (
     Pass("stash-activations", "sends activations away until backward reads them", _stash_activations,
          ["local graph"], when=lambda d: activations_away(d.plan, d.device) and not _is_piped(d)),
     Pass("gather-parameters", "gathers parameters before their use", _gather_parameters, ["state layouts"],
-         when=_zero_shards_parameters),
+         when=_cuts_parameters),
     Pass("accumulate", "makes the graphs of the first, middle and last microbatches", _accumulate,
          ["state layouts", "cells"], ["turns"]),
     Pass("bucket-gradients", "sums gradients in buckets while backward runs", _bucket_gradients, ["turns"],

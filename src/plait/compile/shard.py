@@ -16,12 +16,12 @@ from plait.compile.sharding.narrow import gathered_of, mark_gathered
 from plait.compile.sharding.partition import partition
 from plait.compile.sharding.propagate import propagate
 from plait.compile.sharding.split_share import split_share, step_flops
-from plait.compile.sharding.stage_parallelism import INNER, give_roles, propagate_by_role, split_by_tensor
-from plait.compile.stages.split import AXIS as PIPELINE
+from plait.compile.sharding.stage_parallelism import give_roles, propagate_by_role, split_by_weights, weights_role
 from plait.compile.stages.split import cut_in_stages
 from plait.errors import PlanError
 from plait.plan.annotation import resolve_annotations
-from plait.plan.plan import BATCH_AXES, Plan
+from plait.plan.axes import AxisKind, axes_in_order, axis_kind
+from plait.plan.plan import Plan
 from plait.spec.layout import REPLICATE, Layout, Placement, Replicate, Shard
 
 
@@ -31,7 +31,7 @@ def check_batch(draft: Draft) -> None:
     plan, rows = draft.plan, draft.captured.rows
     trains = any(output.kind == "gradient" for output in draft.captured.outputs)
     if (trains and rows % plan.num_batch_parts) or (
-        plan.stages and rows % (plan.num_batch_parts * plan.mesh.axis_size(INNER))
+        plan.stages and rows % (plan.num_batch_parts * plan.num_stage_parts)
     ):
         raise PlanError(_uneven_batch(rows, plan))
 
@@ -62,24 +62,24 @@ def shard(draft: Draft) -> None:
     placements: dict[str, list[tuple[str, Placement]]] = {name: [] for name in nodes}
     split = [] if captured.rows % plan.num_batch_parts else _cut_leaves(captured, values)
     flops: dict[str, tuple[int, int]] = {}  # by axis that splits weights: before it does, and after
-    for axis in (*BATCH_AXES, *(axis for axis in plan.mesh.names if axis not in BATCH_AXES)):
-        size = plan.mesh.axis_size(axis)
-        if size == 1 or axis == PIPELINE:
+    for kind in axes_in_order():
+        axis, size = kind.name, plan.mesh.axis_size(kind.name)
+        if size == 1 or kind.has_stages:
             continue
         fixed, origin = draft.chosen[axis]
-        if axis in BATCH_AXES:
+        if kind.cuts_rows:
             fixed |= {nodes[name]: Shard(0) for name in split}
             origin |= {nodes[name]: f"batch: {name}" for name in split}
         wanted = tuple(
             fixed.get(nodes[o.name], REPLICATE) if o.kind == "gradient" else REPLICATE for o in captured.outputs
         )
-        if axis == INNER:
-            laid_out = propagate_by_role(graph, size, fixed, {nodes[name] for name in split}, wanted, origin)
+        if kind.per_stage:
+            laid_out = propagate_by_role(graph, size, fixed, {nodes[name] for name in split}, wanted, origin, axis)
         else:
-            laid_out = propagate(graph, size, fixed, wanted, origin, _local_norm(plan, axis), axis)
-        before = 0 if axis in BATCH_AXES else step_flops(graph)
+            laid_out = propagate(graph, size, fixed, wanted, origin, _local_norm(plan, kind), axis)
+        before = step_flops(graph) if kind.cuts_weights else 0
         graph = partition(laid_out, axis)
-        if axis not in BATCH_AXES:
+        if kind.cuts_weights:
             flops[axis] = before, step_flops(graph)
         draft.without_rule |= laid_out.without_rule
         for node, placement in fixed.items():
@@ -110,19 +110,21 @@ def _choose_parameters(
     reasons: dict[str, str] = {}
     names = {node: name for name, node in nodes.items()}
     for axis, size in plan.mesh.axes:
-        if axis == PIPELINE:
+        kind = axis_kind(axis)
+        if kind.has_stages:
             continue
         if settled is not None:
             chosen[axis] = ({nodes[name]: layout.on(axis) for name, layout in settled.items()}, dict[str, str]())
-            if axis not in BATCH_AXES and size > 1:
+            if kind.cuts_weights and size > 1:
                 mark_gathered(gathered_of(graph, size, chosen[axis][0]), axis)
             continue
         fixed = {nodes[name]: on[axis] for name, on in annotated.items() if axis in on}
         origin = {nodes[name]: f"layouts: {name}" for name in annotated}
-        if axis not in BATCH_AXES and size > 1:
-            if axis == INNER:
-                among = split_by_tensor(graph)
-                found, why, gathered = recipe(graph, size, fixed, "tensor", among) if among else ({}, {}, set())
+        if kind.cuts_weights and size > 1:
+            if kind.per_stage:
+                among = split_by_weights(graph)
+                role = weights_role(plan.stages)
+                found, why, gathered = recipe(graph, size, fixed, role, among) if among else ({}, {}, set())
             else:
                 found, why, gathered = recipe(graph, size, fixed, axis)
             mark_gathered(gathered | (gathered_of(graph, size, fixed | found, list(fixed)) if fixed else set()), axis)
@@ -134,8 +136,8 @@ def _choose_parameters(
     return chosen, reasons
 
 
-def _local_norm(plan: Plan, axis: str) -> bool:
-    return axis in BATCH_AXES and plan.batchnorm == "local"
+def _local_norm(plan: Plan, kind: AxisKind) -> bool:
+    return kind.cuts_rows and plan.batchnorm == "local"
 
 
 def _cut_leaves(captured: Captured, values: dict[str, object]) -> list[str]:
@@ -146,9 +148,9 @@ def _cut_leaves(captured: Captured, values: dict[str, object]) -> list[str]:
 
 def _uneven_batch(batch_size: int, plan: Plan) -> str:
     parts = plan.num_batch_parts
-    axes = " x ".join(f"{axis}={n}" for axis, n in plan.mesh.axes if axis in BATCH_AXES and n > 1)
+    axes = " x ".join(f"{axis}={n}" for axis, n in plan.mesh.axes if axis_kind(axis).cuts_rows and n > 1)
     if plan.stages:
-        inner = plan.mesh.axis_size(INNER)
+        inner = plan.num_stage_parts
         return (
             f"stages= cuts each microbatch of {batch_size} into {parts} x {inner} parts; give a batch size that is a"
             f" multiple of {parts * inner * plan.micro}, or less of micro"

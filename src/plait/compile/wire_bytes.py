@@ -48,7 +48,7 @@ def step_collectives(lowered: Lowered) -> list[Collective]:
     sizes = dict(lowered.plan.mesh.axes)
     by_turn = {turn: collectives(graph, sizes) for turn, graph in lowered.graphs.items()}
     cuts = lowered.cuts
-    gathers = cuts and lowered.plan.zero_stage < 3 and not lowered.plan.shares_parameters
+    gathers = cuts and lowered.plan.sharding.gathers_updates
     if lowered.pipeline is None:
         found = [one for turn in lowered.turns for one in by_turn[turn]]
         return found + ([_gather_of_parts(lowered, list(cuts), sizes)] if gathers else [])
@@ -76,7 +76,7 @@ def _gather_of_parts(lowered: Lowered, names: Sequence[str], sizes: Mapping[str,
         dtype = getattr(torch, lowered.dtypes[name]) if name in lowered.dtypes else lowered.dtype_of(name)
         held += math.prod(lowered.cuts[name].part_shape(0)) * dtype.itemsize
     info = NodeInfo(phase="update", origin="zero")
-    return _collective(CollectiveKind.ALL_GATHER, "data", held, sizes, info, f"{len(names)} parameters")
+    return _collective(CollectiveKind.ALL_GATHER, lowered.plan.sharding.axis, held, sizes, info, f"{len(names)} parameters")
 
 
 def _sent_by(node: Node, does: Communication, sizes: Mapping[str, int]) -> list[Collective]:

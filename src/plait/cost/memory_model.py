@@ -90,9 +90,7 @@ def single_changes(plan: Plan, num_rows: int) -> list[Plan]:
 
     `num_rows` is the global batch: more microbatches must divide it still.
     """
-    found = []
-    if plan.data > 1 and plan.central == "none" and plan.relaxed_axis != "data":
-        found += [dataclasses.replace(plan, zero=stage) for stage in range(plan.zero + 1, 4)]
+    found = plan.cutting_more()
     if plan.recompute.kind != "layer":
         found.append(dataclasses.replace(plan, recompute=Recompute("layer")))
     micro = 2 * plan.micro

@@ -12,7 +12,7 @@ from plait.cost.simulate import held, simulate
 from plait.schedule.readiness import Edges, needs
 from plait.spec.action import BACKWARD, FORWARD, SEND, STEP, WEIGHT, Action
 from plait.spec.schedule import Schedule
-from plait.spec.trace import COMPUTE_KINDS, Sample, Span, Trace
+from plait.spec.trace import COMPUTE_KINDS, NEXT_BATCH, Sample, Span, Trace
 
 _Peers = Callable[[int], Sequence[int]]  # from a rank to the ranks of its pipeline, by place
 
@@ -114,7 +114,7 @@ def predict(schedule: Schedule, edges: Edges, costs: Costs, places: Sequence[int
             by_place[sample.rank][kind].append(sample)
     for rank, place in enumerate(places):
         if data:
-            spans.append(Span(rank, "data", "next", 0.0, data))
+            spans.append(Span(rank, NEXT_BATCH, "next", 0.0, data))
         spans += [replace(span, rank=rank) for span in trace.of_rank(place)]
         memory += [replace(sample, rank=rank) for sample in by_place[place][0]]
         in_flight += [replace(sample, rank=rank) for sample in by_place[place][1]]

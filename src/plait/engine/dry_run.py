@@ -28,7 +28,6 @@ from plait.compile.capture.capture import Captured
 from plait.compile.capture.precision import Precision
 from plait.compile.lowered import Lowered, cell_name
 from plait.compile.passes.liveness import Meter, marked
-from plait.compile.stages.split import AXIS as PIPELINE
 from plait.compile.stages.split import Pipeline
 from plait.cost.memory_model import ACTIVATIONS, BUFFERS, OPTIMIZER, PARAMETERS, RankMemory
 from plait.engine.compiler import Captures, Compiler
@@ -38,6 +37,7 @@ from plait.engine.rank_executor import RankExecutor
 from plait.engine.update import Update
 from plait.errors import PlanError
 from plait.optim.several import title_of
+from plait.plan.axes import stage_axis
 from plait.plan.plan import Plan
 from plait.schedule.in_flight import most_under_way
 
@@ -88,7 +88,7 @@ def dry_run(
         _step(replica, updates, update, local)
         del rest
     if lowered.pipeline is not None:
-        world.expect(PIPELINE, _most_under_way(lowered.pipeline, world))
+        world.expect(stage_axis(), _most_under_way(lowered.pipeline, world))
     updated = sum(p.numel() for p in replica.parameters.values() if p.requires_grad)
     most, at_peak = Counter(meter.most), Counter(meter.at_peak)
     most[BUFFERS] += world.arena_bytes
@@ -98,7 +98,7 @@ def dry_run(
 
 def _most_under_way(pipeline: Pipeline, world: DryRunWorld) -> int:
     """Bytes that a rank's stages may have sent, and others not taken."""
-    cells, schedule, comm = pipeline.cells, pipeline.schedule, world.comm(PIPELINE)
+    cells, schedule, comm = pipeline.cells, pipeline.schedule, world.comm(stage_axis())
     executor = Executor(schedule, cells.values, list(cells.graphs), comm, world.mesh.coordinates(world.rank))
     return most_under_way(schedule, cells.edges(), comm.rank, functools.partial(executor.sent, comm.rank))
 

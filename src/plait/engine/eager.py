@@ -36,6 +36,7 @@ from plait.engine.local_batch import LocalBatch, batch_part, num_rows
 from plait.engine.outputs import gather_outputs
 from plait.engine.twin import preserved
 from plait.errors import CaptureError, LossError, PlanError
+from plait.plan.axes import ddp_axis
 from plait.plan.plan import Plan
 from plait.spec.layout import Layout
 
@@ -43,7 +44,7 @@ from plait.spec.layout import Layout
 LOCAL_LOSS = "local_loss"  # what a trainer is to allow, for the mean of the losses of ranks where it is another number
 _ROUNDING = (2e-2, 1e-3)  # of two ways to add up a loss, in half precision and in full
 _WITHOUT_GRAPH = (
-    "data", "home_optimizer", "batchnorm", "allreduce", "bucket_bytes", "sync", "outer", "outer_lr", "outer_momentum",
+    "home_optimizer", "batchnorm", "allreduce", "bucket_bytes", "sync", "outer", "outer_lr", "outer_momentum",
     "moments", "streaming", "overlap", "compress", "uncompressed",
 )  # fmt: skip
 
@@ -51,7 +52,7 @@ _WITHOUT_GRAPH = (
 def refuse_unless_data_only(error: CaptureError, plan: Plan, world: World, compiler: Compiler, batch: Any) -> None:
     """Raise PlanError with the model's own file and line if the plan needs the graph that could not be had. It says
     which plan works, as far as that is known of the model and of this batch."""
-    rows = {row.name: row.default for row in dataclasses.fields(plan) if row.name not in _WITHOUT_GRAPH}
+    rows = {row.name: row.default for row in dataclasses.fields(plan) if row.name not in (*_WITHOUT_GRAPH, ddp_axis())}
     needs = {name: getattr(plan, name) for name, default in rows.items() if getattr(plan, name) != default}
     if needs:
         nearest = _nearest(plan, world, compiler.model, compiler.loss_fn, batch)
@@ -59,13 +60,13 @@ def refuse_unless_data_only(error: CaptureError, plan: Plan, world: World, compi
             f"the plan {plan.title!r} needs the graph of the step for {Plan(**needs)}, and it could not be captured:"
             f" {error}\nThe nearest plan that works is {nearest}."
         ) from error
-    if plan.inner_plan.data > 1 and not has_process_group(world):
+    if _num_ranks(plan.inner_plan) > 1 and not has_process_group(world):
         raise PlanError(f"a model that cannot be captured runs under DDP, which needs processes, not threads: {error}")
 
 
 def _nearest(plan: Plan, world: World, model: nn.Module, loss_fn: LossFn, batch: Any) -> str:
     """The plan for a model that runs as it is."""
-    several = f"data={plan.num_processes}"
+    several = f"{ddp_axis()}={plan.num_processes}"
     if plan.num_processes == 1 or (world.mesh.size > 1 and not has_process_group(world)):  # threads share the model
         return f"{several}, which runs the model as it is"
     if (name := _batch_norm(model)) is not None and plan.batchnorm != "local":
@@ -95,7 +96,7 @@ def check_allowed(allow: Collection[str]) -> frozenset[str]:
 
 def ddp_warning(plan: Plan) -> str:
     """What is said of the numbers when a model begins to run as it is."""
-    if plan.inner_plan.data == 1:
+    if _num_ranks(plan.inner_plan) == 1:
         return ""
     return (
         ", under PyTorch's DDP; the loss and gradients are those of the whole batch where it is a mean over rows or a"
@@ -122,13 +123,14 @@ class EagerExecutor:
         self.buffers = dict(model.named_buffers())
         self.layouts = {n: Layout(torch_name(p.dtype), tuple(p.shape)) for n, p in self.parameters.items()}
         self._num_runs = 0  # in training
-        self._checks = plan.data > 1 and LOCAL_LOSS not in allow
+        self._axis, self._num = ddp_axis(), _num_ranks(plan)
+        self._checks = self._num > 1 and LOCAL_LOSS not in allow
         if self._checks:
             _refuse_batch_norm(model, plan)
         self._loss = _Loss(model, loss_fn)
         self._forward: nn.Module = self._loss
-        if plan.data > 1 and has_process_group(world):
-            group = device_mesh(world).get_group("data")
+        if self._num > 1 and has_process_group(world):
+            group = device_mesh(world).get_group(self._axis)
             self._forward = DistributedDataParallel(self._forward, process_group=group, find_unused_parameters=True)
 
     def release(self) -> None:
@@ -141,17 +143,17 @@ class EagerExecutor:
         self._num_runs += train
         self._loss.num_rows = num
         self.model.train(train)
-        torch.manual_seed((key * self.plan.data + self.world.rank) & ((1 << 62) - 1))
+        torch.manual_seed((key * self._num + self.world.rank) & ((1 << 62) - 1))
         with torch.set_grad_enabled(train):
             total = (self._forward if train else self._loss)(rows)
             weight, outputs = self._loss.weight, self._loss.outputs
             sums = torch.stack([total.detach().double(), weight.detach().to(total.device).double()])
-            if self.plan.data > 1:
-                sums = self.world.comm("data").all_reduce(sums).wait()
+            if self._num > 1:
+                sums = self.world.comm(self._axis).all_reduce(sums).wait()
             if train:
                 for parameter in self.parameters.values():
                     parameter.grad = None
-                (total * (self.plan.data / sums[1].to(total.dtype))).backward()
+                (total * (self._num / sums[1].to(total.dtype))).backward()
         self.with_gradient = tuple(name for name, p in self.parameters.items() if p.grad is not None)
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         aux = None if outputs is None else (self._outputs(outputs, num),)
@@ -161,7 +163,7 @@ class EagerExecutor:
         """Raise LossError, on all ranks, where a rank's loss is not that of two halves of its rows put together."""
         whole, halves, apart = self.halves_apart(rows, num)
         mine = torch.tensor([apart, math.isnan(whole)], dtype=torch.float64, device=self.world.device)
-        every = self.world.comm("data").all_gather(mine).wait()
+        every = self.world.comm(self._axis).all_gather(mine).wait()
         most, rank = (float(found) for found in every[:, 0].max(0))
         if most == 0 and 0 < float(every[:, 1].sum()) < len(every):  # a mean over no row
             most, rank = math.inf, float(every[:, 1].argmax())
@@ -220,9 +222,9 @@ class EagerExecutor:
 
     def _outputs(self, outputs: Outputs, num: int) -> Outputs:
         """What the losses of all ranks came with."""
-        if self.plan.data == 1:
+        if self._num == 1:
             return copied(outputs)
-        return join_outputs(gather_outputs(self.world.comm("data"), outputs, num, self.world.device))
+        return join_outputs(gather_outputs(self.world.comm(self._axis), outputs, num, self.world.device))
 
     def whole_gradients(self) -> dict[str, Tensor]:
         return {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
@@ -256,10 +258,15 @@ class EagerExecutor:
         """This rank's rows, and how many they are."""
         if isinstance(batch, LocalBatch):
             return batch.tree, batch.local_size
-        index, rows = self.world.mesh.coordinates(self.world.rank)["data"], num_rows(batch)
-        part = batch_part(batch, index, self.plan.data)
-        each = -(-rows // self.plan.data)
+        index, rows = self.world.mesh.coordinates(self.world.rank)[self._axis], num_rows(batch)
+        part = batch_part(batch, index, self._num)
+        each = -(-rows // self._num)
         return part, min(each, rows - index * each)
+
+
+def _num_ranks(plan: Plan) -> int:
+    """Along the axis over which DDP trains."""
+    return plan.mesh.axis_size(ddp_axis())
 
 
 def _over(total: float, weight: float) -> float:

@@ -96,7 +96,7 @@ class _Lending:
         own = dict(model.named_parameters())
         # What trains is in the model already, where a rank has all of it to itself; replicas want to know what changes.
         mine = self._replica.parameters if run.replicas is None else {}
-        shared = run.plan.shares_parameters  # by ranks that would each write to it
+        shared = run.plan.sharding.shares_parameters  # by ranks that would each write to it
         self._live = {name for name in self._replica.layouts if mine.get(name) is own[name] and not shared}
         self.changed: dict[str, Tensor] = {}
 

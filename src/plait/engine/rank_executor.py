@@ -23,7 +23,6 @@ from plait.compile.capture.capture import Captured
 from plait.compile.capture.digest import captured_digest
 from plait.compile.lowered import Lowered
 from plait.compile.ops.draw import micro_key
-from plait.compile.sharding.stage_parallelism import INNER
 from plait.engine.compiler import Compiler, Recent
 from plait.engine.effects import Changes
 from plait.engine.initialise import initial_buffers
@@ -87,7 +86,7 @@ class RankExecutor:
             for key in module._buffers
             if (name := f"{prefix}.{key}" if prefix else key) in buffers
         ]
-        held = {} if compiler.plan.shares_parameters or not adopt else self.variables.parameters
+        held = {} if compiler.plan.sharding.shares_parameters or not adopt else self.variables.parameters
         self._held = [
             (name, module, key, p)
             for prefix, module in model.named_modules()
@@ -221,7 +220,7 @@ class RankExecutor:
         if self.lowered.pipeline is None:
             return 1
         rows = num_rows(batch)
-        return 1 if rows % (plan.micro * plan.num_batch_parts * plan.mesh.axis_size(INNER)) else plan.micro
+        return 1 if rows % (plan.micro * plan.num_batch_parts * plan.num_stage_parts) else plan.micro
 
     def _one_by_one(
         self, program: Program, parts: Sequence[Any], key: int, scale: Tensor | None, buffers: Mapping[str, Tensor]

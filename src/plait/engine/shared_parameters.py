@@ -16,7 +16,6 @@ from torch import Tensor
 from plait.comm.protocol import World
 from plait.compile.lowered import Lowered
 from plait.compile.sharding.flat_shards import Cut
-from plait.compile.sharding.zero import cut_of
 from plait.engine.state import lies_here
 from plait.errors import PlanError
 from plait.plan.legality import no_common_memory
@@ -42,14 +41,15 @@ def common_parameters(lowered: Lowered, world: World) -> dict[str, Common]:
 
     PlanError where the data ranks have no memory in common.
     """
-    plan = lowered.plan
-    if not plan.shares_parameters:
+    sharding = lowered.plan.sharding
+    if not sharding.shares_parameters:
         return {}
+    cuts = lowered.cuts
     forms: dict[str, tuple[Tensor, Cut | None, bool]] = {}
     here = world.mesh.coordinates(world.rank)
-    for name, state in lowered.states.items():
+    for name in lowered.states:
         layout = lowered.layouts[name]
-        cut = cut_of(layout, state, plan)
+        cut = cuts.get(name)
         if not lies_here(layout, world) or (cut is None and (layout.placements or name not in lowered.captured.frozen)):
             continue
         narrow = lowered.dtypes.get(name)
@@ -57,7 +57,7 @@ def common_parameters(lowered: Lowered, world: World) -> dict[str, Common]:
         shape = layout.local_shape(world.mesh, here)
         forms[name] = (_form(shape, dtype, cut if narrow is None else None), cut, narrow is not None)
     sizes = [-(-form.nbytes // _ALIGN) * _ALIGN for form, _, _ in forms.values()]
-    memory = _memory(sum(sizes), world)
+    memory = _memory(sum(sizes), world, sharding.axis)
     pieces = memory.split(sizes)
     return {
         name: Common(_laid_in(piece, form), cut, narrow)
@@ -77,8 +77,8 @@ def _laid_in(memory: Tensor, form: Tensor) -> Tensor:
     return memory[: form.nbytes].view(form.dtype).as_strided(form.shape, form.stride())
 
 
-def _memory(num_bytes: int, world: World) -> Tensor:
-    memory = world.comm("data").shared(num_bytes)
+def _memory(num_bytes: int, world: World, axis: str) -> Tensor:
+    memory = world.comm(axis).shared(num_bytes)
     if memory is None:
-        raise PlanError(str(no_common_memory(world.mesh.axis_size("data"))))
+        raise PlanError(str(no_common_memory(world.mesh.axis_size(axis))))
     return memory

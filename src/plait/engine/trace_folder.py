@@ -18,10 +18,10 @@ from typing import Any
 from plait.backends.recorder import TraceRecorder
 from plait.comm.protocol import World
 from plait.compile.lowered import Lowered
-from plait.compile.stages.split import AXIS as PIPELINE
 from plait.compile.stages.stage_costs import estimate_costs
 from plait.cost.costs import Costs, read_costs
 from plait.errors import DataError, PlaitError, PlanError
+from plait.plan.axes import stage_axis
 from plait.schedule.readiness import Edges
 from plait.spec.mesh import Mesh
 from plait.spec.schedule import Schedule
@@ -50,11 +50,11 @@ class RunPlan:
 
     def places(self) -> tuple[int, ...]:
         """Of every rank its place along the axis `pipeline`."""
-        return tuple(self.mesh.coordinates(rank).get(PIPELINE, 0) for rank in range(self.num_ranks))
+        return tuple(self.mesh.coordinates(rank).get(stage_axis(), 0) for rank in range(self.num_ranks))
 
     def pipeline_of(self, rank: int) -> tuple[int, ...]:
         """The ranks of the pipeline that a rank is in, by place."""
-        return self.mesh.group(rank, PIPELINE)
+        return self.mesh.group(rank, stage_axis())
 
 
 @dataclass(frozen=True)

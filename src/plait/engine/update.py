@@ -93,7 +93,7 @@ class Update:
         self._chunks: list[list[nn.Parameter]] = []
         self._buffers = [_Buffer() for _ in range(_NUM_BUFFERS)]
         self._turn = 0
-        self._common = world if homes.plan.shares_parameters else None
+        self._common = world if homes.plan.sharding.shares_parameters else None
         if not homes.plan.uses_disk:
             return
         refuse_some_at_a_time(optimizer, homes.plan)
@@ -150,9 +150,9 @@ class Update:
                 transfer.wait()
 
     def _wait_for_readers(self, world: World) -> None:
-        """Until no rank reads the parameters that the ranks of `data` have in common any more."""
+        """Until no rank reads the parameters that several ranks have in common any more."""
         synchronize(world.device)
-        world.comm("data").barrier()
+        world.comm(self._homes.plan.sharding.axis).barrier()
 
     @contextmanager
     def _set_aside(self) -> Iterator[tuple[dict[nn.Parameter, Tensor], list[list[nn.Parameter]]]]:

@@ -27,7 +27,6 @@ from plait.compile.lowered import Lowered
 from plait.compile.passes.gather import Gathering
 from plait.compile.passes.offload import large
 from plait.compile.sharding.flat_shards import Cut, FlatShards
-from plait.compile.sharding.zero import cut_of
 from plait.cost.pages import padded
 from plait.engine.initialise import initial_parameters
 from plait.engine.model_weights import release, where
@@ -47,12 +46,13 @@ class Variables:
     def __init__(
         self, model: nn.Module, lowered: Lowered, world: World, homes: Offload, seed: int, adopt: bool
     ) -> None:
-        plan = lowered.plan
+        sharding = lowered.plan.sharding
         self._world = world
+        self._axis = sharding.axis
         self._homes = homes
         self._away = large(lowered.states) if homes.fetches_parameters else frozenset()
         self._common = common_parameters(lowered, world)
-        self._bucket_bytes = plan.bucket_bytes
+        self._bucket_bytes = lowered.plan.bucket_bytes
         # Of parameters whose parts are gathered after an update: how they are cut, the form of what the graph reads.
         self._cuts: dict[str, Cut] = {}
         self._wholes: dict[str, Tensor] = {}
@@ -61,8 +61,9 @@ class Variables:
         own = dict(model.named_parameters())
         changing = lowered.captured.changing
         self.changing: dict[str, Tensor] = {}  # parameters that do not train, and that the step itself changes; whole
-        states = lowered.layouts | (lowered.states if plan.zero == 3 else {})
+        states = lowered.layouts | (lowered.states if sharding.cuts_parameters else {})
         held = {name: states[name] for name in own}
+        cuts = lowered.cuts if sharding.gathers_updates else {}
         adopted: set[str] = set()
         self._promise(lowered)
         for name, value in initial_parameters(model, held, world, seed):
@@ -71,15 +72,14 @@ class Variables:
                 self.changing[name] = own[name].detach() if adopt else _apart(value.to(world.device), own[name])
                 adopted.add(name)
             elif value is not None:
-                cut = cut_of(held[name], lowered.states[name], plan) if plan.zero in (1, 2) else None
                 can_adopt = adopt and is_whole(held[name]) and not own[name].is_meta
                 if can_adopt and value.data_ptr() != own[name].data_ptr():
                     own[name].data = value  # of rank 0
-                if self._hold(name, value, own[name], cut, lowered.dtypes.get(name), can_adopt):
+                if self._hold(name, value, own[name], cuts.get(name), lowered.dtypes.get(name), can_adopt):
                     adopted.add(name)
         self._buckets = list(self._make_buckets())
         if self._common:
-            world.comm("data").barrier()  # all have put their values there
+            world.comm(self._axis).barrier()  # all have put their values there
         self._released = own.keys() - adopted if adopt else set()
         self._model = model
 
@@ -109,7 +109,7 @@ class Variables:
         return adopt
 
     def _split(self, name: str, whole: Tensor, cut: Cut, narrow: str | None) -> None:
-        part = cut.part(whole, self._world.comm("data").rank)
+        part = cut.part(whole, self._world.comm(self._axis).rank)
         if narrow is not None:
             part = part.clone(memory_format=torch.contiguous_format)
             whole = whole.to(getattr(torch, narrow))
@@ -120,7 +120,7 @@ class Variables:
 
     def _hold_in_common(self, name: str, value: Tensor, own: nn.Parameter, adopt: bool) -> bool:
         """Put this rank's part where all have it; with `adopt` let the model's own parameter lie there if it can."""
-        common, rank, homes = self._common[name], self._world.comm("data").rank, self._homes
+        common, rank, homes = self._common[name], self._world.comm(self._axis).rank, self._homes
         part = common.part(rank)
         mine = value if common.cut is None else common.cut.part(value, rank)
         if common.cut is not None or rank == 0:
@@ -145,7 +145,7 @@ class Variables:
     def _keep_elsewhere(self, name: str, value: Tensor, cut: Cut | None, narrow: str | None, trains: bool) -> None:
         """The optimizer's tensor on the host or on disk, the graph's on the device or fetched from there."""
         homes = self._homes
-        part = value if cut is None else cut.part(value, self._world.comm("data").rank).contiguous()
+        part = value if cut is None else cut.part(value, self._world.comm(self._axis).rank).contiguous()
         homes.forms[name] = torch.empty_like(part, device="meta")
         whole = value if narrow is None else value.to(getattr(torch, narrow))
         if cut is not None:
@@ -167,6 +167,7 @@ class Variables:
     def _promise(self, lowered: Lowered) -> None:
         """Set room aside for what will be on disk, before anything is written."""
         plan, here = lowered.plan, self._world.mesh.coordinates(self._world.rank)
+        sharding, cuts = plan.sharding, lowered.cuts
         if not self._away or plan.home_parameters != "disk":
             return
         num_bytes = 0
@@ -176,8 +177,8 @@ class Variables:
             size = lowered.dtype_of(name).itemsize
             part = padded(math.prod(lowered.states[name].local_shape(self._world.mesh, here)) * size)
             whole = padded(math.prod(lowered.layouts[name].local_shape(self._world.mesh, here)) * size)
-            cut = name in lowered.cuts and plan.zero in (1, 2)
-            num_bytes += 2 * part + (whole if cut else 0) + (whole if plan.micro > 1 and plan.zero < 2 else 0)
+            num_bytes += 2 * part + (whole if name in cuts and sharding.gathers_updates else 0)
+            num_bytes += whole if plan.micro > 1 and not sharding.sums_each_microbatch else 0
         self._homes.file.promise(num_bytes, "parameters and gradients")
 
     def _make_buckets(self) -> Iterator[tuple[FlatShards, list[str]]]:
@@ -222,7 +223,7 @@ class Variables:
     def _updated_in_common(self) -> None:
         if not self._common:
             return
-        comm = self._world.comm("data")
+        comm = self._world.comm(self._axis)
         for name, common in self._common.items():
             if common.narrow:
                 common.part(comm.rank).copy_(self.parameters[name].detach())
@@ -240,7 +241,7 @@ class Variables:
         ]
         held = [part for name in names if (part := self.local(name)) is not None]
         parts = tuple(part.to(device, non_blocking=True) for part in held)
-        return Gathering(self._world.comm("data"), rows.plain, tuple(form.dtype for form in forms), parts, wholes)
+        return Gathering(self._world.comm(self._axis), rows.plain, tuple(form.dtype for form in forms), parts, wholes)
 
     def _gathered(self, gathering: Gathering, names: list[str]) -> None:
         for name, whole in zip(names, gathering.wait(), strict=True):

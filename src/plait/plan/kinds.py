@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from plait.plan.axes import axis_kind
 from plait.plan.compression import Compression
 from plait.plan.recompute import Recompute
 
@@ -341,6 +342,25 @@ class Family:
 
     def show(self, value: Any) -> str:
         return " ".join(f"{self.prefix}{member}={word}" for member, word in value)
+
+
+@dataclass(frozen=True)
+class AxisSizes(Family):
+    """Sizes of axes, `shelf=2`, each under its own name."""
+
+    value: Choice = Choice(())
+
+    def parse(self, word: str) -> tuple[tuple[str, int], ...]:  # type: ignore[override]
+        name, _, size = word.partition("=")
+        return ((name, Axis().parse(size)),)
+
+    def check(self, value: Any) -> None:
+        for name, size in value:
+            axis_kind(name)
+            Axis().check(size)
+
+    def show(self, value: Any) -> str:
+        return " ".join(f"{name}={size}" for name, size in value)
 
 
 Kind = Axis | Number | Real | Interval | Compressions | Choice | Recomputes | ScheduleName | Names | Bytes | Family

@@ -8,16 +8,18 @@ Each key is one row, a field of `Plan`: its kind reads, checks and prints it, an
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, cast
 
 from plait.errors import PlanError
+from plait.plan import axes
 from plait.plan.compression import NO_COMPRESSION, Compression
 from plait.plan.kinds import (
     Axis,
+    AxisSizes,
     Bytes,
     Choice,
     Compressions,
@@ -35,10 +37,10 @@ from plait.plan.kinds import (
 )
 from plait.plan.recompute import NO_RECOMPUTE, Recompute
 from plait.plan.refusals import OF_AGREEMENT, names_not_yet, refuse_key, refused_together
+from plait.plan.sharding_plan import ShardingPlan
 from plait.spec.mesh import Mesh
 
-# The batch is cut over `data` first: gradients, which `zero` splits over data, then are summed over replicas in parts.
-BATCH_AXES = ("data", "replica")
+_OTHER_AXES = "axes."  # stands for the keys of axes that have a row in plan/axes.py and no field below
 _HOME = Choice(("device", "host", "disk"))
 
 
@@ -64,6 +66,7 @@ class Plan:
     stages: tuple[tuple[str, int], ...] = _key(
         StagePlans(), (), "what the ranks of each stage are to each other, as [tensor=2 | data=2]; then pipeline is 2"
     )
+    other_axes: tuple[tuple[str, int], ...] = _key(AxisSizes(_OTHER_AXES), (), "sizes of axes that have no field here")
     zero: int = _key(Number(0, 3), 0, "split over data: 1 optimizer state, 2 and gradients, 3 and parameters")
     micro: int = _key(Number(1), 1, "parts of the batch that run one after the other, with one update at the end")
     schedule: str = _key(ScheduleName(), "1f1b", "the order in which a pipeline's ranks take microbatches, or a file")
@@ -136,20 +139,22 @@ class Plan:
             key, equals, value = word.partition("=")
             if not equals or not key or not value:
                 raise PlanError(f"cannot read {word!r} ({place}): a plan is made of key=value, like data=2 tensor=2")
-            if "." in key and (family := key.partition(".")[0] + ".") in rows:
+            if "." in key and (family := key.partition(".")[0] + ".") in rows.keys() - {_OTHER_AXES}:
                 key, value = family, word.removeprefix(family)
+            elif key in _axes_without_field(cls):
+                key = _OTHER_AXES
             if key not in rows:
                 refuse_key(key, value, place)
                 raise PlanError(f"unknown key {key!r} ({place}); {_hint(key, rows)}")
             row, kind = rows[key], _kind(rows[key])
             try:
-                read: Any = kind.parse(value)
+                read: Any = kind.parse(word if isinstance(kind, AxisSizes) else value)
                 kind.check(read)
             except ValueError as error:
                 spaces = "; separate the words of a plan with spaces" if "," in value and "=" in value else ""
                 raise PlanError(f"bad value {value!r} in {word!r} ({place}): {error}{spaces}") from None
             earlier = found.get(row.name)
-            name = key
+            name = "" if isinstance(kind, AxisSizes) else key
             if isinstance(kind, Family):
                 name += read[0][0]
                 earlier = dict(found.get(row.name, ())).get(read[0][0])
@@ -178,13 +183,12 @@ class Plan:
     @property
     def mesh(self) -> Mesh:
         """Every axis, outermost first; those of size 1 too, so that layouts may name what a plan leaves out."""
-        return Mesh(
-            tuple(
-                (kind.axis or key_name(row), kind.num_ranks(getattr(self, row.name)))
-                for row in fields(self)
-                if isinstance(kind := _kind(row), Axis)
-            )
-        )
+        sizes = {
+            kind.axis or key_name(row): kind.num_ranks(getattr(self, row.name))
+            for row in fields(self)
+            if isinstance(kind := _kind(row), Axis)
+        } | dict(self.other_axes)
+        return Mesh(tuple((kind.name, sizes.get(kind.name, 1)) for kind in axes.AXES))
 
     @property
     def num_processes(self) -> int:
@@ -201,27 +205,34 @@ class Plan:
         """Whether anything has its home on disk."""
         return "disk" in (self.home_optimizer, self.home_parameters, self.home_activations)
 
-    @property
-    def zero_stage(self) -> int:
-        """Which stage of ZeRO says what is cut over `data`: of central storage that of 2."""
-        return 2 if self.central == "host" else self.zero
+    @cached_property
+    def sharding(self) -> ShardingPlan:
+        """What each rank keeps of parameters, gradients and optimizer state."""
+        return ShardingPlan.make(self.mesh, self.zero, self.central)
 
-    @property
-    def shares_parameters(self) -> bool:
-        """Whether the data ranks have parameters in memory that they share."""
-        return self.central == "host" and self.data > 1
+    def with_own_parameters(self) -> Plan:
+        """The plan that cuts the same where no memory is in common: each rank has parameters of its own."""
+        return self if self.central == "none" else replace(self, central="none", zero=2)
+
+    def cutting_more(self) -> list[Plan]:
+        """Plans that cut more of the states over the same ranks, in the order in which to try them."""
+        if self.mesh.axis_size(over := axes.zero_axis()) == 1 or self.central != "none" or self.relaxed_axis == over:
+            return []
+        return [replace(self, zero=stage) for stage in range(self.zero + 1, 4)]
 
     @property
     def num_batch_parts(self) -> int:
         """Into how many parts each microbatch is cut: the product of the batch axes."""
-        return math.prod(self.mesh.axis_size(axis) for axis in BATCH_AXES)
+        return axes.num_batch_parts(self.mesh)
+
+    @property
+    def num_stage_parts(self) -> int:
+        """Into how many parts a stage may cut each of those again: those of its ranks, where stages= names them."""
+        return self.stages[0][1] if self.stages else 1
 
     def batch_part(self, coordinates: Mapping[str, int]) -> int:
-        """Which of those parts the rank at these coordinates has."""
-        part = 0
-        for axis in BATCH_AXES:
-            part = part * self.mesh.axis_size(axis) + coordinates[axis]
-        return part
+        """Which of the parts of each microbatch the rank at these coordinates has."""
+        return axes.batch_part(self.mesh, coordinates)
 
     @property
     def relaxed_axis(self) -> str:
@@ -291,7 +302,19 @@ def key_name(row: Field[Any]) -> str:
 
 def describe_keys() -> list[tuple[str, str, str]]:
     """(name, default as text, what it does) of every key, in the order in which a plan prints."""
-    return [(key_name(row), _kind(row).show(row.default), row.metadata["doc"]) for row in fields(Plan)]
+    found = []
+    for row in fields(Plan):
+        if isinstance(_kind(row), AxisSizes):
+            found += [(name, "1", axes.axis_kind(name).doc) for name in _axes_without_field(Plan)]
+        else:
+            found.append((key_name(row), _kind(row).show(row.default), row.metadata["doc"]))
+    return found
+
+
+def _axes_without_field(cls: type[Plan]) -> list[str]:
+    """Axes of the table that are keys of a plan though it has no field for them."""
+    have = {kind.axis or key_name(row) for row in fields(cls) if isinstance(kind := _kind(row), Axis)}
+    return [kind.name for kind in axes.AXES if kind.name not in have]
 
 
 def _kind(row: Field[Any]) -> Kind:
@@ -299,7 +322,7 @@ def _kind(row: Field[Any]) -> Kind:
 
 
 def _hint(key: str, names: Iterable[str]) -> str:
-    known = list(names)
+    known = [*(name for name in names if name != _OTHER_AXES), *_axes_without_field(Plan)]
     near = difflib.get_close_matches(key.lower(), [*known, *names_not_yet()], n=2, cutoff=0.6)
     near = [name for name in near if name in known] or near
     return (f"did you mean {' or '.join(near)}? " if near else "") + f"the keys are {', '.join(known)}"

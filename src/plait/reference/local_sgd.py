@@ -24,6 +24,7 @@ from plait.engine.local_sgd.exchange import dtype_of_mean, first_factor
 from plait.engine.local_sgd.replica_batch import replica_key
 from plait.engine.microbatch import microbatches
 from plait.engine.slices import Fragment, fragments
+from plait.plan.axes import parts_around
 from plait.plan.compression import Compression
 from plait.plan.plan import Plan
 from plait.reference.one_device import one_device_step
@@ -226,12 +227,12 @@ def rows_of(batch: Any, plan: Plan, index: int) -> Any:
     """The rows of a replica: of each microbatch the parts that its ranks take."""
     rows, inner = num_rows(batch), plan.inner_plan.num_batch_parts
     num = plan.num_batch_parts // inner
-    outermost = plan.relaxed_axis == "data"  # `data` cuts the batch first
+    _, after = parts_around(plan.mesh, plan.relaxed_axis)
     parts = []
     for micro in microbatches(batch, plan.micro):
         each = rows // (plan.micro * inner * num)
         for part in range(inner):
-            place = index * inner + part if outermost else part * num + index
+            place = (part // after * num + index) * after + part % after
             parts.append(take_rows(micro, rows // plan.micro, place * each, each))
     return join_rows(parts)
 

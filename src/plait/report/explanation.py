@@ -21,6 +21,7 @@ from plait.compile.pipeline import PASSES, lower
 from plait.compile.wire_bytes import Collective, step_collectives
 from plait.errors import LayoutError
 from plait.plan.annotation import Annotations
+from plait.plan.axes import zero_axis
 from plait.report.bytes import human_bytes
 from plait.report.passes import pass_diff, pass_table
 from plait.report.stages import describe_stages
@@ -157,14 +158,15 @@ class Explanation:
         for axis, sent in self.sent_bytes.items():
             size = mesh.axis_size(axis)
             lines.append(f"  {axis:8} {size} ranks, each sends {most}{human_bytes(sent)} a step")
+        over = zero_axis()
         for kind, what, ways in _FORMULAS:
-            mine = [c for c in self.collectives if c.kind == kind and c.axis == "data" and c.value.endswith(what)]
+            mine = [c for c in self.collectives if c.kind == kind and c.axis == over and c.value.endswith(what)]
             if not mine:
                 continue
-            size = mesh.axis_size("data")
+            size = mesh.axis_size(over)
             held = sum(c.tensor_bytes for c in mine) * (size if kind == "all_gather" else 1)
             formula = f"{ways}({size} - 1)/{size} x {human_bytes(held)}"
-            lines.append(f"  {what} over data, {kind}: {formula} = {human_bytes(sum(c.sent_bytes for c in mine))}")
+            lines.append(f"  {what} over {over}, {kind}: {formula} = {human_bytes(sum(c.sent_bytes for c in mine))}")
         return lines
 
 

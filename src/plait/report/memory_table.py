@@ -14,6 +14,7 @@ from plait.cost.memory_model import (
     changed_words,
     model_state_bytes,
 )
+from plait.plan.axes import stage_axis
 from plait.plan.plan import Plan
 from plait.report.bytes import human_bytes
 
@@ -62,10 +63,10 @@ class MemoryEstimate:
                     f"{who}before the first step the whole model lies beside this rank's parts: {_bytes(each.start)};"
                     " build it on the meta device to save that"
                 )
-        if self.plan.shares_parameters:
+        if (sharding := self.plan.sharding).shares_parameters:
             lines.append(
-                f"of parameters in memory that data={self.plan.data} ranks have in common each is counted its part: 1 /"
-                f" {self.plan.data}"
+                f"of parameters in memory that {sharding.axis}={sharding.num_parts} ranks have in common each is"
+                f" counted its part: 1 / {sharding.num_parts}"
             )
         elsewhere = [word for word in str(self.plan).split() if word.startswith("home.")]
         if elsewhere:
@@ -109,14 +110,15 @@ def verdict(found: MemoryEstimate, limit: int, tried: Sequence[MemoryEstimate]) 
 def _too_large(found: MemoryEstimate, limit: int) -> str:
     """Of a pipeline: which of its places take too much, and by how much."""
     mesh = found.plan.mesh
-    if mesh.axis_size("pipeline") == 1:
+    axis = stage_axis()
+    if mesh.axis_size(axis) == 1:
         return ""
     over: dict[int, int] = {}
     for ranks, each in found.ranks:
         for rank in ranks:
-            place = mesh.coordinates(rank)["pipeline"]
+            place = mesh.coordinates(rank)[axis]
             over[place] = max(over.get(place, 0), each.peak - limit)
-    places = (f"pipeline={place} {_bytes(over[place])} too much" for place in sorted(over) if over[place] > 0)
+    places = (f"{axis}={place} {_bytes(over[place])} too much" for place in sorted(over) if over[place] > 0)
     return f" ({', '.join(places)})"
 
 

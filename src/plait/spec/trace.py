@@ -10,7 +10,8 @@ from typing import Any
 
 # What a span is of. The first three are compute; `wait` is for data of another rank, `data` for the next batch.
 COMPUTE_KINDS = ("forward", "backward", "weight")
-KINDS = (*COMPUTE_KINDS, "send", "wait", "gather", "reduce", "optimizer", "data")
+NEXT_BATCH = "data"
+KINDS = (*COMPUTE_KINDS, "send", "wait", "gather", "reduce", "optimizer", NEXT_BATCH)
 
 
 @dataclass(frozen=True)

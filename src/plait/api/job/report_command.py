@@ -14,7 +14,7 @@ from plait.engine.trace_folder import PLAN, TRACE, Recorded, RunPlan, read_plan,
 from plait.errors import DataError, PlanError
 from plait.report.perfetto import chrome_trace
 from plait.report.run_page import StepView, build_page, that_fit
-from plait.spec.trace import Trace
+from plait.spec.trace import NEXT_BATCH, Trace
 
 
 def write_report(run: Path, out: Path, perfetto: Path | None = None) -> str:
@@ -55,7 +55,7 @@ def _predicted(plan: RunPlan, recorded: list[Recorded]) -> Trace | None:
     if not traces:
         return predict(plan.schedule, plan.edges, plan.costs, plan.places())
     costs = measure_costs(traces, plan.schedule, plan.edges, plan.places(), plan.pipeline_of, plan.costs)
-    before = [min((s.start for s in trace.spans if s.kind != "data"), default=0.0) for trace in traces]
+    before = [min((s.start for s in trace.spans if s.kind != NEXT_BATCH), default=0.0) for trace in traces]
     return predict(plan.schedule, plan.edges, costs, plan.places(), statistics.median(before))
 
 

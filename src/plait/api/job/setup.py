@@ -34,6 +34,7 @@ from plait.engine.microbatch import microbatches
 from plait.engine.optimizers import make_optimizer
 from plait.errors import BatchError, CheckpointError, ConfigError, DataError, LossError, PlanError
 from plait.plan.annotation import resolve_annotations
+from plait.plan.axes import axis_kind
 from plait.plan.plan import Plan
 from plait.plan.recompute import NO_RECOMPUTE
 
@@ -216,7 +217,8 @@ def check_job(config: Config, plan: Plan, resume: Resume = ANEW, writes: bool = 
 
 def _asks_the_graph(plan: Plan) -> bool:
     """Whether only the graph of the step says if the model can have the plan."""
-    return plan.pipeline != 1 or plan.tensor > 1 or bool(plan.exceptions) or plan.recompute != NO_RECOMPUTE
+    more_than_rows = any(size > 1 and not axis_kind(axis).cuts_rows for axis, size in plan.mesh.axes)
+    return more_than_rows or bool(plan.exceptions) or plan.recompute != NO_RECOMPUTE
 
 
 def _check_lowering(config: Config, plan: Plan, data: Data) -> None:

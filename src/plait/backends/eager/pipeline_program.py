@@ -20,7 +20,7 @@ from plait.compile.capture.loss_values import Outputs
 from plait.compile.ir.calls import output_node
 from plait.compile.lowered import Lowered
 from plait.compile.passes.offload import large
-from plait.compile.stages.split import AXIS
+from plait.plan.axes import stage_axis
 from plait.plan.legality import activations_away, gradients_away
 
 
@@ -33,7 +33,7 @@ class PipelineProgram:
         self.world = world
         self.pipeline = lowered.pipeline
         self.program = Program(lowered, world, homes)
-        self.comm = world.comm(AXIS)
+        self.comm = world.comm(stage_axis())
         self._homes = homes
         away = large(lowered.states) if gradients_away(lowered.plan, world.device.type) else frozenset[str]()
         self._leaving = away & self.pipeline.added_up  # gradients that leave the device once they are added up

@@ -25,7 +25,7 @@ from plait.compile.ir.node_info import NodeInfo, describe, info_of
 from plait.compile.ir.views import is_fresh
 from plait.compile.ops import comm_ops
 from plait.compile.passes.gather import narrow_parameters
-from plait.compile.sharding.zero import cut_of
+from plait.compile.sharding.flat_shards import cuts_of
 from plait.plan.plan import Plan
 from plait.spec.layout import Layout
 
@@ -54,10 +54,11 @@ def narrowed(
     graphs: Iterable[Graph], plan: Plan, layouts: Mapping[str, Layout], states: Mapping[str, Layout]
 ) -> dict[str, str]:
     """In which dtype the graphs read parameters, where that is not the parameters' own; from here on they do."""
-    if plan.zero_stage not in (1, 2):  # with 3 they read the optimizer's parts, which are cast as they leave
+    if not plan.sharding.narrows_parameters:  # the parts that ranks gather for each use are cast as they leave
         return {}
+    cuts = cuts_of(layouts, states, plan.sharding)
     parameters = [node for graph in graphs for node in placeholders(graph) if info_of(node).kind == "parameter"]
-    parameters = [n for n in parameters if cut_of(layouts[info_of(n).name], states[info_of(n).name], plan) is not None]
+    parameters = [n for n in parameters if info_of(n).name in cuts]
     narrow_parameters(parameters)
     return {
         info_of(n).name: str(n.meta["val"].dtype).removeprefix("torch.")

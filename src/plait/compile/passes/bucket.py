@@ -119,16 +119,17 @@ def bucket_gradients(
     cuts: Mapping[int, Cut] | None = None,
     gradients: Collection[int] = (),
     first_bytes: int = 1 << 20,
+    over: str = "",
     but: Collection[int] = (),
 ) -> Graph:
     """Join the sums that only leave the graph. Changes `graph` and returns it.
 
-    `cuts` says of which outputs this rank keeps only its part along `data`; `gradients` which of them are gradients;
-    outputs in `but` are waited for, and summed as they are.
+    `cuts` says of which outputs this rank keeps only its part along the axis `over`; `gradients` which of them are
+    gradients; outputs in `but` are waited for, and summed as they are.
     """
     cuts = cuts or {}
     groups: dict[Any, list[PendingReduction]] = {}
-    for one in leaving(graph, cuts, but):
+    for one in leaving(graph, cuts, over, but):
         only = tuple(sorted(info_of(one.sums[-1]).owner.items()))
         dtypes = (one.sent.meta["val"].dtype, one.term.meta["val"].dtype)
         groups.setdefault((one.axes, one.cut is not None, dtypes, only), []).append(one)
@@ -147,7 +148,7 @@ def bucket_gradients(
     scattered = {one.index for members in groups.values() for one in members if one.cut is not None}
     for index, cut in cuts.items():
         if index not in scattered and isinstance(results[index], Node):
-            results[index] = _kept(graph, world, results[index], cut, end)  # type: ignore[arg-type]
+            results[index] = _kept(graph, world, results[index], cut, over, end)  # type: ignore[arg-type]
     end.args = (tuple(results),)
     for members in groups.values():
         for one in members:
@@ -157,9 +158,9 @@ def bucket_gradients(
     return graph
 
 
-def _kept(graph: Graph, world: Node | None, node: Node, cut: Cut, end: Node) -> Node:
+def _kept(graph: Graph, world: Node | None, node: Node, cut: Cut, axis: str, end: Node) -> Node:
     with graph.inserting_before(end):
-        part = graph.call_function(keep_part, (world, node, "data", FlatShards((cut,)).plain))
+        part = graph.call_function(keep_part, (world, node, axis, FlatShards((cut,)).plain))
     describe(part, info_of(node), node.meta["val"].new_empty(cut.part_shape(0)))
     return part
 

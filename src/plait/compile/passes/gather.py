@@ -86,8 +86,8 @@ register(
 )
 
 
-def gather_parameters(graph: Graph, cuts: Mapping[str, Cut], bucket_bytes: int) -> Graph:
-    """Let the placeholders that `cuts` names stand for this rank's part. Changes `graph` and returns it."""
+def gather_parameters(graph: Graph, cuts: Mapping[str, Cut], axis: str, bucket_bytes: int) -> Graph:
+    """Let the placeholders that `cuts` names stand for this rank's part along `axis`. Changes and returns `graph`."""
     held = [node for node in placeholders(graph) if info_of(node).name in cuts]
     if not held:
         return graph
@@ -98,7 +98,7 @@ def gather_parameters(graph: Graph, cuts: Mapping[str, Cut], bucket_bytes: int) 
     def start(members: list[Node]) -> Node:
         rows = FlatShards(tuple(cuts[info_of(node).name] for node in members))
         dtypes = tuple(node.meta["val"].dtype for node in members)
-        begun = graph.call_function(gather_start, (world, "data", rows.plain, dtypes, *members))
+        begun = graph.call_function(gather_start, (world, axis, rows.plain, dtypes, *members))
         set_info(begun, num_bytes=rows.length * dtypes[0].itemsize, what=f"{len(members)} parameters")
         return begun
 

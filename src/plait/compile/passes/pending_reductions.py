@@ -20,7 +20,7 @@ aten = torch.ops.aten
 class PendingReduction:
     """The sum over `axes` of `term` is output `index`; `sums` are the all-reduces that make it, the first one first.
 
-    With a cut, this rank keeps its part along `data`, which then comes first among the axes.
+    With a cut, this rank keeps its part along the axis that then comes first.
     """
 
     index: int
@@ -37,8 +37,9 @@ class PendingReduction:
         return source if narrow and len(self.term.users) == 1 else self.term  # type: ignore[return-value]
 
 
-def leaving(graph: Graph, cuts: Mapping[int, Cut], but: Collection[int] = ()) -> list[PendingReduction]:
-    """Every output, but those, that is only summed before it leaves, in the order in which the terms are there."""
+def leaving(graph: Graph, cuts: Mapping[int, Cut], over: str, but: Collection[int] = ()) -> list[PendingReduction]:
+    """Every output, but those, that is only summed before it leaves, in the order in which the terms are there. Of
+    those in `cuts` this rank keeps its part along the axis `over`."""
     end = output_node(graph)
     (results,) = end.args
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -53,8 +54,8 @@ def leaving(graph: Graph, cuts: Mapping[int, Cut], but: Collection[int] = ()) ->
         if not sums:
             continue
         axes = tuple(str(s.args[2]) for s in reversed(sums))
-        cut = cuts.get(index) if "data" in axes else None
+        cut = cuts.get(index) if over in axes else None
         if cut is not None:
-            axes = ("data", *(axis for axis in axes if axis != "data"))
+            axes = (over, *(axis for axis in axes if axis != over))
         found[result] = PendingReduction(index, node, axes, tuple(reversed(sums)), cut)
     return sorted(found.values(), key=lambda one: order[one.term])

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 
-from plait.spec.layout import part_bounds
+from plait.plan.sharding_plan import ShardingPlan
+from plait.spec.layout import Layout, part_bounds
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,18 @@ class Cut:
     @property
     def even(self) -> bool:
         return self.shape[self.dim] % self.size == 0
+
+
+def cut_of(layout: Layout, state: Layout, sharding: ShardingPlan) -> Cut | None:
+    """How a rank's tensor of `layout` is cut to become the `state`; None where it is not."""
+    dim = sharding.cut_dim(layout, state)
+    return None if dim is None else Cut(layout.local_shape(sharding.mesh), dim, sharding.num_parts)
+
+
+def cuts_of(layouts: Mapping[str, Layout], states: Mapping[str, Layout], sharding: ShardingPlan) -> dict[str, Cut]:
+    """How each parameter is cut of which a rank has a part, by name."""
+    pairs = {name: cut_of(layouts[name], state, sharding) for name, state in states.items()}
+    return {name: cut for name, cut in pairs.items() if cut is not None}
 
 
 PlainRows = tuple[tuple[tuple[int, ...], int, int], ...]  # (shape, dim, size) of each member

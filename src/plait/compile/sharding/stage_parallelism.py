@@ -14,22 +14,31 @@ from torch.fx import Graph, Node
 from plait.compile.ir.calls import is_item, placeholders, tensor_inputs
 from plait.compile.ir.node_info import info_of, set_info
 from plait.compile.sharding.propagate import Propagation, propagate, whole_strategy
+from plait.plan.axes import AXES, axis_kind
 from plait.spec.layout import REPLICATE, Partial, Placement, Replicate, Shard
-
-INNER = "inner"  # the axis of the ranks of one stage
-_TENSOR, _DATA = "tensor", "data"
 
 
 def give_roles(graph: Graph, roles: Sequence[str]) -> None:
-    """Keep with each call what its stage is; of what any stage repeats, that it splits weights: a view of a weight must
-    lie as the weight does, and what comes from the whole batch alone can be cut for nothing."""
+    """Keep with each call the kind of axis that its stage's ranks are; what any stage repeats has none, and counts as
+    split by weights: a view of a weight must lie as the weight does, and what comes from the whole batch alone can be
+    cut for nothing."""
     for node in graph.nodes:
         if node.op == "call_function":
             stage = info_of(node).stage
-            set_info(node, stage=None, role=_TENSOR if stage is None else roles[stage])
+            set_info(node, stage=None, role="" if stage is None else roles[stage])
 
 
-def split_by_tensor(graph: Graph) -> set[str]:
+def weights_role(stages: Sequence[tuple[str, int]]) -> str:
+    """The word with which the plan has a stage split weights."""
+    named = (name for name, _ in stages if axis_kind(name).cuts_weights)
+    return next(named, next(kind.name for kind in AXES if kind.cuts_weights))
+
+
+def _splits_rows(node: Node) -> bool:
+    return bool(role := info_of(node).role) and axis_kind(role).cuts_rows
+
+
+def split_by_weights(graph: Graph) -> set[str]:
     """Parameters, by placeholder name, that only stages read which split weights."""
     return {node.name for node in placeholders(graph) if _only_split(node)}
 
@@ -37,7 +46,7 @@ def split_by_tensor(graph: Graph) -> set[str]:
 def _only_split(node: Node) -> bool:
     """Whether all that reads a value, also through what any stage repeats, splits weights."""
     readers = [user for user in node.users if user.op == "call_function"]
-    return all(info_of(user).role == _TENSOR for user in readers) and all(
+    return all(not _splits_rows(user) for user in readers) and all(
         _only_split(user) for user in readers if len(tensor_inputs(user)) == 1 and not is_item(user)
     )
 
@@ -49,6 +58,7 @@ def propagate_by_role(
     batch: Collection[str],
     required: tuple[Placement, ...],
     origin: Mapping[str, str],
+    axis: str,
 ) -> Propagation:
     """As `propagate`, each call by the role that its stage has. `weights` are placements of parameters; placeholders in
     `batch` are whole on every rank, and cut by the stages that split the batch. May change the graph."""
@@ -56,13 +66,13 @@ def propagate_by_role(
     while True:
         known = len(graph.nodes)
         by_rows = propagate(graph, size, rows, (REPLICATE,) * len(required))
-        by_weights = propagate(graph, size, weights, required, origin, axis=INNER)
+        by_weights = propagate(graph, size, weights, required, origin, axis=axis)
         if len(graph.nodes) == known:  # neither has replaced a call by simpler ones
             break
     found = Propagation(graph, size, required=required)
     found.without_rule = by_rows.without_rule | by_weights.without_rule
     for node in graph.nodes:
-        side = by_rows if info_of(node).role == _DATA else by_weights
+        side = by_rows if _splits_rows(node) else by_weights
         if node.op == "placeholder":
             found.placements[node] = by_weights.placements[node]
         elif node.op == "call_function" and not is_item(node):
@@ -75,5 +85,5 @@ def propagate_by_role(
         if node in side.origin:
             found.origin[node] = side.origin[node]
         elif side is by_rows and any(not isinstance(p, Replicate) for p in found.placements.get(node, ())):
-            found.origin[node] = "stages: data"
+            found.origin[node] = f"stages: {info_of(node).role}"
     return found

@@ -16,6 +16,7 @@ from plait.compile.stages.assign import complete_places, follow_readers, place_i
 from plait.compile.stages.shared import keep_written_buffers
 from plait.compile.stages.stage_graphs import StageGraphs, split_cells
 from plait.errors import PlanError
+from plait.plan.axes import stage_axis
 from plait.plan.kinds import Places, ScheduleName
 from plait.plan.plan import Plan
 from plait.schedule.check import check_schedule
@@ -26,8 +27,6 @@ from plait.schedule.transfers import add_transfers, add_updates
 from plait.spec.action import FORWARD, WEIGHT, Action
 from plait.spec.layout import Layout, Only, Placement
 from plait.spec.schedule import Schedule
-
-AXIS = "pipeline"
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Pipeline:
         if len(others) + 1 == self.schedule.num_ranks:
             return layout
         where: Placement = Only(first, tuple(others))
-        return replace(layout, placements=((AXIS, where), *layout.placements))
+        return replace(layout, placements=((stage_axis(), where), *layout.placements))
 
 
 def schedule_of(plan: Plan, train: bool = True) -> Schedule:

@@ -18,6 +18,7 @@ from typing import Any
 from plait.errors import CheckpointError
 
 _MARK = "$"
+_TENSOR = "tensor"
 _DEEPEST = 100  # of values within values
 _PAIRS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _LISTS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
@@ -49,7 +50,7 @@ def encode(value: Any, path: str, put: Callable[[str, Any], None], depth: int = 
         return {_MARK: mark, "of": pairs}
     if hasattr(value, "data_ptr"):
         put(path, value)
-        return {_MARK: "tensor", "name": path}
+        return {_MARK: _TENSOR, "name": path}
     if hasattr(value, "dtype") and getattr(value, "shape", None) == ():  # a number of numpy
         return _plain(value.item())
     raise CheckpointError(
@@ -67,7 +68,7 @@ def decode(value: Any, get: Callable[[str], Any]) -> Any:
     mark = value.get(_MARK)
     if mark is None:
         return {key: decode(item, get) for key, item in value.items()}
-    if mark == "tensor":
+    if mark == _TENSOR:
         return get(value["name"])
     if mark == "bytes":
         return base64.b64decode(value["of"], validate=True)
@@ -91,7 +92,7 @@ def check_values(value: Any, path: str, tensors: Container[str], where: str, dep
             deeper(item, f"{path}.{key}")
         return
     mark = value[_MARK]
-    if mark == "tensor":
+    if mark == _TENSOR:
         name = value.get("name")
         if set(value) != {_MARK, "name"} or not isinstance(name, str) or name not in tensors:
             raise CheckpointError(f"{where}: {path}: the checkpoint has no such tensor")
@@ -115,7 +116,7 @@ def tensor_names(value: Any) -> list[str]:
         return [name for item in value for name in tensor_names(item)]
     if not isinstance(value, dict):
         return []
-    if value.get(_MARK) == "tensor":
+    if value.get(_MARK) == _TENSOR:
         return [value["name"]]
     return [name for item in value.values() for name in tensor_names(item)]
 

@@ -23,6 +23,7 @@ from plait.engine.data.reading import BatchReader
 from plait.engine.environment import rank, resolve_plan
 from plait.engine.local_batch import LocalBatch
 from plait.errors import BatchError, DataError, PlanError
+from plait.plan.axes import axis_kind
 from plait.plan.plan import Plan
 
 _END_SECONDS = 5.0  # to wait for an item that is being read when the loader is let go
@@ -61,6 +62,7 @@ class Loader:
         if stream:
             _check_stream(dataset, shuffle, num_workers, batch_sampler)
         resolved = _plan_of(plan, world)
+        mesh = resolved.mesh if world is None else world.mesh
         self._rank = world.rank if world is not None else rank()
         if row_weights and resolved.sync != 1:
             raise PlanError(
@@ -68,7 +70,7 @@ class Loader:
                 " apart: leave it out, with drop_last=True"
             )
         split = Split(
-            resolved.micro, resolved.num_batch_parts, resolved.batch_part(resolved.mesh.coordinates(self._rank)),
+            resolved.micro, resolved.num_batch_parts, resolved.batch_part(mesh.coordinates(self._rank)),
             bool(row_weights),
         )  # fmt: skip
         self._shuffle = not stream and shuffle is not False
@@ -324,11 +326,11 @@ def _check_size(batch_size: Any) -> int:
 
 
 def _plan_of(plan: Plan | str | None, world: World | None) -> Plan:
-    """The plan that the trainer has; of a world alone one with its axes."""
+    """The plan that the trainer has; of a world alone one that cuts the batch as it does."""
     if world is None:
         return resolve_plan(plan)
     if plan is None and "PLAIT_PLAN" not in os.environ:
-        return Plan.parse(" ".join(f"{axis}={size}" for axis, size in world.mesh.axes))
+        return Plan.parse(" ".join(f"{axis}={n}" for axis, n in world.mesh.axes if axis_kind(axis).cuts_rows))
     resolved = resolve_plan(plan)
     mine, there = ([(axis, n) for axis, n in mesh.axes if n > 1] for mesh in (resolved.mesh, world.mesh))
     if mine != there:

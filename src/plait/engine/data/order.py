@@ -19,7 +19,8 @@ from torch.utils.data import SequentialSampler
 
 from plait.compile.capture.batch import map_batch
 from plait.errors import BatchError, DataError
-from plait.plan.plan import BATCH_AXES, Plan
+from plait.plan.axes import batch_axes
+from plait.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def check_batch_size(size: int, plan: Plan, what: str) -> None:
     num = plan.num_batch_parts * plan.micro
     if size % num == 0:
         return
-    sizes = {axis: plan.mesh.axis_size(axis) for axis in BATCH_AXES} | {"micro": plan.micro}
+    sizes = {axis: plan.mesh.axis_size(axis) for axis in batch_axes()} | {"micro": plan.micro}
     cuts = [f"{name}={n}" for name, n in sizes.items() if n > 1]
     total = f" ({num} parts)" if len(cuts) > 1 else ""
     raise BatchError(

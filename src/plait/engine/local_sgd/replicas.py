@@ -25,6 +25,7 @@ from plait.engine.local_sgd.exchange import MeanExchange
 from plait.engine.outputs import gather_outputs
 from plait.engine.rank_executor import RankExecutor
 from plait.errors import PlanError
+from plait.plan.axes import parts_around
 from plait.plan.compression import NO_COMPRESSION
 from plait.plan.plan import Plan
 
@@ -80,15 +81,15 @@ class Replicas:
 
     def outputs(self, aux: Sequence[Outputs]) -> tuple[Outputs, ...]:
         """Of each microbatch what the loss came with, of all replicas: rows in the order of the global batch."""
-        inner = 1 if self.axis == "data" else self.plan.inner_plan.num_batch_parts  # `data` cuts the batch first
+        before, _ = parts_around(self.plan.mesh, self.axis)
         found = []
         for outputs in aux:
             rows = next((float(part.weight) for part in outputs.values() if part.kind == "mean"), 1.0)
             rows = next((float(len(part.value)) for part in outputs.values() if part.kind == ROWS), rows)
             joined = join_outputs(gather_outputs(self._comm, outputs, rows, self._device))
             for name, part in joined.items():
-                if part.kind == ROWS and inner > 1:
-                    rows = part.value.unflatten(0, (self.num, inner, -1)).transpose(0, 1).flatten(0, 2)
+                if part.kind == ROWS and before > 1:
+                    rows = part.value.unflatten(0, (self.num, before, -1)).transpose(0, 1).flatten(0, 2)
                     joined[name] = LossPart(ROWS, rows)
             found.append(joined)
         return tuple(found)
