@@ -17,9 +17,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import plait
-from plait.engine.local_batch import batch_part
+from plait.compile.capture.batch import batch_form, count_rows
+from plait.engine.compiler import Captures, Compiler
+from plait.engine.local_batch import LocalBatch, batch_part, global_like
 from plait.engine.microbatch import microbatches
 from plait.errors import BatchError
+from plait.spec.batch import BatchSpec
 
 
 def batch() -> dict[str, Tensor]:
@@ -121,3 +124,93 @@ def _weighted(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tenso
     weights = batch["weights"][batch["y"]]
     losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
     return plait.Weighted((losses * weights).sum(), weights.sum())
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeFirst:
+    """Sequences of as many steps as there are rows, which are dim 1; of a mask of time no dim is rows."""
+
+    tokens: Tensor
+    mask: Tensor
+    y: Tensor
+    batch_spec = BatchSpec({"tok*": "-, rows", "mask": "-"})
+
+
+def _time_first(rows: int = 8) -> TimeFirst:
+    torch.manual_seed(0)
+    tokens = torch.randn(8, rows, 4, dtype=torch.float64)
+    return TimeFirst(tokens, torch.rand(8, dtype=torch.float64), torch.randn(rows, 5, dtype=torch.float64))
+
+
+def _of_sequences(model: nn.Module, batch: TimeFirst) -> Tensor:
+    found, _ = model[0](batch.tokens)
+    return F.mse_loss(model[1]((found * batch.mask[:, None, None]).sum(0)), batch.y)
+
+
+class _Scan(nn.Module):
+    """One layer over time, which is dim 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.u = nn.Linear(4, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        states = [torch.zeros(x.shape[1], 6, dtype=x.dtype)]
+        for each in x:
+            states.append(torch.tanh(self.w(each) + self.u(states[-1])))
+        return torch.stack(states[1:]), states[-1]
+
+
+def test_a_batch_says_which_dim_its_rows_are() -> None:
+    whole = _time_first()
+    for parts in ([batch_part(whole, index, 2) for index in range(2)], microbatches(whole, 2)):
+        assert torch.equal(torch.cat([part.tokens for part in parts], 1), whole.tokens)
+        assert torch.equal(torch.cat([part.y for part in parts]), whole.y)
+        assert all(part.mask is whole.mask and type(part) is TimeFirst for part in parts)
+    assert count_rows(dataclasses.replace(whole, tokens=whole.tokens[:3])) == 8
+    local = LocalBatch(batch_part(whole, 1, 4), 2, 8)
+    assert global_like(local).tokens.shape == (8, 8, 4) and global_like(local).y.shape == (8, 5)
+    assert batch_form(whole) != batch_form({f.name: getattr(whole, f.name) for f in dataclasses.fields(whole)})
+
+
+@pytest.mark.parametrize(
+    "plan", ["data=2", "data=2 micro=2 zero=2", "stages=[data=2|tensor=2] micro=2", "data=4 sync=2"]
+)
+def test_rows_that_are_not_dim_0_train(plan: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(_Scan(), nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))).double()
+    report = plait.verify(model, _of_sequences, _time_first(), plan)
+    assert report.ok, report
+
+
+def test_rows_that_are_not_dim_0_of_each_rank_alone() -> None:
+    """The graph of one rank has its rows of every tensor, and the memory is counted so."""
+    model = nn.Sequential(_Scan(), nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))).double()
+    lowered = Compiler(Captures(model, _of_sequences), plait.Plan.parse("data=4")).lowered(_time_first())
+    assert {name: str(lowered.layouts[name]) for name in ("tokens", "mask", "y")} == {
+        "tokens": "f64[8, 8@data, 4]", "mask": "f64[8]", "y": "f64[8@data, 5]",
+    }  # fmt: skip
+    small = plait.memory(model, _of_sequences, _time_first(), "data=4").peak
+    assert small < plait.memory(model, _of_sequences, _time_first(), "").peak
+
+
+@pytest.mark.parametrize(
+    ("dims", "message"),
+    [
+        ({"x": "-, row"}, "'-, row' for x: 'row' is no kind of dim"),
+        ({"x": "rows, rows"}, "says of two dims"),
+        ({"y": "-, -, rows"}, "has 3 words, and y of the batch 1 dims"),
+        ({"x": "-, rows", "y": "rows"}, "different numbers of rows by its batch_spec .*: 6 of x, 8 of y"),
+    ],
+)
+def test_what_a_batch_cannot_say(dims: dict[str, str], message: str) -> None:
+    class Batch(dict[str, Tensor]):
+        pass
+
+    def count() -> int:
+        said = Batch(batch())
+        said.batch_spec = BatchSpec(dims)  # type: ignore[attr-defined]
+        return count_rows(said)
+
+    with pytest.raises(BatchError, match=message):
+        count()

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch.fx import Graph
 
-from plait.compile.capture.capture import Captured
 from plait.compile.draft import Draft
 from plait.compile.ir.calls import placeholders
 from plait.compile.ir.dtypes import dtype_name
@@ -60,7 +59,8 @@ def shard(draft: Draft) -> None:
     names = {i.node: i.name for i in captured.inputs}
     nodes = {i.name: i.node for i in captured.inputs}
     placements: dict[str, list[tuple[str, Placement]]] = {name: [] for name in nodes}
-    split = [] if captured.rows % plan.num_batch_parts else _cut_leaves(captured, values)
+    even = captured.rows % plan.num_batch_parts == 0
+    split = {name: Shard(dim) for name, dim in captured.row_dims.items()} if even else {}
     flops: dict[str, tuple[int, int]] = {}  # by axis that splits weights: before it does, and after
     for kind in axes_in_order():
         axis, size = kind.name, plan.mesh.axis_size(kind.name)
@@ -68,13 +68,14 @@ def shard(draft: Draft) -> None:
             continue
         fixed, origin = draft.chosen[axis]
         if kind.cuts_rows:
-            fixed |= {nodes[name]: Shard(0) for name in split}
+            fixed |= {nodes[name]: placement for name, placement in split.items()}
             origin |= {nodes[name]: f"batch: {name}" for name in split}
         wanted = tuple(
             fixed.get(nodes[o.name], REPLICATE) if o.kind == "gradient" else REPLICATE for o in captured.outputs
         )
         if kind.per_stage:
-            laid_out = propagate_by_role(graph, size, fixed, {nodes[name] for name in split}, wanted, origin, axis)
+            rows = {nodes[name]: placement for name, placement in split.items()}
+            laid_out = propagate_by_role(graph, size, fixed, rows, wanted, origin, axis)
         else:
             laid_out = propagate(graph, size, fixed, wanted, origin, _local_norm(plan, kind), axis)
         before = step_flops(graph) if kind.cuts_weights else 0
@@ -138,12 +139,6 @@ def _choose_parameters(
 
 def _local_norm(plan: Plan, kind: AxisKind) -> bool:
     return kind.cuts_rows and plan.batchnorm == "local"
-
-
-def _cut_leaves(captured: Captured, values: dict[str, object]) -> list[str]:
-    """The tensors of the batch that have a row for each of its rows."""
-    leaves = {i.name: values[i.node] for i in captured.inputs if i.kind == "batch"}
-    return [n for n, v in leaves.items() if isinstance(v, torch.Tensor) and v.ndim and v.shape[0] == captured.rows]
 
 
 def _uneven_batch(batch_size: int, plan: Plan) -> str:

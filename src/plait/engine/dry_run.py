@@ -23,7 +23,7 @@ from plait.backends.eager.execute import Executor
 from plait.backends.eager.offload.disk import DryRunFile
 from plait.backends.eager.offload.store import Offload
 from plait.comm.dry_run_world import DryRunWorld
-from plait.compile.capture.batch import map_batch
+from plait.compile.capture.batch import map_batch, row_dims
 from plait.compile.capture.capture import Captured
 from plait.compile.capture.precision import Precision
 from plait.compile.lowered import Lowered, cell_name
@@ -192,12 +192,12 @@ def _local(batch: Any, plan: Plan, num_micro: int, device: torch.device) -> Loca
     """One rank's rows of that many of the plan's microbatches."""
     rows = num_rows(batch)
     each = rows // (plan.num_batch_parts * plan.micro)
+    dims = row_dims(batch, rows)
 
-    def part(_: str, leaf: Any) -> Any:
+    def part(name: str, leaf: Any) -> Any:
         if not torch.is_tensor(leaf):
             return leaf
-        cut = leaf.ndim > 0 and leaf.shape[0] == rows
-        shape = (each * num_micro, *leaf.shape[1:]) if cut else leaf.shape
+        shape = [each * num_micro if dims.get(name) == dim else num for dim, num in enumerate(leaf.shape)]
         return torch.empty(shape, dtype=leaf.dtype, device=device)
 
     return LocalBatch(map_batch(part, batch), each * num_micro, rows // plan.micro * num_micro)

@@ -7,8 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from plait.compile.capture.batch import batch_structure, batch_tensors, count_rows, is_container, map_rows, take_rows
+from plait.compile.capture.batch import (
+    at_rows,
+    batch_structure,
+    count_rows,
+    is_container,
+    map_rows,
+    row_sizes,
+    take_rows,
+)
 from plait.errors import BatchError
 
 
@@ -26,15 +35,19 @@ class LocalBatch:
     padding: int = 0  # rows of weight zero, which are the last of the global batch
 
     def __post_init__(self) -> None:
-        sizes = [leaf.shape[0] for leaf in batch_tensors(self.tree) if leaf.ndim]
+        sizes = [num for _, num in row_sizes(self.tree)]
         if self.local_size not in sizes:
             raise BatchError(f"a local batch of {self.local_size} rows holds no tensor of that size: {sizes}")
 
 
 def global_like(batch: LocalBatch) -> Any:
     """A stand-in for the global batch that has its shapes and takes no memory."""
-    num = batch.global_size
-    return map_rows(lambda leaf: leaf[:1].expand(num, *leaf.shape[1:]), batch.tree, batch.local_size)
+
+    def stretched(leaf: Tensor, dim: int) -> Tensor:
+        shape = (*leaf.shape[:dim], batch.global_size, *leaf.shape[dim + 1 :])
+        return at_rows(leaf, dim, slice(0, 1)).expand(shape)
+
+    return map_rows(stretched, batch.tree, batch.local_size)
 
 
 def num_rows(batch: Any) -> int:

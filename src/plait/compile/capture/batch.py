@@ -8,8 +8,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from plait.compile.ir.dtypes import torch_name
 from plait.errors import BatchError
+from plait.spec.batch import DIM_0, BatchSpec
 
 _PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, np.number, np.bool_)
 _MOST_NUMBERS = 64  # of a batch that are inputs of a step
@@ -34,9 +36,7 @@ def map_batch(function: Callable[[str, Any], Any], batch: Any) -> Any:
 
 def batch_tensors(batch: Any) -> list[Tensor]:
     """The tensors of the batch, in order, whatever else it holds."""
-    found: list[Tensor] = []
-    map_batch(lambda _, leaf: found.append(leaf) if torch.is_tensor(leaf) else leaf, batch)
-    return found
+    return [leaf for _, leaf in _named_tensors(batch)]
 
 
 def is_container(value: Any) -> bool:
@@ -44,42 +44,73 @@ def is_container(value: Any) -> bool:
     return torch.is_tensor(value) or _children(value) is not None
 
 
-def common_size(tensors: Iterable[Tensor]) -> int | None:
-    """The first dim that most of the tensors share; None where none has one."""
-    sizes = Counter(tensor.shape[0] for tensor in tensors if tensor.ndim)
-    return sizes.most_common(1)[0][0] if sizes else None
+def spec_of(batch: Any) -> BatchSpec:
+    """What the batch says of the dims of its tensors; where it says nothing, their rows are dim 0."""
+    found = inspect.getattr_static(batch, "batch_spec", None)
+    return found if isinstance(found, BatchSpec) else DIM_0
+
+
+def row_sizes(batch: Any) -> list[tuple[str, int]]:
+    """How many rows each tensor of the batch may have, with its name; without those that have no dim of rows."""
+    spec = spec_of(batch)
+    dims = [(name, leaf, spec.row_dim(name, leaf.ndim)) for name, leaf in _named_tensors(batch)]
+    return [(name, leaf.shape[dim]) for name, leaf, dim in dims if dim is not None]
 
 
 def count_rows(batch: Any) -> int:
-    """Rows of a batch: the first dim that most of its tensors share; 1 where none has one."""
-    found = common_size(batch_tensors(batch))
-    return 1 if found is None else found
+    """Rows of a batch: those that it says its tensors have, or else the first dim that most of them share; 1 where none
+    has one. BatchError where its tensors are said to have different numbers of rows."""
+    spec, sizes = spec_of(batch), row_sizes(batch)
+    said = {name: num for name, num in sizes if spec.names(name)}
+    if len({*said.values()}) > 1:
+        rows = ", ".join(f"{num} of {name}" for name, num in said.items())
+        raise BatchError(f"the tensors of the batch have different numbers of rows by its batch_spec ({spec}): {rows}")
+    counts = Counter([*said.values()] or [num for _, num in sizes])
+    return counts.most_common(1)[0][0] if counts else 1
 
 
-def map_rows(function: Callable[[Tensor], Any], batch: Any, rows: int) -> Any:
-    """The batch with function(tensor) in place of every tensor that has a row for each of its `rows`."""
+def row_dims(batch: Any, rows: int) -> dict[str, int]:
+    """The tensors that have a row for each of the batch's `rows`, by name, with the dim that these are."""
+    spec = spec_of(batch)
+    dims = [(name, leaf, spec.row_dim(name, leaf.ndim)) for name, leaf in _named_tensors(batch)]
+    return {name: dim for name, leaf, dim in dims if dim is not None and leaf.shape[dim] == rows}
 
-    def change(_: str, leaf: Any) -> Any:
-        return function(leaf) if torch.is_tensor(leaf) and leaf.ndim and leaf.shape[0] == rows else leaf
+
+def map_rows(function: Callable[[Tensor, int], Any], batch: Any, rows: int) -> Any:
+    """The batch with function(tensor, dim) in place of every tensor that has a row for each of its `rows` along dim."""
+    spec = spec_of(batch)
+
+    def change(name: str, leaf: Any) -> Any:
+        dim = spec.row_dim(name, leaf.ndim) if torch.is_tensor(leaf) else None
+        return leaf if dim is None or leaf.shape[dim] != rows else function(leaf, dim)
 
     return map_batch(change, batch)
 
 
+def _named_tensors(batch: Any) -> list[tuple[str, Tensor]]:
+    found: list[tuple[str, Tensor]] = []
+    map_batch(lambda name, leaf: found.append((name, leaf)) if torch.is_tensor(leaf) else leaf, batch)
+    return found
+
+
+def at_rows(leaf: Tensor, dim: int, rows: slice | Tensor) -> Tensor:
+    """These rows of a tensor whose rows are `dim`."""
+    return leaf[(*[slice(None)] * dim, rows)]
+
+
 def take_rows(batch: Any, rows: int, start: int, num: int) -> Any:
     """`num` rows from `start` on of a batch of `rows`."""
-    return map_rows(lambda leaf: leaf[start : start + num], batch, rows)
+    return map_rows(lambda leaf, dim: at_rows(leaf, dim, slice(start, start + num)), batch, rows)
 
 
 def join_rows(batches: Sequence[Any]) -> Any:
     """The rows of several batches of one structure, one after the other; what has no rows is the first one's."""
     first = batches[0]
-    sizes = [count_rows(batch) for batch in batches]
+    dims = row_dims(first, count_rows(first))
     leaves = [batch_leaves(batch) for batch in batches]
 
     def join(name: str, leaf: Any) -> Any:
-        if not torch.is_tensor(leaf) or not leaf.ndim or leaf.shape[0] != sizes[0]:
-            return leaf
-        return torch.cat([found[name] for found in leaves])
+        return torch.cat([found[name] for found in leaves], dims[name]) if name in dims else leaf
 
     return map_batch(join, first)
 
@@ -120,7 +151,7 @@ def batch_signature(batch: Any) -> str:
     >>> batch_signature({"x": torch.zeros(2, 3), "n": 4})
     'dict(n=4, x=float32[2, 3])'
     """
-    return _signature("", batch, {})
+    return _said(batch) + _signature("", batch, {})
 
 
 def batch_form(batch: Any) -> str:
@@ -129,7 +160,7 @@ def batch_form(batch: Any) -> str:
     >>> batch_form({"x": torch.zeros(2, 3), "n": 4})
     'dict(n=int, x=float32[2, 3])'
     """
-    return _signature("", batch, batch_numbers(batch))
+    return _said(batch) + _signature("", batch, batch_numbers(batch))
 
 
 def batch_structure(batch: Any) -> str:
@@ -147,6 +178,11 @@ def batch_structure(batch: Any) -> str:
         return f"tuple({', '.join(batch_structure(child) for _, child in children)})"
     inside = ", ".join(sorted(f"{key}={batch_structure(child)}" for key, child in children))
     return f"{type(batch).__qualname__}({inside})"
+
+
+def _said(batch: Any) -> str:
+    spec = spec_of(batch)
+    return f"({spec}) " if spec.dims else ""
 
 
 def _signature(name: str, batch: Any, numbers: Mapping[str, int | float]) -> str:

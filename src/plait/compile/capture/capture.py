@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from plait.compile.capture.batch import batch_leaves, batch_numbers, count_rows, map_batch
+from plait.compile.capture.batch import batch_leaves, batch_numbers, count_rows, map_batch, row_dims, row_sizes
 from plait.compile.capture.capture_errors import capture_error
 from plait.compile.capture.cleanup import clean
 from plait.compile.capture.eager_random import VisibleDropout
@@ -103,6 +103,7 @@ class Captured:
     frozen: tuple[str, ...] = ()  # parameters with requires_grad=False
     checks: tuple[str, ...] = ()  # lines of which a condition must hold when the step runs, or else the loss is NaN
     rows: int = 0  # of the batch
+    row_dims: Mapping[str, int] = field(default_factory=dict)  # of its tensors that have them, which dim they are
     aux: Mapping[str, str] | None = None  # kinds (graph.loss.Part) of the outputs beside the loss, if it came with some
     changing: frozenset[str] = frozenset()  # of these, those that the step changes: inputs of the kind buffer
     outside: dict[str, Tensor] = field(default_factory=dict)  # tensors from outside the model, by place
@@ -146,7 +147,7 @@ def capture(
     leaves = batch_leaves(batch)
     if not leaves:
         raise BatchError(f"the batch holds no tensor: it is {_brief(batch)}")
-    if empty := [name for name, leaf in leaves.items() if leaf.ndim and leaf.shape[0] == 0]:
+    if empty := [name for name, num in row_sizes(batch) if num == 0]:
         raise BatchError(f"the batch has 0 rows: {empty[0]} has shape {list(leaves[empty[0]].shape)}")
     with one_at_a_time, _quiet_log(), collection_paused():
         refuse_scripted(model)
@@ -287,6 +288,7 @@ def _capture(
         frozen=tuple(name for name, p in stand.parameters.items() if not p.requires_grad),
         checks=tuple(check.place for check in late.checks),
         rows=rows,
+        row_dims=row_dims(batch, rows),
         aux=None if found.outputs is None else {name: part.kind for name, part in found.outputs.items()},
         changing=changing,
         outside=outside.reals,

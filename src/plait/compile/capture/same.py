@@ -14,8 +14,8 @@ from plait.compile.ir.node_info import info_of
 
 def same_step(one: Captured, other: Captured) -> bool:
     """Whether two graphs compute the same of the same inputs."""
-    if (one.inputs, one.outputs, one.tied, one.unused, one.frozen, one.changing) != (
-        other.inputs, other.outputs, other.tied, other.unused, other.frozen, other.changing,
+    if (one.inputs, one.outputs, one.tied, one.unused, one.frozen, one.changing, one.row_dims) != (
+        other.inputs, other.outputs, other.tied, other.unused, other.frozen, other.changing, other.row_dims,
     ):  # fmt: skip
         return False
     if one.outside.keys() != other.outside.keys() or one.rebound != other.rebound:

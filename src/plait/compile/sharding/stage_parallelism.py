@@ -7,7 +7,7 @@ slice of what every rank has, like any other change.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch.fx import Graph, Node
 
@@ -15,7 +15,7 @@ from plait.compile.ir.calls import is_item, placeholders, tensor_inputs
 from plait.compile.ir.node_info import info_of, set_info
 from plait.compile.sharding.propagate import Propagation, propagate, whole_strategy
 from plait.plan.axes import AXES, axis_kind
-from plait.spec.layout import REPLICATE, Partial, Placement, Replicate, Shard
+from plait.spec.layout import REPLICATE, Partial, Placement, Replicate
 
 
 def give_roles(graph: Graph, roles: Sequence[str]) -> None:
@@ -55,14 +55,13 @@ def propagate_by_role(
     graph: Graph,
     size: int,
     weights: Mapping[str, Placement],
-    batch: Collection[str],
+    rows: Mapping[str, Placement],
     required: tuple[Placement, ...],
     origin: Mapping[str, str],
     axis: str,
 ) -> Propagation:
     """As `propagate`, each call by the role that its stage has. `weights` are placements of parameters; placeholders in
-    `batch` are whole on every rank, and cut by the stages that split the batch. May change the graph."""
-    rows: dict[str, Placement] = {name: Shard(0) for name in batch}
+    `rows` are whole on every rank, and cut so by the stages that split the batch. May change the graph."""
     while True:
         known = len(graph.nodes)
         by_rows = propagate(graph, size, rows, (REPLICATE,) * len(required))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from plait.comm.protocol import World
-from plait.compile.capture.batch import map_rows, take_rows
+from plait.compile.capture.batch import at_rows, map_rows, take_rows
 from plait.engine.local_batch import LocalBatch, num_rows
 from plait.errors import BatchError
 from plait.plan.plan import Plan
@@ -31,7 +31,7 @@ def rows_of_replica(batch: Any, plan: Plan, world: World) -> LocalBatch:
     each = rows // (parts * micro)
     part = plan.batch_part(world.mesh.coordinates(world.rank))
     places = torch.arange(rows).view(micro, parts, each)[:, part].reshape(-1)
-    tree = map_rows(lambda leaf: leaf[places.to(leaf.device)], batch, rows)
+    tree = map_rows(lambda leaf, dim: at_rows(leaf, dim, places.to(leaf.device)), batch, rows)
     return LocalBatch(tree, each * micro, rows // num)
 
 
