@@ -174,11 +174,14 @@ def _axes_in(path: Path) -> set[object]:
     return {each.value for each in found if isinstance(each, ast.Constant)}
 
 
-def test_only_the_plan_knows_what_zero_and_central_mean() -> None:
-    """Below it, they ask `plan.sharding`."""
+def test_only_the_plan_knows_what_its_keys_mean() -> None:
+    """Below it, they ask `plan.sharding` what zero= and central= are, and the mesh how many ranks an axis has."""
     below = [path for path in SOURCES if _folder(path) not in ("plan", "spec")]
     nodes = [node for path in below for node in ast.walk(_tree(path)) if isinstance(node, ast.Attribute)]
     read = [ast.unparse(node) for node in nodes if node.attr in ("zero", "zero_stage", "central")]
+    read += [
+        text for node in nodes if (text := ast.unparse(node)).endswith(("plan.data", "plan.replica", "plan.tensor"))
+    ]
     assert [text for text in read if not text.startswith("aten.")] == []
 
 

@@ -22,7 +22,7 @@ from plait.engine.compiler import Captures, Compiler
 from plait.engine.local_batch import LocalBatch, batch_part, global_like
 from plait.engine.microbatch import microbatches
 from plait.errors import BatchError
-from plait.spec.batch import BatchSpec
+from plait.spec.batch_spec import BatchSpec
 
 
 def batch() -> dict[str, Tensor]:

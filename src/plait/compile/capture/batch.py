@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from plait.compile.ir.dtypes import torch_name
 from plait.errors import BatchError
-from plait.spec.batch import DIM_0, BatchSpec
+from plait.spec.batch_spec import DIM_0, BatchSpec
 
 _PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, np.number, np.bool_)
 _MOST_NUMBERS = 64  # of a batch that are inputs of a step

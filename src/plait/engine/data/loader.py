@@ -260,7 +260,7 @@ def loader(
     num_workers processes that read, of the kind that a DataLoader has; 0: this process reads, in a thread
     prefetch    batches that are made ready, on the device, ahead of the step, also those of the next epoch; 0: each is
                 read when it is asked for, in the thread that asks
-    collate     list of items -> a batch's tree of tensors, each with the rows as dim 0
+    collate     list of items -> a batch's tree of tensors, each with the rows as dim 0, or where its `batch_spec` says
 
     batch_sampler  in place of batch_size and shuffle: yields the indices of each GLOBAL batch, alike on every rank
     drop_last   whether a short last batch is dropped. If not, it is given as it is where the plan divides it
