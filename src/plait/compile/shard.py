@@ -60,7 +60,8 @@ def shard(draft: Draft) -> None:
     nodes = {i.name: i.node for i in captured.inputs}
     placements: dict[str, list[tuple[str, Placement]]] = {name: [] for name in nodes}
     even = captured.rows % plan.num_batch_parts == 0
-    split = {name: Shard(dim) for name, dim in captured.row_dims.items()} if even else {}
+    leaves = {i.name for i in captured.inputs if i.kind == "batch"} if even else set[str]()
+    split = {name: Shard(dim) for name, dim in captured.row_dims.items() if name in leaves}
     flops: dict[str, tuple[int, int]] = {}  # by axis that splits weights: before it does, and after
     for kind in axes_in_order():
         axis, size = kind.name, plan.mesh.axis_size(kind.name)

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from plait.compile.ir.calls import is_item, placeholders, tensor_inputs
 from plait.compile.ir.node_info import info_of, set_info
 from plait.compile.sharding.propagate import Propagation, propagate, whole_strategy
-from plait.plan.axes import AXES, axis_kind
+from plait.plan.axes import axes_in_order, axis_kind
 from plait.spec.layout import REPLICATE, Partial, Placement, Replicate
 
 
@@ -31,7 +31,7 @@ def give_roles(graph: Graph, roles: Sequence[str]) -> None:
 def weights_role(stages: Sequence[tuple[str, int]]) -> str:
     """The word with which the plan has a stage split weights."""
     named = (name for name, _ in stages if axis_kind(name).cuts_weights)
-    return next(named, next(kind.name for kind in AXES if kind.cuts_weights))
+    return next(named, next(kind.name for kind in axes_in_order() if kind.cuts_weights))
 
 
 def _splits_rows(node: Node) -> bool:
