@@ -76,7 +76,9 @@ def _gather_of_parts(lowered: Lowered, names: Sequence[str], sizes: Mapping[str,
         dtype = getattr(torch, lowered.dtypes[name]) if name in lowered.dtypes else lowered.dtype_of(name)
         held += math.prod(lowered.cuts[name].part_shape(0)) * dtype.itemsize
     info = NodeInfo(phase="update", origin="zero")
-    return _collective(CollectiveKind.ALL_GATHER, lowered.plan.sharding.axis, held, sizes, info, f"{len(names)} parameters")
+    return _collective(
+        CollectiveKind.ALL_GATHER, lowered.plan.sharding.axis, held, sizes, info, f"{len(names)} parameters"
+    )
 
 
 def _sent_by(node: Node, does: Communication, sizes: Mapping[str, int]) -> list[Collective]:
