@@ -113,11 +113,11 @@ def test_no_state_is_left_in_memory_and_all_can_be_had() -> None:
     assert inside.optimizer is not None and outside.optimizer is not None
     assert {v.device.type for s in outside.optimizer.state.values() for v in s.values() if v.ndim} == {"meta"}
     for one, other in zip(inside.optimizer.state.items(), outside.optimizer.state, strict=True):
-        found = outside.update.state_of(other)
+        found = outside.state.update.state_of(other)
         assert {key: value.tolist() for key, value in one[1].items()} == {k: v.tolist() for k, v in found.items()}
         outside.optimizer.state[other].update({key: value + 1 for key, value in found.items() if value.ndim})
-        outside.update.settle(other)
-        assert torch.equal(outside.update.state_of(other)["exp_avg"], found["exp_avg"] + 1)
+        outside.state.update.settle(other)
+        assert torch.equal(outside.state.update.state_of(other)["exp_avg"], found["exp_avg"] + 1)
     assert {v.device.type for s in outside.optimizer.state.values() for v in s.values() if v.ndim} == {"meta"}
 
 
