@@ -34,6 +34,14 @@ def is_whole_view(node: Node) -> bool:
     return view is not None and view.is_whole
 
 
+def is_cast(node: Node) -> bool:
+    """Whether the node has the numbers of its one tensor in another dtype, and does not just copy them."""
+    if op_spec(node.target).copies != 0 or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    source = node.args[0]
+    return isinstance(source, Node) and node.meta["val"].dtype != source.meta["val"].dtype
+
+
 def is_fresh(node: Node) -> bool:
     """Whether the node's one result is memory of its own, by the op's schema."""
     return _makes_memory(node.target)

@@ -20,7 +20,7 @@ from plait.compile.capture.capture import Output
 from plait.compile.ir.calls import is_item, is_tensor, num_bytes, op_spec_of, output_node, placeholders
 from plait.compile.ir.estimate import flops_of, seconds_of
 from plait.compile.ir.node_info import info_of, is_backward, position_of, set_info, stage_of
-from plait.compile.ir.views import is_view
+from plait.compile.ir.views import is_cast, is_view
 from plait.compile.ops import comm_ops
 from plait.compile.ops.draw import draw
 from plait.errors import PlanError
@@ -145,7 +145,7 @@ def repeatable(graph: Graph, written: Collection[str]) -> set[Node]:
         if not all(s.op == "placeholder" or s in found for s in sources) or any(s.name == "scale" for s in sources):
             continue
         if of_parameters.intersection(sources):
-            if not is_view(node) and op_spec_of(node).copies is None:
+            if not is_view(node) and not is_cast(node):
                 continue
             of_parameters.add(node)
         elif flops_of(node):
@@ -326,7 +326,7 @@ def _readers(node: Node) -> list[Node]:
         for user in stack.pop().users:
             if user.op != "call_function" or is_backward(user):
                 continue
-            if is_view(user) or op_spec_of(user).copies is not None:
+            if is_view(user) or is_cast(user):
                 stack.append(user)
             else:
                 found.append(user)

@@ -87,7 +87,8 @@ def _terms(graph: Graph, result: Node) -> list[Node]:
         return [result]
     sides = [a for a in node.args if isinstance(a, Node)]
     terms = [t for side in sides for t in _terms(graph, side)]
-    if len(sides) < 2 or len({info_of(t).stage for t in terms}) == 1:
+    stages = {info_of(t).stage for t in terms}
+    if len(sides) < 2 or len(stages) == 1 or (chain and None in stages):
         return [result]
     found = []
     for term in terms:
@@ -106,12 +107,13 @@ def _instead(source: Node, term: Node, node: Node) -> Node:
 
 
 def _is_linear(node: Node) -> bool:
-    """Whether the node is linear in its one tensor, so that a sum may be taken apart before it. Also the sum of a
-    tensor over ranks, but no sum over dims: it costs more than to send its result."""
+    """Whether the node only brings its one tensor into another form, or sums it over ranks, so that a sum may be taken
+    apart before it. What computes stays whole: it would be done once for each stage."""
     row, sources = op_spec_of(node), tensor_inputs(node)
     if len(sources) != 1 or not is_tensor(node) or node.meta["val"].numel() < sources[0].meta["val"].numel():
         return False
     does = row.communicates
-    if does is not None and (does.kind is not CollectiveKind.ALL_REDUCE or does.part != "whole"):
-        return False  # more would be sent
-    return (0,) in row.linear(call_of(node))
+    if does is not None:  # of others more would be sent
+        sums = does.kind is CollectiveKind.ALL_REDUCE and does.part == "whole"
+        return sums and (0,) in row.linear(call_of(node))
+    return row.view is not None or row.copies == 0
