@@ -22,6 +22,7 @@ from plait.compile.lowered import Lowered
 from plait.compile.passes.offload import large
 from plait.plan.axes import stage_axis
 from plait.plan.legality import activations_away, gradients_away
+from plait.spec.layout import Only
 
 
 class PipelineProgram:
@@ -108,7 +109,7 @@ class PipelineProgram:
         works = []
         for number, name in enumerate(self._shared):
             ranks = self.pipeline.ranks_of(name)
-            if mine in ranks:
+            if mine in ranks and self._lies_here(name):
                 makers = [rank for rank in ranks if rank in self._makers["gradient", name]]
                 if mine in makers:
                     for peer in ranks:
@@ -123,6 +124,12 @@ class PipelineProgram:
                 total = sums[name] = terms[makers[0]].clone()
                 for rank in makers[1:]:
                     total.add_(terms[rank])
+
+    def _lies_here(self, name: str) -> bool:
+        """Whether this rank has the parameter, which may lie on one rank of another axis only."""
+        here = self.world.mesh.coordinates(self.world.rank)
+        placements = self.lowered.states[name].placements
+        return all(here[axis] in placement.ranks for axis, placement in placements if isinstance(placement, Only))
 
     def _receive(self, name: str, rank: int, tag: int) -> Tensor:
         layout = self.lowered.states[name]
