@@ -13,7 +13,8 @@ aten = torch.ops.aten
 
 
 def reuse_dead_operands(graph: Graph) -> Graph:
-    """Turn `add(a, b)` into `add_(a, b)` where `a` is fresh, of the result's shape, and read here only."""
+    """Turn `add(a, b)` into `add_(a, b)` where `a` is fresh, of the result's shape, and read here only; or into
+    `add_(b, a)` where `b` is, and nothing scales it (`alpha`). Changes `graph` and returns it."""
     for node in graph.nodes:
         if node.target is not aten.add.Tensor or len(node.args) != 2 or not all(isinstance(a, Node) for a in node.args):
             continue
@@ -23,7 +24,7 @@ def reuse_dead_operands(graph: Graph) -> Graph:
             continue
         if _reusable(first, node):
             node.target = aten.add_.Tensor
-        elif _reusable(second, node):
+        elif not node.kwargs and _reusable(second, node):
             node.target = aten.add_.Tensor
             node.args = (second, first)
     return graph
