@@ -14,6 +14,7 @@ from zoo import ZOO
 import plait
 from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.errors import LayoutError, LossError, PlanError, RankFailed
+from plait.reference.differences import Report, RunResult, compare
 
 PLANS = ["data=2", "tensor=2", "data=2 tensor=2", "data=3"]
 
@@ -181,6 +182,22 @@ def test_a_small_error_is_found_in_half_precision(plan: str, monkeypatch: pytest
 
     monkeypatch.setattr(meeting, "reduce_terms", wrong)
     assert not verifier.verify(plan).ok
+
+
+def test_gradients_that_are_zero_but_for_rounding_may_differ() -> None:
+    """A bias that cancels in differences of scores, whose terms are far larger than any gradient."""
+    ones, zeros = {"weight": torch.full((2,), 1e-3).double()}, {"bias": torch.zeros(2).double()}
+
+    def run(bias: float, weight: float = 1e-3) -> RunResult:
+        gradients = {"weight": torch.full((2,), weight).double(), "bias": torch.full((2,), bias).double()}
+        return RunResult([1.0], gradients, {**ones, **zeros}, {})
+
+    def found(mine: RunResult) -> Report:
+        return compare(run(1e-19), mine, [run(2e-19)], plait.Plan.parse("data=2"), 1e-4)
+
+    assert found(run(5e-17)).ok
+    assert not found(run(2e-15)).ok
+    assert not found(run(0.0, weight=1.001e-3)).ok
 
 
 def test_the_logits_are_never_gathered() -> None:

@@ -23,8 +23,10 @@ LAST_BITS = {"fp32": 1e-6, "bf16": 2.0**-9, "fp16": 2.0**-12}
 
 
 # Of the largest value of all tensors, in units of their last place: what a sum that is zero but for rounding comes to
-# where it is taken in another order. One device may give exactly zero, of which every repetition shows zero, too.
+# where it is taken in another order. One device may give exactly zero, of which every repetition shows zero, too. In
+# float64 it may be more: terms that cancel can be far larger than any gradient, and no error of a plan is as small.
 _ZERO_SUM_ULPS = 16.0
+_ZERO_SUM = 1e-12
 
 # By what a number of a coded gradient changes, relative to the tensor's largest, if rounding turns it to the next code:
 # a replica on several ranks rounds otherwise than one on one device.
@@ -194,7 +196,8 @@ def _differences(
         apart = _apart(mine[name], tensor)
         largest = _largest(_reals(tensor).nan_to_num(posinf=0.0, neginf=0.0))
         eps = torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
-        zero_sum = _ZERO_SUM_ULPS * min(eps, LAST_BITS["fp32"] / 8) * overall if overall < math.inf else 0.0
+        zero_sum = max(_ZERO_SUM_ULPS * min(eps, LAST_BITS["fp32"] / 8), _ZERO_SUM if eps else 0.0)
+        zero_sum *= overall if overall < math.inf else 0.0
         own = of(name)
         rounding = max(own.margin * _apart(getattr(run, kind)[name], tensor) for run in own.again)
         last_place = max(max(own.ulp, code, _ulp(eps / 4)) * largest, zero_sum)

@@ -25,6 +25,7 @@ def check_schedule(schedule: Schedule, edges: Edges | None = None) -> None:
     _check_words(schedule, edges)
     _check_complete(schedule, edges)
     _check_order(schedule, edges)
+    _check_updates(schedule, edges)
     _check_transfers(schedule, edges)
     check_runs(schedule, edges)
 
@@ -123,6 +124,26 @@ def _check_order(schedule: Schedule, edges: Edges) -> None:
                 same = [each for each in later if each.chunk == action.chunk]
                 later = [each for each in later if each.chunk != action.chunk]
                 later.append(min([action, *same], key=lambda each: each.micro or 0))
+
+
+def _check_updates(schedule: Schedule, edges: Edges) -> None:
+    """Numbered updates stand in the order of their microbatches, the last of which ends the step; and are the same on
+    all ranks, but on replicas of a stage, which take turns."""
+    steps = [[action for action in actions if action.kind == STEP] for actions in schedule.ranks]
+    if all(action.micro is None for each in steps for action in each):
+        return
+    last = Action(STEP, schedule.num_micro - 1)
+    every = sorted({action for each in steps for action in each if action.micro is not None} | {last})
+    in_turns = any(len({*schedule.holders(stage)}) > 1 for stage in range(schedule.num_stages))
+    for rank, each in enumerate(steps):
+        wanted = [action for action in every if action in each] if in_turns else every
+        if each != wanted:
+            _fail(
+                schedule, edges,
+                f"rank {rank} updates as {' '.join(map(str, each)) or 'nothing'}, and each microbatch is in one update,"
+                f" the same on all ranks: give {' '.join(map(str, wanted))} in this order",
+                {(rank, action): -1 for action in each[:1]},
+            )  # fmt: skip
 
 
 def _settles(action: Action, backward: Action) -> bool:
