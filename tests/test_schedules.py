@@ -216,8 +216,8 @@ TWO = "name=mine micro=2 stages=0|1\n"
         (TWO + "0: SEND:F0>1 F0 F1 B0 B1\n1: RECV:F0<0 F0 F1 B0 B1", "SEND:F0>1 of rank 0 needs F0", []),
         (TWO + "0: F0 SEND:F0>4 F1 B0 B1\n1: F0 F1 B0 B1", "names rank 4; other ranks are 0 to 1", []),
         (TWO + "0: F0 F1 B0 B1 STEP1 STEP0\n1: F0 B0 STEP0 F1 B1 STEP1",
-         "rank 0 updates as STEP1 STEP0, and each microbatch is in one update, the same on all ranks: give STEP0 STEP1 in"
-         " this order", ["[STEP1]"]),
+         "rank 0 updates as STEP1 STEP0, and each microbatch is in one update, the same on all ranks: give STEP0 STEP1"
+         " in this order", ["[STEP1]"]),
         (TWO + "0: F0 F1 B0 STEP0 B1 STEP1\n1: F0 B0 F1 B1 STEP1", "rank 1 updates as STEP1", ["[STEP1]"]),
         (TWO + "0: F0 F1 B0 STEP0 B1\n1: F0 B0 STEP0 F1 B1", "rank 0 updates as STEP0, and", ["[STEP0]"]),
         ("name=mine micro=2 stages=0|0\n0: F0 B0 F1 B1\n1:", "F1 of rank 0: replicas of stage 0 take turns, and this is"
