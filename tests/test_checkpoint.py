@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections import Counter
@@ -11,14 +12,18 @@ from typing import Any
 import pytest
 import torch
 from checkpointing import (
+    ADAMW,
+    Small,
     assert_same_state,
     batch,
+    loss_fn,
     on,
     saved_once,
     trainer_of,
     whole_state,
 )
 
+import plait
 from plait.comm.threads import run_ranks
 from plait.engine.checkpoint import image
 from plait.engine.checkpoint.export import export_weights
@@ -232,3 +237,43 @@ def test_a_url_is_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     folder_of(url).remove_all()
     with pytest.raises(CheckpointError, match="there is no checkpoint in memory://runs/one"):
         newest(url)
+
+
+def test_a_checkpoint_loaded_before_the_first_batch_is_taken_over_with_it(tmp_path: Path) -> None:
+    noted = {"data": {"rows": [3, 1]}, "seen": torch.arange(4)}
+
+    def save(world: Any) -> None:
+        trainer = trainer_of("data=2 zero=3", world)
+        trainer.step(batch(0))
+        trainer.save(tmp_path, noted)
+
+    def go_on(world: Any, prepared: bool) -> Any:
+        torch.manual_seed(world.rank)
+        trainer = plait.Trainer(Small(), loss_fn, ADAMW, "tensor=2", world=world)
+        if prepared:
+            trainer.prepare(batch(1))
+        extra = trainer.load(tmp_path)
+        assert extra["data"] == noted["data"] and torch.equal(extra["seen"], noted["seen"])
+        trainer.step(batch(1))
+        assert trainer.step_number == 2
+        return whole_state(trainer)
+
+    on("data=2", save)
+    late, early = (on("tensor=2", functools.partial(go_on, prepared=prepared)) for prepared in (False, True))
+    for found, whole in zip(late, early, strict=True):
+        assert_same_state(found, whole)
+
+
+def test_another_model_is_refused_before_the_first_batch(tmp_path: Path) -> None:
+    on("data=4", lambda world: saved_once(world, tmp_path))
+    model = Small(hidden=12)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainer = plait.Trainer(model, loss_fn, ADAMW, "data=1")
+    for load in (trainer.load, trainer.load_weights):
+        with pytest.raises(CheckpointError, match=r"down.weight has shape \[8, 10\] there and \[8, 12\] here"):
+            load(tmp_path)
+        with pytest.raises(CheckpointError, match="nowhere"):
+            load(tmp_path / "nowhere")
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    trainer.step(batch(0))
+    assert trainer.step_number == 1

@@ -45,7 +45,14 @@ def test_weights_to_and_from_hugging_face(tmp_path: Path) -> None:
         trainer.save(tmp_path / "run")
         return trainer.full_state_dict()
 
+    def unprepared(world: Any) -> dict[str, Tensor]:
+        trainer = plait.Trainer(gpt2(), loss, ADAMW, "data=2 zero=3", world=world)
+        trainer.load_weights(tmp_path / "theirs")
+        trainer.step(ids)
+        return trainer.full_state_dict()
+
     trained = on("data=2", run)[0]
+    assert all(torch.equal(value, trained[name]) for name, value in on("data=2", unprepared)[0].items())
     files = export_weights(tmp_path / "run", tmp_path / "ours", shard_bytes=4096)
     assert len(files) > 3 and files[-2].endswith("model.safetensors.index.json") and files[-1].endswith("/config.json")
     assert json.loads(Path(files[-1]).read_text())["architectures"] == ["GPT2LMHeadModel"]

@@ -134,7 +134,7 @@ class Trainer:
         )  # fmt: skip
         self._callbacks = tuple(callbacks)
         self._last: tuple[Tensor, dict[str, Tensor] | None] | None = None  # what the last forward_backward gave
-        self._pending: Mapping[str, Any] | None = None  # a state loaded before the first batch
+        self._pending: list[Callable[[], object]] = []  # what is loaded, before the first batch
         self._saver = Saver()
         if self._trace is not None:
             atexit.register(_end_trace, weakref.ref(self))  # of a script that does not close
@@ -170,9 +170,9 @@ class Trainer:
             return
         if self._trace is not None and self.world.rank == 0:
             self.write_plan(self._trace)
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self.load_state_dict(pending)
+        pending, self._pending = self._pending, []
+        for take_over in pending:
+            take_over()
 
     def step(self, batch: Any) -> Any:
         """One training step on a global batch (or this rank's LocalBatch); returns the global loss, a 0-d tensor, or
@@ -269,13 +269,13 @@ class Trainer:
         if not {"model", "step"} <= set(state):
             raise CheckpointError(f"a trainer's state has model, optimizer and step; this one has {sorted(state)}")
         if not self.engine.is_prepared:
-            self._pending = state
+            self._pending.append(lambda: snapshot.restore(self.state, state))
             return
         snapshot.restore(self.state, state)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model as plain CPU tensors by name, as `model.state_dict()` has it. Every rank calls it."""
-        if not self.engine.is_prepared and self._pending is None:
+        if not self.engine.is_prepared and not self._pending:
             with not_started(self.world, self.engine.compiler.model, None, False) as model:
                 return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
         replicas = self.state.replicas
@@ -304,7 +304,7 @@ class Trainer:
         with ExitStack() as stack:
             if ema and average is not None:
                 stack.enter_context(average.applied())
-            if not self.engine.is_prepared and self._pending is None:
+            if not self.engine.is_prepared and not self._pending:
                 yield stack.enter_context(not_started(self.world, self.engine.compiler.model, rank, write and not ema))
             else:
                 yield stack.enter_context(gathered(self.state, rank, write and not ema, at_once))
@@ -342,20 +342,29 @@ class Trainer:
     def load(self, path: str | Path) -> dict[str, Any]:
         """Take over the newest checkpoint in a folder or URL, or the one that it is; returns its `extra`.
 
-        A batch must be known (`prepare`). Model, optimizer, scheduler, random numbers and step go on as they were,
-        whatever the plan. CheckpointError, with nothing changed, names a damaged file, or what differs in the model
-        or the optimizer.
+        Model, optimizer, scheduler, random numbers and step go on as they were, whatever the plan. Before the first
+        batch the model is compared and the rest is taken over with that batch. CheckpointError, with nothing changed,
+        names a damaged file, or what differs in the model or the optimizer.
         """
         self._saver.wait()
-        return load.load(self.state, path)
+        if self.engine.is_prepared:
+            return load.load(self.state, path)
+        folder, extra = load.look_up(self.world, self.engine.compiler.model, path)
+        self._pending.append(lambda: load.load(self.state, folder))
+        return extra
 
     def load_weights(self, path: str | Path) -> None:
         """Take over the weights alone: of a checkpoint, a .safetensors file, or a folder as Hugging Face saves it.
 
-        A batch must be known (`prepare`). Names and shapes must be those of the model; types are converted.
+        Names and shapes must be those of the model, or CheckpointError says which differ; types are converted. Before
+        the first batch they are compared, and the weights are taken over with that batch.
         """
         self._saver.wait()
-        load.load_weights(self.state, path)
+        if self.engine.is_prepared:
+            load.load_weights(self.state, path)
+            return
+        load.look_up_weights(self.world, self.engine.compiler.model, path)
+        self._pending.append(lambda: load.load_weights(self.state, path))
 
     def close(self) -> None:
         """Wait for a save under way; leave the world that the trainer joined, and give up what is kept on disk."""

@@ -14,6 +14,7 @@ import torch
 from pydantic import BaseModel, TypeAdapter
 from torch import Tensor, nn
 
+from plait.comm.protocol import World
 from plait.compile.ir.dtypes import torch_name
 from plait.engine.checkpoint import randomstate, relaxed
 from plait.engine.checkpoint.barrier import Barrier
@@ -34,7 +35,7 @@ from plait.engine.checkpoint.manifest import NAME, Manifest
 from plait.engine.checkpoint.optimizer_layouts import expected_state, state_layout
 from plait.engine.checkpoint.places import has_checkpoints, newest, older_than
 from plait.engine.checkpoint.plainvalues import decode, tensor_names
-from plait.engine.checkpoint.snapshot import model_of, persistent_of, set_group_options
+from plait.engine.checkpoint.snapshot import model_of, persistent_buffers, persistent_of, set_group_options
 from plait.engine.checkpoint.source import Source, Wanted, whole_of
 from plait.engine.checkpoint.storage import Folder, Location, folder_of
 from plait.engine.checkpoint.strict import Count, Text, Whole, checked
@@ -67,6 +68,38 @@ def load(run: TrainState, path: Location) -> dict[str, Any]:
     return extra
 
 
+def look_up(world: World, model: nn.Module, path: Location) -> tuple[str, dict[str, Any]]:
+    """Which checkpoint `load` takes from the folder `path`, and its `extra`, for a model that has seen no batch.
+
+    CheckpointError names a file that is damaged, or what differs in the model. Every rank calls it.
+    """
+    barrier = Barrier(world)
+    folder = folder_of(barrier.first_says("which", lambda: _choose(path)))
+    found: list[dict[str, Any]] = []
+
+    def look() -> None:
+        manifest = Manifest.read(folder)
+        common = manifest.values["common"]
+        checked(_COMMON, common, f"{folder}/{NAME}: values.common")
+        what, here = f"the checkpoint {folder}", _shapes_of(model)
+        refuse_tables(what, manifest, here)
+        check_model(what, saved_model(manifest), here)
+        tensors = {name: _empty(manifest, name) for name in tensor_names(common["extra"])}
+        source, wanted = Source.checkpoint(folder, manifest), {name: whole_of(t) for name, t in tensors.items()}
+        source.check({name: one.fragments for name, one in wanted.items()})
+        source.fill(wanted)
+        found.append(decode(common["extra"], tensors.__getitem__))
+
+    barrier.all_do("fits", look)
+    return str(folder), found[0]
+
+
+def look_up_weights(world: World, model: nn.Module, path: Location) -> None:
+    """Check that `load_weights` will find the weights of a model that has seen no batch, or raise CheckpointError. Every
+    rank calls it."""
+    Barrier(world).all_do("fits", lambda: _find_weights(model, _shapes_of(model), path))
+
+
 def check(run: TrainState, path: Location) -> dict[str, Any]:
     """That `load` would find a checkpoint of this model and optimizer, by its manifest alone; returns its `extra`, with
     tensors by name. For a run of one rank, with the errors of `load`."""
@@ -82,7 +115,7 @@ def load_weights(run: TrainState, path: Location) -> None:
     """
     barrier = Barrier(run.world)
     found: list[tuple[Source, dict[str, str]]] = []
-    barrier.all_do("fits", lambda: found.append(_weights(run, path)))
+    barrier.all_do("fits", lambda: found.append(_find_weights(model_of(run.held), _shapes(run), path)))
     source, names = found[0]
     wanted = _wanted_model(run)
     barrier.all_do("whole", lambda: source.check({names[name]: one.fragments for name, one in wanted.items()}))
@@ -276,6 +309,14 @@ def _shapes(run: TrainState) -> Shapes:
     return here | {n: (tuple(b.shape), torch_name(b.dtype)) for n, b in replica.buffers.items() if n in persistent}
 
 
+def _shapes_of(model: nn.Module) -> Shapes:
+    """The same of a model that has seen no batch."""
+    own = dict(model.named_parameters()) | {
+        name: buffer for name, buffer in model.named_buffers() if name in persistent_buffers(model)
+    }
+    return {name: (tuple(tensor.shape), torch_name(tensor.dtype)) for name, tensor in own.items()}
+
+
 def _wanted_model(run: TrainState) -> dict[str, Wanted]:
     """This rank's parts of parameters, and its buffers."""
     replica, mesh = run.held, run.world.mesh
@@ -306,9 +347,8 @@ def _empty(manifest: Manifest, name: str) -> Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype))
 
 
-def _weights(run: TrainState, path: Location) -> tuple[Source, dict[str, str]]:
+def _find_weights(model: nn.Module, here: Shapes, path: Location) -> tuple[Source, dict[str, str]]:
     """Where weights come from, and under which name each parameter and buffer is there."""
-    model = model_of(run.held)
     if has_checkpoints(path):
         folder = newest(path)
         manifest = check_files(folder)
@@ -324,7 +364,6 @@ def _weights(run: TrainState, path: Location) -> tuple[Source, dict[str, str]]:
             del there[name]  # a tied tensor once more
     for first, name in names.items():
         there[first] = there.pop(name)
-    here = _shapes(run)
     check_model(str(path), there, here, dtypes=False)
     return source, {name: prefix + names.get(name, name) for name in here}
 
