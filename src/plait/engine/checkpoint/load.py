@@ -95,7 +95,7 @@ def look_up(world: World, model: nn.Module, path: Location) -> tuple[str, dict[s
 
 
 def look_up_weights(world: World, model: nn.Module, path: Location) -> None:
-    """Check that `load_weights` will find the weights of a model that has seen no batch, or raise CheckpointError. Every
+    """Check that `load_weights` finds the weights of a model that has seen no batch, or raise CheckpointError. Every
     rank calls it."""
     Barrier(world).all_do("fits", lambda: _find_weights(model, _shapes_of(model), path))
 
