@@ -198,6 +198,10 @@ def test_gradients_that_are_zero_but_for_rounding_may_differ() -> None:
     assert found(run(5e-17)).ok
     assert not found(run(2e-15)).ok
     assert not found(run(0.0, weight=1.001e-3)).ok
+    # Where all gradients are, the bias on one device exactly, and in its repetition.
+    noise = compare(run(0.0, 1e-9), run(5e-9, 3e-9), [run(0.0, 2e-9)], plait.Plan.parse("data=2"), 1e-4)
+    assert noise.ok
+    assert not compare(run(0.0, 1e-9), run(5e-8, 3e-9), [run(0.0, 2e-9)], plait.Plan.parse("data=2"), 1e-4).ok
 
 
 def test_the_logits_are_never_gathered() -> None:

@@ -185,6 +185,11 @@ def _differences(
     mine: dict[str, Tensor] = getattr(plan, kind)
     floats = [tensor for tensor in reference.values() if tensor.is_floating_point()]
     overall = max((_largest(tensor) for tensor in floats), default=0.0)
+
+    def rounding_of(name: str) -> float:
+        own = of(name)
+        return max(own.margin * _apart(getattr(run, kind)[name], reference[name]) for run in own.again)
+
     for name, tensor in reference.items():
         if name not in mine:
             # autograd gives an unused parameter no gradient, or zeros; both mean the same
@@ -199,7 +204,9 @@ def _differences(
         zero_sum = max(_ZERO_SUM_ULPS * min(eps, LAST_BITS["fp32"] / 8), _ZERO_SUM if eps else 0.0)
         zero_sum *= overall if overall < math.inf else 0.0
         own = of(name)
-        rounding = max(own.margin * _apart(getattr(run, kind)[name], tensor) for run in own.again)
+        rounding = rounding_of(name)
+        if kind == "gradients" and not largest:
+            rounding = max(map(rounding_of, reference))  # where all may be zero but for rounding
         last_place = max(max(own.ulp, code, _ulp(eps / 4)) * largest, zero_sum)
         found.append(Difference(name, _relative(apart, largest, rounding, last_place, tolerance)))
     found += [Difference(name, math.inf) for name in mine if name not in reference and _largest(mine[name]) > 0]
