@@ -12,40 +12,42 @@ from plait.comm import sharing
 from plait.comm.sharing import can_share
 from plait.engine.checks import place_here
 from plait.engine.trainer import Trainer
-from plait.errors import PlanError
-from plait.plan.legality import Facts, Place, refusals
+from plait.errors import PlanError, Refusal
+from plait.plan.legality import refusals
 from plait.plan.plan import Plan
-from plait.plan.refusals import Refusal, refused_together
+from plait.plan.refusals import refused_together
+from plait.plan.step_facts import ParameterFacts, Place, StepFacts
 
 GPU = Place("cuda")
+WEIGHT = {"weight": ParameterFacts()}
 
 
 @pytest.mark.parametrize(
     ("plan", "facts", "place", "whats"),
     [
-        ("data=2 zero=3", Facts(("weight",), 1.0), GPU, []),
-        ("home.parameters=host", Facts(), GPU, ["home.parameters=host has parameters updated on the host"]),
-        ("home.parameters=disk", Facts(), GPU, ["home.parameters=disk has parameters updated on the host"]),
-        ("home.parameters=host home.optimizer=host", Facts(), GPU, []),
-        ("home.parameters=host", Facts(), Place(), []),
-        ("home.parameters=host", Facts(), None, []),
-        ("workers=2 servers=1 home.parameters=host", Facts(), GPU, ["home.parameters=host has parameters updated"]),
-        ("data=4 central=host", Facts(), Place(ranks_per_host=4), []),
-        ("data=4 central=host", Facts(), Place(ranks_per_host=2), ["central=host keeps the parameters in memory"]),
-        ("replica=2 data=2 sync=2 central=host", Facts(), Place(ranks_per_host=2), []),
-        ("data=2 central=host", Facts(), Place(shares_memory=False), ["central=host keeps the parameters in memory"]),
-        ("central=host", Facts(), Place(shares_memory=False), []),
+        ("data=2 zero=3", StepFacts(WEIGHT, clip_norm=1.0), GPU, []),
+        ("home.parameters=host", StepFacts(), GPU, ["home.parameters=host has parameters updated on the host"]),
+        ("home.parameters=disk", StepFacts(), GPU, ["home.parameters=disk has parameters updated on the host"]),
+        ("home.parameters=host home.optimizer=host", StepFacts(), GPU, []),
+        ("home.parameters=host", StepFacts(), Place(), []),
+        ("home.parameters=host", StepFacts(), None, []),
+        ("workers=2 servers=1 home.parameters=host", StepFacts(), GPU, ["home.parameters=host has parameters updated"]),
+        ("data=4 central=host", StepFacts(), Place(ranks_per_host=4), []),
+        ("data=4 central=host", StepFacts(), Place(ranks_per_host=2), ["central=host keeps the parameters in memory"]),
+        ("replica=2 data=2 sync=2 central=host", StepFacts(), Place(ranks_per_host=2), []),
+        ("data=2 central=host", StepFacts(), Place(shares_memory=False), ["central=host keeps the parameters in"]),
+        ("central=host", StepFacts(), Place(shares_memory=False), []),
         (
-            "pipeline=2 micro=4 schedule=pipedream precision=fp16", Facts((), 1.0, True), None,
+            "pipeline=2 micro=4 schedule=pipedream precision=fp16", StepFacts(clip_norm=1.0, updates_within=True), None,
             ["schedule=pipedream updates each stage by itself"] * 2,
         ),
-        ("workers=2 servers=1 precision=fp16", Facts(), None, ["precision=fp16 scales the loss"]),
-        ("data=2 compress=int8 compress.nope=none", Facts(("weight",)), None, ["compress.nope=none"]),
-        ("data=2 compress=int8 compress.wei*=none", Facts(("weight",)), None, []),
-        ("data=2 compress=int8 compress.nope=none", Facts(), None, []),
+        ("workers=2 servers=1 precision=fp16", StepFacts(), None, ["precision=fp16 scales the loss"]),
+        ("data=2 compress=int8 compress.nope=none", StepFacts(WEIGHT), None, ["compress.nope=none"]),
+        ("data=2 compress=int8 compress.wei*=none", StepFacts(WEIGHT), None, []),
+        ("data=2 compress=int8 compress.nope=none", StepFacts(), None, []),
     ],
 )  # fmt: skip
-def test_refusals(plan: str, facts: Facts, place: Place | None, whats: list[str]) -> None:
+def test_refusals(plan: str, facts: StepFacts, place: Place | None, whats: list[str]) -> None:
     found = refusals(Plan.parse(plan), facts, place)
     assert len(found) == len(whats)
     for refusal, what in zip(found, whats, strict=True):

@@ -210,9 +210,9 @@ def contrastive(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("norm", "loss", "advice"),
     [
-        (False, lambda model, x: model(x).square().mean(), "The nearest plan that works is data=2, which runs the"),
+        (False, lambda model, x: model(x).square().mean(), "the nearest plan that works is data=2, which runs the"),
         (False, contrastive, "works is data=1, which runs the model as it is; with data=2 PyTorch's DDP would compute"),
-        (False, lambda model, x: (model(x), 1.0), "The nearest plan that works is data=2"),
+        (False, lambda model, x: (model(x), 1.0), "the nearest plan that works is data=2"),
         (True, lambda model, x: model(x).square().mean(), "works is data=1, which .* with data=2 batchnorm=local the"),
     ],
 )

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a plan cannot be had: what was given, why it cannot be, and what to write instead. Its text is the message
+    of a PlanError."""
+
+    what: str
+    why: str
+    instead: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}; {self.instead}" if self.why else f"{self.what}; {self.instead}"
+
 
 class PlaitError(Exception):
     """Base of every error that plait raises on purpose."""
 
 
 class PlanError(PlaitError, ValueError):
-    """A plan that cannot be read, or that does not fit the model, the batch or the number of processes."""
+    """A plan that cannot be read, or that does not fit the model, the batch or the number of processes.
+
+    `refusal` is the reason as a value where a plan that can be read is refused; None where it cannot be read, and for
+    another argument that is wrong.
+    """
+
+    def __init__(self, reason: str | Refusal) -> None:
+        super().__init__(str(reason))
+        self.refusal = reason if isinstance(reason, Refusal) else None
 
 
 class ScheduleError(PlanError):
@@ -34,6 +57,10 @@ class CaptureError(PlaitError):
 
 class BatchError(PlaitError, ValueError):
     """A batch of the wrong structure or shape."""
+
+
+class UnevenBatchError(PlanError, BatchError):
+    """A batch whose rows the plan does not divide."""
 
 
 class LossError(PlaitError, ValueError):

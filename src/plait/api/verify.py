@@ -21,12 +21,10 @@ from plait.compile.lowered import Lowered
 from plait.compile.ops.dims import HALF
 from plait.compile.ops.split_sums import SplitSums
 from plait.compile.stages.split import Pipeline
-from plait.engine.checks import check_given, check_plan
+from plait.engine.checks import check_given, check_plan, check_step
 from plait.engine.compiler import Captures, Compiler, LossFn
-from plait.engine.local_sgd.replica_batch import batch_of_replica
-from plait.engine.local_sgd.replicas import refuse_changes_outside
-from plait.engine.microbatch import microbatches, step_key
-from plait.engine.optimizers import OptimizerFactory, make_optimizer, refuse_inexact
+from plait.engine.microbatch import step_key
+from plait.engine.optimizers import OptimizerFactory, make_optimizer
 from plait.engine.scaling import FIRST_SCALE
 from plait.engine.trainer import Trainer
 from plait.engine.twin import Twin, preserved
@@ -82,12 +80,11 @@ class Verifier:
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         if not isinstance(plan, Plan):
             raise PlanError(f"the plan is a {type(plan).__name__}; give a Plan or its text, such as 'data=2 tensor=2'")
-        check_plan(plan, dict(self.captures.model.named_parameters()), self.clip_norm)
+        check_plan(plan, self.captures.model, self.clip_norm)
         compiler = Compiler(self.captures, plan.inner_plan, layouts)
         if plan.workers:
             return self._verify_served(plan, compiler, layouts, tolerance)
-        lowered = _lowered(compiler, batch_of_replica(self.batch, plan), plan)
-        refuse_inexact(self.optimizer, compiler.model, lowered.states, plan.inner_plan)
+        lowered = self._lowered(compiler, self.batch, plan, self.optimizer)
         reference, again = self._reference(plan, lowered)
         mine = self._run_plan(plan, compiler, min(reference.scale, again[0].scale) / _HEADROOM)
         rules, bits = sorted(lowered.without_rule), _value_bits(lowered)
@@ -98,7 +95,7 @@ class Verifier:
             plan, compiler, self.batch, self.steps, optimizer=self.optimizer, layouts=layouts, seed=self.seed,
             clip_norm=self.clip_norm,
         )  # fmt: skip
-        _lowered(compiler, check.first_batch, plan)
+        self._lowered(compiler, check.first_batch, plan)
         draws = range(4 if plan.compress.kind != "none" else 1)
         serial = self._as_it_was(lambda *given: check.serial(self._twin(*given)))
         again = [serial(last_bits(plan), draw) for draw in draws]
@@ -106,6 +103,21 @@ class Verifier:
             mine = check.rehearsed()
         report = compare(_comparable(serial(0.0)), mine, again, plan, tolerance)
         return replace(report, steps=self.steps)
+
+    def _lowered(
+        self, compiler: Compiler, batch: Any, plan: Plan, optimizer: OptimizerFactory | None = None
+    ) -> Lowered:
+        """The step of a plan, before there are ranks that might find it refused."""
+        try:
+            return check_step(compiler, batch, plan, self.clip_norm, optimizer)
+        except CaptureError as error:
+            if not error.data_dependent:
+                raise
+            error.args = (
+                f"{error}\nverify compares what the graph computes, so it cannot check this model; with data=N alone"
+                " the model trains as it is, under PyTorch's DDP, if its loss is a mean over rows or a plait.Weighted",
+            )
+            raise
 
     def _run_plan(self, plan: Plan, compiler: Compiler, scale: float) -> RunResult:
         def rank(world: World) -> RunResult:
@@ -267,22 +279,6 @@ class Verifier:
                 last_bits = max(rounding, torch.finfo(parameter.dtype).eps / 4)
                 parameter.data.mul_(1 + last_bits * noise)
         return twin
-
-
-def _lowered(compiler: Compiler, batch: Any, plan: Plan) -> Lowered:
-    """The step of a plan on one replica's or worker's batch, before there are ranks that might find it refused."""
-    try:
-        lowered = compiler.lowered(microbatches(batch, plan.micro)[0])
-    except CaptureError as error:
-        if not error.data_dependent:
-            raise
-        error.args = (
-            f"{error}\nverify compares what the graph computes, so it cannot check this model; with data=N alone"
-            " the model trains as it is, under PyTorch's DDP, if its loss is a mean over rows or a plait.Weighted",
-        )
-        raise
-    refuse_changes_outside(lowered.captured, plan)
-    return lowered
 
 
 def _round_as_within(optimizer: torch.optim.Optimizer, seed: int) -> None:

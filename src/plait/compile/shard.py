@@ -17,22 +17,21 @@ from plait.compile.sharding.propagate import propagate
 from plait.compile.sharding.split_share import split_share, step_flops
 from plait.compile.sharding.stage_parallelism import give_roles, propagate_by_role, split_by_weights, weights_role
 from plait.compile.stages.split import cut_in_stages
-from plait.errors import PlanError
+from plait.errors import UnevenBatchError
 from plait.plan.annotation import resolve_annotations
 from plait.plan.axes import AxisKind, axes_in_order, axis_kind
 from plait.plan.plan import Plan
+from plait.plan.step_refusals import uneven_parts
 from plait.spec.layout import REPLICATE, Layout, Placement, Replicate, Shard
 
 
 def check_batch(draft: Draft) -> None:
-    """Raise PlanError where the plan does not divide the rows of a microbatch. Of the short last batch of an evaluation
-    every rank has all of it."""
+    """Raise UnevenBatchError where the plan does not divide the rows of a microbatch. Of the short last batch of an
+    evaluation every rank has all of it."""
     plan, rows = draft.plan, draft.captured.rows
     trains = any(output.kind == "gradient" for output in draft.captured.outputs)
-    if (trains and rows % plan.num_batch_parts) or (
-        plan.stages and rows % (plan.num_batch_parts * plan.num_stage_parts)
-    ):
-        raise PlanError(_uneven_batch(rows, plan))
+    if refusal := uneven_parts(plan, rows, trains):
+        raise UnevenBatchError(refusal)
 
 
 def assign_roles(draft: Draft) -> None:
@@ -140,23 +139,3 @@ def _choose_parameters(
 
 def _local_norm(plan: Plan, kind: AxisKind) -> bool:
     return kind.cuts_rows and plan.batchnorm == "local"
-
-
-def _uneven_batch(batch_size: int, plan: Plan) -> str:
-    parts = plan.num_batch_parts
-    axes = " x ".join(f"{axis}={n}" for axis, n in plan.mesh.axes if axis_kind(axis).cuts_rows and n > 1)
-    if plan.stages:
-        inner = plan.num_stage_parts
-        return (
-            f"stages= cuts each microbatch of {batch_size} into {parts} x {inner} parts; give a batch size that is a"
-            f" multiple of {parts * inner * plan.micro}, or less of micro"
-        )
-    what = "the batch" if plan.micro == 1 else "a microbatch"
-    return (
-        f"{axes} does not divide {what} of {batch_size}; give a batch size that is a multiple of {parts * plan.micro},"
-        f" or a plan with data={_divisor_below(batch_size, parts)}"
-    )
-
-
-def _divisor_below(number: int, limit: int) -> int:
-    return max((d for d in range(1, limit + 1) if number % d == 0), default=1)

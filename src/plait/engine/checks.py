@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,12 +15,21 @@ from plait.comm.agree import agree
 from plait.comm.device import default_kind
 from plait.comm.protocol import World
 from plait.comm.sharing import can_share
+from plait.compile.capture.capture import Captured
 from plait.compile.capture.fake_parameters import refuse_without_shape
-from plait.compile.stages.split import updates_within
-from plait.engine.optimizers import check_patterns
+from plait.compile.capture.model_facts import model_facts
+from plait.compile.captured_facts import captured_facts
+from plait.compile.lowered import Lowered
+from plait.compile.stages.split import num_stages, updates_within
+from plait.engine.compiler import Compiler
+from plait.engine.local_batch import num_rows
+from plait.engine.local_sgd.replica_batch import batch_of_replica
+from plait.engine.microbatch import microbatches
+from plait.engine.optimizers import OptimizerFactory, check_patterns, facts_of_optimizer
 from plait.errors import PlanError
-from plait.plan.legality import Facts, Place, refusals
+from plait.plan.legality import refusals
 from plait.plan.plan import Plan
+from plait.plan.step_facts import Place, StepFacts
 
 
 def check_given(model: Any, loss_fn: Any, optimizer: Any, clip_norm: float | None) -> None:
@@ -35,11 +44,58 @@ def check_given(model: Any, loss_fn: Any, optimizer: Any, clip_norm: float | Non
         raise PlanError(f"clip_norm={clip_norm}: a norm to clip to is more than 0; leave it out not to clip")
 
 
-def check_plan(plan: Plan, names: Collection[str] | None, clip_norm: float | None, place: Place | None = None) -> None:
-    """Raise PlanError for what a plan cannot do with a clip_norm, with a model of parameters of these names, or at a
-    place, whoever runs it: before any rank does."""
-    for refusal in refusals(plan, Facts(names, clip_norm, updates_within(plan)), place):
-        raise PlanError(str(refusal))
+def known_facts(plan: Plan, model: nn.Module, clip_norm: float | None = None) -> StepFacts:
+    """What is known of a run before its step is captured."""
+    facts = replace(model_facts(model), clip_norm=clip_norm, updates_within=updates_within(plan))
+    return replace(facts, num_stages=num_stages(plan))
+
+
+def check_plan(plan: Plan, model: nn.Module, clip_norm: float | None, place: Place | None = None) -> None:
+    """Raise PlanError for what a plan cannot do with a clip_norm, with a model, or at a place, whoever runs it: before
+    any rank does."""
+    refuse(plan, known_facts(plan, model, clip_norm), place)
+
+
+def check_captured(compiler: Compiler, plan: Plan, captured: Captured, clip_norm: float | None = None) -> StepFacts:
+    """What is known once the step of the first microbatch is captured. PlanError for what a plan cannot do with it,
+    which is the same on every rank."""
+    facts = captured_facts(known_facts(plan, compiler.model, clip_norm), captured)
+    changes = compiler.captures.changes.get(id(captured))
+    if changes is not None and not changes.steady:
+        facts = replace(facts, unsteady=changes.effects[0].place)
+    refuse(plan, facts)
+    return facts
+
+
+def check_step(
+    compiler: Compiler,
+    batch: Any,
+    plan: Plan,
+    clip_norm: float | None = None,
+    optimizer: OptimizerFactory | None = None,
+) -> Lowered:
+    """The step of a plan on a global batch, lowered, before there are ranks that might find it refused. `compiler` is
+    of the plan's inner plan; of a plan with servers the batch is one worker's.
+
+    PlanError, with its Refusal, for a plan that this step cannot have; BatchError, LayoutError and CaptureError as the
+    Trainer raises them.
+    """
+    first = microbatches(batch_of_replica(batch, plan), plan.micro)[0]
+    captured = compiler.captured(first)
+    facts = check_captured(compiler, plan, captured, clip_norm)
+    facts = replace(facts, rows=num_rows(batch))
+    refuse(plan, facts)
+    lowered = compiler.lowered_from(captured)
+    if optimizer is not None:
+        mesh = plan.inner_plan.mesh
+        refuse(plan, replace(facts, optimizer=facts_of_optimizer(optimizer, compiler.model, lowered.states, mesh)))
+    return lowered
+
+
+def refuse(plan: Plan, facts: StepFacts, place: Place | None = None) -> None:
+    """Raise PlanError with the first of the refusals."""
+    for refusal in refusals(plan, facts, place):
+        raise PlanError(refusal)
 
 
 def place_here(world: World | None = None) -> Place:

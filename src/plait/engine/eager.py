@@ -12,7 +12,6 @@ those of each rank alone: as random as those of one device, and others.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -37,29 +36,21 @@ from plait.engine.outputs import gather_outputs
 from plait.engine.twin import preserved
 from plait.errors import CaptureError, LossError, PlanError
 from plait.plan.axes import ddp_axis
+from plait.plan.legality import refusals
 from plait.plan.plan import Plan
+from plait.plan.step_facts import StepFacts
 from plait.spec.layout import Layout
 
-# Keys of a plan that DDP on the model as it is can do, or that only say how fast.
 LOCAL_LOSS = "local_loss"  # what a trainer is to allow, for the mean of the losses of ranks where it is another number
 _ROUNDING = (2e-2, 1e-3)  # of two ways to add up a loss, in half precision and in full
-_WITHOUT_GRAPH = (
-    "home_optimizer", "batchnorm", "allreduce", "bucket_bytes", "sync", "outer", "outer_lr", "outer_momentum",
-    "moments", "streaming", "overlap", "compress", "uncompressed",
-)  # fmt: skip
 
 
 def refuse_unless_data_only(error: CaptureError, plan: Plan, world: World, compiler: Compiler, batch: Any) -> None:
     """Raise PlanError with the model's own file and line if the plan needs the graph that could not be had. It says
     which plan works, as far as that is known of the model and of this batch."""
-    rows = {row.name: row.default for row in dataclasses.fields(plan) if row.name not in (*_WITHOUT_GRAPH, ddp_axis())}
-    needs = {name: getattr(plan, name) for name, default in rows.items() if getattr(plan, name) != default}
-    if needs:
+    if any(refusals(plan, StepFacts(uncaptured=str(error)))):
         nearest = _nearest(plan, world, compiler.model, compiler.loss_fn, batch)
-        raise PlanError(
-            f"the plan {plan.title!r} needs the graph of the step for {Plan(**needs)}, and it could not be captured:"
-            f" {error}\nThe nearest plan that works is {nearest}."
-        ) from error
+        raise PlanError(refusals(plan, StepFacts(uncaptured=str(error), nearest=nearest))[0]) from error
     if _num_ranks(plan.inner_plan) > 1 and not has_process_group(world):
         raise PlanError(f"a model that cannot be captured runs under DDP, which needs processes, not threads: {error}")
 

@@ -30,7 +30,7 @@ from plait.compile.capture.loss_values import join_outputs, results
 from plait.compile.capture.precision import Precision
 from plait.compile.ops.draw import micro_key
 from plait.compile.stages.split import updates_within
-from plait.engine.checks import agree_on_setup, describe_optimizer
+from plait.engine.checks import agree_on_setup, check_captured, describe_optimizer
 from plait.engine.compiler import Compiler
 from plait.engine.eager import EagerExecutor, ddp_warning, refuse_unless_data_only
 from plait.engine.evaluating import evaluate
@@ -149,6 +149,7 @@ class Engine:
             executor = RankExecutor(
                 compiler, world, batch, self.state.seed, self._adopt, self.homes, self.recorder
             )  # fmt: skip
+            check_captured(compiler, self.plan, executor.lowered.captured, self.clip_norm)
             if world.rank == 0 and (share := executor.lowered.share) is not None:
                 _LOG.log(logging.INFO if share.parameters > _MOST else logging.WARNING, "%s", share)
             return executor

@@ -12,7 +12,8 @@ from torch import Tensor
 from plait.backends.eager.program import StepResult
 from plait.compile.capture.batch import take_rows
 from plait.engine.local_batch import LocalBatch, num_rows
-from plait.errors import BatchError
+from plait.errors import UnevenBatchError
+from plait.plan.step_refusals import uneven_micro
 
 
 def microbatches(batch: Any, num: int) -> list[Any]:
@@ -22,12 +23,8 @@ def microbatches(batch: Any, num: int) -> list[Any]:
     local = isinstance(batch, LocalBatch)
     tree = batch.tree if local else batch
     rows = _num_here(batch)
-    if rows % num:
-        whose = "each rank's part of the batch" if local else "the batch"
-        near = max(rows // num, 1) * num
-        raise BatchError(
-            f"micro={num} does not divide {whose} of {rows} rows; give a multiple of {num}, such as {near}"
-        )
+    if refusal := uneven_micro(num, rows, "each rank's part of the batch" if local else "the batch"):
+        raise UnevenBatchError(refusal)
     step = rows // num
     parts = []
     for index in range(num):

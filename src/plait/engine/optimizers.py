@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -25,6 +25,8 @@ from plait.engine.tuning import prefer_fused
 from plait.errors import PlanError
 from plait.optim.several import Several, optimizers_within, title_of
 from plait.plan.plan import Plan
+from plait.plan.step_facts import CutTrial, OptimizerFacts
+from plait.plan.step_refusals import of_optimizer, of_wrappers
 from plait.spec.layout import Layout, Only, Shard
 from plait.spec.mesh import Mesh
 
@@ -107,72 +109,84 @@ def check_exact(
 ) -> bool:
     """Whether any of the parameters is cut; PlanError for an optimizer whose result would change with that, or where
     some of them are on other ranks."""
-    _check_on_fewer(optimizer, layouts, mesh)
-    cut = {p for p, name in names.items() if _is_cut(layouts[name], mesh)}
-    if not cut:
-        return False
-    remedy = (
-        "use plait.optim.Lamb, Adafactor, Muon or an elementwise optimizer such as AdamW or SGD, give it a method"
-        f" bind(parts) as plait.optim.Lamb has, or use the plan data={mesh.size}, which cuts no parameter"
+    for refusal in of_optimizer(mesh.size, optimizer_facts(optimizer, names, layouts, mesh)):
+        raise PlanError(refusal)
+    return any(_is_cut(layouts[name], mesh) for name in names.values())
+
+
+def optimizer_facts(
+    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], layouts: Mapping[str, Layout], mesh: Mesh
+) -> OptimizerFacts:
+    """What an optimizer does where its parameters, by name, lie as these layouts say."""
+    wrappers = _wrappers(optimizer)
+    scattered = _scattered(layouts, mesh)
+    return OptimizerFacts(
+        apart=tuple(_apart(optimizer, names, layouts, mesh)),
+        together=tuple(_together(optimizer)) if scattered is not None else (),
+        scattered=scattered,
+        wrappers=tuple(type(each).__name__ for each in wrappers),
     )
-    wrappers = optimizer.wrappers if isinstance(optimizer, Several) else []
+
+
+def _apart(
+    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], layouts: Mapping[str, Layout], mesh: Mesh
+) -> Iterator[CutTrial]:
+    """Trials of what does not work on parts as it does on the whole."""
+    cut = {p: name for p, name in names.items() if _is_cut(layouts[name], mesh)}
+    if not cut:
+        return
+    wrappers = _wrappers(optimizer)
     for member in _members(optimizer):
         if type(member) in EXACT or hasattr(member, "bind") or any(member is each for each in wrappers):
             continue
         for group in member.param_groups:
             for ndim, example in {p.ndim: p for p in group["params"] if p in cut}.items():
                 if why := depends_on_the_cut(member, group, ndim):
-                    raise PlanError(
-                        f"{type(member).__name__} {why}, so its result might change with the cut of {names[example]}"
-                        f" ({layouts[names[example]]}); {remedy}"
-                    )
+                    yield CutTrial(type(member).__name__, why, cut[example], str(layouts[cut[example]]))
     for wrapper in wrappers:
         if why := wrapper_depends_on_the_cut(wrapper, optimizers_within(wrapper)):
             example = next(iter(cut))
-            raise PlanError(
-                f"{type(wrapper).__name__}, which steps several optimizers, {why}, so its result might change with the"
-                f" cut of {names[example]} ({layouts[names[example]]}); give a list of (name pattern, optimizer's"
-                f" function) pairs in its place, or use the plan data={mesh.size}, which cuts no parameter"
-            )
-    return True
+            yield CutTrial(type(wrapper).__name__, why, cut[example], str(layouts[cut[example]]), wraps=True)
 
 
-def _check_on_fewer(optimizer: torch.optim.Optimizer, layouts: Mapping[str, Layout], mesh: Mesh) -> None:
-    """PlanError for an optimizer of the user's that wants all parameters together, where a rank has some only."""
+def _scattered(layouts: Mapping[str, Layout], mesh: Mesh) -> tuple[str, int] | None:
+    """The axis, with its size, along which ranks have parameters of their own."""
     only = {axis for layout in layouts.values() for axis, p in layout.placements if isinstance(p, Only)}
     axis = min((axis for axis in only if mesh.axis_size(axis) > 1), default="")
-    if not axis:
-        return
-    wrappers = optimizer.wrappers if isinstance(optimizer, Several) else []
+    return (axis, mesh.axis_size(axis)) if axis else None
+
+
+def _together(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str]]:
+    """Optimizers of the user's that want all parameters together: their types, and why."""
+    wrappers = _wrappers(optimizer)
     inside = {id(each) for wrapper in wrappers for each in optimizers_within(wrapper).values()}
     alone = [each for each in _members(optimizer) if id(each) not in inside]
     for given in (*wrappers, *(each for each in alone if not type(each).__module__.startswith(_WELL_KNOWN))):
         if why := depends_on_others(given, optimizers_within(given)):
-            raise PlanError(
-                f"{type(given).__name__} {why}, and with {axis}={mesh.axis_size(axis)} a rank has some of them only;"
-                f" use another optimizer, or the plan data={mesh.size}"
-            )
+            yield type(given).__name__, why
 
 
-def refuse_inexact(factory: OptimizerFactory, model: nn.Module, layouts: Mapping[str, Layout], plan: Plan) -> None:
-    """PlanError for an optimizer that every rank would refuse, before there are any."""
+def _wrappers(optimizer: torch.optim.Optimizer) -> Sequence[Any]:
+    """Objects that step several optimizers at once."""
+    return optimizer.wrappers if isinstance(optimizer, Several) else []
+
+
+def facts_of_optimizer(
+    factory: OptimizerFactory, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh
+) -> OptimizerFacts:
+    """What the optimizer that `factory` makes of a model's parameters does on the ranks of a mesh, before there are
+    any. PlanError as `make_optimizer`."""
     named = {name: p for name, p in model.named_parameters() if name in layouts}
     optimizer = make_optimizer(
         factory, [(n, p) for n, p in named.items() if p.requires_grad], known=list(named.values())
     )
-    check_exact(optimizer, {p: name for name, p in named.items()}, layouts, plan.mesh)
-    refuse_some_at_a_time(optimizer, plan)
+    return optimizer_facts(optimizer, {p: name for name, p in named.items()}, layouts, mesh)
 
 
 def refuse_some_at_a_time(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """PlanError for a wrapper whose step is of all parameters at once, where they are stepped some at a time."""
-    for wrapper in optimizer.wrappers if isinstance(optimizer, Several) and plan.uses_disk else ():
-        where = "optimizer" if plan.home_optimizer == "disk" else "parameters"
-        raise PlanError(
-            f"{type(wrapper).__name__} steps several optimizers for all parameters at once, and home.{where}=disk has"
-            " them read and stepped some at a time; give a list of (name pattern, optimizer's function) pairs in its"
-            " place, or keep them on the host"
-        )
+    for refusal in of_wrappers(plan, [type(each).__name__ for each in _wrappers(optimizer)]):
+        raise PlanError(refusal)
 
 
 class HeldParameters(Protocol):

@@ -80,5 +80,5 @@ def _laid_in(memory: Tensor, form: Tensor) -> Tensor:
 def _memory(num_bytes: int, world: World, axis: str) -> Tensor:
     memory = world.comm(axis).shared(num_bytes)
     if memory is None:
-        raise PlanError(str(no_common_memory(world.mesh.axis_size(axis))))
+        raise PlanError(no_common_memory(world.mesh.axis_size(axis)))
     return memory

@@ -113,7 +113,7 @@ class Trainer:
                 f"the plan {self.plan.title!r} has parameter servers, which a Trainer is no part of; give it to plait"
                 " train, or use data=N"
             )
-        check_plan(self.plan, dict(model.named_parameters()), clip_norm, place_here(world))
+        check_plan(self.plan, model, clip_norm, place_here(world))
         self._adopt = world is None
         if world is not None and world.mesh.spread != self.plan.mesh.spread:
             raise PlanError(

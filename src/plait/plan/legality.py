@@ -1,43 +1,27 @@
 """What a plan cannot have with a model, on the machines that there are: every refusal that is known before a rank
-starts. Those of the plan alone are in plan/refusals.py, those of the step's graph are found where it is laid out."""
+starts. Those of the plan alone are in plan/refusals.py. What only a pass can see, such as heads that an axis does not
+divide, the pass refuses: with a PlanError that has the Refusal, in the process that starts the ranks."""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
+from plait.errors import Refusal
 from plait.plan.plan import Plan
-from plait.plan.refusals import Refusal
+from plait.plan.step_facts import Place, StepFacts
+from plait.plan.step_refusals import of_changes, of_graph, of_modules, of_optimizer, of_rows, of_wrappers
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What is known of a run beside its plan.
-
-    parameters      their names; None where they are not known yet
-    updates_within  whether the plan's schedule updates weights within a step
-    """
-
-    parameters: Collection[str] | None = None
-    clip_norm: float | None = None
-    updates_within: bool = False
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where ranks are to run: the type of their device, how many of them a host has, and whether the processes of a
-    host may open each other's memory."""
-
-    device: str = "cpu"
-    ranks_per_host: int | None = None  # all
-    shares_memory: bool = True
-
-
-def refusals(plan: Plan, facts: Facts, place: Place | None = None) -> tuple[Refusal, ...]:
+def refusals(plan: Plan, facts: StepFacts, place: Place | None = None) -> tuple[Refusal, ...]:
     """Why the plan cannot be had; empty where nothing is known against it. Without a `place` it may run anywhere."""
-    found = [*_of_updates_within(plan, facts), *_of_agreement(plan, facts)]
+    found = [*_of_updates_within(plan, facts), *_of_agreement(plan, facts), *of_modules(plan, facts)]
+    found += [] if facts.rows is None else of_rows(plan, facts.rows)
+    found += of_graph(plan, facts.uncaptured, facts.nearest) if facts.uncaptured else ()
+    found += of_changes(plan, facts)
+    found += of_optimizer(plan.inner_plan.mesh.size, facts.optimizer)
+    found += of_wrappers(plan.inner_plan, facts.optimizer.wrappers)
     if plan.workers:
         found += _of_workers(plan, facts)
     if place is not None:
@@ -76,7 +60,7 @@ def no_common_memory(num_ranks: int) -> Refusal:
     )
 
 
-def _of_updates_within(plan: Plan, facts: Facts) -> Iterator[Refusal]:
+def _of_updates_within(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
     """What needs all ranks at each update, where the plan's schedule lets each go its own way."""
     if not facts.updates_within or plan.workers:
         return
@@ -93,7 +77,7 @@ def _of_updates_within(plan: Plan, facts: Facts) -> Iterator[Refusal]:
         yield Refusal(what, why, f"leave central= and home.parameters= out, {instead}")
 
 
-def _of_agreement(plan: Plan, facts: Facts) -> Iterator[Refusal]:
+def _of_agreement(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
     """What replicas cannot exchange."""
     if plan.relaxed_axis and plan.sync == 1 and facts.updates_within:
         yield Refusal(
@@ -115,7 +99,7 @@ def _of_agreement(plan: Plan, facts: Facts) -> Iterator[Refusal]:
             yield Refusal(what, "no parameter has such a name", instead)
 
 
-def _of_workers(plan: Plan, facts: Facts) -> Iterator[Refusal]:
+def _of_workers(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
     """What does not go with parameter servers."""
     if plan.precision == "fp16":
         yield Refusal(

@@ -127,7 +127,7 @@ class Plan:
         values = {key_name(row): _kind(row).show(getattr(self, row.name)) for row in fields(self)}
         given = {key_name(row) for row in fields(self) if getattr(self, row.name) != row.default}
         for refusal in refused_together(values, given):
-            raise PlanError(str(refusal))
+            raise PlanError(refusal)
 
     @classmethod
     def parse(cls, text: str) -> Plan:

@@ -3,23 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 
-from plait.errors import PlanError
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a plan cannot be had: what was given, why it cannot be, and what to write instead. Its text is the message
-    of a PlanError."""
-
-    what: str
-    why: str
-    instead: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.why}; {self.instead}" if self.why else f"{self.what}; {self.instead}"
-
+from plait.errors import PlanError, Refusal
 
 # A key ending in `.` stands for every key that starts with it.
 NOT_YET: dict[str, tuple[str, str]] = {

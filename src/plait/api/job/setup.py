@@ -207,7 +207,7 @@ def check_job(config: Config, plan: Plan, resume: Resume = ANEW, writes: bool = 
         )
     named = dict(model.named_parameters())
     resolve_annotations(config.layouts, {name: tuple(p.shape) for name, p in named.items()}, plan.mesh)
-    check_plan(plan, named, config.train.clip_norm, place_here() if writes else None)
+    check_plan(plan, model, config.train.clip_norm, place_here() if writes else None)
     make_optimizer(optimizer_factory(config), [(name, p) for name, p in named.items() if p.requires_grad])
     if writes and not plan.workers and not under_launcher() and _asks_the_graph(plan):
         _check_lowering(config, plan, data)

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from plait.compile.capture.model_facts import model_facts
 from plait.compile.ir.calls import op_spec_of
 from plait.compile.ops.dims import HALF
-from plait.errors import PlanError
+from plait.errors import PlanError, Refusal
+from plait.plan.step_refusals import of_exception
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -46,11 +48,11 @@ class Precision:
         what = f"{op or 'an op'} of {module or 'the loss'}"
         if re.search(r"\b(Half|BFloat16)\b", said):
             remedy = f"compute it in float32: precision.{module}=fp32" if module else "cast what it gets to float32"
-            return PlanError(f"{what} has no kernel in half precision ({said}); {remedy}")
+            return PlanError(Refusal(f"{what} has no kernel in half precision ({said})", "", remedy))
         if "mixed dtype" in said:
+            remedy = "give the model float32 weights, which is what mixed precision is for, or leave precision= out"
             return PlanError(
-                f"{what} has no kernel for these dtypes in precision={self.name} ({said}); give the model float32"
-                " weights, which is what mixed precision is for, or leave precision= out"
+                Refusal(f"{what} has no kernel for these dtypes in precision={self.name} ({said})", "", remedy)
             )
         return None
 
@@ -66,28 +68,14 @@ class Precision:
 
     def _exceptional(self, model: nn.Module) -> list[tuple[nn.Module, str]]:
         found: dict[str, tuple[nn.Module, str]] = {}
+        facts = model_facts(model)
         for pattern, name in self.exceptions:
             here = [(path, module) for path, module in model.named_modules() if fnmatch.fnmatchcase(path, pattern)]
-            if not here:
-                some = ", ".join([path for path, _ in model.named_modules() if path][:5])
-                raise PlanError(f"precision.{pattern}={name} fits no module of the model; it has {some}, ...")
+            for refusal in of_exception(pattern, name, facts.modules or (), facts.parameters or {}):
+                raise PlanError(refusal)
             for path, module in here:
-                _refuse_half(path, module, pattern, name)
                 found.setdefault(path, (module, name))
         return list(found.values())
-
-
-def _refuse_half(path: str, module: nn.Module, pattern: str, name: str) -> None:
-    """PlanError where weights of a module that train are in another half precision than is asked for, or in half
-    precision and float32 is asked for: a plan leaves weights as they are."""
-    for each, parameter in module.named_parameters():
-        if parameter.requires_grad and parameter.dtype in HALF and parameter.dtype != DTYPES[name]:
-            weight, dtype = f"{path}.{each}".lstrip("."), str(parameter.dtype).removeprefix("torch.")
-            whole = f"model.get_submodule({path!r})" if path else "model"
-            raise PlanError(
-                f"precision.{pattern}={name} says how products of float32 weights are computed, and {weight} is"
-                f" {dtype}; leave it out, or make the weights float32: {whole}.float()"
-            )
 
 
 @contextmanager

@@ -9,8 +9,6 @@ and never sent again. Dropout masks are the same the second time, because they f
 
 from __future__ import annotations
 
-import fnmatch
-import re
 from collections.abc import Collection, Iterable
 
 from torch.fx import Graph, Node
@@ -19,9 +17,10 @@ from plait.compile.ir.calls import num_bytes, op_spec_of, output_values
 from plait.compile.ir.estimate import seconds_of
 from plait.compile.ir.node_info import info_of, is_backward, is_forward, set_info
 from plait.compile.ir.views import is_view
-from plait.errors import PlanError
+from plait.errors import PlanError, Refusal
 from plait.plan.kinds import Bytes
 from plait.plan.recompute import Recompute
+from plait.plan.step_refusals import layer_of, no_layer
 from plait.schedule.keep import KeptValue, choose_kept
 
 Layer = tuple[str, int | None]  # its module's name, and which stage of a pipeline's
@@ -53,29 +52,12 @@ def saved_bytes(graph: Graph) -> int:
 
 def _layers(forward: list[Node], how: Recompute) -> dict[Node, Layer]:
     """The layer of each forward node that is in one. Of a layer that a pipeline cuts, each stage's part is one."""
-    found = {node: (layer, info_of(node).stage) for node in forward if (layer := _layer_of(info_of(node).module, how))}
-    if found:
-        return found
-    modules = sorted({info_of(n).module for n in forward} - {""})
-    some = ", ".join(modules[:5]) or "none"
-    if how.kind == "pattern":
-        raise PlanError(f"recompute={how.pattern} matches no module of the model; it has {some}, ...")
-    if how.kind == "budget":
-        return {node: ("model", info_of(node).stage) for node in forward}
-    raise PlanError(
-        f"recompute=layer needs numbered layers, such as those of a ModuleList, and this model has modules {some}, ...;"
-        " name them, as in recompute=*.mlp, or give recompute=budget=SIZE"
-    )
-
-
-def _layer_of(module: str, how: Recompute) -> str:
-    """The outermost part of a module's path that is a layer, or ''."""
-    parts = module.split(".")
-    for end in range(1, len(parts) + 1):
-        path = ".".join(parts[:end])
-        if fnmatch.fnmatchcase(path, how.pattern) if how.kind == "pattern" else re.fullmatch(r"\d+", parts[end - 1]):
-            return path
-    return ""
+    if refusal := no_layer(how, {info_of(n).module for n in forward}):
+        raise PlanError(refusal)
+    found = {node: (layer, info_of(node).stage) for node in forward if (layer := layer_of(info_of(node).module, how))}
+    if not found:  # a budget is of the model as a whole then
+        found = {node: ("model", info_of(node).stage) for node in forward}
+    return found
 
 
 def _handed_on(forward: list[Node], layers: dict[Node, Layer]) -> set[Node]:
@@ -139,10 +121,12 @@ def _kept_within(forward: list[Node], droppable: set[Node], how: Recompute) -> s
     if chosen is None:
         least = sum(values[i].bytes for i in choose_kept(values, None) or ())
         raise PlanError(
-            f"recompute=budget={Bytes().show(how.budget_bytes)} cannot be met: with all that can be dropped worked out"
-            f" again, {_rounded_up(least)} of activations stay from forward to backward; give that much, a smaller"
-            " batch, or more of data, tensor or micro"
-        )
+            Refusal(
+                f"recompute=budget={Bytes().show(how.budget_bytes)} cannot be met", "with all that can be dropped"
+                f" worked out again, {_rounded_up(least)} of activations stay from forward to backward",
+                "give that much, a smaller batch, or more of data, tensor or micro",
+            )
+        )  # fmt: skip
     return {order[i] for i in chosen} & droppable
 
 

@@ -23,7 +23,7 @@ from plait.compile.ops import View
 from plait.compile.ops.reshape import view_groups
 from plait.compile.sharding.narrow import by_width, condition, with_gathers
 from plait.compile.sharding.region import Grower, Region, leads_to_loss
-from plait.errors import PlanError
+from plait.errors import PlanError, Refusal
 from plait.spec.layout import REPLICATE, Blocks, Placement, Replicate, Shard, blocks_of_lengths, divides
 
 aten = torch.ops.aten
@@ -117,9 +117,11 @@ class Recipe:
         shape = list(node.meta["val"].shape)
         name = info_of(parameter).name
         raise PlanError(
-            f"{self.axis}={size} does not divide the dim that {name} is split into (such as heads): shape {shape} in"
-            f" {info_of(node).module or 'the model'}; use {self.axis}={works}, or leave the weight whole with"
-            f" layouts={{{name!r}: '-'}}"
+            Refusal(
+                f"{self.axis}={size} does not divide the dim that {name} is split into (such as heads)",
+                f"shape {shape} in {info_of(node).module or 'the model'}",
+                f"use {self.axis}={works}, or leave the weight whole with layouts={{{name!r}: '-'}}",
+            )
         )
 
 
@@ -225,8 +227,12 @@ def recipe(
     found = made.run()
     if not found and not any(not isinstance(p, Replicate) for p in taken.values()):
         raise PlanError(
-            f"{axis}={size} splits no pair of weights of this model: no weight has an output dim that {size} divides"
-            f" and that reaches a weight which sums it with nothing on the way that needs it whole. Choose a size that"
-            f" divides its heads and widths, say by layouts={{...}} what to split, or leave {axis} out of the plan"
+            Refusal(
+                f"{axis}={size} splits no pair of weights of this model",
+                f"no weight has an output dim that {size} divides and that reaches a weight which sums it with nothing"
+                " on the way that needs it whole",
+                "choose a size that divides its heads and widths, say by layouts={...} what to split, or leave"
+                f" {axis} out of the plan",
+            )
         )
     return found, made.reasons, made.gathered

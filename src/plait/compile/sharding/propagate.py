@@ -30,7 +30,7 @@ from plait.compile.ir.node_info import info_of
 from plait.compile.ir.views import is_whole_view
 from plait.compile.ops import Call, OpSpec, Strategy, View, strategies_of
 from plait.compile.sharding.cost import IMPOSSIBLE, conversion_bytes
-from plait.errors import PlanError
+from plait.errors import PlanError, Refusal
 from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Shard, divides
 
 # Moving a parameter that somebody sharded would undo the decision: only where nothing else works.
@@ -152,17 +152,19 @@ class Propagator:
         if isinstance(part, Shard) and part.dim == 1:
             return  # instance norm
         if not isinstance(part, Shard) or part.dim != 0 or part.blocks != 1:
-            raise PlanError(
-                f"batchnorm=local: the input of the batch norm {where}, of shape {list(x.shape)}, does not have a"
-                f" rank's rows one after the other in its first dim (its layout is {part}); take batchnorm=global"
+            why = (
+                f"the input of the batch norm {where}, of shape {list(x.shape)}, does not have a rank's rows one after"
+                f" the other in its first dim (its layout is {part})"
             )
+            raise PlanError(Refusal("batchnorm=local", why, "take batchnorm=global"))
         count = math.prod(x.shape) // (x.shape[1] * self.size)
         if count < 2:
-            raise PlanError(
-                f"batchnorm=local: a rank has {count} value per channel for the batch norm {where}, whose input has"
-                f" shape {list(x.shape)} before it is cut over {self.size} ranks, and statistics need 2; give more"
-                " rows, fewer ranks along the axes that cut the batch, less of micro, or batchnorm=global"
+            why = (
+                f"a rank has {count} value per channel for the batch norm {where}, whose input has shape"
+                f" {list(x.shape)} before it is cut over {self.size} ranks, and statistics need 2"
             )
+            instead = "give more rows, fewer ranks along the axes that cut the batch, less of micro"
+            raise PlanError(Refusal("batchnorm=local", why, f"{instead}, or batchnorm=global"))
 
     def _follow_own(self, node: Node) -> None:
         """Statistics of one rank go into running statistics and into the norm's own backward. PlanError for another
@@ -171,10 +173,11 @@ class Propagator:
         if (self.local_statistics and row.batch_statistics) or self.own.isdisjoint(node.all_input_nodes):
             return
         if row.copies is None and row.view is not View.ALIAS:
-            raise PlanError(
-                f"batchnorm=local: {node.target} in {info_of(node).module or 'the loss'} reads statistics of a batch"
-                " norm, which are other numbers on each rank; take batchnorm=global"
+            why = (
+                f"{node.target} in {info_of(node).module or 'the loss'} reads statistics of a batch norm, which are"
+                " other numbers on each rank"
             )
+            raise PlanError(Refusal("batchnorm=local", why, "take batchnorm=global"))
         self.own.add(node)
 
     def call(self, node: Node) -> Call:

@@ -8,7 +8,6 @@ weighed on the local graph; where to cut is decided by schedule/cut.py.
 from __future__ import annotations
 
 import bisect
-import difflib
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -23,8 +22,9 @@ from plait.compile.ir.node_info import info_of, is_backward, position_of, set_in
 from plait.compile.ir.views import is_cast, is_view
 from plait.compile.ops import comm_ops
 from plait.compile.ops.draw import draw
-from plait.errors import PlanError
+from plait.errors import PlanError, Refusal
 from plait.plan.plan import Plan
+from plait.plan.step_refusals import no_module_to_cut, wrong_number_of_cuts
 from plait.schedule.cut import Flow, Item, choose_cut
 
 aten = torch.ops.aten
@@ -52,26 +52,23 @@ def place_in_stages(
     items, first_places = _items(graph)
     flows = _flows(graph, anywhere, first_places)
     if len(items) < num_stages:
-        raise PlanError(
-            f"the step has {len(items)} places where it can be cut into {num_stages} stages"
-            f" (pipeline={len(plan.copies)} x chunks={num_stages // len(plan.copies)}); give {len(items)} or less"
-        )
+        sizes = f"pipeline={len(plan.copies)} x chunks={num_stages // len(plan.copies)}"
+        what = f"the step has {len(items)} places where it can be cut into {num_stages} stages ({sizes})"
+        raise PlanError(Refusal(what, "", f"give {len(items)} or less"))
     allowed = _allowed(graph, plan, num_stages, first_places, settled)
     whole = _whole_items(graph, outputs, first_places)
     free = [i for i in range(1, len(items)) if i not in whole]
     if len(free) < num_stages - 1:
-        raise PlanError(
-            f"the step can be cut at {len(free)} places, not into {num_stages} stages: what reads a buffer and what"
-            f" changes it must be in one; give {len(free) + 1} stages or less"
-        )
+        what = f"the step can be cut at {len(free)} places, not into {num_stages} stages"
+        why = "what reads a buffer and what changes it must be in one"
+        raise PlanError(Refusal(what, why, f"give {len(free) + 1} stages or less"))
     if whole:
         allowed = [free if each is None else sorted({*each} - whole) for each in allowed or [None] * (num_stages - 1)]
     found = choose_cut(items, flows, num_stages, allowed, copies=copies)
     if found is None and plan.cut and settled is None:
-        raise PlanError(
-            f"cut={','.join(plan.cut)} leaves a stage empty, or its modules do not run in this order; name"
-            f" {num_stages - 1} modules in the order in which the model calls them, none of them the first"
-        )
+        what = f"cut={','.join(plan.cut)} leaves a stage empty, or its modules do not run in this order"
+        instead = f"name {num_stages - 1} modules in the order in which the model calls them, none of them the first"
+        raise PlanError(Refusal(what, "", instead))
     if found is None and settled is not None and allowed is not None:
         found = _with_empty_stages(allowed)
     if found is None:
@@ -246,16 +243,9 @@ def _allowed(
         return _as_settled(graph, num_stages, first_places, settled)
     if not plan.cut:
         return None
-    if len(plan.cut) != num_stages - 1:
-        raise PlanError(
-            f"cut={','.join(plan.cut)} names {_modules(len(plan.cut))}, but {num_stages} stages begin with"
-            f" {num_stages - 1} besides the first; name as many"
-        )
+    if refusal := wrong_number_of_cuts(plan, num_stages):
+        raise PlanError(refusal)
     return [{bisect.bisect_left(first_places, _begin_of(graph, name))} for name in plan.cut]
-
-
-def _modules(num: int) -> str:
-    return "1 module" if num == 1 else f"{num} modules"
 
 
 def _with_empty_stages(allowed: Sequence[Collection[int] | None]) -> tuple[int, ...] | None:
@@ -288,13 +278,9 @@ def _begin_of(graph: Graph, name: str) -> int:
     forward = [n for n in graph.nodes if n.op == "call_function" and not is_backward(n) and not is_view(n)]
     places = [_place(n) for n in forward if f"{info_of(n).module}.".startswith(f"{name}.")]
     if not places:
-        known: set[str] = set()
-        for node in forward:
-            parts = info_of(node).module.split(".")
-            known |= {".".join(parts[: i + 1]) for i in range(len(parts))}
-        near = difflib.get_close_matches(name, sorted(known - {""}), n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(known - {''})[:8])}, ..."
-        raise PlanError(f"cut={name}: the model calls no module of this name; {hint}")
+        refusal = no_module_to_cut(name, [info_of(node).module for node in forward])
+        assert refusal is not None
+        raise PlanError(refusal)
     return min(places)
 
 

@@ -15,7 +15,7 @@ from plait.compile.ir.node_info import info_of
 from plait.compile.stages.assign import complete_places, follow_readers, place_in_stages, repeatable, stages_from
 from plait.compile.stages.shared import keep_written_buffers
 from plait.compile.stages.stage_graphs import StageGraphs, split_cells
-from plait.errors import PlanError
+from plait.errors import PlanError, Refusal
 from plait.plan.axes import stage_axis
 from plait.plan.kinds import Places, ScheduleName
 from plait.plan.plan import Plan
@@ -78,10 +78,9 @@ def schedule_of(plan: Plan, train: bool = True) -> Schedule:
         ranks = tuple(tuple(a for a in acts if a.kind == FORWARD and _micro(a) < plan.micro) for acts in found.ranks)
         return Schedule("forward-only", plan.micro, found.stages, ranks)
     if not named and (found.num_ranks, found.num_micro) != (sum(plan.copies), plan.micro):
-        raise PlanError(
-            f"schedule={plan.schedule} is for {found.num_ranks} ranks and {found.num_micro} microbatches, but the plan"
-            f" has pipeline={Places().show(plan.pipeline)} micro={plan.micro}; change one of them"
-        )
+        what = f"schedule={plan.schedule} is for {found.num_ranks} ranks and {found.num_micro} microbatches"
+        has = f"pipeline={Places().show(plan.pipeline)} micro={plan.micro}"
+        raise PlanError(Refusal(f"{what}, but the plan has {has}", "", "change one of them"))
     return found
 
 
@@ -170,19 +169,22 @@ def updates_within(plan: Plan) -> bool:
     return len(plan.copies) > 1 and schedule_of(plan).asynchronous
 
 
+def num_stages(plan: Plan) -> int:
+    """Into how many stages the plan's schedule cuts the step; 1 without a pipeline."""
+    return schedule_of(plan).num_stages if len(plan.copies) > 1 else 1
+
+
 def _refuse_shared(schedule: Schedule, cells: StageGraphs, copies: Sequence[int]) -> None:
     """What an asynchronous schedule cannot share between ranks that update at different times."""
     if max(copies) > 1:
-        raise PlanError(
-            f"schedule={schedule.name} with stages on several ranks would update their copies at different times; give"
-            " each stage one rank"
-        )
+        what = f"schedule={schedule.name} with stages on several ranks would update their copies at different times"
+        raise PlanError(Refusal(what, "", "give each stage one rank"))
     for name, on in cells.parameters.items():
         if len({schedule.where(stage)[0] for stage in on}) > 1:
-            raise PlanError(
-                f"schedule={schedule.name} updates ranks at different times, but stages {', '.join(map(str, on))} share"
-                f" the parameter {name}; untie it, let cut= put what reads it on one stage, or take schedule=1f1b"
-            )
+            sharing = f"stages {', '.join(map(str, on))} share the parameter {name}"
+            what = f"schedule={schedule.name} updates ranks at different times, but {sharing}"
+            instead = "untie it, let cut= put what reads it on one stage, or take schedule=1f1b"
+            raise PlanError(Refusal(what, "", instead))
 
 
 def _refuse_copied_buffers(cells: StageGraphs, copies: Sequence[int]) -> None:
@@ -190,10 +192,10 @@ def _refuse_copied_buffers(cells: StageGraphs, copies: Sequence[int]) -> None:
     for (_, stage), each in cells.graphs.items():
         name = next((output.name for output in each.outputs if output.kind == "buffer"), None)
         if name is not None and copies[stage] > 1:
-            raise PlanError(
-                f"stage {stage} is on {copies[stage]} ranks that take turns, but each microbatch changes its buffer"
-                f" {name}; give that stage one rank, or let cut= put the module elsewhere"
-            )
+            turns = f"stage {stage} is on {copies[stage]} ranks that take turns"
+            what = f"{turns}, but each microbatch changes its buffer {name}"
+            instead = "give that stage one rank, or let cut= put the module elsewhere"
+            raise PlanError(Refusal(what, "", instead))
 
 
 def _refuse_another_order(schedule: Schedule, cells: StageGraphs) -> None:
@@ -203,11 +205,10 @@ def _refuse_another_order(schedule: Schedule, cells: StageGraphs) -> None:
         for rank, chunk in schedule.holders(stage) if name is not None else ():
             micros = [a.micro for a in schedule.ranks[rank] if a.kind == kind and a.chunk == chunk]
             if micros != sorted(micros):  # type: ignore[type-var]
-                raise PlanError(
-                    f"the schedule {schedule.name} has stage {stage} take microbatches as"
-                    f" {', '.join(f'{kind}{micro}' for micro in micros)}, and each of them changes its buffer {name};"
-                    " let that stage take them in order, or put the module elsewhere with cut="
-                )
+                order = ", ".join(f"{kind}{micro}" for micro in micros)
+                what = f"the schedule {schedule.name} has stage {stage} take microbatches as {order}"
+                instead = "let that stage take them in order, or put the module elsewhere with cut="
+                raise PlanError(Refusal(f"{what}, and each of them changes its buffer {name}", "", instead))
 
 
 def _refuse_changed_late(cells: StageGraphs) -> None:
@@ -218,7 +219,9 @@ def _refuse_changed_late(cells: StageGraphs) -> None:
                 infos = [info_of(node) for node in placeholders(found.graph) if node.users]
                 if other != cell and any(info.kind == "buffer" and info.name == name for info in infos):
                     raise PlanError(
-                        f"the backward pass changes the buffer {name}, as activation checkpointing does that runs the"
-                        " forward again, and with pipeline= the forward of the next microbatch comes before it; leave"
-                        " checkpointing to recompute=layer, or leave micro= out"
-                    )
+                        Refusal(
+                            f"the backward pass changes the buffer {name}, as activation checkpointing does that runs"
+                            " the forward again, and with pipeline= the forward of the next microbatch comes before it",
+                            "", "leave checkpointing to recompute=layer, or leave micro= out",
+                        )
+                    )  # fmt: skip

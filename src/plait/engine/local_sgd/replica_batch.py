@@ -10,8 +10,9 @@ import torch
 from plait.comm.protocol import World
 from plait.compile.capture.batch import at_rows, map_rows, take_rows
 from plait.engine.local_batch import LocalBatch, num_rows
-from plait.errors import BatchError
+from plait.errors import Refusal, UnevenBatchError
 from plait.plan.plan import Plan
+from plait.plan.step_refusals import uneven_replicas
 
 
 def rows_of_replica(batch: Any, plan: Plan, world: World) -> LocalBatch:
@@ -24,10 +25,8 @@ def rows_of_replica(batch: Any, plan: Plan, world: World) -> LocalBatch:
         return dataclasses.replace(batch, global_size=batch.global_size // num)
     rows, parts, micro = num_rows(batch), plan.num_batch_parts, plan.micro
     if rows % (parts * micro):
-        raise BatchError(
-            f"{parts} parts of {micro} microbatches do not divide the batch of {rows} rows (plan {plan.title}); give a"
-            f" multiple of {parts * micro}"
-        )
+        what = f"{parts} parts of {micro} microbatches do not divide the batch of {rows} rows (plan {plan.title})"
+        raise UnevenBatchError(Refusal(what, "", f"give a multiple of {parts * micro}"))
     each = rows // (parts * micro)
     part = plan.batch_part(world.mesh.coordinates(world.rank))
     places = torch.arange(rows).view(micro, parts, each)[:, part].reshape(-1)
@@ -43,10 +42,8 @@ def batch_of_replica(batch: Any, plan: Plan) -> Any:
     if not plan.relaxed_axis:
         return batch
     num, rows = plan.mesh.axis_size(plan.relaxed_axis), num_rows(batch)
-    if rows % num:
-        raise BatchError(
-            f"{num} replicas do not divide the batch of {rows} rows; give a multiple of {num * plan.micro}"
-        )
+    if refusal := uneven_replicas(plan, rows):
+        raise UnevenBatchError(refusal)
     return take_rows(batch, rows, 0, rows // num)
 
 

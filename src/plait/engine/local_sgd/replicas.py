@@ -17,14 +17,12 @@ from torch import Tensor
 
 from plait.backends.eager.program import StepResult
 from plait.comm.protocol import World
-from plait.compile.capture.capture import Captured
 from plait.compile.capture.loss_values import ROWS, LossPart, Outputs, join_outputs
 from plait.engine.eager import EagerExecutor
 from plait.engine.local_sgd.diloco import LocalTraining
 from plait.engine.local_sgd.exchange import MeanExchange
 from plait.engine.outputs import gather_outputs
 from plait.engine.rank_executor import RankExecutor
-from plait.errors import PlanError
 from plait.plan.axes import parts_around
 from plait.plan.compression import NO_COMPRESSION
 from plait.plan.plan import Plan
@@ -41,8 +39,6 @@ class Replicas:
         optimizer: torch.optim.Optimizer,
         step: int = 0,
     ) -> None:
-        if isinstance(replica, RankExecutor):
-            refuse_changes_outside(replica.lowered.captured, plan)
         axis = plan.relaxed_axis
         self.plan = plan
         self.axis = axis
@@ -181,16 +177,3 @@ def bytes_kept(plan: Plan) -> int:
     """Bytes that a rank keeps of each number it trains, to agree later: agreed weights and the momentum of the outer
     optimizer, and what a compressor has left out."""
     return 8 * plan.keeps_agreed + 4 * (plan.compress != NO_COMPRESSION)
-
-
-def refuse_changes_outside(captured: Captured, plan: Plan) -> None:
-    """PlanError where the step changes tensors that are not the model's, which replicas or workers that agree later
-    would each have to themselves: they take the means of parameters and buffers."""
-    changed = sorted(o.name for o in captured.outputs if o.kind == "buffer" and o.name in captured.outside)
-    if changed and (plan.relaxed_axis or plan.workers):
-        raise PlanError(
-            f"the step changes {changed[0]}, a tensor outside the model, and with {plan.title} every replica would have"
-            " its own for ever, as replicas agree on parameters and buffers alone; make it a buffer of the model with"
-            " register_buffer, or take a plan whose ranks agree at every step, such as"
-            f" data={max(plan.num_processes, plan.workers)}"
-        )

@@ -17,10 +17,10 @@ from plait.comm.device import is_host
 from plait.comm.protocol import World
 from plait.compile.capture.batch import batch_tensors
 from plait.engine.checkpoint.snapshot import persistent_buffers
+from plait.engine.checks import check_captured
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.eager import EagerExecutor, refuse_unless_data_only
 from plait.engine.local_batch import num_rows
-from plait.engine.local_sgd.replicas import refuse_changes_outside
 from plait.engine.microbatch import step_key
 from plait.engine.rank_executor import RankExecutor
 from plait.engine.state import is_whole, local_part
@@ -75,7 +75,7 @@ class Computing:
         self.executor: RankExecutor | EagerExecutor
         try:
             self.executor = RankExecutor(compiler, world, self.tables.localised(first)[0], job.seed, adopt, self.homes)
-            refuse_changes_outside(self.executor.lowered.captured, job.plan)
+            check_captured(compiler, job.plan, self.executor.lowered.captured)
         except CaptureError as error:
             refuse_unless_data_only(error, within, world, compiler, first)
             warnings.warn(f"the model runs as it is, not as a graph: {error}", stacklevel=2)

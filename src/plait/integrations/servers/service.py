@@ -21,8 +21,9 @@ from plait.integrations.servers.coding import Coding
 from plait.integrations.servers.tables.module import tables_of
 from plait.integrations.servers.tables.table_shard import TableSpec
 from plait.plan.annotation import Annotations
-from plait.plan.legality import Facts, refusals
+from plait.plan.legality import refusals
 from plait.plan.plan import Plan
+from plait.plan.step_facts import StepFacts
 from plait.schedule.balance import Piece, Variable
 from plait.schedule.consistency import Consistency
 
@@ -180,8 +181,8 @@ def check_plan(plan: Plan, batch_size: int) -> None:
         updates_within,  # of the graph's side, which only the user's process checks with
     )
 
-    for refusal in refusals(plan, Facts(updates_within=updates_within(plan.inner_plan))):
-        raise PlanError(str(refusal))
+    for refusal in refusals(plan, StepFacts(updates_within=updates_within(plan.inner_plan))):
+        raise PlanError(refusal)
     parts = plan.workers - plan.backup
     if batch_size % parts:
         raise BatchError(

@@ -1,0 +1,16 @@
+"""What is known of a model before its step is captured, as plain values."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from plait.plan.step_facts import ParameterFacts, StepFacts
+
+
+def model_facts(model: nn.Module) -> StepFacts:
+    """Its parameters and the names of its modules."""
+    parameters = {
+        name: ParameterFacts(tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad)
+        for name, p in model.named_parameters()
+    }
+    return StepFacts(parameters, tuple(name for name, _ in model.named_modules()))
