@@ -74,7 +74,7 @@ def train(rank: int, port: int, folder: str, plan: str, last_step: int) -> None:
 
 def start(folder: Path, plan: str, last_step: int) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "plait.engine.trainer", "bench.workloads"])
+    context.set_forkserver_preload(["torch", "torch._dynamo", "plait.api.trainer", "bench.workloads"])
     port = free_port()
     for rank in range(NUM_RANKS):
         Path(f"{folder}-{rank}.ready").unlink(missing_ok=True)

@@ -132,6 +132,6 @@ def _run_script(source: str, variables: dict[str, str], out: str, complaints: st
 def _forkserver() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "torch._dynamo", "plait.comm.process", "plait.comm.stop", "plait.engine.trainer", "pytest"]
+        ["torch", "torch._dynamo", "plait.comm.process", "plait.comm.stop", "plait.api.trainer", "pytest"]
     )
     return context

@@ -17,12 +17,12 @@ from torch.nn.functional import mse_loss
 import plait
 from plait.api.job.gpt import loss_fn
 from plait.api.memory import Estimator
+from plait.api.trainer import Trainer
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
 from plait.cost.compressed_bytes import BLOCK, coded_bytes
 from plait.engine.local_sgd.codec import decode, encode
 from plait.engine.local_sgd.exchange import MeanExchange
-from plait.engine.trainer import Trainer
 from plait.errors import BatchError, PlanError, RankFailed
 from plait.plan.compression import Compression
 from plait.plan.plan import Plan

@@ -15,7 +15,7 @@ from test_optimizers import batch, loss_fn, net, worst
 from torch import Tensor, nn
 
 import plait
-from plait.engine.trainer import Trainer
+from plait.api.trainer import Trainer
 from plait.errors import ModelError, PlanError, RankFailed
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.02)

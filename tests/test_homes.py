@@ -17,6 +17,7 @@ from zoo import ZOO
 
 import plait
 from plait.api.job.gpt import loss_fn
+from plait.api.trainer import Trainer
 from plait.backends.eager.offload.disk import DiskFile
 from plait.backends.eager.page_memory import page_memory
 from plait.comm.threads import run_ranks
@@ -24,7 +25,6 @@ from plait.compile.passes import offload
 from plait.compile.passes.bucket import bucket_wait
 from plait.engine import update
 from plait.engine.compiler import Captures, Compiler
-from plait.engine.trainer import Trainer
 from plait.errors import HomeError
 from plait.optim import Lamb
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from plait.api.trainer import Trainer
 from plait.comm import sharing
 from plait.comm.sharing import can_share
 from plait.engine.checks import place_here
-from plait.engine.trainer import Trainer
 from plait.errors import PlanError, Refusal
 from plait.plan.legality import refusals
 from plait.plan.plan import Plan

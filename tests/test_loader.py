@@ -23,12 +23,12 @@ import plait
 from plait.api.job.config import Config
 from plait.api.job.metrics import read_metrics
 from plait.api.job.training import run_job
+from plait.api.trainer import Trainer
 from plait.comm.protocol import World
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.data.gauge import WaitGauge
 from plait.engine.data.loader import Loader, loader
 from plait.engine.local_batch import LocalBatch
-from plait.engine.trainer import Trainer
 from plait.errors import BatchError, DataError, PlanError
 
 

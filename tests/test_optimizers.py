@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import plait
 from plait.api.job.config import Config
 from plait.api.job.setup import optimizer_factory
+from plait.api.trainer import OptimizerFactory, Trainer
 from plait.comm.protocol import World
 from plait.engine.compiler import Captures, Compiler
-from plait.engine.trainer import OptimizerFactory, Trainer
 from plait.engine.trying import state_layouts
 from plait.errors import ConfigError, PlanError, RankFailed
 from plait.optim import Lamb

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
+from plait.api.trainer import Trainer
 from plait.comm.protocol import World
 from plait.compile.capture.loss_values import join_outputs, read_loss, results
-from plait.engine.trainer import Trainer
 from plait.errors import LossError
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)

@@ -24,6 +24,7 @@ from zoo import ZOO
 
 import plait
 from plait.api.job.gpt import BytesGPT
+from plait.api.trainer import Trainer
 from plait.backends.eager.cell_runner import CellRunner
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
@@ -31,7 +32,6 @@ from plait.compile.lowered import Lowered
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.microbatch import microbatches
 from plait.engine.rank_executor import RankExecutor
-from plait.engine.trainer import Trainer
 from plait.errors import BatchError, PlanError, RankFailed, ScheduleError
 from plait.plan.kinds import SCHEDULE_NAMES
 from plait.plan.plan import Plan

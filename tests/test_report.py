@@ -15,6 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from plait.api.cli import app
+from plait.api.trainer import Trainer
 from plait.backends.recorder import NUM_STEPS
 from plait.comm.threads import run_ranks
 from plait.comm.traced import TracedComm, clock_offset
@@ -24,7 +25,6 @@ from plait.cost.predict import measure_costs, predict, with_held
 from plait.cost.simulate import simulate
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.trace_folder import RunPlan, read_plan, read_trace
-from plait.engine.trainer import Trainer
 from plait.plan.plan import Plan
 from plait.report.run_page import MOST_SPANS, StepView, build_page, that_fit
 from plait.schedule.families import make_schedule

@@ -11,10 +11,10 @@ from test_zero import Odd, odd_batch, weighted_loss
 from torch import Tensor, nn
 
 import plait
+from plait.api.trainer import Trainer
 from plait.comm.protocol import World
 from plait.engine import scaling
 from plait.engine.compiler import Captures, Compiler
-from plait.engine.trainer import Trainer
 from plait.plan.plan import Plan
 
 ADAM = functools.partial(torch.optim.AdamW, lr=0.01)

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from plait.api.trainer import Trainer
 from plait.engine.local_sgd.exchange import first_factor
-from plait.engine.trainer import Trainer
 from plait.errors import BatchError, PlanError, WorldError
 from plait.integrations.servers.cluster import check_installed, check_memory
 from plait.integrations.servers.rehearsed import Rehearsed, rehearse

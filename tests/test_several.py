@@ -14,8 +14,8 @@ from test_optimizers import batch, loss_fn, net, on_ranks, under, worst
 from torch import Tensor, nn
 
 import plait
+from plait.api.trainer import Trainer
 from plait.engine.optimizers import make_optimizer
-from plait.engine.trainer import Trainer
 from plait.errors import CheckpointError, PlanError, RankFailed
 from plait.optim.several import Several
 

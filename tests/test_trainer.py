@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import plait
+from plait.api.trainer import Trainer
 from plait.comm.process import process_world
 from plait.comm.protocol import World
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.eager import refuse_unless_data_only
 from plait.engine.local_batch import LocalBatch
-from plait.engine.trainer import Trainer
 from plait.errors import BatchError, CaptureError, LossError, PlanError, RankFailed
 from plait.plan.plan import Plan
 

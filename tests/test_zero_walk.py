@@ -16,9 +16,9 @@ from torch import Tensor
 
 import plait
 from plait.api.job.gpt import BytesGPT
+from plait.api.trainer import Trainer
 from plait.comm.protocol import World
 from plait.engine.compiler import Compiler
-from plait.engine.trainer import Trainer
 from plait.plan.plan import Plan
 
 VALUES = {

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.api.trainer import Trainer
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
 from plait.compile.capture.batch import map_batch
@@ -26,7 +27,6 @@ from plait.engine.compiler import Captures, Compiler, LossFn
 from plait.engine.microbatch import step_key
 from plait.engine.optimizers import OptimizerFactory, make_optimizer
 from plait.engine.scaling import FIRST_SCALE
-from plait.engine.trainer import Trainer
 from plait.engine.twin import Twin, preserved
 from plait.errors import CaptureError, LossError, PlanError
 from plait.integrations.servers.verifying import ServedCheck

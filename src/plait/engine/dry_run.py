@@ -1,6 +1,6 @@
 """A dry run: one training step of one rank on tensors without memory, to see how much memory it takes.
 
-What runs is the RankExecutor that trains, in a world without other ranks (comm/dry_run_world.py), so what is counted is
+What runs is the Engine that trains, in a world without other ranks (comm/dry_run_world.py), so what is counted is
 what the program does: its gradients, buckets and gathers, microbatch after microbatch, and the user's own optimizer.
 """
 
@@ -25,15 +25,14 @@ from plait.backends.eager.offload.store import Offload
 from plait.comm.dry_run_world import DryRunWorld
 from plait.compile.capture.batch import map_batch, row_dims
 from plait.compile.capture.capture import Captured
-from plait.compile.capture.precision import Precision
 from plait.compile.lowered import Lowered, cell_name
 from plait.compile.passes.liveness import Meter, marked
 from plait.compile.stages.split import Pipeline
 from plait.cost.memory_model import ACTIVATIONS, BUFFERS, OPTIMIZER, PARAMETERS, RankMemory
 from plait.engine.compiler import Captures, Compiler
+from plait.engine.engine import Engine
 from plait.engine.local_batch import LocalBatch, num_rows
-from plait.engine.optimizers import OptimizerFactory, build_optimizer
-from plait.engine.rank_executor import RankExecutor
+from plait.engine.optimizers import OptimizerFactory
 from plait.engine.update import Update
 from plait.errors import PlanError
 from plait.optim.several import title_of
@@ -65,18 +64,19 @@ def dry_run(
         few = _with_few_microbatches(lowered, device)
         homes = Offload(plan, world, file=DryRunFile())
         first = _local(batch, plan, few.plan.micro, device)
-        replica = RankExecutor(_Known(few, twin), world, first, adopt=True, homes=homes)
-        replica.release()
+        engine = Engine(_Known(few, twin), few.plan, world, optimizer, adopt=True, homes=homes)
+        engine.hold(first)
+        executor = engine.executor
+        executor.release()
         del first
         meter.claim_all(PARAMETERS)
         adopted = sum(t.nbytes for t in [*twin.parameters(), *twin.buffers()] if not t.is_meta)
         start = model_bytes + meter.total - adopted
-    updates = build_optimizer(
-        optimizer, replica.parameters, replica.layouts, world, replica.absent
-    )  # tries it on tensors with values
+    engine.make_optimizer()  # which is tried on tensors with values
+    updates = engine.state.optimizer
+    assert updates is not None
     with _without_memory(fake, meter):
-        update = Update(updates, replica.parameters, replica.layouts, world, homes)
-        _make_state(updates, update, replica.parameters, lowered)
+        _make_state(updates, engine.state.update, executor.parameters, lowered)
         for state in updates.state.values():
             meter.count(list(state.values()), OPTIMIZER)
         updates.register_step_pre_hook(lambda *_: meter.at("the optimizer's step", BUFFERS))
@@ -85,11 +85,14 @@ def dry_run(
         local = _local(batch, plan, few.plan.micro, device)
         rest = torch.empty(_batch_bytes(batch, plan) - meter.live[ACTIVATIONS], dtype=torch.uint8, device=device)
         meter.begin()
-        _step(replica, updates, update, local)
+        result = engine.run(local, 0)
+        executor.set_gradients(result.gradients)
+        del result
+        engine.update()
         del rest
     if lowered.pipeline is not None:
         world.expect(stage_axis(), _most_under_way(lowered.pipeline, world))
-    updated = sum(p.numel() for p in replica.parameters.values() if p.requires_grad)
+    updated = sum(p.numel() for p in executor.parameters.values() if p.requires_grad)
     most, at_peak = Counter(meter.most), Counter(meter.at_peak)
     most[BUFFERS] += world.arena_bytes
     at_peak[BUFFERS] += world.arena_bytes
@@ -101,18 +104,6 @@ def _most_under_way(pipeline: Pipeline, world: DryRunWorld) -> int:
     cells, schedule, comm = pipeline.cells, pipeline.schedule, world.comm(stage_axis())
     executor = Executor(schedule, cells.values, list(cells.graphs), comm, world.mesh.coordinates(world.rank))
     return most_under_way(schedule, cells.edges(), comm.rank, functools.partial(executor.sent, comm.rank))
-
-
-def _step(replica: RankExecutor, optimizer: torch.optim.Optimizer, update: Update, batch: Any) -> None:
-    """As the Trainer steps."""
-    plan = replica.compiler.plan
-    scaled = Precision(plan.precision, plan.exceptions).scaled
-    result = replica.run(batch, 0, scale=torch.ones((), device=replica.world.device) if scaled else None)
-    replica.set_gradients(result.gradients)
-    del result
-    update.step()
-    optimizer.zero_grad(set_to_none=True)
-    replica.updated()
 
 
 @contextmanager

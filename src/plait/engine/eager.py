@@ -23,12 +23,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from plait.backends.eager.program import StepResult
+from plait.backends.eager.stale_cells import Update
 from plait.comm.device import random_devices
 from plait.comm.process import device_mesh
 from plait.comm.protocol import World
 from plait.compile.capture.batch import take_rows
 from plait.compile.capture.loss_values import Outputs, copied, join_outputs, read_loss
 from plait.compile.ir.dtypes import torch_name
+from plait.compile.lowered import Lowered
 from plait.engine.boundary import has_process_group
 from plait.engine.compiler import Compiler, LossFn
 from plait.engine.local_batch import LocalBatch, batch_part, num_rows
@@ -101,6 +103,8 @@ class EagerExecutor:
     with_gradient: tuple[str, ...] = ()
     absent: Mapping[str, nn.Parameter] = MappingProxyType({})
     changing: frozenset[str] = frozenset()
+    lowered: Lowered | None = None
+    frozen: tuple[str, ...] = ()
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFn, plan: Plan, world: World, allow: Collection[str] = ()
@@ -127,7 +131,10 @@ class EagerExecutor:
     def release(self) -> None:
         """The model has all of its parameters."""
 
-    def run(self, batch: Any, key: int, train: bool = True, scale: Tensor | None = None) -> StepResult:
+    def run(
+        self, batch: Any, key: int, train: bool = True, scale: Tensor | None = None, update: Update | None = None
+    ) -> StepResult:
+        assert update is None, "no plan of a model that runs as it is updates within a step"
         rows, num = self._rows(batch)
         if train and self._checks and not self._num_runs & (self._num_runs - 1):  # of batches 0, 1, 2, 4, 8...
             self._refuse_other_numbers(rows, num)
@@ -221,9 +228,8 @@ class EagerExecutor:
         return {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
 
     def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Most are in place already."""
-        for name, gradient in gradients.items():
-            self.parameters[name].grad = gradient
+        for name, parameter in self.parameters.items():
+            parameter.grad = gradients.get(name)
 
     def updated(self) -> None:
         """Every rank has updated all parameters."""
@@ -233,6 +239,9 @@ class EagerExecutor:
 
     def set_local(self, name: str, part: Tensor) -> None:
         self.parameters[name].detach().copy_(part)
+
+    def set_whole(self, name: str, whole: Tensor) -> None:
+        self.parameters[name].data = whole
 
     def scale_gradients(self, factor: float) -> None:
         torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], factor)

@@ -1,10 +1,10 @@
 """The engine: forward and backward of a step, and the update, on one rank of a plan.
 
     engine = Engine(compiler, plan, world, optimizer, scheduler, ...)
-    engine.prepare(batch)                          # captures the step, places the parameters, makes the optimizer
-    loss, outputs = engine.forward_backward(batch) # gradients are then in the parameters
+    engine.prepare(batch)                   # captures the step, places the parameters, makes the optimizer
+    found = engine.forward_backward(batch)  # the loss; gradients are then in the parameters
     engine.optimizer_step()
-    engine.state                                   # what a checkpoint saves
+    engine.state                            # what a checkpoint saves
 
 A model that cannot be captured runs behind the same calls, through PyTorch's DDP.
 """
@@ -15,6 +15,7 @@ import logging
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from plait.backends.eager.offload.store import Offload
+from plait.backends.eager.program import StepResult
 from plait.backends.recorder import TraceRecorder
 from plait.comm.agree import attempt
 from plait.comm.protocol import World
@@ -34,6 +36,7 @@ from plait.engine.checks import agree_on_setup, check_captured, describe_optimiz
 from plait.engine.compiler import Compiler
 from plait.engine.eager import EagerExecutor, ddp_warning, refuse_unless_data_only
 from plait.engine.evaluating import evaluate
+from plait.engine.executor import StepExecutor
 from plait.engine.finite import check_finite, clip
 from plait.engine.local_batch import LocalBatch
 from plait.engine.local_sgd.replica_batch import replica_key, rows_of_replica
@@ -45,7 +48,7 @@ from plait.engine.outputs import refuse_padding, without_padding
 from plait.engine.rank_executor import RankExecutor
 from plait.engine.same_batch import SameBatch
 from plait.engine.scaling import LossScale
-from plait.engine.train_state import TrainState
+from plait.engine.train_state import NO_BATCH_YET, TrainState
 from plait.engine.trying import note_absent
 from plait.engine.unfreezing import follow_frozen
 from plait.engine.update import Update
@@ -56,10 +59,22 @@ _LOG = logging.getLogger("plait")
 _MOST = 0.9  # an axis that is to split weights, and splits less of them, is worth a warning in the log
 
 
+@dataclass(frozen=True)
+class StepLoss:
+    """What the forward pass of a global batch gave: the loss, its weight among those of other batches where it is a
+    plait.Weighted, and what it came with."""
+
+    loss: Tensor
+    weight: Tensor | None
+    outputs: dict[str, Tensor] | None
+
+
 class Engine:
     """Runs the steps of a plan on one rank.
 
     compiler   the model and the loss, and what is captured and lowered of them
+    optimizer  as Trainer's; None where the gradients are all that is wanted
+    homes      where parameters are kept that are not on the device; by default made for the plan, on `scratch`
     adopt      whether parameters that stay whole are the model's own tensors, so that training changes the model
     recorder   records what goes on, if there is a trace
     allow      as Trainer's
@@ -72,7 +87,7 @@ class Engine:
         compiler: Compiler,
         plan: Plan,
         world: World,
-        optimizer: OptimizerFactory,
+        optimizer: OptimizerFactory | None,
         scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
         *,
         seed: int = 0,
@@ -80,6 +95,7 @@ class Engine:
         on_nan: Literal["raise", "warn"] = "raise",
         adopt: bool = False,
         scratch: str | Path | None = None,
+        homes: Offload | None = None,
         recorder: TraceRecorder | None = None,
         allow: Collection[str] = (),
     ) -> None:
@@ -88,22 +104,25 @@ class Engine:
         self.state = TrainState(plan, world, seed)
         if Precision(plan.precision, plan.exceptions).scaled:
             self.state.loss_scale = LossScale(world)
-        self.homes = Offload(plan.inner_plan, world, scratch)
+        self.homes = homes or Offload(plan.inner_plan, world, scratch)
         self.same = SameBatch(world, plan)
         self.updates_within = updates_within(plan)
         self.factories = (optimizer, scheduler)
         self._on_nan, self._adopt, self._allow = on_nan, adopt, allow
+        self._executor: StepExecutor | None = None
         self._structure: str | None = None  # of the first batch
         self._num_waiting = 0  # batches whose gradients no update has taken yet
 
     @property
     def is_prepared(self) -> bool:
-        return self.state.executor is not None
+        return self._executor is not None
 
     @property
-    def executor(self) -> RankExecutor | EagerExecutor:
+    def executor(self) -> StepExecutor:
         """What this rank holds and runs. PlanError before the first batch."""
-        return self.state.held  # type: ignore[no-any-return]
+        if self._executor is None:
+            raise PlanError(NO_BATCH_YET)
+        return self._executor
 
     def prepare(self, batch: Any) -> bool:
         """Capture the step, lay it out, place the parameters and make the optimizer, with the first batch; whether this
@@ -116,7 +135,7 @@ class Engine:
         try:
             self._prepare(batch)
         except BaseException:
-            state.executor = state.optimizer = state.scheduler = state.replicas = None
+            self._executor = state.executor = state.optimizer = state.scheduler = state.replicas = None
             before.restore()
             raise
         self.executor.release()
@@ -126,39 +145,49 @@ class Engine:
         state, world = self.state, self.world
         refuse_away(self.compiler.model)
         agree_on_setup(world, self.plan, self.compiler.model, state.seed, self.clip_norm, self._on_nan)
-        executor = self._build(self.rows_here(batch))
-        state.optimizer, state.scheduler = attempt(
-            world,
-            lambda: build_both(*self.factories, executor, world),
-            "making the optimizer",
-            lambda made: describe_optimizer(made[0]),
-            "give every rank the same optimizer",
-        )
-        state.executor = executor
-        self._frozen = executor.frozen if isinstance(executor, RankExecutor) else ()
-        self._trained = executor.layouts.keys() - {*self._frozen}
-        state.update = Update(state.optimizer, executor.parameters, executor.layouts, world, self.homes)
+        self.hold(self.rows_here(batch))
+        if (lowered := self.executor.lowered) is not None:
+            check_captured(self.compiler, self.plan, lowered.captured, self.clip_norm)
+            if world.rank == 0 and (share := lowered.share) is not None:
+                _LOG.log(logging.INFO if share.parameters > _MOST else logging.WARNING, "%s", share)
+        self.make_optimizer()
         if self.plan.relaxed_axis:
-            state.replicas = Replicas(self.plan, world, executor, state.optimizer)
+            assert state.optimizer is not None, "replicas that agree later each step an optimizer"
+            state.replicas = Replicas(self.plan, world, self.executor, state.optimizer)
         if state.average is not None:
-            state.average.begin(executor)
+            state.average.begin(self.executor)
 
-    def _build(self, batch: Any) -> RankExecutor | EagerExecutor:
+    def hold(self, batch: Any) -> None:
+        """The first part of `prepare`: capture the step of this replica's batch, lay it out, place the parameters."""
         compiler, world = self.compiler, self.world
         try:
-            executor = RankExecutor(
+            found: StepExecutor = RankExecutor(
                 compiler, world, batch, self.state.seed, self._adopt, self.homes, self.recorder
-            )  # fmt: skip
-            check_captured(compiler, self.plan, executor.lowered.captured, self.clip_norm)
-            if world.rank == 0 and (share := executor.lowered.share) is not None:
-                _LOG.log(logging.INFO if share.parameters > _MOST else logging.WARNING, "%s", share)
-            return executor
+            )
         except CaptureError as error:
             refuse_unless_data_only(error, self.plan, world, compiler, batch)
             if world.rank == 0:
                 how = ddp_warning(self.plan)
-                warnings.warn(f"the model runs as it is{how}: {error}", stacklevel=5)
-            return EagerExecutor(compiler.model, compiler.loss_fn, self.plan.inner_plan, world, self._allow)
+                warnings.warn(f"the model runs as it is{how}: {error}", stacklevel=6)
+            found = EagerExecutor(compiler.model, compiler.loss_fn, self.plan.inner_plan, world, self._allow)
+        self._executor = self.state.executor = found
+        self._frozen = found.frozen
+        self._trained = found.layouts.keys() - {*found.frozen}
+
+    def make_optimizer(self) -> None:
+        """The second part: the optimizer of what this rank holds, and its scheduler."""
+        factory, scheduler = self.factories
+        if factory is None:
+            return
+        state, world, executor = self.state, self.world, self.executor
+        state.optimizer, state.scheduler = attempt(
+            world,
+            lambda: build_both(factory, scheduler, executor, world),
+            "making the optimizer",
+            lambda made: describe_optimizer(made[0]),
+            "give every rank the same optimizer",
+        )
+        state.update = Update(state.optimizer, executor.parameters, executor.layouts, world, self.homes)
 
     def rows_here(self, batch: Any) -> Any:
         """What of a global batch the ranks of this one's replica train on."""
@@ -169,23 +198,15 @@ class Engine:
         key = step_key(self.state.seed, self.state.step_number)
         return key if self.state.replicas is None else replica_key(key, self.state.replicas.index)
 
-    def forward_backward(self, batch: Any) -> tuple[Tensor, dict[str, Tensor] | None]:
-        """The loss of a global batch, and what it came with. The gradients are then in the parameters of this rank, and
-        are added to those of earlier batches that no update has taken. An asynchronous schedule has updated them."""
+    def forward_backward(self, batch: Any) -> StepLoss:
+        """The loss of a global batch. The gradients are then in the parameters of this rank, and are added to those of
+        earlier batches that no update has taken. An asynchronous schedule has updated them."""
         self.prepare(batch)
         state, executor = self.state, self.executor
         number = state.step_number + 1
         self.same.begin(batch, f"step {number}")
         waiting = self._waiting()
-        key = micro_key(self.key(), self._num_waiting * self.plan.micro)
-        scale = state.loss_scale.tensor() if state.loss_scale is not None else None
-        rows = self.rows_here(batch)
-        if isinstance(executor, EagerExecutor):
-            with self.span("backward", "step"):
-                result = executor.run(rows, key, scale=scale)
-        else:
-            update = self._update_within if self.updates_within else None
-            result = executor.run(rows, key, scale=scale, update=update)
+        result = self.run(self.rows_here(batch), micro_key(self.key(), self._num_waiting * self.plan.micro))
         self.same.check()
         if state.replicas is not None and state.replicas.local is None:
             with self.span("reduce", "gradients"):
@@ -201,7 +222,21 @@ class Engine:
                 own = executor.parameters[name]
                 own.grad = gradient if own.grad is None else own.grad.add_(gradient)
             self._num_waiting += 1
-        return result.loss, outputs
+        return StepLoss(result.loss, None if result.parts is None else result.parts[1], outputs)
+
+    def run(self, batch: Any, key: int) -> StepResult:
+        """Forward and backward of this replica's batch, and no more: `forward_backward` without its checks."""
+        scale = None if self.state.loss_scale is None else self.state.loss_scale.tensor()
+        update = self._update_within if self.updates_within else None
+        with nullcontext() if self.executor.lowered is not None else self.span("backward", "step"):
+            return self.executor.run(batch, key, scale=scale, update=update)
+
+    def update(self) -> None:
+        """A step of the optimizer with the gradients that are in the parameters, and no more: `optimizer_step` without
+        clipping and what follows a step."""
+        self.state.update.step()
+        self.zero_grad()
+        self.executor.updated()
 
     def _waiting(self) -> dict[str, Tensor]:
         """Gradients of earlier batches that no update has taken yet."""
@@ -223,6 +258,8 @@ class Engine:
         """Drop the gradients that wait for an update."""
         if self.state.optimizer is not None:
             self.state.optimizer.zero_grad(set_to_none=True)
+        elif self._executor is not None:
+            self._executor.set_gradients({})
         self._num_waiting = 0
 
     def optimizer_step(self) -> float | None:
@@ -261,19 +298,18 @@ class Engine:
     def _update_within(self, gradients: dict[str, Tensor]) -> None:
         """One of the updates of an asynchronous schedule."""
         self.executor.set_gradients(gradients)
-        self.state.update.step()
-        self.zero_grad()
-        self.executor.updated()
+        self.update()
 
     def _follow_frozen(self) -> None:
         """Let the optimizer take over parameters that train from this step on."""
         executor, state = self.executor, self.state
-        if not isinstance(executor, RankExecutor) or executor.frozen == self._frozen:
+        factory = self.factories[0]
+        if factory is None or executor.frozen == self._frozen:
             return
         absent: Mapping[str, Any] = executor.absent
 
         def make() -> torch.optim.Optimizer:
-            return build_optimizer(self.factories[0], executor.parameters, executor.layouts, self.world, absent)
+            return build_optimizer(factory, executor.parameters, executor.layouts, self.world, absent)
 
         assert state.optimizer is not None
         given = (state.optimizer, make, executor.parameters, absent, executor.frozen, self._trained, self.plan)

@@ -6,10 +6,9 @@ from contextlib import ExitStack
 from typing import Any, Protocol
 
 from plait.compile.capture.loss_values import Outputs, join_outputs, results
-from plait.engine.eager import EagerExecutor
+from plait.engine.executor import StepExecutor
 from plait.engine.local_batch import LocalBatch, batches_of, num_rows
 from plait.engine.outputs import refuse_padding, without_padding
-from plait.engine.rank_executor import RankExecutor
 from plait.engine.same_batch import SameBatch
 from plait.engine.train_state import TrainState
 from plait.errors import BatchError
@@ -24,7 +23,7 @@ class Evaluated(Protocol):
     same: SameBatch
 
     @property
-    def executor(self) -> RankExecutor | EagerExecutor: ...
+    def executor(self) -> StepExecutor: ...
     def prepare(self, batch: Any) -> bool: ...
     def rows_here(self, batch: Any) -> Any: ...
     def key(self) -> int: ...
@@ -63,7 +62,7 @@ def evaluate(run: Evaluated, data: Any, known: str | None) -> Any:
 def _is_uneven(run: Evaluated, batch: Any) -> bool:
     """Whether each rank evaluates the whole of a batch, because they do not divide it."""
     parts, rows = run.plan.num_batch_parts, num_rows(batch)
-    if isinstance(run.executor, EagerExecutor) or rows % parts == 0:
+    if run.executor.lowered is None or rows % parts == 0:
         return False
     if isinstance(batch, LocalBatch):
         raise BatchError(

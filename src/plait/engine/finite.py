@@ -9,13 +9,12 @@ from typing import Literal
 
 from torch import Tensor
 
-from plait.engine.eager import EagerExecutor
-from plait.engine.rank_executor import RankExecutor
+from plait.engine.executor import StepExecutor
 from plait.errors import LossError
 
 
 def check_finite(
-    replica: RankExecutor | EagerExecutor,
+    executor: StepExecutor,
     step: int,
     loss: Tensor,
     gradients: Mapping[str, Tensor],
@@ -24,30 +23,30 @@ def check_finite(
     """Raise LossError, or warn, of a loss that is not finite, with what else is not."""
     if math.isfinite(float(loss)):
         return
-    parts = ((name, replica.local(name)) for name in replica.parameters)
+    parts = ((name, executor.local(name)) for name in executor.parameters)
     bad = next((name for name, part in parts if part is not None and not bool(part.isfinite().all())), None)
     where = f"parameter {bad} is not finite" if bad else "all parameters are finite"
     if bad is None:
         bad = next((n for n, g in gradients.items() if not bool(g.isfinite().all())), None)
         where += f"; the first bad gradient is that of {bad}" if bad else ""
-    message = f"the loss of step {step} is {float(loss)}: {where}{_late_checks(replica)}"
+    message = f"the loss of step {step} is {float(loss)}: {where}{_late_checks(executor)}"
     if on_nan == "raise":
         raise LossError(f"{message}; lower the learning rate, set clip_norm, or pass on_nan='warn' to go on")
     warnings.warn(message, stacklevel=4)
 
 
-def clip(replica: RankExecutor | EagerExecutor, limit: float) -> float:
+def clip(executor: StepExecutor, limit: float) -> float:
     """Scale all gradients so that their 2-norm together is at most the limit; returns the norm before."""
-    norm = replica.gradient_norm()
+    norm = executor.gradient_norm()
     scale = limit / (norm + 1e-6)
     if scale < 1:
-        replica.scale_gradients(scale)
+        executor.scale_gradients(scale)
     return norm
 
 
-def _late_checks(replica: RankExecutor | EagerExecutor) -> str:
+def _late_checks(executor: StepExecutor) -> str:
     """The lines whose conditions the step checks itself."""
-    checks = replica.lowered.captured.checks if isinstance(replica, RankExecutor) else ()
+    checks = () if executor.lowered is None else executor.lowered.captured.checks
     if not checks:
         return ""
     return f"; or what the model or the loss makes sure of does not hold: {'; '.join(dict.fromkeys(checks))}"

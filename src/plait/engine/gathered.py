@@ -35,7 +35,7 @@ def gathered(run: TrainState, rank: int | None, write: bool, at_once: bool) -> I
     _check_rank(run.world, rank)
     if not at_once and rank is not None:
         raise PlanError(f"rank={rank} alone cannot put weights together op by op: all ranks use the model alike")
-    model = run.held.compiler.model if hasattr(run.held, "compiler") else run.held.model
+    model = run.held.model
     with ExitStack() as stack:
         stack.enter_context(_alone(model))
         if run.replicas is not None:

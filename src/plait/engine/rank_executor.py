@@ -17,6 +17,7 @@ from plait.backends.eager.program import Program, StepResult
 from plait.backends.eager.stale_cells import Update
 from plait.backends.recorder import TraceRecorder
 from plait.comm.agree import agree, attempt
+from plait.comm.device import is_host
 from plait.comm.protocol import World
 from plait.compile.capture.batch import batch_form, batch_leaves, batch_numbers
 from plait.compile.capture.capture import Captured
@@ -28,7 +29,7 @@ from plait.engine.effects import Changes
 from plait.engine.initialise import initial_buffers
 from plait.engine.local_batch import LocalBatch, global_like, num_rows
 from plait.engine.microbatch import first_microbatch, joined, microbatches
-from plait.engine.state import counts_here, gather_whole, local_part, summed_square_axes
+from plait.engine.state import counts_here, gather_whole, is_whole, local_part, summed_square_axes
 from plait.engine.variables import Variables
 from plait.errors import CaptureError, PlanError
 from plait.spec.layout import Layout
@@ -68,11 +69,12 @@ class RankExecutor:
         self.frozen: tuple[str, ...] = ()  # parameters that did not train in the last step
         model = compiler.model
         lowered = self.program(first_microbatch(batch, compiler.plan.micro)).lowered
-        self.lowered = lowered  # of the first batch
+        self.lowered: Lowered = lowered  # of the first batch
         own = {name: p for name, p in model.named_parameters() if name not in lowered.captured.changing}
         self.layouts: dict[str, Layout] = {name: lowered.states[name] for name in own}
         self.dtypes = {name: p.dtype for name, p in own.items()}
         self.variables = Variables(model, lowered, world, self.homes, seed, adopt)
+        self._lent: set[str] = set()  # parameters whose memory is that of the values they were last given
         self.buffers: dict[str, Tensor] = {}
         buffers = dict(model.named_buffers())
         for name, buffer in initial_buffers(model, world).items():
@@ -97,6 +99,10 @@ class RankExecutor:
     def release(self) -> None:
         """Let go of the model's own copy of parameters that live elsewhere."""
         self.variables.release(self.layouts)
+
+    @property
+    def model(self) -> nn.Module:
+        return self.compiler.model
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -326,6 +332,16 @@ class RankExecutor:
     def set_local(self, name: str, part: Tensor) -> None:
         """Give this rank's part of a parameter new values, which the graph reads after `updated`."""
         self.variables.set_local(name, part)
+
+    def set_whole(self, name: str, whole: Tensor) -> None:
+        """Give a parameter the values of a whole tensor: by taking its memory, where the graph reads it there."""
+        inputs, own = self.variables.inputs, self.parameters.get(name)
+        alone = self.world.mesh.size == 1 and is_host(self.world.device) and is_whole(self.layouts[name])
+        if alone and name in inputs and (inputs[name] is own or name in self._lent):
+            self._lent.add(name)
+            inputs[name] = whole
+        elif own is not None:
+            self.set_local(name, local_part(whole, self.layouts[name], self.world).to(self.world.device))
 
     def whole(self, name: str, local: Tensor | None) -> Tensor:
         """A parameter-shaped tensor put together from the ranks' parts; every rank calls it."""

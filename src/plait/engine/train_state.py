@@ -9,18 +9,20 @@ import torch
 
 from plait.comm.protocol import World
 from plait.engine.average import MovingAverage
+from plait.engine.executor import ModelParts
 from plait.engine.local_sgd.replicas import Replicas
 from plait.engine.scaling import LossScale
 from plait.errors import PlanError
 from plait.plan.plan import Plan
+
+NO_BATCH_YET = "the trainer has not seen a batch yet; call prepare(batch) or step(batch) first"
 
 
 @dataclass
 class TrainState:
     """Live objects, which training changes, not copies of them.
 
-    executor    what the rank holds of the model: a RankExecutor, an EagerExecutor, or a server's variables. None before
-                the first batch; `held` raises PlanError then
+    executor    what the rank holds of the model; None before the first batch, when `held` raises PlanError
     update      the optimizer's step, which knows where the optimizer's state is kept
     loss_scale  of fp16
     replicas    of a plan whose ranks agree later
@@ -31,7 +33,7 @@ class TrainState:
     world: World
     seed: int
     step_number: int = 0
-    executor: Any = None
+    executor: ModelParts | None = None
     optimizer: torch.optim.Optimizer | None = None
     scheduler: Any = None
     update: Any = None
@@ -40,8 +42,8 @@ class TrainState:
     average: MovingAverage | None = None
 
     @property
-    def held(self) -> Any:
-        """The executor, once there is one."""
+    def held(self) -> ModelParts:
+        """What the rank holds of the model, once there is a batch."""
         if self.executor is None:
-            raise PlanError("the trainer has not seen a batch yet; call prepare(batch) or step(batch) first")
+            raise PlanError(NO_BATCH_YET)
         return self.executor

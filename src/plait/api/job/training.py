@@ -29,6 +29,7 @@ from plait.api.job.setup import (
     optimizer_factory,
     scheduler_factory,
 )
+from plait.api.trainer import StepEnd, Trainer
 from plait.comm.failure import guard
 from plait.comm.stop import StopVote
 from plait.comm.timeouts import TIMEOUT
@@ -39,7 +40,6 @@ from plait.engine.checkpoint.storage import folder_of
 from plait.engine.checkpoint.write import clean
 from plait.engine.data.loader import Loader
 from plait.engine.local_batch import LocalBatch
-from plait.engine.trainer import StepEnd, Trainer
 from plait.plan.plan import Plan
 from plait.schedule.rounds import Rounds
 

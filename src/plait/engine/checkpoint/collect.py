@@ -23,7 +23,7 @@ from plait.engine.checkpoint.fitting import EMA, MODEL, STATE
 from plait.engine.checkpoint.holding import Holding, Kept, is_away
 from plait.engine.checkpoint.optimizer_layouts import state_layout
 from plait.engine.checkpoint.saver import Saver
-from plait.engine.checkpoint.snapshot import group_options, model_of, persistent_of
+from plait.engine.checkpoint.snapshot import group_options, persistent_of
 from plait.engine.checkpoint.storage import Location
 from plait.engine.checkpoint.write import State
 from plait.engine.train_state import TrainState
@@ -39,7 +39,7 @@ def save(run: TrainState, path: Location, extra: Mapping[str, Any], keep: int, s
 
 def describe(run: TrainState, extra: Mapping[str, Any]) -> State:
     """What this rank holds of the run's state. Nothing is copied."""
-    replica, world, optimizer = run.held, run.world, run.optimizer
+    held, world, optimizer = run.held, run.world, run.optimizer
     assert optimizer is not None
     if lost := tensors_outside_state(optimizer):
         raise CheckpointError(
@@ -49,16 +49,16 @@ def describe(run: TrainState, extra: Mapping[str, Any]) -> State:
     tensors: dict[str, Holding] = {}
     own: dict[str, Any] = {}
     means = _means(run)
-    for name, parameter in replica.parameters.items():
+    for name, parameter in held.parameters.items():
         data: Any = means.get(MODEL + name, parameter.detach())
         if is_away(data):
             data = Kept(tuple(data.shape), data.dtype, functools.partial(_local, run, name))
-        tensors[MODEL + name] = Holding.laid_out(data, replica.layouts[name], world)
+        tensors[MODEL + name] = Holding.laid_out(data, held.layouts[name], world)
     if world.rank == 0:
-        persistent = persistent_of(replica)
-        buffers = {MODEL + name: b for name, b in replica.buffers.items() if name in persistent}
+        persistent = persistent_of(held)
+        buffers = {MODEL + name: b for name, b in held.buffers.items() if name in persistent}
         tensors |= {name: Holding.whole(means.get(name, buffer)) for name, buffer in buffers.items()}
-    for name, parameter in replica.parameters.items():
+    for name, parameter in held.parameters.items():
         away = _Away(run, parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             full = f"{STATE}{name}/{key}"
@@ -70,7 +70,7 @@ def describe(run: TrainState, extra: Mapping[str, Any]) -> State:
                 own[full] = value
     if run.average is not None:
         for name, part in run.average.tensors.items():
-            tensors[EMA + name] = Holding.laid_out(part, replica.layouts[name], world)
+            tensors[EMA + name] = Holding.laid_out(part, held.layouts[name], world)
     if randomstate.has_own(world):
         states, own[f"random/{world.rank}"] = randomstate.take(world)
         tensors |= {f"random/{world.rank}/{name}": Holding.whole(tensor) for name, tensor in states.items()}
@@ -84,7 +84,7 @@ def describe(run: TrainState, extra: Mapping[str, Any]) -> State:
         "loss_scale": run.loss_scale.state_dict() if run.loss_scale is not None else None,
         "replicas": relaxed.values(run),
         "extra": dict(extra),
-        "model_config": config_of(model_of(replica)),
+        "model_config": config_of(held.model),
     }
     return State(tensors | relaxed.holdings(run), values, own)
 

@@ -35,7 +35,7 @@ from plait.engine.checkpoint.manifest import NAME, Manifest
 from plait.engine.checkpoint.optimizer_layouts import expected_state, state_layout
 from plait.engine.checkpoint.places import has_checkpoints, newest, older_than
 from plait.engine.checkpoint.plainvalues import decode, tensor_names
-from plait.engine.checkpoint.snapshot import model_of, persistent_buffers, persistent_of, set_group_options
+from plait.engine.checkpoint.snapshot import persistent_buffers, persistent_of, set_group_options
 from plait.engine.checkpoint.source import Source, Wanted, whole_of
 from plait.engine.checkpoint.storage import Folder, Location, folder_of
 from plait.engine.checkpoint.strict import Count, Text, Whole, checked
@@ -115,7 +115,7 @@ def load_weights(run: TrainState, path: Location) -> None:
     """
     barrier = Barrier(run.world)
     found: list[tuple[Source, dict[str, str]]] = []
-    barrier.all_do("fits", lambda: found.append(_find_weights(model_of(run.held), _shapes(run), path)))
+    barrier.all_do("fits", lambda: found.append(_find_weights(run.held.model, _shapes(run), path)))
     source, names = found[0]
     wanted = _wanted_model(run)
     barrier.all_do("whole", lambda: source.check({names[name]: one.fragments for name, one in wanted.items()}))
@@ -303,10 +303,10 @@ def _choose(path: Location) -> str:
 
 def _shapes(run: TrainState) -> Shapes:
     """Shape and type of every parameter and persistent buffer of the run's model, whole."""
-    replica = run.held
-    here = {name: (layout.shape, torch_name(replica.dtypes[name])) for name, layout in replica.layouts.items()}
-    persistent = persistent_of(replica)
-    return here | {n: (tuple(b.shape), torch_name(b.dtype)) for n, b in replica.buffers.items() if n in persistent}
+    held = run.held
+    here = {name: (layout.shape, torch_name(held.dtypes[name])) for name, layout in held.layouts.items()}
+    persistent = persistent_of(held)
+    return here | {n: (tuple(b.shape), torch_name(b.dtype)) for n, b in held.buffers.items() if n in persistent}
 
 
 def _shapes_of(model: nn.Module) -> Shapes:
@@ -319,14 +319,14 @@ def _shapes_of(model: nn.Module) -> Shapes:
 
 def _wanted_model(run: TrainState) -> dict[str, Wanted]:
     """This rank's parts of parameters, and its buffers."""
-    replica, mesh = run.held, run.world.mesh
+    held, mesh = run.held, run.world.mesh
     here = mesh.coordinates(run.world.rank)
     found = {
-        name: Wanted(fragments(replica.layouts[name], mesh, here), parameter)
-        for name, parameter in replica.parameters.items()
+        name: Wanted(fragments(held.layouts[name], mesh, here), parameter)
+        for name, parameter in held.parameters.items()
     }
-    persistent = persistent_of(replica)
-    return found | {name: whole_of(b) for name, b in replica.buffers.items() if name in persistent}
+    persistent = persistent_of(held)
+    return found | {name: whole_of(b) for name, b in held.buffers.items() if name in persistent}
 
 
 def _place(
@@ -375,4 +375,4 @@ def _fill_model(run: TrainState, source: Source, names: Mapping[str, str], wante
         if is_away(one.into):
             part = torch.empty(one.into.shape, dtype=one.into.dtype)
             source.fill({names[name]: Wanted(one.fragments, part)})
-            run.held.variables.set_local(name, part)
+            run.held.set_local(name, part)

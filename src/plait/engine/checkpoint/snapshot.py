@@ -11,22 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from numbers import Number
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from plait.engine.executor import ModelParts
 from plait.engine.state import gather_whole
 from plait.engine.train_state import TrainState
 from plait.engine.trying import kept_of, parameters_of, state_layouts
 from plait.errors import CheckpointError
 from plait.optim.several import own_values, set_own_values
 from plait.spec.layout import Only
-
-if TYPE_CHECKING:  # a process that holds parameters and computes nothing is ready in half the time without these
-    from plait.engine.eager import EagerExecutor
-    from plait.engine.rank_executor import RankExecutor
-
 
 # Of a parameter group, what says how to compute and not what: a plan or a device has its own.
 _IMPLEMENTATION = ("foreach", "fused", "capturable")
@@ -36,14 +32,13 @@ def take(run: TrainState) -> dict[str, Any]:
     """The state as DTensors (whole tensors in the threads world). Every rank calls it."""
     from plait.engine.boundary import to_boundary
 
-    replica, world, optimizer = run.held, run.world, run.optimizer
+    held, world, optimizer = run.held, run.world, run.optimizer
     assert optimizer is not None
     model: dict[str, Tensor] = {
-        name: to_boundary(replica.local(name), layout, world, replica.dtypes[name])
-        for name, layout in replica.layouts.items()
+        name: to_boundary(held.local(name), layout, world, held.dtypes[name]) for name, layout in held.layouts.items()
     }
-    persistent = persistent_of(replica)
-    model |= {name: buffer for name, buffer in replica.buffers.items() if name in persistent}
+    persistent = persistent_of(held)
+    model |= {name: buffer for name, buffer in held.buffers.items() if name in persistent}
     state: dict[str, Any] = {
         "model": model,
         "optimizer": {"state": _optimizer_state(run), "groups": group_options(run), "own": own_values(optimizer)},
@@ -55,8 +50,8 @@ def take(run: TrainState) -> dict[str, Any]:
         state["loss_scale"] = run.loss_scale.state_dict()
     if run.average is not None:
         state["ema"] = {
-            name: to_boundary(run.average.tensors.get(name), layout, world, run.average.dtype_of(replica.dtypes[name]))
-            for name, layout in replica.layouts.items()
+            name: to_boundary(run.average.tensors.get(name), layout, world, run.average.dtype_of(held.dtypes[name]))
+            for name, layout in held.layouts.items()
         }
     return state
 
@@ -65,14 +60,14 @@ def restore(run: TrainState, state: Mapping[str, Any]) -> None:
     """Take over a state made under any plan; names or shapes that differ are a CheckpointError, before any change."""
     from plait.engine.boundary import from_boundary
 
-    replica, world = run.held, run.world
+    held, world = run.held, run.world
     model = state["model"]
-    check_model(replica, model)
-    for name, layout in replica.layouts.items():
+    check_model(held, model)
+    for name, layout in held.layouts.items():
         local = from_boundary(model[name], layout, world)
-        if name in replica.parameters:
-            replica.set_local(name, local)
-    for name, buffer in replica.buffers.items():
+        if name in held.parameters:
+            held.set_local(name, local)
+    for name, buffer in held.buffers.items():
         if name in model:
             buffer.copy_(model[name])
     if "optimizer" in state:
@@ -84,32 +79,32 @@ def restore(run: TrainState, state: Mapping[str, Any]) -> None:
     run.step_number = int(state["step"])
     if run.average is not None:
         run.average.begin(run.held)
-        for name, layout in replica.layouts.items() if "ema" in state else ():
+        for name, layout in held.layouts.items() if "ema" in state else ():
             local = from_boundary(state["ema"][name], layout, world)
             if name in run.average.tensors:
                 run.average.tensors[name].copy_(local)
     if run.replicas is not None:
         run.replicas.begin(run.step_number)
-    replica.updated()
+    held.updated()
 
 
-def full_model(replica: RankExecutor | EagerExecutor) -> dict[str, Tensor]:
+def full_model(held: ModelParts) -> dict[str, Tensor]:
     """Every parameter and persistent buffer as a whole CPU tensor, tied ones under each of their names."""
-    found = {name: replica.whole(name, replica.local(name)).detach().cpu().clone() for name in replica.layouts}
-    persistent = persistent_of(replica)
-    found |= {name: b.detach().cpu().clone() for name, b in replica.buffers.items() if name in persistent}
+    found = {name: held.whole(name, held.local(name)).detach().cpu().clone() for name in held.layouts}
+    persistent = persistent_of(held)
+    found |= {name: b.detach().cpu().clone() for name, b in held.buffers.items() if name in persistent}
     first: dict[int, str] = {}
-    for name, parameter in model_of(replica).named_parameters(remove_duplicate=False):
+    for name, parameter in held.model.named_parameters(remove_duplicate=False):
         found[name] = found[first.setdefault(id(parameter), name)]
     return found
 
 
-def check_model(replica: RankExecutor | EagerExecutor, model: Mapping[str, Tensor]) -> None:
-    mine = replica.layouts
+def check_model(held: ModelParts, model: Mapping[str, Tensor]) -> None:
+    mine = held.layouts
     missing = sorted(set(mine) - set(model))
     if missing:
         raise CheckpointError(f"the state was made by another model: it lacks {', '.join(missing[:5])}")
-    known = {name for name, _ in model_of(replica).named_parameters(remove_duplicate=False)} | set(replica.buffers)
+    known = {name for name, _ in held.model.named_parameters(remove_duplicate=False)} | set(held.buffers)
     extra = sorted(set(model) - known)
     if extra:
         raise CheckpointError(f"the state was made by another model: this one has no {', '.join(extra[:5])}")
@@ -121,9 +116,9 @@ def check_model(replica: RankExecutor | EagerExecutor, model: Mapping[str, Tenso
             )
 
 
-def persistent_of(replica: RankExecutor | EagerExecutor) -> set[str]:
-    """What the replica has beside the parameters that it trains, as far as a checkpoint has it."""
-    return persistent_buffers(model_of(replica)) | replica.changing
+def persistent_of(held: ModelParts) -> set[str]:
+    """What the held has beside the parameters that it trains, as far as a checkpoint has it."""
+    return persistent_buffers(held.model) | held.changing
 
 
 def persistent_buffers(model: nn.Module) -> set[str]:
@@ -138,16 +133,16 @@ def _optimizer_state(run: TrainState) -> dict[str, dict[str, Any]]:
     """By parameter name; on a rank that lacks the parameter the keys are what its optimizer keeps of a small one."""
     from plait.engine.boundary import to_boundary
 
-    replica, world, optimizer = run.held, run.world, run.optimizer
+    held, world, optimizer = run.held, run.world, run.optimizer
     assert optimizer is not None
     found: dict[str, dict[str, Any]] = {}
     with_state = _with_state(run)
     try:
-        expected = state_layouts(optimizer, replica.parameters, replica.layouts) if with_state else {}
+        expected = state_layouts(optimizer, held.parameters, held.layouts) if with_state else {}
     except Exception:  # an optimizer of the user's that works on real parameters only
         expected = {}
-    for name, layout in replica.layouts.items():
-        parameter = replica.parameters.get(name)
+    for name, layout in held.layouts.items():
+        parameter = held.parameters.get(name)
         if name not in with_state:
             continue
         if parameter is not None:
@@ -170,14 +165,13 @@ def _optimizer_state(run: TrainState) -> dict[str, dict[str, Any]]:
 
 def _with_state(run: TrainState) -> set[str]:
     """The parameters of which any rank's optimizer keeps something."""
-    replica, names = run.held, list(run.held.layouts)
-    optimizer = run.optimizer
+    held, optimizer = run.held, run.optimizer
     assert optimizer is not None
-    held = [name in replica.parameters and bool(optimizer.state.get(replica.parameters[name])) for name in names]
-    if any(isinstance(p, Only) for layout in replica.layouts.values() for _, p in layout.placements):
-        flags = torch.tensor([float(each) for each in held], device=run.world.device)
-        held = [bool(each) for each in run.world.everyone().all_reduce(flags, "max").wait()]
-    return {name for name, each in zip(names, held, strict=True) if each}
+    kept = [name in held.parameters and bool(optimizer.state.get(held.parameters[name])) for name in held.layouts]
+    if any(isinstance(p, Only) for layout in held.layouts.values() for _, p in layout.placements):
+        flags = torch.tensor([float(each) for each in kept], device=run.world.device)
+        kept = [bool(each) for each in run.world.everyone().all_reduce(flags, "max").wait()]
+    return {name for name, each in zip(held.layouts, kept, strict=True) if each}
 
 
 def group_options(run: TrainState) -> list[dict[str, Any]]:
@@ -222,10 +216,6 @@ def _alike(saved: Any, here: Any) -> bool:
     return type(saved) is type(here)
 
 
-def model_of(replica: RankExecutor | EagerExecutor) -> nn.Module:
-    return replica.model if hasattr(replica, "model") else replica.compiler.model
-
-
 def _own(value: Any, parameter: nn.Parameter) -> Any:
     """A copy, in memory of the same form as the parameter's: fused optimizers walk both side by side."""
     if not torch.is_tensor(value):
@@ -238,10 +228,10 @@ def _own(value: Any, parameter: nn.Parameter) -> Any:
 def _restore_optimizer(run: TrainState, saved: Mapping[str, Any]) -> None:
     from plait.engine.boundary import from_boundary
 
-    replica, world, optimizer = run.held, run.world, run.optimizer
+    held, world, optimizer = run.held, run.world, run.optimizer
     assert optimizer is not None
     for name, values in saved["state"].items():
-        layout, parameter = replica.layouts[name], replica.parameters.get(name)
+        layout, parameter = held.layouts[name], held.parameters.get(name)
         for key, value in values.items():
             if torch.is_tensor(value) and value.ndim and tuple(value.shape) == layout.shape:
                 value = from_boundary(value, layout, world)

@@ -18,11 +18,10 @@ from torch import Tensor
 from plait.backends.eager.program import StepResult
 from plait.comm.protocol import World
 from plait.compile.capture.loss_values import ROWS, LossPart, Outputs, join_outputs
-from plait.engine.eager import EagerExecutor
+from plait.engine.executor import StepExecutor
 from plait.engine.local_sgd.diloco import LocalTraining
 from plait.engine.local_sgd.exchange import MeanExchange
 from plait.engine.outputs import gather_outputs
-from plait.engine.rank_executor import RankExecutor
 from plait.plan.axes import parts_around
 from plait.plan.compression import NO_COMPRESSION
 from plait.plan.plan import Plan
@@ -35,7 +34,7 @@ class Replicas:
         self,
         plan: Plan,
         world: World,
-        replica: RankExecutor | EagerExecutor,
+        replica: StepExecutor,
         optimizer: torch.optim.Optimizer,
         step: int = 0,
     ) -> None:

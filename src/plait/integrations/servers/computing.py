@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,19 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plait.backends.eager.offload.store import Offload
-from plait.comm.device import is_host
 from plait.comm.protocol import World
 from plait.compile.capture.batch import batch_tensors
 from plait.engine.checkpoint.snapshot import persistent_buffers
 from plait.engine.checks import check_captured
 from plait.engine.compiler import Captures, Compiler
-from plait.engine.eager import EagerExecutor, refuse_unless_data_only
+from plait.engine.engine import Engine
 from plait.engine.local_batch import num_rows
-from plait.engine.microbatch import step_key
-from plait.engine.rank_executor import RankExecutor
-from plait.engine.state import is_whole, local_part
-from plait.errors import CaptureError
 from plait.integrations.servers.arrays import to_array, wholes
 from plait.integrations.servers.feed import BatchFeed, PieceFeed
 from plait.integrations.servers.notes import Task
@@ -35,8 +28,14 @@ from plait.integrations.servers.tables.module import specs_of, tables_away
 
 @dataclass(frozen=True)
 class Gradient:
-    """Of a piece: the mean loss, its weight among others, and what is pushed to every server: an array for each of its
-    pieces, None where there is none, and then of every table ids and their gradients."""
+    """What a worker has computed on a piece of the data.
+
+    loss     the mean loss of the piece
+    weight   its weight in the mean over pieces: rows, or that of a plait.Weighted
+    tokens   how many tokens, or rows, the piece has
+    arrays   what is pushed to each server: an array for each of its pieces of the variables, None where the loss does
+             not depend on it, and then for each table ids and their gradients
+    """
 
     loss: float
     weight: float
@@ -63,23 +62,19 @@ class Computing:
             with tables_away():
                 made = job.make_model()
             compiler = Compiler(Captures(*made, world.device), within, job.layouts)
-        model, loss_fn = compiler.model, compiler.loss_fn
+        model = compiler.model
         self.feed = feed or PieceFeed(job, job.make_data()[0])
         self.fingerprint = fingerprint_of(variables_of(model), specs_of(model), job.plan)
         self.tables = LocalTables(model, len(job.shards))
         first = self.feed.read(0)
         self.tables.size_for(first)
-        self.homes = Offload(within, world, job.scratch)
         self._persistent = persistent_buffers(model)
-        self._taken: set[str] = set()  # parameters whose memory is that of the values they were last given
-        self.executor: RankExecutor | EagerExecutor
-        try:
-            self.executor = RankExecutor(compiler, world, self.tables.localised(first)[0], job.seed, adopt, self.homes)
-            check_captured(compiler, job.plan, self.executor.lowered.captured)
-        except CaptureError as error:
-            refuse_unless_data_only(error, within, world, compiler, first)
-            warnings.warn(f"the model runs as it is, not as a graph: {error}", stacklevel=2)
-            self.executor = EagerExecutor(model, loss_fn, within, world)
+        self.engine = Engine(
+            compiler, within, world, None, seed=job.seed, on_nan="warn", adopt=adopt, scratch=job.scratch
+        )  # fmt: skip
+        self.engine.prepare(self.tables.localised(first)[0])
+        if (lowered := self.engine.executor.lowered) is not None:
+            check_captured(compiler, job.plan, lowered.captured)
 
     def read(self, task: Task) -> tuple[Any, RowLookup]:
         """The batch of a task, and the rows of tables that it wants; the next one's is read meanwhile."""
@@ -99,46 +94,34 @@ class Computing:
 
     def _take(self, flats: Sequence[np.ndarray], weights: dict[str, Tensor]) -> None:
         for name, value in (weights | wholes(flats, self.job.shards)).items():
-            self._set(name, value)
-        self.executor.updated()
+            self.engine.executor.set_whole(name, value)
+        self.engine.executor.updated()
 
     def _gradient(self, batch: Any, lookup: RowLookup, piece: int) -> Gradient:
-        result = self.executor.run(batch, step_key(self.job.seed, piece))
-        found = self._whole(result.gradients)
+        self.engine.state.step_number = piece  # which decides on its random draws
+        loss = self.engine.forward_backward(batch)
+        found = self._gradients()
         if self.job.clip_norm is not None and self.job.plan.staleness != 0:
             _clip(list(found.values()), self.job.clip_norm)
-        weight = float(result.parts[1]) if result.parts is not None else float(num_rows(batch))
-        persistent = {n: to_array(b).copy() for n, b in self.executor.buffers.items() if n in self._persistent}
+        weight = float(num_rows(batch) if loss.weight is None else loss.weight)
+        buffers = self.engine.executor.buffers
+        persistent = {n: to_array(b).copy() for n, b in buffers.items() if n in self._persistent}
         pushes = self.tables.pushes(lookup, found)
         arrays = tuple([*dense, *rows] for dense, rows in zip(self._arrays(found), pushes, strict=True))
-        return Gradient(float(result.loss), weight, num_tokens(batch), arrays, persistent)
+        return Gradient(float(loss.loss), weight, num_tokens(batch), arrays, persistent)
 
     def close(self) -> None:
         self.feed.close()
-        self.homes.close()
+        self.engine.close()
 
-    def _set(self, name: str, whole: Tensor) -> None:
-        """Give a parameter new values. Where it is whole and in this memory, by taking theirs for its own."""
-        replica = self.executor
-        if isinstance(replica, EagerExecutor):
-            replica.parameters[name].data = whole
-            return
-        inputs, own = replica.variables.inputs, replica.parameters.get(name)
-        alone = self.world.mesh.size == 1 and is_host(self.world.device) and is_whole(replica.layouts[name])
-        if alone and name in inputs and (inputs[name] is own or name in self._taken):
-            self._taken.add(name)
-            inputs[name] = whole
-        elif name in replica.parameters:
-            replica.set_local(name, local_part(whole, replica.layouts[name], self.world).to(self.world.device))
-
-    def _whole(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _gradients(self) -> dict[str, Tensor]:
         """The gradient of every variable, whole; all ranks of a worker call it."""
-        if self.world.mesh.size == 1 and not self.homes.norms:
-            return dict(gradients)
-        self.executor.set_gradients(gradients)
-        found = self.executor.whole_gradients()
-        for parameter in self.executor.parameters.values():
-            parameter.grad = None
+        executor = self.engine.executor
+        if self.world.mesh.size > 1 or self.engine.homes.norms:
+            found = self.engine.gradients()
+        else:
+            found = {name: p.grad for name, p in executor.parameters.items() if p.grad is not None}
+        self.engine.zero_grad()
         return found
 
     def _arrays(self, gradients: dict[str, Tensor]) -> tuple[list[np.ndarray | None], ...]:

@@ -7,11 +7,14 @@ from itertools import islice
 
 import torch
 
+from plait.comm.process import process_world
 from plait.compile.capture.loss_values import loss_and_aux
+from plait.engine.checkpoint.load import load_weights
 from plait.engine.checkpoint.manifest import Manifest
 from plait.engine.checkpoint.places import newest
+from plait.engine.compiler import Captures, Compiler
 from plait.engine.data.loader import Loader
-from plait.engine.trainer import Trainer
+from plait.engine.engine import Engine
 from plait.errors import CheckpointError
 from plait.integrations.servers.service import Job
 from plait.plan.plan import Plan
@@ -25,9 +28,10 @@ class Evaluator:
         self._job = job
         model, loss_fn = job.make_model()
         plan = Plan(precision=job.plan.precision, exceptions=job.plan.exceptions)
-        self._trainer = Trainer(model, loss_fn, job.optimizer, plan, seed=job.seed)
+        world = process_world(plan.mesh)
+        compiler = Compiler(Captures(model, loss_fn, world.device), plan)
+        self._engine = Engine(compiler, plan, world, None, seed=job.seed, adopt=True)
         _, held_out = job.make_data()
-        world = self._trainer.world
         self._loader = Loader(held_out, job.batch_size, shuffle=False, seed=job.seed, plan=plan, world=world)
         self._begin = self._loader.state_dict()
         self._seen = -1
@@ -35,8 +39,8 @@ class Evaluator:
     def look(self) -> tuple[int, float] | None:
         """(step, loss) of the newest checkpoint; None if it was evaluated before."""
         self._loader.load_state_dict(self._begin)
-        if not hasattr(self._trainer, "update"):
-            self._trainer.prepare(next(iter(self._loader)))
+        if not self._engine.is_prepared:
+            self._engine.prepare(next(iter(self._loader)))
             self._loader.load_state_dict(self._begin)
         while True:
             folder = newest(self._job.folder)
@@ -44,13 +48,13 @@ class Evaluator:
                 step = Manifest.read(folder).step
                 if step <= self._seen:
                     return None
-                self._trainer.load_weights(str(folder))
+                load_weights(self._engine.state, str(folder))
                 break
             except CheckpointError:
                 if str(newest(self._job.folder)) == str(folder):  # else it was removed, for newer ones, meanwhile
                     raise
         self._seen = step
-        loss, _ = loss_and_aux(self._trainer.evaluate(islice(self._loader, self._job.evaluate_batches)))
+        loss, _ = loss_and_aux(self._engine.evaluate(islice(self._loader, self._job.evaluate_batches)))
         return step, loss
 
     def pid(self) -> int:

@@ -114,7 +114,7 @@ class FullModel:
         self.join(states)
         if moments:
             self.held.set_optimizer_state({n: {k: unpacked(v) for k, v in of.items()} for n, of in moments.items()})
-        for name, buffer in self.held.executor.buffers.items():
+        for name, buffer in self.held.held.buffers.items():
             if name in buffers:
                 buffer.copy_(to_tensor(buffers[name], buffer.dtype))
         self.held.advance(step)

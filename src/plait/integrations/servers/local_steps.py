@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from plait.comm.protocol import World
-from plait.compile.capture.loss_values import loss_and_aux
+from plait.engine.checkpoint import load, snapshot
 from plait.engine.checkpoint.manifest import Manifest
 from plait.engine.checkpoint.places import newest
-from plait.engine.compiler import Compiler
+from plait.engine.compiler import Captures, Compiler
+from plait.engine.engine import Engine
 from plait.engine.state import local_part
-from plait.engine.trainer import Trainer
 from plait.errors import CheckpointError
 from plait.integrations.servers.arrays import dtype_of, packed, to_array, to_tensor, views, wholes
 from plait.integrations.servers.computing import Gradient, num_tokens
@@ -40,15 +40,16 @@ class LocalSteps:
         self, job: Job, world: World, feed: PieceFeed | BatchFeed | None = None, compiler: Compiler | None = None
     ) -> None:
         self.job, self.world = job, world
-        model, loss_fn = job.make_model() if compiler is None else (compiler.model, compiler.loss_fn)
-        self.fingerprint = fingerprint_of(variables_of(model), (), job.plan)
+        plan = job.plan.inner_plan
+        if compiler is None:
+            compiler = Compiler(Captures(*job.make_model(), world.device), plan, job.layouts)
+        self.fingerprint = fingerprint_of(variables_of(compiler.model), (), job.plan)
         self.feed = feed or PieceFeed(job, job.make_data()[0])
-        self.trainer = Trainer(
-            model, loss_fn, job.optimizer, job.plan.inner_plan, layouts=job.layouts, seed=job.seed,
-            clip_norm=job.clip_norm, scheduler=job.scheduler, on_nan="warn", scratch=job.scratch, world=world,
-            compiler=compiler,
+        self.engine = Engine(
+            compiler, plan, world, job.optimizer, job.scheduler, seed=job.seed, clip_norm=job.clip_norm, on_nan="warn",
+            scratch=job.scratch,
         )  # fmt: skip
-        self.trainer.prepare(self.feed.read(0))
+        self.engine.prepare(self.feed.read(0))
         self._is_new = True
 
     def read(self, task: Task) -> tuple[Any, RowLookup]:
@@ -69,30 +70,31 @@ class LocalSteps:
                 after = self._piece(task, index + 1) if index + 1 < task.num_steps else task.then
                 batch = self.feed.read(self._piece(task, index), after)
                 reading += time.perf_counter() - since
-            losses.append(float(loss_and_aux(self.trainer.step(batch))[0]))
+            losses.append(float(self.engine.forward_backward(batch).loss))
+            self.engine.optimizer_step()
             tokens += num_tokens(batch)
-        state = self.trainer.full_state_dict()
+        state = snapshot.full_model(self.engine.executor)
         moments = self._moments() if task.saves else None
         if self.job.plan.moments == "reset":
             self._reset_moments()
-        buffers = {n: to_array(value) for n, value in state.items() if n in self.trainer.executor.buffers}
+        buffers = {n: to_array(value) for n, value in state.items() if n in self.engine.executor.buffers}
         changes = self._changes(flats, state)
         return Gradient(sum(losses) / len(losses), 1.0, tokens, changes, buffers, reading, moments)
 
     def close(self) -> None:
         self.feed.close()
-        self.trainer.close()
+        self.engine.close()
 
     def _piece(self, task: Task, index: int) -> int:
         """The piece of the `index`th batch of a task."""
         return task.piece + index * self.job.num_parts
 
     def _take(self, flats: Sequence[np.ndarray]) -> None:
-        replica = self.trainer.executor
+        executor = self.engine.executor
         for name, whole in wholes(flats, self.job.shards).items():
-            if name in replica.parameters:
-                replica.set_local(name, local_part(whole, replica.layouts[name], self.world).to(self.world.device))
-        replica.updated()
+            if name in executor.parameters:
+                executor.set_local(name, local_part(whole, executor.layouts[name], self.world).to(self.world.device))
+        executor.updated()
 
     def _changes(self, flats: Sequence[np.ndarray], state: dict[str, Tensor]) -> tuple[list[np.ndarray | None], ...]:
         """For every server an array for each of its pieces: what it was less what it is."""
@@ -108,28 +110,28 @@ class LocalSteps:
 
     def _catch_up(self, step: int) -> None:
         """Be at this step of the run: its learning rate, its random draws."""
-        trainer = self.trainer
+        state = self.engine.state
         if self._is_new and step > 0:
             self._take_over_moments()
         self._is_new = False
-        while trainer.step_number < step:
-            trainer.state.step_number += 1
-            if trainer.scheduler is not None:
+        while state.step_number < step:
+            state.step_number += 1
+            if state.scheduler is not None:
                 with warnings.catch_warnings():  # torch warns of a scheduler whose optimizer has not stepped yet
                     warnings.simplefilter("ignore", UserWarning)
-                    trainer.scheduler.step()
+                    state.scheduler.step()
 
     def _moments(self) -> dict[str, dict[str, Any]]:
         """What the worker's own optimizer keeps, whole; every rank calls it."""
-        kept = self.trainer.state_dict()["optimizer"]["state"]
+        kept = snapshot.take(self.engine.state)["optimizer"]["state"]
         return {
             name: {key: packed(v.full_tensor() if hasattr(v, "full_tensor") else v) for key, v in of.items()}
             for name, of in kept.items()  # a DTensor, where ranks share it
         }
 
     def _reset_moments(self) -> None:
-        assert self.trainer.optimizer is not None
-        for kept in self.trainer.optimizer.state.values():
+        assert self.engine.state.optimizer is not None
+        for kept in self.engine.state.optimizer.state.values():
             for value in kept.values():
                 if torch.is_tensor(value):
                     value.zero_()
@@ -140,6 +142,6 @@ class LocalSteps:
             found = newest(self.job.folder)
             extra = Manifest.read(found).values["common"]["extra"]
             if self.job.resume or extra.get("job") == self.job.name:
-                self.trainer.load(str(found))
+                load.load(self.engine.state, str(found))
         except CheckpointError as error:
             warnings.warn(f"the worker begins with moments of its own: {error}", stacklevel=2)

@@ -30,13 +30,13 @@ from plait.spec.layout import Layout
 _OWN = ("params", "param_names", "foreach", "fused", "capturable")
 
 
-class _Holder:
-    """What checkpoints ask of a replica: parameters, each whole and in this process."""
+class _ServedParts:
+    """The ModelParts of a server: parameters, each whole and in this process."""
 
     changing: frozenset[str] = frozenset()  # no parameter that a step changes by itself is served
 
     def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter], buffers: dict[str, Tensor]) -> None:
-        self.compiler = SimpleNamespace(model=model)
+        self.model = model
         self.parameters = parameters
         self.buffers = buffers
         self.dtypes = {name: p.dtype for name, p in parameters.items()}
@@ -45,8 +45,15 @@ class _Holder:
     def local(self, name: str) -> Tensor:
         return self.parameters[name].detach()
 
+    def set_local(self, name: str, part: Tensor) -> None:
+        self.parameters[name].detach().copy_(part)
+
+    def whole(self, name: str, local: Tensor | None) -> Tensor:
+        assert local is not None
+        return local
+
     def updated(self) -> None:
-        """Nobody has copies."""
+        """A server gives its parameters as they are."""
 
 
 class OptimizerShard(TrainState):
@@ -63,15 +70,15 @@ class OptimizerShard(TrainState):
     ) -> None:
         super().__init__(plan, process_world(Plan().mesh, device="cpu"), seed)
         buffers = {} if model is None else dict(model.named_buffers())
-        self.executor = _Holder(model or _module(parameters), dict(parameters), buffers)
-        self.optimizer = build_optimizer(make_optimizer, parameters, self.executor.layouts, self.world)
+        self.executor = _ServedParts(model or _module(parameters), dict(parameters), buffers)
+        self.optimizer = build_optimizer(make_optimizer, parameters, self.held.layouts, self.world)
         self.scheduler = build_scheduler(make_scheduler, self.optimizer)
         self.optimizer.step()  # on no gradient: a scheduler warns of one that never has
         self.update = SimpleNamespace(settle=lambda parameter: None, state_of=self._state_of)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        found: dict[str, nn.Parameter] = self.executor.parameters
+        found: dict[str, nn.Parameter] = self.held.parameters
         return found
 
     @property
@@ -122,8 +129,8 @@ class OptimizerShard(TrainState):
         return [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
 
     def persistent_buffers(self) -> dict[str, Tensor]:
-        kept = persistent_buffers(self.executor.compiler.model)
-        return {name: b for name, b in self.executor.buffers.items() if name in kept}
+        kept = persistent_buffers(self.held.model)
+        return {name: b for name, b in self.held.buffers.items() if name in kept}
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         assert self.optimizer is not None

@@ -59,7 +59,7 @@ class LocalTables:
         """The weights by parameter from the rows of every server, of every table; beyond the rows they are zeros."""
         found = {}
         for index, (name, table) in enumerate(self.tables.items()):
-            weight = torch.zeros_like(table.weight, device="cpu", requires_grad=False)
+            weight = torch.zeros(table.weight.shape, dtype=table.weight.dtype)
             for server, places in enumerate(lookup.parts[name]):
                 weight.numpy()[places] = rows[server][index]
             found[f"{name}.weight"] = weight

@@ -23,12 +23,12 @@ from plait.engine.checkpoint import collect, load, snapshot
 from plait.engine.checkpoint.saver import Saver
 from plait.engine.checks import check_given, check_plan, place_here
 from plait.engine.compiler import Captures, Compiler, LossFn
-from plait.engine.eager import EagerExecutor, check_allowed
-from plait.engine.engine import Engine
+from plait.engine.eager import check_allowed
+from plait.engine.engine import Engine, StepLoss
 from plait.engine.environment import resolve_plan, resolve_trace
+from plait.engine.executor import StepExecutor
 from plait.engine.gathered import gathered, not_started
 from plait.engine.optimizers import OptimizerFactory
-from plait.engine.rank_executor import RankExecutor
 from plait.engine.trace_folder import write_plan, write_trace
 from plait.engine.train_state import TrainState
 from plait.engine.tuning import give_freed_memory_back, keep_freed_memory, warn_of_slow_precision
@@ -133,7 +133,7 @@ class Trainer:
             recorder=None if self._trace is None else TraceRecorder(self.world), allow=check_allowed(allow),
         )  # fmt: skip
         self._callbacks = tuple(callbacks)
-        self._last: tuple[Tensor, dict[str, Tensor] | None] | None = None  # what the last forward_backward gave
+        self._last: StepLoss | None = None  # of the last forward_backward
         self._pending: list[Callable[[], object]] = []  # what is loaded, before the first batch
         self._saver = Saver()
         if self._trace is not None:
@@ -160,7 +160,7 @@ class Trainer:
         return self.state.scheduler
 
     @property
-    def executor(self) -> RankExecutor | EagerExecutor:
+    def executor(self) -> StepExecutor:
         """What this rank holds and runs. PlanError before the first batch."""
         return self.engine.executor
 
@@ -204,8 +204,8 @@ class Trainer:
         self._saver.check(self.step_number)
         if self.engine.recorder is not None:
             self.engine.recorder.begin()
-        loss, aux = self._last = self.engine.forward_backward(batch)
-        return loss if aux is None else (loss, aux)
+        self._last = found = self.engine.forward_backward(batch)
+        return found.loss if found.outputs is None else (found.loss, found.outputs)
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients that wait for `optimizer_step`, before clipping: whole tensors by name, of the parameters that
@@ -227,9 +227,9 @@ class Trainer:
         if self.world.monitor is not None:
             self.world.monitor.does(f"what comes after step {number}, such as its data, a callback or a save")
         assert self._last is not None
-        (loss, aux), self._last = self._last, None
+        last, self._last = self._last, None
         for callback in self._callbacks:
-            callback(StepEnd(number, float(loss), norm, aux or {}))
+            callback(StepEnd(number, float(last.loss), norm, last.outputs or {}))
         return norm
 
     def evaluate(self, data: Any) -> Any:
@@ -249,8 +249,8 @@ class Trainer:
     @property
     def split_share(self) -> SplitShare | None:
         """How much of the model an axis that splits weights does split; None without such an axis."""
-        executor = self.executor
-        return executor.lowered.share if isinstance(executor, RankExecutor) else None
+        lowered = self.executor.lowered
+        return None if lowered is None else lowered.share
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -389,9 +389,7 @@ class Trainer:
 
     def write_plan(self, folder: Path) -> None:
         """Write what `plait report` needs to know of the plan into the folder of a run; one rank calls it."""
-        executor = self.executor
-        lowered = executor.lowered if isinstance(executor, RankExecutor) else None
-        write_plan(folder, lowered, self.world, str(self.plan))
+        write_plan(folder, self.executor.lowered, self.world, str(self.plan))
 
 
 def _end_trace(reference: weakref.ref[Trainer]) -> None:
