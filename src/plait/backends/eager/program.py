@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class Program:
         self._outputs = captured.outputs
         self._constants = {name: value.to(world.device) for name, value in captured.constants.items()}
         self._coordinates = world.mesh.coordinates(world.rank)
-        self._turns: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+        self._turns: dict[str, tuple[Any, Graph, list[tuple[str, str]]]] = {}
 
     def run(
         self,
@@ -87,15 +88,15 @@ class Program:
     def call(self, graph: str, outputs: Sequence[Output], **given: Any) -> dict[str, dict[str, Any]]:
         """Run one of the lowered graphs; its results by kind and name. `given` has its inputs by kind: of those that
         have names a mapping, of others the value."""
-        forward, inputs = self._turn(graph)
+        forward, local, inputs = self._turn(graph)
         given |= {"constant": self._constants, "homes": self._homes}
         args = [given[kind].get(name) if kind in _NAMED else given[kind] for kind, name in inputs]
         try:
             with torch.no_grad():
-                values = forward(self.world, *args)
+                values = forward(None, self.world, *args)
         except RuntimeError as error:
             plan = self.lowered.plan
-            refusal = missing_kernel(error, forward.__self__.graph, Precision(plan.precision, plan.exceptions))
+            refusal = missing_kernel(error, local, Precision(plan.precision, plan.exceptions))
             if refusal is None:
                 raise
             raise refusal from error
@@ -105,8 +106,8 @@ class Program:
                 found[output.kind][output.name] = value
         return found
 
-    def _turn(self, turn: str) -> tuple[Any, list[tuple[str, str]]]:
-        """The turn's function, and (kind, name) of what it takes after the world."""
+    def _turn(self, turn: str) -> tuple[Any, Graph, list[tuple[str, str]]]:
+        """The turn's function, its graph, and (kind, name) of what it takes after the world."""
         if turn not in self._turns:
             graph = specialise(self.lowered.graphs[turn], self._coordinates)
             if self._recorder is not None and self.lowered.pipeline is None:
@@ -117,7 +118,7 @@ class Program:
                 for node in placeholders(graph)
                 if node.name != WORLD
             ]
-            self._turns[turn] = (_compile(graph), inputs)
+            self._turns[turn] = (_compile(graph), graph, inputs)
         return self._turns[turn]
 
 
@@ -130,12 +131,15 @@ def outputs_of(captured: Captured, values: Mapping[str, Tensor], weights: Mappin
 
 
 _one_at_a_time = threading.Lock()  # torch.fx writes code with the help of globals
+_functions: WeakKeyDictionary[Graph, Any] = WeakKeyDictionary()  # of ranks that are threads, and have one graph
 
 
 def _compile(graph: Graph) -> Any:
-    """The graph as a Python function that lets go of each value at its last use."""
+    """The graph as a Python function that lets go of each value at its last use; its first argument is not used."""
     with _one_at_a_time:
-        if not any(node.op == "placeholder" and node.name == WORLD for node in graph.nodes):
-            with graph.inserting_before(next(iter(graph.nodes))):
-                graph.placeholder(WORLD)
-        return GraphModule({}, graph).forward
+        if graph not in _functions:
+            if not any(node.op == "placeholder" and node.name == WORLD for node in graph.nodes):
+                with graph.inserting_before(next(iter(graph.nodes))):
+                    graph.placeholder(WORLD)
+            _functions[graph] = type(GraphModule({}, graph)).forward
+        return _functions[graph]
