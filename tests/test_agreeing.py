@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from plait.api.trainer import Trainer
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
 from plait.cost.compressed_bytes import BLOCK, coded_bytes
+from plait.engine.compiler import Captures, Compiler
 from plait.engine.local_sgd.codec import decode, encode
 from plait.engine.local_sgd.exchange import MeanExchange
 from plait.errors import BatchError, PlanError, RankFailed
@@ -182,7 +184,7 @@ def test_a_tensor_of_integers_has_no_mean() -> None:
 
 @functools.cache
 def verifier() -> plait.Verifier:
-    return plait.Verifier(gpt(), loss_fn, gpt_batch(12), steps=5, optimizer=ADAMW)
+    return plait.Verifier(gpt(width=32), loss_fn, gpt_batch(12), steps=5, optimizer=ADAMW)
 
 
 @pytest.mark.parametrize(
@@ -224,8 +226,9 @@ def test_weighted_losses_batch_norm_and_clipping() -> None:
         keep = (batch["y"] < 200).flatten()
         return plait.Weighted((loss * keep).sum(), keep.sum())
 
+    gpts = plait.Verifier(gpt(width=32), weighted, gpt_batch(8), steps=3, optimizer=ADAMW, clip_norm=0.1)
     for plan in ("data=2 compress=int8", "data=2 sync=2 outer=nesterov"):
-        report = plait.verify(gpt(), weighted, gpt_batch(8), plan, steps=3, optimizer=ADAMW, clip_norm=0.1)
+        report = gpts.verify(plan)
         assert report.ok, report
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(5))
     model(image_batch()["x"])
@@ -233,16 +236,35 @@ def test_weighted_losses_batch_norm_and_clipping() -> None:
     assert report.ok and report.buffers, report
 
 
+@functools.cache
+def captures(model: Any, loss: Any) -> Captures:
+    torch.manual_seed(0)
+    return Captures(model(), loss)
+
+
 def train(plan: str, steps: Any, factory: Any = ADAMW, model: Any = gpt, loss: Any = loss_fn) -> list[Any]:
-    """What `steps(trainer)` gives on each rank."""
+    """What `steps(trainer)` gives on each rank; all ranks of all plans share the captured step."""
+    chosen = Plan.parse(plan)
+    compiler = Compiler(captures(model, loss), chosen.inner_plan)
+
+    def rank(world: World) -> Any:
+        return steps(Trainer(compiler.model, loss, factory, chosen, world=world, compiler=compiler))
+
+    return ranks(chosen, rank)
+
+
+def train_apart(plan: str, steps: Any, factory: Any, model: Any, loss: Any) -> list[Any]:
+    """As `train`, of ranks that each have a model of their own, and capture it."""
     chosen = Plan.parse(plan)
     torch.manual_seed(0)
     original = model()
     models = [copy.deepcopy(original) for _ in range(chosen.num_processes)]
+    return ranks(chosen, lambda world: steps(Trainer(models[world.rank], loss, factory, chosen, world=world)))
+
+
+def ranks(plan: Plan, rank: Callable[[World], Any]) -> list[Any]:
     try:
-        return run_ranks(
-            chosen.mesh, lambda world: steps(Trainer(models[world.rank], loss, factory, chosen, world=world))
-        )
+        return run_ranks(plan.mesh, rank)
     except RankFailed as error:
         raise error.__cause__ or error from None
 
@@ -323,7 +345,7 @@ def test_threads_that_each_make_a_trainer() -> None:
     def loss(model: Any, images: Tensor) -> Tensor:
         return mse_loss(model(images), images.flatten(1))
 
-    losses = train("data=4", lambda trainer: float(trainer.step(torch.ones(4, 3, 8, 8))), SGD, net, loss)
+    losses = train_apart("data=4", lambda trainer: float(trainer.step(torch.ones(4, 3, 8, 8))), SGD, net, loss)
     assert len(set(losses)) == 1
 
 
@@ -390,7 +412,7 @@ def test_a_model_that_cannot_be_captured() -> None:
         return trainer.executor.local("linear.weight").clone()
 
     for plan in ("data=2 sync=2 outer=nesterov", "data=2 compress=int8"):
-        one, other = train(plan, steps, SGD, Branching, loss)
+        one, other = train_apart(plan, steps, SGD, Branching, loss)
         assert torch.equal(one, other)
 
 

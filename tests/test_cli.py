@@ -118,18 +118,29 @@ def test_run_shows_the_first_exception_once(folder: Path) -> None:
     assert "runpy" not in error and "elastic" not in error
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_run_leaves_a_script_its_own_plan(folder: Path, size: int) -> None:
-    (folder / "script.py").write_text(
+def trains_by(plan: str) -> str:
+    """A script that trains under a plan of its own."""
+    return (
         "import functools, torch, plait\n"
         "sgd = functools.partial(torch.optim.SGD, lr=0.1)\n"
-        f"plan = 'data={size} sync=2' if {size} > 1 else 'micro=2'\n"
-        "trainer = plait.Trainer(torch.nn.Linear(4, 4), lambda model, x: model(x).square().mean(), sgd, plan)\n"
+        f"trainer = plait.Trainer(torch.nn.Linear(4, 4), lambda model, x: model(x).square().mean(), sgd, {plan!r})\n"
         "trainer.step(torch.ones(8, 4))\n"
         "print('trained by', trainer.plan)\n"
     )
-    out, error = plait("run", "script.py", "--processes", str(size)).communicate()
-    assert out.count(f"trained by {'data=2 sync=2' if size > 1 else 'micro=2'}") == size, error
+
+
+def test_run_leaves_a_script_its_own_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "script.py").write_text(trains_by("micro=2"))
+    for name in ("argv", "path"):  # which the script gets as under plain Python
+        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
+    alone = CliRunner().invoke(app, ["run", "script.py", "--processes", "1"])
+    assert alone.stdout == "trained by micro=2\n", alone.output
+
+
+def test_run_leaves_a_script_its_own_plan_on_two_processes(folder: Path) -> None:
+    (folder / "script.py").write_text(trains_by("data=2 sync=2"))
+    out, error = plait("run", "script.py", "--processes", "2").communicate()
+    assert out.count("trained by data=2 sync=2") == 2, error
 
 
 def test_run_traces_a_script_as_it_is(folder: Path) -> None:
@@ -141,10 +152,10 @@ def test_run_traces_a_script_as_it_is(folder: Path) -> None:
         "trainer = plait.Trainer(torch.nn.Linear(4, 4), loss_fn, sgd)\n"
         "for _ in range(3):\n    trainer.step(torch.ones(4, 4))\n"
     )
-    out, error = plait("run", "script.py", "--plan", "data=2", "--trace", "traced").communicate()
+    _, error = plait("run", "script.py", "--plan", "data=2", "--trace", "traced").communicate()
     assert not error, error
-    out, error = plait("report", "traced").communicate()
-    assert "report.html" in out and (folder / "traced" / "report.html").stat().st_size > 1 << 20, error
+    page = CliRunner().invoke(app, ["report", "traced"])
+    assert "report.html" in page.stdout and (folder / "traced" / "report.html").stat().st_size > 1 << 20, page.output
 
 
 def test_train_on_two_processes_stop_and_resume_under_another_plan(folder: Path) -> None:
