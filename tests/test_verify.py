@@ -204,6 +204,26 @@ def test_gradients_that_are_zero_but_for_rounding_may_differ() -> None:
     assert not compare(run(0.0, 1e-9), run(5e-8, 3e-9), [run(0.0, 2e-9)], plait.Plan.parse("data=2"), 1e-4).ok
 
 
+@pytest.mark.filterwarnings("ignore:std")
+def test_a_buffer_that_is_nan_on_one_device_is_nan_under_a_plan() -> None:
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("spread", torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            with torch.no_grad():
+                self.spread.lerp_(y.std(0), 0.1)
+            return y
+
+    report = plait.verify(Spread(), lambda m, x: m(x).pow(2).mean(), torch.randn(4, 4), "data=2 micro=2")
+    assert report.ok, report  # a microbatch has two rows
+    report = plait.verify(Spread(), lambda m, x: m(x).pow(2).mean(), torch.randn(2, 4), "micro=2")
+    assert report.ok, report
+
+
 def test_the_logits_are_never_gathered() -> None:
     rows, sequence, vocab = 8, 16, 256
     found = plait.explain(gpt(), loss_fn, gpt_batch(rows, sequence), "tensor=2")

@@ -137,3 +137,15 @@ def test_a_drawn_order_is_one_that_can_be(options: dict[str, int]) -> None:
         != drawn_order(Consistency(3, **options), 12, seed=5)
     )
     assert any(isinstance(decision, Commit) for decision in decisions)
+
+
+def test_a_model_in_half_precision_is_compared_as_it_rounds() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 4)).bfloat16()
+    batch = {"x": torch.randn(8, 16).bfloat16(), "y": torch.randint(0, 4, (8,))}
+
+    def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+    report = plait.verify(model, loss_fn, batch, "workers=1 servers=2 staleness=2 micro=2")
+    assert report.ok, report

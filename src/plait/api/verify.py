@@ -95,13 +95,19 @@ class Verifier:
             plan, compiler, self.batch, self.steps, optimizer=self.optimizer, layouts=layouts, seed=self.seed,
             clip_norm=self.clip_norm,
         )  # fmt: skip
-        self._lowered(compiler, check.first_batch, plan)
-        draws = range(4 if plan.compress.kind != "none" else 1)
-        serial = self._as_it_was(lambda *given: check.serial(self._twin(*given)))
-        again = [serial(last_bits(plan), draw) for draw in draws]
+        lowered = self._lowered(compiler, check.first_batch, plan)
+
+        def serial(plan: Plan, rounding: float = 0.0, draw: int = 0, wide: bool = False) -> RunResult:
+            twin = self._twin(rounding, draw)
+            if wide:
+                twin.widen()
+            return check.serial(twin, plan, _widened(self.batch) if wide else self.batch)
+
+        bits = _value_bits(lowered)
+        reference, again = self._with_repetitions(serial, plan, bits)
         with self._preserved():
             mine = check.rehearsed()
-        report = compare(_comparable(serial(0.0)), mine, again, plan, tolerance)
+        report = compare(reference, mine, again, plan, tolerance, (), bits)
         return replace(report, steps=self.steps)
 
     def _lowered(
@@ -149,33 +155,42 @@ class Verifier:
         pipeline = lowered.pipeline
         stale = pipeline if pipeline is not None and pipeline.schedule.asynchronous else None
         own = stale is not None or bool(plan.relaxed_axis)  # a definition of its own
-        levels = sorted({*_value_bits(lowered).values()})
+        bits = _value_bits(lowered)
+        levels = sorted({*bits.values()})
         key = (num_parts, plan.micro, plan.precision, plan.exceptions, str(plan) if own else "", *levels)
         if key not in self._references:
             if plan.relaxed_axis:
                 program: Callable[..., RunResult] = functools.partial(self._run_replicas, lowered)
             else:
                 program = functools.partial(self._run_one_device, num_parts=num_parts, stale=stale)
-            run = self._as_it_was(program)
-            again = [replace(run(plan, rounding=level), rounding=level) for level in levels]
-            if levels[-1] > LAST_BITS["fp32"] and not in_half(plan):
-                # The model computes in half precision of its own accord: of a value that is rounded coarsely one run
-                # may show nothing by chance. What of it can be had in float32 shows how far off one device is: a loss
-                # near 0 is the difference of large numbers, which longer and shorter sums round differently.
-                runs = [run(plan, rounding=levels[-1], draw=draw) for draw in (1, 2)]
-                with suppress(Exception):  # of the user's own casts
-                    runs.append(run(plan, wide=True))
-                again += [replace(one, rounding=levels[-1]) for one in runs]
-            if levels[-1] > LAST_BITS["fp32"] or in_half(plan):  # ranks round each its part of a sum
-                for num_parts in (2, 4):
-                    with SplitSums(num_parts):
-                        again.append(replace(run(plan), rounding=levels[-1]))
-            if plan.compress.kind != "none":  # what a code of few bits makes of rounding, one run shows by chance
-                again += [run(plan, rounding=last_bits(plan), draw=draw) for draw in (1, 2, 3)]
-            if in_half(plan):
-                again.append(run(replace(plan, precision="fp32", exceptions=())))
-            self._references[key] = _comparable(run(plan)), again
+            self._references[key] = self._with_repetitions(program, plan, bits)
         return self._references[key]
+
+    def _with_repetitions(
+        self, program: Callable[..., RunResult], plan: Plan, bits: Mapping[str, float]
+    ) -> tuple[RunResult, list[RunResult]]:
+        """What the serial program of a plan gives, and again with rounding of other kinds; `bits` are the last bits
+        that its values are rounded to. `program` takes a plan, `rounding` of the weights, of which `draw` is one, and
+        `wide`, which is to compute half precision in float32."""
+        run, levels = self._as_it_was(program), sorted({*bits.values()})
+        again = [replace(run(plan, rounding=level), rounding=level) for level in levels]
+        if levels[-1] > LAST_BITS["fp32"] and not in_half(plan):
+            # The model computes in half precision of its own accord: of a value that is rounded coarsely one run
+            # may show nothing by chance. What of it can be had in float32 shows how far off one device is: a loss
+            # near 0 is the difference of large numbers, which longer and shorter sums round differently.
+            runs = [run(plan, rounding=levels[-1], draw=draw) for draw in (1, 2)]
+            with suppress(Exception):  # of the user's own casts
+                runs.append(run(plan, wide=True))
+            again += [replace(one, rounding=levels[-1]) for one in runs]
+        if levels[-1] > LAST_BITS["fp32"] or in_half(plan):  # ranks round each its part of a sum
+            for num_parts in (2, 4):
+                with SplitSums(num_parts):
+                    again.append(replace(run(plan), rounding=levels[-1]))
+        if plan.compress.kind != "none":  # what a code of few bits makes of rounding, one run shows by chance
+            again += [run(plan, rounding=last_bits(plan), draw=draw) for draw in (1, 2, 3)]
+        if in_half(plan):
+            again.append(run(replace(plan, precision="fp32", exceptions=())))
+        return _comparable(run(plan)), again
 
     def _run_one_device(
         self,

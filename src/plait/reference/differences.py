@@ -234,7 +234,8 @@ def _relative(apart: float, largest: float, rounding: float, ulp: float, toleran
 
 def _apart(one: Tensor, other: Tensor) -> float:
     one, other = _reals(one).to(other.device), _reals(other)
-    return _largest(torch.where(one == other, 0.0, one - other))  # where both are infinite, too
+    same = (one == other) | (one.isnan() & other.isnan())  # where both are infinite, too
+    return _largest(torch.where(same, 0.0, one - other))
 
 
 def _largest(tensor: Tensor) -> float:

@@ -64,10 +64,12 @@ class ServedCheck:
 
             return run_ranks(self.job.plan.inner_plan.mesh, rank, algorithm=self.job.plan.allreduce)[0]
 
-    def serial(self, twin: nn.Module) -> RunResult:
-        """On one device, beginning with the values of `twin`, a copy of the model."""
-        job = dataclasses.replace(self.job, make_model=functools.partial(_copied, twin, self._compiler.loss_fn))
-        losses, values = SerialServers(job, self._batch).run(self._order)
+    def serial(self, twin: nn.Module, plan: Plan, batch: Any) -> RunResult:
+        """On one device, beginning with the values of `twin`, a copy of the model; `plan` has the precision."""
+        make_model = functools.partial(_copied, twin, self._compiler.loss_fn)
+        losses, values = SerialServers(dataclasses.replace(self.job, plan=plan, make_model=make_model), batch).run(
+            self._order
+        )
         return RunResult(losses, {}, values, {})
 
 
