@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import plait
 from plait.api.trainer import Trainer
 from plait.comm import sharing
 from plait.comm.sharing import can_share
@@ -96,3 +99,70 @@ def test_a_host_without_files_in_common_is_known(monkeypatch: pytest.MonkeyPatch
     assert not can_share()
     with pytest.raises(PlanError, match="or the system lets no process open another's memory file; use replica=HOSTS"):
         made("data=2 central=host")
+
+
+# Decisions against a plan that are made outside plan/, where they cannot be made by what is known of model, batch,
+# captured step and optimizer: each file with the reason. A new refusal is a function in plan/, of plain values.
+DECIDE_ELSEWHERE = {
+    "schedule/families/__init__.py": "what schedules there are; plan/ lies below",
+    "compile/capture/precision.py": "which op has no kernel, torch says when it is called",
+    "compile/sharding/auto_sharding.py": "what an axis divides, the search over the graph finds",
+    "compile/sharding/propagate.py": "which layout a batch norm's input has, propagation finds",
+    "compile/passes/recomputation.py": "the least that a budget can be, the integer program finds",
+    "compile/stages/split.py": "what stages share, the cut finds; and what a schedule's file is for",
+    "compile/stages/assign.py": "where the sharded step can be cut",
+    "engine/optimizers.py": "what a user's optimizer is, of which the function is called",
+    "engine/local_sgd/replica_batch.py": "rows that a rank takes of a later batch",
+    "engine/eager.py": "what modules do without a graph",
+    "integrations/servers/prepare.py": "what servers hold, and tables, which plan/ does not know",
+    "integrations/servers/optimizer_shard.py": "how a user's optimizer groups what a server holds",
+    "integrations/servers/verifying.py": "what verify can run in one process",
+}
+
+# Files with errors that are none of a plan for a model: of an argument or a file (argument), or of a job that runs and
+# whose model, batch or data have changed (job), or the model is refused under every plan (model).
+NO_REFUSAL = {
+    "api/cli.py": "argument", "api/job/memory_command.py": "argument", "api/job/report_command.py": "argument",
+    "api/memory.py": "argument", "api/verify.py": "argument", "comm/algorithms.py": "argument",
+    "compile/capture/capture.py": "model", "compile/capture/fake_parameters.py": "model",
+    "compile/capture/sources.py": "model", "compile/draft.py": "argument", "compile/stages/assign.py": "job",
+    "compile/stages/split.py": "argument", "cost/simulate.py": "argument", "engine/average.py": "argument",
+    "engine/checks.py": "argument", "engine/data/loader.py": "argument", "engine/dry_run.py": "argument",
+    "engine/eager.py": "argument", "engine/engine.py": "job", "engine/gathered.py": "argument",
+    "engine/local_sgd/exchange.py": "argument", "engine/optimizers.py": "argument", "engine/rank_executor.py": "job",
+    "engine/trace_folder.py": "argument", "engine/train_state.py": "job", "api/trainer.py": "argument",
+    "engine/unfreezing.py": "job", "engine/watch.py": "job", "integrations/servers/cluster.py": "argument",
+    "integrations/servers/prepare.py": "model", "integrations/servers/rehearsed.py": "argument",
+    "integrations/servers/running.py": "job", "integrations/servers/tables/module.py": "model",
+    "integrations/servers/tables/table_shard.py": "argument", "report/passes.py": "argument",
+    "report/schedule_page.py": "argument", "report/swimlane.py": "argument", "schedule/check.py": "argument",
+    "schedule/consistency.py": "argument", "schedule/families/__init__.py": "argument",
+    "schedule/families/replicated.py": "argument", "spec/mesh.py": "argument", "spec/schedule.py": "argument",
+}  # fmt: skip
+SOURCE = Path(plait.__file__).parent
+
+
+def test_plans_are_refused_in_plan() -> None:
+    """A file outside plan/ that decides against a plan, or raises a PlanError without a Refusal, is listed above."""
+    decide, others = set[str](), set[str]()
+    for path in sorted(SOURCE.rglob("*.py")):
+        place = path.relative_to(SOURCE).as_posix()
+        if place.startswith("plan/") or place == "errors.py":
+            continue
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            name = call.func.id if isinstance(call.func, ast.Name) else ""
+            if name == "Refusal":
+                decide.add(place)
+            elif name in ("PlanError", "ScheduleError", "UnevenBatchError") and not _is_refusal(call.args[0]):
+                others.add(place)
+    assert decide == DECIDE_ELSEWHERE.keys()
+    assert others == NO_REFUSAL.keys()
+
+
+def _is_refusal(given: ast.expr) -> bool:
+    """Whether what an error is made of is a Refusal, by its constructor, by a function of plan/, or by its name."""
+    if isinstance(given, ast.Subscript):
+        given = given.value
+    if isinstance(given, ast.Call) and isinstance(given.func, ast.Name):
+        return given.func.id in ("Refusal", "refusals", "no_common_memory")
+    return isinstance(given, ast.Name) and given.id == "refusal"

@@ -12,10 +12,9 @@ from torch import nn
 from plait.compile.capture.batch import take_rows
 from plait.compile.lowered import Lowered
 from plait.cost.compressed_bytes import bytes_exchanged
+from plait.engine.checks import check_plan, check_step
 from plait.engine.compiler import Captures, Compiler, LossFn
 from plait.engine.local_batch import num_rows
-from plait.engine.local_sgd.replica_batch import batch_of_replica
-from plait.engine.microbatch import microbatches
 from plait.errors import BatchError
 from plait.plan.annotation import Annotations
 from plait.plan.compression import NO_COMPRESSION
@@ -36,8 +35,9 @@ def explain(
     Raises PlanError, LayoutError or CaptureError as the Trainer would.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    own = _batch_of_worker(batch, plan) if plan.workers else batch_of_replica(batch, plan)
-    lowered = Compiler(Captures(model, loss_fn), plan.inner_plan, layouts).lowered(microbatches(own, plan.micro)[0])
+    check_plan(plan, model, None)
+    own = _batch_of_worker(batch, plan) if plan.workers else batch
+    lowered = check_step(Compiler(Captures(model, loss_fn), plan.inner_plan, layouts), own, plan)
     about = _service(plan, lowered) if plan.workers else _agreement(plan, lowered) if plan.relaxed_axis else ""
     return replace(explanation(lowered), agreement=about, layouts=layouts)
 

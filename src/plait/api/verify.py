@@ -243,25 +243,34 @@ class Verifier:
         return RunResult(losses, gradients, parameters, buffers, scale, outputs[0])
 
     def _run_replicas(
-        self, lowered: Lowered, plan: Plan, rounding: float = 0.0, draw: int = 0, wide: bool = False
+        self,
+        lowered: Lowered,
+        plan: Plan,
+        rounding: float = 0.0,
+        draw: int = 0,
+        wide: bool = False,
+        scale: float | None = None,
     ) -> RunResult:
         """As _run_one_device, of replicas that agree later: what the first of them ends with."""
-        if Precision(plan.precision, plan.exceptions).scaled:
-            raise PlanError(f"verify of {plan.title} has no serial program for the loss scale of fp16; take bf16")
-        if lowered.pipeline is not None and lowered.pipeline.schedule.asynchronous:
-            raise PlanError(f"verify has no serial program for sync= with schedule={plan.schedule}; take 1f1b")
+        if scale is None:
+            scale = FIRST_SCALE if Precision(plan.precision, plan.exceptions).scaled else 1.0
+        pipeline = lowered.pipeline
+        stale = pipeline if pipeline is not None and pipeline.schedule.asynchronous else None
         twins = [self._twin(rounding, draw) for _ in range(plan.mesh.axis_size(plan.relaxed_axis))]
         for twin in twins if wide else ():
             twin.widen()
         batch = _widened(self.batch) if wide else self.batch
         optimizers = [make_optimizer(self.optimizer, _trained(twin)) for twin in twins]
         states = {n: lowered.states[n] for n, _ in self.captures.model.named_parameters() if n in lowered.states}
-        serial = SerialReplicas(plan, twins, optimizers, states, self.captures.changing)
+        serial = SerialReplicas(plan, twins, optimizers, states, self.captures.changing, stale, scale)
         losses, gradients, outputs = list[float](), dict[str, Tensor](), list[dict[str, Tensor]]()
         for step in range(self.steps):
-            loss, found, aux = serial.step(
-                self.captures.loss_fn, batch, step_key(self.seed, step), step + 1, self.clip_norm
-            )
+            try:
+                loss, found, aux = serial.step(
+                    self.captures.loss_fn, batch, step_key(self.seed, step), step + 1, self.clip_norm
+                )
+            except OverflowError:  # as the trainer's scale comes down, but before the first step
+                return self._run_replicas(lowered, plan, rounding, draw, wide, scale / 2)
             losses.append(loss)
             outputs.append(aux)
             gradients = gradients or found
@@ -270,7 +279,7 @@ class Verifier:
         }
         buffers = dict(twins[0].named_buffers())
         buffers |= {n: p.detach() for n, p in twins[0].named_parameters() if n in self.captures.changing}
-        return RunResult(losses, gradients, parameters, buffers, outputs=outputs[0])
+        return RunResult(losses, gradients, parameters, buffers, scale, outputs[0])
 
     def _preserved(self) -> AbstractContextManager[None]:
         return preserved(self.captures.model, self.captures.loss_fn)

@@ -26,10 +26,11 @@ from plait.engine.local_batch import num_rows
 from plait.engine.local_sgd.replica_batch import batch_of_replica
 from plait.engine.microbatch import microbatches
 from plait.engine.optimizers import OptimizerFactory, check_patterns, facts_of_optimizer
-from plait.errors import PlanError
+from plait.errors import PlanError, UnevenBatchError
 from plait.plan.legality import refusals
 from plait.plan.plan import Plan
 from plait.plan.step_facts import Place, StepFacts
+from plait.plan.step_refusals import of_rows
 
 
 def check_given(model: Any, loss_fn: Any, optimizer: Any, clip_norm: float | None) -> None:
@@ -81,10 +82,11 @@ def check_step(
     Trainer raises them.
     """
     first = microbatches(batch_of_replica(batch, plan), plan.micro)[0]
+    if not plan.workers:
+        for refusal in of_rows(plan, num_rows(batch)):
+            raise UnevenBatchError(refusal)
     captured = compiler.captured(first)
     facts = check_captured(compiler, plan, captured, clip_norm)
-    facts = replace(facts, rows=num_rows(batch))
-    refuse(plan, facts)
     lowered = compiler.lowered_from(captured)
     if optimizer is not None:
         mesh = plan.inner_plan.mesh

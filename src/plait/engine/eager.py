@@ -36,7 +36,7 @@ from plait.engine.compiler import Compiler, LossFn
 from plait.engine.local_batch import LocalBatch, batch_part, num_rows
 from plait.engine.outputs import gather_outputs
 from plait.engine.twin import preserved
-from plait.errors import CaptureError, LossError, PlanError
+from plait.errors import CaptureError, LossError, PlanError, Refusal
 from plait.plan.axes import ddp_axis
 from plait.plan.legality import refusals
 from plait.plan.plan import Plan
@@ -294,10 +294,11 @@ def _batch_norm(model: nn.Module) -> str | None:
 def _refuse_batch_norm(model: nn.Module, plan: Plan) -> None:
     found = _batch_norm(model)
     if found is not None and plan.batchnorm != "local":
-        raise PlanError(
+        what = (
             f"the model runs under PyTorch's DDP, where the batch statistics of {found or 'the model'} are those of"
-            " each rank's rows, not of the batch: add batchnorm=local to the plan if that is what you want"
+            " each rank's rows, not of the batch"
         )
+        raise PlanError(Refusal(what, "", "add batchnorm=local to the plan if that is what you want"))
 
 
 class _Loss(nn.Module):

@@ -22,7 +22,7 @@ from plait.comm.protocol import World
 from plait.engine.parameter_parts import LaidOutParts
 from plait.engine.trying import EXACT, depends_on_others, depends_on_the_cut, note_absent, wrapper_depends_on_the_cut
 from plait.engine.tuning import prefer_fused
-from plait.errors import PlanError
+from plait.errors import PlanError, Refusal
 from plait.optim.several import Several, optimizers_within, title_of
 from plait.plan.plan import Plan
 from plait.plan.step_facts import CutTrial, OptimizerFacts
@@ -295,17 +295,14 @@ def _is_optimizer(value: Any) -> bool:
 def _refuse_what_cannot_step(optimizer: Any) -> None:
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise PlanError(
-            "SparseAdam takes only sparse gradients, and those of a training step are dense; use Adam, which moves"
-            " every row at each step"
-        )
+        what = "SparseAdam takes only sparse gradients, and those of a training step are dense"
+        raise PlanError(Refusal(what, "", "use Adam, which moves every row at each step"))
     # Of the class: a scheduler puts a wrapper in the place of the instance's own, whose first argument is self.
     closure = next(iter([*inspect.signature(type(optimizer).step).parameters.values()][1:]), None)
     if closure is not None and closure.default is closure.empty and closure.kind is closure.POSITIONAL_OR_KEYWORD:
-        raise PlanError(
-            f"{kind} runs the model several times a step, from a closure, and a training step runs it once; use AdamW,"
-            " SGD or another optimizer whose step() needs no closure"
-        )
+        what = f"{kind} runs the model several times a step, from a closure, and a training step runs it once"
+        instead = "use AdamW, SGD or another optimizer whose step() needs no closure"
+        raise PlanError(Refusal(what, "", instead))
 
 
 def _is_cut(layout: Layout, mesh: Mesh) -> bool:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from plait.errors import Refusal
-from plait.plan.axes import axis_kind, ddp_axis
+from plait.plan.axes import axis_kind, batch_axes, ddp_axis
 from plait.plan.plan import Plan
 from plait.plan.recompute import Recompute
 from plait.plan.step_facts import OptimizerFacts, ParameterFacts, StepFacts
@@ -29,7 +29,13 @@ _WITHOUT_GRAPH = (
 def of_rows(plan: Plan, rows: int) -> Iterator[Refusal]:
     """Of the rows of a global batch: replicas, microbatches and ranks each take an equal number."""
     if plan.workers:
-        return  # whose batches are checked by what a worker reads
+        num = plan.workers - plan.backup
+        refusal = uneven_workers(plan, rows) or uneven_batch(
+            plan.inner_plan, rows // num, f"a worker's part of the batch, {rows // num} rows,"
+        )
+        if refusal:
+            yield refusal
+        return
     if refusal := uneven_replicas(plan, rows):
         yield refusal
         return
@@ -47,6 +53,31 @@ def uneven_replicas(plan: Plan, rows: int) -> Refusal | None:
     return Refusal(
         f"{num} replicas do not divide the batch of {rows} rows", "", f"give a multiple of {num * plan.micro}"
     )
+
+
+def uneven_workers(plan: Plan, rows: int) -> Refusal | None:
+    """Where the workers that a step waits for do not divide the rows of a global batch."""
+    num = plan.workers - plan.backup
+    if rows % num == 0:
+        return None
+    return Refusal(
+        f"the global batch of {rows} does not split over the {num} workers that a step waits for", "",
+        f"choose a multiple of {num}, such as {max(rows // num, 1) * num}",
+    )  # fmt: skip
+
+
+def uneven_batch(plan: Plan, rows: int, what: str) -> Refusal | None:
+    """Where the ranks and microbatches do not divide the rows of a batch, which is named as `what`."""
+    num = plan.num_batch_parts * plan.micro
+    if rows % num == 0:
+        return None
+    sizes = {axis: plan.mesh.axis_size(axis) for axis in batch_axes()} | {"micro": plan.micro}
+    cuts = [f"{name}={n}" for name, n in sizes.items() if n > 1]
+    total = f" ({num} parts)" if len(cuts) > 1 else ""
+    return Refusal(
+        f"{what} does not split over {' '.join(cuts)}{total}", "",
+        f"choose a multiple of {num}, such as {max(rows // num, 1) * num}",
+    )  # fmt: skip
 
 
 def uneven_micro(num: int, rows: int, whose: str = "the batch") -> Refusal | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from plait.compile.capture.batch import join_rows, take_rows
 from plait.compile.capture.loss_values import ROWS, LossPart, Outputs, join_outputs, results
+from plait.compile.stages.split import Pipeline
 from plait.cost.compressed_bytes import is_smaller, num_kept, num_owned
 from plait.engine.local_batch import num_rows
 from plait.engine.local_sgd.codec import decode, encode
@@ -27,7 +28,7 @@ from plait.engine.slices import Fragment, fragments
 from plait.plan.axes import parts_around
 from plait.plan.compression import Compression
 from plait.plan.plan import Plan
-from plait.reference.one_device import one_device_step
+from plait.reference.one_device import one_device_step, stale_step
 from plait.schedule.rounds import Rounds, split_in_parts
 from plait.spec.layout import Layout
 
@@ -107,7 +108,8 @@ class Compressor:
 
 
 class SerialReplicas:
-    """Replicas of `plan`, one after the other. `twins` are equal models, with an optimizer each."""
+    """Replicas of `plan`, one after the other. `twins` are equal models, with an optimizer each. Losses are multiplied
+    by `scale` before they are differentiated. `pipeline` is that of an asynchronous schedule: what stages do when."""
 
     def __init__(
         self,
@@ -116,10 +118,13 @@ class SerialReplicas:
         optimizers: Sequence[torch.optim.Optimizer],
         layouts: Mapping[str, Layout],
         changing: Collection[str] = (),
+        pipeline: Pipeline | None = None,
+        scale: float = 1.0,
     ) -> None:
         self.plan = plan
         self._changing = changing  # parameters that the step itself changes, as it does buffers
         self.twins = twins
+        self._pipeline, self._scale = pipeline, scale
         self._optimizers = optimizers
         self._named = [{n: p for n, p in twin.named_parameters() if p.requires_grad} for twin in twins]
         self._rounds = Rounds.of(plan)
@@ -139,7 +144,8 @@ class SerialReplicas:
         self, loss_fn: Callable[[Any, Any], Any], batch: Any, key: int, step: int, clip_norm: float | None
     ) -> tuple[float, Named, Named]:
         """Step number `step`, 1 being the first; loss, gradients and outputs that a trainer of the first replica
-        gives."""
+        gives. An asynchronous schedule has none of the gradients left. OverflowError where a gradient is too large for
+        the scale."""
         plan, num = self.plan, len(self.twins)
         losses, weights = [], []
         outputs: list[Outputs] = []
@@ -147,9 +153,15 @@ class SerialReplicas:
             rows = rows_of(batch, plan, index)
             for parameter in twin.parameters():
                 parameter.grad = None
-            found = one_device_step(
-                twin, loss_fn, rows, plan.inner_plan, replica_key(key, index), norm_parts(plan), 1.0
-            )
+            inner, own = plan.inner_plan, replica_key(key, index)
+            if self._pipeline is not None:
+                optimizer = self._optimizers[index]
+                found = stale_step(twin, loss_fn, rows, inner, own, self._pipeline, optimizer, norm_parts(plan))
+            else:
+                found = one_device_step(twin, loss_fn, rows, inner, own, norm_parts(plan), self._scale)
+            grads = [p.grad for p in twin.parameters() if p.grad is not None]
+            if self._scale > 1 and not all(grad.isfinite().all() for grad in grads):
+                raise OverflowError(f"a gradient is not finite with the loss times {self._scale:g}")
             losses.append(float(found.loss))
             weights.append(1.0 if found.weight is None else found.weight)
             outputs.append(found.outputs or {})
@@ -166,6 +178,8 @@ class SerialReplicas:
             losses[0] = sum(one * w for one, w in zip(losses, weights, strict=True)) / total
         gradients = {n: p.grad.clone() for n, p in self._named[0].items() if p.grad is not None}
         for named, optimizer in zip(self._named, self._optimizers, strict=True):
+            if self._pipeline is not None:
+                break  # which has updated
             if clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_([p for p in named.values() if p.grad is not None], clip_norm)
             optimizer.step()

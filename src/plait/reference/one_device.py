@@ -134,7 +134,7 @@ def stale_step(
     """
     if isinstance(model, Twin):
         with model.installed() as own:
-            return stale_step(own, loss_fn, batch, plan, key, pipeline, optimizer)
+            return stale_step(own, loss_fn, batch, plan, key, pipeline, optimizer, num_parts)
     precision = Precision(plan.precision, plan.exceptions)
     schedule, named = pipeline.schedule, dict(model.named_parameters())
     device = next(iter(named.values())).device.type

@@ -21,11 +21,10 @@ from plait.api.job.gpt import bytes_gpt
 from plait.api.job.refer import call, check_arguments, import_reference, is_reference
 from plait.api.job.text import ByteText, read_text, split_text
 from plait.backends.eager.offload.scratch import scratch_folder
-from plait.compile.capture.precision import Precision
 from plait.engine.checkpoint.fitting import refuse_tables
 from plait.engine.checkpoint.integrity import check_files
 from plait.engine.checkpoint.places import INSIDE, checkpoint_of, checkpoints, newest, older_than
-from plait.engine.checks import check_plan, place_here
+from plait.engine.checks import check_plan, check_step, place_here
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.data.order import check_batch_size
 from plait.engine.environment import under_launcher
@@ -210,7 +209,7 @@ def check_job(config: Config, plan: Plan, resume: Resume = ANEW, writes: bool = 
     check_plan(plan, model, config.train.clip_norm, place_here() if writes else None)
     make_optimizer(optimizer_factory(config), [(name, p) for name, p in named.items() if p.requires_grad])
     if writes and not plan.workers and not under_launcher() and _asks_the_graph(plan):
-        _check_lowering(config, plan, data)
+        _check_step(config, plan, data)
     if writes:
         _check_out(config, plan, resume)
 
@@ -218,11 +217,12 @@ def check_job(config: Config, plan: Plan, resume: Resume = ANEW, writes: bool = 
 def _asks_the_graph(plan: Plan) -> bool:
     """Whether only the graph of the step says if the model can have the plan."""
     more_than_rows = any(size > 1 and not axis_kind(axis).cuts_rows for axis, size in plan.mesh.axes)
-    return more_than_rows or bool(plan.exceptions) or plan.recompute != NO_RECOMPUTE
+    cuts = bool(plan.sharding.axis) or plan.batchnorm == "local"
+    return more_than_rows or cuts or bool(plan.exceptions) or plan.recompute != NO_RECOMPUTE
 
 
-def _check_lowering(config: Config, plan: Plan, data: Data) -> None:
-    """Raise PlanError or LayoutError for a plan that the step of this model cannot have.
+def _check_step(config: Config, plan: Plan, data: Data) -> None:
+    """Raise PlanError or LayoutError for a plan that the step of this model, or its optimizer, cannot have.
 
     What cannot be captured without values is left to the ranks, which have them.
     """
@@ -231,15 +231,15 @@ def _check_lowering(config: Config, plan: Plan, data: Data) -> None:
             model, loss_fn = make_model(config)
         except Exception:  # a constructor that needs values
             return
-    batch = microbatches(batch_of_replica(first_batch(config, data), plan), plan.micro)[0]
+    batch = first_batch(config, data)
+    compiler = Compiler(Captures(model, loss_fn, torch.device("cpu")), plan.inner_plan, config.layouts)
     try:
-        captured = Captures(model, loss_fn, torch.device("cpu"))
-        captured.captured(batch, True, Precision(plan.precision, plan.exceptions), plan.micro == 1)
+        compiler.captured(microbatches(batch_of_replica(batch, plan), plan.micro)[0])
     except (PlanError, BatchError, LossError):
         raise
     except Exception:
         return
-    Compiler(captured, plan.inner_plan, config.layouts).lowered(batch)
+    check_step(compiler, batch, plan, config.train.clip_norm, optimizer_factory(config))
 
 
 def _on_meta(config: Config) -> nn.Module:

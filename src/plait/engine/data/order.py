@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.data import SequentialSampler
 
 from plait.compile.capture.batch import map_batch
-from plait.errors import BatchError, DataError
-from plait.plan.axes import batch_axes
+from plait.errors import BatchError, DataError, UnevenBatchError
 from plait.plan.plan import Plan
+from plait.plan.step_refusals import uneven_batch
 
 
 @dataclass(frozen=True)
@@ -208,14 +208,7 @@ def _checksum(item: Any) -> str:
 
 
 def check_batch_size(size: int, plan: Plan, what: str) -> None:
-    """Raise BatchError, which names the batch as `what`, unless each microbatch splits evenly over the batch axes."""
-    num = plan.num_batch_parts * plan.micro
-    if size % num == 0:
-        return
-    sizes = {axis: plan.mesh.axis_size(axis) for axis in batch_axes()} | {"micro": plan.micro}
-    cuts = [f"{name}={n}" for name, n in sizes.items() if n > 1]
-    total = f" ({num} parts)" if len(cuts) > 1 else ""
-    raise BatchError(
-        f"{what} does not split over {' '.join(cuts)}{total}; choose a multiple of {num}, such as"
-        f" {max(size // num, 1) * num}"
-    )
+    """Raise UnevenBatchError, which names the batch as `what`, unless each microbatch splits evenly over the batch
+    axes."""
+    if refusal := uneven_batch(plan, size, what):
+        raise UnevenBatchError(refusal)

@@ -19,7 +19,7 @@ from plait.engine.checkpoint.snapshot import persistent_buffers
 from plait.engine.optimizers import OptimizerFactory, build_optimizer, build_scheduler
 from plait.engine.train_state import TrainState
 from plait.engine.trying import EXACT, depends_on_the_cut
-from plait.errors import PlanError
+from plait.errors import PlanError, Refusal
 from plait.integrations.servers.arrays import offsets, views
 from plait.optim.several import Several
 from plait.plan.plan import Plan
@@ -141,10 +141,11 @@ def _group_of(index: int, names: Sequence[str], groups: Sequence[Mapping[str, An
     """Which of the groups has these parameters; one without any is the one at its place."""
     found = [i for i, group in enumerate(groups) if names and {*names} <= {*group["members"]}]
     if names and not found:
-        raise PlanError(
+        what = (
             f"the optimizer has {', '.join(names)} in one group where a server has only some of the variables, and in"
-            " several where one process has all; let its groups depend on each parameter alone, or use servers=1"
+            " several where one process has all"
         )
+        raise PlanError(Refusal(what, "", "let its groups depend on each parameter alone, or use servers=1"))
     return found[0] if found else min(index, len(groups) - 1)
 
 
@@ -227,10 +228,8 @@ def may_cut(variables: Sequence[Variable], make_optimizer: OptimizerFactory) -> 
     layouts = {name: Layout(torch_name(p.dtype), tuple(p.shape)) for name, p in small.items()}
     optimizer = build_optimizer(make_optimizer, small, layouts, process_world(Plan().mesh, device="cpu"))
     if isinstance(optimizer, Several):
-        raise PlanError(
-            f"a server updates its pieces of the variables with one optimizer, and {optimizer.title} are several; use"
-            " one optimizer, or data=N in place of workers="
-        )
+        what = f"a server updates its pieces of the variables with one optimizer, and {optimizer.title} are several"
+        raise PlanError(Refusal(what, "", "use one optimizer, or data=N in place of workers="))
     if hasattr(optimizer, "bind") or type(optimizer) in EXACT:
         return False
     return not any(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.errors import PlanError
+from plait.errors import PlanError, Refusal
 from plait.integrations.servers.optimizer_shard import may_cut
 from plait.integrations.servers.service import Job, check_plan, variables_of
 from plait.integrations.servers.tables.module import specs_of, tables_away
@@ -28,30 +28,26 @@ def make_job(plan: Plan, **given: Any) -> Job:
     model = _on_meta(given["make_model"])
     variables, tables = variables_of(model), specs_of(model)
     if tables and (plan.inner_plan.num_processes > 1 or plan.micro > 1):
-        raise PlanError(
-            f"the plan {plan.title!r} does not go with the tables {_names(tables)}: a worker looks up the rows of a"
-            " batch for one rank, at once; use workers=N servers=M alone"
-        )
+        what = f"the plan {plan.title!r} does not go with the tables {_names(tables)}"
+        why = "a worker looks up the rows of a batch for one rank, at once"
+        raise PlanError(Refusal(what, why, "use workers=N servers=M alone"))
     if tables and plan.sync != 1:
+        what = f"sync={plan.sync} has workers take steps of their own on the whole model"
         raise PlanError(
-            f"sync={plan.sync} has workers take steps of their own on the whole model, and the rows of the tables"
-            f" {_names(tables)} are on servers; leave sync= out"
+            Refusal(f"{what}, and the rows of the tables {_names(tables)} are on servers", "", "leave sync= out")
         )
     if tables and given.get("evaluate_every"):
-        raise PlanError(
-            f"evaluation needs the whole model in one process, and the tables {_names(tables)} are on servers; set"
-            " train.evaluate_every = 0"
-        )
+        what = f"evaluation needs the whole model in one process, and the tables {_names(tables)} are on servers"
+        raise PlanError(Refusal(what, "", "set train.evaluate_every = 0"))
     if not variables:
         raise PlanError("the model has no parameter to train, so that there is nothing for servers to hold")
     job = Job(name=uuid.uuid4().hex[:12], plan=plan, variables=variables, shards=(), tables=tables, **given)
     may_cut(variables, job.optimizer)  # refuses what workers cannot have
     shards = balance(variables, plan.servers, may_cut(variables, job.server_optimizer))
     if not all(shards):
-        raise PlanError(
-            f"servers={plan.servers} do not all get a part of {len(variables)} variables of"
-            f" {sum(v.num_bytes for v in variables)} bytes; give fewer"
-        )
+        size = sum(v.num_bytes for v in variables)
+        what = f"servers={plan.servers} do not all get a part of {len(variables)} variables of {size} bytes"
+        raise PlanError(Refusal(what, "", "give fewer"))
     return dataclasses.replace(job, shards=shards)
 
 

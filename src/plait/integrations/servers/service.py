@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from plait.compile.ir.dtypes import torch_name
-from plait.engine.data.order import check_batch_size
 from plait.engine.optimizers import OptimizerFactory
-from plait.errors import BatchError, PlanError
+from plait.errors import PlanError, UnevenBatchError
 from plait.integrations.servers.coding import Coding
 from plait.integrations.servers.tables.module import tables_of
 from plait.integrations.servers.tables.table_shard import TableSpec
@@ -24,6 +23,7 @@ from plait.plan.annotation import Annotations
 from plait.plan.legality import refusals
 from plait.plan.plan import Plan
 from plait.plan.step_facts import StepFacts
+from plait.plan.step_refusals import of_rows
 from plait.schedule.balance import Piece, Variable
 from plait.schedule.consistency import Consistency
 
@@ -183,11 +183,5 @@ def check_plan(plan: Plan, batch_size: int) -> None:
 
     for refusal in refusals(plan, StepFacts(updates_within=updates_within(plan.inner_plan))):
         raise PlanError(refusal)
-    parts = plan.workers - plan.backup
-    if batch_size % parts:
-        raise BatchError(
-            f"the global batch of {batch_size} does not split over the {parts} workers that a step waits for; choose a"
-            f" multiple of {parts}, such as {max(batch_size // parts, 1) * parts}"
-        )
-    within = plan.inner_plan
-    check_batch_size(batch_size // parts, within, f"a worker's part of the batch, {batch_size // parts} rows,")
+    for refusal in of_rows(plan, batch_size):
+        raise UnevenBatchError(refusal)

@@ -14,7 +14,7 @@ from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
 from plait.engine.compiler import Compiler, LossFn
 from plait.engine.local_batch import num_rows
-from plait.errors import PlanError
+from plait.errors import PlanError, Refusal
 from plait.integrations.servers.feed import BatchFeed
 from plait.integrations.servers.prepare import make_job
 from plait.integrations.servers.rehearsed import of_each_worker, rehearse
@@ -33,10 +33,9 @@ class ServedCheck:
     def __init__(self, plan: Plan, compiler: Compiler, batch: Any, steps: int, **given: Any) -> None:
         model, rows = compiler.model, num_rows(batch)
         if tables := tables_of(model):
-            raise PlanError(
-                f"verify runs no tables on servers, and the model has {', '.join(tables)}; check the plan"
-                f" {str(plan.inner_plan) or 'data=2'!r}, under which they are embeddings"
-            )
+            what = f"verify runs no tables on servers, and the model has {', '.join(tables)}"
+            other = str(plan.inner_plan) or "data=2"
+            raise PlanError(Refusal(what, "", f"check the plan {other!r}, under which they are embeddings"))
         self._compiler, self._batch, self._model = compiler, batch, model
         self.job: Job = make_job(
             plan, make_model=functools.partial(_copied, model, compiler.loss_fn), make_data=lambda: (None, None),

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from plait.errors import PlanError
+from plait.errors import PlanError, Refusal
 from plait.schedule.families.asynchronous import pipedream, pipedream_2bw, pipedream_vertical
 from plait.schedule.families.dualpipe import dualpipe_v
 from plait.schedule.families.looped import interleaved, looped_bfs
@@ -57,12 +57,11 @@ def make_schedule(name: str, num_ranks: int, num_micro: int, chunks: int | None 
         return family.make(num_ranks, num_micro, chunks)
     if chunks != family.chunks:
         others = [other for other, each in FAMILIES.items() if each.any_chunks and other != "forward-only"]
-        raise PlanError(
-            f"chunks={chunks}: the schedule {name} has {family.chunks} on each rank; leave chunks out, or take"
-            f" {' or '.join(others)}, which have any number from 1 on"
-            if not family.any_chunks
-            else f"chunks={chunks}: a rank has 1 chunk or more"
-        )
+        if family.any_chunks:
+            raise PlanError(f"chunks={chunks}: a rank has 1 chunk or more")
+        why = f"the schedule {name} has {family.chunks} on each rank"
+        instead = f"leave chunks out, or take {' or '.join(others)}, which have any number from 1 on"
+        raise PlanError(Refusal(f"chunks={chunks}", why, instead))
     return family.make(num_ranks, num_micro)
 
 
