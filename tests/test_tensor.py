@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import transformers as hf
@@ -81,10 +83,19 @@ def text(rows: int, length: int = 8) -> dict[str, Tensor]:
     ],
 )
 def test_fewer_key_value_heads_than_ranks(kv_heads: int, rows: int, plan: str) -> None:
+    check(of_few_heads(kv_heads, rows), plan)
+
+
+@functools.cache
+def of_few_heads(kv_heads: int, rows: int) -> plait.Verifier:
     torch.manual_seed(0)
-    model = Decoder(Attention(kv_heads), Attention(kv_heads)).double()
-    report = plait.verify(model, loss_fn, text(rows), plan, tolerance=1e-6)
-    assert report.ok, report
+    return plait.Verifier(Decoder(Attention(kv_heads), Attention(kv_heads)).double(), loss_fn, text(rows))
+
+
+def check(verifier: plait.Verifier, *plans: str) -> None:
+    for plan in plans:
+        report = verifier.verify(plan, tolerance=1e-6)
+        assert report.ok, report
 
 
 def test_what_changes_its_placement_is_dense() -> None:
@@ -122,11 +133,10 @@ class Fused(nn.Module):
         return self.down(F.silu(gated[..., ::2]) * gated[..., 1::2])
 
 
-@pytest.mark.parametrize("plan", ["tensor=2", "data=2 tensor=2 zero=3", "tensor=2 pipeline=2 micro=2"])
-def test_fused_weights_of_unequal_blocks(plan: str) -> None:
+def test_fused_weights_of_unequal_blocks() -> None:
     torch.manual_seed(0)
-    report = plait.verify(Decoder(Fused(), Fused()).double(), loss_fn, text(4), plan, tolerance=1e-6)
-    assert report.ok, report
+    verifier = plait.Verifier(Decoder(Fused(), Fused()).double(), loss_fn, text(4))
+    check(verifier, "tensor=2", "data=2 tensor=2 zero=3", "tensor=2 pipeline=2 micro=2")
 
 
 def test_fused_weights_are_split_without_gathers() -> None:
@@ -155,17 +165,23 @@ class Complex(nn.Module):
         return self.out(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("plan", ["data=2", "tensor=2"])
-def test_complex_rotary_positions_gather_nothing(plan: str) -> None:
-    found = lowered(Decoder(Complex()), plan)
-    assert not found.without_rule and count(found, comm_ops.all_gather) == 0
+def test_complex_rotary_positions_gather_nothing() -> None:
     torch.manual_seed(0)
-    report = plait.verify(Decoder(Complex()), loss_fn, text(4), plan)
-    assert report.ok, report
+    verifier = plait.Verifier(Decoder(Complex()), loss_fn, text(4))
+    for plan in ("data=2", "tensor=2"):
+        found = lowered_of(verifier, plan)
+        assert not found.without_rule and count(found, comm_ops.all_gather) == 0
+        report = verifier.verify(plan)
+        assert report.ok, report
 
 
 def lowered(model: nn.Module, plan: str, loss: LossFn = loss_fn, rows: int = 4) -> Lowered:
     return Compiler(Captures(model, loss), Plan.parse(plan)).lowered(text(rows))
+
+
+def lowered_of(verifier: plait.Verifier, plan: str) -> Lowered:
+    """What `verify` runs under the plan; one capture serves both."""
+    return Compiler(verifier.captures, Plan.parse(plan)).lowered(verifier.batch)
 
 
 def whole_weights(found: Lowered) -> list[str]:
@@ -190,13 +206,12 @@ def test_keys_that_are_turned_are_split(kv_heads: int) -> None:
 
 
 def test_a_norm_over_all_heads_is_a_small_sum() -> None:
-    found = lowered(Decoder(Attention(4, normed=True)), "tensor=2")
+    torch.manual_seed(0)
+    verifier = plait.Verifier(Decoder(Attention(4, normed=True)).double(), loss_fn, text(4))
+    found = lowered_of(verifier, "tensor=2")
     assert whole_weights(found) == []
     assert count(found, comm_ops.all_gather) == 0
-    torch.manual_seed(0)
-    model = Decoder(Attention(4, normed=True)).double()
-    report = plait.verify(model, loss_fn, text(4), "tensor=4", tolerance=1e-6)
-    assert report.ok, report
+    check(verifier, "tensor=4")
 
 
 def hf_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -208,12 +223,11 @@ def test_few_key_value_heads_of_a_fused_weight_are_gathered() -> None:
         vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=8,
         num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, use_cache=False,
     )  # fmt: skip
-    model = hf.Phi3ForCausalLM._from_config(config).train()
-    found = lowered(model, "tensor=4", hf_loss)
-    assert str(found.layouts["model.layers.0.self_attn.qkv_proj.weight"]) == "f32[96@tensor/4+1+1, 64]"
+    verifier = plait.Verifier(hf.Phi3ForCausalLM._from_config(config).train().double(), hf_loss, text(4))
+    found = lowered_of(verifier, "tensor=4")
+    assert str(found.layouts["model.layers.0.self_attn.qkv_proj.weight"]) == "f64[96@tensor/4+1+1, 64]"
     assert whole_weights(found) == [] and gathered_columns(found) == [16, 16]
-    report = plait.verify(model.double(), hf_loss, text(4), "tensor=4", tolerance=1e-6)
-    assert report.ok, report
+    check(verifier, "tensor=4")
 
 
 def gathered_columns(found: Lowered) -> list[int]:
@@ -246,14 +260,11 @@ class MultiQuery(nn.Module):
 
 @pytest.mark.parametrize("slices", [True, False])
 def test_the_one_key_value_head_of_a_fused_weight_is_gathered(slices: bool) -> None:
-    found = lowered(Decoder(MultiQuery(slices), MultiQuery(slices)), "tensor=4")
+    torch.manual_seed(0)
+    verifier = plait.Verifier(Decoder(MultiQuery(slices), MultiQuery(slices)).double(), loss_fn, text(4))
+    found = lowered_of(verifier, "tensor=4")
     assert whole_weights(found) == [] and gathered_columns(found) == [WIDTH // HEADS] * 4
-    for plan in ("tensor=4", "data=2 tensor=2 zero=3", "tensor=2 pipeline=2 micro=2"):
-        torch.manual_seed(0)
-        report = plait.verify(
-            Decoder(MultiQuery(slices), MultiQuery(slices)).double(), loss_fn, text(4), plan, tolerance=1e-6
-        )
-        assert report.ok, report
+    check(verifier, "tensor=4", "data=2 tensor=2 zero=3", "tensor=2 pipeline=2 micro=2")
 
 
 def test_a_later_shape_of_batch_gathers_the_same() -> None:
@@ -301,14 +312,12 @@ def conditioned_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def test_what_a_condition_changes_is_gathered_once() -> None:
     torch.manual_seed(0)
-    batch = {"x": torch.randn(4, 16, WIDTH), "t": torch.rand(4)}
-    found = Compiler(Captures(Conditioned(), conditioned_loss), Plan.parse("tensor=4")).lowered(batch)
+    batch = {"x": torch.randn(4, 16, WIDTH).double(), "t": torch.rand(4).double()}
+    verifier = plait.Verifier(Conditioned().double(), conditioned_loss, batch)
+    found = lowered_of(verifier, "tensor=4")
     assert [name for name in whole_weights(found) if name not in ("start.weight", "head.weight")] == []
     assert gathered_columns(found) == [6 * WIDTH] * 2
-    batch = {name: value.double() for name, value in batch.items()}
-    for plan in ("tensor=4", "data=2 tensor=2", "tensor=2 pipeline=2 micro=2"):
-        report = plait.verify(Conditioned().double(), conditioned_loss, batch, plan, tolerance=1e-6)
-        assert report.ok, report
+    check(verifier, "tensor=4", "data=2 tensor=2", "tensor=2 pipeline=2 micro=2")
 
 
 def mamba(groups: int) -> nn.Module:
@@ -322,10 +331,10 @@ def mamba(groups: int) -> nn.Module:
 
 @pytest.mark.parametrize(("groups", "plan"), [(4, "tensor=4"), (1, "tensor=2")])
 def test_the_fused_projection_of_a_state_space_is_split(groups: int, plan: str) -> None:
-    found = lowered(mamba(groups), plan, hf_loss)
+    verifier = plait.Verifier(mamba(groups).double(), hf_loss, text(4))
+    found = lowered_of(verifier, plan)
     assert "backbone.layers.0.mixer.in_proj.weight" not in whole_weights(found)
-    report = plait.verify(mamba(groups).double(), hf_loss, text(4), plan, tolerance=1e-6)
-    assert report.ok, report
+    check(verifier, plan)
 
 
 def experts() -> nn.Module:
@@ -338,12 +347,13 @@ def experts() -> nn.Module:
 
 
 def test_experts_are_split_inside() -> None:
-    found = lowered(experts(), "tensor=2", hf_loss)
+    verifier = plait.Verifier(experts(), hf_loss, text(4))
+    found = lowered_of(verifier, "tensor=2")
     assert whole_weights(found) == ["model.layers.0.mlp.gate.weight"]
     assert str(found.layouts["model.layers.0.mlp.experts.gate_up_proj"]) == "f32[4, 96@tensor/2, 32]"
     assert str(found.layouts["model.layers.0.mlp.experts.down_proj"]) == "f32[4, 32, 48@tensor]"
     for plan in ("tensor=4", "data=2 tensor=2 zero=3"):
-        report = plait.verify(experts(), hf_loss, text(4), plan)
+        report = verifier.verify(plan)
         assert report.ok, report
     model = experts().double()
     model.set_experts_implementation("batched_mm")  # the grouped product has no float64
@@ -353,11 +363,10 @@ def test_experts_are_split_inside() -> None:
 
 def test_experts_of_too_few_columns_a_rank_stay_whole() -> None:
     """The grouped product wants rows of 16 bytes: 48 columns in bfloat16 are cut by two and not by four."""
-    report = plait.verify(experts().bfloat16(), hf_loss, text(4), "tensor=4")
+    verifier = plait.Verifier(experts().bfloat16(), hf_loss, text(4))
+    report = verifier.verify("tensor=4")
     assert report.ok, report
-    assert "model.layers.0.mlp.experts.gate_up_proj" in whole_weights(
-        lowered(experts().bfloat16(), "tensor=4", hf_loss)
-    )
+    assert "model.layers.0.mlp.experts.gate_up_proj" in whole_weights(lowered_of(verifier, "tensor=4"))
 
 
 # At their real widths, one layer each, as on any number of layers; on the meta device.
@@ -422,13 +431,12 @@ class Odd(nn.Module):
 
 
 def test_inner_heads_and_layer_norms_over_all_of_them() -> None:
-    found = lowered(Decoder(Odd()), "tensor=4")
+    torch.manual_seed(0)
+    verifier = plait.Verifier(Decoder(Odd()).double(), loss_fn, text(4))
+    found = lowered_of(verifier, "tensor=4")
     assert whole_weights(found) == []
     assert max(gathered_columns(found), default=0) <= WIDTH  # gradients of the norms
-    for plan in ("tensor=4", "data=2 tensor=2"):
-        torch.manual_seed(0)
-        report = plait.verify(Decoder(Odd()).double(), loss_fn, text(4), plan, tolerance=1e-6)
-        assert report.ok, report
+    check(verifier, "tensor=4", "data=2 tensor=2")
 
 
 class Unsplit(nn.Module):
