@@ -22,6 +22,8 @@ from plait.cost.memory_model import OPTIMIZER, PARAMETERS
 from plait.errors import PlanError, RankFailed
 from plait.spec.mesh import Mesh
 
+pytestmark = pytest.mark.xdist_group("checkpoints")  # trainers of tests/checkpointing.py share what is lowered
+
 
 def parts_and_wholes(world: Any) -> list[tuple[str, int, int, int, int, int]]:
     """By parameter: where the whole lies and its bytes, where this rank's part lies and its bytes, and those of its

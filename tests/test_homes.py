@@ -28,6 +28,8 @@ from plait.engine.compiler import Captures, Compiler
 from plait.errors import HomeError
 from plait.optim import Lamb
 
+pytestmark = pytest.mark.xdist_group("homes")  # plans share what is captured
+
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 ADAMW_EXACT = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)  # where rounding does not decide on signs
 

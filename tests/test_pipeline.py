@@ -37,6 +37,8 @@ from plait.plan.kinds import SCHEDULE_NAMES
 from plait.plan.plan import Plan
 from plait.schedule.families import ASYNCHRONOUS
 
+pytestmark = pytest.mark.xdist_group("pipeline")  # plans share what is captured
+
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 SYNCHRONOUS = [name for name in SCHEDULE_NAMES if name not in ASYNCHRONOUS]
 

@@ -28,6 +28,8 @@ import plait
 from plait.errors import CheckpointError
 from plait.plan.plan import Plan
 
+pytestmark = pytest.mark.xdist_group("checkpoints")  # trainers of tests/checkpointing.py share what is lowered
+
 PLANS = [
     "data=4 zero=1",
     "data=2 zero=2 micro=2",

@@ -16,6 +16,7 @@ from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.errors import LayoutError, LossError, PlanError, RankFailed
 from plait.reference.differences import Report, RunResult, compare
 
+SHARED = pytest.mark.xdist_group("verify")  # plans share what is captured; families are apart
 PLANS = ["tensor=2", "data=2 tensor=2", "data=3"]
 
 
@@ -58,9 +59,15 @@ class Tied(BytesGPT):
 @pytest.mark.parametrize(
     "plan", ["data=4", "tensor=4", "data=2 tensor=4", "data=2 tensor=2 allreduce=ring bucket=4KiB"]
 )
+@SHARED
 def test_dropout_draws_by_global_position(plan: str) -> None:
-    report = plait.verify(gpt(dropout=0.2), loss_fn, gpt_batch(), plan, steps=3)
+    report = of_dropout().verify(plan)
     assert report.ok, report
+
+
+@functools.cache
+def of_dropout() -> plait.Verifier:
+    return plait.Verifier(gpt(dropout=0.2), loss_fn, gpt_batch(), steps=3)
 
 
 @pytest.mark.parametrize("plan", ["data=2 tensor=2", "data=8 allreduce=naive"])
@@ -70,16 +77,28 @@ def test_a_weighted_loss_is_exact_over_uneven_parts(plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", ["data=2", "tensor=2", "data=2 tensor=2"])
+@SHARED
 def test_tied_weights(plan: str) -> None:
-    torch.manual_seed(0)
-    report = plait.verify(Tied(), loss_fn, gpt_batch(), plan)
+    report = of_tied().verify(plan)
     assert report.ok, report
+
+
+@functools.cache
+def of_tied() -> plait.Verifier:
+    torch.manual_seed(0)
+    return plait.Verifier(Tied(), loss_fn, gpt_batch())
 
 
 @pytest.mark.parametrize("plan", ["data=2", "tensor=4", "data=2 tensor=2"])
+@SHARED
 def test_global_norm_clipping(plan: str) -> None:
-    report = plait.verify(gpt(), loss_fn, gpt_batch(), plan, clip_norm=0.05, steps=3)
+    report = of_clipping().verify(plan)
     assert report.ok, report
+
+
+@functools.cache
+def of_clipping() -> plait.Verifier:
+    return plait.Verifier(gpt(), loss_fn, gpt_batch(), clip_norm=0.05, steps=3)
 
 
 def test_adamw_and_annotations() -> None:
@@ -115,10 +134,16 @@ def image_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize(
     "plan", ["data=4", "data=2 tensor=2", "data=4 batchnorm=local", "data=2 tensor=2 batchnorm=local"]
 )
+@SHARED
 def test_batch_norm_over_all_ranks_or_each_alone(plan: str) -> None:
-    torch.manual_seed(0)
-    report = plait.verify(BatchNorm(), image_loss, image_batch(), plan, steps=3)
+    report = of_batch_norm().verify(plan)
     assert report.ok, report
+
+
+@functools.cache
+def of_batch_norm() -> plait.Verifier:
+    torch.manual_seed(0)
+    return plait.Verifier(BatchNorm(), image_loss, image_batch(), steps=3)
 
 
 class Branches(nn.Module):

@@ -17,6 +17,8 @@ from plait.integrations.servers.optimizer_shard import ServerShard
 from plait.schedule.consistency import Commit, Consistency, Go, Push, drawn_order
 from tests.served import Points, make_click, make_clicks, make_model
 
+pytestmark = pytest.mark.xdist_group("verify_served")  # plans share what is captured
+
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.05)
 PLANS = [
     "workers=3 servers=2",

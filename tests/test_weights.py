@@ -18,6 +18,8 @@ import plait
 from plait.engine.checkpoint.export import export_weights
 from plait.errors import CheckpointError
 
+pytestmark = pytest.mark.xdist_group("checkpoints")  # trainers of tests/checkpointing.py share what is lowered
+
 
 def test_weights_to_and_from_hugging_face(tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel

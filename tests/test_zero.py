@@ -18,6 +18,8 @@ from plait.comm.protocol import World
 from plait.compile.passes.gather import Gathering
 from plait.errors import BatchError, PlanError, RankFailed
 
+pytestmark = pytest.mark.xdist_group("zero")  # plans share what is captured
+
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 

@@ -21,6 +21,8 @@ from plait.comm.protocol import World
 from plait.engine.compiler import Compiler
 from plait.plan.plan import Plan
 
+pytestmark = pytest.mark.xdist_group("zero_walk")  # plans share what is captured
+
 VALUES = {
     "zero": ("0", "1", "2", "3", "0 central=host"),
     "recompute": ("none", "layer", "*.up", "budget=300KiB"),
