@@ -19,8 +19,7 @@ from plait.comm.threads import run_ranks
 from plait.compile.stages.stage_graphs import Value
 from plait.cost.costs import Costs
 from plait.cost.simulate import simulate
-from plait.schedule.families import ASYNCHRONOUS, FAMILIES, make_schedule
-from plait.schedule.families.replicated import make_replicated
+from plait.schedule.families import ASYNCHRONOUS, FAMILIES, make_replicated, make_schedule
 from plait.schedule.readiness import Cell, chain
 from plait.schedule.transfers import add_transfers, add_updates
 from plait.spec.mesh import Mesh

@@ -137,7 +137,7 @@ NO_REFUSAL = {
     "integrations/servers/tables/table_shard.py": "argument", "report/passes.py": "argument",
     "report/schedule_page.py": "argument", "report/swimlane.py": "argument", "schedule/check.py": "argument",
     "schedule/consistency.py": "argument", "schedule/families/__init__.py": "argument",
-    "schedule/families/replicated.py": "argument", "spec/mesh.py": "argument", "spec/schedule.py": "argument",
+    "spec/mesh.py": "argument", "spec/schedule.py": "argument",
 }  # fmt: skip
 SOURCE = Path(plait.__file__).parent
 

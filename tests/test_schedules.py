@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from plait.errors import PlanError, ScheduleError
 from plait.schedule.check import check_schedule
-from plait.schedule.families import FAMILIES, make_schedule
-from plait.schedule.families.replicated import make_replicated
+from plait.schedule.families import FAMILIES, make_replicated, make_schedule
 from plait.schedule.grid import draw_grid
 from plait.schedule.readiness import chain, needs, shared
 from plait.schedule.transfers import add_transfers, add_updates

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from plait.cost.costs import Costs, read_costs
 from plait.cost.simulate import simulate
 from plait.errors import ConfigError, PlanError, ScheduleError
-from plait.schedule.families import FAMILIES, make_schedule
-from plait.schedule.families.replicated import make_replicated
-from plait.schedule.in_flight import most_under_way
+from plait.schedule.families import FAMILIES, make_replicated, make_schedule
+from plait.schedule.in_flight import most_bytes_in_flight
 from plait.schedule.readiness import chain, needs
 from plait.schedule.transfers import add_transfers, add_updates
 from plait.spec.schedule import Schedule
@@ -269,7 +268,7 @@ def test_messages_under_way(num_ranks: int, num_micro: int) -> None:
     def most(name: str, rank: int) -> int:
         schedule = make_schedule(name, num_ranks, num_micro)
         edges = chain(schedule.num_stages)
-        return most_under_way(add_transfers(schedule, edges), edges, rank, lambda action: 1 + (action.of == "B"))
+        return most_bytes_in_flight(add_transfers(schedule, edges), edges, rank, lambda action: 1 + (action.of == "B"))
 
     last = num_ranks - 1
     assert most("naive", 0) == 1

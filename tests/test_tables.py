@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.cost.rowhash import by_server, first_values, server_of
 from plait.errors import PlanError
-from plait.integrations.servers.tables.row_index import RowIndex
+from plait.integrations.servers.tables.row_index import RowIndex, by_server, first_values, server_of
 from plait.integrations.servers.tables.table_shard import TableShard, TableSpec
 
 NUM_IDS, DIM, FIELDS, BATCH = 500, 8, 3, 16

@@ -1,4 +1,4 @@
-"""What a compressor makes of a tensor's size: how it is cut, what of it is sent, and whether that is less at all."""
+"""Bytes that a compressor sends for a tensor: how the tensor is cut, what is sent, and whether that is less at all."""
 
 from __future__ import annotations
 
@@ -7,35 +7,37 @@ from collections.abc import Sequence
 
 from plait.plan.compression import Compression
 
-BLOCK = 256  # numbers that have a scale in common, where a code is coarser than bf16
+BLOCK = 256  # consecutive numbers that share one scale, in codes coarser than bf16
 
 
 def coded_bytes(num: int, kind: str) -> int:
-    """Bytes of `num` numbers, a multiple of BLOCK, once coded."""
+    """Bytes of `num` numbers after coding. `num` is a multiple of BLOCK."""
     if kind == "bf16":
         return 2 * num
     return num // (2 if kind == "int4" else 1) + num // BLOCK * 4
 
 
 def num_owned(num: int, size: int) -> int:
-    """Of a tensor of `num` elements what one of `size` replicas owns, in whole blocks. Tensors share no block, nor a
-    ranking: what several ranks of a replica hold alike stays alike."""
+    """How many elements of a tensor of `num` each of `size` replicas owns, rounded up to whole blocks.
+
+    Tensors share no block and no ranking of values, so that ranks of a replica with equal values keep equal values.
+    """
     return -(-num // (size * BLOCK)) * BLOCK
 
 
 def num_kept(num: int, compression: Compression) -> int:
-    """Of a tensor of `num` elements those that topk sends."""
+    """How many elements topk sends of a tensor of `num`."""
     return math.ceil(compression.fraction * num)
 
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a tensor for PowerSGD: its first dim against all others."""
+    """Rows and columns of a tensor as PowerSGD sees it: the first dim by the product of all others."""
     rows = shape[0] if len(shape) > 1 else 1
     return rows, math.prod(shape) // max(rows, 1)
 
 
 def is_smaller(shape: Sequence[int], compression: Compression, size: int) -> bool:
-    """Whether less is sent of a tensor of this shape than without a compressor."""
+    """Whether the compressor sends less for a tensor of this shape than an exchange without it."""
     num, kind = math.prod(shape), compression.kind
     if kind == "none":
         return False
@@ -47,7 +49,7 @@ def is_smaller(shape: Sequence[int], compression: Compression, size: int) -> boo
 
 
 def bytes_exchanged(shape: Sequence[int], compression: Compression, size: int) -> float:
-    """What each of `size` ranks sends to exchange a tensor of this shape once."""
+    """Bytes that each of `size` ranks sends to exchange a tensor of this shape once."""
     num, ring = math.prod(shape), 2 * (size - 1) / size
     if not is_smaller(shape, compression, size):
         return ring * 4 * num

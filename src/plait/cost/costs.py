@@ -1,16 +1,16 @@
-"""Costs: the seconds and bytes of each stage that a simulation needs; and the file that a user gives them in.
+"""Costs: the seconds and bytes of each stage that the simulator needs, and the file in which a user gives them.
 
-    {"forward": [1.0, 1.0, 4.0, 1.0],      seconds of a microbatch, for each stage or one number for all
-     "backward": 1.0, "weight": 1.0,       the parts of backward for inputs and for weights; together they are a B
-     "communication": 0.1,                 seconds from stage to stage; or else these three:
+    {"forward": [1.0, 1.0, 4.0, 1.0],      seconds per microbatch, one number per stage or one for all
+     "backward": 1.0, "weight": 1.0,       the parts of a backward for inputs and for weights; a whole B takes both
+     "communication": 0.1,                 seconds from stage to stage; or instead these three:
      "latency": 1e-5, "bytes_per_second": 25e9, "bytes": 1e6,     bytes also as {"0>1": 1e6, "0>3": 5e5}
-     "activation_bytes": 4e6,              what a microbatch leaves for backward, from F to the end of B
-     "weight_activation_bytes": 1e6,       the part of it that lives on to the end of W, where that stands apart
+     "activation_bytes": 4e6,              kept per microbatch from the start of F to the end of B
+     "weight_activation_bytes": 1e6,       the part of these kept to the end of W, where backward is split
      "state_bytes": 1e9,                   parameters, gradients and optimizer state
-     "reduce": 0, "step": 0}               seconds of summing a stage's gradients over ranks, and of its update
+     "reduce": 0, "step": 0}               seconds to sum a stage's gradients over ranks, and to update it
 
-`forward`, `backward` and `weight` are needed. Everything else is 0 unless given, except that all activations live on to
-the end of W where nothing says how much.
+`forward`, `backward` and `weight` are required. All others are 0 by default, except `weight_activation_bytes`, which by
+default is all of `activation_bytes`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,23 @@ _NEEDED = ("forward", "backward", "weight")
 
 @dataclass(frozen=True)
 class Costs:
-    """Of each stage, seconds of a microbatch and bytes. `backward` is the part for the inputs, `weight` the rest.
+    """The costs of each stage. Tuples have one entry per stage; seconds and bytes are per microbatch.
 
-    crossing    bytes of the value that goes from one stage to another; its gradient is as large
-    communication   seconds of every transfer between ranks, whatever its bytes; added to latency and bytes
+    Attributes:
+        forward: seconds of a forward.
+        backward: seconds of the part of a backward for the inputs.
+        weight: seconds of the part of a backward for the weights.
+        communication: seconds of every transfer between ranks, on top of those that latency and bytes take.
+        latency: seconds of a transfer without any bytes.
+        bytes_per_second: bandwidth between ranks.
+        crossing: bytes of the value from one stage to another, by pair or for all; its gradient is as large.
+        activation_bytes: kept from the start of the forward to the end of the backward.
+        weight_activation_bytes: the part kept to the end of the weight part, where backward is split.
+        state_bytes: parameters, gradients and optimizer state, once per stage.
+        reduce: seconds to sum the stage's gradients over ranks, once per step.
+        step: seconds to update the stage's parameters, once per update.
+
+    Raises ConfigError for a value that is negative or infinite, and for numbers of stages that differ.
     """
 
     forward: tuple[float, ...]
@@ -73,7 +86,7 @@ class Costs:
     def equal(
         cls, num_stages: int, forward: float = 1, backward: float = 1, weight: float = 1, communication: float = 0
     ) -> Costs:
-        """Stages that are all alike."""
+        """Costs of stages that are all alike."""
         each = num_stages
         return cls((forward,) * each, (backward,) * each, (weight,) * each, communication)
 
@@ -82,28 +95,28 @@ class Costs:
         return len(self.forward)
 
     def bytes_between(self, stage: int, other: int) -> int:
-        """Bytes of the value, or of its gradient, that goes from one stage to the other."""
+        """Bytes of the value, or of its gradient, that goes between two stages."""
         if isinstance(self.crossing, int):
             return self.crossing
         return self.crossing.get((min(stage, other), max(stage, other)), 0)
 
     def transfer(self, stage: int, other: int) -> float:
-        """Seconds of that transfer between ranks."""
+        """Seconds that this value takes between two ranks."""
         return self.communication + self.latency + self.bytes_between(stage, other) / self.bytes_per_second
 
     def of(self, name: str, stage: int) -> float:
-        """A row's value at a stage; 0 where the row is not given."""
+        """The value of attribute `name` for a stage; 0 if the attribute is not given."""
         values = getattr(self, name)
         return float(values[stage]) if values else 0.0
 
     def kept_for_weight(self, stage: int) -> int:
-        """Bytes of a microbatch that its W needs, where that stands apart."""
+        """Bytes per microbatch that the weight part of a split backward needs."""
         kept = self.weight_activation_bytes or self.activation_bytes
         return kept[stage] if kept else 0
 
 
 def read_costs(path: Path, num_stages: int) -> Costs:
-    """Read the file above for so many stages. ConfigError names the key, its value and what was expected."""
+    """Read a file of costs for `num_stages` stages. ConfigError names the key, its value and what is expected."""
     try:
         rows = json.loads(path.read_text())
     except OSError as error:

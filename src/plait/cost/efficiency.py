@@ -1,12 +1,12 @@
-"""How well runs turn samples, seconds and bytes into a lower loss, against one of them.
+"""How well runs turn samples, seconds and bytes into a lower loss, relative to the first of them.
 
-    statistical efficiency   tokens that the first run needs to a loss, over those that this one needs
-    throughput               tokens a second
-    goodput                  their product: tokens a second, as if each were worth what it is in the first run
+    statistical efficiency   tokens that the first run needs to reach a loss, over those that this run needs
+    throughput               tokens per second
+    goodput                  their product: tokens per second, weighed by what they are worth in the first run
                              (Qiao et al. 2021, "Pollux: Co-adaptive Cluster Scheduling for Goodput-Optimized Deep
                              Learning")
 
-The loss is the lowest that every run has reached.
+Runs are compared at the lowest loss that all of them reach.
 """
 
 from __future__ import annotations
@@ -14,12 +14,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_WINDOW = 20  # training losses are noisy: each stands for the mean over as many steps as this
+_WINDOW = 20  # steps over which a training loss is averaged, as it is noisy
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A run: at each of some moments the loss, and what was spent until then. `waited` are seconds in all."""
+    """A run: its loss at several moments, and the tokens, seconds and bytes spent until each.
+
+    Attributes:
+        name: the run.
+        loss: the loss at each moment.
+        tokens: tokens trained on until each moment.
+        seconds: seconds since the run began.
+        num_bytes: bytes sent since the run began.
+        waited: seconds of the whole run in which it waited for other ranks to agree.
+    """
 
     name: str
     loss: tuple[float, ...]
@@ -29,7 +38,10 @@ class Curve:
     waited: float = 0.0
 
     def reaches(self, target: float) -> tuple[float, float, float] | None:
-        """(tokens, seconds, bytes) at which the loss first is at most `target`, between moments by proportion."""
+        """(tokens, seconds, bytes) spent when the loss first is at most `target`, interpolated between moments.
+
+        Returns None if the run never reaches it.
+        """
         for index, loss in enumerate(self.loss):
             if loss <= target:
                 if index == 0:
@@ -46,14 +58,23 @@ class Curve:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One run against the first. `seconds` and `num_bytes` are those to the common loss."""
+    """One run relative to the first.
+
+    Attributes:
+        name: the run.
+        efficiency: statistical efficiency.
+        throughput: tokens per second.
+        seconds: seconds to the common loss.
+        num_bytes: bytes to the common loss.
+        waited: the fraction of the run's time in which it waited for other ranks to agree.
+    """
 
     name: str
     efficiency: float
     throughput: float
     seconds: float
     num_bytes: float
-    waited: float  # of the run's time, the part in which it waited for other ranks to agree
+    waited: float
 
     @property
     def goodput(self) -> float:
@@ -61,7 +82,10 @@ class Comparison:
 
 
 def smoothed(steps: Sequence[int], losses: Sequence[float]) -> tuple[float, ...]:
-    """Each the mean of those of the last few steps, of which a run may tell only some; of the first ones of all."""
+    """Each loss as the mean over the last 20 steps up to it, or over all steps where there are fewer.
+
+    `steps` are the steps that `losses` belong to; a run may record only some of them.
+    """
     found = []
     total, first = 0.0, 0
     for index, (step, loss) in enumerate(zip(steps, losses, strict=True)):
@@ -74,7 +98,7 @@ def smoothed(steps: Sequence[int], losses: Sequence[float]) -> tuple[float, ...]
 
 
 def compare_curves(curves: Sequence[Curve]) -> tuple[float, list[Comparison]]:
-    """The loss that all reach, and each run against the first."""
+    """Returns the lowest loss that all curves reach, and a comparison of each curve with the first."""
     target = max(min(curve.loss) for curve in curves)
     found = []
     first = curves[0].reaches(target)

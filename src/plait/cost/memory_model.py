@@ -1,5 +1,4 @@
-"""What training takes of memory: the ZeRO paper's formula, a rank's share as a value, and the plans to try when it is
-too much.
+"""What training takes of memory: the formula of the ZeRO paper, a rank's memory as a value, and plans that take less.
 
 (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", table 1.)
 """
@@ -17,10 +16,17 @@ PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, BUFFERS = "activations", "buffers"
 CLASSES = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS)
 
+PAGE = 4096  # bytes; direct input and output needs addresses, offsets and lengths in multiples of it
+
+
+def padded(num_bytes: int) -> int:
+    """`num_bytes` rounded up to whole pages."""
+    return -(-num_bytes // PAGE) * PAGE
+
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that each parameter of a model takes in each class; `optimizer` includes float32 copies of the weights."""
+    """Bytes per parameter of each class of state; `optimizer` includes float32 copies of the weights."""
 
     parameters: float
     gradients: float
@@ -32,7 +38,10 @@ FULL_ADAM = StateBytes(4, 4, 8)
 
 
 def model_state_bytes(num_parameters: float, stage: int, num_ranks: int, each: StateBytes = MIXED_ADAM) -> float:
-    """Bytes of parameters, gradients and optimizer state on one of `num_ranks` ranks under a ZeRO stage, 0 to 3."""
+    """Bytes of parameters, gradients and optimizer state on one of `num_ranks` ranks under ZeRO stage 0 to 3.
+
+    Raises ValueError for another stage, or for fewer ranks than one.
+    """
     if stage not in range(4) or num_ranks < 1:
         raise ValueError(f"stage {stage} over {num_ranks} ranks; a stage is 0 to 3, over 1 rank or more")
     optimizer = each.optimizer / (num_ranks if stage >= 1 else 1)
@@ -45,13 +54,14 @@ def model_state_bytes(num_parameters: float, stage: int, num_ranks: int, each: S
 class RankMemory:
     """Bytes of tensors on one rank over a training step, by class.
 
-    most       the largest that each class gets, at whatever moment
-    at_peak    what each class has when their sum is largest
-    moment     when that is, in words
-    saved      activations that live from the end of forward into backward
-    start      the same sum before the first step, where the model as it was built lies beside this rank's parts
-    updated    how many numbers this rank's optimizer updates
-    shared     of the buffers, what lies in the memory from which other processes read, at most
+    Attributes:
+        most: the most bytes of each class, at whatever moment.
+        at_peak: the bytes of each class at the moment when their sum is largest.
+        moment: that moment, in words.
+        saved: activations that live from the end of the forward into the backward.
+        start: bytes before the first step, where the model as built lies beside this rank's parts.
+        updated: how many numbers this rank's optimizer updates.
+        shared: of the buffers, the most bytes in shared memory, from which other processes read.
     """
 
     most: Mapping[str, int]
@@ -64,7 +74,7 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """The most of all classes together, the start included."""
+        """The most bytes at any time, before the first step included."""
         return max(self.step_peak, self.start)
 
     @property
@@ -72,7 +82,7 @@ class RankMemory:
         return sum(self.at_peak.values())
 
     def with_more(self, kind: str, num_bytes: int) -> RankMemory:
-        """With that many bytes more of a class, all the time."""
+        """The same with `num_bytes` more of class `kind` throughout the step."""
         more = {kind: num_bytes}
         return dataclasses.replace(
             self,
@@ -81,14 +91,14 @@ class RankMemory:
         )
 
     def without_start(self) -> RankMemory:
-        """As of a model that is built on the meta device."""
+        """The same for a model that is built on the meta device, which takes no memory before the first step."""
         return dataclasses.replace(self, start=0)
 
 
 def single_changes(plan: Plan, num_rows: int) -> list[Plan]:
-    """Plans for the same ranks that differ in one key and may take less memory, in the order in which to try them.
+    """Plans for the same ranks that differ in one key and may take less memory, in the order to try them.
 
-    `num_rows` is the global batch: more microbatches must divide it still.
+    `num_rows` is the number of rows of the global batch, which the number of microbatches must divide.
     """
     found = plan.cutting_more()
     if plan.recompute.kind != "layer":
@@ -101,5 +111,5 @@ def single_changes(plan: Plan, num_rows: int) -> list[Plan]:
 
 
 def changed_words(plan: Plan, other: Plan) -> str:
-    """The words of `other` that `plan` does not have: `zero=3`."""
+    """The words of `other` that `plan` does not have, such as `zero=3`."""
     return " ".join(word for word in str(other).split() if word not in str(plan).split())

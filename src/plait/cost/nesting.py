@@ -1,4 +1,4 @@
-"""Spans of one rank that nest, such as a collective inside a backward, as spans that follow one another."""
+"""Turn a rank's nested spans, such as a collective inside a backward, into spans that follow one another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plait.spec.trace import Span, Trace
 
 
 def flattened(trace: Trace) -> Trace:
-    """The same trace, where at each moment a rank does only the innermost of what it did: the rest is cut around it."""
+    """The same trace with no two spans of a rank at one time: each moment belongs to the innermost span only."""
     by_rank: dict[int, list[Span]] = defaultdict(list)
     for span in trace.spans:
         by_rank[span.rank].append(span)
@@ -36,7 +36,7 @@ def _pieces(spans: Sequence[Span]) -> list[Span]:
 
     for span in sorted(spans, key=lambda each: (each.start, -each.end)):
         until(span.start)
-        while open_ and span.end > open_[-1].end:  # no rank does so, but clocks of devices are read to some precision
+        while open_ and span.end > open_[-1].end:  # spans nest, but clocks of devices have a limited precision
             open_.pop()
         if span.end > span.start:
             open_.append(span)

@@ -1,4 +1,4 @@
-"""From measured spans to the costs of a schedule's stages, and what the simulator then says of every rank of a run."""
+"""Measure the costs of a schedule's stages from spans, and predict with them the trace of every rank of a run."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ from plait.spec.action import BACKWARD, FORWARD, SEND, STEP, WEIGHT, Action
 from plait.spec.schedule import Schedule
 from plait.spec.trace import COMPUTE_KINDS, NEXT_BATCH, Sample, Span, Trace
 
-_Peers = Callable[[int], Sequence[int]]  # from a rank to the ranks of its pipeline, by place
+_Peers = Callable[[int], Sequence[int]]  # from a rank to the ranks of its pipeline, by their place in it
 
 
 def measure_costs(
     steps: Iterable[Trace], schedule: Schedule, edges: Edges, places: Sequence[int], pipeline_of: _Peers, given: Costs
 ) -> Costs:
-    """Costs as medians over microbatches, steps and ranks; bytes are those of `given`. Spans may nest.
+    """The costs of stages: medians over microbatches, steps and ranks.
 
-    places        of every rank its place in the pipeline
-    pipeline_of   the ranks of a rank's pipeline, by place
+    Args:
+        steps: traces of steps; spans may nest.
+        schedule: the schedule that ran.
+        edges: which cells need which.
+        places: the place in the pipeline of every rank.
+        pipeline_of: from a rank to the ranks of its pipeline, by place.
+        given: costs whose bytes are kept.
 
-    What a rank spends on sending a result counts as part of making it, because the simulator's sends take no time.
-    `communication` is the time from there to the end of a wait that had begun before.
+    The time to send a result counts as part of computing it, because sends take no time in the simulator.
+    `communication` is the time from the end of a send to the end of a wait that began before it.
     """
-    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)  # by kind and stage; of a whole backward too
+    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)  # by kind and stage; "whole": an unsplit backward
     delays: list[float] = []
     reduces: dict[int, list[float]] = defaultdict(list)  # by stage
     updates: dict[int, list[float]] = defaultdict(list)  # by place
@@ -103,7 +108,7 @@ def _costs(
 
 
 def predict(schedule: Schedule, edges: Edges, costs: Costs, places: Sequence[int], data: float = 0.0) -> Trace:
-    """What the simulator says of every rank of a run, each at its place; all first wait `data` seconds."""
+    """The simulated trace of every rank of a run, by its place in the pipeline; all first wait `data` seconds."""
     trace = simulate(schedule, costs, edges).shifted(data)
     spans: list[Span] = []
     memory: list[Sample] = []
@@ -122,7 +127,7 @@ def predict(schedule: Schedule, edges: Edges, costs: Costs, places: Sequence[int
 
 
 def with_held(trace: Trace, schedule: Schedule, costs: Costs, places: Sequence[int]) -> Trace:
-    """A measured trace with the activations that its cells held, by their sizes, and its microbatches in flight."""
+    """A measured trace with samples of activation bytes, computed from `costs`, and of microbatches in flight."""
     memory: list[Sample] = []
     in_flight: list[Sample] = []
     for rank, place in enumerate(places):

@@ -1,8 +1,8 @@
-"""Simulate a schedule: what each rank would do and when, from the costs of stages and transfers.
+"""Simulate a schedule: what each rank does and when, from the costs of stages and transfers.
 
-Nothing is random and nothing is measured. A rank does its actions one after the other, each as soon as what it needs is
-there. A send takes no time of the rank that sends; its value arrives the transfer's seconds later. A backward that is
-not split costs both its parts.
+Nothing is random and nothing is measured. A rank does its actions in order, each as soon as what it needs is there. A
+send takes none of the sending rank's time; the value arrives after the seconds of the transfer. A backward that is not
+split takes the seconds of both its parts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from plait.cost.costs import Costs
 from plait.errors import PlanError
 from plait.schedule.check import check_runs
 from plait.schedule.readiness import Edges, Place, chain
-from plait.schedule.topological_order import Walk, walk, when
+from plait.schedule.topological_order import TopologicalOrder, start_times, topological_order
 from plait.spec.action import BACKWARD, FORWARD, REDUCE, SEND, STEP, WEIGHT, Action
 from plait.spec.schedule import Schedule
 from plait.spec.trace import Sample, Span, Trace
@@ -22,10 +22,10 @@ _KINDS = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weight", REDUCE: "r
 
 
 def simulate(schedule: Schedule, costs: Costs, edges: Edges | None = None) -> Trace:
-    """The trace of one step that starts at 0. `edges` says what needs what, a chain of the stages by default.
+    """The trace of one step that starts at time 0. `edges` say which cells need which; by default stages are a chain.
 
-    Memory counts `state_bytes` of a rank's stages and the activations that live, from the start of F to the end of B or
-    of W. ScheduleError if ranks wait for each other, PlanError if the costs are of another number of stages.
+    Memory counts the `state_bytes` of a rank's stages, and activations from the start of F to the end of B or W.
+    Raises ScheduleError for a deadlock, and PlanError if the costs are of another number of stages.
     """
     if costs.num_stages != schedule.num_stages:
         raise PlanError(f"costs of {costs.num_stages} stages for the {schedule.num_stages} of {schedule.name}")
@@ -40,8 +40,8 @@ def simulate(schedule: Schedule, costs: Costs, edges: Edges | None = None) -> Tr
             return 0.0
         return costs.transfer(schedule.stages[peer][producer.chunk], schedule.stages[rank][action.chunk])
 
-    found = walk(schedule, edges)
-    times = when(schedule.num_ranks, found, duration, delay)
+    found = topological_order(schedule, edges)
+    times = start_times(schedule.num_ranks, found, duration, delay)
     memory, in_flight = held(schedule, costs, times)
     return Trace(tuple(_spans(schedule, costs, found, times)), schedule.num_ranks, memory, in_flight)
 
@@ -59,8 +59,10 @@ def _seconds(schedule: Schedule, costs: Costs, rank: int, action: Action) -> flo
     return costs.of("reduce", stage) if action.kind == REDUCE else 0.0
 
 
-def _spans(schedule: Schedule, costs: Costs, found: Walk, times: dict[Place, tuple[float, float]]) -> list[Span]:
-    """What ranks do, where they wait, and the transfers, which go on beside what ranks do."""
+def _spans(
+    schedule: Schedule, costs: Costs, found: TopologicalOrder, times: dict[Place, tuple[float, float]]
+) -> list[Span]:
+    """Spans of what ranks do, of their waits, and of transfers, which overlap with what ranks do."""
     spans: list[Span] = []
     sent: dict[tuple[Place, int], Span] = {}
     for rank, actions in enumerate(schedule.ranks):
@@ -90,7 +92,7 @@ def _spans(schedule: Schedule, costs: Costs, found: Walk, times: dict[Place, tup
 def held(
     schedule: Schedule, costs: Costs, times: Mapping[Place, tuple[float, float]], ranks: Iterable[int] | None = None
 ) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
-    """Bytes, and microbatches in flight, over time, of all ranks or of these, from when each action began and ended."""
+    """Samples of bytes and of microbatches in flight, for all ranks or for `ranks`, from the times of their actions."""
     memory: list[Sample] = []
     in_flight: list[Sample] = []
     for rank in range(schedule.num_ranks) if ranks is None else ranks:
@@ -108,7 +110,7 @@ def held(
             time, complete = end, True
             if action.kind == FORWARD:
                 num_bytes, count, time = num_bytes + whole, count + 1, start
-                if schedule.forward_only:  # nothing is kept for backward: it is there for as long as this runs
+                if schedule.forward_only:  # activations live only while the forward runs
                     memory.append(Sample(rank, start, num_bytes))
                     in_flight.append(Sample(rank, start, count))
                     num_bytes, count, time = num_bytes - whole, count - 1, end

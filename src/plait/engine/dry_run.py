@@ -38,7 +38,7 @@ from plait.errors import PlanError
 from plait.optim.several import title_of
 from plait.plan.axes import stage_axis
 from plait.plan.plan import Plan
-from plait.schedule.in_flight import most_under_way
+from plait.schedule.in_flight import most_bytes_in_flight
 
 _NUM_MICRO = 3  # microbatches of a dry run: what is between the first and the last is all alike
 
@@ -103,7 +103,7 @@ def _most_under_way(pipeline: Pipeline, world: DryRunWorld) -> int:
     """Bytes that a rank's stages may have sent, and others not taken."""
     cells, schedule, comm = pipeline.cells, pipeline.schedule, world.comm(stage_axis())
     executor = Executor(schedule, cells.values, list(cells.graphs), comm, world.mesh.coordinates(world.rank))
-    return most_under_way(schedule, cells.edges(), comm.rank, functools.partial(executor.sent, comm.rank))
+    return most_bytes_in_flight(schedule, cells.edges(), comm.rank, functools.partial(executor.sent, comm.rank))
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from plait.backends.eager.page_memory import page_memory
 from plait.comm.device import synchronize
 from plait.comm.protocol import World
 from plait.compile.passes.offload import is_large
-from plait.cost.pages import padded
+from plait.cost.memory_model import padded
 from plait.engine.estimate_state import Foresight
 from plait.engine.optimizers import refuse_some_at_a_time
 from plait.optim.several import each_parameter

@@ -27,7 +27,7 @@ from plait.compile.lowered import Lowered
 from plait.compile.passes.gather import Gathering
 from plait.compile.passes.offload import large
 from plait.compile.sharding.flat_shards import Cut, FlatShards
-from plait.cost.pages import padded
+from plait.cost.memory_model import padded
 from plait.engine.initialise import initial_parameters
 from plait.engine.model_weights import release, where
 from plait.engine.shared_parameters import common_parameters

@@ -1,4 +1,4 @@
-"""Which server holds which variables, so that all of them hold, send and take nearly as many bytes."""
+"""Which parameter server holds which variables, so that all servers hold, send and receive nearly as many bytes."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_NEAR = 0.05  # of a server's share: a variable is not cut for less than this
+_NEAR = 0.05  # a variable is not cut if it exceeds its server's share by less than this fraction of the share
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows `start` to `stop` of a variable of `shape` (of a number, which has no rows, the one that it is).
+    """Rows `start` to `stop` of a variable. A scalar has no rows; its one piece is the scalar.
 
-    A server asks a piece for its size at every push, so that it is worked out once.
+    Attributes:
+        name: the variable.
+        shape: shape of the whole variable.
+        dtype: the torch name of its dtype.
+        start: first row.
+        stop: row after the last.
     """
 
     name: str
-    shape: tuple[int, ...]  # of the whole
+    shape: tuple[int, ...]
     dtype: str
     start: int
     stop: int
 
-    @functools.cached_property
+    @functools.cached_property  # servers ask for it at every push
     def own_shape(self) -> tuple[int, ...]:
         return (self.stop - self.start, *self.shape[1:]) if self.shape else ()
 
@@ -38,7 +43,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Variable:
-    """What is served: a parameter's name, shape, type by its torch name, and bytes."""
+    """A parameter that servers hold: name, shape, dtype by its torch name, and bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -54,10 +59,11 @@ class Variable:
 
 
 def balance(variables: Sequence[Variable], num_servers: int, may_cut: bool) -> tuple[tuple[Piece, ...], ...]:
-    """The pieces of each server; a server has at most one piece of a variable, in the variables' order.
+    """The pieces of each server. A server has at most one piece of a variable; pieces stand in the variables' order.
 
-    With `may_cut` the variables are laid end to end and cut into equal parts, at a variable's end where one is near and
-    otherwise at a row. Without, each variable goes whole to the server that has the least, the largest first.
+    With `may_cut` the variables are laid end to end and cut into equal parts, at the end of a variable where one is
+    near and otherwise between two rows. Without it, each variable goes whole, the largest first, to the server that
+    holds the fewest bytes.
     """
     found = _cut(variables, num_servers) if may_cut and num_servers > 1 else _whole(variables, num_servers)
     return tuple(tuple(pieces) for pieces in found)

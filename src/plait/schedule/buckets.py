@@ -1,4 +1,4 @@
-"""Which gradients travel together."""
+"""The bucket policy: which gradients are reduced together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Sequence
 
 
 def split_buckets(sizes: Sequence[int], bucket_bytes: int, first_bytes: int) -> list[list[int]]:
-    """Indices of consecutive items, closed as soon as a bucket holds `bucket_bytes` (the first: `first_bytes`)."""
+    """Split consecutive items into buckets, as lists of indices.
+
+    A bucket is closed as soon as its items have `bucket_bytes` or more, the first one as soon as they have
+    `first_bytes`. `sizes` are the bytes of the items.
+    """
     buckets: list[list[int]] = []
     members: list[int] = []
     held = 0
@@ -22,6 +26,8 @@ def split_buckets(sizes: Sequence[int], bucket_bytes: int, first_bytes: int) -> 
 
 
 def bucket_limit(total_bytes: int, bucket_bytes: int) -> int:
-    """Size at which a bucket is closed: a sixteenth of all, so that most of the sum overlaps with backward and little
-    memory is under way at a time, but between 1 MiB and `bucket_bytes`."""
+    """The bytes at which a bucket is closed: a sixteenth of all, but between 1 MiB and `bucket_bytes`.
+
+    Smaller buckets let most of the all-reduce overlap with the backward, and keep few bytes in flight at a time.
+    """
     return min(bucket_bytes, max(1 << 20, total_bytes // 16))

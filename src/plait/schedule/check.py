@@ -1,5 +1,4 @@
-"""Check a schedule before anything runs: that nothing is missing or twice, that the order makes sense, that no ranks
-wait for each other."""
+"""Check a schedule before anything runs: no action is missing or doubled, the order is valid, and no ranks deadlock."""
 
 from __future__ import annotations
 
@@ -9,17 +8,17 @@ from dataclasses import replace
 from plait.errors import ScheduleError
 from plait.schedule.grid import draw_grid
 from plait.schedule.readiness import Edges, Place, chain
-from plait.schedule.topological_order import walk
+from plait.schedule.topological_order import topological_order
 from plait.spec.action import BACKWARD, FORWARD, RECV, REDUCE, SEND, STEP, WEIGHT, Action
 from plait.spec.schedule import Schedule
 
 
 def check_schedule(schedule: Schedule, edges: Edges | None = None) -> None:
-    """Raise ScheduleError, with the grid of ranks by steps and the place in brackets, unless the schedule runs.
+    """Raise ScheduleError, with the schedule drawn and the place marked, unless the schedule runs.
 
-    Each microbatch goes once through the forward of each stage, and unless there is no backward at all once through its
-    backward, of which the W may stand apart, after it; transfers, if there are any, come in pairs; no ranks wait for
-    each other. `edges` says what needs what, a chain of the stages by default.
+    Each microbatch passes once through the forward of each stage, and unless the schedule is forward-only once through
+    its backward, of which W may stand apart. Transfers, if there are any, come in pairs. No ranks wait for each other.
+    `edges` say which cells need which; by default stages are a chain.
     """
     edges = chain(schedule.num_stages) if edges is None else edges
     _check_words(schedule, edges)
@@ -31,8 +30,8 @@ def check_schedule(schedule: Schedule, edges: Edges | None = None) -> None:
 
 
 def check_runs(schedule: Schedule, edges: Edges) -> None:
-    """Raise ScheduleError where ranks wait for each other or for what nobody does."""
-    found = walk(schedule, edges)
+    """Raise ScheduleError if ranks wait for each other, or for an action that no rank has."""
+    found = topological_order(schedule, edges)
     stuck = {rank: (rank, schedule.ranks[rank][found.stopped[rank]]) for rank in sorted(found.waits)}
     if not stuck:
         return
@@ -43,7 +42,8 @@ def check_runs(schedule: Schedule, edges: Edges) -> None:
 
 
 def _check_words(schedule: Schedule, edges: Edges) -> None:
-    """Every action is of a microbatch, a chunk and ranks that there are, at the replica whose turn it is, and once."""
+    """Each action names a microbatch, chunk and rank that exist, is on the replica whose turn it is, and stands
+    once."""
     for rank, actions in enumerate(schedule.ranks):
         for action, times in Counter(actions).items():
             place = f"{action} of rank {rank}"
@@ -97,7 +97,8 @@ def _check_complete(schedule: Schedule, edges: Edges) -> None:
 
 
 def _check_order(schedule: Schedule, edges: Edges) -> None:
-    """On each rank F stands before B, B before W, what makes a value before its SEND, and an update after all of it."""
+    """On each rank F comes before B, B before W, a value's action before its SEND, and an update after its
+    backwards."""
     for rank, actions in enumerate(schedule.ranks):
         at = {action: position for position, action in enumerate(actions)}
         for action in actions:
@@ -112,7 +113,7 @@ def _check_order(schedule: Schedule, edges: Edges) -> None:
                 if at.get(each, len(actions)) > at[action]:
                     what = "stands after it" if each in at else "is missing"
                     _fail(schedule, edges, f"{action} of rank {rank} needs {each}, which {what}", {(rank, action): -1})
-        later: list[Action] = []  # of the backwards that stand after: the earliest microbatch of each chunk
+        later: list[Action] = []  # the backwards after this position: the earliest microbatch of each chunk
         for action in reversed(actions):
             late = [each for each in later if _settles(action, each)]
             if late:
@@ -127,8 +128,8 @@ def _check_order(schedule: Schedule, edges: Edges) -> None:
 
 
 def _check_updates(schedule: Schedule, edges: Edges) -> None:
-    """Numbered updates stand in the order of their microbatches, the last of which ends the step; and are the same on
-    all ranks, but on replicas of a stage, which take turns."""
+    """Updates with a number come in the order of their microbatches, and the last of them ends the step. They are the
+    same on all ranks, except on replicas of a stage, which take microbatches in turn."""
     steps = [[action for action in actions if action.kind == STEP] for actions in schedule.ranks]
     if all(action.micro is None for each in steps for action in each):
         return
@@ -147,14 +148,14 @@ def _check_updates(schedule: Schedule, edges: Edges) -> None:
 
 
 def _settles(action: Action, backward: Action) -> bool:
-    """Whether a sum or an update needs the gradients of this backward."""
+    """Whether a REDUCE or STEP needs the gradients of this backward."""
     if action.kind == REDUCE:
         return action.chunk == backward.chunk
     return action.kind == STEP and (action.micro is None or (backward.micro or 0) <= action.micro)
 
 
 def _check_transfers(schedule: Schedule, edges: Edges) -> None:
-    """Every SEND has its RECV, and two ranks name what goes between them in the same order."""
+    """Each SEND has its RECV, and both ranks list the transfers between them in the same order."""
     lines: dict[tuple[int, int], tuple[list[Action], list[Action]]] = {}
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
@@ -178,7 +179,7 @@ def _check_transfers(schedule: Schedule, edges: Edges) -> None:
 
 
 def _exists(schedule: Schedule, rank: int, action: Action) -> bool:
-    """Whether an action is of ranks, a chunk and a microbatch that there are."""
+    """Whether the ranks, chunk and microbatch of an action exist."""
     if action.peer is not None and action.peer >= schedule.num_ranks:
         return False
     chunks = schedule.stages[rank if action.kind != RECV or action.peer is None else action.peer]
@@ -186,7 +187,7 @@ def _exists(schedule: Schedule, rank: int, action: Action) -> bool:
 
 
 def _circle(waits: dict[int, Place]) -> list[int]:
-    """Ranks of which each waits for the next, and the last for the first, if they do; else where the waiting ends."""
+    """A cycle of ranks, each of which waits for the next; without a cycle, the rank on which the others wait."""
     seen: list[int] = []
     rank = min(waits)
     while rank not in seen and rank in waits:

@@ -1,17 +1,17 @@
-"""How workers agree through parameter servers: which pushes make an update, and who may go on.
+"""How workers agree through parameter servers: which gradients make an update, and which workers may go on.
 
 asynchronous     every push is an update of its own, and its worker goes on at once
-bounded          so it is too, but a worker that has pushed `bound` times more often than the slowest waits for it
-                 (stale synchronous parallel: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous
-                 Parallel Parameter Server")
-synchronous      an update is the mean of one push of every worker, made on the same values; all go on together
-with backups     it is the mean of the first pushes, of all workers but `backup`; later ones are left out (Chen et al.
-                 2016, "Revisiting Distributed Synchronous SGD")
+bounded          the same, but a worker that has pushed `bound` times more often than the slowest waits for it (stale
+                 synchronous parallel: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel
+                 Parameter Server")
+synchronous      an update is the mean of one push of every worker, computed on the same values; all go on together
+with backups     an update is the mean of the first pushes of all but `backup` workers; later pushes are dropped (Chen
+                 et al. 2016, "Revisiting Distributed Synchronous SGD")
 
-In the first two a worker may have `overlap` tasks more than the one that it computes, so that its push and what it
-takes next travel while it computes: its gradient k is made on the values once its push k - 1 - overlap was taken in.
+In the first two modes a worker may have `overlap` tasks besides the one that it computes, so that its push and its next
+pull overlap with computation: gradient k is computed on values that include its own push k - 1 - overlap.
 
-What happens follows from the order of the events alone. Nothing is exchanged here, and nothing is timed.
+Every decision follows from the order of the events alone. Nothing here communicates or reads a clock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from plait.errors import PlanError
 
 @dataclass(frozen=True)
 class Push:
-    """A worker's gradient: made on the values of version `base`; `weight` is the part that it has in a mean."""
+    """A worker's gradient. `base` is the version of the values that it was computed on, `weight` its weight in a
+    mean."""
 
     worker: int
     base: int
@@ -35,9 +36,14 @@ class Push:
 
 @dataclass(frozen=True)
 class Commit:
-    """An update, the `number`th of the run: the sum of the members' gradients by their shares, which add up to 1.
+    """An update of the servers' values.
 
-    `staleness` has, member by member, the number of updates since the values that its gradient was made on.
+    Attributes:
+        number: which update of the run it is, from 1.
+        members: the workers whose gradients it sums.
+        shares: the factor of each member's gradient; they sum to 1.
+        staleness: for each member, the updates made since the values that its gradient was computed on.
+        ends_step: whether it is the last update of a step.
     """
 
     number: int
@@ -49,14 +55,14 @@ class Commit:
 
 @dataclass(frozen=True)
 class Go:
-    """The worker may take the newest values for one more task."""
+    """The worker may pull the newest values for one more task."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class Late:
-    """The worker's gradient is left out: the update of version `base` was made without it."""
+    """The worker's gradient is dropped: the update of version `base` was made without it."""
 
     worker: int
     base: int
@@ -64,7 +70,7 @@ class Late:
 
 @dataclass(frozen=True)
 class Refuse:
-    """The worker's push is none that could be, for this reason."""
+    """The worker's push is invalid, for the reason `why`."""
 
     worker: int
     why: str
@@ -73,32 +79,38 @@ class Refuse:
 Decision = Commit | Go | Late | Refuse
 
 
-def may_go_on(clocks: Mapping[int, int], worker: int, bound: int | None, under_way: int = 0) -> bool:
-    """Whether a worker, with all under way, is at most `bound` pushes ahead of the slowest; None is no bound."""
-    return bound is None or clocks[worker] + under_way - min(clocks.values()) <= bound
+def may_go_on(clocks: Mapping[int, int], worker: int, bound: int | None, in_flight: int = 0) -> bool:
+    """Whether a worker, its tasks in flight included, is at most `bound` pushes ahead of the slowest.
+
+    `clocks` are the pushes that each worker has made; a `bound` of None is no bound."""
+    return bound is None or clocks[worker] + in_flight - min(clocks.values()) <= bound
 
 
 def num_needed(num_members: int, backup: int) -> int:
-    """Of how many pushes a synchronous update is made."""
+    """How many pushes make a synchronous update."""
     return max(1, num_members - backup)
 
 
 def shares_of(weights: Sequence[float]) -> tuple[float, ...]:
-    """The part of each gradient in the mean of all; equal parts where nothing weighs anything."""
+    """The factor of each gradient in the weighted mean; equal factors if all weights are 0."""
     total = sum(weights)
     return tuple(w / total for w in weights) if total else (1 / len(weights),) * len(weights)
 
 
 @dataclass
 class Consistency:
-    """The events of a run, one after the other, and what each of them decides.
+    """The state machine that decides, for each event of a run, what it causes.
 
-    staleness  None: asynchronous; 0: synchronous; else the bound
-    version    updates made so far
-    order      the worker of every push in turn, for a run that is to be repeated: a push that comes before its turn
-               waits. Where it ends, pushes are taken as they come
-    started    whether workers may begin before `num_workers` of them are there
-    overlap    tasks of a worker beside the one that it computes; not in the synchronous mode
+    Attributes:
+        num_workers: how many workers the run is for.
+        staleness: None is asynchronous, 0 synchronous, any other number the bound.
+        backup: in the synchronous mode, how many pushes an update does without.
+        version: updates made so far.
+        order: the worker of each push in turn, to repeat a run: a push before its turn waits. After the end of `order`
+            pushes are taken as they come.
+        started: whether workers may begin before `num_workers` of them have joined.
+        overlap: tasks that a worker may have besides the one it computes; 0 in the synchronous mode.
+        clocks: for each member, how many of its pushes were taken.
     """
 
     num_workers: int
@@ -108,10 +120,10 @@ class Consistency:
     order: Sequence[int] = ()
     started: bool = False
     overlap: int = 0
-    clocks: dict[int, int] = field(default_factory=dict)  # pushes that were taken, of every member
-    _tasks: Counter[int] = field(default_factory=Counter)  # of every member, those that it has not pushed for
-    _arrived: dict[int, Push] = field(default_factory=dict)  # for the next synchronous update
-    _early: list[Push] = field(default_factory=list)
+    clocks: dict[int, int] = field(default_factory=dict)
+    _tasks: Counter[int] = field(default_factory=Counter)  # for each member, tasks without a push so far
+    _arrived: dict[int, Push] = field(default_factory=dict)  # pushes for the next synchronous update
+    _early: list[Push] = field(default_factory=list)  # pushes whose turn in `order` has not come
     _taken: int = 0
 
     @property
@@ -120,11 +132,11 @@ class Consistency:
 
     @property
     def updates_per_step(self) -> int:
-        """A step takes in one push of every worker: one update, or as many as there are workers."""
+        """A step takes in one push of every worker: as one update, or as one update for each worker."""
         return 1 if self.synchronous else self.num_workers
 
     def join(self, worker: int) -> list[Decision]:
-        """A worker is there, with nothing to do; it begins where the slowest is."""
+        """A worker joins without a task; its clock begins at that of the slowest."""
         self.clocks.setdefault(worker, min(self.clocks.values(), default=0))
         self._tasks[worker] = 0
         if self.started:
@@ -135,12 +147,12 @@ class Consistency:
         return self._begun(sorted(self.clocks))
 
     def adopt(self, worker: int) -> None:
-        """Take a worker for a member that has its tasks, as one that another process in this place knew."""
+        """Make a member of a worker that already has its tasks, from a predecessor of this process."""
         self.clocks.setdefault(worker, min(self.clocks.values(), default=0))
         self._tasks[worker] = 1 + self.overlap
 
     def leave(self, worker: int) -> list[Decision]:
-        """A worker is gone, with what it has pushed but nobody has used."""
+        """A worker leaves; pushes of it that are not used yet are dropped."""
         if self.clocks.pop(worker, None) is None:
             return []
         self._tasks.pop(worker, None)
@@ -149,7 +161,7 @@ class Consistency:
         return [*self._step_if_complete(), *self._released(), *self._in_order()]
 
     def push(self, push: Push) -> list[Decision]:
-        """A gradient has come."""
+        """A gradient arrives."""
         if push.worker not in self.clocks:
             return [Refuse(push.worker, f"worker {push.worker} is no member of this run")]
         if not self._tasks[push.worker]:
@@ -162,7 +174,7 @@ class Consistency:
         return self._in_order()
 
     def _in_order(self) -> list[Decision]:
-        """Take what has come, as far as its turn is there."""
+        """Take the pushes whose turn has come."""
         found: list[Decision] = []
         while self._early:
             push: Push | None = self._early[0]
@@ -179,7 +191,7 @@ class Consistency:
         return found
 
     def _refuse_order(self, worker: int) -> None:
-        """PlanError where the push whose turn it is can never come."""
+        """Raise PlanError if the push whose turn it is can never come."""
         if worker in self.clocks and not self._tasks[worker]:
             raise PlanError(
                 f"the order has worker {worker} push next (push {self._taken + 1}), but it waits for others under"
@@ -210,17 +222,17 @@ class Consistency:
         return Commit(self.version, members, shares, stale, self.version % self.updates_per_step == 0)
 
     def _released(self) -> list[Decision]:
-        """Of those that wait, who may go on now."""
+        """Let the workers go on that waited and no longer need to."""
         return [] if self.synchronous or not self.started else self._begun(sorted(self.clocks))
 
     def _begun(self, workers: Sequence[int]) -> list[Decision]:
-        """Each of these, in turn, gets the tasks that it may have."""
+        """Give each of these workers in turn the tasks that it may have."""
         found: list[Decision] = []
         early = Counter(push.worker for push in self._early)
         for _ in range(1 + self.overlap):
             for worker in workers:
-                under_way = self._tasks[worker] + early[worker]
-                if under_way <= self.overlap and may_go_on(self.clocks, worker, self.staleness, under_way):
+                in_flight = self._tasks[worker] + early[worker]
+                if in_flight <= self.overlap and may_go_on(self.clocks, worker, self.staleness, in_flight):
                     found += self._go([worker])
         return found
 
@@ -229,16 +241,18 @@ class Consistency:
         return [Go(worker) for worker in workers]
 
 
-def drawn_order(agreement: Consistency, num_updates: int, seed: int = 0) -> tuple[int, ...]:
-    """The worker of each push in turn, until there are so many updates: of all that may push next, any. The agreement,
-    which nobody has joined, is used up."""
+def drawn_order(consistency: Consistency, num_updates: int, seed: int = 0) -> tuple[int, ...]:
+    """A random order of pushes, as the worker of each, up to `num_updates` updates.
+
+    Each push is drawn among the workers that may push next. `consistency` has no members yet; the call uses it up.
+    """
     draw, found = random.Random(seed), list[int]()
-    bases: dict[int, list[int]] = {worker: [] for worker in range(agreement.num_workers)}
-    decisions = [decision for worker in bases for decision in agreement.join(worker)]
-    while agreement.version < num_updates:
+    bases: dict[int, list[int]] = {worker: [] for worker in range(consistency.num_workers)}
+    decisions = [decision for worker in bases for decision in consistency.join(worker)]
+    while consistency.version < num_updates:
         for decision in decisions:
             if isinstance(decision, Go):
-                bases[decision.worker].append(agreement.version)
+                bases[decision.worker].append(consistency.version)
         found.append(draw.choice([worker for worker, tasks in bases.items() if tasks]))
-        decisions = agreement.push(Push(found[-1], bases[found[-1]].pop(0)))
+        decisions = consistency.push(Push(found[-1], bases[found[-1]].pop(0)))
     return tuple(found)

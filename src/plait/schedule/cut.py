@@ -1,8 +1,8 @@
-"""Where to cut a chain of work into stages: the exact optimum by dynamic programming.
+"""Where to cut a chain of work into stages: the exact optimum, by dynamic programming.
 
-Items stand in the order in which they run. A stage is a run of items; what it costs is its work, and the time that
-values take on their way in and out. The cut chosen has the least cost of its dearest stage, and of those cuts the one
-that sends least. Values that skip stages are counted where they leave and where they arrive, and nowhere between.
+Items stand in the order in which they run, and a stage is a run of consecutive items. A stage costs its work and the
+time to receive and send values. Among all cuts those with the cheapest most expensive stage are chosen, and among these
+the one that sends least. A value that skips stages counts where it is sent and where it is received, not between.
 """
 
 from __future__ import annotations
@@ -18,16 +18,22 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Item:
-    """A piece of work that is not cut: its seconds, forward and backward, and the bytes that its stage holds for it."""
+    """A piece of work that is not cut.
+
+    Attributes:
+        seconds: its time, forward and backward.
+        state_bytes: its parameters, gradients and optimizer state.
+        activation_bytes: what one microbatch keeps of it from forward to backward.
+    """
 
     seconds: float
-    state_bytes: int = 0  # parameters, gradients and optimizer state
-    activation_bytes: int = 0  # that one microbatch keeps from forward to backward
+    state_bytes: int = 0
+    activation_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Flow:
-    """A value from one item to later ones, and how long it takes from one stage to another."""
+    """A value that item `source` passes to the later items `users`; a transfer between stages takes `seconds`."""
 
     source: int
     users: tuple[int, ...]
@@ -36,20 +42,20 @@ class Flow:
 
 @dataclass(frozen=True)
 class Memory:
-    """What stages may hold: bytes, and how many microbatches each stage has in flight."""
+    """The bytes that each stage may hold, and for each stage how many microbatches it has in flight."""
 
     limit: int
     in_flight: tuple[int, ...]
 
 
 def stage_costs(items: Sequence[Item], flows: Sequence[Flow]) -> tuple[Matrix, Matrix]:
-    """Of every stage [i, j) of items: seconds in all, and those of them that are sends and receives.
+    """For every possible stage [i, j) of items: its seconds in all, and the part of them in sends and receives.
 
-    Both [n + 1, n + 1]; entries with j <= i mean nothing.
+    Both matrices are [n + 1, n + 1]; entries with j <= i have no meaning.
     """
     n = len(items)
     work = np.concatenate([[0.0], np.cumsum([item.seconds for item in items])])
-    moved = np.zeros((n + 2, n + 2))  # as differences along both axes
+    moved = np.zeros((n + 2, n + 2))  # as differences along both dims
 
     def add(first_i: int, last_i: int, first_j: int, last_j: int, seconds: float) -> None:
         if first_i <= last_i and first_j <= last_j:
@@ -62,9 +68,9 @@ def stage_costs(items: Sequence[Item], flows: Sequence[Flow]) -> tuple[Matrix, M
         users = sorted({user for user in flow.users if user > flow.source})
         if not users:
             continue
-        add(0, flow.source, flow.source + 1, users[-1], flow.seconds)  # made in the stage, read after it
+        add(0, flow.source, flow.source + 1, users[-1], flow.seconds)  # sent: made in the stage and read after it
         before = flow.source
-        for user in users:  # the stage's first reader: received for it
+        for user in users:  # received: `user` is the first in its stage to read it
             add(before + 1, user, user + 1, n, flow.seconds)
             before = user
     moved = moved.cumsum(0).cumsum(1)[: n + 1, : n + 1]
@@ -79,10 +85,10 @@ def choose_cut(
     memory: Memory | None = None,
     copies: Sequence[int] = (),
 ) -> tuple[int, ...] | None:
-    """Where each stage but the first begins; None where there is no such cut.
+    """The first item of each stage but the first, or None if there is no such cut.
 
-    `allowed` gives for each of these places the items that it may be, or None for any. A stage of several `copies` runs
-    that many microbatches at a time.
+    `allowed` gives, for each of these stages, the items at which it may begin, or None for any. `memory` limits what a
+    stage holds. A stage with `copies[k]` replicas works on that many microbatches at a time.
     """
     n = len(items)
     costs, moved = stage_costs(items, flows)
@@ -124,7 +130,7 @@ def _best(
     too_large: Sequence[NDArray[np.bool_] | None],
     join: np.ufunc,
 ) -> tuple[float, tuple[int, ...]] | None:
-    """The least joined cost of stages, and where each but the first begins."""
+    """The least cost of all stages under `join`, and the first item of each stage but the first; None if impossible."""
     size = costs[0].shape[0]
     reached = np.full(size, np.inf)
     reached[0] = 0.0

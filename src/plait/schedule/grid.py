@@ -1,9 +1,9 @@
-"""A schedule drawn as text: a line for each rank, a column for each step of time.
+"""Draw a schedule as text: a line per rank, a column per unit of time.
 
     rank 0 | F0 F1  .  . B0 == B1 ==
     rank 1 |  . F0 F1 ...
 
-A backward that is not split takes two steps (`B0 ==`), a dot is a bubble, and [F1] marks a place.
+A backward that is not split takes two columns (`B0 ==`), a dot is a bubble, and brackets mark an action: [F1].
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from plait.schedule.readiness import Edges, Place
 from plait.schedule.topological_order import unit_steps
 from plait.spec.schedule import Schedule
 
-_WIDTH, _RANKS = 112, 16  # of a grid around a mark
+_WIDTH, _RANKS = 112, 16  # characters and ranks shown around a mark
 
 
 def draw_grid(schedule: Schedule, edges: Edges, marks: Mapping[Place, int] | None = None) -> str:
-    """The grid. `marks` are actions to show in brackets, each at a step of its own if it is given one of 0 or more,
-    or else right after the last that its rank did; with marks, only what lies around the first is drawn if it is large.
+    """The schedule as a grid.
+
+    `marks` are actions to show in brackets. A marked action that does not run stands in the column given for it, or for
+    -1 right after the last action of its rank. With marks, a large grid is cut to the surroundings of the first mark.
     """
     rows: list[dict[int, str]] = [{} for _ in range(schedule.num_ranks)]
     for (rank, action), (start, end) in unit_steps(schedule, edges).items():

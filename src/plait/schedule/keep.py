@@ -1,7 +1,7 @@
-"""Which values to keep from forward to backward, and which to work out again: an integer program.
+"""Which values to keep from forward to backward, and which to recompute: an integer program.
 
-Least seconds spent again, within a number of bytes. A value that is worked out again needs its sources, kept or worked
-out again too (Jain et al. 2020, "Checkmate", with each value worked out again at most once). Solved by HiGHS (scipy).
+It spends the fewest seconds on recomputation within a budget of bytes. To recompute a value its sources must be kept
+or recomputed too (Jain et al. 2020, "Checkmate", where each value is recomputed at most once). HiGHS solves it (scipy).
 """
 
 from __future__ import annotations
@@ -9,26 +9,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_GAP = 1e-3  # of the optimum, at which the solver may stop
-_SECONDS = 20.0
-_ROW = 1e5  # sum of a row of bytes, as the solver sees it
-_INFEASIBLE = 2  # as a status of scipy's milp
+_GAP = 1e-3  # relative distance from the optimum at which the solver may stop
+_SECONDS = 20.0  # time limit of the solver
+_ROW = 1e5  # bytes are scaled so that the constraint on memory sums to this
+_INFEASIBLE = 2  # a status of scipy's milp
 
 
 @dataclass(frozen=True)
 class KeptValue:
-    """A value of the forward pass. `sources` are indices of the values that it is worked out again from."""
+    """A value of the forward pass.
+
+    Attributes:
+        bytes: its size.
+        seconds: the time to recompute it from its sources.
+        needed: whether the backward pass reads it.
+        keepable: false for a view, which is recomputed from its base for nothing.
+        droppable: false for a sum over ranks, which is not sent again: it is kept if anything needs it.
+        sources: indices of the values that it is recomputed from.
+    """
 
     bytes: int
     seconds: float
-    needed: bool  # by the backward pass
-    keepable: bool = True  # a view is not: it is worked out again from its memory, for nothing
-    droppable: bool = True  # a sum over ranks is not: it is not sent again, so it is kept if anything needs it
+    needed: bool
+    keepable: bool = True
+    droppable: bool = True
     sources: tuple[int, ...] = ()
 
 
 def choose_kept(values: Sequence[KeptValue], budget_bytes: int | None) -> set[int] | None:
-    """Indices of the values to keep; None if no choice fits the budget. Without a budget: the fewest bytes."""
+    """Indices of the values to keep, or None if no choice fits `budget_bytes`.
+
+    Without a budget, the choice that keeps the fewest bytes.
+    """
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import coo_array
@@ -36,7 +48,7 @@ def choose_kept(values: Sequence[KeptValue], budget_bytes: int | None) -> set[in
     num = len(values)
     if num == 0:
         return set() if budget_bytes is None or budget_bytes >= 0 else None
-    # Variables: kept[0..num), again[0..num).
+    # Variables of the program: kept[0..num), recomputed[0..num).
     size = np.array([v.bytes if v.keepable else 0 for v in values], dtype=float)
     total = max(size.sum(), 1.0)
     seconds = np.array([v.seconds for v in values])
@@ -76,7 +88,7 @@ def choose_kept(values: Sequence[KeptValue], budget_bytes: int | None) -> set[in
     )
     if found.x is None and found.status == _INFEASIBLE:
         return None
-    if found.x is None:  # out of time without a choice that fits
+    if found.x is None:  # the time limit came before any choice that fits
         least = choose_kept(values, None) if budget_bytes is not None else None
         return least if least is not None and sum(values[i].bytes for i in least) <= (budget_bytes or 0) else None
     return {i for i in range(num) if found.x[i] > 0.5}

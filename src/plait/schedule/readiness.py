@@ -1,8 +1,8 @@
-"""What must be done before an action: the one rule that checker, simulator and executor share.
+"""What must be done before an action: the one rule that the checker, the simulator and the executor share.
 
-A cell is (kind, stage): ("F", 2) is the forward of stage 2. An edge is a pair of cells, from the one that makes a value
-to the one that needs it, for the same microbatch. A chain has F0 -> F1 -> ... and ... B1 -> B0; a skip connection from
-stage 0 to stage 3 adds F0 -> F3 and B3 -> B0. That B of a stage needs its F, and W its B, goes without saying.
+A cell is a pair (kind, stage): ("F", 2) is the forward of stage 2. An edge is a pair of cells (producer, consumer), for
+the same microbatch. A chain has F0 -> F1 -> ... and ... B1 -> B0; a skip connection from stage 0 to stage 3 adds
+F0 -> F3 and B3 -> B0. That a stage's B needs its F, and W its B, holds without an edge.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from plait.spec.schedule import Schedule
 
 Cell = tuple[str, int]
 Edges = frozenset[tuple[Cell, Cell]]
-Place = tuple[int, Action]  # a rank, and what it does
+Place = tuple[int, Action]  # an action and the rank that does it
 
 
 def chain(num_stages: int, skips: Iterable[tuple[int, int]] = ()) -> Edges:
-    """The edges of stages one after the other; each pair of `skips` is also joined directly, forward and backward."""
+    """The edges of consecutive stages; each pair in `skips` is joined directly too, forward and backward."""
     pairs = [*((stage, stage + 1) for stage in range(num_stages - 1)), *skips]
     forward = {((FORWARD, a), (FORWARD, b)) for a, b in pairs}
     return frozenset(forward | {((BACKWARD, b), (BACKWARD, a)) for a, b in pairs})
@@ -28,7 +28,7 @@ def chain(num_stages: int, skips: Iterable[tuple[int, int]] = ()) -> Edges:
 
 @lru_cache(maxsize=64)
 def producers(edges: Edges) -> Mapping[Cell, tuple[Cell, ...]]:
-    """For each cell those that it needs; itself never."""
+    """For each cell, the cells that it needs, except itself."""
     found: dict[Cell, list[Cell]] = defaultdict(list)
     for producer, consumer in sorted(edges):
         if producer != consumer:
@@ -37,7 +37,7 @@ def producers(edges: Edges) -> Mapping[Cell, tuple[Cell, ...]]:
 
 
 def place_of(schedule: Schedule, of: Cell, micro: int) -> Place:
-    """The rank and action that a cell is for a microbatch. The W of a backward that is not split is its B."""
+    """The rank and action of a cell for a microbatch. The W of a backward that is not split is its B."""
     kind, stage = of
     rank, chunk = schedule.where(stage, micro)
     if kind == WEIGHT:
@@ -46,13 +46,13 @@ def place_of(schedule: Schedule, of: Cell, micro: int) -> Place:
 
 
 def needs(schedule: Schedule, rank: int, action: Action, edges: Edges) -> tuple[Place, ...]:
-    """What must be done, and where, before `rank` may do `action`; without what only its place in the list asks for.
+    """What must be done, and where, before `rank` may do `action`, apart from what precedes it in the rank's list.
 
-    Where a value comes from another rank and the schedule has the transfer, that is the SEND there and the RECV here: a
-    RECV is posted at once and needs nothing, and waiting for it is part of what needs the value. REDUCE needs the
-    backwards of its stage, on all ranks that have it, and those of the stages that it shares with, as edges to
-    ("REDUCE", stage) say. STEP needs the backwards of its rank, those of its microbatch where it has one (earlier
-    ones stand before it, as the checker sees to), and the REDUCEs.
+    A value from another rank needs the SEND there and the RECV here, if the schedule has transfers. A RECV is posted at
+    once and needs nothing; its consumer waits for it. REDUCE needs the backwards of its stage on all ranks that have
+    it, and those of stages with parameters in common, which are edges to ("REDUCE", stage). STEP needs the REDUCEs and
+    the backwards of its rank; a STEP with a number needs the backwards of that microbatch only, because the checker
+    makes sure that earlier ones precede it.
     """
     if action.kind == SEND:
         return ((rank, action.producer),)
@@ -94,12 +94,13 @@ def needs(schedule: Schedule, rank: int, action: Action, edges: Edges) -> tuple[
 
 
 def shared(groups: Iterable[Iterable[int]]) -> Edges:
-    """The edges that join each REDUCE to the backwards of all stages with the same parameters, such as tied weights."""
+    """The edges that make each REDUCE need the backwards of all stages in its group, which have parameters in
+    common."""
     pairs = {(a, b) for group in map(tuple, groups) for a in group for b in group}
     return frozenset(((WEIGHT, a), (REDUCE, b)) for a, b in pairs)
 
 
 def _backwards(schedule: Schedule, rank: int, chunks: set[int]) -> list[Place]:
-    """What completes the gradients of these chunks of a rank."""
+    """The actions that complete the gradients of these chunks of a rank."""
     found = [each for each in schedule.ranks[rank] if each.kind == BACKWARD and each.chunk in chunks]
     return [(rank, schedule.last_backward(rank, each.micro, each.chunk)) for each in found if each.micro is not None]

@@ -1,10 +1,10 @@
-"""When replicas agree: rounds of steps, and within a round one moment for each part of the model.
+"""When replicas synchronize: in rounds of steps, with one moment in each round for each part of the model.
 
     sync=4                 1 2 3 4| 5 6 7 8|               every part at the end of a round
     sync=4 streaming=2     1 2a 3 4b| 5 6a 7 8b|           part a in the middle, part b at the end
     sync=1..4              1| 2 3| 4 5 6 7| 8 9 10 11|     rounds that grow
 
-With `overlap` steps an exchange that begins after step n is taken in after step n + overlap (Douillard et al. 2025,
+With `overlap`, an exchange that begins after step n is applied after step n + overlap (Douillard et al. 2025,
 "Streaming DiLoCo with overlapping communication").
 """
 
@@ -17,7 +17,13 @@ from plait.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Rounds:
-    """The agreements of a plan: `sync` steps a round, or (first, last) of rounds that double; `parts` and `overlap`."""
+    """When the replicas of a plan synchronize.
+
+    Attributes:
+        sync: steps in a round, or (first, last) for rounds that double from `first` to `last` steps.
+        parts: parts of the model, each with its own moment in a round.
+        overlap: steps between the beginning of an exchange and its use.
+    """
 
     sync: int | tuple[int, int]
     parts: int = 1
@@ -25,30 +31,30 @@ class Rounds:
 
     @classmethod
     def of(cls, plan: Plan) -> Rounds:
-        """Those of a plan whose replicas agree every n steps."""
+        """The rounds of a plan with `sync=`."""
         return cls(plan.sync, plan.streaming, plan.overlap)
 
     def begun(self, step: int) -> tuple[int, ...]:
-        """The parts whose exchange begins after `step` steps, 1 being the first."""
+        """The parts whose exchange begins after step `step`, counted from 1."""
         if step < 1:
             return ()
         start, length = self.round_of(step)
         return tuple(part for part in range(self.parts) if step - start == length * (part + 1) // self.parts)
 
     def ended(self, step: int) -> tuple[int, ...]:
-        """The parts that are taken in after `step` steps."""
+        """The parts whose exchange is applied after step `step`."""
         return self.begun(step - self.overlap)
 
     def meeting_after(self, step: int) -> int:
-        """After how many steps a replica first knows that all have done more than `step` steps: one has then waited for
-        an exchange that began after them."""
+        """The first step after which a replica knows that all replicas have done more than `step` steps, because it has
+        waited for an exchange that began after them."""
         at = step + 1 + self.overlap
         while not self.ended(at):
             at += 1
         return at
 
     def round_of(self, step: int) -> tuple[int, int]:
-        """How many steps came before the round that `step` is in, and how long the round is."""
+        """How many steps precede the round of `step`, and how many steps the round has."""
         if isinstance(self.sync, int):
             return (step - 1) // self.sync * self.sync, self.sync
         length, last = self.sync
@@ -60,7 +66,7 @@ class Rounds:
 
 
 def split_in_parts(sizes: list[int], parts: int) -> list[int]:
-    """The part of each of some tensors, in order: parts are runs of neighbours of about the same bytes."""
+    """The part of each tensor, in order: parts are runs of consecutive tensors of about the same bytes."""
     total, done, found = sum(sizes), 0, []
     for size in sizes:
         found.append(min(int((done + size / 2) / max(total, 1) * parts), parts - 1))

@@ -1,4 +1,4 @@
-"""Walk through a schedule as its ranks would: in which order all can be done, where ranks get stuck, and when."""
+"""Topological order of a schedule's actions: an order in which they can run, where ranks are stuck, and start times."""
 
 from __future__ import annotations
 
@@ -13,18 +13,25 @@ from plait.spec.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Walk:
-    """`order` is one in which each action comes after all that it needs; `waits` what each stuck rank waits for."""
+class TopologicalOrder:
+    """An order in which ranks can do their actions, as far as they get.
+
+    Attributes:
+        order: actions with their ranks, each after all that it needs.
+        stopped: for each rank, how many of its actions are in `order`.
+        waits: for each rank that is stuck, the action that it waits for.
+        needs: for each action that a rank came to, what it needs.
+    """
 
     order: tuple[Place, ...]
-    stopped: tuple[int, ...]  # of each rank: how many of its actions were done
+    stopped: tuple[int, ...]
     waits: dict[int, Place]
-    needs: dict[Place, tuple[Place, ...]]  # of each action that a rank came to
+    needs: dict[Place, tuple[Place, ...]]
 
 
 @lru_cache(maxsize=8)
-def walk(schedule: Schedule, edges: Edges) -> Walk:
-    """Do every rank's actions in the order of its list, each once what it needs is done, until no rank can go on."""
+def topological_order(schedule: Schedule, edges: Edges) -> TopologicalOrder:
+    """Advance every rank through its list, past each action whose needs are done, until no rank can go on."""
     at, done, order = [0] * schedule.num_ranks, set[Place](), list[Place]()
     waiting: dict[Place, list[int]] = defaultdict(list)
     waits: dict[int, Place] = {}
@@ -47,15 +54,17 @@ def walk(schedule: Schedule, edges: Edges) -> Walk:
             done.add(place)
             order.append(place)
             ready.extend(waiting.pop(place, ()))
-    return Walk(tuple(order), tuple(at), waits, needed)
+    return TopologicalOrder(tuple(order), tuple(at), waits, needed)
 
 
 Duration = Callable[[int, Action], float]
-Delay = Callable[[int, Action, int, Action], float]  # of a value: rank and action that make it, that need it
+Delay = Callable[[int, Action, int, Action], float]  # of a value: producing rank and action, consuming rank and action
 
 
-def when(num_ranks: int, found: Walk, duration: Duration, delay: Delay) -> dict[Place, tuple[float, float]]:
-    """Start and end of all that a walk found, each as early as can be; what another rank made comes `delay` later."""
+def start_times(
+    num_ranks: int, found: TopologicalOrder, duration: Duration, delay: Delay
+) -> dict[Place, tuple[float, float]]:
+    """Start and end of each action, as early as possible; a value of another rank arrives `delay` later."""
     free = [0.0] * num_ranks
     times: dict[Place, tuple[float, float]] = {}
     for rank, action in found.order:
@@ -72,11 +81,11 @@ def when(num_ranks: int, found: Walk, duration: Duration, delay: Delay) -> dict[
 
 
 def unit_steps(schedule: Schedule, edges: Edges) -> dict[Place, tuple[int, int]]:
-    """Times when forward, and each part of backward, takes 1 and all else nothing; as far as the schedule gets."""
+    """Start and end if F, B and W each take 1, an unsplit backward 2 and all else 0; as far as the schedule gets."""
 
     def duration(rank: int, action: Action) -> float:
         whole = action.kind == BACKWARD and not schedule.splits(rank, action)
         return float(action.computes) + whole
 
-    times = when(schedule.num_ranks, walk(schedule, edges), duration, lambda *_: 0.0)
+    times = start_times(schedule.num_ranks, topological_order(schedule, edges), duration, lambda *_: 0.0)
     return {place: (round(start), round(end)) for place, (start, end) in times.items()}

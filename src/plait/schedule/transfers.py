@@ -1,4 +1,4 @@
-"""Add to a schedule of computations what moves between ranks: SEND, RECV, REDUCE; and STEP at the end."""
+"""Add the communication to a schedule of computations: SEND, RECV, REDUCE; and a STEP at the end."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from plait.spec.schedule import Schedule
 
 
 def add_transfers(schedule: Schedule, edges: Edges) -> Schedule:
-    """Put a SEND right after each producer, one for each rank that needs its result, and the RECV before the consumer.
+    """Put a SEND after each producer, for each rank that needs its result, and a RECV before the first consumer.
 
-    A RECV stands one computation earlier than its first consumer, so that the value can arrive meanwhile, or earlier
-    still where that keeps what goes from one rank to another in the same order on both: a link may then be a queue.
-    A schedule that has transfers of its own is left as it is.
+    A RECV stands one computation before its first consumer, so that the value can arrive meanwhile. It stands earlier
+    where that is needed to keep the transfers between two ranks in the same order on both, so that a link can be a
+    queue. A schedule that has transfers is returned unchanged.
     """
     if schedule.has_transfers:
         return schedule
     first_use = _first_uses(schedule, edges)
     after: dict[Place, list[Action]] = defaultdict(list)
-    links: dict[tuple[int, int], list[Action]] = defaultdict(list)  # what goes over each, in the order of sending
+    links: dict[tuple[int, int], list[Action]] = defaultdict(list)  # the results sent from rank to rank, in order
     for (source, made), uses in first_use.items():
         for target in sorted(uses):
             assert made.micro is not None
@@ -32,7 +32,7 @@ def add_transfers(schedule: Schedule, edges: Edges) -> Schedule:
             for send in after.get((source, action), ()):
                 assert send.peer is not None
                 links[source, send.peer].append(action)
-    before: dict[tuple[int, int], list[Action]] = defaultdict(list)  # rank and position in its list
+    before: dict[tuple[int, int], list[Action]] = defaultdict(list)  # by rank and position in its list
     for (source, target), made_there in sorted(links.items()):
         latest = len(schedule.ranks[target])
         posts = []
@@ -51,11 +51,11 @@ def add_transfers(schedule: Schedule, edges: Edges) -> Schedule:
 
 
 def add_updates(schedule: Schedule, edges: Edges, shared: Iterable[Iterable[int]] = ()) -> Schedule:
-    """Put a REDUCE of each chunk whose gradients other ranks have too, and one STEP, at the end of every rank.
+    """Append to every rank a REDUCE for each chunk whose parameters other ranks have too, and one STEP.
 
-    `shared` are groups of stages with parameters in common, such as tied weights; the copies of a replicated stage
-    share all. REDUCEs stand in the order of the stages' groups on every rank, so that no ranks wait for each other.
-    A schedule without backward has nothing to update; one with STEPs of its own keeps them.
+    `shared` are groups of stages with parameters in common, such as tied weights; replicas of a stage share all of
+    them. Every rank has its REDUCEs in the order of the stages, so that no ranks wait for each other. A forward-only
+    schedule has nothing to update, and one with STEPs of its own keeps them.
     """
     if schedule.forward_only:
         return schedule
@@ -79,7 +79,7 @@ def _num_ranks(schedule: Schedule, group: set[int]) -> int:
 
 
 def _first_uses(schedule: Schedule, edges: Edges) -> dict[Place, dict[int, int]]:
-    """Of each result that other ranks need: the position in each of these ranks' lists where it is needed first."""
+    """For each result that other ranks need, the position of its first consumer in each of these ranks' lists."""
     found: dict[Place, dict[int, int]] = defaultdict(dict)
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):

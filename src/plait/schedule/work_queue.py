@@ -1,8 +1,8 @@
-"""Pieces of the data handed out to workers that come and go: every piece is trained on once, in order.
+"""Hand out pieces of the data to workers that come and go: every piece is trained on once, in order.
 
 Pieces are numbered through the whole run: piece n is part n % num_parts of batch n // num_parts. A worker that takes
-several steps before it agrees is given the same part of as many batches, by the first of these pieces. It knows the
-piece after the one that it works on, so that it can read ahead.
+several steps before it synchronizes gets the same part of as many batches, named by the first of these pieces. A worker
+knows its next piece while it works on one, so that it can read ahead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Handout:
-    """`next_piece` is the first that nobody was given."""
+    """Which worker has which pieces.
+
+    Attributes:
+        next_piece: the first piece that no worker was given.
+        num_parts: parts of a batch.
+        num_batches: batches of which a worker gets its part at once.
+    """
 
     next_piece: int = 0
     num_parts: int = 1
@@ -24,7 +30,10 @@ class Handout:
     _returned: list[int] = field(default_factory=list)
 
     def give(self, workers: Sequence[int]) -> list[tuple[int, int, int]]:
-        """(worker, piece to work on, piece after it) of workers that go on together, each as often as it is named."""
+        """Give each worker its next piece; a worker that is named twice gets two.
+
+        Returns (worker, piece to work on, piece after it) for each.
+        """
         found = []
         for worker in workers:
             piece = self._ahead.pop(worker) if worker in self._ahead else self._fresh()
@@ -36,16 +45,16 @@ class Handout:
         return [(worker, piece, self._after(worker, piece)) for worker, piece in found]
 
     def holds(self, worker: int, piece: int) -> bool:
-        """Whether the worker was given the piece, and its gradient has not come."""
+        """Whether the worker has the piece, and its gradient has not come."""
         return piece in self._now.get(worker, ())
 
     def used(self, worker: int, piece: int) -> None:
-        """The worker's gradient of the piece has come."""
+        """Note that the worker's gradient of the piece has come."""
         if self.holds(worker, piece):
             self._now[worker].remove(piece)
 
     def take_back(self, worker: int) -> list[int]:
-        """The worker is gone: others get what it was given and has not used. Returns what it was to work on."""
+        """Return the pieces of a worker that is gone to the queue. Returns those that it was to work on."""
         now = self._now.pop(worker, [])
         for piece in now + ([self._ahead.pop(worker)] if worker in self._ahead else []):
             heapq.heappush(self._returned, piece)

@@ -1,12 +1,12 @@
-"""Action: one thing that a rank does in a pipeline's step, as a word that parses back.
+"""Action: one thing that a rank does in a step of a pipeline, as a word that prints and parses.
 
 F3.1          forward of microbatch 3 through this rank's chunk 1; `.chunk` is left out where it is 0
-B3  W3        backward; where a rank also has W3, its B3 is the part for inputs and W3 that for weights
-SEND:F3.1>2   what F3.1 made and rank 2 needs, to rank 2
-RECV:F3.1<0   what F3.1 made on rank 0, where that is chunk 1, and this rank needs
-GATHER.1      the whole parameters of chunk 1
-REDUCE.1      sum the gradients of chunk 1 that other stages or copies have too
-STEP  STEP3   update the parameters; with a number, once microbatches up to that one have been through backward
+B3  W3        backward; where a rank also has W3, B3 computes the gradients of inputs and W3 those of weights
+SEND:F3.1>2   send the result of this rank's F3.1 to rank 2
+RECV:F3.1<0   receive the result of F3.1 from rank 0; the chunk is counted on rank 0
+GATHER.1      all-gather the parameters of chunk 1
+REDUCE.1      sum the gradients of chunk 1 with those of other stages or replicas that have the same parameters
+STEP  STEP3   update the parameters; with a number, once the backwards of all microbatches up to it are done
 """
 
 from __future__ import annotations
@@ -28,9 +28,16 @@ _STEP = re.compile(r"STEP(?P<micro>\d+)?")
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """What one rank does: a kind, the microbatch and the chunk that it is about, and for transfers the other rank.
+    """One action of one rank: its kind, its microbatch, its chunk, and for a transfer the other rank.
 
-    `of` is the kind of the action whose result is sent: F, B or W; `chunk` is then that of the rank which made it.
+    Attributes:
+        kind: one of F, B, W, SEND, RECV, GATHER, REDUCE and STEP.
+        micro: the microbatch, from 0; None where the action is not about one.
+        chunk: the chunk; of a transfer, as the rank that computes the value counts its chunks.
+        peer: of a transfer, the other rank.
+        of: of a transfer, the kind of action whose result is sent: F, B or W.
+
+    Raises ValueError if a field is missing, is one too many, or is negative.
 
     >>> Action.parse("SEND:F3.1>2")
     Action(kind='SEND', micro=3, chunk=1, peer=2, of='F')
@@ -57,7 +64,7 @@ class Action:
 
     @classmethod
     def parse(cls, word: str) -> Action:
-        """Read one word; ValueError says what a word looks like."""
+        """Parse one word. Raises ValueError, which says what words look like, for anything else."""
         if found := _COMPUTE.fullmatch(word):
             return cls(found["kind"], int(found["micro"]), int(found["chunk"] or 0))
         if (found := _TRANSFER.fullmatch(word)) and (found["arrow"] == ">") == (found[1] == SEND):
@@ -77,17 +84,17 @@ class Action:
 
     @property
     def computes(self) -> bool:
-        """Whether this is forward, backward or the weight part of backward."""
+        """Whether this is a forward, a backward, or the weight part of a backward."""
         return self.kind in COMPUTE
 
     @property
     def producer(self) -> Action:
-        """Of a transfer: the action whose result travels, as the sending rank names it."""
+        """The action whose result a transfer moves, as the sending rank names it."""
         assert self.of is not None
         return cell(self.of, self.micro, self.chunk)
 
 
 @lru_cache(maxsize=2**15)
 def cell(kind: str, micro: int | None, chunk: int) -> Action:
-    """The forward, backward or weight action of a microbatch and chunk; made once, as large schedules ask often."""
+    """The forward, backward or weight action of a microbatch and chunk. Cached, because large schedules ask often."""
     return Action(kind, micro, chunk)

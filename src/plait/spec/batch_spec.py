@@ -1,4 +1,4 @@
-"""Which dim of each tensor of a batch belongs to which axes."""
+"""BatchSpec: which dim of each tensor of a batch belongs to which mesh axes."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from dataclasses import dataclass, field
 
 from plait.errors import BatchError
 
-ROWS = "rows"  # the dim that the axes cut which cut rows: each rank has its part of it
+ROWS = "rows"  # a dim that mesh axes such as `data` cut: each rank reads its part of it
 
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """For tensors of a batch, by name pattern, one word a dim: `rows`, or `-` for a dim that stays whole.
+    """For each tensor of a batch, by name pattern, one word per dim: `rows`, or `-` for a dim that stays whole.
 
     >>> BatchSpec({"tokens": "-, rows", "mask": "-"}).row_dim("tokens", 3)
     1
 
-    Dims after the last word stay whole, and a tensor without the word `rows` has none: every rank has all of it. The
-    first pattern that matches a name decides. Of a tensor that none matches the rows are dim 0, if that is as long as
+    Dims after the last word stay whole. A tensor without the word `rows` is whole on every rank. The first pattern that
+    matches a name decides. A tensor that no pattern matches has its rows in dim 0, provided that dim 0 is as long as
     the batch has rows.
 
-    A batch says so itself: its class, or the object, has the spec as `batch_spec`. The names of its tensors are their
-    paths, as in error messages: `inputs.tokens`, `0`.
+    A batch carries its spec as an attribute `batch_spec` of the object or of its class. Tensors are named by their
+    paths in the batch, as in error messages: `inputs.tokens`, `0`.
+
+    Raises BatchError for an unknown word, and for a tensor with two dims of rows.
     """
 
     dims: Mapping[str, str] = field(default_factory=dict)
@@ -41,7 +43,10 @@ class BatchSpec:
         return self._text(leaf) is not None
 
     def row_dim(self, leaf: str, ndim: int) -> int | None:
-        """The dim of a tensor's rows, if it has any; None where it has none. BatchError for fewer dims than words."""
+        """The index of the dim that holds the rows, or None if the tensor is whole on every rank.
+
+        Raises BatchError if the pattern has more words than the tensor has dims (`ndim`).
+        """
         if (text := self._text(leaf)) is None:
             return 0 if ndim else None
         words = _words(text)

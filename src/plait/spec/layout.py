@@ -1,13 +1,13 @@
-"""Layouts: where the parts of a tensor lie on a mesh, as pure values that print and parse.
+"""Layout: where the parts of a tensor lie on a mesh, as a pure value that prints and parses.
 
     f32[8@data, 128, 768@tensor/3] +data only:tensor=1
 
-`8@data`        the dim is cut into equal parts, one a rank along axis `data`
-`768@tensor/3`  the dim is three equal blocks laid end to end (a fused q, k, v); each block is cut on its own
-`768@tensor/4+1+1`  the same of unequal blocks, in these proportions (q of more heads than k and v)
-`+data`         partial sums, still to be added over `data` (`^data` maxima, `_data` minima)
+`8@data`        the dim is cut into equal parts, one per rank of axis `data`
+`768@tensor/3`  the dim is three equal blocks laid end to end (a fused q, k, v); each block is cut by itself
+`768@tensor/4+1+1`  the same with unequal blocks, in these proportions (more query heads than key and value heads)
+`+data`         partial sums, still to be summed over `data` (`^data` for maxima, `_data` for minima)
 `only:tensor=1` the whole tensor lies on rank 1 of `tensor` and nowhere else (a parallel branch, a pipeline's stage);
-                `only:pipeline=0,3` on these two (tied weights)
+                `only:pipeline=0,3` on ranks 0 and 3 (tied weights)
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Replicate:
     """Every rank of the axis holds the whole tensor."""
 
 
-Blocks = int | tuple[int, ...]  # so many equal blocks, or blocks in these proportions
+Blocks = int | tuple[int, ...]  # the number of equal blocks, or the proportions of unequal ones
 
 
 def blocks_of_lengths(lengths: Sequence[int]) -> Blocks:
-    """How blocks of these lengths are written: by their number if they are equal, else by their proportions."""
+    """The blocks of these lengths as a value: their number if all are equal, else their proportions."""
     unit = math.gcd(*lengths)
     if unit == 0 or len(set(lengths)) == 1:
         return len(lengths)
@@ -38,18 +38,18 @@ def blocks_of_lengths(lengths: Sequence[int]) -> Blocks:
 
 
 def num_units(blocks: Blocks) -> int:
-    """Into how many equal units the blocks divide a dim: it can be cut over N ranks if N times as many divide it."""
+    """How many equal units the blocks divide a dim into. N ranks can shard it if N times this number divides it."""
     return blocks if isinstance(blocks, int) else sum(blocks)
 
 
 def block_lengths(num: int, blocks: Blocks) -> tuple[int, ...]:
-    """The lengths of the blocks of a dim of `num`."""
+    """The lengths of the blocks of a dim of length `num`."""
     unit = num // num_units(blocks)
     return (unit,) * blocks if isinstance(blocks, int) else tuple(unit * part for part in blocks)
 
 
 def parse_blocks(text: str) -> Blocks | None:
-    """`3`, or the proportions `4+1+1`; None for anything else."""
+    """Parse `3`, or proportions such as `4+1+1`. Returns None for anything else."""
     if re.fullmatch(r"\d+(\+\d+)*", text) is None or 0 in (parts := [int(part) for part in text.split("+")]):
         return None
     return parts[0] if len(parts) == 1 else blocks_of_lengths(parts)
@@ -57,13 +57,13 @@ def parse_blocks(text: str) -> Blocks | None:
 
 @dataclass(frozen=True)
 class Shard:
-    """Every rank holds an equal part of `dim`; with several `blocks` an equal part of each block."""
+    """Every rank holds an equal part of `dim`; with several `blocks`, an equal part of each block."""
 
     dim: int
     blocks: Blocks = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.blocks, int):  # one way to write each
+        if not isinstance(self.blocks, int):  # equal values compare equal
             object.__setattr__(self, "blocks", blocks_of_lengths(self.blocks))
 
     @property
@@ -71,7 +71,7 @@ class Shard:
         return num_units(self.blocks)
 
     def blocks_text(self) -> str:
-        """As it is written after the axis: nothing for one block."""
+        """What is written after the axis: `/3`, `/4+1+1`, or nothing for one block."""
         if isinstance(self.blocks, int):
             return f"/{self.blocks}" if self.blocks > 1 else ""
         return "/" + "+".join(map(str, self.blocks))
@@ -79,14 +79,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class Partial:
-    """Every rank holds a term; the tensor is their `op`: sum, max or min."""
+    """Every rank holds one term; the tensor is their `op`: sum, max or min."""
 
     op: str = "sum"
 
 
 @dataclass(frozen=True)
 class Only:
-    """The rank with this index along the axis holds the whole tensor, and so do `others`; the rest holds nothing."""
+    """The rank with index `index` along the axis holds the whole tensor, as do `others`; no other rank holds any."""
 
     index: int
     others: tuple[int, ...] = ()
@@ -104,17 +104,17 @@ _OP = {mark: op for op, mark in _MARK.items()}
 
 
 def part_bounds(num: int, size: int, index: int) -> tuple[int, int]:
-    """Where part `index` of `num` rows cut into `size` parts begins and ends.
+    """The half-open range of part `index` when `num` rows are cut into `size` parts.
 
-    Equal parts where that is possible; otherwise the first parts are as long as they would be with the rows rounded up
-    and the last ones shorter or empty, which is how torch.chunk and DTensor cut.
+    The parts are equal where `size` divides `num`. Otherwise the first parts have ceil(num / size) rows, and the last
+    ones fewer or none, as with torch.chunk and DTensor.
     """
     length = -(-num // size)
     return min(index * length, num), min((index + 1) * length, num)
 
 
 def local_shape(shape: tuple[int, ...], placement: Placement, size: int) -> tuple[int, ...]:
-    """The shape of one rank's part of a tensor of `shape` under one axis of `size` ranks."""
+    """The shape of one rank's part of a tensor of `shape` along one axis of `size` ranks."""
     if not isinstance(placement, Shard):
         return shape
     check_shard(shape, placement, size)
@@ -122,13 +122,13 @@ def local_shape(shape: tuple[int, ...], placement: Placement, size: int) -> tupl
 
 
 def divides(shape: tuple[int, ...], placement: Shard, size: int) -> bool:
-    """Whether the dim can be cut evenly, block by block."""
+    """Whether `size` ranks can cut the dim evenly, block by block."""
     dim = placement.dim
     return 0 <= dim < len(shape) and shape[dim] % (placement.num_units * size) == 0 and shape[dim] > 0
 
 
 def check_shard(shape: tuple[int, ...], placement: Shard, size: int, axis: str = "axis", name: str = "tensor") -> None:
-    """Raise LayoutError naming axis, size and shape unless the shard divides evenly."""
+    """Raise LayoutError, which names axis, size and shape, unless the shard divides evenly."""
     if not 0 <= placement.dim < len(shape):
         raise LayoutError(f"{name} of shape {list(shape)} has no dim {placement.dim} to shard over {axis}")
     if not divides(shape, placement, size):
@@ -141,9 +141,10 @@ def check_shard(shape: tuple[int, ...], placement: Shard, size: int, axis: str =
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor's dtype and global shape, and its placement along each mesh axis (outermost first).
+    """A tensor's dtype and global shape, and its placement along each mesh axis, outermost axis first.
 
-    An axis that is absent replicates. Where two axes shard one dim, the later one cuts the earlier one's parts.
+    Along an axis that is absent the tensor is replicated. Where two axes shard one dim, the later axis cuts the parts
+    of the earlier one. Raises LayoutError for an axis that is named twice and for a shard of a dim that does not exist.
     """
 
     dtype: str
@@ -162,7 +163,7 @@ class Layout:
         return dict(self.placements).get(axis, REPLICATE)
 
     def local_shape(self, mesh: Mesh, coordinates: Mapping[str, int] | None = None) -> tuple[int, ...]:
-        """The shape of the part that the rank at these coordinates holds; without them, where all parts are equal."""
+        """The shape of the part at these coordinates. Without coordinates all parts must be equal, else LayoutError."""
         shape = self.shape
         for axis, placement in self.placements:
             size = mesh.axis_size(axis)
@@ -191,7 +192,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """The inverse of `str`, up to the order of axes that do not meet on one dim."""
+        """The inverse of `str`, except that axes which shard different dims may change places. Raises LayoutError."""
         match = re.fullmatch(r"\s*(\w+)\[([^\]]*)\]((?:\s+\S+)*)\s*", text)
         if match is None:
             raise LayoutError(f"cannot read the layout {text!r}; one looks like f32[8@data, 512@tensor] +tensor")

@@ -1,4 +1,4 @@
-"""The mesh: how ranks are arranged along named axes. Exists without any device."""
+"""Mesh: how ranks are arranged along named axes. A mesh exists without any device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from plait.errors import PlanError
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named axes and their sizes, outermost first: ranks that differ only on the last axis are neighbours.
+    """Named axes and their sizes, outermost first: ranks that differ only along the last axis are neighbours.
+
+    Raises PlanError for an axis that is named twice and for a size below 1.
 
     >>> Mesh((("data", 2), ("tensor", 2))).coordinates(2)
     {'data': 1, 'tensor': 0}
@@ -37,7 +39,7 @@ class Mesh:
 
     @property
     def spread(self) -> str:
-        """The axes along which there are several ranks, as text."""
+        """The axes with more than one rank, as text: `data=2 tensor=4`."""
         return " ".join(f"{name}={size}" for name, size in self.axes if size > 1)
 
     @property
@@ -56,19 +58,19 @@ class Mesh:
         return dict(_coordinates(self, rank))
 
     def rank(self, coordinates: dict[str, int]) -> int:
-        """The inverse of `coordinates`."""
+        """The rank at these coordinates: the inverse of `coordinates`."""
         rank = 0
         for name, size in self.axes:
             rank = rank * size + coordinates[name]
         return rank
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along `axis`, in order, `rank` itself among them."""
+        """The ranks that differ from `rank` only along `axis`, in order; `rank` is one of them."""
         here = self.coordinates(rank)
         return tuple(self.rank({**here, axis: i}) for i in range(self.axis_size(axis)))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """Every group along `axis`, each once, in order of their first rank."""
+        """Every group of ranks along `axis`, in the order of their first ranks."""
         return tuple(sorted({self.group(rank, axis) for rank in range(self.size)}))
 
 

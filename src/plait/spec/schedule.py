@@ -1,13 +1,13 @@
-"""Schedule: what each rank of a pipeline does in a step, in order; as text it is the file that a user may write.
+"""Schedule: what each rank of a pipeline does in a step, in order. Its text is also the file that a user may write.
 
-    # what stands after a hash is a comment
+    # a comment
     name=mine micro=2 stages=0|1
     0: F0 F1 B0 B1
     1: F0 B0 F1 B1
 
-The first line gives the name, the number of microbatches, and the stages of each rank, one for each of its chunks:
-`0,3|1,2` puts stages 0 and 3 on rank 0. Without `stages=` rank 0 has stage 0, and so on. A stage may stand on several
-ranks, which then take turns: `0|1|1|2` gives even microbatches of stage 1 to rank 1 and odd ones to rank 2.
+The first line gives the name, the number of microbatches, and for each rank the stages of its chunks: `0,3|1,2` puts
+stages 0 and 3 on rank 0. Without `stages=` rank r has stage r. A stage may be on several ranks, which then take
+microbatches in turn: `0|1|1|2` gives even microbatches of stage 1 to rank 1 and odd ones to rank 2.
 """
 
 from __future__ import annotations
@@ -22,9 +22,16 @@ from plait.spec.action import BACKWARD, COMPUTE, FORWARD, STEP, TRANSFER, WEIGHT
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every rank. `stages[rank][chunk]` is a stage of the whole pipeline, counted from 0.
+    """The actions of every rank.
 
-    `vertical`: where weights are updated within the step, a microbatch finds the same version on every rank.
+    Attributes:
+        name: one word.
+        num_micro: microbatches in a step.
+        stages: `stages[rank][chunk]` is a stage of the whole pipeline, counted from 0.
+        ranks: the actions of each rank, in order.
+        vertical: whether a microbatch uses one weight version on all ranks, where weights are updated within the step.
+
+    Raises ScheduleError if a rank has no stage, a stage is on no rank, or a rank has a stage twice.
 
     >>> print(Schedule.parse("name=mine micro=1\\n0: F0 B0\\n1: F0 B0"))
     name=mine micro=1 stages=0|1
@@ -61,7 +68,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Read a schedule; ScheduleError names the line and the word."""
+        """Parse the text of a schedule. ScheduleError names the line and the word that cannot be read."""
         lines = [(number, line.partition("#")[0].split()) for number, line in enumerate(text.splitlines(), start=1)]
         lines = [(number, words) for number, words in lines if words]
         if not lines:
@@ -104,16 +111,16 @@ class Schedule:
         return held
 
     def holders(self, stage: int) -> tuple[tuple[int, int], ...]:
-        """(rank, chunk) of every rank that has the stage: more than one where it is replicated."""
+        """(rank, chunk) of every rank that has the stage; several where the stage is replicated."""
         return self._holders[stage]
 
     def where(self, stage: int, micro: int = 0) -> tuple[int, int]:
-        """(rank, chunk) that a microbatch finds the stage at; replicas take turns."""
+        """(rank, chunk) at which a microbatch passes through the stage; replicas take microbatches in turn."""
         holders = self._holders[stage]
         return holders[micro % len(holders)]
 
     def stage_of(self, rank: int, action: Action) -> int:
-        """The stage that an action of this rank is about; of a RECV, the stage of the rank that sends."""
+        """The stage that an action of this rank is about; for a RECV, the stage that computed the value."""
         return self.stages[action.peer if action.kind == "RECV" and action.peer is not None else rank][action.chunk]
 
     @cached_property
@@ -125,38 +132,38 @@ class Schedule:
         return tuple(frozenset((a.micro, a.chunk) for a in actions if a.kind == WEIGHT) for actions in self.ranks)
 
     def has(self, rank: int, action: Action) -> bool:
-        """Whether the rank does this at any time."""
+        """Whether the rank has this action."""
         return action in self._present[rank]
 
     @cached_property
     def has_transfers(self) -> bool:
-        """Whether what moves between ranks is written down: any SEND or RECV."""
+        """Whether the schedule has any SEND or RECV."""
         return any(action.kind in TRANSFER for actions in self.ranks for action in actions)
 
     def splits(self, rank: int, action: Action) -> bool:
-        """Whether the backward of this microbatch and chunk comes in two parts: B for the inputs, W for the weights."""
+        """Whether the backward of the action's microbatch and chunk is split: B for the inputs, W for the weights."""
         return (action.micro, action.chunk) in self._weights[rank]
 
     def last_backward(self, rank: int, micro: int, chunk: int) -> Action:
-        """The action after which the weight gradients of a microbatch are there: its W, or else its B."""
+        """The action that completes the weight gradients of a microbatch: its W if it has one, else its B."""
         return cell(WEIGHT if (micro, chunk) in self._weights[rank] else BACKWARD, micro, chunk)
 
     @cached_property
     def forward_only(self) -> bool:
-        """Whether no rank has any backward: evaluation."""
+        """Whether no rank has a backward, as in evaluation."""
         return all(action.kind == FORWARD or not action.computes for actions in self.ranks for action in actions)
 
     @cached_property
     def asynchronous(self) -> bool:
-        """Whether parameters are updated within the step, while other microbatches are under way."""
+        """Whether parameters are updated within the step, while other microbatches are in flight."""
         return any(action.kind == STEP and action.micro is not None for actions in self.ranks for action in actions)
 
     def version(self, rank: int, micro: int) -> int:
-        """The weights that an asynchronous schedule gives a microbatch on a rank, as how many updates they have had.
+        """The weight version that an asynchronous schedule gives a microbatch on a rank, as a number of updates.
 
-        With an update after every microbatch those that there are at its forward (PipeDream), on this rank or, with
-        vertical sync, on the first. With an update after a
-        group of them, on every rank those before the group before it was added (2BW).
+        With an update after every microbatch (PipeDream): the version at the microbatch's forward on this rank, or with
+        vertical sync on the first rank. With an update after each group of microbatches (2BW): on every rank the
+        version before the previous group's update.
         """
         groups = self.groups()
         starts = sorted({first for first, _ in groups.values()})
@@ -167,7 +174,7 @@ class Schedule:
         return sum(action.kind == STEP for action in actions[:first])
 
     def groups(self) -> dict[int, tuple[int, int]]:
-        """Of each microbatch the first that is updated together with it, and how many these are."""
+        """For each microbatch, the first one that is updated together with it, and how many these are."""
         ends = sorted({action.micro for action in self.ranks[0] if action.kind == STEP and action.micro is not None})
         found: dict[int, tuple[int, int]] = {}
         first = 0
@@ -177,11 +184,11 @@ class Schedule:
         return found
 
     def num_micro_of(self, rank: int, chunk: int) -> int:
-        """How many microbatches go through a chunk of a rank."""
+        """How many microbatches pass through a chunk of a rank."""
         return sum(action.kind == FORWARD and action.chunk == chunk for action in self.ranks[rank])
 
     def cells(self) -> Iterator[tuple[int, Action]]:
-        """(rank, action) of all forward, backward and weight actions, rank after rank."""
+        """Yield (rank, action) for every forward, backward and weight action, rank by rank."""
         for rank, actions in enumerate(self.ranks):
             for action in actions:
                 if action.kind in COMPUTE:

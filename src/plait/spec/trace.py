@@ -1,4 +1,4 @@
-"""Trace: what each rank did and when. A run measures one, the simulator predicts one; both are of this type."""
+"""Trace: what each rank did and when. A run measures a trace and the simulator predicts one, in the same type."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-# What a span is of. The first three are compute; `wait` is for data of another rank, `data` for the next batch.
+# The kinds of spans. The first three are compute; `wait` is for data of another rank, `data` for the next batch.
 COMPUTE_KINDS = ("forward", "backward", "weight")
 NEXT_BATCH = "data"
 KINDS = (*COMPUTE_KINDS, "send", "wait", "gather", "reduce", "optimizer", NEXT_BATCH)
@@ -16,9 +16,17 @@ KINDS = (*COMPUTE_KINDS, "send", "wait", "gather", "reduce", "optimizer", NEXT_B
 
 @dataclass(frozen=True)
 class Span:
-    """One thing that a rank did from `start` to `end`, in seconds since the trace began; `num_bytes` went over a link.
+    """One thing that a rank did.
 
-    `name` is what a person reads: the action's text, where there is one.
+    Attributes:
+        rank: the rank.
+        kind: one of KINDS.
+        name: text for a reader, such as the action.
+        start: seconds since the trace began.
+        end: seconds since the trace began.
+        num_bytes: bytes that went over a link.
+        micro: the microbatch, where there is one.
+        chunk: the chunk, where there is one.
     """
 
     rank: int
@@ -43,7 +51,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Sample:
-    """A number of a rank that holds from `time` on."""
+    """A value that holds on a rank from `time` (in seconds) until its next sample."""
 
     rank: int
     time: float
@@ -52,10 +60,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Trace:
-    """Spans of all ranks, with the bytes that each holds over time and its microbatches in flight where known.
+    """The spans of all ranks, with samples of the bytes that each holds and of its microbatches in flight, if known.
 
-    A microbatch is in flight on a rank from the start of its forward there to the end of its backward, both parts of
-    it; with several chunks each counts.
+    A microbatch is in flight on a rank from the start of its forward there to the end of its backward, weight part
+    included. A rank with several chunks counts it once per chunk.
     """
 
     spans: tuple[Span, ...]
@@ -76,12 +84,12 @@ class Trace:
         return found
 
     def of_rank(self, rank: int) -> list[Span]:
-        """The spans of one rank, in the order in which they are given."""
+        """The spans of one rank, in the order given."""
         return self._by_rank.get(rank, [])
 
     @cached_property
     def seconds(self) -> float:
-        """From the first start to the last end of all ranks."""
+        """Seconds from the first start to the last end over all ranks."""
         return max((s.end for s in self.spans), default=0.0) - min((s.start for s in self.spans), default=0.0)
 
     @cached_property
@@ -91,7 +99,7 @@ class Trace:
 
     @cached_property
     def cost(self) -> float:
-        """The longest time from a rank's own first compute to its own last: what a step costs when steps follow."""
+        """Seconds that a step takes when steps follow each other: the most from a rank's first to its last compute."""
         costs = [0.0]
         for rank in range(self.num_ranks):
             if compute := [s for s in self.of_rank(rank) if s.kind in COMPUTE_KINDS]:
@@ -99,30 +107,30 @@ class Trace:
         return max(costs)
 
     def busy(self, rank: int) -> float:
-        """Seconds that a rank computes."""
+        """Seconds in which a rank computes."""
         return self._busy[rank]
 
     def utilisation(self, rank: int | None = None) -> float:
-        """The part of the whole time in which a rank, or the ranks on average, compute."""
+        """The fraction of `seconds` in which a rank, or the mean rank, computes."""
         return self._mean(rank) / self.seconds if self.seconds else 0.0
 
     def bubble(self, rank: int | None = None) -> float:
-        """The part of `cost` in which a rank, or the ranks on average, do not compute (Qi et al. 2024, section 5.3)."""
+        """The fraction of `cost` in which a rank, or the mean rank, does not compute (Qi et al. 2024, section 5.3)."""
         return 1 - self._mean(rank) / self.cost if self.cost else 0.0
 
     def _mean(self, rank: int | None) -> float:
         return sum(self._busy) / self.num_ranks if rank is None else self._busy[rank]
 
     def peak_bytes(self, rank: int) -> int:
-        """The most that a rank holds, as far as `memory` says."""
+        """The most bytes that a rank holds, by the samples in `memory`."""
         return max((s.value for s in self.memory if s.rank == rank), default=0)
 
     def peak_in_flight(self, rank: int) -> int:
-        """The most microbatches of activations that a rank holds."""
+        """The most microbatches that a rank has in flight."""
         return max((s.value for s in self.in_flight if s.rank == rank), default=0)
 
     def shifted(self, seconds: float) -> Trace:
-        """The same, later by so many seconds."""
+        """The same trace, later by `seconds`."""
         return replace(
             self,
             spans=tuple(replace(s, start=s.start + seconds, end=s.end + seconds) for s in self.spans),
@@ -131,7 +139,7 @@ class Trace:
         )
 
     def between(self, start: float, end: float) -> Trace:
-        """Only what starts from `start` on and before `end`: one step of a run, or a rank's steady state."""
+        """The spans and samples that start at or after `start` and before `end`, such as those of one step."""
         return replace(
             self,
             spans=tuple(s for s in self.spans if start <= s.start < end),
@@ -140,7 +148,7 @@ class Trace:
         )
 
     def to_json(self) -> str:
-        """One line of JSON, a list for each span and sample; `from_json` reads it."""
+        """The trace as one line of JSON, with a list per span and sample; `from_json` reads it."""
         rows: dict[str, Any] = {"num_ranks": self.num_ranks}
         rows["spans"] = [[s.rank, s.kind, s.name, s.start, s.end, s.num_bytes, s.micro, s.chunk] for s in self.spans]
         rows["memory"] = [[s.rank, s.time, s.value] for s in self.memory]
@@ -149,7 +157,7 @@ class Trace:
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
-        """Read what `to_json` wrote; ValueError when it is something else."""
+        """Read what `to_json` wrote. Raises ValueError for anything else."""
         try:
             rows = json.loads(text)
             spans = tuple(Span(*row) for row in rows["spans"])

@@ -21,7 +21,7 @@ from torch import Tensor
 from plait.comm.group import Done
 from plait.comm.protocol import Comm, Work
 from plait.compile.stages.stage_graphs import Value, edges_of
-from plait.schedule.in_flight import surely_taken
+from plait.schedule.in_flight import completed_sends
 from plait.schedule.readiness import Cell
 from plait.spec.action import BACKWARD, FORWARD, RECV, REDUCE, SEND, STEP, WEIGHT, Action
 from plait.spec.schedule import Schedule
@@ -104,7 +104,7 @@ class Executor:
     @cached_property
     def taken(self) -> dict[Action, tuple[Action, ...]]:
         """Of each SEND of this rank the earlier ones that others have taken by then."""
-        return surely_taken(self.schedule, self._edges, self._comm.rank)
+        return completed_sends(self.schedule, self._edges, self._comm.rank)
 
     def sent(self, rank: int, action: Action) -> int:
         """Bytes of what a SEND of that rank moves."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from plait.cost.pages import PAGE, padded
+from plait.cost.memory_model import PAGE, padded
 
 
 def page_memory(num_bytes: int, pinned: bool = False) -> Tensor:

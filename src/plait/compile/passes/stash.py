@@ -13,7 +13,7 @@ from plait.compile.ir.node_info import NodeInfo, describe, info_of, is_backward
 from plait.compile.ir.views import is_view, view_anew
 from plait.compile.passes.offload import homes_of, is_large, stash, unstash_start
 from plait.compile.passes.read_ahead import in_buckets, read_ahead
-from plait.cost.pages import padded
+from plait.cost.memory_model import padded
 
 
 def stash_activations(graph: Graph, bucket_bytes: int) -> Graph:

@@ -20,8 +20,7 @@ from plait.plan.axes import stage_axis
 from plait.plan.kinds import Places, ScheduleName
 from plait.plan.plan import Plan
 from plait.schedule.check import check_schedule
-from plait.schedule.families import make_schedule
-from plait.schedule.families.replicated import make_replicated
+from plait.schedule.families import make_replicated, make_schedule
 from plait.schedule.readiness import Cell
 from plait.schedule.transfers import add_transfers, add_updates
 from plait.spec.action import FORWARD, WEIGHT, Action

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait.backends.eager.page_memory import page_memory
 from plait.compile.ir.dtypes import torch_name
-from plait.cost.pages import padded
+from plait.cost.memory_model import padded
 from plait.engine.checkpoint.holding import WrittenPiece
 from plait.engine.checkpoint.manifest import BLOCK, FileEntry
 from plait.engine.checkpoint.safetensor import Entry, write_header

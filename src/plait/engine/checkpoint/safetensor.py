@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, TypeAdapter
 
-from plait.cost.pages import PAGE
+from plait.cost.memory_model import PAGE
 from plait.engine.checkpoint.strict import Count, Extents, Strict, Text, checked, read_json
 from plait.errors import CheckpointError
 

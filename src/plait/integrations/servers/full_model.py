@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from plait.cost.rowhash import by_server
 from plait.engine.checkpoint import collect, load
 from plait.engine.checkpoint.saver import Saver
 from plait.errors import CheckpointError
@@ -18,6 +17,7 @@ from plait.integrations.servers.optimizer_shard import OptimizerShard
 from plait.integrations.servers.resumed import checked_data, checked_outer, checked_tables
 from plait.integrations.servers.service import Job
 from plait.integrations.servers.tables.module import tables_away
+from plait.integrations.servers.tables.row_index import by_server
 from plait.schedule.balance import Piece
 
 # Of a server: values, what the optimizer keeps, tables.

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from plait.cost.rowhash import Ids
 from plait.engine.checkpoint import collect, load
 from plait.engine.checkpoint.places import has_checkpoints
 from plait.engine.checkpoint.saver import Saver
@@ -25,6 +24,7 @@ from plait.integrations.servers.arrays import dtype_of, packed, to_array, to_ten
 from plait.integrations.servers.coding import Coding
 from plait.integrations.servers.optimizer_shard import ServerShard
 from plait.integrations.servers.tables.all_tables import Tables
+from plait.integrations.servers.tables.row_index import Ids
 from plait.integrations.servers.tables.table_shard import TableSpec
 from plait.schedule.balance import Piece
 

@@ -1,9 +1,9 @@
-"""The schedules by name: each a function of the number of ranks and microbatches, and of chunks if it has a choice."""
+"""The schedules by name: functions of the number of ranks and microbatches, and some also of the number of chunks."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from plait.errors import PlanError, Refusal
@@ -12,12 +12,19 @@ from plait.schedule.families.dualpipe import dualpipe_v
 from plait.schedule.families.looped import interleaved, looped_bfs
 from plait.schedule.families.plain import forward_only, gpipe, naive, one_f_one_b
 from plait.schedule.families.zero_bubble import zb_h1, zb_h2, zb_v
+from plait.spec.action import STEP, Action
 from plait.spec.schedule import Schedule
 
 
 @dataclass(frozen=True)
 class ScheduleFamily:
-    """A schedule for any size. `chunks` is how many stages a rank gets; with `any_chunks`, unless told otherwise."""
+    """A schedule for any size.
+
+    Attributes:
+        make: a function of the number of ranks, the number of microbatches and, with `any_chunks`, of chunks.
+        chunks: stages on each rank; with `any_chunks`, their number by default.
+        any_chunks: whether the number of chunks can be chosen.
+    """
 
     make: Callable[..., Schedule]
     chunks: int = 1
@@ -43,10 +50,10 @@ ASYNCHRONOUS = ("pipedream", "pipedream-vertical", "pipedream-2bw")
 
 
 def make_schedule(name: str, num_ranks: int, num_micro: int, chunks: int | None = None) -> Schedule:
-    """The schedule of that name for `num_ranks` ranks and `num_micro` microbatches, of any number.
+    """The schedule `name` for `num_ranks` ranks and `num_micro` microbatches.
 
-    `chunks` is the number of stages on each rank; None is what the schedule has by itself. PlanError when there is no
-    such schedule (with near matches), or when it does not come with that number of chunks.
+    `chunks` is the number of stages on each rank; None is the schedule's default. Raises PlanError, with near matches,
+    for an unknown name, and for a number of chunks that the schedule does not have.
     """
     family = find_family(name)
     if num_ranks < 1 or num_micro < 1:
@@ -66,9 +73,41 @@ def make_schedule(name: str, num_ranks: int, num_micro: int, chunks: int | None 
 
 
 def find_family(name: str) -> ScheduleFamily:
-    """The family of that name; PlanError names those that are near."""
+    """The family of that name. Raises PlanError, with near matches, for an unknown name."""
     if name not in FAMILIES:
         near = difflib.get_close_matches(name.lower(), FAMILIES, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise PlanError(f"there is no schedule {name!r}; {hint}the schedules are {', '.join(FAMILIES)}")
     return FAMILIES[name]
+
+
+def make_replicated(name: str, copies: Sequence[int], num_micro: int, chunks: int | None = None) -> Schedule:
+    """The schedule `name` with place i of the pipeline on copies[i] ranks: `[1, 2, 1]` is for a slow middle.
+
+    Microbatch m goes to replica m % copies[i] of each place (1F1B-RR: Narayanan et al. 2019, "PipeDream", section 3.2).
+    It is made from the schedule of sum(copies) ranks. A place takes the list of the first of its ranks, and each of its
+    replicas the part for its own microbatches, so that a place runs far enough ahead to keep all later ranks busy.
+    Replicas update once each of them has had a microbatch; under pipedream-2bw together with all other ranks.
+
+    Raises PlanError for a number of replicas below 1.
+    """
+    if not copies or min(copies) < 1:
+        raise PlanError(f"copies {list(copies)}: each place of a pipeline is on 1 rank or more")
+    base = make_schedule(name, sum(copies), num_micro, chunks)
+    places = [sum(copies[:i]) for i in range(len(copies))]
+    numbers = {stage: i for i, stage in enumerate(sorted(stage for place in places for stage in base.stages[place]))}
+    stages, ranks = [], []
+    for place, number in zip(places, copies, strict=True):
+        for replica in range(number):
+            stages.append(tuple(numbers[stage] for stage in base.stages[place]))
+            ranks.append(tuple(action for action in base.ranks[place] if _runs_on(base, action, replica, number)))
+    return Schedule(name, num_micro, tuple(stages), tuple(ranks), base.vertical)
+
+
+def _runs_on(schedule: Schedule, action: Action, replica: int, num_replicas: int) -> bool:
+    """Whether an action of a place is done by this one of its replicas."""
+    assert action.micro is not None
+    if action.kind == STEP:
+        all_update = schedule.name == "pipedream-2bw" or action.micro == schedule.num_micro - 1
+        return all_update or (action.micro + 1) % num_replicas == 0
+    return action.micro % num_replicas == replica

@@ -1,5 +1,5 @@
-"""No flush between updates: pipedream and pipedream-vertical, which update after every backward, and pipedream-2bw,
-after a group of them."""
+"""Schedules without a flush between updates: pipedream and pipedream-vertical, which update after every backward, and
+pipedream-2bw, which updates after each group of backwards."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from plait.spec.schedule import Schedule
 
 
 def pipedream(num_ranks: int, num_micro: int) -> Schedule:
-    """Start-up, then backward and forward in turn, with an update after each backward; never a flush.
+    """A start-up, then backward and forward in turn, with an update after each backward and no flush.
 
     (Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training", figures 4 and 8.) Rank r
-    runs num_ranks - r forwards ahead, and so keeps that many versions of its weights. The ranks only drain at the end
-    of all `num_micro` microbatches, however many there are.
+    runs num_ranks - r forwards ahead, and so keeps that many versions of its weights. The ranks drain only after all
+    `num_micro` microbatches.
 
         F0 F1 F2 F3  .  .  .  .  .  . B0 == F4 B1 == F5 B2 ==  . B3 ==  . B4 ==  . B5 ==
          . F0 F1 F2  .  .  .  . B0 == F3 B1 == F4 B2 == F5 B3 ==  . B4 ==  . B5 ==  .  .
@@ -27,9 +27,9 @@ def pipedream(num_ranks: int, num_micro: int) -> Schedule:
 
 
 def pipedream_vertical(num_ranks: int, num_micro: int) -> Schedule:
-    """The same, where a microbatch uses on every rank the version that it found on the first: vertical sync.
+    """pipedream with vertical sync: a microbatch uses on every rank the weight version that it used on the first.
 
-    (Narayanan et al. 2019, section 3.3.) Every rank so keeps as many versions as the first.
+    (Narayanan et al. 2019, section 3.3.) Every rank therefore keeps as many versions as the first.
 
         F0 F1 F2 F3  .  .  .  .  .  . B0 == F4 B1 == F5 B2 ==  . B3 ==  . B4 ==  . B5 ==
          . F0 F1 F2  .  .  .  . B0 == F3 B1 == F4 B2 == F5 B3 ==  . B4 ==  . B5 ==  .  .
@@ -40,7 +40,7 @@ def pipedream_vertical(num_ranks: int, num_micro: int) -> Schedule:
 
 
 def pipedream_2bw(num_ranks: int, num_micro: int) -> Schedule:
-    """The same order, with an update once each group of num_ranks microbatches is through: two versions are enough.
+    """The order of pipedream, with an update after each group of num_ranks microbatches: two versions are enough.
 
     (Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training", figure 2.)
 

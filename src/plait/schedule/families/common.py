@@ -1,4 +1,4 @@
-"""What the families of schedules are made with: where stages stand, and lists of actions by kind."""
+"""What the families of schedules share: placements of stages, and ways to build lists of actions."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ Placement = tuple[tuple[int, ...], ...]
 
 
 def loop(num_ranks: int, chunks: int = 1) -> Placement:
-    """Stages go round: rank r has r, r + num_ranks, ..."""
+    """Round-robin placement: rank r has stages r, r + num_ranks, ..."""
     return tuple(tuple(chunk * num_ranks + rank for chunk in range(chunks)) for rank in range(num_ranks))
 
 
 def vee(num_ranks: int) -> Placement:
-    """Two stages a rank, down and up again like a V: rank 0 has the first and the last."""
+    """Two stages per rank, placed like a V: rank 0 has the first and the last."""
     return tuple((rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks))
 
 
 def make(name: str, num_micro: int, stages: Placement, actions: Callable[[int], Iterable[Action]]) -> Schedule:
-    """A schedule from a function of the rank. Microbatches from `num_micro` on, which only padded, are left out.
+    """A schedule from a function that gives the actions of each rank.
 
-    What needs them goes with them, so that what is left still runs; where they would have been a rank waits.
+    Some schedules are made for more microbatches than there are. Actions of microbatches from `num_micro` on are left
+    out, with all that needs them, so that the rest still runs; a rank waits where they would have been.
     """
     ranks = tuple(
         tuple(action for action in actions(rank) if action.micro is None or action.micro < num_micro)
@@ -45,7 +46,7 @@ def weight(micro: int, chunk: int = 0) -> Action:
 
 
 class Counting:
-    """A rank's list in the making: each call takes the next microbatch of that kind and chunk."""
+    """A rank's list of actions under construction: each call appends an action for the next microbatch of its kind."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -56,25 +57,25 @@ class Counting:
         self._next(FORWARD, chunk)
 
     def backward(self, chunk: int = 0) -> None:
-        """All of a backward."""
+        """Append a whole backward."""
         self._next(BACKWARD, chunk)
 
     def inputs(self, chunk: int = 0) -> None:
-        """The part of a backward for the inputs; its weights are owed."""
+        """Append the part of a backward for the inputs; its weight part is due later."""
         self._next(BACKWARD, chunk)
         self._owed.append(Action(WEIGHT, self.actions[-1].micro, chunk))
 
     def weight(self) -> None:
-        """The weights that are owed for longest."""
+        """Append the weight part that has been due for longest."""
         self.actions.append(self._owed.pop(0))
 
     def weights(self) -> None:
-        """All the weights that are owed."""
+        """Append all weight parts that are due."""
         self.actions += self._owed
         self._owed.clear()
 
     def done(self, kind: str, chunk: int = 0) -> int:
-        """How many microbatches of that kind and chunk there are so far."""
+        """How many actions of that kind and chunk there are so far."""
         return self._count.get((kind, chunk), 0)
 
     def _next(self, kind: str, chunk: int) -> None:
@@ -84,7 +85,7 @@ class Counting:
 
 
 def alternate(first: Sequence[Action], second: Sequence[Action], ahead: int) -> list[Action]:
-    """`ahead` of `first`, then one of `second` and one of `first` in turn as long as there are any, then the rest."""
+    """`ahead` items of `first`, then one of `second` and one of `first` in turn, then the rest of the longer list."""
     found = list(first[:ahead])
     rest = list(first[ahead:])
     for i, action in enumerate(second):

@@ -1,6 +1,6 @@
-"""Several stages a rank, placed in rounds: interleaved and looped breadth-first.
+"""Several stages per rank, placed round-robin: interleaved and looped breadth-first.
 
-In the pictures small letters are of a rank's second chunk; a backward takes two steps.
+In the drawings small letters are a rank's second chunk, and a backward takes two columns.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from plait.spec.schedule import Schedule
 
 
 def interleaved(num_ranks: int, num_micro: int, chunks: int) -> Schedule:
-    """1f1b over chunks * num_ranks stages in rounds of num_ranks microbatches: the bubble is `chunks` times smaller.
+    """1f1b over chunks * num_ranks stages, in rounds of num_ranks microbatches: the bubble is `chunks` times smaller.
 
     (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", figure
     4.) The last round is padded to num_ranks microbatches.
@@ -34,10 +34,10 @@ def interleaved(num_ranks: int, num_micro: int, chunks: int) -> Schedule:
 
 
 def looped_bfs(num_ranks: int, num_micro: int, chunks: int) -> Schedule:
-    """All microbatches through a chunk before the next chunk, and back the same way.
+    """All microbatches through one chunk before the next, and back the same way.
 
     (Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism", figure 4.) A chunk's parameters are gathered twice a step
-    whatever the number of microbatches, and its gradients are complete early: what ZeRO likes.
+    for any number of microbatches, and its gradients are complete early, which suits ZeRO.
 
         F0 F1 F2 F3 f0 f1 f2 f3  .  .  .  .  .  .  .  .  . b0 == b1 == b2 == b3 == B0 == B1 == B2 == B3 ==
          . F0 F1 F2 F3 f0 f1 f2 f3  .  .  .  .  .  . b0 == b1 == b2 == b3 == B0 == B1 == B2 == B3 ==  .  .

@@ -1,6 +1,6 @@
-"""One stage a rank, all of a backward at once: naive, gpipe, 1f1b; and forward alone, for evaluation.
+"""One stage per rank and unsplit backwards: naive, gpipe, 1f1b; and forward-only, for evaluation.
 
-In the pictures a line is a rank, a column a step of time; backward takes two steps, and a dot is a bubble.
+In the drawings a line is a rank and a column a unit of time; a backward takes two columns, and a dot is a bubble.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from plait.spec.schedule import Schedule
 
 
 def naive(num_ranks: int, num_micro: int) -> Schedule:
-    """One microbatch after the other, each all the way forward and backward: one rank works at a time.
+    """One microbatch after the other, each all the way forward and backward: one rank computes at a time.
 
     F0  .  .  .  .  .  .  .  .  . B0 == F1  .  .  .  .  .  .  .  .  . B1 ==
      . F0  .  .  .  .  .  . B0 ==  .  .  . F1  .  .  .  .  .  . B1 ==  .  .
@@ -25,8 +25,8 @@ def naive(num_ranks: int, num_micro: int) -> Schedule:
 def gpipe(num_ranks: int, num_micro: int) -> Schedule:
     """All forwards, then all backwards (Huang et al. 2019, "GPipe", figure 2).
 
-    Backwards come in the order of the microbatches, so that gradients add up as without a pipeline; the paper draws the
-    reverse, which takes as long.
+    Backwards come in the order of the microbatches, so that gradients are summed as without a pipeline. The paper draws
+    the reverse order, which takes as long.
 
         F0 F1 F2 F3  .  .  .  .  .  .  .  .  . B0 == B1 == B2 == B3 ==
          . F0 F1 F2 F3  .  .  .  .  .  . B0 == B1 == B2 == B3 ==  .  .
@@ -42,7 +42,7 @@ def gpipe(num_ranks: int, num_micro: int) -> Schedule:
 
 
 def one_f_one_b(num_ranks: int, num_micro: int) -> Schedule:
-    """Backward as soon as it can be: rank r holds at most num_ranks - r microbatches of activations.
+    """A backward as soon as possible: rank r holds activations of at most num_ranks - r microbatches.
 
     (Narayanan et al. 2019, "PipeDream", figure 4, with the flush of Narayanan et al. 2021, "Memory-Efficient
     Pipeline-Parallel DNN Training", figure 3; also DAPPLE, Fan et al. 2021.)
@@ -57,7 +57,7 @@ def one_f_one_b(num_ranks: int, num_micro: int) -> Schedule:
 
 
 def forward_only(num_ranks: int, num_micro: int, chunks: int = 1) -> Schedule:
-    """Evaluation: forwards alone. With several chunks in rounds of num_ranks microbatches, as `interleaved` has them.
+    """Evaluation: forwards only, with several chunks in the order of `interleaved`.
 
     F0 F1 F2 F3  .  .  .
      . F0 F1 F2 F3  .  .

@@ -1,6 +1,6 @@
-"""Backward in two parts, B for the inputs and W for the weights, which fills bubbles: zb-h1, zb-h2, zb-v.
+"""Backward in two parts, B for the inputs and W for the weights, which fill bubbles: zb-h1, zb-h2, zb-v.
 
-In the pictures each part takes one step, and small letters are of a rank's second chunk.
+In the drawings each part takes one column, and small letters are a rank's second chunk.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from plait.spec.schedule import Schedule
 
 
 def zb_h1(num_ranks: int, num_micro: int) -> Schedule:
-    """1f1b whose later ranks put W off until the end: a third of its bubble, and at most its memory.
+    """1f1b whose later ranks delay W until the end: a third of its bubble in at most its memory.
 
-    (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", figure 2.) Rank r owes r W's throughout.
+    (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", figure 2.) On rank r, W is r microbatches behind B.
 
         F0 F1 F2 F3  .  .  . B0 W0 F4 B1 W1 F5 B2 W2 B3 W3 B4 W4 B5 W5
          . F0 F1 F2  .  . B0 F3 B1 W0 F4 B2 W1 F5 B3 W2 B4 W3 B5 W4 W5
@@ -24,10 +24,10 @@ def zb_h1(num_ranks: int, num_micro: int) -> Schedule:
 
 
 def zb_h2(num_ranks: int, num_micro: int) -> Schedule:
-    """Enough forwards ahead that no rank waits once it has begun, for up to twice the memory of 1f1b.
+    """Enough forwards ahead that no rank waits once it has begun, in up to twice the memory of 1f1b.
 
-    (Qi et al. 2024, figure 3; all parts as long as each other and 2 * num_ranks - 1 microbatches or more.) The last
-    rank ends num_ranks - 1 forwards after the first, which the next step's forwards may follow at once.
+    (Qi et al. 2024, figure 3; for parts of equal length and at least 2 * num_ranks - 1 microbatches.) The last rank
+    ends num_ranks - 1 forwards after the first; the forwards of the next step can fill that time.
 
         F0 F1 F2 F3 F4 F5 F6 B0 W0 F7 B1 W1 B2 W2 B3 W3 B4 W4 B5 W5 B6 W6 B7 W7  .  .  .
          . F0 F1 F2 F3 F4 B0 F5 B1 F6 B2 W0 F7 B3 W1 B4 W2 B5 W3 B6 W4 B7 W5 W6 W7  .  .
@@ -38,7 +38,7 @@ def zb_h2(num_ranks: int, num_micro: int) -> Schedule:
 
 
 def _halves(num_micro: int, ahead: int, owed: int) -> list[Action]:
-    """`ahead` forwards, then B, W and F in turn, where W stays `owed` microbatches behind B."""
+    """`ahead` forwards, then B, W and F in turn, where W is `owed` microbatches behind B."""
     made = Counting()
     for _ in range(min(ahead, num_micro)):
         made.forward()
@@ -53,10 +53,10 @@ def _halves(num_micro: int, ahead: int, owed: int) -> list[Action]:
 
 
 def zb_v(num_ranks: int, num_micro: int) -> Schedule:
-    """Two chunks a rank, placed like a V: no bubble when F, B and W are as long as each other, in the memory of 1f1b.
+    """Two chunks per rank, placed like a V: no bubble if F, B and W take equal time, in the memory of 1f1b.
 
     (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", and section 6 of "Zero Bubble".) Fewer than
-    2 * num_ranks - 1 microbatches are padded to that.
+    2 * num_ranks - 1 microbatches are padded to that number.
 
         F0 F1 F2 F3 F4 f0 b0 w0 f1 b1 w1 f2 b2 w2 B0 W0 f3 b3 w3 B1 W1 f4 b4 w4 B2 W2 B3 W3 B4 W4  .  .
          . F0 F1 F2 f0 F3 f1 b0 w0 f2 b1 w1 F4 B0 W0 f3 b2 w2 B1 W1 f4 b3 w3 B2 b4 B3 W2 B4 w4 W3 W4  .

@@ -14,7 +14,7 @@ from plait.backends.eager.execute import Box
 from plait.backends.eager.offload.store import Offload
 from plait.compile.passes.offload import Coming, is_large
 from plait.compile.stages.stage_graphs import Value
-from plait.cost.pages import padded
+from plait.cost.memory_model import padded
 from plait.spec.action import BACKWARD, FORWARD
 from plait.spec.schedule import Schedule
 

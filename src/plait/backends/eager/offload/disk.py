@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from plait.backends.eager.page_memory import page_memory
-from plait.cost.pages import PAGE, padded
+from plait.cost.memory_model import PAGE, padded
 from plait.errors import HomeError
 
 _PIECE = 8 << 20

@@ -16,7 +16,7 @@ from plait.backends.eager.offload.host_copies import ArrivingTensor, HostCopies
 from plait.backends.eager.offload.scratch import scratch_folder, warn_of_memory
 from plait.backends.eager.page_memory import page_memory
 from plait.comm.protocol import World
-from plait.cost.pages import padded
+from plait.cost.memory_model import padded
 from plait.plan.legality import parameters_away, updates_on_host
 from plait.plan.plan import Plan
 

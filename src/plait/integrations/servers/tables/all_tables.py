@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from plait.cost.rowhash import Ids
+from plait.integrations.servers.tables.row_index import Ids
 from plait.integrations.servers.tables.table_shard import TableShard, TableSpec
 
 Arrays = Sequence[Any]  # of each table its ids and their gradients, one after the other

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plait.cost.rowhash import Ids, by_server
 from plait.integrations.servers.tables.module import SparseTable, ids_in, tables_of, unique_ids
+from plait.integrations.servers.tables.row_index import Ids, by_server
 
 # (server, of every table its ids) -> of every table their rows
 Pull = Callable[[int, Sequence[Ids]], Any]

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plait.cost.rowhash import Ids, first_values
 from plait.errors import BatchError, PlanError
+from plait.integrations.servers.tables.row_index import Ids, first_values
 from plait.integrations.servers.tables.table_shard import TableSpec
 
 _away: ContextVar[bool] = ContextVar("tables are away", default=False)

@@ -18,9 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plait.cost.rowhash import Ids, first_values
 from plait.errors import PlanError
-from plait.integrations.servers.tables.row_index import RowIndex
+from plait.integrations.servers.tables.row_index import Ids, RowIndex, first_values
 
 OPTIMIZERS = ("adagrad", "adam")
 _FIRST = 1024  # rows that there is room for at the beginning
