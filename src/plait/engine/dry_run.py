@@ -91,7 +91,7 @@ def dry_run(
         engine.update()
         del rest
     if lowered.pipeline is not None:
-        world.expect(stage_axis(), _most_under_way(lowered.pipeline, world))
+        world.expect(stage_axis(), _most_bytes_in_flight(lowered.pipeline, world))
     updated = sum(p.numel() for p in executor.parameters.values() if p.requires_grad)
     most, at_peak = Counter(meter.most), Counter(meter.at_peak)
     most[BUFFERS] += world.arena_bytes
@@ -99,7 +99,7 @@ def dry_run(
     return RankMemory(most, at_peak, meter.peak_moment, meter.saved, start, updated, world.arena_bytes)
 
 
-def _most_under_way(pipeline: Pipeline, world: DryRunWorld) -> int:
+def _most_bytes_in_flight(pipeline: Pipeline, world: DryRunWorld) -> int:
     """Bytes that a rank's stages may have sent, and others not taken."""
     cells, schedule, comm = pipeline.cells, pipeline.schedule, world.comm(stage_axis())
     executor = Executor(schedule, cells.values, list(cells.graphs), comm, world.mesh.coordinates(world.rank))
