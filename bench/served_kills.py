@@ -114,7 +114,7 @@ def main() -> None:
         events = [json.loads(line) for line in (Path(out) / "events.jsonl").read_text().splitlines()]
         whole = FullModel(job)
         whole.load()
-        made = [-float(whole.held.parameters[name].detach()[0]) for name in ("first", "second")]
+        made = [-float(whole.shard.parameters[name].detach()[0]) for name in ("first", "second")]
     ordered = end.step * job.plan.workers
     lost = [sum(e["updates_lost"] for e in events if e.get("server") == index) for index in range(2)]
     refused = [sum(index in e.get("servers", ()) for e in events) for index in range(2)]

@@ -55,7 +55,7 @@ def test_answers_to_pushes_come_in_the_order_of_the_pushes(tmp_path: Path) -> No
             await asyncio.sleep(0)
         assert not early.done()
         found = await asyncio.gather(early, push(0, 1, one[0]), push(1, 2, two[1]))
-        coordinator._tally.close()
+        coordinator._metrics.close()
         return list(found)
 
     first, other, second = asyncio.run(run())

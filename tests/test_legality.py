@@ -132,7 +132,7 @@ NO_REFUSAL = {
     "engine/local_sgd/exchange.py": "argument", "engine/optimizers.py": "argument", "engine/rank_executor.py": "job",
     "engine/trace_folder.py": "argument", "engine/train_state.py": "job", "api/trainer.py": "argument",
     "engine/unfreezing.py": "job", "engine/watch.py": "job", "integrations/servers/cluster.py": "argument",
-    "integrations/servers/prepare.py": "model", "integrations/servers/rehearsed.py": "argument",
+    "integrations/servers/prepare.py": "model", "integrations/servers/one_process.py": "argument",
     "integrations/servers/running.py": "job", "integrations/servers/tables/module.py": "model",
     "integrations/servers/tables/table_shard.py": "argument", "report/passes.py": "argument",
     "report/schedule_page.py": "argument", "report/swimlane.py": "argument", "schedule/check.py": "argument",

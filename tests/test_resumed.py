@@ -54,8 +54,8 @@ def of_rounds(tmp_path: Path) -> Job:
 
 def resave(whole: FullModel, job: Job, extra: Extra) -> None:
     """The same checkpoint with another `extra`."""
-    whole.held.step_number += 1
-    collect.save(whole.held, job.folder, extra, 1, Saver(), True)
+    whole.shard.step_number += 1
+    collect.save(whole.shard, job.folder, extra, 1, Saver(), True)
 
 
 def extra_of(whole: FullModel) -> Extra:

@@ -19,7 +19,7 @@ from plait.api.trainer import Trainer
 from plait.engine.local_sgd.exchange import first_factor
 from plait.errors import BatchError, PlanError, WorldError
 from plait.integrations.servers.cluster import check_installed, check_memory
-from plait.integrations.servers.rehearsed import Rehearsed, rehearse
+from plait.integrations.servers.one_process import OneProcessRun, run_in_one_process
 from plait.integrations.servers.server import Member, Server, Standing, UpdateDone, UpdateOrder
 from plait.integrations.servers.service import Job
 from tests.served import NUM_IDS, Serial, job_of, make_click, make_clicks, make_model
@@ -32,7 +32,7 @@ OPTIMIZERS = {
 }
 
 
-def same(found: Rehearsed, expected: dict[str, Tensor]) -> None:
+def same(found: OneProcessRun, expected: dict[str, Tensor]) -> None:
     for name, value in expected.items():
         torch.testing.assert_close(found.values[name], value, rtol=1e-5, atol=1e-6)
 
@@ -70,7 +70,7 @@ def one_by_one(job: Job, order: tuple[int, ...], wait_for: Any = None) -> dict[s
 def test_asynchronous_in_a_given_order(tmp_path: Path, optimizer: str) -> None:
     order = (0, 0, 1, 2, 0, 2, 2, 1, 0, 1, 1, 2)
     job = job_of("workers=3 servers=2", tmp_path, optimizer=OPTIMIZERS[optimizer])
-    found = rehearse(job, order)
+    found = run_in_one_process(job, order)
     same(found, one_by_one(job, order))
     assert [commit.staleness[0] for commit in found.commits] == [0, 0, 2, 3, 2, 1, 0, 4, 3, 1, 0, 4]
     cut = any(not piece.is_whole for pieces in job.shards for piece in pieces)
@@ -81,9 +81,9 @@ def test_bounded_in_a_given_order(tmp_path: Path) -> None:
     order = (0, 0, 1, 0, 2, 1, 0, 1, 2, 2, 1, 0)  # worker 0 waits for 2 at its third push, with a bound of 1
     job = job_of("workers=3 servers=2 staleness=1", tmp_path)
     with pytest.raises(Exception, match=r"worker 0 push.*waits for others"):
-        rehearse(job, order)
+        run_in_one_process(job, order)
     order = (0, 0, 1, 2, 0, 1, 2, 1, 2, 0, 1, 2)
-    found = rehearse(job, order)
+    found = run_in_one_process(job, order)
     same(found, one_by_one(job, order, lambda clocks, ahead: ahead - min(clocks.values()) > 1))
 
 
@@ -91,18 +91,18 @@ def test_bounded_in_a_given_order(tmp_path: Path) -> None:
 def test_pushes_beside_the_next_gradient_in_a_given_order(tmp_path: Path, overlap: int, staleness: str) -> None:
     order = (0, 0, 1, 2, 0, 1, 2, 1, 2, 0, 1, 2)
     job = job_of(f"workers=3 servers=2 overlap={overlap} staleness={staleness}", tmp_path)
-    found = rehearse(job, order)
+    found = run_in_one_process(job, order)
     bound = math.inf if staleness == "none" else int(staleness)
     same(found, one_by_one(job, order, lambda clocks, ahead: ahead - min(clocks.values()) > bound))
     alone = job_of(f"workers=1 servers=1 overlap={overlap} staleness={staleness}", tmp_path / "alone")
-    stale = [commit.staleness[0] for commit in rehearse(alone, (0,) * 6).commits]
+    stale = [commit.staleness[0] for commit in run_in_one_process(alone, (0,) * 6).commits]
     assert stale == [min(number, overlap) for number in range(6)], "its own pushes that were under way"
 
 
 @pytest.mark.parametrize(("servers", "clip_norm"), [(1, None), (2, None), (2, 0.3)])
 def test_synchronous_is_data_parallel(tmp_path: Path, servers: int, clip_norm: float | None) -> None:
     job = job_of(f"workers=3 servers={servers} staleness=0", tmp_path, clip_norm=clip_norm)
-    found = rehearse(job, (2, 0, 1, 1, 0, 2, 0, 1, 2))
+    found = run_in_one_process(job, (2, 0, 1, 1, 0, 2, 0, 1, 2))
     serial = Serial(job)
     for step in range(3):
         pieces = [serial.rows(3 * step + part) for part in range(3)]
@@ -121,9 +121,9 @@ def test_synchronous_is_data_parallel(tmp_path: Path, servers: int, clip_norm: f
 def test_synchronous_with_a_backup_leaves_the_last_one_out(tmp_path: Path) -> None:
     order = (0, 1, 2, 1, 0, 2, 0, 1, 2)  # worker 2 is late for the first two steps, and in time for the third
     job = job_of("workers=3 servers=2 staleness=0 backup=1", tmp_path)
-    found = rehearse(job, order)
+    found = run_in_one_process(job, order)
     assert [commit.members for commit in found.commits] == [(0, 1), (0, 1), (0, 1)]
-    assert [commit.members for commit in rehearse(job, (0, 1, 2, 2, 0, 1)).commits] == [(0, 1), (0, 2)]
+    assert [commit.members for commit in run_in_one_process(job, (0, 1, 2, 2, 0, 1)).commits] == [(0, 1), (0, 2)]
     serial = Serial(job)
     now = serial.values()
     for pieces in ((0, 1), (3, 4), (6, 7)):
@@ -171,8 +171,10 @@ def test_pushes_made_smaller_with_error_feedback(tmp_path: Path, compress: str) 
         optimizer=sgd,
         make_model=model,
     )
-    found = rehearse(job, order)
-    plain = rehearse(job_of("workers=2 servers=1", tmp_path, scheduler=None, optimizer=sgd, make_model=model), order)
+    found = run_in_one_process(job, order)
+    plain = run_in_one_process(
+        job_of("workers=2 servers=1", tmp_path, scheduler=None, optimizer=sgd, make_model=model), order
+    )
     serial, now = Serial(job), Serial(job).values()
     has, piece, fresh = {0: now, 1: now}, {0: [0, 2], 1: [1, 3]}, 4
     left_out: list[dict[str, Tensor]] = [{}, {}]
@@ -196,7 +198,7 @@ def test_pushes_made_smaller_with_error_feedback(tmp_path: Path, compress: str) 
 @pytest.mark.parametrize("rest", ["", "outer=nesterov", "outer=sgd outer.lr=0.8 outer.momentum=0.5 moments=reset"])
 def test_workers_with_steps_of_their_own_are_local_sgd(tmp_path: Path, rest: str) -> None:
     job = job_of(f"workers=3 servers=2 staleness=0 sync=2 {rest}", tmp_path, clip_norm=0.5)
-    found = rehearse(job, (2, 0, 1, 1, 0, 2, 0, 1, 2))
+    found = run_in_one_process(job, (2, 0, 1, 1, 0, 2, 0, 1, 2))
     workers = [Serial(job) for _ in range(3)]
     agreed = workers[0].values()
     velocity = {name: torch.zeros_like(value) for name, value in agreed.items()}
@@ -234,7 +236,7 @@ def test_tables_have_the_losses_of_a_dense_run(tmp_path: Path) -> None:
     changes = {"make_model": make_click, "make_data": make_clicks, "scheduler": None}
     job = job_of("workers=2 servers=2", tmp_path, **changes)
     assert [table.name for table in job.tables] == ["table"]
-    found = rehearse(job, order)
+    found = run_in_one_process(job, order)
     serial, sums = Serial(job), torch.zeros(NUM_IDS)
     serial.optimizer = job.optimizer([p for name, p in serial.model.named_parameters() if name != "table.weight"])
     now = serial.values()

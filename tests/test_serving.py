@@ -31,7 +31,7 @@ from plait.errors import CheckpointError
 from plait.integrations.servers.cluster import load_ray, started_here
 from plait.integrations.servers.full_model import FullModel
 from plait.integrations.servers.notes import Note, Progress, Refused
-from plait.integrations.servers.rehearsed import rehearse
+from plait.integrations.servers.one_process import run_in_one_process
 from plait.integrations.servers.running import Running
 from plait.plan.plan import Plan
 from tests.served import NUM_IDS, job_of, make_click, make_clicks
@@ -137,9 +137,9 @@ def test_a_run_in_a_given_order_is_its_definition(ray: Any, tmp_path: Path, plan
         running.close()
     whole = FullModel(job)
     whole.load()
-    expected = rehearse(dataclasses.replace(job, out=str(tmp_path / "again")), order)
+    expected = run_in_one_process(dataclasses.replace(job, out=str(tmp_path / "again")), order)
     for name, value in expected.values.items():
-        torch.testing.assert_close(whole.held.parameters[name].detach(), value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(whole.shard.parameters[name].detach(), value, rtol=1e-5, atol=1e-6)
 
 
 def test_a_run_goes_from_one_device_to_servers_and_back(ray: Any, tmp_path: Path, monkeypatch: Any) -> None:

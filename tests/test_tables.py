@@ -20,7 +20,7 @@ def test_an_id_keeps_its_place(asked: list[list[int]]) -> None:
     index, known = RowIndex(), {}
     for some in asked:
         ids = np.array(some, dtype=np.int64)
-        places, new = index.find_or_give(ids)
+        places, new = index.find_or_insert(ids)
         assert {some[i] for i in new} == set(some) - set(known)
         for i in new:
             known[some[i]] = int(places[i])
@@ -33,7 +33,7 @@ def test_an_id_keeps_its_place(asked: list[list[int]]) -> None:
 def test_an_index_grows() -> None:
     index, ids = RowIndex(), np.random.default_rng(0).permutation(200_000).astype(np.int64)
     for part in np.split(ids, 20):
-        index.find_or_give(part)
+        index.find_or_insert(part)
     assert (index.find(ids) == np.arange(len(ids))).all()
 
 

@@ -1,4 +1,4 @@
-"""verify of plans with parameter servers: a rehearsal of them against the serial program of their definition."""
+"""verify of plans with parameter servers: a run in one process against the serial program that defines them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def whole() -> plait.Verifier:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_rehearsal_equals_the_definition(verifier: plait.Verifier, plan: str) -> None:
+def test_a_run_in_one_process_equals_the_definition(verifier: plait.Verifier, plan: str) -> None:
     report = verifier.verify(plan, tolerance=1e-5)
     assert report.ok, report
     assert report.steps == 3 and {d.name for d in report.parameters} == set(dict(Dropped().named_parameters()))

@@ -1,4 +1,4 @@
-"""Servers and coordinator as actors of Ray. Gradients are read where they lie in the object store."""
+"""Servers and coordinator as Ray actors. Gradients are read from the object store without a copy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plait.schedule.balance import Piece
 
 
 class ServerActor(Server):
-    """Its calls are made one after the other, in the coordinator's order."""
+    """A server as an actor. Ray runs its calls one after the other, in the coordinator's order."""
 
     def __init__(
         self,
@@ -38,6 +38,7 @@ class ServerActor(Server):
         super().__init__(job, pieces, make_optimizer, make_scheduler, folder, ray.get, tables, coding)
 
     def where(self) -> Standing:
+        """The server's position in the run."""
         return self.standing
 
     def pid(self) -> int:
@@ -45,7 +46,7 @@ class ServerActor(Server):
 
 
 class CoordinatorActor(Coordinator):
-    """It is given names, by which one that comes back finds the others again."""
+    """The coordinator as an actor. It is given actor names, so that a restarted one finds the other actors."""
 
     def __init__(self, job: Job, servers: Sequence[str], evaluator: str | None = None) -> None:
         import ray

@@ -1,7 +1,7 @@
-"""Tensors as the flat numpy arrays that travel between workers and servers: no tensor is pickled, none is copied here.
+"""Tensors as flat numpy arrays, which travel between workers and servers without pickling or copying.
 
-A shard's values are one array of bytes, each piece at a multiple of 64. A push is an array for each piece, of its
-shape; types that numpy lacks travel as whole numbers of the same width.
+The values of a shard are one array of bytes, with each piece aligned to 64 bytes. A push has one array per piece, of
+the piece's shape. A dtype that numpy lacks travels as an integer of the same width.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ _STANDS_FOR = {torch.bfloat16: torch.int16}
 
 
 def dtype_of(piece: Piece) -> torch.dtype:
+    """The torch dtype of a piece."""
     found: torch.dtype = getattr(torch, piece.dtype)
     return found
 
 
 def offsets(pieces: Sequence[Piece]) -> list[int]:
-    """Where each piece begins in the shard's bytes, and where all end."""
+    """The offset of each piece in the shard's bytes, followed by the total size."""
     found = [0]
     for piece in pieces:
         size = piece.num_elements * dtype_of(piece).itemsize
@@ -45,17 +46,17 @@ def views(flat: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
     ]
 
 
-def wholes(flats: Sequence[np.ndarray], shards: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
-    """The variables by name from every server's shard as bytes; one that is not cut lies in that very memory."""
+def join_pieces(flats: Sequence[np.ndarray], shards: Sequence[Sequence[Piece]]) -> dict[str, Tensor]:
+    """The variables by name, from every server's shard as bytes. A variable that is not cut is a view of its shard."""
     parts: dict[str, list[Tensor]] = {}
     for flat, pieces in zip(flats, shards, strict=True):
         for piece, view in zip(pieces, views(to_tensor(flat), pieces), strict=True):
-            parts.setdefault(piece.name, []).append(view)  # servers have the rows in order
+            parts.setdefault(piece.name, []).append(view)  # servers hold the rows in order
     return {name: torch.cat(rows) if len(rows) > 1 else rows[0] for name, rows in parts.items()}
 
 
 def to_array(tensor: Tensor) -> np.ndarray:
-    """The same memory, where it lies in order on the CPU."""
+    """The tensor as an array, which shares its memory if the tensor is contiguous and on the CPU."""
     plain = tensor.detach().cpu().contiguous()
     if plain.dtype in _STANDS_FOR:
         plain = plain.view(_STANDS_FOR[plain.dtype])
@@ -64,7 +65,7 @@ def to_array(tensor: Tensor) -> np.ndarray:
 
 
 def to_tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
-    """The same memory, which may be one that must not be written to: nothing here does, and torch would warn."""
+    """The array as a tensor that shares its memory. The memory may be read-only; nothing here writes to it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         found = torch.from_numpy(array)
@@ -72,7 +73,7 @@ def to_tensor(array: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def to_tensors(arrays: Sequence[np.ndarray | None], pieces: Sequence[Piece]) -> list[Tensor | None]:
-    """As `to_tensor`, of a gradient of every piece; None where there is none."""
+    """The arrays as tensors, as `to_tensor` does, for a gradient of every piece; None for a piece without one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         found = [None if array is None else torch.from_numpy(array) for array in arrays]
@@ -84,13 +85,13 @@ def to_tensors(arrays: Sequence[np.ndarray | None], pieces: Sequence[Piece]) -> 
 
 @functools.lru_cache(maxsize=64)
 def _array_dtype(name: str) -> np.dtype[Any]:
-    """The type of the arrays in which tensors of a type travel."""
+    """The dtype of the arrays that carry tensors of the named dtype."""
     dtype = getattr(torch, name)
     return torch.empty(0, dtype=_STANDS_FOR.get(dtype, dtype)).numpy().dtype
 
 
 def misfit(array: object, piece: Piece) -> str:
-    """Why an array is no gradient of the piece; empty where it is one."""
+    """Why an array is not a valid gradient of the piece; empty if it is."""
     if not isinstance(array, np.ndarray):
         return f"{piece.name} is a {type(array).__name__}, not an array"
     expected = _array_dtype(piece.dtype)
@@ -100,12 +101,12 @@ def misfit(array: object, piece: Piece) -> str:
 
 
 def packed(value: Any) -> Any:
-    """A tensor of an optimizer's state as (array, its type); anything else as it is."""
+    """A tensor of optimizer state as (array, name of its dtype); any other value unchanged."""
     return (to_array(value), torch_name(value.dtype)) if torch.is_tensor(value) else value
 
 
 def unpacked(value: Any) -> Any:
-    """The inverse of `packed`, in memory of its own."""
+    """The inverse of `packed`; a tensor gets memory of its own."""
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], np.ndarray):
         return to_tensor(value[0], getattr(torch, value[1])).clone()
     return value

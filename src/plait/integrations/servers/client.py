@@ -1,9 +1,9 @@
-"""A worker's line to coordinator and servers: what it has computed goes out, what it computes next comes in.
+"""A worker's connection to coordinator and servers: it sends gradients and receives tasks.
 
-    compute --push--> [send] encode, put, tell it --> [take] next task, its batch, rows, values --next--> compute
+    compute --push--> [send] encode, put, notify --> [receive] next task, its batch, rows, values --next--> compute
 
-Each of the two is a thread of its own, and takes things in their order. With `overlap=N` the worker has N tasks beside
-the one that it computes, so that both work while it does; without it waits for them.
+Sending and receiving each have a thread, and handle items in order. With `overlap=N` the worker has N tasks besides the
+one that it computes, so that both threads assignment during the computation; without it the computation waits for them.
 """
 
 from __future__ import annotations
@@ -31,21 +31,30 @@ _BETWEEN_TRIES = 0.2  # seconds
 
 @dataclass(frozen=True)
 class Assignment:
-    """A task with all that it needs: what was read for it, every server's rows and values. `waited` and `data` are the
-    seconds that the worker stood still for it, for values and for data."""
+    """A task with everything that it needs.
+
+    task     the task from the coordinator
+    batch    the batch and its table lookup, as `Computing.read` returns them
+    rows     from every server, the rows of its tables
+    arrays   from every server, its values
+    asked    when the worker asked for it, in seconds of `time.perf_counter`
+    reading  seconds spent on reading the batch
+    waited   seconds that the computation stood still for values
+    data     seconds that the computation stood still for data
+    """
 
     task: Task
     batch: Any
     rows: list[Any]
     arrays: list[np.ndarray]
-    asked: float  # when, and how long it then took to read
+    asked: float
     reading: float
     waited: float = 0.0
     data: float = 0.0
 
 
 class Client:
-    """Of one worker, which has joined once `join` returns None."""
+    """The connection of one worker. The worker has joined once `join` returns None."""
 
     def __init__(self, job: Job, coordinator: Any, worker: int, computing: Computing | LocalSteps) -> None:
         import ray
@@ -57,11 +66,12 @@ class Client:
         self._number = 0
         threads = (lambda: torch.set_num_threads(job.num_threads),)
         self._sending = ThreadPoolExecutor(1, "plait send", *threads)
-        self._taking = ThreadPoolExecutor(1, "plait take", *threads)
-        self._works: deque[Future[Assignment | None]] = deque()
+        self._receiving = ThreadPoolExecutor(1, "plait take", *threads)
+        self._assignments: deque[Future[Assignment | None]] = deque()
 
     def join(self) -> Refused | None:
-        """Ask the coordinator for something to do, which `next` then returns; or why there is nothing for it."""
+        """Ask the coordinator for the first tasks, which `next` then returns. Returns Refused if the worker may not
+        join."""
         asked = time.perf_counter()
         found = self._ray.get(self._coordinator.join.remote(self._worker, self._computing.fingerprint))
         if isinstance(found, Refused):
@@ -71,18 +81,18 @@ class Client:
         return None
 
     def next(self) -> Assignment | None:
-        """What to compute now, once it is there. None: there is nothing to do any more."""
+        """Wait for the next assignment. None: the run is ending."""
         begun = time.perf_counter()
-        work = self._works.popleft().result()
-        if work is None:
+        assignment = self._assignments.popleft().result()
+        if assignment is None:
             return None
-        stood = time.perf_counter() - max(begun, work.asked)
-        data = max(0.0, min(work.reading, stood))
-        return dataclasses.replace(work, waited=max(0.0, stood - data), data=data)
+        stood = time.perf_counter() - max(begun, assignment.asked)
+        data = max(0.0, min(assignment.reading, stood))
+        return dataclasses.replace(assignment, waited=max(0.0, stood - data), data=data)
 
-    def push(self, work: Assignment, found: Gradient) -> None:
-        """Send what came of a work, and have the next one come."""
-        sent = self._sending.submit(self._send, work, found)
+    def push(self, assignment: Assignment, found: Gradient) -> None:
+        """Send the gradient of an assignment, and request the next one."""
+        sent = self._sending.submit(self._send, assignment, found)
 
         def answer() -> tuple[Task | None, float]:
             reference, asked = sent.result()
@@ -91,26 +101,28 @@ class Client:
         self._expect(answer)
 
     def close(self) -> None:
-        for thread in (self._sending, self._taking):
+        """Stop both threads."""
+        for thread in (self._sending, self._receiving):
             thread.shutdown(wait=False, cancel_futures=True)
 
     def _expect(self, answer: Callable[[], tuple[Task | None, float]]) -> None:
-        self._works.append(self._taking.submit(lambda: self._take(*answer())))
+        self._assignments.append(self._receiving.submit(lambda: self._receive(*answer())))
 
-    def _send(self, work: Assignment, found: Gradient) -> tuple[Any, float]:
-        """The reference of the coordinator's answer to a push, and when it was asked."""
+    def _send(self, assignment: Assignment, found: Gradient) -> tuple[Any, float]:
+        """Send a push. Returns the reference of the coordinator's answer, and the time when it was asked."""
         push = self._encoder.encode(found.arrays)
-        moved = _num_bytes(array for arrays in (work.arrays, *work.rows, *push) for array in arrays)
+        num_bytes = _num_bytes(array for arrays in (assignment.arrays, *assignment.rows, *push) for array in arrays)
         gradients = [self._ray.put(arrays) for arrays in push]
         self._number += 1
         note = Note(
-            self._worker, self._number, self._job.name, work.task.piece, work.task.version, found.loss, found.weight,
-            found.tokens, work.waited, work.data + found.reading, moved, found.buffers, found.moments,
+            self._worker, self._number, self._job.name, assignment.task.piece, assignment.task.version, found.loss,
+            found.weight, found.tokens, assignment.waited, assignment.data + found.reading, num_bytes, found.buffers,
+            found.moments,
         )  # fmt: skip
         return self._coordinator.push.remote(note, gradients), time.perf_counter()
 
-    def _take(self, task: Task | None, asked: float) -> Assignment | None:
-        """Have all that a task needs come."""
+    def _receive(self, task: Task | None, asked: float) -> Assignment | None:
+        """Read everything that a task needs."""
         ray = self._ray
         while task is not None:
             since = time.perf_counter()
@@ -122,7 +134,7 @@ class Client:
                 return Assignment(task, batch, rows, ray.get(list(task.values)), asked, reading)
             except ray.exceptions.RayTaskError:
                 raise
-            except ray.exceptions.RayError:  # a server or the coordinator is gone, and comes back
+            except ray.exceptions.RayError:  # a server or the coordinator is gone, and is being restarted
                 time.sleep(_BETWEEN_TRIES)
                 task = ray.get(self._coordinator.again.remote(self._worker, dataclasses.replace(task, values=())))
         return None

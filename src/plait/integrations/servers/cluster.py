@@ -1,7 +1,7 @@
-"""Ray, the cluster engine: one of this machine's own for as long as a run takes, or the one that RAY_ADDRESS names.
+"""The Ray cluster of a run: one that is started on this machine for the run, or the one that RAY_ADDRESS names.
 
-The embedded one listens on the loopback interface only, and with a token that nobody else knows. One on several
-machines is joined with the token that it was started with: whoever can reach it could otherwise have it run anything.
+A started cluster listens on the loopback interface only, and has a random token. A cluster of several machines is
+joined with the token that it was started with; without one, anybody who can reach it could run code on it.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from plait.integrations.servers.service import Job
 from plait.integrations.servers.warden import warden
 from plait.report.bytes import human_bytes
 
-OWN_FOLDER = "PLAIT_RAY_FOLDER"  # where the ranks of a worker find each other, if Ray is this machine's own
+OWN_FOLDER = "PLAIT_RAY_FOLDER"  # rendezvous folder of a worker's ranks, if Ray was started for the run
 _SMALLEST_STORE = 192 << 20
-_PART_OF_MEMORY = 0.8  # the rest is for what computes
+_PART_OF_MEMORY = 0.8  # the rest is for the processes that compute
 _ANSWER_SECONDS = 5.0
 _INSTALL = "pip install 'plait[ray]'"
 
 
 def check_installed() -> None:
-    """PlanError with the command that installs Ray where it is missing."""
+    """Raise PlanError, with the command that installs Ray, if it is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise PlanError(f"parameter servers run on Ray, which is not installed: {_INSTALL}")
 
 
 def load_ray() -> Any:
-    """The module, told how to behave before it is first imported."""
+    """Import Ray, with its environment variables set before. Returns the module."""
     check_installed()
     os.environ.setdefault("RAY_AUTH_MODE", "token")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it tells its makers nothing of this run
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no usage statistics
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if is_own():
         os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the way to say: on the loopback interface
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # makes Ray listen on the loopback interface only
         if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
             os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     import ray
@@ -52,7 +52,8 @@ def load_ray() -> Any:
 
 @contextmanager
 def cluster(job: Job) -> Iterator[Any]:
-    """Ray, with room for the roles of the job. One that is running already in this process is used and left running."""
+    """Initialise Ray with room for the roles of the job. If Ray is initialised in this process, it is used and left
+    running."""
     ray = load_ray()
     if ray.is_initialized():
         _check_room(ray, job)
@@ -81,14 +82,14 @@ def cluster(job: Job) -> Iterator[Any]:
 
 
 def is_own() -> bool:
-    """Whether Ray is this machine's own, started for the run."""
+    """Whether Ray is started for the run, on this machine."""
     return "RAY_ADDRESS" not in os.environ
 
 
 def _check_answers(address: str) -> None:
-    """WorldError at once where nothing listens at host:port; Ray itself would try for minutes."""
+    """Raise WorldError if nothing listens at host:port. Ray itself would retry for minutes."""
     host, colon, port = address.rpartition(":")
-    if not colon or "/" in address or not port.isdecimal():  # auto, or a client's ray://
+    if not colon or "/" in address or not port.isdecimal():  # "auto", or a client address ray://
         return
     try:
         socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
@@ -100,21 +101,21 @@ def _check_answers(address: str) -> None:
 
 
 def _keep_quiet(ray: Any) -> None:
-    """Have Ray not print of actors that are gone: the coordinator says so, in a line."""
+    """Keep Ray from printing about actors that died: the coordinator reports them in one line."""
     if hasattr(ray._private.worker, "print_to_stdstream"):
         ray._private.worker.print_to_stdstream = lambda *values, **options: None
 
 
 @contextmanager
 def started_here(ray: Any, cpus: int, store: int) -> Iterator[Any]:
-    """Ray on this machine: `cpus` processes at a time, so many bytes of shared memory for what they exchange."""
+    """Ray on this machine, with `cpus` processes at a time and an object store of `store` bytes."""
     with private_folder("ray") as folder, warden():
-        os.environ[OWN_FOLDER] = str(folder)  # which Ray's processes inherit
+        os.environ[OWN_FOLDER] = str(folder)  # inherited by Ray's processes
         try:
             ray.init(
                 address="local", num_cpus=cpus, object_store_memory=store, include_dashboard=False,
                 configure_logging=False, log_to_driver=False,
-                _temp_dir=str(folder / "r"),  # which Ray opens to all users: its parent must not be
+                _temp_dir=str(folder / "r"),  # Ray opens it to all users, so its parent must be private
             )  # fmt: skip
             yield ray
         finally:
@@ -124,7 +125,7 @@ def started_here(ray: Any, cpus: int, store: int) -> Iterator[Any]:
 
 @contextmanager
 def _joined(ray: Any, address: str) -> Iterator[Any]:
-    """The Ray cluster at an address."""
+    """Join the Ray cluster at an address."""
     _check_answers(address)
     try:
         ray.init(address=address, configure_logging=False, log_to_driver=False)
@@ -134,30 +135,31 @@ def _joined(ray: Any, address: str) -> Iterator[Any]:
 
 
 def check_memory(job: Job) -> None:
-    """WorldError where what the processes exchange needs more memory than this machine has."""
+    """Raise WorldError if the object store would need more memory than this machine has."""
     need, there = store_bytes(job), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need > _PART_OF_MEMORY * there:
         plan = job.plan
         more = f" and the overlap={plan.overlap} tasks of each" if plan.overlap else ""
         raise WorldError(
-            f"values and gradients under way between workers={plan.workers}{more} and servers take up to"
+            f"values and gradients in flight between workers={plan.workers}{more} and servers take up to"
             f" {human_bytes(need)}, and this machine has {human_bytes(there)} of memory; give fewer"
         )
 
 
 def num_cpus(job: Job) -> int:
-    """Processes that compute: servers, and every rank of every worker. Others are small."""
+    """The number of processes that compute: servers, and every rank of every worker. Other processes need little."""
     return job.plan.servers + job.plan.workers * job.plan.inner_plan.num_processes
 
 
 def store_bytes(job: Job) -> int:
-    """Values and gradients under way: of every worker the values it has and those it gets, and two gradients; values
-    and a gradient more for each task that it has beside the one that it computes."""
+    """The size of the object store, in bytes: for every worker the values that it has and those that it receives, and
+    two gradients; values and a gradient more for each task besides the one that it computes."""
     size = sum(variable.num_bytes for variable in job.variables)
     return max(_SMALLEST_STORE, int(1.2 * size * ((4 + 2 * job.plan.overlap) * job.plan.workers + 4)))
 
 
 def _check_room(ray: Any, job: Job) -> None:
+    """Raise WorldError if the cluster has fewer CPUs than the plan has processes that compute."""
     there = int(ray.cluster_resources().get("CPU", 0))
     if there < num_cpus(job):
         raise WorldError(

@@ -1,7 +1,8 @@
-"""Pushes made smaller: each piece of a gradient by itself, so that its server makes it whole without the others.
+"""Compression of pushed gradients, piece by piece, so that each server decompresses its pieces without the others.
 
-What a worker leaves out of a piece it adds to the next one that it pushes (error feedback). It keeps that to itself: a
-worker that is killed takes it along, and one that joins has left nothing out yet.
+A worker keeps the compression error of each piece and adds it to the piece's next gradient (error feedback; Seide et
+al. 2014, "1-Bit Stochastic Gradient Descent"). The errors are the worker's own: they are lost with the worker, and a
+worker that joins starts without any.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from plait.schedule.balance import Piece
 
 @dataclass(frozen=True)
 class Coding:
-    """How the gradients of pieces travel; `exempt` are patterns of the names of those that do as they are."""
+    """How the gradients of pieces are sent. `exempt` are glob patterns of variable names that are not compressed."""
 
     compression: Compression = NO_COMPRESSION
     exempt: tuple[str, ...] = ()
 
     def is_coded(self, piece: Piece) -> bool:
-        """Whether it travels as bytes: not if that would be no less."""
+        """Whether a piece is sent compressed: not if it is exempt, or if compression would not make it smaller."""
         exempt = any(fnmatch.fnmatchcase(piece.name, pattern) for pattern in self.exempt)
         return not exempt and is_smaller(piece.own_shape, self.compression, 1)
 
     def misfit(self, array: object, piece: Piece) -> str:
-        """Why an array is no gradient of the piece; empty where it is one."""
+        """Why an array is not a valid gradient of the piece; empty if it is."""
         if self.compression == NO_COMPRESSION or not self.is_coded(piece):
             return misfit(array, piece)
         if not isinstance(array, np.ndarray):
@@ -43,10 +44,10 @@ class Coding:
         if array.dtype != np.uint8 or array.shape != (expected,):
             there = f"{array.dtype}{list(array.shape)}"
             return f"{piece.name} is {there}, not the {expected} bytes of {self.compression}"
-        return self._places_misfit(array, piece)
+        return self._indices_misfit(array, piece)
 
     def tensors(self, arrays: Sequence[np.ndarray | None], pieces: Sequence[Piece]) -> list[Tensor | None]:
-        """The gradients of pieces, whole again; None where there is none."""
+        """The decompressed gradients of the pieces; None for a piece without a gradient."""
         if self.compression == NO_COMPRESSION:
             return to_tensors(arrays, pieces)
         return [
@@ -58,25 +59,26 @@ class Coding:
             return to_tensor(array, dtype_of(piece))
         return make_whole(to_tensor(array), piece.own_shape, self.compression).to(dtype_of(piece))
 
-    def _places_misfit(self, array: np.ndarray, piece: Piece) -> str:
-        """Why places that came with numbers are none of the piece."""
+    def _indices_misfit(self, array: np.ndarray, piece: Piece) -> str:
+        """Why the top-k indices in the array are not valid for the piece; empty if they are."""
         if self.compression.kind == "topk":
-            places = array[: len(array) // 2].view(np.int32)
-            if places.min() < 0 or places.max() >= piece.num_elements:
+            indices = array[: len(array) // 2].view(np.int32)
+            if indices.min() < 0 or indices.max() >= piece.num_elements:
                 return f"{piece.name} has a number at a place outside of its {piece.num_elements}"
         return ""
 
 
 class Encoder:
-    """A worker's side of it."""
+    """Compresses the pushes of one worker, and keeps the compression errors."""
 
     def __init__(self, coding: Coding, shards: Sequence[Sequence[Piece]]) -> None:
         self._coding, self._shards = coding, shards
-        self._left_out: dict[str, Tensor] = {}
+        self._errors: dict[str, Tensor] = {}
         self._factors: dict[str, Tensor] = {}
 
     def encode(self, push: Sequence[Sequence[np.ndarray | None]]) -> tuple[list[np.ndarray | None], ...]:
-        """The arrays for every server, those of pieces made smaller; what follows them, of tables, is as it was."""
+        """The push with the pieces of every server compressed. The arrays of tables, which follow them, are
+        unchanged."""
         if self._coding.compression == NO_COMPRESSION:
             return tuple(list(arrays) for arrays in push)
         return tuple(
@@ -89,8 +91,8 @@ class Encoder:
             return array
         name = f"{piece.name}:{piece.start}"
         gradient = to_tensor(array, dtype_of(piece)).to(torch.float32)
-        if name in self._left_out:
-            gradient = gradient + self._left_out[name]
+        if name in self._errors:
+            gradient = gradient + self._errors[name]
         coded, whole = make_smaller(gradient, self._coding.compression, self._factors, name)
-        self._left_out[name] = gradient - whole
+        self._errors[name] = gradient - whole
         return to_array(coded)

@@ -1,4 +1,4 @@
-"""What a worker computes: gradients of its own model on values that it is given, under the plan that it trains by."""
+"""The computation of a worker: gradients of its model at the servers' values, under the plan of one worker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plait.engine.checks import check_captured
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.engine import Engine
 from plait.engine.local_batch import num_rows
-from plait.integrations.servers.arrays import to_array, wholes
+from plait.integrations.servers.arrays import join_pieces, to_array
 from plait.integrations.servers.feed import BatchFeed, PieceFeed
 from plait.integrations.servers.notes import Task
 from plait.integrations.servers.service import Job, fingerprint_of, variables_of
@@ -31,10 +31,13 @@ class Gradient:
     """What a worker has computed on a piece of the data.
 
     loss     the mean loss of the piece
-    weight   its weight in the mean over pieces: rows, or that of a plait.Weighted
-    tokens   how many tokens, or rows, the piece has
-    arrays   what is pushed to each server: an array for each of its pieces of the variables, None where the loss does
-             not depend on it, and then for each table ids and their gradients
+    weight   its weight in the mean over pieces: the number of rows, or the weight of a plait.Weighted
+    tokens   the number of tokens in the piece, or of rows if it has no tokens
+    arrays   the push to each server: an array per piece of the variables, None if the loss does not depend on it; then
+             for each table the ids and their gradients
+    buffers  the persistent buffers after the step, by name
+    reading  seconds spent waiting for data, without the first batch
+    moments  the state of the worker's own optimizer, if the task asked for it
     """
 
     loss: float
@@ -42,14 +45,14 @@ class Gradient:
     tokens: int
     arrays: tuple[list[np.ndarray | None], ...]
     buffers: dict[str, np.ndarray]
-    reading: float = 0.0  # seconds that it waited for data, but for its first batch
-    moments: Any = None  # what the worker's own optimizer keeps, where the task asked for it
+    reading: float = 0.0
+    moments: Any = None
 
 
 class Computing:
     """One rank of a worker. All ranks of a worker are given the same values and tasks.
 
-    `feed` is another one than the job's data has; `compiler` is shared with others that compute the same.
+    `feed` replaces the feed of the job's data; `compiler` may be shared with workers that compute the same.
     """
 
     def __init__(
@@ -57,11 +60,11 @@ class Computing:
     ) -> None:
         self.job = job
         self.world = world
-        within, adopt = job.plan.inner_plan, compiler is None
+        inner_plan, adopt = job.plan.inner_plan, compiler is None
         if compiler is None:
             with tables_away():
                 made = job.make_model()
-            compiler = Compiler(Captures(*made, world.device), within, job.layouts)
+            compiler = Compiler(Captures(*made, world.device), inner_plan, job.layouts)
         model = compiler.model
         self.feed = feed or PieceFeed(job, job.make_data()[0])
         self.fingerprint = fingerprint_of(variables_of(model), specs_of(model), job.plan)
@@ -70,15 +73,15 @@ class Computing:
         self.tables.size_for(first)
         self._persistent = persistent_buffers(model)
         self.engine = Engine(
-            compiler, within, world, None, seed=job.seed, on_nan="warn", adopt=adopt, scratch=job.scratch
+            compiler, inner_plan, world, None, seed=job.seed, on_nan="warn", adopt=adopt, scratch=job.scratch
         )  # fmt: skip
-        self.engine.prepare(self.tables.localised(first)[0])
+        self.engine.prepare(self.tables.localise(first)[0])
         if (lowered := self.engine.executor.lowered) is not None:
             check_captured(compiler, job.plan, lowered.captured)
 
     def read(self, task: Task) -> tuple[Any, RowLookup]:
-        """The batch of a task, and the rows of tables that it wants; the next one's is read meanwhile."""
-        return self.tables.localised(self.feed.read(task.piece, task.then))
+        """The batch of a task, and the table rows that it needs. Begins to read the next batch."""
+        return self.tables.localise(self.feed.read(task.piece, task.then))
 
     def compute(
         self,
@@ -87,18 +90,21 @@ class Computing:
         flats: Sequence[np.ndarray],
         rows: Sequence[Sequence[np.ndarray]] = (),
     ) -> Gradient:
-        """Forward and backward on what was read, with these values: each server's shard as bytes, which must stay as
-        they are, and of every server the rows of its tables that the batch wants."""
-        self._take(flats, self.tables.weights(batch[1], rows))
+        """Run forward and backward on a batch that `read` returned.
+
+        `flats` are the values, each server's shard as bytes, which are not written to. `rows` has for each server the
+        rows of its tables that the batch needs.
+        """
+        self._set_values(flats, self.tables.weights(batch[1], rows))
         return self._gradient(*batch, task.piece)
 
-    def _take(self, flats: Sequence[np.ndarray], weights: dict[str, Tensor]) -> None:
-        for name, value in (weights | wholes(flats, self.job.shards)).items():
+    def _set_values(self, flats: Sequence[np.ndarray], weights: dict[str, Tensor]) -> None:
+        for name, value in (weights | join_pieces(flats, self.job.shards)).items():
             self.engine.executor.set_whole(name, value)
         self.engine.executor.updated()
 
     def _gradient(self, batch: Any, lookup: RowLookup, piece: int) -> Gradient:
-        self.engine.state.step_number = piece  # which decides on its random draws
+        self.engine.state.step_number = piece  # decides the random draws
         loss = self.engine.forward_backward(batch)
         found = self._gradients()
         if self.job.clip_norm is not None and self.job.plan.staleness != 0:
@@ -115,7 +121,7 @@ class Computing:
         self.engine.close()
 
     def _gradients(self) -> dict[str, Tensor]:
-        """The gradient of every variable, whole; all ranks of a worker call it."""
+        """The full gradient of every variable, by name. All ranks of a worker must call it."""
         executor = self.engine.executor
         if self.world.mesh.size > 1 or self.engine.homes.norms:
             found = self.engine.gradients()
@@ -136,14 +142,15 @@ class Computing:
 
 
 def num_tokens(batch: Any) -> int:
-    """Elements of the widest integer tensor of the batch, or its rows where it has none."""
+    """The number of elements of the largest integer tensor with two dims or more; the number of rows if there is
+    none."""
     leaves = batch_tensors(batch)
     widest = max((leaf.numel() for leaf in leaves if leaf.ndim > 1 and not leaf.is_floating_point()), default=0)
     return widest or num_rows(batch)
 
 
 def _clip(gradients: list[Tensor], limit: float) -> None:
-    """Scale gradients in place to a 2-norm of at most `limit`, as the Trainer does."""
+    """Scale gradients in place to a total 2-norm of at most `limit`, as the Trainer does."""
     norm = math.sqrt(sum(float(n.double().square()) for n in torch._foreach_norm(gradients)))
     if (scale := limit / (norm + 1e-6)) < 1:
         torch._foreach_mul_(gradients, scale)

@@ -1,4 +1,4 @@
-"""The evaluator: it follows the checkpoints of a run, and says what the newest is worth on data held out."""
+"""The evaluator: it follows the checkpoints of a run, and evaluates the newest on held-out data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plait.plan.plan import Plan
 
 
 class Evaluator:
-    """An actor. It evaluates a checkpoint at a time; those that were followed by another meanwhile are passed over."""
+    """An actor. It evaluates one checkpoint at a time, and skips those that have been superseded meanwhile."""
 
     def __init__(self, job: Job) -> None:
         torch.set_num_threads(job.num_threads)
@@ -37,7 +37,7 @@ class Evaluator:
         self._seen = -1
 
     def look(self) -> tuple[int, float] | None:
-        """(step, loss) of the newest checkpoint; None if it was evaluated before."""
+        """Evaluate the newest checkpoint. Returns (step, loss), or None if it was evaluated before."""
         self._loader.load_state_dict(self._begin)
         if not self._engine.is_prepared:
             self._engine.prepare(next(iter(self._loader)))
@@ -51,7 +51,7 @@ class Evaluator:
                 load_weights(self._engine.state, str(folder))
                 break
             except CheckpointError:
-                if str(newest(self._job.folder)) == str(folder):  # else it was removed, for newer ones, meanwhile
+                if str(newest(self._job.folder)) == str(folder):  # otherwise a newer one has replaced it meanwhile
                     raise
         self._seen = step
         loss, _ = loss_and_aux(self._engine.evaluate(islice(self._loader, self._job.evaluate_batches)))

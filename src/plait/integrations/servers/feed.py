@@ -1,4 +1,4 @@
-"""The rows of a piece of the data, read ahead: the same ones whichever worker gets the piece."""
+"""Reads the pieces of the data, ahead of their use. A piece has the same rows whichever worker it goes to."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from plait.integrations.servers.service import Job
 
 
 class BatchFeed:
-    """In place of a PieceFeed: the pieces of one batch, which every step is made on."""
+    """A feed that returns the pieces of one batch, which every step trains on. It replaces a PieceFeed in tests and
+    `verify`."""
 
     def __init__(self, batch: Any, num_parts: int) -> None:
         self._batch, self._num_parts = batch, num_parts
 
     def read(self, piece: int, then: int | None = None) -> Any:
+        """The rows of the given piece; `then` is ignored."""
         return batch_part(self._batch, piece % self._num_parts, self._num_parts)
 
     def close(self) -> None:
@@ -29,7 +31,7 @@ class BatchFeed:
 
 
 class PieceFeed:
-    """Reads pieces by number; see schedule/work_queue.py. An epoch is in the order that `plait.loader` has it in."""
+    """Reads pieces by number (see schedule/work_queue.py). An epoch is in the same order as that of `plait.loader`."""
 
     def __init__(self, job: Job, dataset: Any, collate: Callable[[list[Any]], Any] = default_collate) -> None:
         self._job = job
@@ -39,7 +41,7 @@ class PieceFeed:
         self._ahead: dict[int, Future[Any]] = {}
 
     def read(self, piece: int, then: int | None = None) -> Any:
-        """The batch of a piece, and begin to read the one after it."""
+        """Return the batch of a piece, and begin to read the piece `then`."""
         found = self._ahead.pop(piece, None) or self._thread.submit(self._read, piece)
         self._ahead = {} if then is None else {then: self._thread.submit(self._read, then)}
         return found.result()
@@ -51,7 +53,7 @@ class PieceFeed:
         return self._reader.read(self.rows(piece))
 
     def rows(self, piece: int) -> BatchRows:
-        """Which items the piece is made of."""
+        """The items of the dataset that make up the piece."""
         job = self._job
         batch, part = divmod(piece, job.num_parts)
         epoch, index = divmod(batch, job.num_items // job.batch_size)

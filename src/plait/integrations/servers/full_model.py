@@ -1,4 +1,4 @@
-"""The whole model from the servers' pieces, and the pieces from the whole: how checkpoints are made and read."""
+"""The full model, put together from the servers' pieces and cut into them, to write and read checkpoints."""
 
 from __future__ import annotations
 
@@ -20,52 +20,57 @@ from plait.integrations.servers.tables.module import tables_away
 from plait.integrations.servers.tables.row_index import by_server
 from plait.schedule.balance import Piece
 
-# Of a server: values, what the optimizer keeps, tables.
+# The state of a server: values, optimizer state, tables.
 State = tuple[Sequence[np.ndarray], Mapping[str, Mapping[str, Any]], Mapping[str, Mapping[str, Any]]]
 
 
 class FullModel:
-    """The coordinator's copy of the model, with which it writes checkpoints that load under any plan."""
+    """The coordinator's copy of the model, with which it writes checkpoints that load under any plan.
+
+    shard   parameters, optimizer and scheduler of the full model
+    tables  all rows of every table, in the format of the servers' state
+    outer   the state of the servers' outer optimizer, if workers take steps of their own
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job
         with tables_away():
             model, _ = job.make_model()
-        self.tables: dict[str, dict[str, Any]] = {}  # all rows, as the servers' state has them
-        self.held = OptimizerShard(
+        self.tables: dict[str, dict[str, Any]] = {}
+        self.shard = OptimizerShard(
             dict(model.named_parameters()), job.optimizer, job.scheduler, job.plan, job.seed, model=model
         )  # fmt: skip
-        self.outer: dict[str, dict[str, Any]] = {}  # what servers keep where workers take steps of their own
+        self.outer: dict[str, dict[str, Any]] = {}
         self._saver = Saver()
         small = {v.name: nn.Parameter(torch.zeros((1,) * len(v.shape))) for v in job.variables}
-        self._rates = OptimizerShard(
-            small, job.optimizer, job.scheduler, job.plan, job.seed
-        )  # to know the learning rate by
-        self._first_batch = 0  # of the data, at step `_first_step`
+        # An optimizer of tiny parameters, whose scheduler gives the learning rate of each step.
+        self._rates = OptimizerShard(small, job.optimizer, job.scheduler, job.plan, job.seed)
+        self._first_batch = 0  # the batch of the data at step `_first_step`
         self._first_step = 0
 
     @property
     def step(self) -> int:
-        return self.held.step_number
+        """The number of steps done."""
+        return self.shard.step_number
 
     def load(self) -> int:
-        """Take over the newest checkpoint; returns the batch of the data to go on with, counted through all epochs."""
-        extra = load.load(self.held, self.job.begins_at or self.job.folder)
+        """Load the newest checkpoint. Returns the batch of the data to continue with, counted through all epochs."""
+        extra = load.load(self.shard, self.job.begins_at or self.job.folder)
         data, where = self._checked(extra), self.job.begins_at or self.job.folder
         self.tables = checked_tables(extra, self.job.tables, where)
         self.outer = checked_outer(extra, self.job.variables, where)
-        scheduler = self.held.scheduler
-        self._rates.set_options(self.held.options(), None if scheduler is None else scheduler.state_dict())
+        scheduler = self.shard.scheduler
+        self._rates.set_options(self.shard.options(), None if scheduler is None else scheduler.state_dict())
         self._first_step = self._rates.step_number = self.step
         self._first_batch = int(data["epoch"]) * self._batches + int(data["items"]) // self.job.batch_size
         return self._first_batch
 
     def check(self) -> None:
-        """Raise what `load` would of another model, optimizer or data, without reading any values."""
-        self._checked(load.check(self.held, self.job.begins_at or self.job.folder))
+        """Raise what `load` would raise for another model, optimizer or data, without reading any values."""
+        self._checked(load.check(self.shard, self.job.begins_at or self.job.folder))
 
     def _checked(self, extra: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Where the saved run's data stood."""
+        """The position in the data of the saved run. Raises CheckpointError if the data is not the same."""
         data = checked_data(extra, self.job.begins_at or self.job.folder)
         here = (self.job.seed, self.job.num_items)
         if (data["seed"], data["size"]) != here:
@@ -76,19 +81,19 @@ class FullModel:
         return data
 
     def rate(self, step: int) -> float:
-        """The learning rate of the step that follows `step`; asked for one after the other."""
+        """The learning rate of the step after `step`. Calls must have increasing steps."""
         self._rates.advance(step)
         return self._rates.rate
 
     def values(self, pieces: Sequence[Piece]) -> list[np.ndarray]:
         """The values of a server's pieces."""
-        return [to_array(_rows(self.held.parameters[piece.name].detach(), piece)) for piece in pieces]
+        return [to_array(_rows(self.shard.parameters[piece.name].detach(), piece)) for piece in pieces]
 
     def state(self, server: int) -> dict[str, Any]:
-        """What a server's optimizer, scheduler and tables are to know."""
+        """The state that a server's optimizer, scheduler and tables start with."""
         pieces = self.job.shards[server]
-        scheduler, local = self.held.scheduler, self.job.is_local
-        kept = self.outer if local else self.held.optimizer_state()
+        scheduler, local = self.shard.scheduler, self.job.is_local
+        kept = self.outer if local else self.shard.optimizer_state()
         return {
             "optimizer": {
                 piece.name: {
@@ -98,7 +103,7 @@ class FullModel:
                 for piece in pieces
             },
             "tables": {name: self._rows_of(kept, server) for name, kept in self.tables.items()},
-            "groups": None if local else self.held.options(),
+            "groups": None if local else self.shard.options(),
             "scheduler": None if scheduler is None or local else scheduler.state_dict(),
         }
 
@@ -109,36 +114,39 @@ class FullModel:
         buffers: Mapping[str, np.ndarray],
         moments: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Write the checkpoint of a step from what the servers hold, and of a worker its buffers and, where it has an
-        optimizer of its own, what that keeps. CheckpointError names what kept it from that."""
+        """Write the checkpoint of a step from the servers' states, a worker's buffers and, if workers have optimizers
+        of their own, the state of a worker's optimizer (`moments`).
+
+        Raises CheckpointError if it cannot be written.
+        """
         self.join(states)
         if moments:
-            self.held.set_optimizer_state({n: {k: unpacked(v) for k, v in of.items()} for n, of in moments.items()})
-        for name, buffer in self.held.held.buffers.items():
+            self.shard.set_optimizer_state({n: {k: unpacked(v) for k, v in of.items()} for n, of in moments.items()})
+        for name, buffer in self.shard.held.buffers.items():
             if name in buffers:
                 buffer.copy_(to_tensor(buffers[name], buffer.dtype))
-        self.held.advance(step)
+        self.shard.advance(step)
         extra: dict[str, Any] = {"data": self._data(step), "job": self.job.name}
         extra |= {name: kept for name, kept in (("tables", self.tables), ("outer", self.outer)) if kept}
-        collect.save(self.held, self.job.folder, extra, self.job.keep, self._saver, True)
+        collect.save(self.shard, self.job.folder, extra, self.job.keep, self._saver, True)
 
     def join(self, states: Sequence[State]) -> None:
-        """Take over what the servers hold."""
+        """Take over the servers' states."""
         state: dict[str, dict[str, Any]] = {}
         for pieces, (values, kept, _) in zip(self.job.shards, states, strict=True):
             for piece, value in zip(pieces, values, strict=True):
-                _rows(self.held.parameters[piece.name].detach(), piece).copy_(to_tensor(value, dtype_of(piece)))
+                _rows(self.shard.parameters[piece.name].detach(), piece).copy_(to_tensor(value, dtype_of(piece)))
                 self._join(state.setdefault(piece.name, {}), kept[piece.name], piece)
         if self.job.is_local:
             self.outer = state
         else:
-            self.held.set_optimizer_state(state)
+            self.shard.set_optimizer_state(state)
         for table in self.job.tables:
             parts = [{key: unpacked(value) for key, value in tables[table.name].items()} for _, _, tables in states]
             self.tables[table.name] = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
 
     def _join(self, into: dict[str, Any], kept: Mapping[str, Any], piece: Piece) -> None:
-        """Put a piece's state in its place of the whole's."""
+        """Copy a piece's optimizer state into its place in the state of the whole variable."""
         for key, value in kept.items():
             found = unpacked(value)
             if not torch.is_tensor(found) or piece.is_whole or tuple(found.shape) != piece.own_shape:
@@ -148,13 +156,13 @@ class FullModel:
             _rows(whole, piece).copy_(found)
 
     def _data(self, step: int) -> dict[str, Any]:
-        """Where a loader stands after this step, as run.feeding.loader has it."""
+        """The position of a loader after this step, in the format of plait.loader's state_dict."""
         batch = self._first_batch + step - self._first_step
         epoch, items = batch // self._batches, batch % self._batches * self.job.batch_size
         return {"epoch": epoch, "items": items, "seed": self.job.seed, "shuffle": True, "size": self.job.num_items}
 
     def _rows_of(self, kept: Mapping[str, Any], server: int) -> dict[str, Any]:
-        """A server's rows of a table, whatever number of servers there were."""
+        """A server's rows of a table, whatever the number of servers that saved them."""
         mine = torch.from_numpy(by_server(kept["ids"].numpy(), len(self.job.shards))[server])
         return {key: packed(value[mine]) for key, value in kept.items()}
 

@@ -1,9 +1,9 @@
-"""What a worker computes that takes several steps of its own before it pushes: local SGD and DiLoCo, with workers that
-come and go.
+"""The computation of a worker that takes several steps of its own before it pushes: local SGD and DiLoCo with workers
+that may join and leave.
 
-It begins a round with the servers' values, and pushes what its steps have changed, which is the gradient of the
-servers' outer optimizer (engine/local_sgd/diloco.py has the sources). What its own optimizer keeps stays with it; one
-that joins takes over what the last checkpoint has of it.
+A round begins with the servers' values. The worker pushes the change of the values over its steps, which is the
+gradient of the servers' outer optimizer (for the papers see engine/local_sgd/diloco.py). The worker keeps the state of
+its own optimizer; a worker that joins takes over the state in the last checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from plait.engine.compiler import Captures, Compiler
 from plait.engine.engine import Engine
 from plait.engine.state import local_part
 from plait.errors import CheckpointError
-from plait.integrations.servers.arrays import dtype_of, packed, to_array, to_tensor, views, wholes
+from plait.integrations.servers.arrays import dtype_of, join_pieces, packed, to_array, to_tensor, views
 from plait.integrations.servers.computing import Gradient, num_tokens
 from plait.integrations.servers.feed import BatchFeed, PieceFeed
 from plait.integrations.servers.notes import Task
@@ -34,7 +34,7 @@ from plait.integrations.servers.tables.local import RowLookup
 
 
 class LocalSteps:
-    """One rank of a worker, as Computing is. All ranks of a worker are given the same tasks."""
+    """One rank of a worker, with the interface of Computing. All ranks of a worker are given the same tasks."""
 
     def __init__(
         self, job: Job, world: World, feed: PieceFeed | BatchFeed | None = None, compiler: Compiler | None = None
@@ -53,16 +53,17 @@ class LocalSteps:
         self._is_new = True
 
     def read(self, task: Task) -> tuple[Any, RowLookup]:
-        """The first batch of a task; what comes next is read meanwhile. No table's rows are wanted."""
+        """Return the first batch of a task, and begin to read the next. The lookup is empty: there are no tables."""
         return self.feed.read(task.piece, self._piece(task, 1) if task.num_steps > 1 else task.then), RowLookup({}, {})
 
     def compute(
         self, task: Task, first: tuple[Any, RowLookup], flats: Sequence[np.ndarray], rows: Sequence[Any] = ()
     ) -> Gradient:
-        """Take the task's steps from these values, each server's shard as bytes; what changed is the gradient."""
+        """Take the task's steps, beginning with the given values, each server's shard as bytes. The gradient is the
+        change."""
         batch, _ = first
         self._catch_up(task.step)
-        self._take(flats)
+        self._set_values(flats)
         losses, tokens, reading = [], 0, 0.0
         for index in range(task.num_steps):
             if index:
@@ -86,18 +87,19 @@ class LocalSteps:
         self.engine.close()
 
     def _piece(self, task: Task, index: int) -> int:
-        """The piece of the `index`th batch of a task."""
+        """The piece of a task's batch `index`."""
         return task.piece + index * self.job.num_parts
 
-    def _take(self, flats: Sequence[np.ndarray]) -> None:
+    def _set_values(self, flats: Sequence[np.ndarray]) -> None:
+        """Set the parameters to the servers' values."""
         executor = self.engine.executor
-        for name, whole in wholes(flats, self.job.shards).items():
+        for name, whole in join_pieces(flats, self.job.shards).items():
             if name in executor.parameters:
                 executor.set_local(name, local_part(whole, executor.layouts[name], self.world).to(self.world.device))
         executor.updated()
 
     def _changes(self, flats: Sequence[np.ndarray], state: dict[str, Tensor]) -> tuple[list[np.ndarray | None], ...]:
-        """For every server an array for each of its pieces: what it was less what it is."""
+        """For every server, an array per piece: the value before less the value after."""
         found = []
         for flat, pieces in zip(flats, self.job.shards, strict=True):
             arrays: list[np.ndarray | None] = []
@@ -109,24 +111,24 @@ class LocalSteps:
         return tuple(found)
 
     def _catch_up(self, step: int) -> None:
-        """Be at this step of the run: its learning rate, its random draws."""
+        """Advance to this step of the run, which decides the learning rate and the random draws."""
         state = self.engine.state
         if self._is_new and step > 0:
-            self._take_over_moments()
+            self._load_moments()
         self._is_new = False
         while state.step_number < step:
             state.step_number += 1
             if state.scheduler is not None:
-                with warnings.catch_warnings():  # torch warns of a scheduler whose optimizer has not stepped yet
+                with warnings.catch_warnings():  # torch warns that the optimizer has not stepped before its scheduler
                     warnings.simplefilter("ignore", UserWarning)
                     state.scheduler.step()
 
     def _moments(self) -> dict[str, dict[str, Any]]:
-        """What the worker's own optimizer keeps, whole; every rank calls it."""
+        """The full state of the worker's own optimizer. All ranks must call it."""
         kept = snapshot.take(self.engine.state)["optimizer"]["state"]
         return {
             name: {key: packed(v.full_tensor() if hasattr(v, "full_tensor") else v) for key, v in of.items()}
-            for name, of in kept.items()  # a DTensor, where ranks share it
+            for name, of in kept.items()  # a DTensor if ranks share the state
         }
 
     def _reset_moments(self) -> None:
@@ -136,8 +138,8 @@ class LocalSteps:
                 if torch.is_tensor(value):
                     value.zero_()
 
-    def _take_over_moments(self) -> None:
-        """Those of the newest checkpoint, if it is one that this run wrote or goes on from."""
+    def _load_moments(self) -> None:
+        """Load the optimizer state of the newest checkpoint, if this run wrote it or continues from it."""
         try:
             found = newest(self.job.folder)
             extra = Manifest.read(found).values["common"]["extra"]

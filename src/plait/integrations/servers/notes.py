@@ -1,4 +1,5 @@
-"""What coordinator and workers tell each other: references to where values and gradients lie, not these."""
+"""The messages between coordinator and workers. They hold references to values and gradients, not the arrays
+themselves."""
 
 from __future__ import annotations
 
@@ -10,15 +11,17 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker does next: pull the values of `version`, one reference a server, and train on `piece`.
+    """What a worker does next: read the values of `version`, given as one reference per server, and train on `piece`.
 
-    `step` steps of the run are done. A worker that takes `num_steps` of its own before it pushes has its part of as
-    many batches, `piece` of the first; with `saves` it tells the coordinator then what its optimizer keeps.
+    then       the piece after it, which is read ahead
+    step       steps of the run that are done
+    num_steps  steps that the worker takes before it pushes, one on each of as many batches: `piece` is of the first
+    saves      whether the push must contain the state of the worker's own optimizer
     """
 
     version: int
     piece: int
-    then: int  # the piece after it, to be read ahead
+    then: int
     values: tuple[Any, ...]
     step: int = 0
     num_steps: int = 1
@@ -34,9 +37,17 @@ class Refused:
 
 @dataclass(frozen=True)
 class Note:
-    """What comes with a push, the `number`th of its worker, made on a piece of the data and on values of version
-    `base`. Seconds are of the step that made it: waiting for values, and for data; `moved` are the bytes that it
-    pulled and pushed."""
+    """The message that comes with a push.
+
+    number   its number among the worker's pushes
+    piece    the piece of data that the gradient was computed on
+    base     the version of the values that it was computed on
+    weight   the weight of the loss in the mean over pieces
+    waited   seconds that the worker waited for values
+    data     seconds that the worker waited for data
+    moved    bytes that the worker read and pushed
+    moments  the state of the worker's own optimizer, by name and key, if the task asked for it
+    """
 
     worker: int
     number: int
@@ -50,16 +61,16 @@ class Note:
     data: float = 0.0
     moved: int = 0
     buffers: dict[str, np.ndarray] = field(default_factory=dict)
-    moments: Any = None  # what the worker's own optimizer keeps, by name and key, where the task asked for it
+    moments: Any = None
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is, for people to look at."""
+    """The progress of a run, for display. `tokens` are counted since the coordinator's process started."""
 
     step: int = 0
     loss: float = float("nan")
-    tokens: int = 0  # so far in this process
+    tokens: int = 0
     workers: int = 0
     rate: float = 0.0
     over: bool = False
@@ -68,7 +79,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class End:
-    """How a run ended; `error` says why where it was not by its last step, and `of_loss` that it is a loss's."""
+    """How a run ended. `error` is the reason if it ended before its last step; `of_loss` says that the loss is the
+    reason."""
 
     step: int
     loss: float

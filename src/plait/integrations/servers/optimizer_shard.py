@@ -1,7 +1,6 @@
-"""Variables that one process holds with their optimizer: a server's pieces, or the coordinator's whole model.
+"""Variables that one process holds with their optimizer: a server's pieces, or the coordinator's full model.
 
-It is a run as checkpoints know it (engine/checkpoint), so that a server's snapshot and the run's checkpoint are of
-one format.
+It is a TrainState, so that a server's snapshot and the run's checkpoint have one format.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from plait.plan.plan import Plan
 from plait.schedule.balance import Piece, Variable
 from plait.spec.layout import Layout
 
-# Of a group, what is this process's own: its parameters, and the implementation that suits them.
+# Options of a parameter group that are local to a process: the parameters, and the choice of implementation.
 _OWN = ("params", "param_names", "foreach", "fused", "capturable")
 
 
 class _ServedParts:
     """The ModelParts of a server: parameters, each whole and in this process."""
 
-    changing: frozenset[str] = frozenset()  # no parameter that a step changes by itself is served
+    changing: frozenset[str] = frozenset()  # a server holds no parameter that the forward pass changes in place
 
     def __init__(self, model: nn.Module, parameters: dict[str, nn.Parameter], buffers: dict[str, Tensor]) -> None:
         self.model = model
@@ -53,11 +52,11 @@ class _ServedParts:
         return local
 
     def updated(self) -> None:
-        """A server gives its parameters as they are."""
+        """Nothing to do: a server's parameters are read where they are."""
 
 
 class OptimizerShard(TrainState):
-    """Variables that are updated here by the user's optimizer, as checkpoints know them."""
+    """Variables, and the user's optimizer that updates them, as checkpoints save and load them."""
 
     def __init__(
         self,
@@ -73,32 +72,34 @@ class OptimizerShard(TrainState):
         self.executor = _ServedParts(model or _module(parameters), dict(parameters), buffers)
         self.optimizer = build_optimizer(make_optimizer, parameters, self.held.layouts, self.world)
         self.scheduler = build_scheduler(make_scheduler, self.optimizer)
-        self.optimizer.step()  # on no gradient: a scheduler warns of one that never has
+        self.optimizer.step()  # without gradients: a scheduler warns of an optimizer that has not stepped
         self.update = SimpleNamespace(settle=lambda parameter: None, state_of=self._state_of)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters by name."""
         found: dict[str, nn.Parameter] = self.held.parameters
         return found
 
     @property
     def rate(self) -> float:
-        """The learning rate of the first group."""
+        """The learning rate of the first parameter group."""
         assert self.optimizer is not None
         return float(self.optimizer.param_groups[0].get("lr", 0.0))
 
     def advance(self, step: int) -> None:
-        """The steps up to `step` are done: the learning rate is that of the next one."""
+        """Count the steps up to `step` as done, and set the learning rate of the next one."""
         while self.step_number < step:
             self.step_number += 1
             if self.scheduler is not None:
                 self.scheduler.step()
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
-        """What the optimizer keeps, by name and key; tensors are those that it works on."""
+        """The optimizer's state, by variable name and key. Tensors are the optimizer's own, not copies."""
         return {name: self._state_of(p) for name, p in self.parameters.items()}
 
     def set_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace the optimizer's state by a copy of the given one; variables that it does not name keep theirs."""
         assert self.optimizer is not None
         for name, parameter in self.parameters.items():
             if state.get(name):
@@ -107,14 +108,18 @@ class OptimizerShard(TrainState):
                 }
 
     def options(self) -> list[dict[str, Any]]:
-        """What the optimizer's groups are given beside their parameters, and the names of these as `members`."""
+        """The options of the optimizer's parameter groups, without parameters; `members` has the names of each group's
+        parameters."""
         assert self.optimizer is not None
         rest = [{k: v for k, v in g.items() if k not in _OWN} for g in self.optimizer.param_groups]
         return [{**options, "members": names} for options, names in zip(rest, self._members(), strict=True)]
 
     def set_options(self, groups: Sequence[Mapping[str, Any]], scheduler: Mapping[str, Any] | None) -> None:
-        """Take over the options of groups and the scheduler's state, as of an optimizer that has all variables: of
-        groups that have none of these, the user's function may have made no group here."""
+        """Load the group options and the scheduler state of an optimizer of all variables.
+
+        The groups here are matched by their members, because the user's function may have made fewer groups for fewer
+        variables. Raises PlanError if a group here is none of the given groups or a part of one.
+        """
         assert self.optimizer is not None
         chosen = [_group_of(index, names, groups) for index, names in enumerate(self._members())]
         for group, index in zip(self.optimizer.param_groups, chosen, strict=True):
@@ -123,12 +128,13 @@ class OptimizerShard(TrainState):
             self.scheduler.load_state_dict(_of_groups(scheduler, chosen, len(groups)))
 
     def _members(self) -> list[list[str]]:
-        """The names of each group's parameters."""
+        """The parameter names of each group."""
         assert self.optimizer is not None
         names = {id(p): name for name, p in self.parameters.items()}
         return [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
 
     def persistent_buffers(self) -> dict[str, Tensor]:
+        """The buffers of the model that are part of its state_dict, by name."""
         kept = persistent_buffers(self.held.model)
         return {name: b for name, b in self.held.buffers.items() if name in kept}
 
@@ -138,7 +144,8 @@ class OptimizerShard(TrainState):
 
 
 def _group_of(index: int, names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> int:
-    """Which of the groups has these parameters; one without any is the one at its place."""
+    """The index of the group that contains the named parameters; for a group without parameters, the one at its own
+    index."""
     found = [i for i, group in enumerate(groups) if names and {*names} <= {*group["members"]}]
     if names and not found:
         what = (
@@ -150,7 +157,7 @@ def _group_of(index: int, names: Sequence[str], groups: Sequence[Mapping[str, An
 
 
 def _of_groups(state: Mapping[str, Any], chosen: Sequence[int], num_groups: int) -> dict[str, Any]:
-    """The state of a scheduler whose lists have an item for each group, for the chosen ones of these groups."""
+    """The part of a scheduler's state that is about the chosen groups: its lists have an item for each group."""
     if [*chosen] == [*range(num_groups)]:
         return dict(state)
 
@@ -164,7 +171,7 @@ def _of_groups(state: Mapping[str, Any], chosen: Sequence[int], num_groups: int)
 
 
 class ServerShard(OptimizerShard):
-    """A server's pieces, as views of one flat memory of bytes, `flat`."""
+    """A server's pieces, as views of one flat memory of bytes, `flat`, [number of bytes] uint8."""
 
     def __init__(
         self,
@@ -176,15 +183,15 @@ class ServerShard(OptimizerShard):
     ) -> None:
         self.pieces = tuple(pieces)
         self.flat = torch.zeros(offsets(pieces)[-1], dtype=torch.uint8)
-        self._mean = torch.empty(0, dtype=torch.uint8)  # room for the mean of several gradients, made when first used
+        self._mean = torch.empty(0, dtype=torch.uint8)  # memory for the mean of several gradients, made on first use
         made = {piece.name: nn.Parameter(view) for piece, view in zip(pieces, views(self.flat, pieces), strict=True)}
         super().__init__(made, make_optimizer, make_scheduler, plan, seed)
-        # A gradient may lie in memory that must not be written to, and torch's own optimizers do not write to it.
-        self._careful = not type(self.optimizer).__module__.startswith(("torch.optim", "plait.optim"))
+        # A gradient may be in read-only memory. torch's own optimizers do not write to gradients; others may.
+        self._copies_gradients = not type(self.optimizer).__module__.startswith(("torch.optim", "plait.optim"))
 
     def set_gradients(self, gradients: Sequence[Sequence[Tensor | None]], shares: Sequence[float]) -> None:
-        """Take the sum of gradients by their shares, each with a tensor for every piece."""
-        if len(gradients) == 1 and shares[0] == 1.0 and not self._careful:
+        """Set the weighted sum of gradients, each a tensor per piece, with `shares` as weights."""
+        if len(gradients) == 1 and shares[0] == 1.0 and not self._copies_gradients:
             found: list[Tensor | None] = list(gradients[0])
         else:
             found = self._sum(gradients, shares)
@@ -192,12 +199,12 @@ class ServerShard(OptimizerShard):
             parameter.grad = gradient
 
     def square(self) -> float:
-        """The squared norm of the gradients that are set."""
+        """The squared 2-norm of the gradients that are set."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         return sum(float(norm.double().square()) for norm in torch._foreach_norm(gradients))
 
     def step(self, scale: float = 1.0) -> None:
-        """Update by the gradients that are set, times `scale`."""
+        """Take an optimizer step with the gradients that are set, scaled by `scale`, and clear them."""
         assert self.optimizer is not None
         if scale != 1.0:
             for parameter in self.parameters.values():
@@ -223,7 +230,10 @@ class ServerShard(OptimizerShard):
 
 
 def may_cut(variables: Sequence[Variable], make_optimizer: OptimizerFactory) -> bool:
-    """Whether the optimizer works on the rows of a tensor as on the whole, so that servers may share a tensor."""
+    """Whether the optimizer updates the rows of a tensor independently, so that servers may share a tensor.
+
+    Raises PlanError for several optimizers.
+    """
     small = {v.name: nn.Parameter(torch.zeros((2,) * len(v.shape), dtype=getattr(torch, v.dtype))) for v in variables}
     layouts = {name: Layout(torch_name(p.dtype), tuple(p.shape)) for name, p in small.items()}
     optimizer = build_optimizer(make_optimizer, small, layouts, process_world(Plan().mesh, device="cpu"))
@@ -240,7 +250,7 @@ def may_cut(variables: Sequence[Variable], make_optimizer: OptimizerFactory) -> 
 
 
 def _module(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
-    """A module that has these parameters under their names."""
+    """A module tree that has these parameters under their names."""
     root = nn.Module()
     for name, parameter in parameters.items():
         *path, key = name.split(".")

@@ -1,4 +1,4 @@
-"""From a plan and what the user gives to a Job: what is served is found, and shared out among the servers."""
+"""Makes the Job of a run from a plan and the user's settings: finds the variables, and assigns them to servers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from plait.schedule.balance import balance
 
 
 def make_job(plan: Plan, **given: Any) -> Job:
-    """The job of a run; `given` are its fields but for name, variables and shards.
+    """The job of a run. `given` are the fields of Job, except name, variables, tables and shards.
 
-    PlanError or BatchError for a plan, a batch or an optimizer that does not go with parameter servers.
+    Raises PlanError or BatchError for a plan, a batch or an optimizer that cannot run with parameter servers.
     """
     check_plan(plan, given["batch_size"])
     model = _on_meta(given["make_model"])
@@ -42,7 +42,7 @@ def make_job(plan: Plan, **given: Any) -> Job:
     if not variables:
         raise PlanError("the model has no parameter to train, so that there is nothing for servers to hold")
     job = Job(name=uuid.uuid4().hex[:12], plan=plan, variables=variables, shards=(), tables=tables, **given)
-    may_cut(variables, job.optimizer)  # refuses what workers cannot have
+    may_cut(variables, job.optimizer)  # raises PlanError for an optimizer that workers cannot use
     shards = balance(variables, plan.servers, may_cut(variables, job.server_optimizer))
     if not all(shards):
         size = sum(v.num_bytes for v in variables)
@@ -52,11 +52,11 @@ def make_job(plan: Plan, **given: Any) -> Job:
 
 
 def _on_meta(make_model: Callable[[], Sequence[nn.Module]]) -> nn.Module:
-    """The model without memory, where that can be made."""
+    """The model on the meta device; on the CPU if its constructor needs values."""
     try:
         with torch.device("meta"), tables_away():
             return make_model()[0]
-    except Exception:  # a constructor that needs values
+    except Exception:  # the constructor needs values
         with tables_away():
             return make_model()[0]
 

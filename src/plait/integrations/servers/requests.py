@@ -1,4 +1,4 @@
-"""What a worker asks for and what it is given, in step: the first to ask gets the first thing."""
+"""The queue of a worker's tasks at the coordinator: the first request gets the first task."""
 
 from __future__ import annotations
 
@@ -10,36 +10,38 @@ T = TypeVar("T")
 
 
 class Requests(Generic[T]):
-    """A queue whose things go to those who wait in the order in which they began to.
+    """A queue whose items go to the waiting callers in the order of their requests.
 
-    Not so an asyncio.Queue: who asks after a thing was put in, and before the one that it woke has run, takes it. The
-    answers to two pushes of a worker were then exchanged, and it computed its tasks in another order.
+    asyncio.Queue does not guarantee that: a caller that asks after an item was put, but before the woken caller has
+    run, takes the item. The answers to two pushes of a worker were then exchanged, and it computed its tasks in another
+    order.
     """
 
     def __init__(self) -> None:
-        self._things: deque[T] = deque()
+        self._items: deque[T] = deque()
         self._waiting: deque[asyncio.Future[T | None]] = deque()
         self._closed = False
 
-    def put(self, thing: T) -> None:
+    def put(self, item: T) -> None:
+        """Give the item to the caller that has waited longest, or keep it for the next one."""
         while self._waiting:
             first = self._waiting.popleft()
-            if not first.done():  # as one is that was given up
-                first.set_result(thing)
+            if not first.done():  # a cancelled request is done
+                first.set_result(item)
                 return
-        self._things.append(thing)
+        self._items.append(item)
 
     async def get(self) -> T | None:
-        """The next thing, once there is one; None where there will be none any more."""
-        if self._things:
-            return self._things.popleft()
+        """Wait for the next item. None: the queue is closed and empty."""
+        if self._items:
+            return self._items.popleft()
         if self._closed:
             return None
         self._waiting.append(asyncio.get_running_loop().create_future())
         return await self._waiting[-1]
 
     def close(self) -> None:
-        """There is nothing after what was put in."""
+        """Accept no more items; waiting callers get None."""
         self._closed = True
         while self._waiting:
             first = self._waiting.popleft()

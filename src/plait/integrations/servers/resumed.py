@@ -1,6 +1,6 @@
-"""What the checkpoint of a served run says beside parameters, looked at before anything of it is taken over.
+"""Validates what the checkpoint of a run with servers contains besides parameters, before anything of it is loaded.
 
-A checkpoint is data that somebody else may have written. CheckpointError names the place of what is wrong.
+A checkpoint is untrusted data. CheckpointError names the place of an invalid value.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from plait.integrations.servers.tables.table_shard import TableSpec
 from plait.schedule.balance import Variable
 
 _KEPT = {"adagrad": ("values", "squares"), "adam": ("values", "squares", "means", "counts")}
-_BY_ROW = ("squares", "counts")  # of which a row has one number, of the others `dim`
-_MOMENTUM = "momentum_buffer"  # of the outer optimizer
-_LARGEST = 1 << 40  # epochs, and items of one
+_BY_ROW = ("squares", "counts")  # one number per row; the others have `dim`
+_MOMENTUM = "momentum_buffer"  # the state of the outer optimizer
+_LARGEST = 1 << 40  # limit of the epoch, and of the items done in it
 
 
 def checked_data(extra: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """Where the saved run's data stood."""
+    """The saved run's position in its data: epoch, items, seed and size."""
     data = extra.get("data")
     if not isinstance(data, Mapping) or not {"epoch", "items", "seed", "size"} <= set(data):
         raise CheckpointError(f"the checkpoint in {where} does not say where its data stood")
@@ -36,7 +36,7 @@ def checked_data(extra: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def checked_tables(extra: Mapping[str, Any], specs: Sequence[TableSpec], where: str) -> dict[str, dict[str, Any]]:
-    """The rows of these tables as servers had them; none of a run that had no tables."""
+    """The saved rows of the given tables, in the format of the servers' state; empty if the run had no tables."""
     found = _mapping(extra.get("tables", {}), "tables", where)
     by_name = {spec.name: spec for spec in specs}
     for name, kept in found.items():
@@ -51,7 +51,7 @@ def checked_tables(extra: Mapping[str, Any], specs: Sequence[TableSpec], where: 
 
 
 def checked_outer(extra: Mapping[str, Any], variables: Sequence[Variable], where: str) -> dict[str, dict[str, Any]]:
-    """What the outer optimizer, which is SGD, kept of each variable: its momentum, or nothing of all."""
+    """The state of the outer optimizer, SGD, by variable: its momentum, or empty if it has none."""
     found = _mapping(extra.get("outer", {}), "outer", where)
     forms = {v.name: torch.empty(v.shape, dtype=getattr(torch, v.dtype), device="meta") for v in variables}
     kept: dict[str, dict[str, Any]] = {}
@@ -67,7 +67,7 @@ def checked_outer(extra: Mapping[str, Any], variables: Sequence[Variable], where
             if value.shape != forms[name].shape or value.dtype != forms[name].dtype:
                 raise CheckpointError(f"{place}: it is {_form(value)}, and the variable is {_form(forms[name])}")
             kept[name] = {key: value}
-    if kept:  # one that had no gradient yet begins with nothing, and fused SGD wants all alike
+    if kept:  # a variable without a gradient so far has no momentum, but fused SGD needs it for all or none
         kept |= {n: {_MOMENTUM: torch.zeros_like(f, device="cpu")} for n, f in forms.items() if n not in kept}
     return kept
 

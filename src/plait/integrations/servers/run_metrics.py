@@ -1,4 +1,4 @@
-"""What a run measures of itself: a line for every step, and of what went wrong an event each."""
+"""The metrics of a run with servers: a line for every step, and an event for everything unusual."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ EVENTS = "events.jsonl"
 
 
 class RunMetrics:
-    """Counts since the last line, and totals since the run began in this process."""
+    """Counts since the last line, and totals since this process began. Metrics go to `log`, events to
+    `out`/events.jsonl."""
 
     def __init__(self, out: str, log: Any) -> None:
         self._log = log
         self._events = open(Path(out) / EVENTS, "a", buffering=1)  # noqa: SIM115  (closed by `close`)
-        self.messages: list[str] = []  # for people, until they are fetched
+        self.messages: list[str] = []  # to be shown to the user; emptied when read
         self.tokens = 0
         self.loss = float("nan")
         self.totals: Counter[str] = Counter()
@@ -28,7 +29,7 @@ class RunMetrics:
         self._since = time.monotonic()
 
     def commit(self, commit: Commit, notes: list[Note]) -> None:
-        """An update was ordered."""
+        """Count an update that was ordered."""
         self._updates += 1
         for stale in commit.staleness:
             self._stale[stale] += 1
@@ -37,7 +38,7 @@ class RunMetrics:
             self._losses.append((note.loss, note.weight))
 
     def took(self, note: Note) -> None:
-        """A push has come, whether it is used or not."""
+        """Count a push, whether it is used or not."""
         self._pushes += 1
         self._waited += note.waited
         self._data += note.data
@@ -46,12 +47,12 @@ class RunMetrics:
         self.tokens += note.tokens
 
     def count(self, what: str, number: int = 1) -> None:
-        """Of updates_lost, late, refused."""
+        """Count `updates_lost`, `late` or `refused`."""
         self._counts[what] += number
         self.totals[what] += number
 
     def event(self, kind: str, message: str, show: bool = True, **values: Any) -> None:
-        """Something that people may want to know of: into events.jsonl, and shown."""
+        """Write an event to events.jsonl and, with `show`, to the messages."""
         if not self._events.closed:
             self._events.write(
                 json.dumps({"time": round(time.time(), 3), "event": kind, "message": message} | values) + "\n"
@@ -60,7 +61,7 @@ class RunMetrics:
             self.messages.append(message)
 
     def line(self, step: int, rate: float, num_workers: int) -> None:
-        """The step is done: write its line. `loss` is the mean over its gradients, by weight."""
+        """Write the metrics of a step that is done. `loss` is the mean over the step's gradients, by weight."""
         seconds = time.monotonic() - self._since
         self._since += seconds
         total = sum(weight for _, weight in self._losses)
@@ -86,11 +87,13 @@ class RunMetrics:
         self._begin()
 
     def evaluated(self, step: int, loss: float) -> None:
+        """Write the held-out loss of a step."""
         if not self._events.closed:
             self._log.write({"step": step, "held_out_loss": loss})
         self.messages.append(f"step {step}  held-out loss {loss:.3f}")
 
     def close(self) -> None:
+        """Close both files."""
         self._log.close()
         self._events.close()
 

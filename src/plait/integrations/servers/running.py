@@ -1,7 +1,7 @@
-"""A run under way: its actors are started, watched and replaced here, in the process that the user started.
+"""A run in progress: the process that the user started starts, watches and replaces the run's actors here.
 
-Ray brings coordinator, servers and evaluator back by itself, each to where it was. A worker that is gone is replaced by
-a new one, which joins under a number of its own.
+Ray restarts coordinator, servers and evaluator by itself, and each continues where it was. A worker that ends is
+replaced by a new one, which joins under a new number.
 """
 
 from __future__ import annotations
@@ -25,30 +25,36 @@ from plait.integrations.servers.service import Job
 from plait.integrations.servers.worker import Worker
 
 _LOOK_SECONDS = 0.5
-_TRIES = 5  # of workers that die one after the other without a step in between
+_TRIES = 5  # times each worker may die without a step in between
 _COMES_BACK = {"max_restarts": -1, "max_task_retries": -1}
 
 
 @dataclass
 class _Group:
-    """The ranks of a worker; `life` ends with its first rank's, and `watches` with the others'."""
+    """The ranks of a worker.
+
+    actors   one actor per rank
+    run      the reference of `Worker.run` on the first rank: ready when the worker or its process ends
+    watches  references of `Worker.watch` on the other ranks: ready when their processes end
+    leaving  whether the worker was asked to leave
+    """
 
     worker: int
     actors: list[Any]
-    life: Any
+    run: Any
     watches: list[Any]
     leaving: bool = False
 
 
 class Running:
-    """`ray` is initialised. `close` ends everything that was started here."""
+    """The actors of a job on an initialised Ray. `close` ends every actor that was started here."""
 
     def __init__(self, ray: Any, job: Job) -> None:
         self.job = job
         self._ray = ray
         self._groups: list[_Group] = []
         self._ids = itertools.count()
-        self._deaths = 0  # since the last step
+        self._deaths = 0  # workers that died since the last step
         self._step = -1
         self._snapshots = Path(job.out) / "servers"
         self._snapshots.parent.mkdir(parents=True, exist_ok=True)
@@ -86,26 +92,26 @@ class Running:
 
     @property
     def workers(self) -> dict[int, list[Any]]:
-        """The actors of every worker, by its number."""
+        """The actors of every worker, by worker number."""
         return {group.worker: group.actors for group in self._groups}
 
     def add_worker(self) -> int:
-        """Start one more worker, which joins when it is ready; returns its number."""
+        """Start one more worker, which joins when it is ready. Returns its number."""
         ray, size, worker = self._ray, self.job.plan.inner_plan.num_processes, next(self._ids)
         has_room = ray.available_resources().get("CPU", 0) >= size
-        cpus = int(has_room or not is_own())  # this machine's own Ray has room for those that the plan begins with
+        cpus = int(has_room or not is_own())  # a cluster started for the run only has CPUs for the plan's own workers
         make = ray.remote(num_cpus=cpus, num_gpus=self._gpus, max_concurrency=3, scheduling_strategy="SPREAD")(Worker)
         if cpus and not has_room:
             self.coordinator.note.remote(
                 "worker", f"worker {worker} begins once the Ray cluster has {size} free CPUs for it"
             )
         actors = [make.remote(self.job, rank, size) for rank in range(size)]
-        life = actors[0].run.remote(self.coordinator, worker, actors[1:])
-        self._groups.append(_Group(worker, actors, life, [actor.watch.remote() for actor in actors[1:]]))
+        run = actors[0].run.remote(self.coordinator, worker, actors[1:])
+        self._groups.append(_Group(worker, actors, run, [actor.watch.remote() for actor in actors[1:]]))
         return worker
 
     def remove_worker(self, worker: int) -> None:
-        """Have a worker leave; the piece of data that it is at goes to others."""
+        """Have a worker leave. The piece of data that it is working on goes to another worker."""
         for group in self._groups:
             if group.worker == worker:
                 group.leaving = True
@@ -114,11 +120,16 @@ class Running:
     def wait(
         self, show: Callable[[Progress], None] = lambda progress: None, stopped: Callable[[], bool] = lambda: False
     ) -> End:
-        """Until the run is over; `show` is called about twice a second, and `stopped` says whether to end early."""
+        """Wait until the run is over. `show` is called about twice a second; the run ends early when `stopped` returns
+        True.
+
+        Raises LossError for a loss that is not finite, PlanError for a worker with another model, RoleFailed for an
+        error that a worker raised, and WorldError if workers keep dying.
+        """
         ray = self._ray
         end, progress, asked = self.coordinator.end.remote(), self.coordinator.progress.remote(), False
         while True:
-            waiting = [end, progress, *(ref for group in self._groups for ref in (group.life, *group.watches))]
+            waiting = [end, progress, *(ref for group in self._groups for ref in (group.run, *group.watches))]
             ready, _ = ray.wait(waiting, num_returns=1, timeout=_LOOK_SECONDS)
             if end in ready:
                 found: End = self._get(end)
@@ -133,8 +144,8 @@ class Running:
                 show(now)
                 time.sleep(_LOOK_SECONDS)
                 progress = self.coordinator.progress.remote()
-            for group in [g for g in self._groups if {g.life, *g.watches} & set(ready)]:
-                self._gone(group)
+            for group in [g for g in self._groups if {g.run, *g.watches} & set(ready)]:
+                self._handle_exit(group)
             if stopped() and not asked:
                 asked = True
                 self.coordinator.stop.remote()
@@ -145,15 +156,15 @@ class Running:
         for actor in [*(actor for group in self._groups for actor in group.actors), *others]:
             self._ray.kill(actor, no_restart=True)
         self._groups = []
-        shutil.rmtree(self._snapshots, ignore_errors=True)  # they are for as long as the servers
+        shutil.rmtree(self._snapshots, ignore_errors=True)  # snapshots are of no use without the servers
 
-    def _gone(self, group: _Group) -> None:
-        """A worker has ended: it left, or has nothing to do, or it was killed and is replaced."""
+    def _handle_exit(self, group: _Group) -> None:
+        """Handle a worker that has ended: it left, or the run is ending, or it was killed and is replaced."""
         ray = self._ray
         why = "its process has ended"
-        if not group.watches or ray.wait([group.life], timeout=0)[0]:
+        if not group.watches or ray.wait([group.run], timeout=0)[0]:
             try:
-                refused = self._get(group.life)
+                refused = self._get(group.run)
                 if isinstance(refused, Refused):
                     raise PlanError(refused.why)
                 ends = group.leaving or self._get(self.coordinator.is_ending.remote())
@@ -177,7 +188,8 @@ class Running:
         self.add_worker()
 
     def _get(self, reference: Any) -> Any:
-        """What a call returned. What it raised as it was raised there; WorldError for a process that is gone."""
+        """The result of a call. An error of plait is raised again; RoleFailed stands for any other error, WorldError
+        for a process that is gone."""
         ray = self._ray
         try:
             return ray.get(reference)
@@ -196,7 +208,7 @@ __all__ = ["Running"]
 
 
 def _in_words(error: Any) -> str:
-    """What a call raised, and where."""
+    """The error that a call raised, with its file and line."""
     places = re.findall(r'File "([^"]+)", line (\d+)', str(error))
     where = f" ({places[-1][0]}:{places[-1][1]})" if places else ""
     return f"{type(error.cause).__name__}: {error.cause}{where}"

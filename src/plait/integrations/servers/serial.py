@@ -1,7 +1,7 @@
-"""What parameter servers compute, as a serial program on one device: what `verify` compares a rehearsal of them with.
+"""The serial program that defines what parameter servers compute, on one device. `verify` compares a plan with it.
 
-It is given whose push comes when. From there on a version of the values is a dict, a gradient PyTorch's own, and an
-update a step of the user's optimizer on the whole model; there are no servers, no parts, and nobody who waits.
+The order of the pushes is given. A version of the values is a dict, a gradient is PyTorch's own, and an update is a
+step of the user's optimizer on the full model. There are no servers, no pieces and no waiting.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Named = dict[str, Tensor]
 
 
 class SerialServers:
-    """The workers of a job, one push after the other. All of them take their pieces of the one batch."""
+    """The workers of a job, one push after the other. All of them take their pieces from one batch."""
 
     def __init__(self, job: Job, batch: Any) -> None:
         self.job, self.plan, self.batch = job, job.plan, batch
@@ -41,12 +41,13 @@ class SerialServers:
         self.handout = Handout(0, job.num_parts, job.steps_each)
         self.tasks: dict[int, list[tuple[int, Named, int]]] = {w: [] for w in range(num)}  # version, values, piece
         self.clocks = dict.fromkeys(range(num), 0)
-        self.left_out: dict[tuple[int, str], Tensor] = {}
+        self.errors: dict[tuple[int, str], Tensor] = {}
         self.factors: list[dict[str, Tensor]] = [{} for _ in range(num)]
         self.version = 0
 
     def run(self, order: Sequence[int]) -> tuple[list[float], Named]:
-        """The loss of each push in turn, and the values at the end; worker `order[k]` makes the kth push."""
+        """Run the pushes, with worker `order[k]` making push k. Returns the loss of each push, and the final values by
+        name."""
         losses, arrived = [], {}
         waits = self.plan.staleness == 0
         self._release()
@@ -55,12 +56,12 @@ class SerialServers:
             self.handout.used(worker, piece)
             loss, push, weight = (self._local if self.job.is_local else self._gradient)(worker, values, piece)
             losses.append(loss)
-            push = self._made_smaller(worker, push)
+            push = self._compressed(worker, push)
             self.clocks[worker] += 1
             if not waits:
                 self._update([push], [1.0])
                 self._release()
-            elif base < self.version:  # late: left out
+            elif base < self.version:  # too late: the gradient is dropped
                 self._go([worker])
             else:
                 arrived[worker] = (push, weight)
@@ -69,10 +70,11 @@ class SerialServers:
                     self._update([arrived[w][0] for w in members], [arrived[w][1] for w in members])
                     arrived = {}
                     self._go(members)
-        return losses, {name: p.detach() for name, p in self.model.named_parameters()}  # frozen ones too
+        return losses, {name: p.detach() for name, p in self.model.named_parameters()}  # with the frozen parameters
 
     def _release(self) -> None:
-        """Who has fewer tasks than it may, and is within the bound with them, gets one more; at first, everybody."""
+        """Give one more task to each worker that has fewer tasks than it may and stays within the staleness bound; at
+        first, to all."""
         bound = math.inf if self.plan.staleness is None else self.plan.staleness
         for _ in range(1 + self.plan.overlap):
             slowest = min(self.clocks.values())
@@ -82,11 +84,13 @@ class SerialServers:
             ])  # fmt: skip
 
     def _go(self, workers: Sequence[int]) -> None:
+        """Give each of the workers its next task, with a copy of the current values."""
         values = {name: p.detach().clone() for name, p in self.now.items()}
         for worker, piece, _ in self.handout.give(workers):
             self.tasks[worker].append((self.version, values, piece))
 
     def _update(self, pushes: Sequence[Named], weights: Sequence[float]) -> None:
+        """Step the servers' optimizer on the weighted mean of the pushes."""
         for name, parameter in self.now.items():
             terms = [push[name] * (w / sum(weights)) for push, w in zip(pushes, weights, strict=True) if name in push]
             parameter.grad = functools.reduce(torch.add, terms) if terms else None
@@ -96,7 +100,7 @@ class SerialServers:
         self.version += 1
 
     def _gradient(self, worker: int, values: Named, piece: int) -> tuple[float, Named, float]:
-        """The gradient of a piece's mean loss, and its weight among others."""
+        """(loss, gradients by name, weight) of a piece at the given values."""
         twin = self.twins[0]
         loss, weight = self._backward(twin, values, piece, step_key(self.job.seed, piece))
         if self.plan.staleness != 0:
@@ -104,7 +108,7 @@ class SerialServers:
         return loss, {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}, weight
 
     def _local(self, worker: int, values: Named, piece: int) -> tuple[float, Named, float]:
-        """How much the worker's own steps change the values."""
+        """(mean loss, change of the values by name, 1.0) of the steps that a worker takes by itself."""
         twin, optimizer, losses = self.twins[worker], self.optimizers[worker], []
         for index in range(self.job.steps_each):
             step = self.version * self.job.steps_each + index
@@ -121,7 +125,8 @@ class SerialServers:
         return sum(losses) / len(losses), {n: value - after[n].detach() for n, value in values.items()}, 1.0
 
     def _backward(self, twin: nn.Module, values: Named, piece: int, key: int) -> tuple[float, float]:
-        """Loss and weight of a piece; the twin has its gradients, at these values or those that it has."""
+        """(loss, weight) of a piece. Sets the gradients of the twin, at `values`, or at its own values where they have
+        none."""
         named = dict(twin.named_parameters())
         for name, value in values.items():
             named[name].data.copy_(value)
@@ -130,17 +135,18 @@ class SerialServers:
         found = one_device_step(twin, self.loss_fn, rows, self.plan.inner_plan, key, norm_parts(self.plan))
         return float(found.loss), float(num_rows(rows)) if found.weight is None else found.weight
 
-    def _made_smaller(self, worker: int, push: Named) -> Named:
-        """What a server has of a push: each piece of a variable by itself, with what was left out of it before."""
+    def _compressed(self, worker: int, push: Named) -> Named:
+        """A push as a server decompresses it: piece by piece, with the error feedback of the worker's earlier
+        pushes."""
         coding = self.job.coding
         found = {name: value.clone() for name, value in push.items()}
         for piece in (piece for pieces in self.job.shards for piece in pieces):
             if coding.compression.kind != "none" and piece.name in found and coding.is_coded(piece):
                 part = found[piece.name][piece.start : piece.stop] if piece.shape else found[piece.name]
                 label = f"{piece.name}:{piece.start}"
-                given = part.float() + self.left_out.get((worker, label), 0.0)
+                given = part.float() + self.errors.get((worker, label), 0.0)
                 _, kept = make_smaller(given, coding.compression, self.factors[worker], label)
-                self.left_out[worker, label] = given - kept
+                self.errors[worker, label] = given - kept
                 part.copy_(kept)
         return found
 

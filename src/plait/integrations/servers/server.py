@@ -1,8 +1,8 @@
-"""A parameter server: it holds its pieces of the variables, and updates them as it is told.
+"""A parameter server: it holds its pieces of the variables, and updates them on the coordinator's orders.
 
-What is refused is counted and named, and the run goes on: a gradient of another shape or type, of a version that does
-not exist, of another job. It writes snapshots of itself, and one that comes back takes the last of them: the numbers of
-the updates that follow then say how many are lost.
+A server refuses a gradient of the wrong shape or dtype, of a version that does not exist, or of another job. Refusals
+are counted and logged, and the run goes on. A server writes snapshots of itself; a restarted server loads the last one,
+and the numbers of the following updates then show how many were lost.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from plait.engine.optimizers import OptimizerFactory
 from plait.integrations.servers.arrays import dtype_of, packed, to_array, to_tensor, unpacked
 from plait.integrations.servers.coding import Coding
 from plait.integrations.servers.optimizer_shard import ServerShard
-from plait.integrations.servers.tables.all_tables import Tables
 from plait.integrations.servers.tables.row_index import Ids
-from plait.integrations.servers.tables.table_shard import TableSpec
+from plait.integrations.servers.tables.table_shard import Tables, TableSpec
 from plait.schedule.balance import Piece
 
 _BETWEEN_SNAPSHOTS = 20.0  # seconds; and never more than this part of the time is spent on the copies for them
@@ -34,8 +33,14 @@ _PART_FOR_SNAPSHOTS = 0.02
 
 @dataclass(frozen=True)
 class Member:
-    """Whose gradient is part of an update, in which share, made on which version, in which run; the how manyth it is
-    of its worker's."""
+    """A gradient that is part of an update.
+
+    worker   the worker that pushed it
+    number   its number among the worker's pushes
+    share    its share in the update
+    base     the version of the values that it was computed on
+    job      the name of the run that it belongs to
+    """
 
     worker: int
     number: int
@@ -46,22 +51,28 @@ class Member:
 
 @dataclass(frozen=True)
 class UpdateOrder:
-    """What the coordinator tells every server: update number `number`, after which `step` steps are done.
+    """The coordinator's order to every server to make update `number`, after which `step` steps are done.
 
-    With `two_phase` the servers say the norm of their part of the gradient first, and are told by what to scale it.
+    `next_piece` is the next piece of the data, kept for a coordinator that restarts. With `two_phase` the servers first
+    report the norm of their part of the gradient, and are then told the factor to scale it by.
     """
 
     number: int
     step: int
     members: tuple[Member, ...]
-    next_piece: int  # of the data, for a coordinator that comes back
+    next_piece: int
     two_phase: bool = False
 
 
 @dataclass(frozen=True)
 class UpdateDone:
-    """What a server says of an update: the gradients that it did not use, with why; how many of the run's its values
-    are without, those included; whether it has come back before it; the squared norm of its part of the gradient."""
+    """A server's report of an update.
+
+    refused    (worker, reason) for each gradient that it did not use
+    unused     how many of the run's updates and gradients its values lack, including these
+    came_back  whether it was restarted before this update
+    square     the squared norm of its part of the gradient, with two phases
+    """
 
     refused: tuple[tuple[int, str], ...] = ()
     unused: int = 0
@@ -71,10 +82,10 @@ class UpdateDone:
 
 @dataclass
 class Standing:
-    """Where a server is; `number` is -1 for one that has no values yet.
+    """The position of a server in the run; `number` is -1 for a server that has no values yet.
 
-    `used` has, of every worker, the number of its last gradient that was used: a coordinator that comes back may be
-    given a push once more. `unused` counts updates that were lost and gradients that were refused.
+    `used` has the number of each worker's last used gradient, because a restarted coordinator may receive a push twice.
+    `unused` counts lost updates and refused gradients.
     """
 
     number: int = -1
@@ -86,13 +97,14 @@ class Standing:
 
 @dataclass
 class Server:
-    """`fetch` gives the arrays of a worker's push, and raises where they are gone with their worker."""
+    """A server's values, optimizer state and position. `fetch` returns the arrays of a worker's push, and raises if
+    they were lost with the worker. `folder` is where its snapshots go."""
 
     job: str
     pieces: Sequence[Piece]
     make_optimizer: OptimizerFactory
     make_scheduler: Callable[[torch.optim.Optimizer], Any] | None
-    folder: str  # of its snapshots
+    folder: str
     fetch: Callable[[Any], Sequence[Any]] = lambda arrays: arrays
     table_specs: Sequence[TableSpec] = ()
     coding: Coding = Coding()  # noqa: RUF009  (a frozen value)
@@ -102,7 +114,7 @@ class Server:
         self.shard = ServerShard(self.pieces, self.make_optimizer, self.make_scheduler)
         self.tables = Tables(self.table_specs)
         self._came_back = False
-        self._open = False  # an update whose second phase has not come
+        self._open = False  # whether an update waits for its second phase
         self._saver = Saver()
         self._saved_at = time.monotonic()
         self._took = 0.0
@@ -111,13 +123,13 @@ class Server:
             if extra["job"] == self.job:
                 self._came_back = True
                 self.tables.load(extra["tables"])
-                self._saved_at = 0.0  # the next one is due
+                self._saved_at = 0.0  # a snapshot is due at once
                 self.standing = Standing(
                     extra["number"], self.shard.step_number, extra["next_piece"], extra["used"], extra["unused"]
                 )
 
     def start(self, values: Sequence[np.ndarray], state: Mapping[str, Any], standing: Standing) -> None:
-        """Take over values, one array a piece, and what the optimizer and the scheduler keep; snapshot them."""
+        """Take over the values, one array per piece, and the state of optimizer and scheduler, and write a snapshot."""
         for parameter, array, piece in zip(self.shard.parameters.values(), values, self.pieces, strict=True):
             parameter.detach().copy_(to_tensor(array, dtype_of(piece)))
         if state:
@@ -131,12 +143,12 @@ class Server:
         self.snapshot(wait=True)
 
     def update(self, order: UpdateOrder, pushes: Sequence[Any]) -> UpdateDone:
-        """Make the update, whose members' arrays are `pushes`. One that was made before is not made again."""
+        """Make the update from the members' pushes. An update that was made before is not made again."""
         here = self.standing
         if order.number <= here.number:
             return UpdateDone(unused=here.unused)
         lost, came_back = order.number - here.number - 1 + self._open, self._came_back
-        self._came_back, self._open = False, order.two_phase  # what is open was a coordinator's that is gone
+        self._came_back, self._open = False, order.two_phase  # an open update is of a coordinator that is gone
         gradients: list[Any] = []
         shares: list[float] = []
         refused: list[tuple[int, str]] = []
@@ -166,28 +178,28 @@ class Server:
         return UpdateDone(tuple(refused), here.unused, came_back, square)
 
     def finish(self, number: int, scale: float) -> None:
-        """The second phase of an update: step with the gradients times `scale`."""
-        if number == self.standing.number:  # else it came back in between, without them
+        """The second phase of an update: step with the gradients scaled by `scale`."""
+        if number == self.standing.number:  # otherwise the server was restarted in between, without the gradients
             self._open = False
             self.shard.step(scale)
             self.tables.step(scale)
             self._done()
 
     def update_and_read(self, order: UpdateOrder, pushes: Sequence[Any]) -> tuple[UpdateDone, np.ndarray]:
-        """`update`, and the values after it."""
+        """Make the update; return the report and the values after it."""
         return self.update(order, pushes), self.read()
 
     def read(self) -> np.ndarray:
-        """The values, as the shard's bytes. Whoever sends them copies them."""
+        """The shard's values as bytes, uint8. The array shares the shard's memory; the sender copies it."""
         found: np.ndarray = self.shard.flat.numpy()
         return found
 
     def pull(self, ids: Sequence[Ids]) -> list[np.ndarray]:
-        """The rows of these ids, of every table."""
+        """For each table, the rows of the given ids, [number of ids, dim]."""
         return [rows.pull(some) for rows, some in zip(self.tables.rows.values(), ids, strict=True)]
 
     def state(self) -> tuple[list[np.ndarray], dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-        """The values, an array a piece, what the optimizer keeps of each, and the tables, for a checkpoint."""
+        """The state for a checkpoint: the values, an array per piece; the optimizer state by piece; the tables."""
         kept = {
             name: {key: packed(value) for key, value in values.items()}
             for name, values in self.shard.optimizer_state().items()
@@ -196,7 +208,8 @@ class Server:
         return [to_array(p) for p in self.shard.parameters.values()], kept, tables
 
     def snapshot(self, wait: bool = False) -> None:
-        """Write what is held into its own folder; without `wait` from a copy, while the run goes on."""
+        """Write the state into the server's folder. Without `wait`, write a copy in the background while the run goes
+        on."""
         begun = time.monotonic()
         here = self.standing
         extra = {
@@ -213,14 +226,14 @@ class Server:
         self._took = self._saved_at - begun
 
     def _done(self) -> None:
-        """The update is made: go on to the next step if it was a step's last, and take a snapshot in time."""
+        """Count the update, advance the scheduler if it ended a step, and take a snapshot if one is due."""
         self.shard.advance(self.standing.step)
         since = time.monotonic() - self._saved_at
         if since >= max(_BETWEEN_SNAPSHOTS, self._took / _PART_FOR_SNAPSHOTS):
             self.snapshot()
 
     def _gradient(self, number: int, member: Member, push: Any) -> Sequence[Any] | str:
-        """The arrays of a push, or why it is refused."""
+        """The arrays of a push, or the reason why it is refused."""
         if member.job != self.job:
             return f"worker {member.worker} pushes for the job {member.job}, and this server is of {self.job}"
         if not 0 <= member.base < number:
@@ -229,7 +242,7 @@ class Server:
             return f"worker {member.worker} pushes its gradient {member.number} a second time"
         try:
             arrays = self.fetch(push)
-        except Exception as error:  # whatever the transport says of objects whose owner is gone
+        except Exception as error:  # whatever the transport raises for objects whose owner is gone
             return f"the gradient of worker {member.worker} is gone with it ({type(error).__name__})"
         if len(arrays) != len(self.pieces) + self.tables.num_arrays:
             there = f"{len(self.pieces)} variables and {len(self.table_specs)} tables"

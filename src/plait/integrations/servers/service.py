@@ -1,5 +1,5 @@
-"""What a run with parameter servers is, as every role of it gets it: how to build model, data and optimizer, and how
-to go on."""
+"""The description of a run with parameter servers, which every role receives: how to build model, data and optimizer,
+and the settings of the run."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from plait.plan.step_refusals import of_rows
 from plait.schedule.balance import Piece, Variable
 from plait.schedule.consistency import Consistency
 
-if TYPE_CHECKING:  # the graph's side of plait is for workers, and takes seconds to import
+if TYPE_CHECKING:  # the compiler is only needed by workers, and takes seconds to import
     from plait.engine.compiler import LossFn
 
 
 class NoLog:
-    """Takes the metrics of a run that keeps none."""
+    """A metrics log that discards everything."""
 
     def __init__(self, first_step: int) -> None:
         pass
@@ -46,22 +46,27 @@ class NoLog:
 
 @dataclass(frozen=True)
 class Job:
-    """One run. The functions are called in the processes that need what they make, and must be importable there.
+    """One run. The functions are called in the processes that need their results, and must be importable there.
 
-    make_model   () -> (model, loss_fn), the same values wherever it is called
-    make_data    () -> (training data, data to evaluate on or None), map-style
-    batch_size   rows of a step: one push of every worker, whatever the mode
-    out          the folder of metrics and of the servers' own snapshots; `folder` is that of checkpoints
-    make_log     first step -> what takes the metrics of each step (train.metrics.MetricsLog); by default nothing does
-    order        the worker of each push in turn, for a run that is to be repeated
+    name          drawn anew for each run: pushes of other runs are refused
+    make_model    () -> (model, loss_fn), with the same values in every process
+    make_data     () -> (training data, evaluation data or None), map-style datasets
+    num_items     the number of items of the training data
+    batch_size    rows of a step: one push of every worker, whatever the mode
+    out           the folder of metrics and of the servers' own snapshots
+    folder        the folder of checkpoints
+    shards        the pieces of each server
+    make_log      first step -> log of the metrics of each step (api.job.metrics.MetricsLog); discards them by default
+    begins_at     with `resume`: the checkpoint to continue from, or a folder whose newest checkpoint is used
+    order         the worker of each push in turn, for a run that is to be reproduced
     """
 
-    name: str  # drawn anew for each run: pushes of other runs are refused
+    name: str
     plan: Plan
     make_model: Callable[[], tuple[nn.Module, LossFn]]
     make_data: Callable[[], tuple[Any, Any]]
     optimizer: OptimizerFactory
-    num_items: int  # of the training data
+    num_items: int
     batch_size: int
     steps: int
     out: str
@@ -79,7 +84,7 @@ class Job:
     evaluate_batches: int = 8
     keep: int = 2
     resume: bool = False
-    begins_at: str = ""  # of a run that goes on: its checkpoint, or the folder of which that is the newest
+    begins_at: str = ""
     on_nan: str = "raise"
     scratch: str | None = None
     order: tuple[int, ...] = ()
@@ -87,28 +92,29 @@ class Job:
 
     @property
     def num_parts(self) -> int:
-        """Into how many pieces of work a batch is cut: one for each push that a step is made of."""
+        """The number of pieces of work that a batch is cut into: one for each push of a step."""
         return self.plan.workers - self.plan.backup
 
     @property
     def coding(self) -> Coding:
-        """How gradients travel."""
+        """How gradients are compressed for transfer."""
         return Coding(self.plan.compress, self.plan.exempt)
 
     @property
     def is_local(self) -> bool:
-        """Whether workers take steps of their own, by the job's optimizer, and servers the mean of what they change."""
+        """Whether workers take steps of their own with the job's optimizer, and servers update by the mean of their
+        changes."""
         return self.plan.sync != 1
 
     @property
     def steps_each(self) -> int:
-        """Steps of a worker from one push to the next, of which the last may have fewer."""
+        """Steps of a worker between two pushes; before the last push there may be fewer."""
         assert isinstance(self.plan.sync, int)
         return self.plan.sync
 
     @property
     def server_optimizer(self) -> OptimizerFactory:
-        """By which servers update: with `is_local` the outer optimizer, for which a mean change is the gradient."""
+        """The optimizer of the servers: with `is_local` the outer optimizer, whose gradient is the mean change."""
         if not self.is_local:
             return self.optimizer
         lr, momentum = self.plan.outer_rates
@@ -116,31 +122,34 @@ class Job:
 
     @property
     def server_scheduler(self) -> Callable[[torch.optim.Optimizer], Any] | None:
+        """The learning-rate scheduler of the servers; None with `is_local`, when workers have it."""
         return None if self.is_local else self.scheduler
 
     @property
     def server_names(self) -> list[str]:
-        """By which the actors of the run find its servers."""
+        """The Ray actor names of the servers."""
         return [f"plait-{self.name}-server-{index}" for index in range(len(self.shards))]
 
     @property
     def fingerprint(self) -> Fingerprint:
+        """The fingerprint of the run's model."""
         return fingerprint_of(self.variables, self.tables, self.plan)
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """By which servers know the model of a worker: name, shape and type of every variable, and its own plan."""
+    """Identifies the model of a worker: name, shape and dtype of every variable, and the plan of one worker."""
 
     variables: tuple[tuple[str, tuple[int, ...], str], ...]
     plan: str
 
     @property
     def digest(self) -> str:
+        """A short hash of the fingerprint, 16 hexadecimal digits."""
         return hashlib.sha256(json.dumps([self.variables, self.plan]).encode()).hexdigest()[:16]
 
     def difference(self, other: Fingerprint) -> str:
-        """The first thing in which `other` is another one, in words; empty where it is the same."""
+        """The first difference of `other` from this fingerprint, in words; empty if they are equal."""
         if self.plan != other.plan:
             return f"its plan is {other.plan or 'one device'!r} and the run's {self.plan or 'one device'!r}"
         mine, theirs = ({v[0]: v[1:] for v in each.variables} for each in (self, other))
@@ -154,19 +163,20 @@ class Fingerprint:
         return f"it has {extra[0]}, which the run has not" if extra else ""
 
 
-def agreement_of(job: Job) -> Consistency:
-    """How the job's workers agree, before any has joined."""
+def make_consistency(job: Job) -> Consistency:
+    """The job's consistency protocol, before any worker has joined."""
     plan = job.plan
     return Consistency(plan.workers, plan.staleness, plan.backup, order=job.order, overlap=plan.overlap)
 
 
 def fingerprint_of(variables: Sequence[Variable], tables: Sequence[TableSpec], plan: Plan) -> Fingerprint:
+    """The fingerprint of a model with these variables and tables, under the plan of one worker."""
     rows = tuple((table.name, (table.dim,), f"rows by {table.optimizer} of ") for table in tables)
     return Fingerprint((*((v.name, v.shape, v.dtype) for v in variables), *rows), str(plan.inner_plan))
 
 
 def variables_of(model: nn.Module) -> tuple[Variable, ...]:
-    """What is served whole: the parameters that are trained, but for tables."""
+    """The variables that servers hold: the trained parameters, except those of tables."""
     tables = {f"{name}.weight" for name in tables_of(model)}
     return tuple(
         Variable(name, tuple(p.shape), torch_name(p.dtype), p.numel() * p.element_size())
@@ -176,9 +186,12 @@ def variables_of(model: nn.Module) -> tuple[Variable, ...]:
 
 
 def check_plan(plan: Plan, batch_size: int) -> None:
-    """Refuse what does not go with parameter servers; PlanError or BatchError name what does."""
+    """Check that the plan and the batch can run with parameter servers.
+
+    Raises PlanError or BatchError, which name what would run.
+    """
     from plait.compile.stages.split import (
-        updates_within,  # of the graph's side, which only the user's process checks with
+        updates_within,  # imports the compiler, which only the user's process needs for this check
     )
 
     for refusal in refusals(plan, StepFacts(updates_within=updates_within(plan.inner_plan))):

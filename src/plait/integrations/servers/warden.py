@@ -1,7 +1,7 @@
-"""Ends what Ray has started on this machine once the process that had it start is gone.
+"""Ends the processes that Ray started on this machine once the launching process is gone.
 
-Ray's own processes see that by themselves, but for the agents of its raylet: those first try for a minute to tell the
-rest of Ray. Run as a script, which imports nothing but what every Python has.
+Ray's processes mostly notice by themselves, but the agents of its raylet first try for a minute to reach the rest of
+Ray. This file runs as a script, and imports only the standard library.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ _ROOTS = ("raylet", "gcs_server")
 
 @contextmanager
 def warden() -> Iterator[None]:
-    """Have one while Ray runs, which is a child of this process. It ends what is left also when all goes well."""
+    """Run a warden process while Ray, a child of this process, runs. It also ends leftover processes after a normal
+    shutdown."""
     if not os.path.isdir("/proc/self/task"):
         yield
         return
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # out of reach of Ctrl-C
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # not reached by Ctrl-C
     try:
         yield
     finally:
@@ -33,8 +34,9 @@ def warden() -> Iterator[None]:
 
 
 def watch(launcher: int) -> None:
-    """Until standard input ends, which the launcher holds the other end of; then kill what Ray has left."""
-    seen: dict[int, str] = {}  # when each began, by its number
+    """Wait until standard input, whose other end the launcher holds, is closed. Then kill the remaining processes of
+    Ray."""
+    seen: dict[int, str] = {}  # by process id: start time, which tells a reused id apart
     while not select.select([0], [], [], _LOOK_SECONDS)[0]:
         seen = {pid: began for pid, began in (seen | _of_ray(launcher)).items() if _began(pid) == began}
     for pid, began in seen.items():
@@ -44,6 +46,7 @@ def watch(launcher: int) -> None:
 
 
 def _of_ray(launcher: int) -> dict[int, str]:
+    """The processes of Ray below the launcher: start times by process id."""
     roots = [pid for pid in _children(launcher) if _stat(pid)[0] in _ROOTS]
     found: dict[int, str] = {}
     while roots:
@@ -54,6 +57,7 @@ def _of_ray(launcher: int) -> dict[int, str]:
 
 
 def _children(pid: int) -> list[int]:
+    """The ids of a process's children."""
     found = []
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -63,11 +67,12 @@ def _children(pid: int) -> list[int]:
 
 
 def _began(pid: int) -> str:
-    """When the process began, in ticks; empty where there is none any more."""
+    """The start time of a process in clock ticks; empty if the process has ended."""
     return _stat(pid)[1]
 
 
 def _stat(pid: int) -> tuple[str, str]:
+    """The name and the start time of a process; both empty if it does not exist."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             head, _, rest = file.read().rpartition(")")

@@ -1,7 +1,7 @@
-"""A worker's process: pull, compute, push, until there is nothing left to do.
+"""A worker's process: it pulls values, computes and pushes gradients until the run ends.
 
-A worker may be several ranks, each an actor of its own: the first talks to the coordinator, and every rank takes the
-values from the object store itself.
+A worker may have several ranks, each an actor. The first rank talks to the coordinator; every rank reads the values
+from the object store itself.
 """
 
 from __future__ import annotations
@@ -30,82 +30,82 @@ from plait.integrations.servers.service import Job
 
 
 class Worker:
-    """One rank of a worker; an actor with several threads, of which one computes."""
+    """One rank of a worker: an actor with several threads, one of which computes."""
 
     def __init__(self, job: Job, rank: int = 0, size: int = 1) -> None:
         self._job, self._rank, self._size = job, rank, size
         self._computing: Computing | LocalSteps | None = None
-        self._board = ExitStack()  # which the first of several ranks holds
+        self._store_server = ExitStack()  # the ranks' key-value store, served by the first of several ranks
         torch.set_num_threads(job.num_threads)
         keep_freed_memory()
 
-    def _meeting(self) -> dict[str, str]:
-        """Where the ranks of this worker meet: a folder if Ray is this machine's own, else a port of this host."""
+    def _rendezvous(self) -> dict[str, str]:
+        """The rendezvous of this worker's ranks: a folder if Ray was started for this run, else a port of this host."""
         import ray
 
         if (private := os.environ.get(OWN_FOLDER)) is not None:
             folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=private))
-            self._board.enter_context(serve_board(folder / BOARD))
+            self._store_server.enter_context(serve_board(folder / BOARD))
             return meet_in(folder, os.getppid())
         host = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
             return {"MASTER_ADDR": host, "MASTER_PORT": str(probe.getsockname()[1])}
 
-    def begin(self, meeting: Mapping[str, str] | None = None) -> None:
-        """Join the other ranks, and make the model ready."""
-        torch.set_num_threads(self._job.num_threads)  # of this thread
-        if meeting is not None:
+    def begin(self, rendezvous: Mapping[str, str] | None = None) -> None:
+        """Join the other ranks, and prepare the model."""
+        torch.set_num_threads(self._job.num_threads)  # the setting is per thread
+        if rendezvous is not None:
             own = {"RANK": str(self._rank), "WORLD_SIZE": str(self._size), "LOCAL_RANK": "0"}
-            os.environ |= own | dict(meeting)
+            os.environ |= own | dict(rendezvous)
         make = LocalSteps if self._job.is_local else Computing
         self._computing = make(self._job, process_world(self._job.plan.inner_plan.mesh))
 
     def compute(self, task: Task) -> None:
-        """A rank's part of a step that the first rank pushes."""
+        """Compute this rank's part of a task whose result the first rank pushes."""
         import ray
 
         assert self._computing is not None
         self._computing.compute(task, self._computing.read(task), ray.get(list(task.values)))
 
     def run(self, coordinator: Any, worker: int, peers: Sequence[Any] = ()) -> Refused | None:
-        """The life of a worker, on its first rank; `peers` are the others. Returns when there is nothing left to do, or
-        why it may not join."""
+        """Run the worker, on its first rank; `peers` are the actors of its other ranks. Returns None when the run has
+        ended, or Refused if the worker may not join."""
         import ray
 
-        meeting = self._meeting() if peers else None
-        others = [peer.begin.remote(meeting) for peer in peers]
-        self.begin(meeting)
+        rendezvous = self._rendezvous() if peers else None
+        others = [peer.begin.remote(rendezvous) for peer in peers]
+        self.begin(rendezvous)
         ray.get(others)
         if (refused := self.join(coordinator, worker, peers)) is not None:
             return refused
         while self.once():
             pass
-        self._link.close()
+        self._client.close()
         return None
 
     def join(self, coordinator: Any, worker: int, peers: Sequence[Any] = ()) -> Refused | None:
-        """Ask the coordinator for something to do."""
+        """Ask the coordinator for the first tasks. Returns Refused if the worker may not join."""
         assert self._computing is not None
         self._peers = peers
-        self._link = Client(self._job, coordinator, worker, self._computing)
-        return self._link.join()
+        self._client = Client(self._job, coordinator, worker, self._computing)
+        return self._client.join()
 
     def once(self) -> bool:
-        """Do a task, and push what comes of it; False when there is none any more."""
+        """Do one task and push its gradient. Returns False if there was none, because the run is ending."""
         import ray
 
         assert self._computing is not None
-        if (work := self._link.next()) is None:
+        if (assignment := self._client.next()) is None:
             return False
-        others = [peer.compute.remote(work.task) for peer in self._peers]
-        found = self._computing.compute(work.task, work.batch, work.arrays, work.rows)
+        others = [peer.compute.remote(assignment.task) for peer in self._peers]
+        gradient = self._computing.compute(assignment.task, assignment.batch, assignment.arrays, assignment.rows)
         ray.get(others)
-        self._link.push(work, found)
+        self._client.push(assignment, gradient)
         return True
 
     def watch(self) -> None:
-        """Returns never: whoever waits for it learns that this process is gone."""
+        """Never return. A caller that waits for the result learns when this process ends."""
         threading.Event().wait()
 
     def pid(self) -> int:

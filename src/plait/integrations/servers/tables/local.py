@@ -1,4 +1,4 @@
-"""A worker's side of tables: the rows of a batch are its parameters for one step."""
+"""A worker's side of sparse tables: the rows of a batch are a parameter for one step."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ from torch import Tensor, nn
 from plait.integrations.servers.tables.module import SparseTable, ids_in, tables_of, unique_ids
 from plait.integrations.servers.tables.row_index import Ids, by_server
 
-# (server, of every table its ids) -> of every table their rows
+# (server, ids per table) -> rows per table
 Pull = Callable[[int, Sequence[Ids]], Any]
 
 
 @dataclass(frozen=True)
 class RowLookup:
-    """The ids of a batch, by table, and which of them are on each server."""
+    """The ids of a batch.
+
+    ids    by table: the unique ids
+    parts  by table, for each server: the places in `ids` of the ids that the server holds
+    """
 
     ids: dict[str, Ids]
     parts: dict[str, list[np.ndarray]]
 
     def wanted(self, server: int) -> list[Ids]:
-        """The ids of every table that a server has."""
+        """For every table, the ids that the server holds."""
         return [ids[self.parts[name][server]] for name, ids in self.ids.items()]
 
 
 class LocalTables:
-    """The tables of a worker's model, whose weights are as many rows as a batch has ids."""
+    """The tables of a worker's model. Each has a weight of as many rows as a batch has ids."""
 
     def __init__(self, model: nn.Module, num_servers: int) -> None:
         self.tables: dict[str, SparseTable] = tables_of(model)
@@ -38,16 +42,16 @@ class LocalTables:
 
     @property
     def names(self) -> dict[str, str]:
-        """By parameter the table that it stands for."""
+        """The table's name by the name of its weight parameter."""
         return {f"{name}.weight": name for name in self.tables}
 
     def size_for(self, batch: Any) -> None:
-        """Give the weights the rows that a batch of this shape may have."""
+        """Give each weight as many rows as a batch of this shape has ids."""
         for table in self.tables.values():
             table.weight = nn.Parameter(torch.zeros(ids_in(batch, table).numel(), table.spec.dim))
 
-    def localised(self, batch: Any) -> tuple[Any, RowLookup]:
-        """The batch with ids that number its own rows, and which rows these are."""
+    def localise(self, batch: Any) -> tuple[Any, RowLookup]:
+        """The batch with its ids replaced by row numbers of the weights, and the lookup of these rows."""
         found, lookup = batch, RowLookup({}, {})
         for name, table in self.tables.items():
             lookup.ids[name], numbers = unique_ids(ids_in(batch, table))
@@ -56,7 +60,8 @@ class LocalTables:
         return found, lookup
 
     def weights(self, lookup: RowLookup, rows: Sequence[Sequence[np.ndarray]]) -> dict[str, Tensor]:
-        """The weights by parameter from the rows of every server, of every table; beyond the rows they are zeros."""
+        """The weights by parameter name, from every server's rows of every table. Rows beyond the batch's ids are
+        zeros."""
         found = {}
         for index, (name, table) in enumerate(self.tables.items()):
             weight = torch.zeros(table.weight.shape, dtype=table.weight.dtype)
@@ -66,7 +71,8 @@ class LocalTables:
         return found
 
     def pushes(self, lookup: RowLookup, gradients: dict[str, Tensor]) -> list[list[np.ndarray]]:
-        """For every server, of every table, its ids and their gradients; they are taken out of `gradients`."""
+        """For every server, the ids and gradients of each table in turn. Removes the tables' gradients from
+        `gradients`."""
         found: list[list[np.ndarray]] = [[] for _ in range(self._num_servers)]
         for name in self.tables:
             gradient = gradients.pop(f"{name}.weight")[: len(lookup.ids[name])].cpu().numpy()

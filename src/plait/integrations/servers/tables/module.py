@@ -1,4 +1,4 @@
-"""The module by which a user marks a large embedding: its rows stay on the servers, and come by id."""
+"""The module that marks a large embedding: its rows stay on the servers, and are read by id."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _away: ContextVar[bool] = ContextVar("tables are away", default=False)
 
 @contextmanager
 def tables_away() -> Iterator[None]:
-    """Models that are built within have tables without rows: servers hold them."""
+    """Context in which models are built with empty tables, because servers hold the rows."""
     token = _away.set(True)
     try:
         yield
@@ -30,15 +30,16 @@ def tables_away() -> Iterator[None]:
 
 
 class SparseTable(nn.Module):
-    """An embedding of `num_rows` rows of `dim` float32, of which a batch touches few.
+    """An embedding of `num_rows` rows of `dim` float32, of which a batch uses few.
 
-    ids        the key of the batch, a mapping, under which are the ids that are looked up: whole numbers from 0 to
-               num_rows - 1, of any shape, all of which the model looks up in this table and in no other way
-    optimizer  "adagrad" or "adam", row-wise, with `lr`; the job's own optimizer is for everything else
-    scale      rows begin evenly drawn from -scale to scale, by `seed`
+    ids        the key of the batch, a mapping, under which the ids are: integers from 0 to num_rows - 1, of any shape.
+               The model looks up all of them in this table, and no other ids
+    optimizer  "adagrad" or "adam", both row-wise, with learning rate `lr`; the job's optimizer trains all else
+    scale      initial values are uniform in [-scale, scale], drawn with `seed`
 
-    Under a plan with servers only the rows of the batch are ever in a worker. Under any other plan it is a plain
-    embedding whose weight has all rows, and the job's optimizer trains it.
+    Under a plan with servers, a worker only ever has the rows of its batch. Under any other plan this is a plain
+    embedding whose weight has all rows, and the job's optimizer trains it. Raises PlanError for values that TableSpec
+    refuses.
     """
 
     def __init__(
@@ -53,16 +54,18 @@ class SparseTable(nn.Module):
         self.weight = nn.Parameter(torch.from_numpy(values))
 
     def forward(self, ids: Tensor) -> Tensor:
+        """The rows of the ids, [*ids.shape, dim]."""
         return nn.functional.embedding(ids, self.weight)
 
 
 def tables_of(model: nn.Module) -> dict[str, SparseTable]:
-    """The tables of a model by name."""
+    """The sparse tables of a model, by module name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, SparseTable)}
 
 
 def specs_of(model: nn.Module) -> tuple[TableSpec, ...]:
-    """What the servers need to know of them. PlanError for two that look up the same ids."""
+    """The specification of each table, for the servers. Raises PlanError if two tables use the same key of the
+    batch."""
     found = tables_of(model)
     keys = [table.ids for table in found.values()]
     if len(set(keys)) < len(keys):
@@ -73,7 +76,7 @@ def specs_of(model: nn.Module) -> tuple[TableSpec, ...]:
 
 
 def ids_in(batch: Any, table: SparseTable) -> Tensor:
-    """The ids that a batch looks up in a table; BatchError where it has none."""
+    """The ids that a batch looks up in a table. Raises BatchError if the batch has none, or if one is out of range."""
     found = batch.get(table.ids) if isinstance(batch, Mapping) else None
     if not torch.is_tensor(found) or found.is_floating_point():
         raise BatchError(
@@ -87,6 +90,6 @@ def ids_in(batch: Any, table: SparseTable) -> Tensor:
 
 
 def unique_ids(ids: Tensor) -> tuple[Ids, Tensor]:
-    """The ids, each once, and in the shape of `ids` which of them each is."""
+    """The unique ids, and for each of `ids` its index among them, in the shape of `ids`."""
     found, places = np.unique(ids.numpy().astype(np.int64, copy=False).ravel(), return_inverse=True)
     return found, torch.from_numpy(places).view(ids.shape)

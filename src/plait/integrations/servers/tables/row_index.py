@@ -1,6 +1,6 @@
-"""Where the rows of a table lie: ids to places, found and given for many ids at once.
+"""A hash map from ids to row numbers, with vectorised lookup and insertion.
 
-Open addressing with linear probing; a step of the search is a few numpy operations on all ids that are not found yet.
+Open addressing with linear probing. A step of the search is a few numpy operations on all ids that are still searched.
 """
 
 from __future__ import annotations
@@ -10,24 +10,25 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 
-_EMPTY = np.int64(np.iinfo(np.int64).min)  # no id
-_FULL = 0.5  # of the slots, at most
+_EMPTY = np.int64(np.iinfo(np.int64).min)  # the key of an empty slot
+_FULL = 0.5  # largest part of the slots that is used
 
 
 class RowIndex:
-    """Places 0, 1, 2... of ids, in the order in which they were first asked for."""
+    """The places 0, 1, 2... of ids, in the order in which the ids were inserted."""
 
     def __init__(self, expected: int = 1024) -> None:
         self.num_rows = 0
         self._size(max(1024, int(expected / _FULL)))
 
     def find(self, ids: Ids) -> NDArray[np.int64]:
-        """The place of each id; -1 for one that has none."""
+        """The place of each id; -1 if it has none."""
         slots = self._search(ids)
         return np.where(self._keys[slots] == ids, self._places[slots], -1)
 
-    def find_or_give(self, ids: Ids) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The place of each of these ids, all different; and which of them, by number, have just been given one."""
+    def find_or_insert(self, ids: Ids) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The place of each of these unique ids, and the indices into `ids` of those that were inserted by this
+        call."""
         if self.num_rows + len(ids) > _FULL * len(self._keys):
             self._grow(self.num_rows + len(ids))
         slots = self._search(ids)
@@ -38,24 +39,25 @@ class RowIndex:
         return self._places[slots], new
 
     def ids(self) -> Ids:
-        """Every id, by its place."""
+        """All ids, in the order of their places."""
         used = np.flatnonzero(self._keys != _EMPTY)
         found = np.empty(self.num_rows, dtype=np.int64)
         found[self._places[used]] = self._keys[used]
         return found
 
     def _search(self, ids: Ids) -> NDArray[np.int64]:
-        """The slot that has the id, or the empty one at which its search ends."""
+        """The slot of each id, or the empty slot at which its search ends."""
         slots = (mixed(ids.view(np.uint64)) & self._mask).astype(np.int64)
-        open_ = np.flatnonzero((self._keys[slots] != ids) & (self._keys[slots] != _EMPTY))
-        while len(open_):
-            slots[open_] = (slots[open_] + 1) & int(self._mask)
-            keys = self._keys[slots[open_]]
-            open_ = open_[(keys != ids[open_]) & (keys != _EMPTY)]
+        searching = np.flatnonzero((self._keys[slots] != ids) & (self._keys[slots] != _EMPTY))
+        while len(searching):
+            slots[searching] = (slots[searching] + 1) & int(self._mask)
+            keys = self._keys[slots[searching]]
+            searching = searching[(keys != ids[searching]) & (keys != _EMPTY)]
         return slots
 
     def _insert(self, ids: Ids, slots: NDArray[np.int64]) -> None:
-        """Put new ids into the empty slots at which their searches ended; of several for one slot the others go on."""
+        """Insert new ids at the empty slots where their searches ended. Ids that collide on a slot continue with the
+        next one."""
         places = np.arange(self.num_rows, self.num_rows + len(ids))
         self.num_rows += len(ids)
         while len(ids):

@@ -1,6 +1,7 @@
-"""A run with parameter servers in one process, in a given order of pushes: what a definition is compared with.
+"""A run with parameter servers in one process, with a given order of pushes: `verify` compares it with the serial
+program.
 
-The servers, the workers' computing and the agreement are those of a real run; only nobody waits.
+Servers, workers' computation and consistency protocol are those of a real run; only the waiting is left out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from plait.integrations.servers.full_model import FullModel
 from plait.integrations.servers.local_steps import LocalSteps
 from plait.integrations.servers.notes import Task
 from plait.integrations.servers.server import Member, Server, Standing, UpdateOrder
-from plait.integrations.servers.service import Job, agreement_of
+from plait.integrations.servers.service import Job, make_consistency
 from plait.integrations.servers.tables.local import RowLookup
 from plait.schedule.consistency import Commit, Consistency, Go, Push, Refuse
 from plait.schedule.work_queue import Handout
@@ -32,39 +33,45 @@ Computings = list[Computing] | list[LocalSteps]
 
 
 @dataclass(frozen=True)
-class Rehearsed:
-    """The values at the end, by name; the loss of every push in turn; every update."""
+class OneProcessRun:
+    """The result of a run in one process.
+
+    values   the final values, by variable name
+    losses   the loss of every push, in order
+    commits  every update
+    tables   by table: ids, values and optimizer state
+    """
 
     values: dict[str, Tensor]
     losses: tuple[float, ...]
     commits: tuple[Commit, ...]
-    tables: dict[str, dict[str, Tensor]]  # ids, values and what their optimizer keeps
+    tables: dict[str, dict[str, Tensor]]
 
 
-def rehearse(job: Job, order: Sequence[int], computing: Computings | None = None) -> Rehearsed:
-    """Run the job's plan in which worker `order[k]` makes the kth push. PlanError for an order that cannot be.
+def run_in_one_process(job: Job, order: Sequence[int], computing: Computings | None = None) -> OneProcessRun:
+    """Run the job's plan, with worker `order[k]` making push k.
 
-    `computing` is what each worker computes by, as `of_each_worker` makes it. The ranks of a worker of several rehearse
-    all of it each, with theirs.
+    `computing` has the computation of each worker, as `of_each_worker` makes it. If a worker has several ranks, each
+    rank runs all of this with its own computation. Raises PlanError if the order is impossible under the plan.
     """
-    return _Rehearsal(dataclasses.replace(job, order=tuple(order)), computing).run()
+    return _Run(dataclasses.replace(job, order=tuple(order)), computing).run()
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """A task, whose values are arrays, with its batch and the rows that this wants as they were when it was given."""
+    """A task whose values are arrays, with its batch and the table rows as they were when the task was given."""
 
     task: Task
     batch: tuple[Any, RowLookup]
     rows: list[list[np.ndarray]]
 
 
-class _Rehearsal:
+class _Run:
     def __init__(self, job: Job, computing: Computings | None) -> None:
         self.job = job
         self.computing = computing or of_each_worker(job, process_world(job.plan.inner_plan.mesh, device="cpu"))
         self.encoders = [Encoder(job.coding, job.shards) for _ in range(job.plan.workers)]
-        whole = FullModel(job)
+        full_model = FullModel(job)
         self.servers = [
             Server(
                 job.name, pieces, job.server_optimizer, job.server_scheduler, f"{job.out}/servers/{index}",
@@ -73,22 +80,24 @@ class _Rehearsal:
             for index, pieces in enumerate(job.shards)
         ]  # fmt: skip
         for index, (server, pieces) in enumerate(zip(self.servers, job.shards, strict=True)):
-            server.start(whole.values(pieces), whole.state(index), Standing(0))
+            server.start(full_model.values(pieces), full_model.state(index), Standing(0))
         self.handout = Handout(0, job.num_parts, job.steps_each)
         self.tasks: dict[int, list[_Begun]] = {worker: [] for worker in range(job.plan.workers)}
         self.pushes: dict[int, tuple[int, list[list[np.ndarray | None]]]] = {}
         self.commits: list[Commit] = []
         self.step = 0
 
-    def run(self) -> Rehearsed:
+    def run(self) -> OneProcessRun:
         job = self.job
-        agreement = agreement_of(job)
+        consistency = make_consistency(job)
         losses = []
         for worker in range(job.plan.workers):
-            self._carry_out(agreement, agreement.join(worker))
+            self._carry_out(consistency, consistency.join(worker))
         for worker in job.order:
             if not self.tasks[worker]:
-                raise PlanError(f"the order has worker {worker} push, which waits for others by the plan {job.plan}")
+                raise PlanError(
+                    f"the order has worker {worker} push while it waits for others under the plan {job.plan}"
+                )
             begun, computing = self.tasks[worker].pop(0), self.computing[worker]
             task = begun.task
             found = computing.compute(task, begun.batch, task.values, begun.rows)
@@ -96,15 +105,15 @@ class _Rehearsal:
             self.pushes[worker] = (task.version, [[None if a is None else a.copy() for a in each] for each in push])
             self.handout.used(worker, task.piece)
             losses.append(found.loss)
-            self._carry_out(agreement, agreement.push(Push(worker, task.version, found.weight)))
+            self._carry_out(consistency, consistency.push(Push(worker, task.version, found.weight)))
         for each in {id(each): each for each in self.computing}.values():
             each.close()
-        last = FullModel(job)
-        last.join([server.state() for server in self.servers])
-        values = {name: p.detach() for name, p in last.held.parameters.items()}
-        return Rehearsed(values, tuple(losses), tuple(self.commits), last.tables)
+        full_model = FullModel(job)
+        full_model.join([server.state() for server in self.servers])
+        values = {name: p.detach() for name, p in full_model.shard.parameters.items()}
+        return OneProcessRun(values, tuple(losses), tuple(self.commits), full_model.tables)
 
-    def _carry_out(self, agreement: Consistency, decisions: Sequence[Any]) -> None:
+    def _carry_out(self, consistency: Consistency, decisions: Sequence[Any]) -> None:
         for decision in decisions:
             if isinstance(decision, Commit):
                 self._commit(decision)
@@ -113,7 +122,7 @@ class _Rehearsal:
         given = self.handout.give([decision.worker for decision in decisions if isinstance(decision, Go)])
         for worker, piece, then in given:
             values = tuple(server.read().copy() for server in self.servers)
-            task = Task(agreement.version, piece, then, values, self.step, self.job.steps_each)
+            task = Task(consistency.version, piece, then, values, self.step, self.job.steps_each)
             batch = self.computing[worker].read(task)
             rows = [server.pull(batch[1].wanted(index)) for index, server in enumerate(self.servers)]
             self.tasks[worker].append(_Begun(task, batch, rows))
@@ -138,7 +147,7 @@ class _Rehearsal:
 
 
 def of_each_worker(job: Job, world: World, **given: Any) -> Computings:
-    """What a rank of each worker computes by. Where workers keep nothing to themselves, one computes for all."""
+    """The computation of each worker, on one rank. Workers without state of their own share one."""
     if job.is_local:
         return [LocalSteps(job, world, **given) for _ in range(job.plan.workers)]
     return [Computing(job, world, **given)] * job.plan.workers
