@@ -105,6 +105,7 @@ def test_a_host_without_files_in_common_is_known(monkeypatch: pytest.MonkeyPatch
 # captured step and optimizer: each file with the reason. A new refusal is a function in plan/, of plain values.
 DECIDE_ELSEWHERE = {
     "schedule/families/__init__.py": "what schedules there are; plan/ lies below",
+    "comm/agree.py": "nothing: what another rank has refused is raised here too",
     "compile/capture/precision.py": "which op has no kernel, torch says when it is called",
     "compile/sharding/auto_sharding.py": "what an axis divides, the search over the graph finds",
     "compile/sharding/propagate.py": "which layout a batch norm's input has, propagation finds",

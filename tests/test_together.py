@@ -21,7 +21,7 @@ from plait.comm.threads import run_ranks
 from plait.comm.timeouts import NOTICE, TIMEOUT, timeout
 from plait.engine.local_batch import LocalBatch
 from plait.engine.same_batch import _checksum, _of_device
-from plait.errors import CaptureError
+from plait.errors import CaptureError, PlanError, Refusal
 from plait.spec.mesh import Mesh
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -97,6 +97,50 @@ def test_a_capture_that_fails_on_one_rank_fails_on_all_in_one_way() -> None:
             attempt(world, work, "capturing")
 
     run_ranks(mesh(2), capture)
+
+
+def test_a_refusal_on_one_rank_is_the_same_on_all() -> None:
+    """Also on those that are late, or that found nothing against the plan."""
+
+    def refuse(world: World) -> Refusal | None:
+        def work() -> None:
+            if world.rank < 2:
+                time.sleep(0.05 * world.rank)
+                raise PlanError(Refusal("a=1", "it is odd", "use a=2"))
+
+        with pytest.raises(PlanError, match="^a=1: it is odd; use a=2$") as caught:
+            attempt(world, work, "checking")
+        return caught.value.refusal
+
+    assert run_ranks(mesh(3), refuse) == [Refusal("a=1", "it is odd", "use a=2")] * 3
+
+
+@pytest.mark.parametrize("plan", ["tensor=8", "data=3", "data=2 recompute=nowhere", "data=2 zero=1 micro=2"])
+def test_a_plan_is_refused_by_every_rank_alike(plan: str) -> None:
+    """Ranks find it at different moments; none takes another's refusal for a failure."""
+    found: dict[int, BaseException] = {}
+
+    class Whole(torch.optim.SGD):
+        """Moves a parameter by the norm of its gradient."""
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for p in (p for p in group["params"] if p.grad is not None):
+                    p.sub_(p.grad / p.grad.norm())
+
+    def rank(world: World) -> None:
+        try:
+            Trainer(mlp(), loss_fn, functools.partial(Whole, lr=0.1), plan, world=world).prepare(rows())
+        except BaseException as error:
+            found[world.rank] = error
+            raise
+
+    with pytest.raises(RankFailed):
+        on_threads(plan, rank)
+    assert len(found) == Plan.parse(plan).num_processes
+    assert len({str(error) for error in found.values()}) == 1
+    assert all(isinstance(error, PlanError) and error.refusal is not None for error in found.values())
 
 
 def test_ranks_that_capture_different_steps_are_refused() -> None:

@@ -7,6 +7,7 @@ comm/timeouts.py says; one that has ended, or that waits for this one elsewhere,
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from plait.comm.key_value_store import KeyValueStore
 from plait.comm.monitor import ranks_text
 from plait.comm.protocol import World
 from plait.comm.timeouts import timeout
-from plait.errors import CaptureError, RankFailed, WorldError
+from plait.errors import CaptureError, PlanError, RankFailed, Refusal, WorldError
 
 T = TypeVar("T")
 
@@ -43,25 +44,28 @@ def attempt(world: World, work: Callable[[], T], what: str, same: Callable[[T], 
     """Do `work` on every rank, and return what it gives here once all have done it.
 
     Where it raises on some ranks, it raises on all: there what it raised, elsewhere a RankFailed that names the first
-    of them, or a CaptureError if that is what all of them raised. Where `same` gives different texts for what it gave,
-    WorldError names the ranks.
+    of them; or a CaptureError, or a PlanError with its Refusal, if all of them raised such. Where `same` gives
+    different texts for what it gave, WorldError names the ranks.
     """
     if world.mesh.size == 1:
         return work()
     try:
         result = work()
         note = {"text": "" if same is None else same(result)}
-    except CaptureError as error:
-        found = _notes(_exchanged(world, json.dumps({"error": "capture", "message": str(error)}), what))
-        if others := {rank: note for rank, note in found.items() if note.get("error") == "other"}:
-            rank, note = next(iter(others.items()))
-            raise RankFailed(rank, note["message"]) from error
-        raise
     except BaseException as error:
-        keys = _post(world, json.dumps({"error": "other", "message": f"{type(error).__name__}: {error}"}))
-        if isinstance(error, Exception) and world.rank == 0:
-            with contextlib.suppress(RuntimeError):  # the store's host is gone
-                world.board.missing(list(keys.values()), _LEAVE_SECONDS)  # rank 0 may be the one that keeps it
+        note = _note_of(error)
+        if note["error"] != "other":  # which the other ranks raise as well, or are to raise
+            found = _notes(_exchanged(world, json.dumps(note), what))
+            if others := {rank: note for rank, note in found.items() if note.get("error") == "other"}:
+                rank, note = next(iter(others.items()))
+                raise RankFailed(rank, note["message"]) from error
+            if note["error"] == "refused":
+                _leave(world, "")  # once all have read why
+            raise
+        if isinstance(error, Exception):
+            _leave(world, json.dumps(note))
+        else:
+            _post(world, json.dumps(note))
         raise
     found = _notes(_exchanged(world, json.dumps(note), what))
     failed = {rank: note for rank, note in found.items() if "error" in note}
@@ -70,10 +74,30 @@ def attempt(world: World, work: Callable[[], T], what: str, same: Callable[[T], 
         raise RankFailed(rank, note["message"])
     if failed:
         rank, note = next(iter(failed.items()))
+        if note["error"] == "refused":
+            _leave(world, "")
+            raise PlanError(Refusal(note["what"], note["why"], note["instead"]))
         raise CaptureError(f"on {ranks_text(list(failed))} of {world.mesh.size}: {note['message']}")
     after = f"; {remedy}" if remedy else ""
     _check_same({rank: note["text"] for rank, note in found.items()}, f"result of {what}", after)
     return result
+
+
+def _leave(world: World, text: str) -> None:
+    """Leave this rank's last text. Rank 0, which may be the one that keeps the store, stays a while for the others."""
+    keys = _post(world, text)
+    if world.rank == 0:
+        with contextlib.suppress(RuntimeError, WorldError):  # the store is gone, or another rank has failed
+            world.board.missing(list(keys.values()), _LEAVE_SECONDS)
+
+
+def _note_of(error: BaseException) -> dict[str, str]:
+    """What the other ranks are told of an error."""
+    if isinstance(error, PlanError) and error.refusal is not None:
+        return {"error": "refused", "message": str(error), **dataclasses.asdict(error.refusal)}
+    if isinstance(error, CaptureError):
+        return {"error": "capture", "message": str(error)}
+    return {"error": "other", "message": f"{type(error).__name__}: {error}"}
 
 
 def wait_for_notes(world: World, keys: Mapping[int, str], what: str, board: KeyValueStore | None = None) -> None:

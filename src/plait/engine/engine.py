@@ -147,7 +147,9 @@ class Engine:
         agree_on_setup(world, self.plan, self.compiler.model, state.seed, self.clip_norm, self._on_nan)
         self.hold(self.rows_here(batch))
         if (lowered := self.executor.lowered) is not None:
-            check_captured(self.compiler, self.plan, lowered.captured, self.clip_norm)
+            captured = lowered.captured
+            given = (self.compiler, self.plan, captured, self.clip_norm)
+            attempt(world, lambda: check_captured(*given), "checking the plan")
             if world.rank == 0 and (share := lowered.share) is not None:
                 _LOG.log(logging.INFO if share.parameters > _MOST else logging.WARNING, "%s", share)
         self.make_optimizer()
