@@ -151,3 +151,26 @@ def test_images_in_both_formats(channels_last: bool, kinds: Any, plan: str) -> N
     report = images(channels_last, *kinds).verify(plan)
     # In front of a batch norm a bias has a gradient of nothing but rounding.
     assert report.ok and report.worst_gradient.relative < 1e-5, report
+
+
+@pytest.mark.parametrize("plan", ["data=4", "data=2 micro=2"])
+def test_one_row_whose_channels_lie_last(plan: str) -> None:
+    """Its strides fit both formats, and batch norm's kernels go by one for the input and the other for its gradient."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix, self.conv, self.head = nn.Linear(3, 8), nn.Conv3d(8, 16, 3, padding=1), nn.Conv3d(16, 4, 1)
+            self.norm = nn.InstanceNorm3d(16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(F.silu(self.norm(self.conv(self.mix(x.movedim(1, -1)).movedim(-1, 1)))))
+
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):  # whose convolutions choose the format of what they give
+            return F.mse_loss(model(batch["x"]).float(), batch["y"])
+
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(4, 3, 4, 4, 4), "y": torch.randn(4, 4, 4, 4, 4)}
+    report = plait.verify(Net(), loss_fn, batch, plan)
+    assert report.ok, report

@@ -252,7 +252,8 @@ register(*overloads("_native_batch_norm_legit_no_training"), spec=_rule(_no_trai
 register(*overloads("cudnn_batch_norm"), spec=_rule(_cudnn, 5))
 register(*overloads("_batch_norm_with_update_functional"), spec=_rule(_updating))
 register(*overloads("_batch_norm_no_update"), spec=OpSpec(strategies=_strategies(lambda call: False)))
-register(*overloads("native_batch_norm_backward"), spec=_rule(_native_backward, 7, linear=0))
+# Of one row whose gradient lies otherwise the CPU's kernels read the wrong memory (torch 2.13).
+register(*overloads("native_batch_norm_backward"), spec=_rule(_native_backward, 7, linear=0, formats=True))
 register(*overloads("cudnn_batch_norm_backward"), spec=_rule(_cudnn_backward, linear=1, formats=True))
 state(*overloads("_batch_norm_with_update"), batch_statistics=True)
-register(*overloads("batch_norm_backward"), spec=_rule(_any_backward, 7, linear=0))
+register(*overloads("batch_norm_backward"), spec=_rule(_any_backward, 7, linear=0, formats=True))
