@@ -27,6 +27,8 @@ from plait.errors import CaptureError, PlanError, Refusal
 from plait.plan.legality import refusals
 from plait.plan.plan import Plan
 
+pytestmark = pytest.mark.xdist_group("legality_grid")  # plans share what is captured
+
 SEED = 20261122
 PLANS_OF_EACH = 40
 
