@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from plait.api.trainer import Trainer
 from plait.comm import sharing
 from plait.comm.sharing import can_share
 from plait.engine.checks import place_here
-from plait.errors import PlanError, Refusal
+from plait.errors import BatchError, PlanError, Refusal, UnevenBatchError
 from plait.plan.legality import refusals
 from plait.plan.plan import Plan
 from plait.plan.refusals import refused_together
-from plait.plan.step_facts import ParameterFacts, Place, StepFacts
+from plait.plan.step_facts import CutTrial, OptimizerFacts, ParameterFacts, Place, StepFacts
 
 GPU = Place("cuda")
 WEIGHT = {"weight": ParameterFacts()}
@@ -56,6 +57,62 @@ def test_refusals(plan: str, facts: StepFacts, place: Place | None, whats: list[
     for refusal, what in zip(found, whats, strict=True):
         assert refusal.what.startswith(what) and refusal.instead
         assert str(refusal).startswith(what) and str(refusal).endswith(f"; {refusal.instead}")
+
+
+CALLED = StepFacts(called=("", "layers.0", "layers.1.up", "head"), modules=("", "layers", "head"), num_stages=2)
+HALVES = StepFacts({"head.weight": ParameterFacts(dtype="float16")}, ("", "head"))
+MIXING = OptimizerFacts((CutTrial("Mixing", "mixes", "head.weight", "f32[8@data]"),), wrappers=("Both",))
+APART = OptimizerFacts(together=(("Mixing", "mixes"),), scattered=("pipeline", 2))
+
+
+@pytest.mark.parametrize(
+    ("plan", "facts", "texts"),
+    [
+        ("data=2", StepFacts(rows=8), []),
+        ("data=3", StepFacts(rows=8), ["data=3 does not divide the batch of 8"]),
+        ("data=2 micro=2", StepFacts(rows=6), ["data=2 does not divide a microbatch of 3"]),
+        ("micro=4", StepFacts(rows=6), ["micro=4 does not divide the batch of 6 rows"]),
+        ("data=4 sync=2", StepFacts(rows=6), ["4 replicas do not divide the batch of 6 rows"]),
+        ("stages=[tensor=2|data=2]", StepFacts(rows=5), ["stages= cuts each microbatch of 5 into 1 x 2 parts"]),
+        ("workers=4 servers=1 staleness=0 backup=1", StepFacts(rows=8), ["the global batch of 8 does not split over"]),
+        ("workers=2 servers=1 data=3", StepFacts(rows=8), ["a worker's part of the batch, 4 rows, does not split"]),
+        ("recompute=layer", CALLED, []),
+        ("recompute=head", CALLED, []),
+        ("recompute=heads", CALLED, ["recompute=heads matches no module of the model; it has head, layers.0"]),
+        ("recompute=layer", StepFacts(called=("head",)), ["recompute=layer needs numbered layers"]),
+        ("recompute=budget=1KiB", StepFacts(called=()), []),
+        ("pipeline=2 cut=layers.1", CALLED, []),
+        ("pipeline=2 cut=layer.1", CALLED, ["cut=layer.1: the model calls no module of this name; did you mean"]),
+        ("pipeline=2 cut=layers,head", CALLED, ["cut=layers,head names 2 modules, but 2 stages begin with 1 besides"]),
+        ("precision.layers=bf16", CALLED, []),
+        ("precision.tail=bf16", CALLED, ["precision.tail=bf16 fits no module of the model; it has layers, head"]),
+        ("precision.head=fp16", HALVES, []),
+        ("precision.head=bf16", HALVES, ["precision.head=bf16 says how products of float32 weights are computed"]),
+        ("data=2 sync=2", StepFacts(changed_outside=("mean",)), ["the step changes mean, a tensor outside"]),
+        ("data=2", StepFacts(changed_outside=("mean",)), []),
+        ("micro=2", StepFacts(unsteady="model:count"), ["the step changes model:count, with which it is another"]),
+        ("data=2", StepFacts(unsteady="model:count"), []),
+        ("data=2", StepFacts(uncaptured="a branch", nearest="data=2"), []),
+        ("tensor=2", StepFacts(uncaptured="a branch", nearest="data=2"), ["the plan 'tensor=2' needs the graph of"]),
+        ("data=2", StepFacts(optimizer=MIXING), ["Mixing mixes, so its result might change with the cut of head"]),
+        ("pipeline=2", StepFacts(optimizer=APART), ["Mixing mixes, and with pipeline=2 a rank has some of them"]),
+        ("home.optimizer=disk", StepFacts(optimizer=OptimizerFacts(wrappers=("Both",))), ["Both steps several"]),
+    ],
+)  # fmt: skip
+def test_refusals_of_a_step(plan: str, facts: StepFacts, texts: list[str]) -> None:
+    found = refusals(Plan.parse(plan), facts)
+    assert len(found) == len(texts)
+    for refusal, text in zip(found, texts, strict=True):
+        assert str(refusal).startswith(text) and refusal.instead
+
+
+def test_an_error_has_its_refusal() -> None:
+    """Also in another process."""
+    error = UnevenBatchError(Refusal("a=1", "it is odd", "use a=2"))
+    again = pickle.loads(pickle.dumps(error))
+    assert isinstance(again, PlanError) and isinstance(again, BatchError)
+    assert str(again) == "a=1: it is odd; use a=2" and again.refusal == error.refusal
+    assert PlanError("a=1 cannot be read").refusal is None
 
 
 def test_what_does_not_go_together_is_a_value_for_each() -> None:

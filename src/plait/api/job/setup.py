@@ -217,8 +217,8 @@ def check_job(config: Config, plan: Plan, resume: Resume = ANEW, writes: bool = 
 def _asks_the_graph(plan: Plan) -> bool:
     """Whether only the graph of the step says if the model can have the plan."""
     more_than_rows = any(size > 1 and not axis_kind(axis).cuts_rows for axis, size in plan.mesh.axes)
-    cuts = bool(plan.sharding.axis) or plan.batchnorm == "local"
-    return more_than_rows or cuts or bool(plan.exceptions) or plan.recompute != NO_RECOMPUTE
+    norms = plan.batchnorm == "local"
+    return more_than_rows or norms or bool(plan.exceptions) or plan.recompute != NO_RECOMPUTE
 
 
 def _check_step(config: Config, plan: Plan, data: Data) -> None:
