@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,28 @@ def clicked(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def make_clicks() -> tuple[Any, Any]:
     return Clicks(), None
+
+
+class Slow(Dataset[dict[str, Tensor]]):
+    """Items that take a while to read: workers that wait for them leave the processor to processes that start."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        time.sleep(0.01)
+        return self.dataset[index]
+
+
+def make_slow_data() -> tuple[Any, Any]:
+    return Slow(Points()), None
+
+
+def make_slow_clicks() -> tuple[Any, Any]:
+    return Slow(Clicks()), None
 
 
 def halved(optimizer: torch.optim.Optimizer) -> Any:
