@@ -80,7 +80,7 @@ def trained(plan: str, batch: tuple[Tensor, Tensor]) -> list[tuple[dict[str, Ten
         trainer.step(batch)
         replica = trainer.executor
         versions = 1
-        for program in replica._programs.values():  # type: ignore[union-attr]
+        for program in replica._executables.values():  # type: ignore[union-attr]
             versions = program.most_versions if isinstance(program, PipelineProgram) else 1
         return {name: replica.whole(name, replica.local(name)).clone() for name in replica.layouts}, versions
 

@@ -22,7 +22,7 @@ from plait.cost.memory_model import OPTIMIZER, PARAMETERS
 from plait.errors import PlanError, RankFailed
 from plait.spec.mesh import Mesh
 
-pytestmark = pytest.mark.xdist_group("checkpoints")  # trainers of tests/checkpointing.py share what is lowered
+pytestmark = pytest.mark.xdist_group("checkpoints")  # trainers of tests/checkpointing.py share what is compiled
 
 
 def parts_and_wholes(world: Any) -> list[tuple[str, int, int, int, int, int]]:

@@ -33,7 +33,7 @@ from plait.errors import CheckpointError
 from plait.plan.plan import Plan
 from plait.report.checkpoint_text import describe_checkpoint, verify_checkpoints
 
-pytestmark = pytest.mark.xdist_group("checkpoints")  # trainers of tests/checkpointing.py share what is lowered
+pytestmark = pytest.mark.xdist_group("checkpoints")  # trainers of tests/checkpointing.py share what is compiled
 
 
 class Gate:

@@ -38,7 +38,7 @@ from plait.report.checkpoint_text import describe_checkpoint
 from plait.spec.layout import Layout, Only, Shard
 from plait.spec.mesh import Mesh
 
-pytestmark = pytest.mark.xdist_group("checkpoints")  # trainers of tests/checkpointing.py share what is lowered
+pytestmark = pytest.mark.xdist_group("checkpoints")  # trainers of tests/checkpointing.py share what is compiled
 
 # ---- what a rank holds, and who writes it
 

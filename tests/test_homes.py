@@ -20,9 +20,10 @@ from plait.api.job.gpt import loss_fn
 from plait.api.trainer import Trainer
 from plait.backends.eager.offload.disk import DiskFile
 from plait.backends.eager.page_memory import page_memory
+from plait.backends.eager.passes import eager_graphs
+from plait.backends.eager.rewrites import offload_ops
+from plait.backends.eager.rewrites.bucket import bucket_wait
 from plait.comm.threads import run_ranks
-from plait.compile.passes import offload
-from plait.compile.passes.bucket import bucket_wait
 from plait.engine import update
 from plait.engine.compiler import Captures, Compiler
 from plait.errors import HomeError
@@ -37,7 +38,7 @@ ADAMW_EXACT = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)  # where r
 @pytest.fixture(autouse=True)
 def _all_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """What tests train is small, and would stay in memory."""
-    monkeypatch.setattr(offload, "SMALL", 1)
+    monkeypatch.setattr(offload_ops, "SMALL", 1)
     monkeypatch.setattr(update, "_CHUNK_BYTES", 1 << 14)
 
 
@@ -229,20 +230,21 @@ def test_evaluates_from_disk() -> None:
 
 def test_the_host_is_the_device_on_cpu() -> None:
     plan = plait.Plan.parse("home.parameters=host home.optimizer=host home.activations=host")
-    graph = Compiler(Captures(gpt(), loss_fn), plan).lowered(gpt_batch()).graph
-    assert [node for node in graph.nodes if node.name == offload.HOMES] == []
+    graph = eager_graphs(Compiler(Captures(gpt(), loss_fn), plan).compiled(gpt_batch()).program)["alone"]
+    assert [node for node in graph.nodes if node.name == offload_ops.HOMES] == []
     assert_same(trained(""), trained(str(plan)))
 
 
 def test_at_most_two_buckets_are_here_and_gradients_leave_while_backward_runs() -> None:
     plan = plait.Plan.parse("data=2 bucket=32KiB home.parameters=disk home.activations=disk")
-    nodes = list(Compiler(Captures(gpt(), loss_fn), plan).lowered(gpt_batch()).graph.nodes)
-    for op in (offload.fetch_start, offload.unstash_start):
+    program = Compiler(Captures(gpt(), loss_fn), plan).compiled(gpt_batch()).program
+    nodes = list(eager_graphs(program)["alone"].nodes)
+    for op in (offload_ops.fetch_start, offload_ops.unstash_start):
         starts = [i for i, node in enumerate(nodes) if node.target is op]
         waits = [nodes.index(next(iter(nodes[i].users))) for i in starts]
         assert len(starts) > 8 and waits == sorted(waits)
         assert all(start > wait for start, wait in zip(starts[2:], waits, strict=False))
-    leaving = [i for i, node in enumerate(nodes) if node.target is offload.leave]
+    leaving = [i for i, node in enumerate(nodes) if node.target is offload_ops.leave]
     products = [i for i, node in enumerate(nodes) if node.target is torch.ops.aten.mm.default]
     assert sum(i < products[-1] for i in leaving) > len(leaving) / 2
     assert not any(isinstance(r, Node) and r.target is bucket_wait for r in nodes[-1].args[0])

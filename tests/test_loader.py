@@ -370,7 +370,7 @@ def test_a_rank_that_reads_its_own_rows_trains_as_one_that_has_all(plan: str) ->
             batches = [b.tree for b in loader(Items(), 16, seed=3, plan="", prefetch=0)]
         return [float(trainer.step(batch)) for batch in batches]
 
-    compiler.lowered({"x": torch.zeros(16 // compiler.plan.micro, 6)})
+    compiler.compiled({"x": torch.zeros(16 // compiler.plan.micro, 6)})
     mesh = compiler.plan.mesh
     whole = plait.run_ranks(mesh, functools.partial(losses, local=False))
     assert plait.run_ranks(mesh, functools.partial(losses, local=True)) == whole

@@ -186,8 +186,8 @@ def test_rows_that_are_not_dim_0_train(plan: str) -> None:
 def test_rows_that_are_not_dim_0_of_each_rank_alone() -> None:
     """The graph of one rank has its rows of every tensor, and the memory is counted so."""
     model = nn.Sequential(_Scan(), nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))).double()
-    lowered = Compiler(Captures(model, _of_sequences), plait.Plan.parse("data=4")).lowered(_time_first())
-    assert {name: str(lowered.layouts[name]) for name in ("tokens", "mask", "y")} == {
+    program = Compiler(Captures(model, _of_sequences), plait.Plan.parse("data=4")).compiled(_time_first()).program
+    assert {name: str(program.layouts[name]) for name in ("tokens", "mask", "y")} == {
         "tokens": "f64[8, 8@data, 4]", "mask": "f64[8]", "y": "f64[8@data, 5]",
     }  # fmt: skip
     small = plait.memory(model, _of_sequences, _time_first(), "data=4").peak

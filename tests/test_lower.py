@@ -1,4 +1,4 @@
-"""What lowering makes of a step: where collectives stand, how gradients are bucketed, what is split."""
+"""What compiling makes of a step: where collectives stand, how gradients are bucketed, what is split."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import pytest
 import torch
 from test_verify import gpt, gpt_batch
 from torch import Tensor, nn
+from torch.fx import Graph
 from torch.nn import functional as F
 
 import plait
 from plait.api.job.gpt import loss_fn
-from plait.compile.ops import comm_ops
-from plait.compile.passes.bucket import bucket_put, bucket_start, bucket_wait
+from plait.backends.eager.collectives import all_reduce_start
+from plait.backends.eager.passes import eager_graphs
+from plait.backends.eager.rewrites.bucket import bucket_put, bucket_start, bucket_wait
 from plait.engine.compiler import Captures, Compiler
 from plait.plan.plan import Plan
 from plait.schedule.buckets import bucket_limit, split_buckets
@@ -19,8 +21,8 @@ from plait.schedule.buckets import bucket_limit, split_buckets
 aten = torch.ops.aten
 
 
-def lowered(plan: str, **options: float):
-    return Compiler(Captures(gpt(**options), loss_fn), Plan.parse(plan)).lowered(gpt_batch())
+def eager_graph(plan: str) -> Graph:
+    return eager_graphs(Compiler(Captures(gpt(), loss_fn), Plan.parse(plan)).compiled(gpt_batch()).program)["alone"]
 
 
 def test_buckets_close_when_they_are_full() -> None:
@@ -33,7 +35,7 @@ def test_buckets_close_when_they_are_full() -> None:
 
 
 def test_gradients_leave_while_backward_runs_and_are_waited_for_at_the_end() -> None:
-    nodes = list(lowered("data=2 bucket=32KiB").graph.nodes)
+    nodes = list(eager_graph("data=2 bucket=32KiB").nodes)
     starts = [i for i, n in enumerate(nodes) if n.target is bucket_start]
     waits = [i for i, n in enumerate(nodes) if n.target is bucket_wait]
     products = [i for i, n in enumerate(nodes) if n.target in (aten.mm.default, aten.addmm.default)]
@@ -43,7 +45,7 @@ def test_gradients_leave_while_backward_runs_and_are_waited_for_at_the_end() -> 
 
 
 def test_every_gradient_is_put_into_its_bucket_as_soon_as_it_is_there() -> None:
-    graph = lowered("data=2").graph
+    graph = eager_graph("data=2")
     puts = [n for n in graph.nodes if n.target is bucket_put]
     order = {n: i for i, n in enumerate(graph.nodes)}
     assert len(puts) == len(list(gpt().parameters())) + 1  # and the loss travels with them
@@ -52,9 +54,9 @@ def test_every_gradient_is_put_into_its_bucket_as_soon_as_it_is_there() -> None:
 
 
 def test_sums_over_tensor_start_at_once_and_overlap_with_what_does_not_need_them() -> None:
-    graph = lowered("tensor=2").graph
+    graph = eager_graph("tensor=2")
     order = {n: i for i, n in enumerate(graph.nodes)}
-    pairs = [(n, next(iter(n.users))) for n in graph.nodes if n.target is comm_ops.all_reduce_start]
+    pairs = [(n, next(iter(n.users))) for n in graph.nodes if n.target is all_reduce_start]
     assert pairs
     for start, done in pairs:
         assert order[start] == order[start.args[1]] + 1
@@ -98,7 +100,7 @@ def test_few_key_value_heads_are_split_if_they_can_be(shared: int, key: str) -> 
     model = Grouped(4, shared)
     batch = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(0))
     found = plait.explain(model, loss, batch, "tensor=2")
-    assert f"{found.lowered.layouts['query.weight']}" == "f32[32@tensor, 32]"
-    assert f"{found.lowered.layouts['key.weight']}" == key
+    assert f"{found.program.layouts['query.weight']}" == "f32[32@tensor, 32]"
+    assert f"{found.program.layouts['key.weight']}" == key
     report = plait.verify(model, loss, batch, "tensor=2")
     assert report.ok, report

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import plait
 from plait.api.job.gpt import loss_fn
 from plait.api.memory import Estimator
-from plait.compile.passes.liveness import Meter
+from plait.compile.meter import Meter
 from plait.cost.memory_model import FULL_ADAM, RankMemory, model_state_bytes, single_changes
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.dry_run import dry_run
@@ -159,9 +159,9 @@ def test_a_model_that_is_built_on_every_rank_starts_whole() -> None:
 def rehearsed(plans: list[str], shared_memory: bool = True, optimizer=ranks.ADAMW, rank: int = 0) -> list[RankMemory]:
     found = []
     for plan in map(Plan.parse, plans):
-        lowered = Compiler(captures(), plan).lowered(microbatches(ranks.batch(), plan.micro)[0])
+        program = Compiler(captures(), plan).compiled(microbatches(ranks.batch(), plan.micro)[0]).program
         device = torch.device("cpu")
-        found.append(dry_run(lowered, captures().model, ranks.batch(), optimizer, device, rank, shared_memory))
+        found.append(dry_run(program, captures().model, ranks.batch(), optimizer, device, rank, shared_memory))
     return found
 
 

@@ -95,7 +95,7 @@ def test_a_custom_op_is_trained_on_parts_without_a_gather() -> None:
     model, batch = Gated().double(), torch.randn(4, 3, 8, dtype=torch.float64)
     explanation = plait.explain(model, _loss, batch, "data=2 tensor=2")
     assert {c.kind for c in explanation.collectives} == {"all_reduce"}
-    assert all(explanation.lowered.layouts[f"{name}.weight"].placements for name in ("up", "side", "down"))
+    assert all(explanation.program.layouts[f"{name}.weight"].placements for name in ("up", "side", "down"))
     assert [i.axis for i in explanation.collectives if i.phase == "forward"].count("tensor") == 1
     report = plait.verify(model, _loss, batch, "data=2 tensor=2", tolerance=1e-12)
     assert report.ok, report

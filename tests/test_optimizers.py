@@ -95,7 +95,7 @@ def on_ranks(
 ) -> list[Any]:
     """What `fn` returns of each rank's trainer; they share a capture, of which threads can make one at a time."""
     compiler = Compiler(Captures(model, loss), plait.Plan.parse(plan))
-    compiler.lowered(batch() if data is None else data)
+    compiler.compiled(batch() if data is None else data)
 
     def rank(world: World) -> Any:
         return fn(Trainer(model, loss, factory, plan, world=world, compiler=compiler))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import plait
-from plait.compile.draft import Pass, check_order
+from plait.backends.eager.passes import EAGER_PASSES
+from plait.compile.pass_order import Pass, check_order
 from plait.compile.pipeline import PASSES
 from plait.errors import PlanError
 from plait.report.explanation import Explanation
@@ -31,15 +35,20 @@ def explained(plan: str) -> Explanation:
     return plait.explain(model, loss_fn, batch, plan)
 
 
-def test_every_pass_comes_after_those_that_provide_what_it_requires() -> None:
-    check_order(PASSES)
-    assert len({each.name for each in PASSES}) == len(PASSES)
-    assert {fact for each in PASSES for fact in each.requires} <= {fact for each in PASSES for fact in each.provides}
+@pytest.mark.parametrize("passes", [PASSES, EAGER_PASSES], ids=["compile", "eager"])
+def test_every_pass_comes_after_those_that_provide_what_it_requires(passes: Sequence[Pass[Any]]) -> None:
+    check_order(passes)
+    assert {fact for each in passes for fact in each.requires} <= {fact for each in passes for fact in each.provides}
+
+
+def test_every_pass_has_a_name_of_its_own() -> None:
+    names = [each.name for each in (*PASSES, *EAGER_PASSES)]
+    assert len({*names}) == len(names)
 
 
 def test_an_order_that_lacks_a_fact_is_refused() -> None:
-    first = Pass("first", "", lambda draft: None, provides=["layouts"])
-    second = Pass("second", "", lambda draft: None, requires=["layouts"])
+    first: Pass[Any] = Pass("first", "", lambda draft: None, provides=["layouts"])
+    second: Pass[Any] = Pass("second", "", lambda draft: None, requires=["layouts"])
     check_order([first, second])
     with pytest.raises(PlanError, match="the pass 'second' requires 'layouts', which no pass before it provides"):
         check_order([second, first])
@@ -49,8 +58,9 @@ def test_an_order_that_lacks_a_fact_is_refused() -> None:
 def test_explain_lists_the_passes_that_ran_in_their_order(plan: str) -> None:
     lines = explained(plan).passes().splitlines()
     ran = [line.split()[0] for line in lines[1:]]
-    assert ran == [each.name for each in PASSES if each.name in ran]
-    assert ("gather-parameters" in ran) == ("zero=3" in plan)
+    assert ran == [each.name for each in (*PASSES, *EAGER_PASSES) if each.name in ran]
+    assert ("gather-parameters" in ran) == ("bucket-gathers" in ran) == ("zero=3" in plan)
+    assert ("scatter-gradients" in ran) == ("zero" in plan)
     assert ("split-in-cells" in ran) == ("assign-stages" in ran) == ("pipeline" in plan)
     assert ("recompute" in ran) == ("recompute" in plan)
 
@@ -65,11 +75,12 @@ def test_explain_shows_the_graphs_before_and_after_a_pass() -> None:
     found = explained("data=2 zero=3")
     diff = found.diff("gather-parameters")
     assert "--- step before" in diff and "+++ step after" in diff
-    assert "+gather_start = gather_start(world, data" in diff
+    assert "+gather_part = gather_part(" in diff and "world" not in diff
+    assert "+gather_start = gather_start(world, data" in found.diff("bucket-gathers")
     assert found.diff("mark-aside") == "the pass mark-aside changes nothing"
     assert found.diff("split-in-cells") == "the pass split-in-cells does not run under this plan"
 
 
 def test_a_pass_that_is_not_known_is_refused_with_those_near() -> None:
-    with pytest.raises(PlanError, match="there is no pass 'gather'; did you mean gather-parameters"):
+    with pytest.raises(PlanError, match="there is no pass 'gather'; did you mean bucket-gathers or gather-parameters"):
         explained("data=2").diff("gather")

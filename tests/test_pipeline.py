@@ -28,7 +28,7 @@ from plait.api.trainer import Trainer
 from plait.backends.eager.cell_runner import CellRunner
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
-from plait.compile.lowered import Lowered
+from plait.compile.rank_program import RankProgram
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.microbatch import microbatches
 from plait.engine.rank_executor import RankExecutor
@@ -148,9 +148,9 @@ def test_plans_at_random(plan: str) -> None:
     check(plan, tied())
 
 
-def lowered(model: nn.Module, loss: Any, batch: Any, plan: str) -> Lowered:
+def compiled(model: nn.Module, loss: Any, batch: Any, plan: str) -> RankProgram:
     found = Plan.parse(plan)
-    return Compiler(Captures(model, loss), found).lowered(microbatches(batch, found.micro)[0])
+    return Compiler(Captures(model, loss), found).compiled(microbatches(batch, found.micro)[0]).program
 
 
 def on(plan: str, fn: Any) -> list[Any]:
@@ -186,20 +186,20 @@ def test_evaluation_keeps_the_ranks_busy_where_rows_allow() -> None:
     compiler = Compiler(Captures(Tied(), masked_loss), Plan.parse("pipeline=2 micro=3 schedule=zb-h1"))
     for rows, num_micro in ((12, 3), (5, 1)):
         trained_on = [
-            (lowered.pipeline.schedule.name, lowered.pipeline.schedule.num_micro)
+            (program.pipeline.schedule.name, program.pipeline.schedule.num_micro)
             for each in on(str(compiler.plan), lambda world, rows=rows: evaluated(compiler, world, rows))
-            for lowered in each
-            if lowered.pipeline is not None
+            for program in each
+            if program.pipeline is not None
         ]
         assert trained_on == [("forward-only", num_micro)] * 2
 
 
-def evaluated(compiler: Compiler, world: World, rows: int) -> list[Lowered]:
+def evaluated(compiler: Compiler, world: World, rows: int) -> list[RankProgram]:
     """The programs by which a rank evaluates."""
     trainer = Trainer(compiler.model, compiler.loss_fn, SGD, compiler.plan, world=world, compiler=compiler)
     trainer.evaluate(text_batch(rows))
     assert isinstance(trainer.executor, RankExecutor)
-    return [program.lowered for (_, train, _), program in trainer.executor._programs.items() if not train]
+    return [program.program for (_, train, _), program in trainer.executor._executables.items() if not train]
 
 
 def test_every_rank_has_the_same_buffers_and_those_of_one_device() -> None:
@@ -242,7 +242,7 @@ SKIPS = "pipeline=4 micro=2 cut=second,third,fourth"
 
 
 def test_a_long_skip_goes_straight_to_the_stage_that_reads_it() -> None:
-    pipeline = lowered(Skips(), squares, rows(4), SKIPS).pipeline
+    pipeline = compiled(Skips(), squares, rows(4), SKIPS).pipeline
     assert pipeline is not None
     ends = {(v.source, v.stages()) for v in pipeline.cells.values if v.stages()}
     assert {stages for (kind, stage), stages in ends if (kind, stage) == ("F", 0)} == {(1, 3)}
@@ -326,7 +326,7 @@ def test_a_stage_without_parameters_trains_and_is_saved(tmp_path: Path) -> None:
 )
 def test_what_a_pipeline_cannot_be(plan: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        lowered(Skips(), squares, rows(4), plan)
+        compiled(Skips(), squares, rows(4), plan)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def test_a_users_schedule_that_cannot_run_shows_where(text: str, message: str, t
     path = tmp_path / "mine.txt"
     path.write_text(f"name=mine micro=2\n{text}\n")
     with pytest.raises(ScheduleError) as caught:
-        lowered(Skips(), squares, rows(4), f"pipeline=2 micro=2 schedule={path}")
+        compiled(Skips(), squares, rows(4), f"pipeline=2 micro=2 schedule={path}")
     assert message in str(caught.value) and "rank 1" in str(caught.value), caught.value
 
 

@@ -16,8 +16,9 @@ from torch.fx import Graph
 
 import plait
 from plait.api.job.gpt import loss_fn
+from plait.backends.eager.collectives import all_reduce, all_reduce_start
+from plait.backends.eager.passes import eager_graphs
 from plait.compile.ir.node_info import info_of
-from plait.compile.ops import comm_ops
 from plait.compile.passes.recomputation import saved_bytes
 from plait.engine.compiler import Captures, Compiler
 from plait.errors import PlanError
@@ -113,27 +114,28 @@ def captures() -> Captures:
     return Captures(gpt(), loss_fn)
 
 
-def lowered_graph(plan: str) -> Graph:
-    return Compiler(captures(), Plan.parse(plan)).lowered(gpt_batch()).graph
+def eager_graph(plan: str) -> Graph:
+    program = Compiler(captures(), Plan.parse(plan)).compiled(gpt_batch()).program
+    return eager_graphs(program)[program.turns[-1]]
 
 
 @pytest.mark.parametrize("axes", ["", "data=2 tensor=2"])
 def test_what_is_kept_fits_the_budget_and_uses_it(axes: str) -> None:
-    everything = saved_bytes(lowered_graph(axes))
-    layers = saved_bytes(lowered_graph(f"{axes} recompute=layer"))
+    everything = saved_bytes(eager_graph(axes))
+    layers = saved_bytes(eager_graph(f"{axes} recompute=layer"))
     assert layers < 0.5 * everything
     before = everything
     for share in (0.8, 0.5):
         budget = round(share * everything)
-        kept = saved_bytes(lowered_graph(f"{axes} recompute=budget={budget}B"))
+        kept = saved_bytes(eager_graph(f"{axes} recompute=budget={budget}B"))
         assert 0.9 * budget < kept <= min(budget, before)
         before = kept
 
 
 def test_products_are_the_last_to_be_worked_out_again() -> None:
     aten = torch.ops.aten
-    everything = saved_bytes(lowered_graph(""))
-    graph = lowered_graph(f"recompute=budget={round(0.8 * everything)}B")
+    everything = saved_bytes(eager_graph(""))
+    graph = eager_graph(f"recompute=budget={round(0.8 * everything)}B")
     again = {node.target for node in graph.nodes if info_of(node).recomputed}
     assert aten.gelu.default in again
     assert not again & {aten.mm.default, aten.addmm.default}
@@ -143,9 +145,9 @@ def test_a_budget_that_cannot_be_met_says_the_least_that_can() -> None:
     with pytest.raises(
         PlanError, match=r"recompute=budget=1KiB cannot be met: .* again, \d+KiB of activations"
     ) as error:
-        lowered_graph("data=2 recompute=budget=1KiB")
+        eager_graph("data=2 recompute=budget=1KiB")
     least = str(error.value).partition("again, ")[2].partition(" ")[0]
-    kept = saved_bytes(lowered_graph(f"data=2 recompute=budget={least}"))
+    kept = saved_bytes(eager_graph(f"data=2 recompute=budget={least}"))
     assert 0 <= Plan.parse(f"recompute=budget={least}").recompute.budget_bytes - kept < 1024
 
 
@@ -178,6 +180,6 @@ def test_without_layers_a_budget_counts_for_the_whole_model() -> None:
 @pytest.mark.parametrize("how", ["layer", "*.up", "budget=400KiB"])
 def test_sums_over_ranks_are_not_sent_again(how: str) -> None:
     def sums(plan: str) -> int:
-        return sum(n.target in (comm_ops.all_reduce, comm_ops.all_reduce_start) for n in lowered_graph(plan).nodes)
+        return sum(n.target in (all_reduce, all_reduce_start) for n in eager_graph(plan).nodes)
 
     assert sums(f"tensor=2 recompute={how}") == sums("tensor=2")

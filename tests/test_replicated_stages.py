@@ -48,12 +48,12 @@ def test_copies_hold_the_same_parameters() -> None:
     plan = Plan.parse("pipeline=[1,2,1] micro=6")
     assert plan.num_processes == 4 and str(plan) == "pipeline=[1,2,1] micro=6"
     rows = {name: tensor[:2] for name, tensor in batch.items()}
-    lowered = Compiler(Captures(model, loss_fn), plan).lowered(rows)
-    assert lowered.pipeline is not None
-    held = {name: lowered.layouts[name].on("pipeline") for name in lowered.pipeline.stages}
+    program = Compiler(Captures(model, loss_fn), plan).compiled(rows).program
+    assert program.pipeline is not None
+    held = {name: program.layouts[name].on("pipeline") for name in program.pipeline.stages}
     assert held["symbols.weight"] == Only(0, (3,))  # tied: the first stage reads it and the last
     assert Only(1, (2,)) in held.values()
-    assert lowered.pipeline.schedule.placement == "0|1|1|2"
+    assert program.pipeline.schedule.placement == "0|1|1|2"
 
 
 def test_a_buffer_that_every_microbatch_changes_is_refused() -> None:

@@ -28,7 +28,7 @@ import plait
 from plait.errors import CheckpointError
 from plait.plan.plan import Plan
 
-pytestmark = pytest.mark.xdist_group("checkpoints")  # trainers of tests/checkpointing.py share what is lowered
+pytestmark = pytest.mark.xdist_group("checkpoints")  # trainers of tests/checkpointing.py share what is compiled
 
 PLANS = [
     "data=4 zero=1",

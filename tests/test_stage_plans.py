@@ -87,13 +87,13 @@ def test_what_each_stage_splits() -> None:
     model = BytesGPT(2, 16, heads=2, sequence=8, vocab=32)
     plan = Plan.parse("stages=[tensor=2|data=2] cut=blocks.1")
     rows = {"x": torch.zeros(4, 8, dtype=torch.int64), "y": torch.zeros(4, 8, dtype=torch.int64)}
-    lowered = Compiler(Captures(model, loss_fn), plan).lowered(rows)
-    split = {name for name, layout in lowered.layouts.items() if not isinstance(layout.on("inner"), Replicate)}
-    assert lowered.pipeline is not None
-    assert {lowered.pipeline.stages[name] for name in split} == {(0,)}
-    assert all(isinstance(lowered.layouts[name].on("inner"), Shard) for name in split)
-    assert lowered.layouts["x"].on("inner") == REPLICATE
-    (crossing,) = (value for value in lowered.pipeline.cells.values if value.source == ("F", 0) and value.stages())
+    program = Compiler(Captures(model, loss_fn), plan).compiled(rows).program
+    split = {name for name, layout in program.layouts.items() if not isinstance(layout.on("inner"), Replicate)}
+    assert program.pipeline is not None
+    assert {program.pipeline.stages[name] for name in split} == {(0,)}
+    assert all(isinstance(program.layouts[name].on("inner"), Shard) for name in split)
+    assert program.layouts["x"].on("inner") == REPLICATE
+    (crossing,) = (value for value in program.pipeline.cells.values if value.source == ("F", 0) and value.stages())
     assert crossing.like.shape == (2, 8, 16)  # the rows that the other side wants, not all four
 
 

@@ -13,10 +13,11 @@ from torch.fx import Graph, Node
 
 import plait
 from plait.api.job.gpt import loss_fn
+from plait.backends.eager.passes import eager_graphs
+from plait.backends.eager.rewrites.bucket import bucket_start, rows_start
+from plait.backends.eager.rewrites.gather_ahead import gather_start, gather_wait
 from plait.comm.protocol import World
 from plait.compile.ir.node_info import info_of
-from plait.compile.passes.bucket import bucket_start, rows_start
-from plait.compile.passes.gather import gather_start, gather_wait
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.microbatch import microbatches
 from plait.plan.plan import Plan
@@ -34,7 +35,7 @@ def captures() -> Captures:
 
 def explain(plan: str) -> Explanation:
     part = microbatches(gpt_batch(), Plan.parse(plan).micro)[0]
-    return explanation(Compiler(captures(), Plan.parse(plan)).lowered(part))
+    return explanation(Compiler(captures(), Plan.parse(plan)).compiled(part))
 
 
 def counted(plan: str) -> int:
@@ -184,7 +185,7 @@ def tower_graph() -> Graph:
         return model(batch).square().mean()
 
     compiler = Compiler(Captures(Tower(), loss), Plan.parse("data=2 zero=3"))
-    return compiler.lowered(torch.randn(4, 512)).graph
+    return eager_graphs(compiler.compiled(torch.randn(4, 512)).program)["alone"]
 
 
 def test_gathers_run_one_bucket_ahead() -> None:

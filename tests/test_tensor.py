@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
+from plait.backends.eager import collectives
+from plait.backends.eager.passes import eager_graphs
 from plait.comm.threads import run_ranks
-from plait.compile.lowered import Lowered
-from plait.compile.ops import comm_ops
+from plait.compile.compiled import Compiled
 from plait.engine.compiler import Captures, Compiler, LossFn
 from plait.plan.plan import Plan
 from plait.spec.mesh import Mesh
@@ -104,10 +105,10 @@ def test_what_changes_its_placement_is_dense() -> None:
     frame = torch.randn(2, 8, 4, 4).contiguous(memory_format=torch.channels_last)
 
     def rank(world: object) -> list[Tensor]:
-        part = comm_ops.shard(world, whole, "tensor", 1, 2)
-        column = comm_ops.shard(world, whole, "tensor", 2, 1)[:, :, :1].contiguous()
-        gathered = comm_ops.all_gather(world, column, "tensor", 2, 1)
-        return [part, gathered, comm_ops.shard(world, frame, "tensor", 1, 1)]
+        part = collectives.own_shard(world, whole, "tensor", 1, 2)
+        column = collectives.own_shard(world, whole, "tensor", 2, 1)[:, :, :1].contiguous()
+        gathered = collectives.all_gather(world, column, "tensor", 2, 1)
+        return [part, gathered, collectives.own_shard(world, frame, "tensor", 1, 1)]
 
     for part, gathered, channels in run_ranks(Mesh((("tensor", 2),)), rank):
         assert part.is_contiguous() and gathered.is_contiguous()
@@ -140,10 +141,10 @@ def test_fused_weights_of_unequal_blocks() -> None:
 
 
 def test_fused_weights_are_split_without_gathers() -> None:
-    found = lowered(Decoder(Fused()), "tensor=2")
+    found = compiled(Decoder(Fused()), "tensor=2")
     assert whole_weights(found) == []
-    assert str(found.layouts["blocks.0.fused.weight"]) == "f32[64@tensor/2+1+1, 32]"
-    assert count(found, comm_ops.all_gather) == 0
+    assert str(found.program.layouts["blocks.0.fused.weight"]) == "f32[64@tensor/2+1+1, 32]"
+    assert count(found, collectives.all_gather) == 0
 
 
 class Complex(nn.Module):
@@ -169,48 +170,50 @@ def test_complex_rotary_positions_gather_nothing() -> None:
     torch.manual_seed(0)
     verifier = plait.Verifier(Decoder(Complex()), loss_fn, text(4))
     for plan in ("data=2", "tensor=2"):
-        found = lowered_of(verifier, plan)
-        assert not found.without_rule and count(found, comm_ops.all_gather) == 0
+        found = compiled_of(verifier, plan)
+        assert not found.without_rule and count(found, collectives.all_gather) == 0
         report = verifier.verify(plan)
         assert report.ok, report
 
 
-def lowered(model: nn.Module, plan: str, loss: LossFn = loss_fn, rows: int = 4) -> Lowered:
-    return Compiler(Captures(model, loss), Plan.parse(plan)).lowered(text(rows))
+def compiled(model: nn.Module, plan: str, loss: LossFn = loss_fn, rows: int = 4) -> Compiled:
+    return Compiler(Captures(model, loss), Plan.parse(plan)).compiled(text(rows))
 
 
-def lowered_of(verifier: plait.Verifier, plan: str) -> Lowered:
+def compiled_of(verifier: plait.Verifier, plan: str) -> Compiled:
     """What `verify` runs under the plan; one capture serves both."""
-    return Compiler(verifier.captures, Plan.parse(plan)).lowered(verifier.batch)
+    return Compiler(verifier.captures, Plan.parse(plan)).compiled(verifier.batch)
 
 
-def whole_weights(found: Lowered) -> list[str]:
+def whole_weights(found: Compiled) -> list[str]:
     """Names of the matrices and tables of which every rank has all."""
-    here = found.plan.mesh.coordinates(0)
-    parameters = {i.name for i in found.captured.inputs if i.kind == "parameter"}
-    layouts = {name: layout for name, layout in found.layouts.items() if name in parameters and len(layout.shape) > 1}
-    return [name for name, each in layouts.items() if each.local_shape(found.plan.mesh, here) == each.shape]
+    here = found.program.plan.mesh.coordinates(0)
+    parameters = {i.name for i in found.program.captured.inputs if i.kind == "parameter"}
+    layouts = {
+        name: layout for name, layout in found.program.layouts.items() if name in parameters and len(layout.shape) > 1
+    }
+    return [name for name, each in layouts.items() if each.local_shape(found.program.plan.mesh, here) == each.shape]
 
 
-def count(found: Lowered, op: object) -> int:
-    return sum(node.target is op for node in found.graph.nodes)
+def count(found: Compiled, op: object) -> int:
+    return sum(node.target is op for node in eager_graphs(found.program)["alone"].nodes)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_keys_that_are_turned_are_split(kv_heads: int) -> None:
-    found = lowered(Decoder(Attention(kv_heads), Attention(kv_heads)), "tensor=2")
+    found = compiled(Decoder(Attention(kv_heads), Attention(kv_heads)), "tensor=2")
     assert whole_weights(found) == []
-    assert count(found, comm_ops.all_gather) == 0
-    sums = count(found, comm_ops.all_reduce) + count(found, comm_ops.all_reduce_start)
+    assert count(found, collectives.all_gather) == 0
+    sums = count(found, collectives.all_reduce) + count(found, collectives.all_reduce_start)
     assert sums <= 2 * 2 + 6  # two a block; the table, the head, and the loss over the vocabulary
 
 
 def test_a_norm_over_all_heads_is_a_small_sum() -> None:
     torch.manual_seed(0)
     verifier = plait.Verifier(Decoder(Attention(4, normed=True)).double(), loss_fn, text(4))
-    found = lowered_of(verifier, "tensor=2")
+    found = compiled_of(verifier, "tensor=2")
     assert whole_weights(found) == []
-    assert count(found, comm_ops.all_gather) == 0
+    assert count(found, collectives.all_gather) == 0
     check(verifier, "tensor=4")
 
 
@@ -224,15 +227,16 @@ def test_few_key_value_heads_of_a_fused_weight_are_gathered() -> None:
         num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, use_cache=False,
     )  # fmt: skip
     verifier = plait.Verifier(hf.Phi3ForCausalLM._from_config(config).train().double(), hf_loss, text(4))
-    found = lowered_of(verifier, "tensor=4")
-    assert str(found.layouts["model.layers.0.self_attn.qkv_proj.weight"]) == "f64[96@tensor/4+1+1, 64]"
+    found = compiled_of(verifier, "tensor=4")
+    assert str(found.program.layouts["model.layers.0.self_attn.qkv_proj.weight"]) == "f64[96@tensor/4+1+1, 64]"
     assert whole_weights(found) == [] and gathered_columns(found) == [16, 16]
     check(verifier, "tensor=4")
 
 
-def gathered_columns(found: Lowered) -> list[int]:
+def gathered_columns(found: Compiled) -> list[int]:
     """The widths of the values that are gathered."""
-    return [node.meta["val"].shape[-1] for node in found.graph.nodes if node.target is comm_ops.all_gather]
+    nodes = eager_graphs(found.program)["alone"].nodes
+    return [node.meta["val"].shape[-1] for node in nodes if node.target is collectives.all_gather]
 
 
 class MultiQuery(nn.Module):
@@ -262,7 +266,7 @@ class MultiQuery(nn.Module):
 def test_the_one_key_value_head_of_a_fused_weight_is_gathered(slices: bool) -> None:
     torch.manual_seed(0)
     verifier = plait.Verifier(Decoder(MultiQuery(slices), MultiQuery(slices)).double(), loss_fn, text(4))
-    found = lowered_of(verifier, "tensor=4")
+    found = compiled_of(verifier, "tensor=4")
     assert whole_weights(found) == [] and gathered_columns(found) == [WIDTH // HEADS] * 4
     check(verifier, "tensor=4", "data=2 tensor=2 zero=3", "tensor=2 pipeline=2 micro=2")
 
@@ -270,18 +274,18 @@ def test_the_one_key_value_head_of_a_fused_weight_is_gathered(slices: bool) -> N
 def test_a_later_shape_of_batch_gathers_the_same() -> None:
     compiler = Compiler(Captures(Decoder(MultiQuery(False)), loss_fn), Plan.parse("tensor=4"))
     for length in (8, 6):
-        assert gathered_columns(compiler.lowered(text(4, length))) == [WIDTH // HEADS] * 2
+        assert gathered_columns(compiler.compiled(text(4, length))) == [WIDTH // HEADS] * 2
 
 
 def test_a_table_of_odd_rows_is_cut_along_its_width() -> None:
     model = Decoder(Attention(HEADS)).double()
     model.symbols = nn.Embedding(VOCAB + 1, WIDTH).double()
-    found = lowered(model, "tensor=4")
-    assert str(found.layouts["symbols.weight"]) == f"f64[{VOCAB + 1}, {WIDTH}@tensor]"
+    found = compiled(model, "tensor=4")
+    assert str(found.program.layouts["symbols.weight"]) == f"f64[{VOCAB + 1}, {WIDTH}@tensor]"
     report = plait.verify(model, loss_fn, text(4), "tensor=4", tolerance=1e-6)
     assert report.ok, report
     model.head.weight = model.symbols.weight  # logits would be summed whole
-    found = lowered(model, "tensor=4")
+    found = compiled(model, "tensor=4")
     assert found.share is not None
     assert found.share.whole[0].why == f"tensor=4 does not divide its {VOCAB + 1} rows"
 
@@ -314,7 +318,7 @@ def test_what_a_condition_changes_is_gathered_once() -> None:
     torch.manual_seed(0)
     batch = {"x": torch.randn(4, 16, WIDTH).double(), "t": torch.rand(4).double()}
     verifier = plait.Verifier(Conditioned().double(), conditioned_loss, batch)
-    found = lowered_of(verifier, "tensor=4")
+    found = compiled_of(verifier, "tensor=4")
     assert [name for name in whole_weights(found) if name not in ("start.weight", "head.weight")] == []
     assert gathered_columns(found) == [6 * WIDTH] * 2
     check(verifier, "tensor=4", "data=2 tensor=2", "tensor=2 pipeline=2 micro=2")
@@ -332,7 +336,7 @@ def mamba(groups: int) -> nn.Module:
 @pytest.mark.parametrize(("groups", "plan"), [(4, "tensor=4"), (1, "tensor=2")])
 def test_the_fused_projection_of_a_state_space_is_split(groups: int, plan: str) -> None:
     verifier = plait.Verifier(mamba(groups).double(), hf_loss, text(4))
-    found = lowered_of(verifier, plan)
+    found = compiled_of(verifier, plan)
     assert "backbone.layers.0.mixer.in_proj.weight" not in whole_weights(found)
     check(verifier, plan)
 
@@ -348,10 +352,10 @@ def experts() -> nn.Module:
 
 def test_experts_are_split_inside() -> None:
     verifier = plait.Verifier(experts(), hf_loss, text(4))
-    found = lowered_of(verifier, "tensor=2")
+    found = compiled_of(verifier, "tensor=2")
     assert whole_weights(found) == ["model.layers.0.mlp.gate.weight"]
-    assert str(found.layouts["model.layers.0.mlp.experts.gate_up_proj"]) == "f32[4, 96@tensor/2, 32]"
-    assert str(found.layouts["model.layers.0.mlp.experts.down_proj"]) == "f32[4, 32, 48@tensor]"
+    assert str(found.program.layouts["model.layers.0.mlp.experts.gate_up_proj"]) == "f32[4, 96@tensor/2, 32]"
+    assert str(found.program.layouts["model.layers.0.mlp.experts.down_proj"]) == "f32[4, 32, 48@tensor]"
     for plan in ("tensor=4", "data=2 tensor=2 zero=3"):
         report = verifier.verify(plan)
         assert report.ok, report
@@ -366,7 +370,7 @@ def test_experts_of_too_few_columns_a_rank_stay_whole() -> None:
     verifier = plait.Verifier(experts().bfloat16(), hf_loss, text(4))
     report = verifier.verify("tensor=4")
     assert report.ok, report
-    assert "model.layers.0.mlp.experts.gate_up_proj" in whole_weights(lowered_of(verifier, "tensor=4"))
+    assert "model.layers.0.mlp.experts.gate_up_proj" in whole_weights(compiled_of(verifier, "tensor=4"))
 
 
 # At their real widths, one layer each, as on any number of layers; on the meta device.
@@ -408,7 +412,7 @@ def test_almost_all_of_real_models_is_split(name: str) -> None:
     config = getattr(hf, f"{name}Config")(**{"vocab_size": 32000, "use_cache": False, **layers, **FAMILIES[name]})
     with torch.device("meta"):
         model = getattr(hf, f"{name}For{'MaskedLM' if name == 'Bert' else 'CausalLM'}")._from_config(config).train()
-    share = lowered(model, "tensor=2", hf_loss, rows=2).share
+    share = compiled(model, "tensor=2", hf_loss, rows=2).share
     assert share is not None and share.flops > 0.95, share
     assert sum(each.share for each in share.whole if not any(name in each.name for name in MEGATRON_KEEPS)) < 0.01, (
         share
@@ -433,7 +437,7 @@ class Odd(nn.Module):
 def test_inner_heads_and_layer_norms_over_all_of_them() -> None:
     torch.manual_seed(0)
     verifier = plait.Verifier(Decoder(Odd()).double(), loss_fn, text(4))
-    found = lowered_of(verifier, "tensor=4")
+    found = compiled_of(verifier, "tensor=4")
     assert whole_weights(found) == []
     assert max(gathered_columns(found), default=0) <= WIDTH  # gradients of the norms
     check(verifier, "tensor=4", "data=2 tensor=2")
@@ -451,7 +455,7 @@ class Unsplit(nn.Module):
 
 
 def test_the_user_is_told_what_stays_whole_and_why() -> None:
-    found = lowered(Decoder(Unsplit(), Unsplit(), Attention(4)), "tensor=2")
+    found = compiled(Decoder(Unsplit(), Unsplit(), Attention(4)), "tensor=2")
     assert found.share is not None
     assert 0.3 < found.share.parameters < 0.8
     assert found.share.whole[0].name == "blocks.*.wide.weight" and found.share.whole[0].num == 2

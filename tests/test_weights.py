@@ -18,7 +18,7 @@ import plait
 from plait.engine.checkpoint.export import export_weights
 from plait.errors import CheckpointError
 
-pytestmark = pytest.mark.xdist_group("checkpoints")  # trainers of tests/checkpointing.py share what is lowered
+pytestmark = pytest.mark.xdist_group("checkpoints")  # trainers of tests/checkpointing.py share what is compiled
 
 
 def test_weights_to_and_from_hugging_face(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
+from plait.backends.eager.rewrites.gather_ahead import Gathering
 from plait.comm.protocol import World
-from plait.compile.passes.gather import Gathering
 from plait.errors import BatchError, PlanError, RankFailed
 
 pytestmark = pytest.mark.xdist_group("zero")  # plans share what is captured

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from plait.compile.capture.batch import take_rows
-from plait.compile.lowered import Lowered
+from plait.compile.rank_program import RankProgram
 from plait.cost.compressed_bytes import bytes_exchanged
 from plait.engine.checks import check_plan, check_step
 from plait.engine.compiler import Captures, Compiler, LossFn
@@ -37,9 +37,10 @@ def explain(
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     check_plan(plan, model, None)
     own = _batch_of_worker(batch, plan) if plan.workers else batch
-    lowered = check_step(Compiler(Captures(model, loss_fn), plan.inner_plan, layouts), own, plan)
-    about = _service(plan, lowered) if plan.workers else _agreement(plan, lowered) if plan.relaxed_axis else ""
-    return replace(explanation(lowered), agreement=about, layouts=layouts)
+    compiled = check_step(Compiler(Captures(model, loss_fn), plan.inner_plan, layouts), own, plan)
+    program = compiled.program
+    about = _service(plan, program) if plan.workers else _agreement(plan, program) if plan.relaxed_axis else ""
+    return replace(explanation(compiled), agreement=about, layouts=layouts)
 
 
 def _batch_of_worker(batch: Any, plan: Plan) -> Any:
@@ -50,10 +51,10 @@ def _batch_of_worker(batch: Any, plan: Plan) -> Any:
     return take_rows(batch, rows, 0, rows // num)
 
 
-def _service(plan: Plan, lowered: Lowered) -> str:
+def _service(plan: Plan, program: RankProgram) -> str:
     """What workers and servers do beside the step that is shown, and what a worker moves for it."""
-    names = [name for name in lowered.states if name not in lowered.captured.frozen]
-    held = sum(math.prod(lowered.states[name].shape) * lowered.dtype_of(name).itemsize for name in names)
+    names = [name for name in program.states if name not in program.captured.frozen]
+    held = sum(math.prod(program.states[name].shape) * program.dtype_of(name).itemsize for name in names)
     servers = f"{plan.servers} server{'s' * (plan.servers != 1)}"
     what = "its gradient" if plan.sync == 1 else f"what {plan.sync} steps of its own have changed"
     how = f"through compress={plan.compress}" if plan.compress.kind != "none" else f"{human_bytes(held)}"
@@ -64,13 +65,13 @@ def _service(plan: Plan, lowered: Lowered) -> str:
     )
 
 
-def _agreement(plan: Plan, lowered: Lowered) -> str:
+def _agreement(plan: Plan, program: RankProgram) -> str:
     """What replicas do beside the step that is shown, and what a rank sends for it."""
     num = plan.mesh.axis_size(plan.relaxed_axis)
     mesh = plan.inner_plan.mesh
     sent = 0.0
-    for name, layout in lowered.states.items():
-        if name not in lowered.captured.frozen:
+    for name, layout in program.states.items():
+        if name not in program.captured.frozen:
             shape = layout.local_shape(mesh, mesh.coordinates(0))
             plain = any(fnmatch.fnmatchcase(name, pattern) for pattern in plan.exempt)
             sent += bytes_exchanged(shape, NO_COMPRESSION if plain else plan.compress, num)

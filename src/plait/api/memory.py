@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait.backends.eager.passes import eager_graphs
 from plait.comm.device import default_kind, is_host
 from plait.compile.cut_within import cut_within
-from plait.compile.lowered import Lowered
+from plait.compile.rank_program import RankProgram
 from plait.cost.memory_model import GRADIENTS, OPTIMIZER, PARAMETERS, RankMemory, single_changes
 from plait.engine.compiler import Captures, Compiler, LossFn
 from plait.engine.dry_run import dry_run
@@ -87,20 +88,23 @@ class Estimator:
         batch, kept = batch_of_replica(self._batch, given), bytes_kept(given)
         if not is_host(self._device):
             plan = plan.with_own_parameters()
-        lowered = Compiler(self._captures, plan, self._layouts).lowered(microbatches(batch, plan.micro)[0])
+        program = self._program(batch, plan)
         found: dict[Any, tuple[list[int], RankMemory]] = {}
         for number in range(given.mesh.size):
             here = given.mesh.coordinates(number)
             rank = plan.mesh.rank(here | dict.fromkeys([given.relaxed_axis] if given.relaxed_axis else [], 0))
-            kind = _kind(lowered, rank)
+            kind = _kind(program, rank)
             if kind not in found:
                 shared = is_host(self._device)  # the ranks of one host; several hosts take less
-                each = dry_run(lowered, model, batch, self._optimizer, self._device, rank, shared)
+                each = dry_run(program, model, batch, self._optimizer, self._device, rank, shared)
                 each = each.with_more(OPTIMIZER, kept * each.updated)
                 found[kind] = ([], each if self._built else each.without_start())
             found[kind][0].append(number)
-        num_parameters = sum(math.prod(layout.shape) for layout in lowered.states.values())
+        num_parameters = sum(math.prod(layout.shape) for layout in program.states.values())
         return MemoryEstimate(given, num_parameters, tuple((tuple(ranks), each) for ranks, each in found.values()))
+
+    def _program(self, batch: Any, plan: Plan) -> RankProgram:
+        return Compiler(self._captures, plan, self._layouts).compiled(microbatches(batch, plan.micro)[0]).program
 
     def until_it_fits(self, plan: Plan, limit: int) -> list[MemoryEstimate]:
         """Estimates of plans that differ from this one in one key, up to the first that stays within so many bytes on
@@ -120,7 +124,7 @@ class Estimator:
         if plan.mesh.axis_size(stage_axis()) == 1:
             return []
         batch = batch_of_replica(self._batch, plan)
-        lowered = Compiler(self._captures, plan.inner_plan, self._layouts).lowered(microbatches(batch, plan.micro)[0])
+        program = self._program(batch, plan.inner_plan)
         now = self.estimate(plan)
         peaks: dict[int, int] = {}
         for ranks, each in now.ranks:
@@ -128,15 +132,15 @@ class Estimator:
                 peaks[place] = max(peaks.get(place, 0), each.peak)
         most = now.fullest.most
         states = sum(most.get(c, 0) for c in (PARAMETERS, GRADIENTS, OPTIMIZER)) / max(most.get(PARAMETERS, 0), 1)
-        names = cut_within(lowered, peaks, states, limit)
+        names = cut_within(program, program.of_cells(eager_graphs(program)), peaks, states, limit)
         return [] if names is None or names == plan.cut else [dataclasses.replace(plan, cut=names)]
 
 
-def _kind(lowered: Lowered, rank: int) -> Any:
+def _kind(program: RankProgram, rank: int) -> Any:
     """What two ranks that take the same memory have in common: the shapes of their parts, and what they run."""
-    mesh = lowered.plan.mesh
+    mesh = program.plan.mesh
     here = mesh.coordinates(rank)
-    shapes = tuple(layout.local_shape(mesh, here) for layout in lowered.states.values())
-    only = {axis for layout in lowered.layouts.values() for axis, p in layout.placements if isinstance(p, Only)}
-    only |= {stage_axis()} if lowered.pipeline is not None else set()
+    shapes = tuple(layout.local_shape(mesh, here) for layout in program.states.values())
+    only = {axis for layout in program.layouts.values() for axis, p in layout.placements if isinstance(p, Only)}
+    only |= {stage_axis()} if program.pipeline is not None else set()
     return shapes, tuple(here[axis] for axis in sorted(only))

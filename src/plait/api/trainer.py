@@ -249,8 +249,8 @@ class Trainer:
     @property
     def split_share(self) -> SplitShare | None:
         """How much of the model an axis that splits weights does split; None without such an axis."""
-        lowered = self.executor.lowered
-        return None if lowered is None else lowered.share
+        compiled = self.executor.compiled
+        return None if compiled is None else compiled.share
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -389,7 +389,7 @@ class Trainer:
 
     def write_plan(self, folder: Path) -> None:
         """Write what `plait report` needs to know of the plan into the folder of a run; one rank calls it."""
-        write_plan(folder, self.executor.lowered, self.world, str(self.plan))
+        write_plan(folder, self.executor.compiled, self.world, str(self.plan))
 
 
 def _end_trace(reference: weakref.ref[Trainer]) -> None:

@@ -18,9 +18,10 @@ from plait.comm.threads import run_ranks
 from plait.compile.capture.batch import map_batch
 from plait.compile.capture.loss_values import loss_and_aux, results
 from plait.compile.capture.precision import Precision, narrowest
-from plait.compile.lowered import Lowered
+from plait.compile.compiled import Compiled
 from plait.compile.ops.dims import HALF
 from plait.compile.ops.split_sums import SplitSums
+from plait.compile.rank_program import RankProgram
 from plait.compile.stages.split import Pipeline
 from plait.engine.checks import check_given, check_plan, check_step
 from plait.engine.compiler import Captures, Compiler, LossFn
@@ -84,10 +85,11 @@ class Verifier:
         compiler = Compiler(self.captures, plan.inner_plan, layouts)
         if plan.workers:
             return self._verify_served(plan, compiler, layouts, tolerance)
-        lowered = self._lowered(compiler, self.batch, plan, self.optimizer)
-        reference, again = self._reference(plan, lowered)
+        compiled = self._compiled(compiler, self.batch, plan, self.optimizer)
+        program = compiled.program
+        reference, again = self._reference(plan, program)
         mine = self._run_plan(plan, compiler, min(reference.scale, again[0].scale) / _HEADROOM)
-        rules, bits = sorted(lowered.without_rule), _value_bits(lowered)
+        rules, bits = sorted(compiled.without_rule), _value_bits(program)
         return compare(reference, mine, again, plan, tolerance, rules, bits)
 
     def _verify_served(self, plan: Plan, compiler: Compiler, layouts: Annotations | None, tolerance: float) -> Report:
@@ -95,7 +97,7 @@ class Verifier:
             plan, compiler, self.batch, self.steps, optimizer=self.optimizer, layouts=layouts, seed=self.seed,
             clip_norm=self.clip_norm,
         )  # fmt: skip
-        lowered = self._lowered(compiler, check.first_batch, plan)
+        program = self._compiled(compiler, check.first_batch, plan).program
 
         def serial(plan: Plan, rounding: float = 0.0, draw: int = 0, wide: bool = False) -> RunResult:
             twin = self._twin(rounding, draw)
@@ -103,16 +105,16 @@ class Verifier:
                 twin.widen()
             return check.serial(twin, plan, _widened(self.batch) if wide else self.batch)
 
-        bits = _value_bits(lowered)
+        bits = _value_bits(program)
         reference, again = self._with_repetitions(serial, plan, bits)
         with self._preserved():
             mine = check.in_one_process()
         report = compare(reference, mine, again, plan, tolerance, (), bits)
         return replace(report, steps=self.steps)
 
-    def _lowered(
+    def _compiled(
         self, compiler: Compiler, batch: Any, plan: Plan, optimizer: OptimizerFactory | None = None
-    ) -> Lowered:
+    ) -> Compiled:
         """The step of a plan, before there are ranks that might find it refused."""
         try:
             return check_step(compiler, batch, plan, self.clip_norm, optimizer)
@@ -148,22 +150,22 @@ class Verifier:
         with self._preserved():
             return run_ranks(plan.mesh, rank, algorithm=plan.allreduce)[0]
 
-    def _reference(self, plan: Plan, lowered: Lowered) -> tuple[RunResult, list[RunResult]]:
+    def _reference(self, plan: Plan, program: RankProgram) -> tuple[RunResult, list[RunResult]]:
         """The run on one device, and again with weights that differ by rounding, and of half precision in float32;
         local batch norm, microbatches and precision have their own."""
         num_parts = plan.inner_plan.num_batch_parts if plan.batchnorm == "local" else 1
-        pipeline = lowered.pipeline
+        pipeline = program.pipeline
         stale = pipeline if pipeline is not None and pipeline.schedule.asynchronous else None
         own = stale is not None or bool(plan.relaxed_axis)  # a definition of its own
-        bits = _value_bits(lowered)
+        bits = _value_bits(program)
         levels = sorted({*bits.values()})
         key = (num_parts, plan.micro, plan.precision, plan.exceptions, str(plan) if own else "", *levels)
         if key not in self._references:
             if plan.relaxed_axis:
-                program: Callable[..., RunResult] = functools.partial(self._run_replicas, lowered)
+                serial: Callable[..., RunResult] = functools.partial(self._run_replicas, program)
             else:
-                program = functools.partial(self._run_one_device, num_parts=num_parts, stale=stale)
-            self._references[key] = self._with_repetitions(program, plan, bits)
+                serial = functools.partial(self._run_one_device, num_parts=num_parts, stale=stale)
+            self._references[key] = self._with_repetitions(serial, plan, bits)
         return self._references[key]
 
     def _with_repetitions(
@@ -244,7 +246,7 @@ class Verifier:
 
     def _run_replicas(
         self,
-        lowered: Lowered,
+        program: RankProgram,
         plan: Plan,
         rounding: float = 0.0,
         draw: int = 0,
@@ -254,14 +256,14 @@ class Verifier:
         """As _run_one_device, of replicas that agree later: what the first of them ends with."""
         if scale is None:
             scale = FIRST_SCALE if Precision(plan.precision, plan.exceptions).scaled else 1.0
-        pipeline = lowered.pipeline
+        pipeline = program.pipeline
         stale = pipeline if pipeline is not None and pipeline.schedule.asynchronous else None
         twins = [self._twin(rounding, draw) for _ in range(plan.mesh.axis_size(plan.relaxed_axis))]
         for twin in twins if wide else ():
             twin.widen()
         batch = _widened(self.batch) if wide else self.batch
         optimizers = [make_optimizer(self.optimizer, _trained(twin)) for twin in twins]
-        states = {n: lowered.states[n] for n, _ in self.captures.model.named_parameters() if n in lowered.states}
+        states = {n: program.states[n] for n, _ in self.captures.model.named_parameters() if n in program.states}
         serial = SerialReplicas(plan, twins, optimizers, states, self.captures.changing, stale, scale)
         losses, gradients, outputs = list[float](), dict[str, Tensor](), list[dict[str, Tensor]]()
         for step in range(self.steps):
@@ -270,7 +272,7 @@ class Verifier:
                     self.captures.loss_fn, batch, step_key(self.seed, step), step + 1, self.clip_norm
                 )
             except OverflowError:  # as the trainer's scale comes down, but before the first step
-                return self._run_replicas(lowered, plan, rounding, draw, wide, scale / 2)
+                return self._run_replicas(program, plan, rounding, draw, wide, scale / 2)
             losses.append(loss)
             outputs.append(aux)
             gradients = gradients or found
@@ -339,9 +341,9 @@ def _finite(losses: Sequence[float], gradients: Mapping[str, Tensor]) -> None:
             raise LossError(f"the gradient of {name} is not finite on one device: there is nothing to compare")
 
 
-def _value_bits(lowered: Lowered) -> dict[str, float]:
+def _value_bits(program: RankProgram) -> dict[str, float]:
     """The last bits that the loss, each gradient (by its parameter) and each buffer is rounded to on its way."""
-    outputs, rounded = lowered.captured.outputs, narrowest(lowered.captured.graph.graph)
+    outputs, rounded = program.captured.outputs, narrowest(program.captured.graph.graph)
     return {o.name: max(eps / 4, LAST_BITS["fp32"]) for o, eps in zip(outputs, rounded, strict=True)}
 
 

@@ -1,7 +1,7 @@
 """A world without other ranks, for dry runs on tensors without memory.
 
 Its collectives make the tensors that the transport would make, and move nothing. `meter` is told of them (see
-graph.liveness).
+compile/meter.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plait.comm.group import AloneComm, Done, Take, chunk, reduce_terms
 from plait.comm.key_value_store import KeyValueStore, LocalStore
 from plait.comm.protocol import Comm, RankMonitor, Work
 from plait.comm.segment import Arena
-from plait.compile.passes.liveness import Meter
+from plait.compile.meter import Meter
 from plait.cost.memory_model import ACTIVATIONS
 from plait.spec.mesh import Mesh
 

@@ -7,28 +7,32 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from plait.compile.ir.calls import placeholders
 from plait.compile.ir.dtypes import dtype_named
 from plait.compile.ir.estimate import seconds_of
 from plait.compile.ir.node_info import info_of, position_of
-from plait.compile.lowered import Lowered
+from plait.compile.rank_program import RankProgram
 from plait.schedule.cut import Item, Memory, choose_cut
+from plait.schedule.readiness import Cell
 from plait.spec.action import BACKWARD, FORWARD, WEIGHT
 from plait.spec.schedule import Schedule
 
 
-def cut_within(lowered: Lowered, peaks: Mapping[int, int], states: float, limit: int) -> tuple[str, ...] | None:
+def cut_within(
+    program: RankProgram, graphs: Mapping[Cell, Graph], peaks: Mapping[int, int], states: float, limit: int
+) -> tuple[str, ...] | None:
     """Modules for `cut=`, or None where there is no such cut or the schedule gives a rank several stages.
 
-    `peaks` are the bytes that each rank along the pipeline takes now; `states` says how many bytes of parameters,
-    gradients and optimizer state there are to each byte of parameters. What else a rank takes is left room for.
+    `graphs` are what a backend runs for the cells; `peaks` are the bytes that each rank along the pipeline takes now;
+    `states` says how many bytes of parameters, gradients and optimizer state there are to each byte of parameters.
+    What else a rank takes is left room for.
     """
-    pipeline = lowered.pipeline
+    pipeline = program.pipeline
     if pipeline is None or any(len(stages) > 1 for stages in pipeline.schedule.stages):
         return None
-    begins = _module_begins(lowered)
+    begins = _module_begins(program)
     places = sorted(begins)
     stage_of = [0] * len(places)
     seconds, held, kept = defaultdict[int, float](float), Counter[int](), Counter[int]()
@@ -36,23 +40,23 @@ def cut_within(lowered: Lowered, peaks: Mapping[int, int], states: float, limit:
     def item(node: Node) -> int:
         return max(bisect.bisect_right(places, position_of(node)) - 1, 0)
 
-    here = dict.fromkeys(lowered.plan.mesh.names, 0)
+    here = dict.fromkeys(program.plan.mesh.names, 0)
     seen: set[str] = set()
-    for (kind, stage), each in pipeline.cells.graphs.items():
-        named = {node.name: node for node in each.graph.nodes if info_of(node).stage == stage}
+    for (kind, stage), graph in graphs.items():
+        named = {node.name: node for node in graph.nodes if info_of(node).stage == stage}
         for node in named.values():
             seconds[item(node)] += seconds_of(node)
             if kind == FORWARD:
                 stage_of[item(node)] = stage
         if kind != FORWARD:
             continue
-        for node in placeholders(each.graph):
+        for node in placeholders(graph):
             name = info_of(node).name
             readers = [user for user in node.users if info_of(user).position is not None]
             if info_of(node).kind == "parameter" and readers and name not in seen:
                 seen.add(name)
-                layout = lowered.states[name]
-                size = math.prod(layout.local_shape(lowered.plan.mesh, here)) * dtype_named(layout.dtype).itemsize
+                layout = program.states[name]
+                size = math.prod(layout.local_shape(program.plan.mesh, here)) * dtype_named(layout.dtype).itemsize
                 held[item(readers[0])] += int(size * states)
         for value in pipeline.cells.values:
             if (
@@ -73,11 +77,11 @@ def cut_within(lowered: Lowered, peaks: Mapping[int, int], states: float, limit:
     return None if found is None else tuple(begins[places[i]] for i in found)
 
 
-def _module_begins(lowered: Lowered) -> dict[int, str]:
+def _module_begins(program: RankProgram) -> dict[int, str]:
     """The place of the first call of each module, of those that begin at one place the outermost."""
-    assert lowered.pipeline is not None
+    assert program.pipeline is not None
     first: dict[str, int] = {}
-    for (kind, _), each in lowered.pipeline.cells.graphs.items():
+    for (kind, _), each in program.pipeline.cells.graphs.items():
         for node in each.graph.nodes if kind == FORWARD else ():
             parts = info_of(node).module.split(".")
             for end in range(1, len(parts) + 1) if info_of(node).position is not None and parts[0] else ():

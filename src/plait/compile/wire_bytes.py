@@ -11,8 +11,8 @@ from torch.fx import Graph, Node
 
 from plait.compile.ir.calls import num_bytes, op_spec_of
 from plait.compile.ir.node_info import NodeInfo, info_of
-from plait.compile.lowered import Lowered
 from plait.compile.ops import CollectiveKind, Communication
+from plait.compile.rank_program import RankProgram
 from plait.compile.stages.split import Pipeline
 from plait.schedule.readiness import Cell
 
@@ -42,23 +42,23 @@ def collectives(graph: Graph, sizes: Mapping[str, int]) -> list[Collective]:
     return found
 
 
-def step_collectives(lowered: Lowered) -> list[Collective]:
+def step_collectives(program: RankProgram, graphs: Mapping[str, Graph]) -> list[Collective]:
     """Every collective of a step: of all its microbatches, and of the update. Of a pipeline's stage those of one rank
-    that has it."""
-    sizes = dict(lowered.plan.mesh.axes)
-    by_turn = {turn: collectives(graph, sizes) for turn, graph in lowered.graphs.items()}
-    cuts = lowered.cuts
-    gathers = cuts and lowered.plan.sharding.gathers_updates
-    if lowered.pipeline is None:
-        found = [one for turn in lowered.turns for one in by_turn[turn]]
-        return found + ([_gather_of_parts(lowered, list(cuts), sizes)] if gathers else [])
+    that has it. `graphs` are what a backend runs for those of the program."""
+    sizes = dict(program.plan.mesh.axes)
+    by_turn = {turn: collectives(graph, sizes) for turn, graph in graphs.items()}
+    cuts = program.cuts
+    gathers = cuts and program.plan.sharding.gathers_updates
+    if program.pipeline is None:
+        found = [one for turn in program.turns for one in by_turn[turn]]
+        return found + ([_gather_of_parts(program, list(cuts), sizes)] if gathers else [])
     found = []
-    for cell in lowered.pipeline.cells.graphs:
-        turns = [turn for num in _runs(lowered.pipeline, cell) for turn in lowered.turns_of_cell(cell, num)]
+    for cell in program.pipeline.cells.graphs:
+        turns = [turn for num in _runs(program.pipeline, cell) for turn in program.turns_of_cell(cell, num)]
         found += [replace(one, stage=cell[1]) for turn in turns for one in by_turn[turn]]
-    for stage in range(lowered.pipeline.cells.num_stages) if gathers else ():
-        names = [name for name in cuts if stage in lowered.pipeline.stages[name]]
-        found += [replace(_gather_of_parts(lowered, names, sizes), stage=stage)] if names else []
+    for stage in range(program.pipeline.cells.num_stages) if gathers else ():
+        names = [name for name in cuts if stage in program.pipeline.stages[name]]
+        found += [replace(_gather_of_parts(program, names, sizes), stage=stage)] if names else []
     return found
 
 
@@ -69,15 +69,15 @@ def _runs(pipeline: Pipeline, cell: Cell) -> list[int]:
     return [max(pipeline.num_micro(cell), default=0)]
 
 
-def _gather_of_parts(lowered: Lowered, names: Sequence[str], sizes: Mapping[str, int]) -> Collective:
+def _gather_of_parts(program: RankProgram, names: Sequence[str], sizes: Mapping[str, int]) -> Collective:
     """After an update every rank gets the parameters of which it has updated a part."""
     held = 0
     for name in names:
-        dtype = getattr(torch, lowered.dtypes[name]) if name in lowered.dtypes else lowered.dtype_of(name)
-        held += math.prod(lowered.cuts[name].part_shape(0)) * dtype.itemsize
+        dtype = getattr(torch, program.dtypes[name]) if name in program.dtypes else program.dtype_of(name)
+        held += math.prod(program.cuts[name].part_shape(0)) * dtype.itemsize
     info = NodeInfo(phase="update", origin="zero")
     return _collective(
-        CollectiveKind.ALL_GATHER, lowered.plan.sharding.axis, held, sizes, info, f"{len(names)} parameters"
+        CollectiveKind.ALL_GATHER, program.plan.sharding.axis, held, sizes, info, f"{len(names)} parameters"
     )
 
 
@@ -89,7 +89,7 @@ def _sent_by(node: Node, does: Communication, sizes: Mapping[str, int]) -> list[
     if does.counted:
         held, value = info.num_bytes, info.what
     else:
-        source = node.args[1]
+        source = node.args[does.tensor]
         assert isinstance(source, Node)
         held, value = num_bytes(source.meta["val"]), info.source or source.name
     found = [_collective(does.kind, first, held, sizes, info, value)]

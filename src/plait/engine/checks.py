@@ -19,7 +19,7 @@ from plait.compile.capture.capture import Captured
 from plait.compile.capture.fake_parameters import refuse_without_shape
 from plait.compile.capture.model_facts import model_facts
 from plait.compile.captured_facts import captured_facts
-from plait.compile.lowered import Lowered
+from plait.compile.compiled import Compiled
 from plait.compile.stages.split import num_stages, updates_within
 from plait.engine.compiler import Compiler
 from plait.engine.local_batch import num_rows
@@ -74,8 +74,8 @@ def check_step(
     plan: Plan,
     clip_norm: float | None = None,
     optimizer: OptimizerFactory | None = None,
-) -> Lowered:
-    """The step of a plan on a global batch, lowered, before there are ranks that might find it refused. `compiler` is
+) -> Compiled:
+    """The step of a plan on a global batch, compiled, before there are ranks that might find it refused. `compiler` is
     of the plan's inner plan; of a plan with servers the batch is one worker's.
 
     PlanError, with its Refusal, for a plan that this step cannot have; BatchError, LayoutError and CaptureError as the
@@ -87,11 +87,13 @@ def check_step(
             raise UnevenBatchError(refusal)
     captured = compiler.captured(first)
     facts = check_captured(compiler, plan, captured, clip_norm)
-    lowered = compiler.lowered_from(captured)
+    compiled = compiler.compiled_from(captured)
     if optimizer is not None:
         mesh = plan.inner_plan.mesh
-        refuse(plan, replace(facts, optimizer=facts_of_optimizer(optimizer, compiler.model, lowered.states, mesh)))
-    return lowered
+        refuse(
+            plan, replace(facts, optimizer=facts_of_optimizer(optimizer, compiler.model, compiled.program.states, mesh))
+        )
+    return compiled
 
 
 def refuse(plan: Plan, facts: StepFacts, place: Place | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Captures and lowers a step once for each shape of batch; plans share captures, ranks that are threads a compiler.
+"""Captures and compiles a step once for each shape of batch; plans share captures, ranks that are threads a compiler.
 
 A step is captured anew when what it has read of Python differs (engine/watch.py). Where that changes nothing of the
 graph, the values that differ are not looked at any more.
@@ -22,8 +22,8 @@ from plait.compile.capture.capture import Captured, capture, one_at_a_time
 from plait.compile.capture.precision import FULL, Precision
 from plait.compile.capture.reach import Reached
 from plait.compile.capture.same import same_step
-from plait.compile.lowered import NOTHING_SETTLED, Lowered
-from plait.compile.pipeline import lower
+from plait.compile.compiled import NOTHING_SETTLED, Compiled
+from plait.compile.pipeline import compile
 from plait.compile.stages.split import updates_within
 from plait.engine.effects import Changes, examine, settled
 from plait.engine.watch import PythonWatch, Variant, is_flag
@@ -200,7 +200,7 @@ def _shown(token: Any) -> str:
 
 
 class Compiler:
-    """From captures and a plan to the lowered step, cached by the batch's structure and shapes.
+    """From captures and a plan to the compiled step, cached by the batch's structure and shapes.
 
     Layouts of parameters are decided with the first batch and kept from then on.
     """
@@ -209,7 +209,7 @@ class Compiler:
         self.captures = captures
         self.plan = plan
         self.annotations = annotations
-        self._found: Recent[tuple[int, bool, int], Lowered] = Recent()
+        self._found: Recent[tuple[int, bool, int], Compiled] = Recent()
         self._settled = NOTHING_SETTLED
         self._lock = threading.Lock()
 
@@ -226,17 +226,17 @@ class Compiler:
         precision = Precision(self.plan.precision, self.plan.exceptions)
         return self.captures.captured(batch, train, precision, self.plan.micro == 1 or updates_within(self.plan))
 
-    def lowered(self, batch: Any, train: bool = True, num_micro: int = 1) -> Lowered:
-        """The lowered step for a global microbatch; of an evaluation for the first of so many."""
-        return self.lowered_from(self.captured(batch, train), train, num_micro)
+    def compiled(self, batch: Any, train: bool = True, num_micro: int = 1) -> Compiled:
+        """The compiled step for a global microbatch; of an evaluation for the first of so many."""
+        return self.compiled_from(self.captured(batch, train), train, num_micro)
 
-    def lowered_from(self, captured: Captured, train: bool = True, num_micro: int = 1) -> Lowered:
-        """As `lowered`, of a step that was captured for this plan."""
+    def compiled_from(self, captured: Captured, train: bool = True, num_micro: int = 1) -> Compiled:
+        """As `compiled`, of a step that was captured for this plan."""
         plan = self.plan if train else replace(self.plan, micro=num_micro)
         key = (id(captured), train, plan.micro)
         with self._lock:
             if key not in self._found:
-                found = lower(captured, plan, self.annotations, self._settled)
-                self._settled = self._settled.after(found)
+                found = compile(captured, plan, self.annotations, self._settled)
+                self._settled = self._settled.after(found.program)
                 self._found[key] = found
             return self._found[key]

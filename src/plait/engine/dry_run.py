@@ -18,15 +18,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph
 
+from plait.backends.eager.eager_backend import EagerBackend
 from plait.backends.eager.execute import Executor
+from plait.backends.eager.marked import marked
 from plait.backends.eager.offload.disk import DryRunFile
 from plait.backends.eager.offload.store import Offload
+from plait.backends.eager.passes import eager_graphs
 from plait.comm.dry_run_world import DryRunWorld
 from plait.compile.capture.batch import map_batch, row_dims
 from plait.compile.capture.capture import Captured
-from plait.compile.lowered import Lowered, cell_name
-from plait.compile.passes.liveness import Meter, marked
+from plait.compile.compiled import Compiled
+from plait.compile.meter import Meter
+from plait.compile.rank_program import RankProgram
 from plait.compile.stages.split import Pipeline
 from plait.cost.memory_model import ACTIVATIONS, BUFFERS, OPTIMIZER, PARAMETERS, RankMemory
 from plait.engine.compiler import Captures, Compiler
@@ -44,7 +49,7 @@ _NUM_MICRO = 3  # microbatches of a dry run: what is between the first and the l
 
 
 def dry_run(
-    lowered: Lowered,
+    program: RankProgram,
     model: nn.Module,
     batch: Any,
     optimizer: OptimizerFactory,
@@ -54,17 +59,19 @@ def dry_run(
 ) -> RankMemory:
     """What a step on a global batch takes on that rank, where it computes on `device`, and exchanges through shared
     memory or through torch.distributed."""
-    plan = lowered.plan
+    plan = program.plan
+    graphs = {name: marked(graph, program.graphs[name].gradients) for name, graph in eager_graphs(program).items()}
     meter = Meter(device)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     world = DryRunWorld(plan.mesh, rank, device, plan.allreduce, shared_memory, meter)
     with _without_memory(fake, meter):
         twin = _skeleton(model, device)
         model_bytes = meter.total
-        few = _with_few_microbatches(lowered, device)
+        few = _with_few_microbatches(program, device)
         homes = Offload(plan, world, file=DryRunFile())
         first = _local(batch, plan, few.plan.micro, device)
-        engine = Engine(_Known(few, twin), few.plan, world, optimizer, adopt=True, homes=homes)
+        backend = _Marked(homes, graphs)
+        engine = Engine(_Known(few, twin), few.plan, world, optimizer, adopt=True, homes=homes, backend=backend)
         engine.hold(first)
         executor = engine.executor
         executor.release()
@@ -76,7 +83,7 @@ def dry_run(
     updates = engine.state.optimizer
     assert updates is not None
     with _without_memory(fake, meter):
-        _make_state(updates, engine.state.update, executor.parameters, lowered)
+        _make_state(updates, engine.state.update, executor.parameters, program)
         for state in updates.state.values():
             meter.count(list(state.values()), OPTIMIZER)
         updates.register_step_pre_hook(lambda *_: meter.at("the optimizer's step", BUFFERS))
@@ -90,8 +97,8 @@ def dry_run(
         del result
         engine.update()
         del rest
-    if lowered.pipeline is not None:
-        world.expect(stage_axis(), _most_bytes_in_flight(lowered.pipeline, world))
+    if program.pipeline is not None:
+        world.expect(stage_axis(), _most_bytes_in_flight(program.pipeline, world))
     updated = sum(p.numel() for p in executor.parameters.values() if p.requires_grad)
     most, at_peak = Counter(meter.most), Counter(meter.at_peak)
     most[BUFFERS] += world.arena_bytes
@@ -116,42 +123,43 @@ def _without_memory(fake: FakeTensorMode, meter: Meter) -> Iterator[None]:
 class _Known(Compiler):
     """A compiler that has compiled already."""
 
-    def __init__(self, lowered: Lowered, model: nn.Module) -> None:
-        super().__init__(Captures(model, lambda *_: None), lowered.plan)
-        self._known = lowered
+    def __init__(self, program: RankProgram, model: nn.Module) -> None:
+        super().__init__(Captures(model, lambda *_: None), program.plan)
+        self._known = program
 
     def captured(self, batch: Any, train: bool = True) -> Captured:
         return self._known.captured
 
-    def lowered_from(self, captured: Captured, train: bool = True, num_micro: int = 1) -> Lowered:
-        return self._known
+    def compiled_from(self, captured: Captured, train: bool = True, num_micro: int = 1) -> Compiled:
+        return Compiled(self._known, {}, frozenset())
 
 
-def _with_few_microbatches(lowered: Lowered, device: torch.device) -> Lowered:
-    """The lowered step with graphs that tell of themselves and constants without memory, of few microbatches; a
-    pipeline has as many in flight as its schedule says, and keeps all."""
-    captured = lowered.captured
+class _Marked(EagerBackend):
+    """Runs these graphs, whatever the program."""
+
+    def __init__(self, homes: Offload, graphs: dict[str, Graph]) -> None:
+        super().__init__(homes)
+        self._graphs = graphs
+
+    def graphs(self, program: RankProgram) -> dict[str, Graph]:
+        return self._graphs
+
+
+def _with_few_microbatches(program: RankProgram, device: torch.device) -> RankProgram:
+    """The program with constants without memory, of few microbatches; a pipeline has as many in flight as its schedule
+    says, and keeps all."""
+    captured = program.captured
     constants = {
         name: torch.empty(value.shape, dtype=value.dtype, device=device) for name, value in captured.constants.items()
     }
-    plan = lowered.plan
-    if lowered.pipeline is None:
+    plan = program.plan
+    if program.pipeline is None:
         plan = dataclasses.replace(plan, micro=min(plan.micro, _NUM_MICRO))
     return dataclasses.replace(
-        lowered,
-        graphs={turn: marked(graph, _gradients(lowered, turn)) for turn, graph in lowered.graphs.items()},
+        program,
         captured=dataclasses.replace(captured, constants=constants),
         plan=plan,
     )
-
-
-def _gradients(lowered: Lowered, turn: str) -> list[int]:
-    """Which outputs of a graph are gradients."""
-    outputs = lowered.captured.outputs
-    if lowered.pipeline is not None:
-        named = {cell_name(cell): each for cell, each in lowered.pipeline.cells.graphs.items()}
-        outputs = named[turn.partition(".")[0]].outputs
-    return [i for i, output in enumerate(outputs) if output.kind == "gradient"]
 
 
 def _skeleton(model: nn.Module, device: torch.device) -> nn.Module:
@@ -209,10 +217,10 @@ def _batch_bytes(batch: Any, plan: Plan) -> int:
 
 
 def _make_state(
-    optimizer: torch.optim.Optimizer, update: Update, parameters: Mapping[str, Tensor], lowered: Lowered
+    optimizer: torch.optim.Optimizer, update: Update, parameters: Mapping[str, Tensor], program: RankProgram
 ) -> None:
     """Let the optimizer make its state, as in its first step."""
-    trained = {output.name for output in lowered.captured.outputs if output.kind == "gradient"}
+    trained = {output.name for output in program.captured.outputs if output.kind == "gradient"}
     for name, parameter in parameters.items():
         if name in trained:
             parameter.grad = torch.empty_like(parameter, requires_grad=False)

@@ -22,15 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from plait.backends.eager.program import StepResult
-from plait.backends.eager.stale_cells import Update
+from plait.backends.executable import StepResult, Update
 from plait.comm.device import random_devices
 from plait.comm.process import device_mesh
 from plait.comm.protocol import World
 from plait.compile.capture.batch import take_rows
 from plait.compile.capture.loss_values import Outputs, copied, join_outputs, read_loss
+from plait.compile.compiled import Compiled
 from plait.compile.ir.dtypes import torch_name
-from plait.compile.lowered import Lowered
 from plait.engine.boundary import has_process_group
 from plait.engine.compiler import Compiler, LossFn
 from plait.engine.local_batch import LocalBatch, batch_part, num_rows
@@ -103,7 +102,7 @@ class EagerExecutor:
     with_gradient: tuple[str, ...] = ()
     absent: Mapping[str, nn.Parameter] = MappingProxyType({})
     changing: frozenset[str] = frozenset()
-    lowered: Lowered | None = None
+    compiled: Compiled | None = None
     frozen: tuple[str, ...] = ()
 
     def __init__(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from plait.backends.eager.offload.store import Offload
-from plait.backends.eager.program import StepResult
+from plait.backends.executable import Backend, StepResult
 from plait.backends.recorder import TraceRecorder
 from plait.comm.agree import attempt
 from plait.comm.protocol import World
@@ -72,10 +72,11 @@ class StepLoss:
 class Engine:
     """Runs the steps of a plan on one rank.
 
-    compiler   the model and the loss, and what is captured and lowered of them
+    compiler   the model and the loss, and what is captured and compiled of them
     optimizer  as Trainer's; None where the gradients are all that is wanted
     homes      where parameters are kept that are not on the device; by default made for the plan, on `scratch`
     adopt      whether parameters that stay whole are the model's own tensors, so that training changes the model
+    backend    what executes the captured step; None: eager execution
     recorder   records what goes on, if there is a trace
     allow      as Trainer's
 
@@ -97,6 +98,7 @@ class Engine:
         scratch: str | Path | None = None,
         homes: Offload | None = None,
         recorder: TraceRecorder | None = None,
+        backend: Backend | None = None,
         allow: Collection[str] = (),
     ) -> None:
         self.compiler, self.plan, self.world = compiler, plan, world
@@ -109,6 +111,7 @@ class Engine:
         self.updates_within = updates_within(plan)
         self.factories = (optimizer, scheduler)
         self._on_nan, self._adopt, self._allow = on_nan, adopt, allow
+        self._backend = backend
         self._executor: StepExecutor | None = None
         self._structure: str | None = None  # of the first batch
         self._num_waiting = 0  # batches whose gradients no update has taken yet
@@ -146,11 +149,11 @@ class Engine:
         refuse_away(self.compiler.model)
         agree_on_setup(world, self.plan, self.compiler.model, state.seed, self.clip_norm, self._on_nan)
         self.hold(self.rows_here(batch))
-        if (lowered := self.executor.lowered) is not None:
-            captured = lowered.captured
+        if (compiled := self.executor.compiled) is not None:
+            captured = compiled.program.captured
             given = (self.compiler, self.plan, captured, self.clip_norm)
             attempt(world, lambda: check_captured(*given), "checking the plan")
-            if world.rank == 0 and (share := lowered.share) is not None:
+            if world.rank == 0 and (share := compiled.share) is not None:
                 _LOG.log(logging.INFO if share.parameters > _MOST else logging.WARNING, "%s", share)
         self.make_optimizer()
         if self.plan.relaxed_axis:
@@ -164,7 +167,7 @@ class Engine:
         compiler, world = self.compiler, self.world
         try:
             found: StepExecutor = RankExecutor(
-                compiler, world, batch, self.state.seed, self._adopt, self.homes, self.recorder
+                compiler, world, batch, self.state.seed, self._adopt, self.homes, self.recorder, self._backend
             )
         except CaptureError as error:
             refuse_unless_data_only(error, self.plan, world, compiler, batch)
@@ -230,7 +233,7 @@ class Engine:
         """Forward and backward of this replica's batch, and no more: `forward_backward` without its checks."""
         scale = None if self.state.loss_scale is None else self.state.loss_scale.tensor()
         update = self._update_within if self.updates_within else None
-        with nullcontext() if self.executor.lowered is not None else self.span("backward", "step"):
+        with nullcontext() if self.executor.compiled is not None else self.span("backward", "step"):
             return self.executor.run(batch, key, scale=scale, update=update)
 
     def update(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from plait.compile.passes.offload import is_large
+from plait.backends.eager.rewrites.offload_ops import is_large
 from plait.engine.trying import tried
 
 _Forms = list[tuple[tuple[int, ...], torch.dtype]]

@@ -62,7 +62,7 @@ def evaluate(run: Evaluated, data: Any, known: str | None) -> Any:
 def _is_uneven(run: Evaluated, batch: Any) -> bool:
     """Whether each rank evaluates the whole of a batch, because they do not divide it."""
     parts, rows = run.plan.num_batch_parts, num_rows(batch)
-    if run.executor.lowered is None or rows % parts == 0:
+    if run.executor.compiled is None or rows % parts == 0:
         return False
     if isinstance(batch, LocalBatch):
         raise BatchError(

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from plait.spec.layout import Layout
 
 if TYPE_CHECKING:  # a process that holds parameters and runs no step is ready in half the time without these
-    from plait.backends.eager.program import StepResult
-    from plait.compile.lowered import Lowered
+    from plait.backends.executable import StepResult
+    from plait.compile.compiled import Compiled
 
 
 class ModelParts(Protocol):
@@ -68,8 +68,8 @@ class StepExecutor(ModelParts, Protocol):
     """One rank of a model that trains: of a captured step RankExecutor, of a model that runs as it is EagerExecutor."""
 
     @property
-    def lowered(self) -> Lowered | None:
-        """The captured step of the first batch; None of a model that runs as it is."""
+    def compiled(self) -> Compiled | None:
+        """The compiled step of the first batch; None of a model that runs as it is."""
         ...
 
     @property

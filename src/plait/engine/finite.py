@@ -46,7 +46,7 @@ def clip(executor: StepExecutor, limit: float) -> float:
 
 def _late_checks(executor: StepExecutor) -> str:
     """The lines whose conditions the step checks itself."""
-    checks = () if executor.lowered is None else executor.lowered.captured.checks
+    checks = () if executor.compiled is None else executor.compiled.program.captured.checks
     if not checks:
         return ""
     return f"; or what the model or the loss makes sure of does not hold: {'; '.join(dict.fromkeys(checks))}"

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from plait.backends.eager.eager_backend import EagerBackend
 from plait.backends.eager.offload.store import Offload
-from plait.backends.eager.pipeline_program import PipelineProgram
-from plait.backends.eager.program import Program, StepResult
-from plait.backends.eager.stale_cells import Update
+from plait.backends.executable import Backend, Executable, StepResult, Update
 from plait.backends.recorder import TraceRecorder
 from plait.comm.agree import agree, attempt
 from plait.comm.device import is_host
@@ -22,8 +20,8 @@ from plait.comm.protocol import World
 from plait.compile.capture.batch import batch_form, batch_leaves, batch_numbers
 from plait.compile.capture.capture import Captured
 from plait.compile.capture.digest import captured_digest
-from plait.compile.lowered import Lowered
-from plait.compile.ops.draw import micro_key
+from plait.compile.compiled import Compiled
+from plait.compile.rank_program import RankProgram
 from plait.engine.compiler import Compiler, Recent
 from plait.engine.effects import Changes
 from plait.engine.initialise import initial_buffers
@@ -57,23 +55,25 @@ class RankExecutor:
         adopt: bool = False,
         homes: Offload | None = None,
         recorder: TraceRecorder | None = None,
+        backend: Backend | None = None,
     ) -> None:
         self.compiler = compiler
         self._recorder = recorder
         self.world = world
         self.homes = homes or Offload(compiler.plan, world)
-        self._programs: Recent[tuple[int, bool, int], Program | PipelineProgram] = Recent()
+        self._backend = backend or EagerBackend(self.homes)
+        self._executables: Recent[tuple[int, bool, int], Executable] = Recent()
+        self.compiled: Compiled  # the step of the first batch
         self._signatures: dict[tuple[str, bool], None] = {}  # of batches so far
         self.with_gradient: tuple[str, ...] = ()  # parameters that the last step gave gradients of, on any rank
         self.changing: frozenset[str] = frozenset()  # parameters that do not train, and that the step itself changes
         self.frozen: tuple[str, ...] = ()  # parameters that did not train in the last step
         model = compiler.model
-        lowered = self.program(first_microbatch(batch, compiler.plan.micro)).lowered
-        self.lowered: Lowered = lowered  # of the first batch
-        own = {name: p for name, p in model.named_parameters() if name not in lowered.captured.changing}
-        self.layouts: dict[str, Layout] = {name: lowered.states[name] for name in own}
+        program = self.executable(first_microbatch(batch, compiler.plan.micro)).program
+        own = {name: p for name, p in model.named_parameters() if name not in program.captured.changing}
+        self.layouts: dict[str, Layout] = {name: program.states[name] for name in own}
         self.dtypes = {name: p.dtype for name, p in own.items()}
-        self.variables = Variables(model, lowered, world, self.homes, seed, adopt)
+        self.variables = Variables(model, program, world, self.homes, seed, adopt)
         self._lent: set[str] = set()  # parameters whose memory is that of the values they were last given
         self.buffers: dict[str, Tensor] = {}
         buffers = dict(model.named_buffers())
@@ -120,8 +120,8 @@ class RankExecutor:
             if name not in self.parameters
         }
 
-    def program(self, batch: Any, train: bool = True, num_micro: int = 1) -> Program | PipelineProgram:
-        """The program for a microbatch of this structure and shape; to evaluate, for the first of so many."""
+    def executable(self, batch: Any, train: bool = True, num_micro: int = 1) -> Executable:
+        """What runs a microbatch of this structure and shape; to evaluate, for the first of so many."""
         whole = global_like(batch) if isinstance(batch, LocalBatch) else batch
         signature = batch_form(whole)
         is_new = (signature, train) not in self._signatures
@@ -141,21 +141,22 @@ class RankExecutor:
         else:
             captured = self.compiler.captured(whole, train)
         key = (id(captured), train, num_micro)
-        if key not in self._programs:
+        if key not in self._executables:
             if not is_new:
                 remedy = "change what loss_fn and model read in Python on all ranks alike, before the same step"
                 agree(self.world, captured_digest(captured), "step, captured anew", remedy=remedy)
             self._check_kinds(captured)
-            lowered = attempt(
-                self.world, lambda: self.compiler.lowered_from(captured, train, num_micro), "laying out the step"
+            compiled = attempt(
+                self.world, lambda: self.compiler.compiled_from(captured, train, num_micro), "laying out the step"
             )
-            make = Program if lowered.pipeline is None else PipelineProgram
-            self._programs[key] = make(lowered, self.world, self.homes, self._recorder)
-        return self._programs[key]
+            if not self._executables:
+                self.compiled = compiled
+            self._executables[key] = self._backend.build(compiled.program, self.world, self._recorder)
+        return self._executables[key]
 
     def _check_kinds(self, captured: Captured) -> None:
         """Raise PlanError where a later step changes parameters that the first one did not."""
-        if not self._programs:
+        if not self._executables:
             self.changing, self.frozen = captured.changing, captured.frozen
         if late := sorted(captured.changing - self.changing):
             raise PlanError(
@@ -172,8 +173,8 @@ class RankExecutor:
         """
         parts = microbatches(batch, self.compiler.plan.micro if train else self._parts_of_evaluation(batch))
         self.homes.begin_step()
-        program = self.program(parts[0]) if train else self.program(parts[0], False, len(parts))
-        captured = program.lowered.captured
+        executable = self.executable(parts[0]) if train else self.executable(parts[0], False, len(parts))
+        program, captured = executable.program, executable.program.captured
         self._follow_model()
         outside = self._outside(captured)
         buffers = {**self.buffers, **outside}
@@ -184,11 +185,8 @@ class RankExecutor:
                 f" micro={len(parts)} share one; leave micro out, or set the value before the first step"
             )
         before = changes.begin()
-        if isinstance(program, PipelineProgram):
-            leaves = [self._leaves(part, program.lowered) for part in parts]
-            results = program.run(key, self.variables.inputs, buffers, leaves, scale, update)
-        else:
-            results = self._one_by_one(program, parts, key, scale, buffers)
+        leaves = (self._leaves(part, program) for part in parts)
+        results = executable.run(key, self.variables.inputs, buffers, leaves, scale, update)
         self._hand_out(captured, outside)
         changes.end(before, len(parts))
         if train:
@@ -223,28 +221,10 @@ class RankExecutor:
     def _parts_of_evaluation(self, batch: Any) -> int:
         """As in training, so that the ranks of a pipeline work side by side; one where the rows do not allow it."""
         plan = self.compiler.plan
-        if self.lowered.pipeline is None:
+        if self.compiled.program.pipeline is None:
             return 1
         rows = num_rows(batch)
         return 1 if rows % (plan.micro * plan.num_batch_parts * plan.num_stage_parts) else plan.micro
-
-    def _one_by_one(
-        self, program: Program, parts: Sequence[Any], key: int, scale: Tensor | None, buffers: Mapping[str, Tensor]
-    ) -> list[StepResult]:
-        """Every microbatch through the whole step; `buffers` take their new values."""
-        results: list[StepResult] = []
-        sums: dict[str, Tensor] = {}
-        for index, part in enumerate(parts):
-            turn = program.lowered.turns[index]
-            leaves = self._leaves(part, program.lowered)
-            own = micro_key(key, index)
-            with nullcontext() if self._recorder is None else self._recorder.microbatch(index):
-                result = program.run(own, self.variables.inputs, buffers, leaves, turn=turn, sums=sums, scale=scale)
-            for name, value in result.buffers.items():
-                buffers[name].copy_(value)
-            sums = result.gradients
-            results.append(result)
-        return results
 
     def _outside(self, captured: Captured) -> dict[str, Tensor]:
         """The tensors from outside the model that the step reads, as they are now; copies of those that it changes."""
@@ -277,14 +257,14 @@ class RankExecutor:
         """The optimizer has stepped."""
         self.variables.updated()
 
-    def _leaves(self, batch: Any, lowered: Lowered) -> dict[str, Tensor]:
+    def _leaves(self, batch: Any, program: RankProgram) -> dict[str, Tensor]:
         """This rank's part of every tensor of the batch, on its device."""
         local = isinstance(batch, LocalBatch)
         tree = batch.tree if local else batch
         numbers = batch_numbers(tree)
-        found = {name: fed.tensor(numbers) for name, fed in lowered.captured.numbers.items()}
+        found = {name: fed.tensor(numbers) for name, fed in program.captured.numbers.items()}
         for name, leaf in batch_leaves(tree).items():
-            layout = lowered.layouts.get(name)
+            layout = program.layouts.get(name)
             part = leaf if local or layout is None else local_part(leaf, layout, self.world)
             found[name] = part.to(self.world.device, non_blocking=True)
         return found

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.protocol import World
-from plait.compile.lowered import Lowered
+from plait.compile.rank_program import RankProgram
 from plait.compile.sharding.flat_shards import Cut
 from plait.engine.state import lies_here
 from plait.errors import PlanError
@@ -36,24 +36,24 @@ class Common:
         return self.whole if self.cut is None else self.cut.part(self.whole, rank)
 
 
-def common_parameters(lowered: Lowered, world: World) -> dict[str, Common]:
+def common_parameters(program: RankProgram, world: World) -> dict[str, Common]:
     """Those of a plan with central=host, by name; values are still to be filled in. Every rank calls it.
 
     PlanError where the data ranks have no memory in common.
     """
-    sharding = lowered.plan.sharding
+    sharding = program.plan.sharding
     if not sharding.shares_parameters:
         return {}
-    cuts = lowered.cuts
+    cuts = program.cuts
     forms: dict[str, tuple[Tensor, Cut | None, bool]] = {}
     here = world.mesh.coordinates(world.rank)
-    for name in lowered.states:
-        layout = lowered.layouts[name]
+    for name in program.states:
+        layout = program.layouts[name]
         cut = cuts.get(name)
-        if not lies_here(layout, world) or (cut is None and (layout.placements or name not in lowered.captured.frozen)):
+        if not lies_here(layout, world) or (cut is None and (layout.placements or name not in program.captured.frozen)):
             continue
-        narrow = lowered.dtypes.get(name)
-        dtype = lowered.dtype_of(name) if narrow is None else getattr(torch, narrow)
+        narrow = program.dtypes.get(name)
+        dtype = program.dtype_of(name) if narrow is None else getattr(torch, narrow)
         shape = layout.local_shape(world.mesh, here)
         forms[name] = (_form(shape, dtype, cut if narrow is None else None), cut, narrow is not None)
     sizes = [-(-form.nbytes // _ALIGN) * _ALIGN for form, _, _ in forms.values()]

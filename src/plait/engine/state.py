@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from plait.backends.eager.collectives import all_gather, broadcast
 from plait.comm.protocol import World
-from plait.compile.ops import comm_ops
+from plait.compile.ops.comm_ops import take
 from plait.spec.layout import Layout, Only, Replicate, Shard, part_bounds
 
 
@@ -50,7 +51,7 @@ def gather_whole(local: Tensor | None, layout: Layout, world: World, dtype: torc
             if tensor is None:
                 outer = Layout(layout.dtype, layout.shape, layout.placements[:index])
                 tensor = torch.zeros(outer.local_shape(world.mesh, here), dtype=dtype, device=world.device)
-            tensor = comm_ops.broadcast(world, tensor, axis, placement.index)
+            tensor = broadcast(world, tensor, axis, placement.index)
     assert tensor is not None
     return tensor
 
@@ -59,7 +60,7 @@ def _take(whole: Tensor, rank: int, size: int, placement: Shard) -> Tensor:
     """Part `rank` of `size`; one that does not divide evenly is cut as spec.layout.part_bounds says."""
     num = whole.shape[placement.dim]
     if num % (size * placement.num_units) == 0:
-        return comm_ops.take(whole, rank, size, placement.dim, placement.blocks)
+        return take(whole, rank, size, placement.dim, placement.blocks)
     start, stop = part_bounds(num, size, rank)
     return whole.narrow(placement.dim, start, stop - start)
 
@@ -68,7 +69,7 @@ def _gather(world: World, part: Tensor, axis: str, placement: Shard, layout: Lay
     """The inverse of `_take` on every rank; no other axis cuts an uneven dim."""
     dim, size, num = placement.dim, world.mesh.axis_size(axis), layout.shape[placement.dim]
     if num % (size * placement.num_units) == 0:
-        return comm_ops.all_gather(world, part, axis, dim, placement.blocks)
+        return all_gather(world, part, axis, dim, placement.blocks)
     longest = part_bounds(num, size, 0)[1]
     padding = part.new_zeros((*part.shape[:dim], longest - part.shape[dim], *part.shape[dim + 1 :]))
     rows = world.comm(axis).all_gather(torch.cat([part, padding], dim)).wait()

@@ -15,9 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from plait.backends.eager.passes import eager_graphs
 from plait.backends.recorder import TraceRecorder
 from plait.comm.protocol import World
-from plait.compile.lowered import Lowered
+from plait.compile.compiled import Compiled
 from plait.compile.stages.stage_costs import estimate_costs
 from plait.cost.costs import Costs, read_costs
 from plait.errors import DataError, PlaitError, PlanError
@@ -69,17 +70,18 @@ class Recorded:
     memory_of: str  # allocated on the device, or resident in the host's memory
 
 
-def write_plan(folder: Path, lowered: Lowered | None, world: World, plan: str) -> None:
+def write_plan(folder: Path, compiled: Compiled | None, world: World, plan: str) -> None:
     """Write what rank 0 knows of a run into its folder, and remove the trace of an earlier one."""
     _make(folder)
     for path in (folder / TRACE).glob("rank-*.json"):
         path.unlink()
     found: dict[str, Any] = {"plan": plan, "axes": [[name, size] for name, size in world.mesh.axes]}
-    pipeline = None if lowered is None else lowered.pipeline
-    if pipeline is not None:
+    program = None if compiled is None else compiled.program
+    if program is not None and (pipeline := program.pipeline) is not None:
         found["schedule"] = str(pipeline.schedule)
         found["edges"] = [[list(a), list(b)] for a, b in sorted(pipeline.cells.edges())]
-        _write(folder / COSTS, json.dumps(_as_rows(estimate_costs(pipeline))))
+        costs = estimate_costs(pipeline.cells, program.of_cells(eager_graphs(program)))
+        _write(folder / COSTS, json.dumps(_as_rows(costs)))
     else:
         (folder / COSTS).unlink(missing_ok=True)
     _write(folder / PLAN, json.dumps(found))

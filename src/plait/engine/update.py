@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from plait.backends.eager.offload.disk import DiskPlace, Transfer
 from plait.backends.eager.offload.store import Offload, hollow
 from plait.backends.eager.page_memory import page_memory
+from plait.backends.eager.rewrites.offload_ops import is_large
 from plait.comm.device import synchronize
 from plait.comm.protocol import World
-from plait.compile.passes.offload import is_large
 from plait.cost.memory_model import padded
 from plait.engine.estimate_state import Foresight
 from plait.engine.optimizers import refuse_some_at_a_time

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from plait.backends.eager.offload.store import Offload, hollow
+from plait.backends.eager.rewrites.gather_ahead import Gathering
+from plait.backends.eager.rewrites.offload_ops import large
 from plait.comm.protocol import World
-from plait.compile.lowered import Lowered
-from plait.compile.passes.gather import Gathering
-from plait.compile.passes.offload import large
+from plait.compile.rank_program import RankProgram
 from plait.compile.sharding.flat_shards import Cut, FlatShards
 from plait.cost.memory_model import padded
 from plait.engine.initialise import initial_parameters
@@ -44,28 +44,28 @@ class Variables:
     """
 
     def __init__(
-        self, model: nn.Module, lowered: Lowered, world: World, homes: Offload, seed: int, adopt: bool
+        self, model: nn.Module, program: RankProgram, world: World, homes: Offload, seed: int, adopt: bool
     ) -> None:
-        sharding = lowered.plan.sharding
+        sharding = program.plan.sharding
         self._world = world
         self._axis = sharding.axis
         self._homes = homes
-        self._away = large(lowered.states) if homes.fetches_parameters else frozenset()
-        self._common = common_parameters(lowered, world)
-        self._bucket_bytes = lowered.plan.bucket_bytes
+        self._away = large(program.states) if homes.fetches_parameters else frozenset()
+        self._common = common_parameters(program, world)
+        self._bucket_bytes = program.plan.bucket_bytes
         # Of parameters whose parts are gathered after an update: how they are cut, the form of what the graph reads.
         self._cuts: dict[str, Cut] = {}
         self._wholes: dict[str, Tensor] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.inputs: dict[str, Tensor] = {}
         own = dict(model.named_parameters())
-        changing = lowered.captured.changing
+        changing = program.captured.changing
         self.changing: dict[str, Tensor] = {}  # parameters that do not train, and that the step itself changes; whole
-        states = lowered.layouts | (lowered.states if sharding.cuts_parameters else {})
+        states = program.layouts | (program.states if sharding.cuts_parameters else {})
         held = {name: states[name] for name in own}
-        cuts = lowered.cuts if sharding.gathers_updates else {}
+        cuts = program.cuts if sharding.gathers_updates else {}
         adopted: set[str] = set()
-        self._promise(lowered)
+        self._promise(program)
         for name, value in initial_parameters(model, held, world, seed):
             if name in changing:
                 assert value is not None
@@ -75,7 +75,7 @@ class Variables:
                 can_adopt = adopt and is_whole(held[name]) and not own[name].is_meta
                 if can_adopt and value.data_ptr() != own[name].data_ptr():
                     own[name].data = value  # of rank 0
-                if self._hold(name, value, own[name], cuts.get(name), lowered.dtypes.get(name), can_adopt):
+                if self._hold(name, value, own[name], cuts.get(name), program.dtypes.get(name), can_adopt):
                     adopted.add(name)
         self._buckets = list(self._make_buckets())
         if self._common:
@@ -164,19 +164,19 @@ class Variables:
                 homes.share(f"input/{name}", f"parameter/{name}")
         self.parameters[name] = nn.Parameter(kept, requires_grad=trains)
 
-    def _promise(self, lowered: Lowered) -> None:
+    def _promise(self, program: RankProgram) -> None:
         """Set room aside for what will be on disk, before anything is written."""
-        plan, here = lowered.plan, self._world.mesh.coordinates(self._world.rank)
-        sharding, cuts = plan.sharding, lowered.cuts
+        plan, here = program.plan, self._world.mesh.coordinates(self._world.rank)
+        sharding, cuts = plan.sharding, program.cuts
         if not self._away or plan.home_parameters != "disk":
             return
         num_bytes = 0
         for name in self._away:
-            if not lies_here(lowered.states[name], self._world):
+            if not lies_here(program.states[name], self._world):
                 continue
-            size = lowered.dtype_of(name).itemsize
-            part = padded(math.prod(lowered.states[name].local_shape(self._world.mesh, here)) * size)
-            whole = padded(math.prod(lowered.layouts[name].local_shape(self._world.mesh, here)) * size)
+            size = program.dtype_of(name).itemsize
+            part = padded(math.prod(program.states[name].local_shape(self._world.mesh, here)) * size)
+            whole = padded(math.prod(program.layouts[name].local_shape(self._world.mesh, here)) * size)
             num_bytes += 2 * part + (whole if name in cuts and sharding.gathers_updates else 0)
             num_bytes += whole if plan.micro > 1 and not sharding.sums_each_microbatch else 0
         self._homes.file.promise(num_bytes, "parameters and gradients")

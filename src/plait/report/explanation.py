@@ -10,20 +10,22 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from plait.compile.draft import Watcher
+from plait.backends.eager.passes import EAGER_PASSES, eager_graphs, make_eager
+from plait.backends.eager.rewrites.bucket import bucket_wait, rows_start, rows_wait
+from plait.backends.eager.rewrites.gather_ahead import gather_start
+from plait.compile.compiled import Compiled
 from plait.compile.ir.calls import is_item, op_spec_of, output_node
 from plait.compile.ir.dtypes import dtype_name
 from plait.compile.ir.node_info import info_of
-from plait.compile.lowered import Lowered
-from plait.compile.passes.bucket import bucket_wait, rows_start, rows_wait
-from plait.compile.passes.gather import gather_start
-from plait.compile.pipeline import PASSES, lower
+from plait.compile.pass_order import Watcher
+from plait.compile.pipeline import PASSES, compile
+from plait.compile.rank_program import RankProgram
 from plait.compile.wire_bytes import Collective, step_collectives
 from plait.errors import LayoutError
 from plait.plan.annotation import Annotations
 from plait.plan.axes import zero_axis
 from plait.report.bytes import human_bytes
-from plait.report.passes import pass_diff, pass_table
+from plait.report.pass_table import pass_diff, pass_table
 from plait.report.stages import describe_stages
 from plait.spec.layout import Layout, Only
 
@@ -32,15 +34,20 @@ from plait.spec.layout import Layout, Only
 class Explanation:
     """What a plan does to one captured step. `str` gives the whole page, `tensor` one tensor."""
 
-    lowered: Lowered
+    compiled: Compiled
     collectives: tuple[Collective, ...]
     agreement: str = ""  # of replicas that agree later, whose step this is: how they do
     layouts: Annotations | None = None  # that the user gave
 
     @property
+    def program(self) -> RankProgram:
+        """What the ranks run."""
+        return self.compiled.program
+
+    @property
     def sent_bytes(self) -> dict[str, float]:
         """Bytes that each rank sends in one step, by axis; of a pipeline's ranks the most that one of them sends."""
-        pipeline = self.lowered.pipeline
+        pipeline = self.program.pipeline
         by_rank: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for item in self.collectives:
             holders = [(0, 0)] if pipeline is None or item.stage is None else pipeline.schedule.holders(item.stage)
@@ -50,22 +57,22 @@ class Explanation:
         return {axis: max(sent[axis] for sent in by_rank.values()) for axis in axes}
 
     def __str__(self) -> str:
-        parameters = [i.name for i in self.lowered.captured.inputs if i.kind == "parameter"]
-        batch = [i.name for i in self.lowered.captured.inputs if i.kind == "batch"]
-        title = f"plan {self.lowered.plan.title}"
+        parameters = [i.name for i in self.program.captured.inputs if i.kind == "parameter"]
+        batch = [i.name for i in self.program.captured.inputs if i.kind == "batch"]
+        title = f"plan {self.program.plan.title}"
         lines = [*([self.agreement, "", f"each of them: {title}"] if self.agreement else [title]), "", "batch"]
-        lines += [f"  {name:40} {self.lowered.layouts[name]}" for name in batch if name in self.lowered.layouts]
+        lines += [f"  {name:40} {self.program.layouts[name]}" for name in batch if name in self.program.layouts]
         lines += ["", "parameters"]
-        lines += [f"  {name:40} {self.lowered.layouts[name]}{self._origin(name)}" for name in parameters]
-        if self.lowered.share is not None:
-            lines += ["", str(self.lowered.share)]
-        if stages := describe_stages(self.lowered):
+        lines += [f"  {name:40} {self.program.layouts[name]}{self._origin(name)}" for name in parameters]
+        if self.compiled.share is not None:
+            lines += ["", str(self.compiled.share)]
+        if stages := describe_stages(self.program):
             lines += ["", *stages]
         lines += ["", "collectives of one step, in order (bytes that each rank sends)"]
         lines += [f"  {_row(item)}" for item in self.collectives] or ["  none"]
         lines += ["", *self._totals()]
-        if self.lowered.without_rule:
-            lines += ["", f"ops without a rule, run on whole inputs: {', '.join(sorted(self.lowered.without_rule))}"]
+        if self.compiled.without_rule:
+            lines += ["", f"ops without a rule, run on whole inputs: {', '.join(sorted(self.compiled.without_rule))}"]
         return "\n".join(lines)
 
     def passes(self) -> str:
@@ -74,37 +81,38 @@ class Explanation:
 
     def diff(self, name: str) -> str:
         """What one pass changes, as a unified diff of the graphs. PlanError for a pass that is not known."""
-        return pass_diff(self._watched(name).reports, name, [each.name for each in PASSES])
+        return pass_diff(self._watched(name).reports, name, [each.name for each in (*PASSES, *EAGER_PASSES)])
 
     def _watched(self, diff: str = "") -> Watcher:
         watcher = Watcher(diff)
-        lower(self.lowered.captured, self.lowered.plan, self.layouts, watcher=watcher)
+        program = compile(self.program.captured, self.program.plan, self.layouts, watcher=watcher).program
+        make_eager(program, watcher)
         return watcher
 
     def tensor(self, name: str) -> str:
         """One tensor: a parameter, a leaf of the batch, or a value of the graph by its node's name."""
-        if name in self.lowered.layouts:
+        if name in self.program.layouts:
             return self._input(name)
         nodes = {node.name: node for graph in self._graphs() for node in graph.nodes if node.op == "call_function"}
         if name not in nodes:
-            near = difflib.get_close_matches(name, [*self.lowered.layouts, *nodes], n=5, cutoff=0.4)
+            near = difflib.get_close_matches(name, [*self.program.layouts, *nodes], n=5, cutoff=0.4)
             hint = f"did you mean {', '.join(near)}?" if near else "run explain without a tensor to see the names"
             raise LayoutError(f"the step has no tensor {name!r}; {hint}")
         return _describe(nodes[name])
 
     def _input(self, name: str) -> str:
         """A parameter, buffer or leaf of the batch: its layout, its readers, what becomes of its gradient."""
-        lowered = self.lowered
-        layout, captured = lowered.layouts[name], lowered.captured
-        local = list(layout.local_shape(lowered.plan.mesh))
+        program = self.program
+        layout, captured = program.layouts[name], program.captured
+        local = list(layout.local_shape(program.plan.mesh))
         part = "the whole tensor" if local == list(layout.shape) else f"{layout.dtype}{local}"
         holds = any(isinstance(placement, Only) for _, placement in layout.placements)
         part += (
             " on each rank that has it" if holds else " on every rank" if part.startswith("the") else " on each rank"
         )
         lines = [f"{name}  {layout}{self._origin(name)}", f"  local     {part}"]
-        if lowered.pipeline is not None and name in lowered.pipeline.stages:
-            lines.append(f"  stage     {', '.join(map(str, lowered.pipeline.stages[name]))}")
+        if program.pipeline is not None and name in program.pipeline.stages:
+            lines.append(f"  stage     {', '.join(map(str, program.pipeline.stages[name]))}")
         placeholder = next((i.node for i in captured.inputs if i.name == name), "")
         readers = [
             user
@@ -117,30 +125,28 @@ class Explanation:
         lines.append(f"  read by   {', '.join(modules) or 'nothing'}")
         ways = list(dict.fromkeys(_way_of_gradient(each) for each in self._gradients(name)))
         lines += [f"  gradient  {way}" for way in ways]
-        if len(lowered.pipeline.ranks_of(name) if lowered.pipeline and name in lowered.pipeline.stages else ()) > 1:
+        if len(program.pipeline.ranks_of(name) if program.pipeline and name in program.pipeline.stages else ()) > 1:
             lines.append("  gradient  added up over the ranks of the pipeline that have it")
         related = [c for c in self.collectives if name in c.value or name in c.origin]
         return "\n".join([*lines, *(f"  {_row(item)}" for item in related)])
 
     def _graphs(self) -> list[Graph]:
-        """The last microbatch's graph; of a pipeline that of each cell."""
-        lowered = self.lowered
-        if lowered.pipeline is None:
-            return [lowered.graph]
-        return [graph for name, graph in lowered.graphs.items() if name.partition(".")[2] in ("alone", "last", "more")]
+        """The last microbatch's graph as it runs; of a pipeline that of each cell."""
+        program = self.program
+        graphs = eager_graphs(program)
+        if program.pipeline is None:
+            return [graphs[program.turns[-1]]]
+        return [graphs[name] for name, part in program.graphs.items() if part.turn in ("alone", "last", "more")]
 
     def _gradients(self, name: str) -> list[Any]:
         """What leaves the graphs as a parameter's gradient."""
-        lowered = self.lowered
-        if lowered.pipeline is None:
-            pairs = [(lowered.captured.outputs, lowered.graph)]
+        program = self.program
+        graphs = eager_graphs(program)
+        if program.pipeline is None:
+            pairs = [(program.captured.outputs, graphs[program.turns[-1]])]
         else:
-            cells = lowered.pipeline.cells.graphs
-            pairs = [
-                (cells[cell].outputs, lowered.graphs[turn])
-                for cell in cells
-                for turn in lowered.turns_of_cell(cell, max(lowered.pipeline.num_micro(cell), default=0))[-1:]
-            ]
+            cells = program.pipeline.cells.graphs
+            pairs = [(cells[cell].outputs, graph) for cell, graph in program.of_cells(graphs).items()]
         found = []
         for outputs, graph in pairs:
             (results,) = output_node(graph).args
@@ -148,13 +154,13 @@ class Explanation:
         return found
 
     def _origin(self, name: str) -> str:
-        origin = self.lowered.origins.get(name)
+        origin = self.compiled.origins.get(name)
         return f"   <- {origin}" if origin else ""
 
     def _totals(self) -> list[str]:
         lines = ["in all"]
-        mesh = self.lowered.plan.mesh
-        most = "" if self.lowered.pipeline is None else "up to "
+        mesh = self.program.plan.mesh
+        most = "" if self.program.pipeline is None else "up to "
         for axis, sent in self.sent_bytes.items():
             size = mesh.axis_size(axis)
             lines.append(f"  {axis:8} {size} ranks, each sends {most}{human_bytes(sent)} a step")
@@ -178,8 +184,9 @@ _FORMULAS = (
 )
 
 
-def explanation(lowered: Lowered) -> Explanation:
-    return Explanation(lowered, tuple(step_collectives(lowered)))
+def explanation(compiled: Compiled) -> Explanation:
+    program = compiled.program
+    return Explanation(compiled, tuple(step_collectives(program, eager_graphs(program))))
 
 
 def _row(item: Collective) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from plait.backends.eager.passes import eager_graphs
 from plait.compile.ir.dtypes import dtype_named
 from plait.compile.ir.node_info import info_of
 from plait.compile.ir.views import is_view
-from plait.compile.lowered import Lowered
+from plait.compile.rank_program import RankProgram
 from plait.compile.stages.stage_costs import estimate_costs
 from plait.report.bytes import human_bytes
 from plait.spec.action import BACKWARD, FORWARD
@@ -16,21 +17,21 @@ from plait.spec.action import BACKWARD, FORWARD
 _WIDTH = 100  # characters of a rank's actions that are shown
 
 
-def describe_stages(lowered: Lowered) -> list[str]:
+def describe_stages(program: RankProgram) -> list[str]:
     """Lines of the page; none without a pipeline."""
-    pipeline = lowered.pipeline
+    pipeline = program.pipeline
     if pipeline is None:
         return []
-    costs, num = estimate_costs(pipeline), pipeline.cells.num_stages
+    costs, num = estimate_costs(pipeline.cells, program.of_cells(eager_graphs(program))), pipeline.cells.num_stages
     each = [costs.forward[i] + costs.backward[i] + costs.weight[i] for i in range(num)]
     lines = ["stages (their share of the cost as estimated; the parameters that lie there)"]
     for stage in range(num):
         names = [name for name, on in pipeline.stages.items() if stage in on]
         held = sum(
-            math.prod(lowered.layouts[name].shape) * dtype_named(lowered.layouts[name].dtype).itemsize for name in names
+            math.prod(program.layouts[name].shape) * dtype_named(program.layouts[name].dtype).itemsize for name in names
         )
         ranks = ",".join(str(rank) for rank, _ in pipeline.schedule.holders(stage))
-        first, last = stage_modules(lowered, stage)
+        first, last = stage_modules(program, stage)
         where = first if first == last else f"{first} .. {last}"
         share = each[stage] / (sum(each) or 1.0)
         lines.append(
@@ -58,10 +59,10 @@ def describe_stages(lowered: Lowered) -> list[str]:
     return lines
 
 
-def stage_modules(lowered: Lowered, stage: int) -> tuple[str, str]:
+def stage_modules(program: RankProgram, stage: int) -> tuple[str, str]:
     """The modules of the first and the last call of a stage's forward pass."""
-    assert lowered.pipeline is not None
-    graphs = lowered.pipeline.cells.graphs
+    assert program.pipeline is not None
+    graphs = program.pipeline.cells.graphs
     for kind in (FORWARD, BACKWARD):
         nodes = graphs[kind, stage].graph.nodes if (kind, stage) in graphs else ()
         own = [n for n in nodes if n.op == "call_function" and info_of(n).stage == stage]

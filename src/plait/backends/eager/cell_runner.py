@@ -27,9 +27,9 @@ class CellRunner:
         batches: Sequence[Mapping[str, Tensor]],
         scale: Tensor | None,
     ) -> None:
-        assert program.lowered.pipeline is not None
+        assert program.program.pipeline is not None
         self._program = program
-        self._pipeline = program.lowered.pipeline
+        self._pipeline = program.program.pipeline
         self._turns = turns
         self._exchange = exchange
         self._key = key

@@ -3,52 +3,61 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
+from torch.fx import Graph
 
 from plait.backends.eager.cell_runner import CellRunner
 from plait.backends.eager.execute import Executor
 from plait.backends.eager.offload.between import Between
 from plait.backends.eager.offload.store import Offload
-from plait.backends.eager.program import Program, StepResult, outputs_of
-from plait.backends.eager.stale_cells import StaleRunner, Update
+from plait.backends.eager.program import Program, outputs_of
+from plait.backends.eager.rewrites.offload_ops import large
+from plait.backends.eager.stale_cells import StaleRunner
+from plait.backends.executable import StepResult, Update
 from plait.backends.recorder import TraceRecorder
 from plait.comm.protocol import World
 from plait.compile.capture.loss_values import Outputs
 from plait.compile.ir.calls import output_node
-from plait.compile.lowered import Lowered
-from plait.compile.passes.offload import large
+from plait.compile.rank_program import RankProgram
 from plait.plan.axes import stage_axis
 from plait.plan.legality import activations_away, gradients_away
 from plait.spec.layout import Only
 
 
 class PipelineProgram:
-    """One lowered step with a pipeline, ready to run on one rank."""
+    """The program of a step with a pipeline, ready to run on one rank."""
 
-    def __init__(self, lowered: Lowered, world: World, homes: Offload, recorder: TraceRecorder | None = None) -> None:
-        assert lowered.pipeline is not None
-        self.lowered = lowered
+    def __init__(
+        self,
+        program: RankProgram,
+        graphs: Mapping[str, Graph],
+        world: World,
+        homes: Offload,
+        recorder: TraceRecorder | None = None,
+    ) -> None:
+        assert program.pipeline is not None
+        self.program = program
         self.world = world
-        self.pipeline = lowered.pipeline
-        self.program = Program(lowered, world, homes)
+        self.pipeline = program.pipeline
+        self._cells = Program(program, graphs, world, homes)
         self.comm = world.comm(stage_axis())
         self._homes = homes
-        away = large(lowered.states) if gradients_away(lowered.plan, world.device.type) else frozenset[str]()
+        away = large(program.states) if gradients_away(program.plan, world.device.type) else frozenset[str]()
         self._leaving = away & self.pipeline.added_up  # gradients that leave the device once they are added up
         cells, schedule = self.pipeline.cells, self.pipeline.schedule
         coordinates = world.mesh.coordinates(world.rank)
         keeper = None
-        if activations_away(lowered.plan, world.device.type):
+        if activations_away(program.plan, world.device.type):
             keeper = Between(homes, schedule, self.comm.rank, cells.values)
         self._executor = Executor(
             schedule, cells.values, list(cells.graphs), self.comm, coordinates, recorder, world.device, keeper
         )
         chunks = schedule.stages[self.comm.rank]
         self._turns = {
-            cell: lowered.turns_of_cell(cell, schedule.num_micro_of(self.comm.rank, chunks.index(cell[1])))
+            cell: program.turns_of_cell(cell, schedule.num_micro_of(self.comm.rank, chunks.index(cell[1])))
             for cell in cells.graphs
             if cell[1] in chunks
         }
@@ -78,17 +87,12 @@ class PipelineProgram:
         key: int,
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
-        batches: Sequence[Mapping[str, Tensor]],
+        batches: Iterable[Mapping[str, Tensor]],
         scale: Tensor | None = None,
         update: Update | None = None,
     ) -> list[StepResult]:
-        """Run on the microbatches of a step, given as Program.run takes each. The results of all of them; the last has
-        the sums of the gradients of this rank's parameters. `buffers` take their new values.
-
-        An asynchronous schedule updates within the step: `update` is then called with the gradients of each group of
-        microbatches, and changes `parameters` in place.
-        """
-        rest = (self.program, self._turns, self.exchange, key, parameters, buffers, batches, scale)
+        """As Executable.run."""
+        rest = (self._cells, self._turns, self.exchange, key, parameters, buffers, list(batches), scale)
         step: CellRunner
         if self.pipeline.schedule.asynchronous:
             assert update is not None, "only a trainer steps under an asynchronous schedule"
@@ -128,14 +132,14 @@ class PipelineProgram:
     def _lies_here(self, name: str) -> bool:
         """Whether this rank has the parameter, which may lie on one rank of another axis only."""
         here = self.world.mesh.coordinates(self.world.rank)
-        placements = self.lowered.states[name].placements
+        placements = self.program.states[name].placements
         return all(here[axis] in placement.ranks for axis, placement in placements if isinstance(placement, Only))
 
     def _receive(self, name: str, rank: int, tag: int) -> Tensor:
-        layout = self.lowered.states[name]
+        layout = self.program.states[name]
         here = self.world.mesh.coordinates(self.world.rank)
         shape = layout.local_shape(self.world.mesh, here)
-        like = torch.empty(shape, dtype=self.lowered.dtype_of(name), device=self.world.device)
+        like = torch.empty(shape, dtype=self.program.dtype_of(name), device=self.world.device)
         return self.comm.recv(like, rank, tag).wait()
 
     def _spread_buffers(self, buffers: Mapping[str, Tensor]) -> None:
@@ -178,5 +182,5 @@ class PipelineProgram:
         for (kind, name, _), (micros, work) in works.items():
             for micro, value in zip(micros, work.wait().unbind(), strict=True):
                 found[micro][kind][name] = value
-        parts = [outputs_of(self.lowered.captured, each["aux"], each["aux_weight"]) for each in found]
+        parts = [outputs_of(self.program.captured, each["aux"], each["aux_weight"]) for each in found]
         return [None if part is None else (part,) for part in parts]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
+from plait.backends.eager.collectives import WORLD, world_of
 from plait.backends.eager.offload.store import Offload
+from plait.backends.eager.rewrites.stash import stashed_bytes
 from plait.backends.eager.unsupported import missing_kernel
+from plait.backends.executable import StepResult, Update
 from plait.backends.recorder import TraceRecorder
 from plait.comm.protocol import World
 from plait.compile.capture.capture import Captured, Output
@@ -21,39 +24,33 @@ from plait.compile.capture.loss_values import LossPart, Outputs
 from plait.compile.capture.precision import Precision
 from plait.compile.ir.calls import placeholders
 from plait.compile.ir.node_info import info_of
-from plait.compile.lowered import Lowered
-from plait.compile.passes.stash import stashed_bytes
-from plait.compile.sharding.partition import WORLD
+from plait.compile.ops.draw import micro_key
+from plait.compile.rank_program import RankProgram
 from plait.compile.stages.specialise import specialise
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one run of the graph gave: local tensors by name. A gradient that lies on another rank is absent, and one
-    that has left the device, which is still to be multiplied by `factor`."""
-
-    loss: Tensor
-    parts: tuple[Tensor, Tensor] | None  # (sum, weight) where the loss was given so
-    gradients: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    factor: float = 1.0
-    aux: tuple[Outputs, ...] | None = None  # of each microbatch, where the loss came with outputs beside it
-
 
 _NAMED = ("parameter", "buffer", "batch", "constant", "sum")
 _RESULTS = ("loss", "sum", "weight", "aux", "aux_weight", "gradient", "buffer", "value")
 
 
 class Program:
-    """One lowered step, ready to run on one rank."""
+    """The program of a step without a pipeline, ready to run on one rank; of one with a pipeline, what calls its
+    graphs. `graphs` are the eager ones."""
 
-    def __init__(self, lowered: Lowered, world: World, homes: Offload, recorder: TraceRecorder | None = None) -> None:
-        self.lowered = lowered
+    def __init__(
+        self,
+        program: RankProgram,
+        graphs: Mapping[str, Graph],
+        world: World,
+        homes: Offload,
+        recorder: TraceRecorder | None = None,
+    ) -> None:
+        self.program = program
         self.world = world
+        self._graphs = graphs
         self._recorder = recorder
         self._homes = homes
-        homes.make_room(max(stashed_bytes(graph) for graph in lowered.graphs.values()))
-        captured = lowered.captured
+        homes.make_room(max(stashed_bytes(graph) for graph in graphs.values()))
+        captured = program.captured
         self._outputs = captured.outputs
         self._constants = {name: value.to(world.device) for name, value in captured.constants.items()}
         self._coordinates = world.mesh.coordinates(world.rank)
@@ -64,29 +61,33 @@ class Program:
         key: int,
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
-        batch: Mapping[str, Tensor],
-        *,
-        turn: str = "alone",
-        sums: Mapping[str, Tensor] | None = None,
+        batches: Iterable[Mapping[str, Tensor]],
         scale: Tensor | None = None,
-    ) -> StepResult:
-        """Run on local tensors; `key` seeds the random draws and is the same on every rank.
+        update: Update | None = None,
+    ) -> list[StepResult]:
+        """As Executable.run: every microbatch through the whole step."""
+        results: list[StepResult] = []
+        sums: dict[str, Tensor] = {}
+        for index, (turn, batch) in enumerate(zip(self.program.turns, batches, strict=True)):
+            given = {"parameter": parameters, "buffer": buffers, "batch": batch, "sum": sums, "scale": scale}
+            with nullcontext() if self._recorder is None else self._recorder.microbatch(index):
+                found = self.call(turn, self._outputs, key=micro_key(key, index), **given)
+            for name, value in found["buffer"].items():
+                buffers[name].copy_(value)
+            sums = found["gradient"]
+            results.append(self._result(found))
+        return results
 
-        `turn` is one of compile/passes/accumulation.py, `sums` are the gradients so far, which are taken over; `scale`
-        multiplies the loss that is differentiated.
-        """
-        found = self.call(
-            turn, self._outputs, parameter=parameters, buffer=buffers, batch=batch, sum=sums or {}, key=key, scale=scale
-        )
+    def _result(self, found: Mapping[str, dict[str, Any]]) -> StepResult:
         parts = None
         if found["sum"]:
             parts = (next(iter(found["sum"].values())), next(iter(found["weight"].values())))
         (loss,) = found["loss"].values()
-        aux = outputs_of(self.lowered.captured, found["aux"], found["aux_weight"])
+        aux = outputs_of(self.program.captured, found["aux"], found["aux_weight"])
         return StepResult(loss, parts, found["gradient"], found["buffer"], aux=None if aux is None else (aux,))
 
     def call(self, graph: str, outputs: Sequence[Output], **given: Any) -> dict[str, dict[str, Any]]:
-        """Run one of the lowered graphs; its results by kind and name. `given` has its inputs by kind: of those that
+        """Run one of the graphs; its results by kind and name. `given` has its inputs by kind: of those that
         have names a mapping, of others the value."""
         forward, local, inputs = self._turn(graph)
         given |= {"constant": self._constants, "homes": self._homes}
@@ -95,7 +96,7 @@ class Program:
             with torch.no_grad():
                 values = forward(None, self.world, *args)
         except RuntimeError as error:
-            plan = self.lowered.plan
+            plan = self.program.plan
             refusal = missing_kernel(error, local, Precision(plan.precision, plan.exceptions))
             if refusal is None:
                 raise
@@ -109,10 +110,10 @@ class Program:
     def _turn(self, turn: str) -> tuple[Any, Graph, list[tuple[str, str]]]:
         """The turn's function, its graph, and (kind, name) of what it takes after the world."""
         if turn not in self._turns:
-            graph = specialise(self.lowered.graphs[turn], self._coordinates)
-            if self._recorder is not None and self.lowered.pipeline is None:
+            graph = specialise(self._graphs[turn], self._coordinates)
+            if self._recorder is not None and self.program.pipeline is None:
                 graph = self._recorder.marked(graph)
-            captured = {i.node: (i.kind, i.name) for i in self.lowered.captured.inputs}
+            captured = {i.node: (i.kind, i.name) for i in self.program.captured.inputs}
             inputs = [
                 captured.get(node.name) or (info_of(node).kind, info_of(node).name)
                 for node in placeholders(graph)
@@ -138,8 +139,6 @@ def _compile(graph: Graph) -> Any:
     """The graph as a Python function that lets go of each value at its last use; its first argument is not used."""
     with _one_at_a_time:
         if graph not in _functions:
-            if not any(node.op == "placeholder" and node.name == WORLD for node in graph.nodes):
-                with graph.inserting_before(next(iter(graph.nodes))):
-                    graph.placeholder(WORLD)
+            world_of(graph)
             _functions[graph] = type(GraphModule({}, graph)).forward
         return _functions[graph]

@@ -9,7 +9,7 @@ Generalized Pipeline Parallelism for DNN Training"; 2021, "Memory-Efficient Pipe
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,11 +17,10 @@ from torch import Tensor
 
 from plait.backends.eager.cell_runner import CellRunner
 from plait.backends.eager.execute import Box
+from plait.backends.executable import Update
 from plait.schedule.readiness import Cell
 from plait.spec.action import BACKWARD
 from plait.spec.schedule import Schedule
-
-Update = Callable[[dict[str, Tensor]], None]
 
 
 class StaleRunner(CellRunner):
@@ -46,7 +45,7 @@ class StaleRunner(CellRunner):
         version, (first, num) = self._version[micro], self._groups[micro]
         weights = self._parameters if version == self._newest else self._older[version]
         backward = cell[0] == BACKWARD
-        turns = self._program.lowered.turns_of_cell(cell, num if backward else 1)
+        turns = self._program.program.turns_of_cell(cell, num if backward else 1)
         if backward:
             self._sums = defaultdict(dict, self._of_group.get(first, {}))
         found = self._call(cell, micro, box, turns[self._done[first, cell] if backward else 0], weights)

@@ -19,8 +19,8 @@ class NodeInfo:
     """Facts of one node. Passes replace the record as a whole; copies of a node share it."""
 
     # of a placeholder
-    kind: str = ""  # parameter, buffer, batch, constant, ... as a captured step's Input has it; sum, homes, box
-    name: str = ""  # of the parameter, buffer or leaf of the batch that it brings
+    kind: str = ""  # parameter, buffer, batch, constant, ... as a captured step's Input has it; value, sum, homes, box
+    name: str = ""  # of the parameter, buffer, leaf of the batch or value of another cell that it brings
     stored_dtype: torch.dtype | None = None  # of a parameter that the graph reads in another dtype than it is kept in
 
     # of a call, where it comes from
@@ -88,3 +88,7 @@ def is_backward(node: Node) -> bool:
 
 def is_forward(node: Node) -> bool:
     return info_of(node).phase == "forward"
+
+
+def phase_of(node: Node) -> str:
+    return "forward" if is_forward(node) else "backward"

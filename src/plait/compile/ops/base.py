@@ -66,13 +66,12 @@ class Builder(Protocol):
 
     axis: str
     size: int  # number of ranks along the axis
-    world: Node  # stands for the rank's World, which collectives take first
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
         """Append a call and return its node; its local value is worked out at once, so `shape` knows it."""
 
     def collective(self, op: Any, tensor: Node, shape: tuple[int, ...], *args: Any, axis: str = "") -> Node:
-        """Append a call `op(world, tensor, axis, *args)` of ops.comm_ops, whose result has this local shape; the axis
+        """Append a call `op(tensor, axis, *args)` of ops.comm_ops, whose result has this local shape; the axis
         is the builder's own where none is named."""
 
     def shape(self, node: Node) -> tuple[int, ...]: ...
@@ -149,17 +148,19 @@ class CollectiveKind(enum.Enum):
 
 @dataclass(frozen=True)
 class Communication:
-    """The collective that a call is, begins or ends. Its tensor is argument 1 and its axis argument 2, but as said.
+    """The collective that a call is, begins or ends.
 
     kind    the collective; of a `wait` that ends several kinds, any
     part    whether the call is the whole of it, its start or its end
+    tensor  position of the tensor
     axis    position of the axis's name, or of several: the result is then all-reduced over the further ones
     counted whether the node's record says how many bytes go in (NodeInfo.num_bytes), else the tensor does
     """
 
     kind: CollectiveKind
     part: Literal["whole", "start", "wait"] = "whole"
-    axis: int = 2
+    tensor: int = 0
+    axis: int = 1
     counted: bool = False
 
 

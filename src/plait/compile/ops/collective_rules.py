@@ -23,7 +23,7 @@ from plait.compile.ops.base import (
     register,
 )
 from plait.compile.ops.dims import first_operand
-from plait.cost.memory_model import ACTIVATIONS, BUFFERS
+from plait.cost.memory_model import ACTIVATIONS, BUFFERS, GRADIENTS
 from plait.spec.layout import local_shape
 
 _ARRIVES = MemoryUse(BUFFERS, ACTIVATIONS)  # through a buffer of the transport
@@ -40,14 +40,14 @@ def _factors(*positions: int) -> Callable[[Call], Sequence[Factor]]:
 
 
 def _summed(call: Call) -> Sequence[tuple[int, ...]]:
-    return ((0,),) if call.arg(3, "op", "sum") == "sum" else no_groups(call)
+    return ((0,),) if call.arg(2, "op", "sum") == "sum" else no_groups(call)
 
 
 def _emit(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
     """The same collective of the earlier axis, on what this axis leaves of the tensor."""
     (out,) = call.outputs
     assert out is not None
-    _, tensor, axis, *rest = args
+    tensor, axis, *rest = args
     return b.collective(call.op, tensor, local_shape(out.shape, strategy.outputs[0], b.size), *rest, axis=axis)
 
 
@@ -68,7 +68,7 @@ register(
         linear=first_operand,
         emit=_emit,
         moves=True,
-        copies=1,
+        copies=0,
         communicates=Communication(CollectiveKind.BROADCAST),
         memory=_ARRIVES,
     ),
@@ -76,7 +76,7 @@ register(
 register(
     comm_ops.all_gather,
     spec=OpSpec(
-        factors=_factors(3),
+        factors=_factors(2),
         linear=first_operand,
         emit=_emit,
         moves=True,
@@ -87,7 +87,7 @@ register(
 register(
     comm_ops.reduce_scatter,
     spec=OpSpec(
-        factors=_factors(3),
+        factors=_factors(2),
         linear=first_operand,
         emit=_emit,
         communicates=Communication(CollectiveKind.REDUCE_SCATTER),
@@ -97,7 +97,7 @@ register(
 register(
     comm_ops.all_to_all,
     spec=OpSpec(
-        factors=_factors(3, 5),
+        factors=_factors(2, 4),
         linear=first_operand,
         emit=_emit,
         moves=True,
@@ -105,14 +105,9 @@ register(
         memory=_ARRIVES,
     ),
 )
-register(comm_ops.shard, spec=OpSpec(factors=_factors(3), linear=first_operand, emit=_emit, moves=True))
-register(
-    comm_ops.all_reduce_start,
-    spec=OpSpec(communicates=Communication(CollectiveKind.ALL_REDUCE, "start"), memory=MemoryUse(ACTIVATIONS)),
-)
-register(
-    comm_ops.wait,
-    spec=OpSpec(moves=True, communicates=Communication(CollectiveKind.ALL_REDUCE, "wait"), memory=_ARRIVES),
-)
+register(comm_ops.shard, spec=OpSpec(factors=_factors(2), linear=first_operand, emit=_emit, moves=True))
+register(comm_ops.gather_part, spec=OpSpec(moves=True, communicates=Communication(CollectiveKind.ALL_GATHER)))
+register(comm_ops.scatter_part, spec=OpSpec(communicates=Communication(CollectiveKind.REDUCE_SCATTER)))
+register(comm_ops.take_part, spec=OpSpec(memory=MemoryUse(BUFFERS, GRADIENTS)))
 register(comm_ops.in_format, spec=OpSpec(view=View.PART))  # or a copy
 register(comm_ops.coordinate, spec=OpSpec())

@@ -1,73 +1,48 @@
 """The calls that plait adds to a graph: collectives along one mesh axis, and changes of memory format.
 
-Each collective takes the rank's World first (a placeholder of the graph, named `world`): nothing is reached through a
-global. Tensors are local; `blocks` is as in `spec.layout.Shard`. What comes out is dense, as the values of one device
+A collective is a `CommOp`: a graph names it, and a backend carries it out. Each takes one tensor and gives one, both
+local to a rank; `blocks` is as in `spec.layout.Shard`, and a `cut` is (shape, dim, size): a tensor of that shape, cut
+along a dim into so many parts as `spec.layout.part_bounds` says. What comes out is dense, as the values of one device
 are: some kernels read an input's memory without asking for its strides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from plait.spec.layout import Blocks, block_lengths
 
-World = Any  # comm.protocol.World; compile/ lies below comm/ and knows it only by its methods
+PlainCut = tuple[tuple[int, ...], int, int]  # (shape, dim, size)
 
 
-def coordinate(world: World, axis: str) -> int:
-    """This rank's index along the axis."""
-    return world.comm(axis).rank  # type: ignore[no-any-return]
+class CommOp:
+    """A call that the ranks of an axis make together, by its name. Nothing runs before a backend has put its own
+    function in the place of the call."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__: Final = name
+
+    def __repr__(self) -> str:
+        return self.__name__
+
+    def __call__(self, *args: Any) -> Any:
+        raise AssertionError(f"{self.__name__} is carried out by a backend")
 
 
-def all_reduce(world: World, tensor: Tensor, axis: str, op: str = "sum") -> Tensor:
-    return world.comm(axis).all_reduce(tensor.contiguous(), op).wait()  # type: ignore[no-any-return]
-
-
-def all_reduce_start(world: World, tensor: Tensor, axis: str, op: str = "sum") -> Any:
-    """Begin an all-reduce; `wait` ends it. Between the two the rank computes on."""
-    return world.comm(axis).all_reduce(tensor.contiguous(), op)
-
-
-def wait(work: Any) -> Tensor:
-    return work.wait()  # type: ignore[no-any-return]
-
-
-def all_gather(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks) -> Tensor:
-    """Shard(dim, blocks) -> whole."""
-    rows = world.comm(axis).all_gather(tensor.contiguous()).wait()
-    return _join(rows, dim, blocks)
-
-
-def reduce_scatter(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks) -> Tensor:
-    """Partial sums -> Shard(dim, blocks)."""
-    comm = world.comm(axis)
-    return comm.reduce_scatter(_parts(tensor, comm.size, dim, blocks)).wait()  # type: ignore[no-any-return]
-
-
-def shard(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks) -> Tensor:
-    """Whole -> Shard(dim, blocks): this rank's part, nothing is sent."""
-    comm = world.comm(axis)
-    part = take(tensor, comm.rank, comm.size, dim, blocks)
-    # A part of outer rows lies in one piece as it is; of a tensor with gaps the copy has none, in the same order.
-    return part if part.is_contiguous() else part.clone(memory_format=torch.preserve_format)
-
-
-def all_to_all(
-    world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks, to_dim: int, to_blocks: Blocks
-) -> Tensor:
-    """Shard(dim, blocks) -> Shard(to_dim, to_blocks), on another dim."""
-    comm = world.comm(axis)
-    rows = comm.all_to_all(_parts(tensor, comm.size, to_dim, to_blocks)).wait()
-    return _join(rows, dim, blocks)
-
-
-def broadcast(world: World, tensor: Tensor, axis: str, root: int) -> Tensor:
-    """Only(root) -> whole. The other ranks give any tensor of the shape."""
-    return world.comm(axis).broadcast(tensor.contiguous(), root).wait()  # type: ignore[no-any-return]
+coordinate = CommOp("coordinate")  # (axis) -> int: this rank's index along the axis
+all_reduce = CommOp("all_reduce")  # (tensor, axis, op)
+all_gather = CommOp("all_gather")  # (tensor, axis, dim, blocks): Shard(dim, blocks) -> whole
+reduce_scatter = CommOp("reduce_scatter")  # (tensor, axis, dim, blocks): partial sums -> Shard(dim, blocks)
+shard = CommOp("shard")  # (tensor, axis, dim, blocks): whole -> Shard(dim, blocks), this rank's part; nothing is sent
+all_to_all = CommOp("all_to_all")  # (tensor, axis, dim, blocks, to_dim, to_blocks): Shard -> Shard on another dim
+broadcast = CommOp("broadcast")  # (tensor, axis, root): Only(root) -> whole; other ranks give any tensor of the shape
+gather_part = CommOp("gather_part")  # (part, axis, cut): each rank's part -> whole
+scatter_part = CommOp("scatter_part")  # (tensor, axis, cut): partial sums -> this rank's part of the sum
+take_part = CommOp("take_part")  # (tensor, axis, cut): whole -> this rank's part; nothing is sent
 
 
 def in_format(tensor: Tensor, order: Sequence[int], dense: bool) -> Tensor:
@@ -103,21 +78,3 @@ def take(tensor: Tensor, rank: int, size: int, dim: int, blocks: Blocks) -> Tens
         return tensor.narrow(dim, rank * step, step)
     split = tensor.unflatten(dim, (blocks, size, tensor.shape[dim] // (blocks * size)))
     return split.select(dim + 1, rank).flatten(dim, dim + 1)  # type: ignore[no-any-return]
-
-
-def _parts(tensor: Tensor, size: int, dim: int, blocks: Blocks) -> Tensor:
-    """Every rank's part, stacked: [size, *local shape]."""
-    if not isinstance(blocks, int):
-        return torch.stack([take(tensor, rank, size, dim, blocks) for rank in range(size)])
-    split = tensor.unflatten(dim, (blocks, size, tensor.shape[dim] // (blocks * size)))
-    return split.movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()  # type: ignore[no-any-return]
-
-
-def _join(rows: Tensor, dim: int, blocks: Blocks) -> Tensor:
-    """The inverse of `_parts`."""
-    size = rows.shape[0]
-    if not isinstance(blocks, int):
-        pieces = rows.split(block_lengths(rows.shape[dim + 1], blocks), dim + 1)
-        return torch.cat([_join(piece, dim, 1) for piece in pieces], dim)
-    split = rows.unflatten(dim + 1, (blocks, rows.shape[dim + 1] // blocks))
-    return split.movedim(0, dim + 1).flatten(dim, dim + 2).contiguous() if size > 1 else rows[0]

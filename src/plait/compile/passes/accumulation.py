@@ -13,41 +13,23 @@ part of the sums, so each microbatch's gradients are summed over ranks as they c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.fx import Graph, Node
 
-from plait.compile.capture.capture import Output
 from plait.compile.ir.calls import copy_graph, output_node, placeholders
 from plait.compile.ir.node_info import NodeInfo, describe, info_of
 from plait.compile.ir.views import is_fresh
-from plait.compile.ops import comm_ops
 from plait.compile.passes.gather import narrow_parameters
+from plait.compile.passes.scatter import is_sum
+from plait.compile.rank_program import StepGraph
 from plait.compile.sharding.flat_shards import cuts_of
 from plait.plan.plan import Plan
 from plait.spec.layout import Layout
 
 aten = torch.ops.aten
 SUM = "sum_of_"  # name of a placeholder that brings the sum so far of a gradient
-
-
-@dataclass
-class StepGraph:
-    """One of the graphs of a step: all of it, a cell of its pipeline, or what a cell runs for some microbatches."""
-
-    graph: Graph
-    outputs: tuple[Output, ...]
-    num_micro: frozenset[int]  # on how many microbatches ranks run it in a step
-    turn: str = ""  # which of them, once the step is repeated
-
-
-def turns_of(num_micro: int, graphs: Collection[str]) -> tuple[str, ...]:
-    """The graph of each microbatch in turn."""
-    if "first" not in graphs or num_micro == 1:
-        return ("alone", *["more" if "more" in graphs else "alone"] * (num_micro - 1))
-    return ("first", *["middle"] * (num_micro - 2), "last")
 
 
 def narrowed(
@@ -67,15 +49,10 @@ def narrowed(
     }
 
 
-def gradients_of(part: StepGraph) -> dict[int, str]:
-    """The parameters whose gradients a graph makes, by its outputs."""
-    return {i: output.name for i, output in enumerate(part.outputs) if output.kind == "gradient"}
-
-
 def by_turn(part: StepGraph, keeps_parts: bool) -> dict[str, Graph]:
     """The graphs by turn. With `keeps_parts` a rank sums gradients over ranks at every microbatch, of which it keeps
     its part."""
-    graph, gradients = part.graph, gradients_of(part)
+    graph, gradients = part.graph, part.gradients
     most = max(part.num_micro, default=1)
     found: dict[str, Graph] = {}
     if most == 1 or 1 in part.num_micro or not gradients or keeps_parts:
@@ -93,8 +70,8 @@ def by_turn(part: StepGraph, keeps_parts: bool) -> dict[str, Graph]:
 def _term(result: Node) -> Node:
     """What goes into the sums over ranks that only make this output."""
     node = result
-    while node.target is comm_ops.all_reduce and node.args[3] == "sum" and len(node.users) == 1:
-        node = node.args[1]  # type: ignore[assignment]
+    while is_sum(node) and len(node.users) == 1:
+        node = node.args[0]  # type: ignore[assignment]
     return node
 
 
@@ -126,7 +103,7 @@ def _add_to(graph: Graph, gradients: Mapping[int, str]) -> Graph:
             continue
         term, reader = _term(node), None
         while node is not term:
-            source = node.args[1]
+            source = node.args[0]
             assert isinstance(source, Node)
             node, reader = source, node
         total = _added(graph, term, name)
@@ -135,6 +112,7 @@ def _add_to(graph: Graph, gradients: Mapping[int, str]) -> Graph:
         else:
             reader.replace_input_with(term, total)
     end.args = (tuple(results),)
+    graph.eliminate_dead_code()
     return graph
 
 
@@ -150,7 +128,7 @@ def add_parts(graph: Graph, gradients: Mapping[int, str]) -> Graph:
 
 
 def _added(graph: Graph, term: Node, name: str) -> Node:
-    """The term added in place to the sum so far, right after it is there."""
+    """The term added to the sum so far, right after it is there."""
     value = term.meta["val"]
     head = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(head):
@@ -159,9 +137,9 @@ def _added(graph: Graph, term: Node, name: str) -> Node:
     after = given if term.op == "placeholder" else term
     with graph.inserting_after(after):
         if term.target is aten.mm.default and len(term.users) == 1:  # a product adds to the sum as it is made
-            total = graph.call_function(aten.addmm_.default, (given, *term.args))
+            total = graph.call_function(aten.addmm.default, (given, *term.args))
         else:
-            total = graph.call_function(aten.add_.Tensor, (given, term))
+            total = graph.call_function(aten.add.Tensor, (given, term))
     total.meta = {**term.meta, "val": given.meta["val"]}
     return total
 

@@ -1,120 +1,59 @@
 """Parameters that each rank holds a part of: gathered before their use, let go after it (ZeRO-3, FSDP).
 
-Parameters that are read one after the other are gathered in buckets. A bucket leaves one bucket ahead of its first
-reader, and is waited for there; the whole tensors live until their last reader, and backward gathers them anew
-(Rajbhandari et al. 2020, "ZeRO"; Zhao et al. 2023, "PyTorch FSDP"). A parameter that is only read in half precision
-travels in half precision.
+The whole tensor lives until its last reader in a phase, and backward gathers it anew (Rajbhandari et al. 2020, "ZeRO";
+Zhao et al. 2023, "PyTorch FSDP"). A parameter that is only read in half precision travels in half precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 
 from plait.compile.ir.calls import placeholders
-from plait.compile.ir.node_info import info_of, set_info
+from plait.compile.ir.node_info import describe, info_of, phase_of, set_info
 from plait.compile.ir.views import is_view, view_anew
-from plait.compile.ops import CollectiveKind, Communication, MemoryUse, OpSpec, register
-from plait.compile.passes.offload import phase_of
-from plait.compile.passes.read_ahead import in_buckets, in_order, read_ahead, readers_in
-from plait.compile.sharding.flat_shards import Cut, FlatShards, PlainRows, rows_of
-from plait.compile.sharding.partition import WORLD
-from plait.cost.memory_model import BUFFERS
+from plait.compile.ops import comm_ops
+from plait.compile.sharding.flat_shards import Cut
 
 aten = torch.ops.aten
 
 
-class Gathering:
-    """Whole tensors on their way: new ones, or those given."""
-
-    def __init__(
-        self,
-        comm: Any,
-        plain: PlainRows,
-        dtypes: tuple[torch.dtype, ...],
-        parts: tuple[Tensor, ...],
-        wholes: list[Tensor] | None = None,
-    ) -> None:
-        self._rows = rows_of(plain)
-        self._dtypes = dtypes
-        self._like = parts[0]
-        rank = comm.rank
-        flat = comm.buffer(self._rows.length, dtypes[0])
-        row = parts[0].new_empty(self._rows.length, dtype=dtypes[0]) if flat is None else flat
-        for index, part in enumerate(parts):
-            self._rows.place(row, index, rank).copy_(part)
-        self._wholes = wholes or []
-        self._work: Any = comm.all_gather(row, take=self._take)
-
-    def _take(self, rank: int, row: Tensor) -> None:
-        if not self._wholes:
-            self._wholes = [
-                self._like.new_empty(cut.shape, dtype=dtype)
-                for cut, dtype in zip(self._rows.cuts, self._dtypes, strict=True)
-            ]
-        self._rows.take(row, rank, self._wholes)
-
-    def wait(self) -> list[Tensor]:
-        work, self._work = self._work, None  # it holds this object, and no cycle may keep the rows
-        work.wait()
-        wholes, self._wholes = self._wholes, []
-        return wholes
-
-
-def gather_start(world: Any, axis: str, plain: PlainRows, dtypes: tuple[torch.dtype, ...], *parts: Tensor) -> Gathering:
-    """Begin to put together the whole tensors of which every rank has a part."""
-    return Gathering(world.comm(axis), plain, tuple(dtypes), parts)
-
-
-def gather_wait(work: Gathering) -> list[Tensor]:
-    return work.wait()
-
-
-register(
-    gather_start,
-    spec=OpSpec(
-        communicates=Communication(CollectiveKind.ALL_GATHER, "start", axis=1, counted=True), memory=MemoryUse(BUFFERS)
-    ),
-)
-register(
-    gather_wait,
-    spec=OpSpec(communicates=Communication(CollectiveKind.ALL_GATHER, "wait", counted=True), memory=MemoryUse(BUFFERS)),
-)
-
-
-def gather_parameters(graph: Graph, cuts: Mapping[str, Cut], axis: str, bucket_bytes: int) -> Graph:
+def gather_parameters(graph: Graph, cuts: Mapping[str, Cut], axis: str) -> Graph:
     """Let the placeholders that `cuts` names stand for this rank's part along `axis`. Changes and returns `graph`."""
     held = [node for node in placeholders(graph) if info_of(node).name in cuts]
     if not held:
         return graph
     narrow_parameters(held)
     repeat_views(graph, held)
-    world = next(node for node in graph.nodes if node.name == WORLD)
-
-    def start(members: list[Node]) -> Node:
-        rows = FlatShards(tuple(cuts[info_of(node).name] for node in members))
-        dtypes = tuple(node.meta["val"].dtype for node in members)
-        begun = graph.call_function(gather_start, (world, axis, rows.plain, dtypes, *members))
-        set_info(begun, num_bytes=rows.length * dtypes[0].itemsize, what=f"{len(members)} parameters")
-        return begun
-
-    for phase in ("forward", "backward"):
-        readers = readers_in(phase, held)
-        groups: dict[torch.dtype, dict[Node, list[Node]]] = {}  # what travels together is of one dtype
-        for node in in_order(graph, readers):
-            groups.setdefault(node.meta["val"].dtype, {})[node] = readers[node]
-        for group in groups.values():
-            read_ahead(graph, in_buckets(graph, group, bucket_bytes), group, start, wait=gather_wait, origin="zero=3")
     for node in held:
-        value = node.meta["val"]
-        part = cuts[info_of(node).name].part_shape(0)
-        node.meta["val"] = value.new_empty(part, dtype=info_of(node).stored_dtype or value.dtype)
+        whole, info, cut = node.meta["val"], info_of(node), cuts[info_of(node).name]
+        dtype = info.stored_dtype or whole.dtype
+        part = node.meta["val"] = whole.new_empty(cut.part_shape(0), dtype=dtype)
+        for readers in (readers_in(phase, [node]).get(node, []) for phase in ("forward", "backward")):
+            if not readers:
+                continue
+            first = min(readers)
+            made = replace(info, phase=phase_of(first), module=info_of(first).module, origin="zero=3")
+            with graph.inserting_before(first):
+                sent = node
+                if dtype != whole.dtype:
+                    sent = graph.call_function(aten._to_copy.default, (node,), {"dtype": whole.dtype})
+                    describe(sent, made, part.new_empty(part.shape, dtype=whole.dtype))
+                gathered = graph.call_function(comm_ops.gather_part, (sent, axis, cut.plain))
+            describe(gathered, made, whole)
+            for reader in readers:
+                reader.replace_input_with(node, gathered)
     graph.lint()
     return graph
+
+
+def readers_in(phase: str, nodes: Sequence[Node]) -> dict[Node, list[Node]]:
+    """The calls of one phase that read each node; nodes that none reads are left out."""
+    found = {node: [u for u in node.users if u.op != "output" and phase_of(u) == phase] for node in nodes}
+    return {node: users for node, users in found.items() if users}
 
 
 def narrow_parameters(held: list[Node]) -> None:

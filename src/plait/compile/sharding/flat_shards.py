@@ -16,6 +16,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from plait.compile.ops.comm_ops import PlainCut
 from plait.plan.sharding_plan import ShardingPlan
 from plait.spec.layout import Layout, part_bounds
 
@@ -41,6 +42,11 @@ class Cut:
     def even(self) -> bool:
         return self.shape[self.dim] % self.size == 0
 
+    @property
+    def plain(self) -> PlainCut:
+        """As plain values, which code can be written of."""
+        return self.shape, self.dim, self.size
+
 
 def cut_of(layout: Layout, state: Layout, sharding: ShardingPlan) -> Cut | None:
     """How a rank's tensor of `layout` is cut to become the `state`; None where it is not."""
@@ -54,7 +60,7 @@ def cuts_of(layouts: Mapping[str, Layout], states: Mapping[str, Layout], shardin
     return {name: cut for name, cut in pairs.items() if cut is not None}
 
 
-PlainRows = tuple[tuple[tuple[int, ...], int, int], ...]  # (shape, dim, size) of each member
+PlainRows = tuple[PlainCut, ...]  # of each member
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class FlatShards:
     @property
     def plain(self) -> PlainRows:
         """As plain values, which code can be written of."""
-        return tuple((cut.shape, cut.dim, cut.size) for cut in self.cuts)
+        return tuple(cut.plain for cut in self.cuts)
 
     def put(self, buffer: Tensor, index: int, whole: Tensor) -> None:
         """Write every part of member `index` into the buffer [ranks, length]."""

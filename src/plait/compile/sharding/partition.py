@@ -13,14 +13,12 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from plait.compile.ir.calls import call_of, is_item, op_spec_of, output_node, tensor_inputs
+from plait.compile.ir.calls import call_of, is_item, op_spec_of, output_node, placeholders, tensor_inputs
 from plait.compile.ir.node_info import NodeInfo, describe, info_of, set_info
 from plait.compile.ir.shapes import ShapeMemo
 from plait.compile.ops import Call, Strategy, comm_ops, op_spec
 from plait.compile.sharding.propagate import Propagation
 from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Shard, local_shape
-
-WORLD = "world"  # name of the placeholder that stands for the rank's World
 
 
 class LocalBuilder:
@@ -31,7 +29,6 @@ class LocalBuilder:
         self.axis = axis
         self.size = size
         self.info = NodeInfo()  # of the node being written
-        self.world = self.graph.placeholder(WORLD)
         self._coordinate: Node | None = None
         self._memo = ShapeMemo()
 
@@ -49,7 +46,7 @@ class LocalBuilder:
 
     def collective(self, op: Any, tensor: Node, shape: tuple[int, ...], *args: Any, axis: str = "") -> Node:
         value = self.empty(tensor.meta["val"], shape)
-        return self.node(op, (self.world, tensor, axis or self.axis, *args), {}, value)
+        return self.node(op, (tensor, axis or self.axis, *args), {}, value)
 
     def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """A fake tensor of that shape."""
@@ -63,8 +60,8 @@ class LocalBuilder:
 
     def coordinate(self) -> Node:
         if self._coordinate is None:
-            with self.graph.inserting_after(self.world):
-                self._coordinate = self.graph.call_function(comm_ops.coordinate, (self.world, self.axis))
+            with self.graph.inserting_after(placeholders(self.graph)[-1]):
+                self._coordinate = self.graph.call_function(comm_ops.coordinate, (self.axis,))
             describe(self._coordinate, NodeInfo(), 0)
         return self._coordinate
 
@@ -133,14 +130,11 @@ class Partitioner:
             return result
         node = self.form(result, self.found.required[index])
         if index in self.found.broadcast_outputs:
-            args = (self.builder.world, node, self.axis, 0)
+            args = (node, self.axis, 0)
             node = self.builder.node(comm_ops.broadcast, args, {}, node.meta["val"])
         return node
 
     def _placeholder(self, node: Node) -> None:
-        if node.name == WORLD:
-            self.local[node] = self.builder.world
-            return
         value = node.meta["val"]
         if isinstance(value, torch.Tensor):
             shape = local_shape(tuple(value.shape), self.found.placement(node), self.found.size)
@@ -229,7 +223,7 @@ def _localise_sizes(call: Call, strategy: Strategy, args: Any, position: int, si
 
 
 def partition(found: Propagation, axis: str) -> Graph:
-    """The local graph for the axis that `found` speaks of. Its first placeholder is the rank's World."""
+    """The local graph for the axis that `found` speaks of."""
     graph = Partitioner(found, axis).run()
     graph.eliminate_dead_code()
     graph.lint()

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+from torch.fx import Graph
 
 from plait.compile.ir.estimate import seconds_of
 from plait.compile.stages.assign import LINK_BYTES_PER_SECOND
-from plait.compile.stages.split import Pipeline
+from plait.compile.stages.stage_graphs import StageGraphs
 from plait.cost.costs import Costs
 from plait.schedule.readiness import Cell
 from plait.spec.action import BACKWARD, FORWARD, WEIGHT
 
 
-def estimate_costs(pipeline: Pipeline) -> Costs:
-    """Seconds of each stage, of which only ratios are meant (graph.estimate), bytes that cross and that are kept."""
-    cells = pipeline.cells
+def estimate_costs(cells: StageGraphs, graphs: Mapping[Cell, Graph]) -> Costs:
+    """Seconds of each stage, of which only ratios are meant (compile/ir/estimate.py), bytes that cross and that are
+    kept. `graphs` are what a backend runs for the cells."""
     seconds: defaultdict[Cell, float] = defaultdict(float)
-    for cell, each in cells.graphs.items():
-        seconds[cell] += sum(seconds_of(node) for node in each.graph.nodes)
+    for cell, graph in graphs.items():
+        seconds[cell] += sum(seconds_of(node) for node in graph.nodes)
     crossing: Counter[tuple[str, int, int]] = Counter()
     kept, for_weight = Counter[int](), Counter[int]()
     for value in cells.values:

@@ -2,8 +2,8 @@
 
 A cell is the forward (F) or the backward (B) of a stage; where the schedule wants it, the weight part (W) of a backward
 is a cell of its own, which holds all that no other stage waits for (Qi et al. 2024, "Zero Bubble Pipeline
-Parallelism"). A value goes straight from the cell that makes it to every stage that reads it, however far. What a stage
-keeps from one cell to the next it takes from a box, so that it is let go at its last use.
+Parallelism"). A value goes straight from the cell that makes it to every stage that reads it, however far. It is an
+output of the one graph, and an input of the others.
 """
 
 from __future__ import annotations
@@ -19,24 +19,12 @@ from torch.fx import Graph, Node
 
 from plait.compile.capture.capture import Output
 from plait.compile.ir.calls import is_item, num_bytes, output_node, placeholders
-from plait.compile.ir.node_info import NodeInfo, describe, info_of, is_backward, stage_of
-from plait.compile.sharding.partition import WORLD
+from plait.compile.ir.node_info import describe, info_of, is_backward, stage_of
 from plait.compile.stages.assign import base_of
 from plait.compile.stages.shared import apart
 from plait.schedule.readiness import Cell, Edges
 
 aten = torch.ops.aten
-BOX = "box"  # name of the placeholder that stands for what a stage keeps of a microbatch
-
-
-def take(box: dict[str, Tensor], name: str) -> Tensor:
-    """A value that nobody reads after this cell."""
-    return box.pop(name)
-
-
-def look(box: dict[str, Tensor], name: str) -> Tensor:
-    """A value that a later cell of the stage reads too."""
-    return box[name]
 
 
 @dataclass(frozen=True)
@@ -132,7 +120,7 @@ def split_cells(
         inside[cell_of[node]][node] = None
     graphs = {}
     for cell in turn:
-        builder = _CellBuilder(cell, graph, inside[cell], by_name, anywhere)
+        builder = _CellBuilder(cell, graph, inside[cell], anywhere)
         for node in inside[cell]:
             builder.copy(node)
         handed = [(Output("value", value.name), nodes[value.name]) for value in values if value.source == cell]
@@ -223,39 +211,30 @@ def _cell_of_output(
 
 
 class _CellBuilder:
-    """Writes the graph of a cell, node after node: `inside` are its own calls, `values` what other cells hand on."""
+    """Writes the graph of a cell, node after node: `inside` are its own calls."""
 
-    def __init__(
-        self,
-        cell: Cell,
-        whole: Graph,
-        inside: Collection[Node],
-        values: Mapping[str, Value],
-        anywhere: Collection[Node],
-    ) -> None:
+    def __init__(self, cell: Cell, whole: Graph, inside: Collection[Node], anywhere: Collection[Node]) -> None:
         self._cell = cell
         self._inside = inside
-        self._values = values
         self._anywhere = anywhere
         self._graph = Graph()
         self._copies: dict[Node, Node] = {}
         for node in placeholders(whole):
             self._copies[node] = self._graph.placeholder(node.name)
             self._copies[node].meta = dict(node.meta)
-        self._box = self._graph.placeholder(BOX)
-        describe(self._box, NodeInfo(kind=BOX, name=BOX), None)
+        self._last_input = self._copies[placeholders(whole)[-1]]
 
     def copy(self, node: Node) -> Node:
-        """The node in this graph: one of its own, repeated here, or taken from the box."""
+        """The node in this graph: one of its own, repeated here, or handed on by another cell."""
         if node not in self._copies:
             if node in self._inside:
                 made = self._graph.node_copy(node, self.copy)
                 made.meta = dict(node.meta)
             else:
                 repeated = node in self._anywhere or base_of(node, self._anywhere) is not node
-                made = self._repeated(node) if repeated else self._from_box(node)
-                phase = "forward" if self._cell[0] == "F" else "backward"
-                describe(made, replace(info_of(node), phase=phase), node.meta.get("val"))
+                made = self._repeated(node) if repeated else self._input(node)
+                info = replace(info_of(node), phase="forward" if self._cell[0] == "F" else "backward")
+                describe(made, info if repeated else replace(info, kind="value", name=node.name), node.meta.get("val"))
             self._copies[node] = made
         return self._copies[node]
 
@@ -263,7 +242,7 @@ class _CellBuilder:
         found = [(output, self.copy(result) if isinstance(result, Node) else result) for output, result in results]
         self._graph.output(tuple(result for _, result in found))
         for node in placeholders(self._graph):
-            if not node.users and node.name not in (WORLD, BOX):
+            if not node.users:
                 self._graph.erase_node(node)
         self._graph.lint()
         return StageGraph(self._graph, tuple(output for output, _ in found))
@@ -273,7 +252,7 @@ class _CellBuilder:
             self.copy(source)
         return self._graph.node_copy(node, self.copy)
 
-    def _from_box(self, node: Node) -> Node:
-        kind, stage = self._cell
-        later = any(s == stage and "FBW".index(k) > "FBW".index(kind) for k, s in self._values[node.name].users)
-        return self._graph.call_function(look if later else take, (self._box, node.name))
+    def _input(self, node: Node) -> Node:
+        with self._graph.inserting_after(self._last_input):
+            self._last_input = self._graph.placeholder(node.name)
+        return self._last_input

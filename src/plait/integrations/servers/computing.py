@@ -76,8 +76,8 @@ class Computing:
             compiler, inner_plan, world, None, seed=job.seed, on_nan="warn", adopt=adopt, scratch=job.scratch
         )  # fmt: skip
         self.engine.prepare(self.tables.localise(first)[0])
-        if (lowered := self.engine.executor.lowered) is not None:
-            check_captured(compiler, job.plan, lowered.captured)
+        if (compiled := self.engine.executor.compiled) is not None:
+            check_captured(compiler, job.plan, compiled.program.captured)
 
     def read(self, task: Task) -> tuple[Any, RowLookup]:
         """The batch of a task, and the table rows that it needs. Begins to read the next batch."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from plait.backends.eager.execute import Box
 from plait.backends.eager.offload.store import Offload
-from plait.compile.passes.offload import Coming, is_large
+from plait.backends.eager.rewrites.offload_ops import Coming, is_large
 from plait.compile.stages.stage_graphs import Value
 from plait.cost.memory_model import padded
 from plait.spec.action import BACKWARD, FORWARD

@@ -12,12 +12,13 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch.fx import Graph, Node
 
+from plait.backends.eager.collectives import take_part
+from plait.backends.eager.rewrites.bucket import bucket_start, bucket_wait, rows_start, rows_wait
+from plait.backends.eager.rewrites.offload_ops import fetch_start, homes_of, leave
+from plait.backends.eager.rewrites.read_ahead import in_buckets, read_ahead
 from plait.compile.ir.calls import output_node, placeholders, settled
 from plait.compile.ir.node_info import NodeInfo, describe, info_of
-from plait.compile.passes.bucket import bucket_start, bucket_wait, keep_part, rows_start, rows_wait
-from plait.compile.passes.gather import repeat_views
-from plait.compile.passes.offload import fetch_start, homes_of, leave
-from plait.compile.passes.read_ahead import in_buckets, read_ahead, readers_in
+from plait.compile.passes.gather import readers_in, repeat_views
 
 aten = torch.ops.aten
 
@@ -59,7 +60,7 @@ def leave_early(graph: Graph, kind: str, gradients: Mapping[int, str], away: Col
     homes = homes_of(graph)
     for index, name in leaving.items():
         node = results[index]
-        if node.target in (keep_part, aten.add_.Tensor):
+        if node.target in (take_part, aten.add_.Tensor):
             max(node.all_input_nodes).append(node)
         with graph.inserting_after(settled(node)):
             results[index] = graph.call_function(leave, (homes, f"{kind}/{name}", node))

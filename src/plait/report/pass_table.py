@@ -1,11 +1,11 @@
-"""The passes of a plan's lowering as text: which ran, and what each changed."""
+"""The passes that made the graphs of a plan as text: which ran, and what each changed."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
 
-from plait.compile.draft import PassReport
+from plait.compile.pass_order import PassReport
 from plait.errors import PlanError
 from plait.report.bytes import human_bytes
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from plait.backends.eager.collectives import all_reduce, all_reduce_start, take_part, wait
+from plait.backends.eager.rewrites.pending_reductions import PendingReduction, finishing, leaving
 from plait.compile.ir.calls import num_bytes, output_node, settled
 from plait.compile.ir.node_info import describe, info_of
 from plait.compile.ir.views import is_whole_view
-from plait.compile.ops import CollectiveKind, Communication, MemoryUse, OpSpec, comm_ops, register
-from plait.compile.passes.pending_reductions import PendingReduction, leaving
-from plait.compile.sharding.flat_shards import Cut, FlatShards, PlainRows, rows_of
-from plait.compile.sharding.partition import WORLD
+from plait.compile.ops import CollectiveKind, Communication, MemoryUse, OpSpec, register
+from plait.compile.sharding.flat_shards import FlatShards, PlainRows, rows_of
 from plait.cost.memory_model import BUFFERS, GRADIENTS
 from plait.schedule.buckets import bucket_limit, split_buckets
 
@@ -76,24 +76,20 @@ def rows_wait(world: Any, work: Any, axes: Sequence[str], dtype: torch.dtype, pl
     return [rows.place(flat, index, world.comm(axes[0]).rank) for index in range(len(rows.cuts))]
 
 
-def keep_part(world: Any, tensor: Tensor, axis: str, plain: PlainRows) -> Tensor:
-    """This rank's part of a tensor that every rank has whole."""
-    (cut,) = rows_of(plain).cuts
-    return cut.part(tensor, world.comm(axis).rank).clone(memory_format=torch.contiguous_format)
-
-
 _GRADIENTS = MemoryUse(BUFFERS, GRADIENTS)
 register(bucket_new, bucket_put, rows_put, spec=OpSpec(memory=MemoryUse(BUFFERS)))
 register(
     bucket_start,
     spec=OpSpec(
-        communicates=Communication(CollectiveKind.ALL_REDUCE, "start", counted=True), memory=MemoryUse(GRADIENTS)
+        communicates=Communication(CollectiveKind.ALL_REDUCE, "start", axis=2, counted=True),
+        memory=MemoryUse(GRADIENTS),
     ),
 )
 register(
     rows_start,
     spec=OpSpec(
-        communicates=Communication(CollectiveKind.REDUCE_SCATTER, "start", counted=True), memory=MemoryUse(GRADIENTS)
+        communicates=Communication(CollectiveKind.REDUCE_SCATTER, "start", axis=2, counted=True),
+        memory=MemoryUse(GRADIENTS),
     ),
 )
 register(
@@ -104,7 +100,6 @@ register(
     rows_wait,
     spec=OpSpec(communicates=Communication(CollectiveKind.REDUCE_SCATTER, "wait", counted=True), memory=_GRADIENTS),
 )
-register(keep_part, spec=OpSpec(memory=_GRADIENTS))
 
 
 def _sum_on(world: Any, flat: Tensor, axes: Sequence[str]) -> Tensor:
@@ -116,58 +111,50 @@ def _sum_on(world: Any, flat: Tensor, axes: Sequence[str]) -> Tensor:
 def bucket_gradients(
     graph: Graph,
     bucket_bytes: int,
-    cuts: Mapping[int, Cut] | None = None,
     gradients: Collection[int] = (),
     first_bytes: int = 1 << 20,
-    over: str = "",
     but: Collection[int] = (),
 ) -> Graph:
     """Join the sums that only leave the graph. Changes `graph` and returns it.
 
-    `cuts` says of which outputs this rank keeps only its part along the axis `over`; `gradients` which of them are
-    gradients; outputs in `but` are waited for, and summed as they are.
+    `gradients` says which of the outputs are gradients; outputs in `but` are waited for, and summed as they are.
     """
-    cuts = cuts or {}
     groups: dict[Any, list[PendingReduction]] = {}
-    for one in leaving(graph, cuts, over, but):
+    for one in leaving(graph, but):
         only = tuple(sorted(info_of(one.sums[-1]).owner.items()))
         dtypes = (one.sent.meta["val"].dtype, one.term.meta["val"].dtype)
         groups.setdefault((one.axes, one.cut is not None, dtypes, only), []).append(one)
     end = output_node(graph)
-    world = next((node for node in graph.nodes if node.name == WORLD), None)
-    summed: dict[Node, Node] = {}
     for members in groups.values():
-        assert world is not None
         sizes = [num_bytes(one.sent.meta["val"]) for one in members]
         for bucket in split_buckets(sizes, bucket_limit(sum(sizes), bucket_bytes), first_bytes):
             chosen = [members[i] for i in bucket]
             num = sum(one.index in gradients for one in chosen)
-            summed |= _join(graph, world, chosen, end, f"{num} gradients" if num else "the loss")
-    (results,) = end.args
-    results = [summed.get(r, r) for r in results]  # type: ignore[union-attr,arg-type]
-    scattered = {one.index for members in groups.values() for one in members if one.cut is not None}
-    for index, cut in cuts.items():
-        if index not in scattered and isinstance(results[index], Node):
-            results[index] = _kept(graph, world, results[index], cut, over, end)  # type: ignore[arg-type]
-    end.args = (tuple(results),)
-    for members in groups.values():
-        for one in members:
-            for node in reversed(one.sums):
-                graph.erase_node(node)
+            joined = _join(graph, chosen, end, f"{num} gradients" if num else "the loss")
+            for one, item in zip(chosen, joined, strict=True):
+                one.sums[-1].replace_all_uses_with(item)
+                for node in reversed(one.sums):
+                    graph.erase_node(node)
+    _finish_late(end)
     graph.eliminate_dead_code()
     return graph
 
 
-def _kept(graph: Graph, world: Node | None, node: Node, cut: Cut, axis: str, end: Node) -> Node:
-    with graph.inserting_before(end):
-        part = graph.call_function(keep_part, (world, node, axis, FlatShards((cut,)).plain))
-    describe(part, info_of(node), node.meta["val"].new_empty(cut.part_shape(0)))
-    return part
+def _finish_late(end: Node) -> None:
+    """Let what is made of the sums stand behind them."""
+    results: Sequence[Any] = end.args[0]  # type: ignore[assignment]
+    finish = [node for r in results if isinstance(r, Node) for node in finishing(r, end)[::-1]]
+    for node in finish:
+        if node.target is take_part:
+            end.prepend(node)
+    for node in finish:
+        if node < (last := max(node.all_input_nodes)):
+            last.append(node)
 
 
-def _join(graph: Graph, world: Node, members: list[PendingReduction], end: Node, what: str) -> dict[Node, Node]:
+def _join(graph: Graph, members: list[PendingReduction], end: Node, what: str) -> list[Node]:
     """One collective for the members; returns what takes the place of each one's sum."""
-    axes = members[0].axes
+    axes, world = members[0].axes, members[0].sums[0].args[0]
     rows = FlatShards(tuple(one.cut for one in members)) if members[0].cut is not None else None  # type: ignore[misc]
     values = [one.sums[-1].meta["val"] for one in members]
     sent = [one.sent for one in members]
@@ -195,14 +182,13 @@ def _join(graph: Graph, world: Node, members: list[PendingReduction], end: Node,
     with graph.inserting_before(end):
         if rows is not None:
             done = graph.call_function(rows_wait, (world, start, axes, dtype, rows.plain))
-            values = [v.new_empty(c.part_shape(0)) for v, c in zip(values, rows.cuts, strict=True)]
         else:
             done = graph.call_function(bucket_wait, (world, start, axes, dtype, [list(v.shape) for v in values]))
         describe(done, info, values)
-        found = {}
+        found = []
         for index, one in enumerate(members):
-            item = found[one.sums[-1]] = graph.call_function(operator.getitem, (done, index))
-            describe(item, info_of(one.sums[-1]), values[index])
+            found.append(graph.call_function(operator.getitem, (done, index)))
+            describe(found[-1], info_of(one.sums[-1]), values[index])
     return found
 
 
@@ -217,17 +203,17 @@ def _hoist_views(node: Any) -> None:
 def overlap(graph: Graph) -> Graph:
     """Start each remaining all-reduce where its input is made and wait for it where its result is first read."""
     for node in list(graph.nodes):
-        if node.target is not comm_ops.all_reduce:
+        if node.target is not all_reduce:
             continue
         _hoist_views(node.args[1])
         reader = min(node.users)
         if reader.prev is node and node.prev is node.args[1]:
             continue  # nothing lies between
         with graph.inserting_after(node.args[1]):
-            start = graph.call_function(comm_ops.all_reduce_start, node.args)
+            start = graph.call_function(all_reduce_start, node.args)
         describe(start, info_of(node), None)
         with graph.inserting_before(reader):
-            done = graph.call_function(comm_ops.wait, (start,))
+            done = graph.call_function(wait, (start,))
         done.meta = dict(node.meta)
         node.replace_all_uses_with(done)
         graph.erase_node(node)

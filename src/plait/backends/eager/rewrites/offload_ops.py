@@ -17,10 +17,10 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from plait.backends.eager.collectives import WORLD
 from plait.compile.ir.calls import placeholders
-from plait.compile.ir.node_info import NodeInfo, describe, is_forward
+from plait.compile.ir.node_info import NodeInfo, describe
 from plait.compile.ops import OpSpec, register
-from plait.compile.sharding.partition import WORLD
 from plait.spec.layout import Layout
 
 HOMES = "homes"  # name of the placeholder that stands for the rank's homes
@@ -71,10 +71,6 @@ def homes_of(graph: Graph) -> Node:
         node = graph.placeholder(HOMES)
     describe(node, NodeInfo(kind="homes", name=HOMES), None)
     return node
-
-
-def phase_of(node: Node) -> str:
-    return "forward" if is_forward(node) else "backward"
 
 
 def fetch_start(homes: OffloadStore, keys: Sequence[str]) -> Coming:

@@ -14,18 +14,12 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from plait.backends.eager.rewrites.offload_ops import coming_wait
 from plait.compile.ir.calls import num_bytes
-from plait.compile.ir.node_info import NodeInfo, describe, info_of
-from plait.compile.passes.offload import coming_wait, phase_of
+from plait.compile.ir.node_info import NodeInfo, describe, info_of, phase_of
 from plait.schedule.buckets import bucket_limit, split_buckets
 
 Readers = Mapping[Node, Sequence[Node]]
-
-
-def readers_in(phase: str, nodes: Sequence[Node]) -> dict[Node, list[Node]]:
-    """The calls of one phase that read each node; nodes that none reads are left out."""
-    found = {node: [u for u in node.users if u.op != "output" and phase_of(u) == phase] for node in nodes}
-    return {node: users for node, users in found.items() if users}
 
 
 def in_order(graph: Graph, readers: Readers) -> list[Node]:

@@ -16,22 +16,17 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.compile.ir.calls import copy_graph, is_item, op_spec_of, output_node, placeholders
-from plait.compile.ir.node_info import info_of
-from plait.compile.ir.views import is_view, writes_in_place
 from plait.compile.ops import op_spec
-from plait.compile.sharding.partition import WORLD
-from plait.cost.memory_model import ACTIVATIONS, GRADIENTS, PARAMETERS
+from plait.cost.memory_model import ACTIVATIONS, PARAMETERS
 
 aten = torch.ops.aten
 
@@ -140,66 +135,3 @@ class Meter(TorchDispatchMode):
         num_bytes, label, _ = self._held.pop(key)
         self.live[label] -= num_bytes
         self.total -= num_bytes
-
-
-def marked(graph: Graph, gradients: Collection[int]) -> Graph:
-    """A copy of a local graph that tells `world.meter` what runs; `gradients` are the outputs that are gradients."""
-    copy = copy_graph(graph)
-    world = next((node for node in placeholders(copy) if node.name == WORLD), None)
-    if world is None:
-        with copy.inserting_before(next(iter(copy.nodes))):
-            world = copy.placeholder(WORLD)
-    makes = _makes_gradients(copy, gradients)
-    phase, before = "forward", None
-    for node in [node for node in copy.nodes if node.op == "call_function"]:
-        phase = info_of(node).phase or phase
-        now = (f"{phase} of {info_of(node).module or 'the loss'}", GRADIENTS if node in makes else _class_of(node))
-        if now != before:
-            with copy.inserting_before(node):
-                copy.call_function(mark, (world, *now))
-            before = now
-        if given := _gives(node):
-            with copy.inserting_after(node):
-                copy.call_function(claim, (world, node, given))
-    return copy
-
-
-def mark(world: Any, moment: str, label: str) -> None:
-    world.meter.at(moment, label)
-
-
-def claim(world: Any, values: Any, label: str) -> None:
-    world.meter.claim(values, label)
-
-
-def _gives(node: Node) -> str:
-    """The class of what a call gives back, where it is not that of what it makes."""
-    memory = op_spec_of(node).memory
-    return "" if memory is None else memory.gives
-
-
-def _class_of(node: Node) -> str:
-    """Of what a call makes."""
-    row = op_spec_of(node)
-    if row.memory is not None:
-        return row.memory.makes
-    if node.target is aten._to_copy.default:
-        source = node.args[0]
-        while isinstance(source, Node) and is_view(source):
-            source = source.args[0]
-        if isinstance(source, Node) and info_of(source).kind == "parameter":
-            return PARAMETERS  # in the precision of the products that read it
-    return ACTIVATIONS
-
-
-def _makes_gradients(graph: Graph, gradients: Collection[int]) -> set[Node]:
-    """The calls whose memory leaves the graph as a gradient."""
-    found: set[Node] = set()
-    (results,) = output_node(graph).args
-    for index in gradients:
-        node = results[index]  # type: ignore[index]
-        while isinstance(node, Node) and node.op == "call_function" and not _gives(node):
-            found.add(node)
-            inside = is_view(node) or is_item(node) or writes_in_place(node)
-            node = node.args[0] if inside else None
-    return found

@@ -1,0 +1,188 @@
+"""Collectives as eager execution makes them: with the rank's World, which a graph has as the placeholder `world`.
+
+Each function takes the World first, and then what the call of `compile.ops.comm_ops` takes that it carries out: nothing
+is reached through a global. A start gives the work that its wait takes; between the two the rank computes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from plait.comm.protocol import Work, World
+from plait.compile.ir.calls import placeholders
+from plait.compile.ir.node_info import NodeInfo, describe
+from plait.compile.ops import CollectiveKind, Communication, MemoryUse, OpSpec, comm_ops, op_spec, register
+from plait.compile.ops.comm_ops import CommOp, PlainCut, take
+from plait.compile.sharding.flat_shards import rows_of
+from plait.cost.memory_model import ACTIVATIONS
+from plait.spec.layout import Blocks, block_lengths
+
+WORLD = "world"  # name of the placeholder that stands for the rank's World
+F = TypeVar("F", bound=Callable[..., Any])
+_CARRIED_OUT: dict[CommOp, Callable[..., Any]] = {}
+
+
+def carries_out(op: CommOp) -> Callable[[F], F]:
+    """Let a function stand for a call of comm_ops; its row is that of the call, but for the World that comes first."""
+
+    def note(function: F) -> F:
+        row = op_spec(op)
+        does = row.communicates
+        moved = None if does is None else replace(does, tensor=does.tensor + 1, axis=does.axis + 1)
+        copies = None if row.copies is None else row.copies + 1
+        register(function, spec=OpSpec(communicates=moved, memory=row.memory, moves=row.moves, copies=copies))
+        _CARRIED_OUT[op] = function
+        return function
+
+    return note
+
+
+def function_of(op: Any) -> Callable[..., Any] | None:
+    """What carries out a call of comm_ops; None of what is none."""
+    return _CARRIED_OUT.get(op)
+
+
+def world_of(graph: Graph) -> Node:
+    """The placeholder of the World, made where there is none yet."""
+    found = next((node for node in placeholders(graph) if node.name == WORLD), None)
+    if found is None:
+        with graph.inserting_before(next(iter(graph.nodes))):
+            found = graph.placeholder(WORLD)
+        describe(found, NodeInfo(), None)
+    return found
+
+
+def bind_world(graph: Graph) -> Graph:
+    """Let the calls of comm_ops be made with the rank's World. Changes `graph` and returns it."""
+    calls = [node for node in graph.nodes if function_of(node.target) is not None]
+    world = world_of(graph) if calls else None
+    for node in calls:
+        node.args = (world, *node.args)
+        node.target = function_of(node.target)
+    return graph
+
+
+@carries_out(comm_ops.coordinate)
+def coordinate(world: World, axis: str) -> int:
+    """This rank's index along the axis."""
+    return world.comm(axis).rank
+
+
+@carries_out(comm_ops.all_reduce)
+def all_reduce(world: World, tensor: Tensor, axis: str, op: str = "sum") -> Tensor:
+    return world.comm(axis).all_reduce(tensor.contiguous(), op).wait()
+
+
+def all_reduce_start(world: World, tensor: Tensor, axis: str, op: str = "sum") -> Work:
+    """Begin an all-reduce; `wait` ends it. Between the two the rank computes on."""
+    return world.comm(axis).all_reduce(tensor.contiguous(), op)
+
+
+def wait(work: Work) -> Tensor:
+    return work.wait()
+
+
+@carries_out(comm_ops.all_gather)
+def all_gather(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks) -> Tensor:
+    """Shard(dim, blocks) -> whole."""
+    rows = world.comm(axis).all_gather(tensor.contiguous()).wait()
+    return _join(rows, dim, blocks)
+
+
+@carries_out(comm_ops.reduce_scatter)
+def reduce_scatter(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks) -> Tensor:
+    """Partial sums -> Shard(dim, blocks)."""
+    comm = world.comm(axis)
+    return comm.reduce_scatter(_parts(tensor, comm.size, dim, blocks)).wait()
+
+
+@carries_out(comm_ops.shard)
+def own_shard(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks) -> Tensor:
+    """Whole -> Shard(dim, blocks): this rank's part, nothing is sent."""
+    comm = world.comm(axis)
+    part = take(tensor, comm.rank, comm.size, dim, blocks)
+    # A part of outer rows lies in one piece as it is; of a tensor with gaps the copy has none, in the same order.
+    return part if part.is_contiguous() else part.clone(memory_format=torch.preserve_format)
+
+
+@carries_out(comm_ops.all_to_all)
+def all_to_all(
+    world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks, to_dim: int, to_blocks: Blocks
+) -> Tensor:
+    """Shard(dim, blocks) -> Shard(to_dim, to_blocks), on another dim."""
+    comm = world.comm(axis)
+    rows = comm.all_to_all(_parts(tensor, comm.size, to_dim, to_blocks)).wait()
+    return _join(rows, dim, blocks)
+
+
+@carries_out(comm_ops.broadcast)
+def broadcast(world: World, tensor: Tensor, axis: str, root: int) -> Tensor:
+    """Only(root) -> whole. The other ranks give any tensor of the shape."""
+    return world.comm(axis).broadcast(tensor.contiguous(), root).wait()
+
+
+@carries_out(comm_ops.gather_part)
+def gather_part(world: World, part: Tensor, axis: str, cut: PlainCut) -> Tensor:
+    rows = rows_of((cut,))
+    comm = world.comm(axis)
+    row = part.new_empty(rows.length)
+    rows.place(row, 0, comm.rank).copy_(part)
+    whole = part.new_empty(cut[0])
+    for rank, other in enumerate(comm.all_gather(row).wait()):
+        rows.take(other, rank, [whole])
+    return whole
+
+
+@carries_out(comm_ops.scatter_part)
+def scatter_part(world: World, tensor: Tensor, axis: str, cut: PlainCut) -> Tensor:
+    rows = rows_of((cut,))
+    comm = world.comm(axis)
+    flat = tensor.new_zeros(rows.num_ranks, rows.length)
+    rows.put(flat, 0, tensor)
+    return rows.place(comm.reduce_scatter(flat).wait(), 0, comm.rank)
+
+
+@carries_out(comm_ops.take_part)
+def take_part(world: World, tensor: Tensor, axis: str, cut: PlainCut) -> Tensor:
+    (each,) = rows_of((cut,)).cuts
+    return each.part(tensor, world.comm(axis).rank).clone(memory_format=torch.contiguous_format)
+
+
+def _parts(tensor: Tensor, size: int, dim: int, blocks: Blocks) -> Tensor:
+    """Every rank's part, stacked: [size, *local shape]."""
+    if not isinstance(blocks, int):
+        return torch.stack([take(tensor, rank, size, dim, blocks) for rank in range(size)])
+    split = tensor.unflatten(dim, (blocks, size, tensor.shape[dim] // (blocks * size)))
+    return split.movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()  # type: ignore[no-any-return]
+
+
+def _join(rows: Tensor, dim: int, blocks: Blocks) -> Tensor:
+    """The inverse of `_parts`."""
+    size = rows.shape[0]
+    if not isinstance(blocks, int):
+        pieces = rows.split(block_lengths(rows.shape[dim + 1], blocks), dim + 1)
+        return torch.cat([_join(piece, dim, 1) for piece in pieces], dim)
+    split = rows.unflatten(dim + 1, (blocks, rows.shape[dim + 1] // blocks))
+    return split.movedim(0, dim + 1).flatten(dim, dim + 2).contiguous() if size > 1 else rows[0]
+
+
+register(
+    all_reduce_start,
+    spec=OpSpec(
+        communicates=Communication(CollectiveKind.ALL_REDUCE, "start", tensor=1, axis=2), memory=MemoryUse(ACTIVATIONS)
+    ),
+)
+register(
+    wait,
+    spec=OpSpec(
+        moves=True,
+        communicates=Communication(CollectiveKind.ALL_REDUCE, "wait"),
+        memory=op_spec(comm_ops.all_reduce).memory,
+    ),
+)

@@ -1,0 +1,152 @@
+"""The order of everything that eager execution adds to a rank program: EAGER_PASSES.
+
+    functional graphs -> calls bound to the rank's World and to its box of values -> activations sent away and back
+                      -> collectives in buckets, begun early and waited for late -> sums written in place
+                      -> parameters fetched from their home, gradients sent there
+
+The passes change an EagerDraft; what a pass is says compile/pass_order.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.fx import Graph
+
+from plait.backends.eager.collectives import bind_world
+from plait.backends.eager.rewrites import offload_ops
+from plait.backends.eager.rewrites.bucket import bucket_gradients, overlap
+from plait.backends.eager.rewrites.fetch import fetch_parameters, fetch_sums, leave_early
+from plait.backends.eager.rewrites.gather_ahead import bucket_gathers
+from plait.backends.eager.rewrites.inplace import reuse_dead_operands
+from plait.backends.eager.rewrites.stash import stash_activations
+from plait.backends.eager.rewrites.take_values import take_values
+from plait.compile.ir.calls import copy_graph, output_values
+from plait.compile.ir.gc_paused import collection_paused
+from plait.compile.pass_order import Pass, Watcher, run_passes
+from plait.compile.rank_program import RankProgram, StepGraph
+from plait.plan.legality import activations_away, gradients_away, parameters_away
+
+
+@dataclass
+class EagerDraft:
+    """The graphs of a program on their way to those that eager execution runs. Passes change them."""
+
+    program: RankProgram
+    parts: dict[str, StepGraph]
+
+    @property
+    def device(self) -> str:
+        """The type of device that the step runs on."""
+        values = (value for part in self.parts.values() for node in part.graph.nodes for value in output_values(node))
+        return next((value.device.type for value in values if isinstance(value, torch.Tensor)), "cpu")
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.program.plan.bucket_bytes
+
+
+def _bind_world(draft: EagerDraft) -> None:
+    for part in draft.parts.values():
+        part.graph = bind_world(part.graph)
+
+
+def _take_values(draft: EagerDraft) -> None:
+    assert draft.program.pipeline is not None
+    values = draft.program.pipeline.cells.values
+    for part in draft.parts.values():
+        assert part.cell is not None
+        kind, stage = part.cell
+        later = "FBW"["FBW".index(kind) + 1 :]
+        kept = {value.name for value in values if any(on == stage and user in later for user, on in value.users)}
+        part.graph = take_values(part.graph, kept)
+
+
+def _stash_activations(draft: EagerDraft) -> None:
+    for part in draft.parts.values():
+        part.graph = stash_activations(part.graph, draft.bucket_bytes)
+
+
+def _bucket_gathers(draft: EagerDraft) -> None:
+    for part in draft.parts.values():
+        part.graph = bucket_gathers(part.graph, draft.bucket_bytes)
+
+
+def _bucket_gradients(draft: EagerDraft) -> None:
+    for part in draft.parts.values():
+        handed_on = [i for i, output in enumerate(part.outputs) if output.kind == "value"]
+        part.graph = bucket_gradients(part.graph, draft.bucket_bytes, part.gradients.keys(), but=handed_on)
+
+
+def _overlap(draft: EagerDraft) -> None:
+    for part in draft.parts.values():
+        part.graph = overlap(part.graph)
+
+
+def _reuse_operands(draft: EagerDraft) -> None:
+    for part in draft.parts.values():
+        part.graph = reuse_dead_operands(part.graph)
+
+
+def _fetch_parameters(draft: EagerDraft) -> None:
+    large = offload_ops.large(draft.program.states)
+    for part in draft.parts.values():
+        part.graph = fetch_parameters(part.graph, large, draft.bucket_bytes)
+
+
+def _send_gradients(draft: EagerDraft) -> None:
+    pipeline = draft.program.pipeline
+    large = offload_ops.large(draft.program.states).difference(pipeline.added_up if pipeline is not None else ())
+    for part in draft.parts.values():
+        kind = "sum" if part.turn in ("first", "middle") else "gradient"
+        part.graph = leave_early(part.graph, kind, part.gradients, large)
+        given = "gradient" if part.turn == "more" else "sum"
+        part.graph = fetch_sums(part.graph, given, large, draft.bucket_bytes)
+
+
+def _is_piped(draft: EagerDraft) -> bool:
+    return draft.program.pipeline is not None
+
+
+EAGER_PASSES = (
+    Pass("bind-world", "makes collectives with the rank's World", _bind_world, provides=["bound collectives"]),
+    Pass("take-values", "takes values of other cells from a box at their first use", _take_values,
+         provides=["taken values"], when=_is_piped),
+    Pass("stash-activations", "sends activations away until backward reads them", _stash_activations,
+         ["bound collectives"],
+         when=lambda draft: activations_away(draft.program.plan, draft.device) and not _is_piped(draft)),
+    Pass("bucket-gathers", "gathers parameters in buckets, one ahead of its use", _bucket_gathers,
+         ["bound collectives"], when=lambda draft: draft.program.plan.sharding.cuts_parameters),
+    Pass("bucket-gradients", "sums gradients in buckets while backward runs", _bucket_gradients,
+         ["bound collectives", "taken values"], ["buckets"]),
+    Pass("overlap", "starts collectives early and waits for them late", _overlap, ["buckets"]),
+    Pass("reuse-operands", "adds in place where nobody reads the operand again", _reuse_operands, ["buckets"],
+         ["sums in place"]),
+    Pass("fetch-parameters", "fetches parameters from their home before their use", _fetch_parameters, ["buckets"],
+         when=lambda draft: parameters_away(draft.program.plan, draft.device)),
+    Pass("send-gradients", "sends gradients to their home as they are made", _send_gradients,
+         ["buckets", "sums in place"], when=lambda draft: gradients_away(draft.program.plan, draft.device)),
+)  # fmt: skip
+
+_made: WeakKeyDictionary[RankProgram, dict[str, Graph]] = WeakKeyDictionary()  # ranks that are threads share them
+_lock = threading.Lock()
+
+
+def eager_graphs(program: RankProgram) -> dict[str, Graph]:
+    """The graphs that eager execution runs for a program, by the names of the program's own."""
+    with _lock:
+        if program not in _made:
+            _made[program] = make_eager(program)
+        return _made[program]
+
+
+@collection_paused()
+def make_eager(program: RankProgram, watcher: Watcher | None = None) -> dict[str, Graph]:
+    """As `eager_graphs`, made anew; `watcher` sees every pass."""
+    parts = {name: replace(part, graph=copy_graph(part.graph)) for name, part in program.graphs.items()}
+    draft = EagerDraft(program, parts)
+    run_passes(EAGER_PASSES, draft, watcher)
+    return {name: part.graph for name, part in draft.parts.items()}

@@ -1,0 +1,121 @@
+"""Parameters gathered in buckets, one bucket ahead of their use.
+
+Parameters that are read one after the other travel together. A bucket leaves one bucket ahead of its first reader, and
+is waited for there; the whole tensors live until their last reader. What is cast to be gathered is cast on its way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from plait.backends.eager.collectives import gather_part
+from plait.backends.eager.rewrites.read_ahead import in_buckets, in_order, read_ahead
+from plait.compile.ir.node_info import phase_of, set_info
+from plait.compile.ops import CollectiveKind, Communication, MemoryUse, OpSpec, register
+from plait.compile.sharding.flat_shards import Cut, FlatShards, PlainRows, rows_of
+from plait.cost.memory_model import BUFFERS
+
+aten = torch.ops.aten
+
+
+class Gathering:
+    """Whole tensors on their way: new ones, or those given."""
+
+    def __init__(
+        self,
+        comm: Any,
+        plain: PlainRows,
+        dtypes: tuple[torch.dtype, ...],
+        parts: tuple[Tensor, ...],
+        wholes: list[Tensor] | None = None,
+    ) -> None:
+        self._rows = rows_of(plain)
+        self._dtypes = dtypes
+        self._like = parts[0]
+        rank = comm.rank
+        flat = comm.buffer(self._rows.length, dtypes[0])
+        row = parts[0].new_empty(self._rows.length, dtype=dtypes[0]) if flat is None else flat
+        for index, part in enumerate(parts):
+            self._rows.place(row, index, rank).copy_(part)
+        self._wholes = wholes or []
+        self._work: Any = comm.all_gather(row, take=self._take)
+
+    def _take(self, rank: int, row: Tensor) -> None:
+        if not self._wholes:
+            self._wholes = [
+                self._like.new_empty(cut.shape, dtype=dtype)
+                for cut, dtype in zip(self._rows.cuts, self._dtypes, strict=True)
+            ]
+        self._rows.take(row, rank, self._wholes)
+
+    def wait(self) -> list[Tensor]:
+        work, self._work = self._work, None  # it holds this object, and no cycle may keep the rows
+        work.wait()
+        wholes, self._wholes = self._wholes, []
+        return wholes
+
+
+def gather_start(world: Any, axis: str, plain: PlainRows, dtypes: tuple[torch.dtype, ...], *parts: Tensor) -> Gathering:
+    """Begin to put together the whole tensors of which every rank has a part."""
+    return Gathering(world.comm(axis), plain, tuple(dtypes), parts)
+
+
+def gather_wait(work: Gathering) -> list[Tensor]:
+    return work.wait()
+
+
+register(
+    gather_start,
+    spec=OpSpec(
+        communicates=Communication(CollectiveKind.ALL_GATHER, "start", counted=True), memory=MemoryUse(BUFFERS)
+    ),
+)
+register(
+    gather_wait,
+    spec=OpSpec(communicates=Communication(CollectiveKind.ALL_GATHER, "wait", counted=True), memory=MemoryUse(BUFFERS)),
+)
+
+
+def bucket_gathers(graph: Graph, bucket_bytes: int) -> Graph:
+    """Join the gathers of parameters, and begin each bucket ahead of its use. Changes `graph` and returns it."""
+    gathers = [node for node in graph.nodes if node.target is gather_part]
+    parts = {node: _part_of(node) for node in gathers}
+
+    def start(members: list[Node]) -> Node:
+        world, _, axis, _ = members[0].args
+        rows = FlatShards(tuple(_cut_of(node) for node in members))
+        dtypes = tuple(node.meta["val"].dtype for node in members)
+        args = (world, axis, rows.plain, dtypes, *(parts[node] for node in members))
+        begun = graph.call_function(gather_start, args)
+        set_info(begun, num_bytes=rows.length * dtypes[0].itemsize, what=f"{len(members)} parameters")
+        return begun
+
+    for phase in ("forward", "backward"):
+        readers = {node: list(node.users) for node in gathers if phase_of(node) == phase}
+        groups: dict[torch.dtype, dict[Node, list[Node]]] = {}  # what travels together is of one dtype
+        for node in in_order(graph, readers):
+            groups.setdefault(node.meta["val"].dtype, {})[node] = readers[node]
+        for group in groups.values():
+            read_ahead(graph, in_buckets(graph, group, bucket_bytes), group, start, wait=gather_wait, origin="zero=3")
+    for node in gathers:
+        cast = node.args[1]
+        graph.erase_node(node)
+        if cast is not parts[node]:
+            graph.erase_node(cast)
+    graph.lint()
+    return graph
+
+
+def _part_of(gather: Node) -> Node:
+    """What a gather sends, before it is cast."""
+    sent = gather.args[1]
+    assert isinstance(sent, Node)
+    return sent.all_input_nodes[0] if sent.target is aten._to_copy.default else sent
+
+
+def _cut_of(gather: Node) -> Cut:
+    return Cut(*gather.args[3])  # type: ignore[misc]
