@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, kept as each rank has them (Polyak and Juditsky 1992)."""
+"""An exponential moving average of the weights, sharded as the weights are (Polyak and Juditsky 1992)."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ class _Holder(Protocol):
 
 
 class MovingAverage:
-    """After each step average = decay * average + (1 - decay) * weights; it begins with the weights that are there.
+    """After each step, average = decay * average + (1 - decay) * weights. It begins with the current weights.
 
-    Of weights in half precision it is float32. Buffers, such as running statistics, are those of the model.
+    The average of half-precision weights is float32. Buffers, such as running statistics, are not averaged. Raises
+    PlanError for a decay outside [0, 1).
     """
 
     def __init__(self, decay: float) -> None:
         if not 0 <= decay < 1:
-            raise PlanError(f"decay={decay}: of a moving average it is at least 0 and below 1, such as 0.999")
+            raise PlanError(f"decay={decay}: the decay of a moving average is at least 0 and below 1, such as 0.999")
         self.decay = decay
-        self.tensors: dict[str, Tensor] = {}  # this rank's part of each, by name
+        self.tensors: dict[str, Tensor] = {}  # by parameter name: this rank's part of the average
         self._holder: _Holder | None = None
 
     def begin(self, holder: _Holder) -> None:
-        """Take the weights that are there as the average."""
+        """Start the average with the current weights of `holder`."""
         self._holder = holder
         for name in holder.parameters:
             part = holder.local(name)
@@ -43,12 +44,12 @@ class MovingAverage:
 
     @staticmethod
     def dtype_of(dtype: torch.dtype) -> torch.dtype:
-        """Of the average of a parameter of this type."""
+        """The dtype of the average of a parameter of this dtype."""
         return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
     @torch.no_grad()
     def update(self) -> None:
-        """A step was taken."""
+        """Update the average after a step."""
         assert self._holder is not None
         for name, average in self.tensors.items():
             part = self._holder.local(name)
@@ -57,11 +58,12 @@ class MovingAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the trainer's weights are the average: to evaluate, export, or gather it. Do not step."""
+        """Context in which the trainer's weights are the average, to evaluate, export or gather them. Do not step
+        inside."""
         if self._holder is None:
             raise PlanError("there is no average yet: call trainer.prepare(batch) or trainer.step(batch) first")
-        replica = self._holder
-        own = {name: part.clone() for name in self.tensors if (part := replica.local(name)) is not None}
+        parts = self._holder
+        own = {name: part.clone() for name in self.tensors if (part := parts.local(name)) is not None}
         self._put(self.tensors)
         try:
             yield

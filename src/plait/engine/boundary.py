@@ -1,6 +1,6 @@
-"""The boundary to PyTorch's ecosystem: a rank's local tensor as a DTensor, and back.
+"""The boundary to PyTorch's ecosystem: conversion between a rank's local tensors and DTensors.
 
-In the threads world, and on one process, whole tensors take their place.
+If ranks are threads, or there is one process, whole tensors take the place of DTensors.
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ from plait.spec.layout import Layout, Only, Shard
 
 
 def has_process_group(world: World) -> bool:
+    """Whether the ranks are processes of a torch.distributed process group."""
     return isinstance(world, ProcessWorld) and world.mesh.size > 1
 
 
 def plain_layout(layout: Layout) -> Layout:
-    """The nearest layout that a DTensor can say: no blocks, and whole where only one rank has it."""
+    """The nearest layout that a DTensor can express: without blocks, and replicated where only some ranks have the
+    tensor."""
     kept = tuple((axis, Shard(p.dim) if isinstance(p, Shard) else p) for axis, p in layout.placements)
     return Layout(layout.dtype, layout.shape, tuple((a, p) for a, p in kept if not isinstance(p, Only)))
 
 
 def to_boundary(local: Tensor | None, layout: Layout, world: World, dtype: torch.dtype) -> Tensor:
-    """A DTensor of the global tensor, or the whole tensor where there is no process group. Every rank calls it."""
+    """A DTensor of the global tensor, or the whole tensor without a process group. All ranks must call it."""
     if not has_process_group(world):
         return gather_whole(local, layout, world, dtype)
     plain = plain_layout(layout)
     if local is None or plain != layout:
         local = local_part(gather_whole(local, layout, world, dtype), plain, world)
     mesh, placements = device_mesh(world), torch_placements(plain, world)
-    stride = torch.empty(layout.shape, device="meta").stride()  # parts may be uneven: the whole's geometry is given
+    stride = torch.empty(layout.shape, device="meta").stride()  # given, because parts may be uneven
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(layout.shape), stride=stride)
 
 
 def from_boundary(value: Tensor, layout: Layout, world: World) -> Tensor:
-    """This rank's local tensor from a whole tensor or from a DTensor on any mesh. Every rank calls it."""
+    """This rank's local tensor, from a whole tensor or a DTensor on any mesh. All ranks must call it."""
     if isinstance(value, DTensor):
         same_mesh = has_process_group(world) and value.device_mesh == device_mesh(world)
         same = same_mesh and list(value.placements) == torch_placements(layout, world)
@@ -53,6 +55,7 @@ def from_boundary(value: Tensor, layout: Layout, world: World) -> Tensor:
 
 
 def torch_placements(layout: Layout, world: World) -> list[TorchShard | TorchReplicate]:
+    """The layout's placements as DTensor has them, one per axis of the mesh."""
     on: Mapping[str, object] = dict(layout.placements)
     return [
         TorchShard(p.dim) if isinstance(p := on.get(axis), Shard) else TorchReplicate() for axis in world.mesh.names

@@ -1,7 +1,8 @@
-"""Captures and compiles a step once for each shape of batch; plans share captures, ranks that are threads a compiler.
+"""Captures and compiles a step once per shape of batch. Plans share captures; ranks that are threads share a
+compiler.
 
-A step is captured anew when what it has read of Python differs (engine/watch.py). Where that changes nothing of the
-graph, the values that differ are not looked at any more.
+A step is captured anew when the Python values that it has read differ (engine/watch.py). Values that turn out not to
+affect the graph are ignored from then on.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from plait.plan.annotation import Annotations
 from plait.plan.plan import Plan
 
 LossFn = Callable[[Any, Any], Any]
-MOST_KEPT = 64  # captures, and what is made of them
-_MANY = 8  # captures, after which a warning says why there are so many
+MOST_KEPT = 64  # largest number of captures, and of their lowered steps, that are kept
+_MANY = 8  # number of captures after which a warning says why there are so many
 _Kind = tuple[str, bool, Precision, bool]
-_Key = tuple[_Kind, Variant, str]  # and what was asked of numbers of the batch
+_Key = tuple[_Kind, Variant, str]  # the text is what the step asked of Python numbers in the batch
 
 
 K = TypeVar("K")
@@ -42,7 +43,7 @@ V = TypeVar("V")
 
 
 class Recent(OrderedDict[K, V]):
-    """The values that were last put in, MOST_KEPT at most."""
+    """A dict that keeps the last MOST_KEPT values."""
 
     def __setitem__(self, key: K, value: V) -> None:
         super().__setitem__(key, value)
@@ -50,13 +51,16 @@ class Recent(OrderedDict[K, V]):
             self.popitem(last=False)
 
 
-_models: WeakSet[nn.Module] = WeakSet()  # of all captures: other trainers may train what a loss reads
+_models: WeakSet[nn.Module] = WeakSet()  # all captured models: another trainer may train what a loss reads
 
 
 class Captures:
-    """The captured steps of one model and loss, by the batch's structure and shapes; plans may share them.
+    """The captured steps of one model and loss, by the batch's structure and shapes. Plans may share them.
 
-    `warns` says whether many captures are worth a warning: of one training run they are.
+    device    where the steps will run, if not where the model is
+    warns     whether to warn of many captures, as in a training run
+    changing  the names of untrained parameters that change in a step
+    changes   by the id of a capture: the Python values that it changes
     """
 
     def __init__(
@@ -66,17 +70,17 @@ class Captures:
         self.model = model
         _models.add(model)
         self.loss_fn = loss_fn
-        self.device = device  # where the steps will run, if not where the model is
-        self.changing: frozenset[str] = frozenset()  # parameters that do not train, but change in a step
+        self.device = device
+        self.changing: frozenset[str] = frozenset()
         self._watch: PythonWatch | None = None
         self._found: Recent[_Key, Captured] = Recent()
-        self.changes: dict[int, Changes] = {}  # in Python, by the id of a capture; of those that change anything
+        self.changes: dict[int, Changes] = {}
         self._reasons: list[str] = []
         self._has_warned = False
 
     @property
     def watch(self) -> PythonWatch:
-        """What the step reads of Python."""
+        """The watch of the Python values that the step reads."""
         with one_at_a_time:
             if self._watch is None:
                 self._watch = PythonWatch(self.model, self.loss_fn)
@@ -84,18 +88,19 @@ class Captures:
 
     @property
     def variant(self) -> Variant:
-        """What of it differs by now from what it was at first."""
+        """How those values differ from the first capture's."""
         with one_at_a_time:
             return self.watch.variant
 
     def tensor(self, captured: Captured, name: str) -> Tensor:
-        """The tensor from outside that a step reads under this name, as it is now."""
+        """The current tensor outside the model that a step reads under this name."""
         with one_at_a_time:
             found = self.watch.tensor(name) if name in self.watch.reached.tensors else captured.outside[name]
         return found
 
     def captured(self, batch: Any, train: bool, precision: Precision = FULL, normalised: bool = True) -> Captured:
-        """The step on a global batch; `train=False` is the forward of evaluation. CaptureError if it cannot be had."""
+        """The step on a global batch; `train=False` is the forward pass of evaluation. Raises CaptureError if it
+        cannot be captured."""
         kind = (batch_form(batch), train, precision, normalised)
         numbers = batch_numbers(batch)
         with one_at_a_time:
@@ -151,7 +156,7 @@ class Captures:
         return found
 
     def _warn_of_gradients(self, found: Captured) -> None:
-        """Say once that parameters outside the model get no gradients, unless another trainer has them."""
+        """Warn once of parameters outside the model, which get no gradients, unless another trainer has them."""
         trained = {id(p) for model in _models for p in model.parameters()}
         others = [name for name in found.differentiable if id(found.outside[name]) not in trained]
         if others and not self._has_warned:
@@ -163,7 +168,7 @@ class Captures:
             )
 
     def _count(self, kind: _Kind, variant: Variant, found: Captured) -> None:
-        """Warn once where there are many captures, with what differs from one to the next."""
+        """Warn once of many captures, with the differences between them."""
         if not self._warns:
             return
         others = [(key, one) for key, one in self._found.items() if key[0][1] == kind[1]]
@@ -200,9 +205,10 @@ def _shown(token: Any) -> str:
 
 
 class Compiler:
-    """From captures and a plan to the compiled step, cached by the batch's structure and shapes.
+    """Compiles the captured steps of a model under a plan, and caches the result by the batch's structure and
+    shapes.
 
-    Layouts of parameters are decided with the first batch and kept from then on.
+    Layouts of parameters are decided with the first batch, and kept from then on.
     """
 
     def __init__(self, captures: Captures, plan: Plan, annotations: Annotations | None = None) -> None:
@@ -222,16 +228,16 @@ class Compiler:
         return self.captures.loss_fn
 
     def captured(self, batch: Any, train: bool = True) -> Captured:
-        """The captured step for a global microbatch."""
+        """The captured step of a global microbatch."""
         precision = Precision(self.plan.precision, self.plan.exceptions)
         return self.captures.captured(batch, train, precision, self.plan.micro == 1 or updates_within(self.plan))
 
     def compiled(self, batch: Any, train: bool = True, num_micro: int = 1) -> Compiled:
-        """The compiled step for a global microbatch; of an evaluation for the first of so many."""
+        """The compiled step of a global microbatch; for an evaluation, of the first of `num_micro` microbatches."""
         return self.compiled_from(self.captured(batch, train), train, num_micro)
 
     def compiled_from(self, captured: Captured, train: bool = True, num_micro: int = 1) -> Compiled:
-        """As `compiled`, of a step that was captured for this plan."""
+        """The compiled step of a capture that was made for this plan."""
         plan = self.plan if train else replace(self.plan, micro=num_micro)
         key = (id(captured), train, plan.micro)
         with self._lock:

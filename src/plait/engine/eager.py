@@ -1,13 +1,14 @@
-"""The eager fallback: a model that cannot be captured still trains data-parallel, through PyTorch's own DDP.
+"""The eager fallback: a model that cannot be captured trains data-parallel, through PyTorch's
+DistributedDataParallel (DDP).
 
-Each rank runs the model on its own part of the batch, and the loss of the batch is put together from those of the
-parts: of a plait.Weighted the sum of sums over the sum of weights, of a mean the mean weighted by rows. DDP averages
-over N ranks, so each rank differentiates its sum x N / the weight of all ranks.
+Each rank runs the model on its part of the batch, and the loss of the batch is put together from the parts' losses: the
+sum of sums over the sum of weights for a plait.Weighted, else the mean weighted by rows. DDP averages over N ranks, so
+each rank differentiates its sum x N / the weight of all ranks.
 
-That is the number of one device where the loss of a batch can be put together so. It cannot where the loss couples
-rows, such as a contrastive one, or is a mean over rows that a mask selects and is not given as a plait.Weighted; nor
-with batch norm, whose statistics are each rank's own. These are refused (`refuse_other_numbers`). Dropout masks are
-those of each rank alone: as random as those of one device, and others.
+The result equals that of one device if the loss of a batch is such a combination. It is not if the loss couples rows,
+as a contrastive loss does, or is a mean over rows selected by a mask that is not given as a plait.Weighted; nor with
+batch norm, whose statistics are each rank's own. These are refused (`_refuse_other_numbers`, `_refuse_batch_norm`).
+Dropout masks are each rank's own: as random as those of one device, but not the same.
 """
 
 from __future__ import annotations
@@ -42,13 +43,16 @@ from plait.plan.plan import Plan
 from plait.plan.step_facts import StepFacts
 from plait.spec.layout import Layout
 
-LOCAL_LOSS = "local_loss"  # what a trainer is to allow, for the mean of the losses of ranks where it is another number
-_ROUNDING = (2e-2, 1e-3)  # of two ways to add up a loss, in half precision and in full
+LOCAL_LOSS = "local_loss"  # given to Trainer's allow= to train on the mean of the ranks' losses
+_ROUNDING = (2e-2, 1e-3)  # relative difference of two ways to add up a loss, in half and in full precision
 
 
 def refuse_unless_data_only(error: CaptureError, plan: Plan, world: World, compiler: Compiler, batch: Any) -> None:
-    """Raise PlanError with the model's own file and line if the plan needs the graph that could not be had. It says
-    which plan works, as far as that is known of the model and of this batch."""
+    """Raise PlanError, with the file and line of the model's code, if the plan needs the graph that could not be
+    captured.
+
+    The message names a plan that works, as far as that is known for the model and this batch.
+    """
     if any(refusals(plan, StepFacts(uncaptured=str(error)))):
         nearest = _nearest(plan, world, compiler.model, compiler.loss_fn, batch)
         raise PlanError(refusals(plan, StepFacts(uncaptured=str(error), nearest=nearest))[0]) from error
@@ -57,9 +61,9 @@ def refuse_unless_data_only(error: CaptureError, plan: Plan, world: World, compi
 
 
 def _nearest(plan: Plan, world: World, model: nn.Module, loss_fn: LossFn, batch: Any) -> str:
-    """The plan for a model that runs as it is."""
+    """The nearest plan for a model that is not captured, in words."""
     several = f"{ddp_axis()}={plan.num_processes}"
-    if plan.num_processes == 1 or (world.mesh.size > 1 and not has_process_group(world)):  # threads share the model
+    if plan.num_processes == 1 or (world.mesh.size > 1 and not has_process_group(world)):  # threads share it
         return f"{several}, which runs the model as it is"
     if (name := _batch_norm(model)) is not None and plan.batchnorm != "local":
         return (
@@ -68,7 +72,7 @@ def _nearest(plan: Plan, world: World, model: nn.Module, loss_fn: LossFn, batch:
         )
     rows, num = (batch.tree, batch.local_size) if isinstance(batch, LocalBatch) else (batch, num_rows(batch))
     apart = 0.0
-    with suppress(LossError):  # the loss is none, which a plan that works will say
+    with suppress(LossError):  # the loss is invalid, which is reported when it runs
         apart = EagerExecutor(model, loss_fn, Plan(), world).halves_apart(rows, num)[2]
     if apart:
         return (
@@ -79,7 +83,7 @@ def _nearest(plan: Plan, world: World, model: nn.Module, loss_fn: LossFn, batch:
 
 
 def check_allowed(allow: Collection[str]) -> frozenset[str]:
-    """What a trainer was told to allow; PlanError for a name that is none."""
+    """The names that a trainer was told to allow. Raises PlanError for an unknown name."""
     given = (allow,) if isinstance(allow, str) else tuple(allow)
     if unknown := [name for name in given if name != LOCAL_LOSS]:
         raise PlanError(f"allow={unknown[0]!r} is unknown; there is {LOCAL_LOSS!r}")
@@ -87,7 +91,7 @@ def check_allowed(allow: Collection[str]) -> frozenset[str]:
 
 
 def ddp_warning(plan: Plan) -> str:
-    """What is said of the numbers when a model begins to run as it is."""
+    """What the user is told about results when a model starts to run under DDP; empty on one rank."""
     if _num_ranks(plan.inner_plan) == 1:
         return ""
     return (
@@ -97,7 +101,7 @@ def ddp_warning(plan: Plan) -> str:
 
 
 class EagerExecutor:
-    """One rank of data=N on a model as it is; the counterpart of `engine.rank_executor.RankExecutor`."""
+    """One rank of data=N for a model that is not captured; the counterpart of engine.rank_executor.RankExecutor."""
 
     with_gradient: tuple[str, ...] = ()
     absent: Mapping[str, nn.Parameter] = MappingProxyType({})
@@ -116,7 +120,7 @@ class EagerExecutor:
         self.parameters = dict(model.named_parameters())
         self.buffers = dict(model.named_buffers())
         self.layouts = {n: Layout(torch_name(p.dtype), tuple(p.shape)) for n, p in self.parameters.items()}
-        self._num_runs = 0  # in training
+        self._num_runs = 0  # training steps
         self._axis, self._num = ddp_axis(), _num_ranks(plan)
         self._checks = self._num > 1 and LOCAL_LOSS not in allow
         if self._checks:
@@ -128,14 +132,14 @@ class EagerExecutor:
             self._forward = DistributedDataParallel(self._forward, process_group=group, find_unused_parameters=True)
 
     def release(self) -> None:
-        """The model has all of its parameters."""
+        """Nothing to do: the model keeps all its parameters."""
 
     def run(
         self, batch: Any, key: int, train: bool = True, scale: Tensor | None = None, update: Update | None = None
     ) -> StepResult:
         assert update is None, "no plan of a model that runs as it is updates within a step"
         rows, num = self._rows(batch)
-        if train and self._checks and not self._num_runs & (self._num_runs - 1):  # of batches 0, 1, 2, 4, 8...
+        if train and self._checks and not self._num_runs & (self._num_runs - 1):  # at batches 0, 1, 2, 4, 8...
             self._refuse_other_numbers(rows, num)
         self._num_runs += train
         self._loss.num_rows = num
@@ -157,12 +161,13 @@ class EagerExecutor:
         return StepResult((sums[0] / sums[1]).to(total.dtype), (sums[0], sums[1]), gradients, {}, aux=aux)
 
     def _refuse_other_numbers(self, rows: Any, num: int) -> None:
-        """Raise LossError, on all ranks, where a rank's loss is not that of two halves of its rows put together."""
+        """Raise LossError, on all ranks, if the loss of any rank's rows is not the combined loss of their two
+        halves."""
         whole, halves, apart = self.halves_apart(rows, num)
         mine = torch.tensor([apart, math.isnan(whole)], dtype=torch.float64, device=self.world.device)
         every = self.world.comm(self._axis).all_gather(mine).wait()
         most, rank = (float(found) for found in every[:, 0].max(0))
-        if most == 0 and 0 < float(every[:, 1].sum()) < len(every):  # a mean over no row
+        if most == 0 and 0 < float(every[:, 1].sum()) < len(every):  # nan on some ranks only: a mean over no rows
             most, rank = math.inf, float(every[:, 1].argmax())
         if most == 0:
             return
@@ -176,20 +181,22 @@ class EagerExecutor:
         )
 
     def halves_apart(self, rows: Any, num: int) -> tuple[float, float, float]:
-        """As `_in_two`; zeros where nothing is known. Model and loss are afterwards as they were."""
+        """The result of `_compare_halves`; zeros if it cannot be computed. Model and loss are restored afterwards."""
         if num > 1:
-            with _undone(self.model, self.loss_fn), torch.no_grad():
+            with _restored(self.model, self.loss_fn), torch.no_grad():
                 try:
-                    return self._in_two(rows, num)
+                    return self._compare_halves(rows, num)
                 except LossError:
                     raise
-                except Exception:  # of a model that takes no half of its rows, or does not run in evaluation mode
+                except Exception:  # the model cannot run on half of its rows, or in evaluation mode
                     pass
         return 0.0, 0.0, 0.0
 
-    def _in_two(self, rows: Any, num: int) -> tuple[float, float, float]:
-        """The loss of these rows, as it is put together from those of two halves, and how far the two are apart where
-        that is more than rounding; 0 where the loss is random, of which no two are the same."""
+    def _compare_halves(self, rows: Any, num: int) -> tuple[float, float, float]:
+        """(loss of these rows, combined loss of their two halves, difference).
+
+        The difference is 0 within rounding, and if the loss is random, as no two evaluations agree then.
+        """
         half = num // 2
 
         def taken(part: Any, size: int, seed: int = 0) -> tuple[float, float]:
@@ -205,20 +212,20 @@ class EagerExecutor:
                 self.model.eval()
                 whole = taken(rows, num)
                 if whole != taken(rows, num, seed=1):
-                    return _over(*whole), 0.0, 0.0
+                    return _ratio(*whole), 0.0, 0.0
             first, one = taken(take_rows(rows, num, 0, half), half)
             second, two = taken(take_rows(rows, num, half, num), num - half)
         finally:
             for module, mode in modes:
                 module.training = mode
-        loss, halves = _over(*whole), _over(first + second, one + two)
+        loss, halves = _ratio(*whole), _ratio(first + second, one + two)
         if loss == halves or math.isnan(loss):
             return loss, halves, 0.0
         apart = abs(loss - halves) / max(abs(loss), abs(halves))
         return loss, halves, 0.0 if apart <= _ROUNDING[self._loss.dtype.itemsize > 2] else 1.0
 
     def _outputs(self, outputs: Outputs, num: int) -> Outputs:
-        """What the losses of all ranks came with."""
+        """The auxiliary outputs of all ranks."""
         if self._num == 1:
             return copied(outputs)
         return join_outputs(gather_outputs(self.world.comm(self._axis), outputs, num, self.world.device))
@@ -231,7 +238,7 @@ class EagerExecutor:
             parameter.grad = gradients.get(name)
 
     def updated(self) -> None:
-        """Every rank has updated all parameters."""
+        """Nothing to do: every rank updates all parameters."""
 
     def local(self, name: str) -> Tensor:
         return self.parameters[name].detach()
@@ -254,7 +261,7 @@ class EagerExecutor:
         return local
 
     def _rows(self, batch: Any) -> tuple[Any, int]:
-        """This rank's rows, and how many they are."""
+        """This rank's rows, and their number."""
         if isinstance(batch, LocalBatch):
             return batch.tree, batch.local_size
         index, rows = self.world.mesh.coordinates(self.world.rank)[self._axis], num_rows(batch)
@@ -264,17 +271,17 @@ class EagerExecutor:
 
 
 def _num_ranks(plan: Plan) -> int:
-    """Along the axis over which DDP trains."""
+    """The number of ranks over which DDP trains."""
     return plan.mesh.axis_size(ddp_axis())
 
 
-def _over(total: float, weight: float) -> float:
+def _ratio(total: float, weight: float) -> float:
     return total / weight if weight else math.nan
 
 
 @contextmanager
-def _undone(model: nn.Module, loss_fn: LossFn) -> Iterator[None]:
-    """Buffers, random numbers and what model and loss hold in Python are afterwards as they were."""
+def _restored(model: nn.Module, loss_fn: LossFn) -> Iterator[None]:
+    """Context that restores buffers, random state, and the Python state of model and loss."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.random.fork_rng(devices=random_devices(*(buffer.device for buffer, _ in buffers))):
         try:
@@ -286,7 +293,7 @@ def _undone(model: nn.Module, loss_fn: LossFn) -> Iterator[None]:
 
 
 def _batch_norm(model: nn.Module) -> str | None:
-    """The name of a module whose output depends on the statistics of its rows."""
+    """The name of a module whose output depends on batch statistics; None if there is none."""
     return next((n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)), None)
 
 
@@ -301,15 +308,15 @@ def _refuse_batch_norm(model: nn.Module, plan: Plan) -> None:
 
 
 class _Loss(nn.Module):
-    """Model and loss as one module, so that DDP sees the backward of both. A mean counts as much as it has rows."""
+    """Model and loss as one module, so that DDP sees the backward pass of both. A mean is weighted by its rows."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFn) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
-        self.num_rows = 1  # of what comes next
-        self.weight = torch.ones(())  # of the last loss
-        self.dtype = torch.float32  # as above
+        self.num_rows = 1  # rows of the next call
+        self.weight = torch.ones(())  # weight of the last loss
+        self.dtype = torch.float32  # dtype of the last loss
         self.outputs: Outputs | None = None
 
     def forward(self, rows: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a step changes in Python: counters and flags, which a captured step changes as the model's own code would."""
+"""The effects of a step on Python values, such as counters and flags, which a captured step reproduces."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _NUMBERS = (int, float)
 
 @dataclass(frozen=True)
 class Changes:
-    """Plain values that one captured step changes. `steady`: the graph is the same with them changed."""
+    """Plain values that a captured step changes. `steady`: the step's graph is the same with the changed values."""
 
     effects: tuple[Effect, ...] = ()
     steady: bool = True
 
     def begin(self) -> list[Any]:
-        """What is there before a step."""
+        """The values before a step."""
         return [effect.holder.now().get(effect.key, MISSING) for effect in self.effects]
 
     def end(self, before: list[Any], times: int) -> None:
-        """Change it as so many runs of the step would."""
+        """Change the values as `times` runs of the step would."""
         for effect, value in zip(self.effects, before, strict=True):
             if _is_number(effect.before) and _is_number(effect.now) and _is_number(value):
                 effect.holder.put(effect.key, value + (effect.now - effect.before) * times)
@@ -43,10 +43,11 @@ class Changes:
 
 
 def settled(found: Captured, watch: PythonWatch, again: Callable[[], Captured]) -> Changes:
-    """What a captured step changes in Python, once it is known that a graph can stand for the steps that follow.
+    """The effects of a captured step, once it is established that its graph is valid for the following steps.
 
-    `again` captures with what the model and the loss hold now: the changes stand meanwhile. CaptureError names a number
-    that the step changes and computes with, or a tensor that one step leaves to the next.
+    `again` captures the step once more from the current Python values, while the changes are in place. Raises
+    CaptureError for a number that the step both changes and computes with, and for a tensor that one step leaves for
+    the next.
     """
     plain = [
         e for e in found.effects if isinstance(e.now, PLAIN) and (e.before is MISSING or isinstance(e.before, PLAIN))
@@ -94,8 +95,11 @@ def settled(found: Captured, watch: PythonWatch, again: Callable[[], Captured]) 
 
 
 def examine(watch: PythonWatch, again: Callable[[], Captured], places: Iterable[str]) -> None:
-    """Look at numbers that have changed without another graph: from now on they count not at all, or only by the
-    conditions that the step asks of them, or as they are where it computes with them."""
+    """Find out how the step uses numbers that have changed without changing its graph.
+
+    From then on such a number is ignored, or compared by the conditions that the step evaluates on it, or compared by
+    value if the step computes with it.
+    """
     slots = {place: watch.reached.slots[place] for place in places if place in watch.reached.slots}
     numbers = {place: (holder, key, holder.now()[key]) for place, (holder, key) in slots.items()}
     asked, second = _tracked(watch, again, {p: one for p, one in numbers.items() if _is_number(one[2])})
@@ -113,7 +117,8 @@ def _tracked(
     plain: Iterable[Effect] = (),
     kept: Iterable[Effect] = (),
 ) -> tuple[dict[str, Asked], Captured | None]:
-    """A capture with tracked numbers, and other values, in their places; None where it fails with them."""
+    """Capture the step with tracked numbers, and the other effects, in place. Returns the uses that were found, by
+    place, and the capture; None if the capture fails with them."""
     asked = {place: Asked() for place in numbers}
     try:
         for effect in plain:
@@ -135,7 +140,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _increment(effect: Effect | None) -> float | None:
-    """By how much an effect changes a number."""
+    """The amount by which an effect changes a number; None if it is no number."""
     if effect is None:
         return None
     before, now = (v.value if isinstance(v, Tracked) else v for v in (effect.before, effect.now))

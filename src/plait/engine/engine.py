@@ -61,8 +61,12 @@ _MOST = 0.9  # an axis that is to split weights, and splits less of them, is wor
 
 @dataclass(frozen=True)
 class StepLoss:
-    """What the forward pass of a global batch gave: the loss, its weight among those of other batches where it is a
-    plait.Weighted, and what it came with."""
+    """The forward result for a global batch.
+
+    loss     the mean loss, a 0-d tensor
+    weight   for a plait.Weighted, its weight relative to other batches
+    outputs  the auxiliary outputs of the loss, by name
+    """
 
     loss: Tensor
     weight: Tensor | None
@@ -163,7 +167,7 @@ class Engine:
             state.average.begin(self.executor)
 
     def hold(self, batch: Any) -> None:
-        """The first part of `prepare`: capture the step of this replica's batch, lay it out, place the parameters."""
+        """The first part of `prepare`: capture and lower the step of this replica's batch, and place the parameters."""
         compiler, world = self.compiler, self.world
         try:
             found: StepExecutor = RankExecutor(
@@ -195,11 +199,11 @@ class Engine:
         state.update = Update(state.optimizer, executor.parameters, executor.layouts, world, self.homes)
 
     def rows_here(self, batch: Any) -> Any:
-        """What of a global batch the ranks of this one's replica train on."""
+        """The rows of a global batch that this rank's replica trains on."""
         return rows_of_replica(batch, self.plan, self.world) if self.plan.relaxed_axis else batch
 
     def key(self) -> int:
-        """The key of the random draws of the step to come."""
+        """The key of the next step's random draws."""
         key = step_key(self.state.seed, self.state.step_number)
         return key if self.state.replicas is None else replica_key(key, self.state.replicas.index)
 
@@ -297,16 +301,16 @@ class Engine:
         return norm
 
     def evaluate(self, data: Any) -> Any:
-        """The mean loss over a batch, or over batches; see Trainer.evaluate."""
+        """The mean loss over a batch or several batches; see Trainer.evaluate."""
         return evaluate(self, data, self._structure)
 
     def _update_within(self, gradients: dict[str, Tensor]) -> None:
-        """One of the updates of an asynchronous schedule."""
+        """Make one of the updates of an asynchronous schedule."""
         self.executor.set_gradients(gradients)
         self.update()
 
     def _follow_frozen(self) -> None:
-        """Let the optimizer take over parameters that train from this step on."""
+        """Make the optimizer take over parameters that train from this step on."""
         executor, state = self.executor, self.state
         factory = self.factories[0]
         if factory is None or executor.frozen == self._frozen:
@@ -325,9 +329,9 @@ class Engine:
         self._frozen = executor.frozen
 
     def span(self, kind: str, name: str) -> AbstractContextManager[Any]:
-        """Record what goes on within, if there is a trace."""
+        """Context that is recorded as a span, if there is a trace."""
         return nullcontext() if self.recorder is None else self.recorder.span(kind, name)
 
     def close(self) -> None:
-        """Give up what is kept on disk."""
+        """Free what is kept on disk."""
         self.homes.close()

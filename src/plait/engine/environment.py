@@ -1,4 +1,5 @@
-"""What the launcher told this process: its rank, how many there are, and what the command line chose."""
+"""What the launcher and the command line told this process: its rank, the number of processes, and the plan. Needs
+no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from plait.plan.plan import Plan
 
 
 def resolve_plan(plan: Plan | str | None) -> Plan:
-    """The plan of the command line (PLAIT_PLAN), or else the one given, or else data parallel over all processes."""
+    """The plan of the command line (PLAIT_PLAN), else the given one, else data parallel over all processes."""
     text = os.environ.get("PLAIT_PLAN")
     if text is not None:
         return Plan.parse(text)
@@ -19,19 +20,21 @@ def resolve_plan(plan: Plan | str | None) -> Plan:
 
 
 def resolve_trace(trace: str | Path | None) -> Path | None:
-    """The folder for a trace: the one given, or that of the command line (PLAIT_TRACE)."""
+    """The folder for a trace: the given one, else that of the command line (PLAIT_TRACE); None for no trace."""
     chosen = trace if trace is not None else os.environ.get("PLAIT_TRACE")
     return None if chosen is None else Path(chosen)
 
 
 def under_launcher() -> bool:
-    """Whether torchrun, or anything that speaks as it does, started this process."""
+    """Whether torchrun, or a launcher that sets the same variables, started this process."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def rank() -> int:
+    """This process's rank; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def num_processes() -> int:
+    """The number of processes; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""The loss of batches that are not trained on."""
+"""The loss of batches without training on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plait.plan.plan import Plan
 
 
 class Evaluated(Protocol):
-    """What an evaluation needs of an engine."""
+    """The parts of an Engine that an evaluation uses."""
 
     plan: Plan
     state: TrainState
@@ -30,8 +30,10 @@ class Evaluated(Protocol):
 
 
 def evaluate(run: Evaluated, data: Any, known: str | None) -> Any:
-    """The mean loss over the batches of `data`, and with them what the loss came with; see Trainer.evaluate. `known` is
-    the structure of the batches so far."""
+    """The mean loss over the batches of `data`, and the auxiliary outputs if the loss has any; see Trainer.evaluate.
+
+    `known` is the structure of the batches so far. Raises BatchError if there is no batch.
+    """
     total, weight = 0.0, 0.0
     aux: list[Outputs] = []
     with ExitStack() as stack:
@@ -60,7 +62,8 @@ def evaluate(run: Evaluated, data: Any, known: str | None) -> Any:
 
 
 def _is_uneven(run: Evaluated, batch: Any) -> bool:
-    """Whether each rank evaluates the whole of a batch, because they do not divide it."""
+    """Whether each rank evaluates the whole batch, because the ranks do not divide it. Raises BatchError for a
+    LocalBatch."""
     parts, rows = run.plan.num_batch_parts, num_rows(batch)
     if run.executor.compiled is None or rows % parts == 0:
         return False

@@ -1,4 +1,4 @@
-"""What the rest of the engine asks of a model that is spread: its values on this rank, and to run a step."""
+"""The interface of a distributed model to the rest of the engine: its values on this rank, and running a step."""
 
 from __future__ import annotations
 
@@ -9,77 +9,78 @@ from torch import Tensor, nn
 
 from plait.spec.layout import Layout
 
-if TYPE_CHECKING:  # a process that holds parameters and runs no step is ready in half the time without these
+if TYPE_CHECKING:  # a parameter server, which runs no step, starts in half the time without these imports
     from plait.backends.executable import StepResult
     from plait.compile.compiled import Compiled
 
 
 class ModelParts(Protocol):
-    """What one rank holds of a model, by the names of its parameters and buffers: what checkpoints save and restore."""
+    """The parameters and buffers of a model on one rank, by name: what checkpoints save and restore."""
 
     @property
     def model(self) -> nn.Module:
-        """The user's, whose parameters may be elsewhere."""
+        """The user's model. Its parameters may be placeholders."""
         ...
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What the optimizer updates: this rank's part of each parameter, where it has one."""
+        """The tensors that the optimizer updates, by name: this rank's part of each parameter that it has a part of."""
         ...
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """Of every parameter, as the optimizer holds it."""
+        """The layout of every parameter, as the optimizer holds it."""
         ...
 
     @property
     def dtypes(self) -> dict[str, Any]:
-        """Of every parameter, as the model has it."""
+        """The torch.dtype of every parameter in the model."""
         ...
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Whole."""
+        """The buffers by name, whole."""
         ...
 
     @property
     def changing(self) -> frozenset[str]:
-        """The buffers that are parameters of the model, which do not train and which the step itself changes."""
+        """The names of `buffers` that are parameters of the model: untrained, and changed by the step itself."""
         ...
 
     def local(self, name: str) -> Tensor | None:
-        """This rank's part of a parameter, wherever it is kept; None where another rank has it."""
+        """This rank's part of a parameter, wherever it is stored; None if this rank has none."""
         ...
 
     def set_local(self, name: str, part: Tensor) -> None:
-        """Give this rank's part of a parameter new values, which a step reads after `updated`."""
+        """Set the values of this rank's part of a parameter. Steps read them after `updated`."""
         ...
 
     def whole(self, name: str, local: Tensor | None) -> Tensor:
-        """A tensor of a parameter's shape put together from the parts of all ranks, each of which calls it."""
+        """The whole tensor, of the parameter's shape, from the parts of all ranks. All ranks must call it."""
         ...
 
     def updated(self) -> None:
-        """Let steps read what the parts are now."""
+        """Make steps read the current values of the parts."""
         ...
 
 
 class StepExecutor(ModelParts, Protocol):
-    """One rank of a model that trains: of a captured step RankExecutor, of a model that runs as it is EagerExecutor."""
+    """The parts of a model that trains: RankExecutor for a captured step, EagerExecutor for a model that is not
+    captured."""
 
     @property
     def compiled(self) -> Compiled | None:
-        """The compiled step of the first batch; None of a model that runs as it is."""
+        """The compiled step of the first batch; None for a model that is not captured."""
         ...
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Parameters that did not train in the last step."""
+        """The names of parameters that did not train in the last step."""
         ...
 
     @property
     def absent(self) -> Mapping[str, nn.Parameter]:
-        """In the place of each parameter that other ranks have, one without memory of the same shape."""
+        """For each parameter that only other ranks have, a meta tensor of its local shape there."""
         ...
 
     def run(
@@ -90,30 +91,34 @@ class StepExecutor(ModelParts, Protocol):
         scale: Tensor | None = None,
         update: Callable[[dict[str, Tensor]], None] | None = None,
     ) -> StepResult:
-        """Forward, and with `train` backward, of one batch. `key` is that of its random draws, `scale` multiplies the
-        loss before backward; `update` takes the gradients of a schedule that updates within a step."""
+        """Run forward, and with `train` backward, of one batch.
+
+        key     the key of the random draws
+        scale   factor of the loss before backward, a 0-d tensor
+        update  takes the gradients of a schedule that updates within a step
+        """
         ...
 
     def release(self) -> None:
-        """Let go of the model's own copy of parameters that live elsewhere."""
+        """Free the model's own copy of parameters that are stored elsewhere."""
         ...
 
     def set_whole(self, name: str, whole: Tensor) -> None:
-        """Give a parameter the values of a whole tensor, whose memory may become the parameter's."""
+        """Set a parameter from a whole tensor, whose memory may become the parameter's."""
         ...
 
     def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Give the parameters their gradients, and those that are not named none."""
+        """Set the gradients of the parameters; those that are not named get None."""
         ...
 
     def whole_gradients(self) -> dict[str, Tensor]:
-        """The gradients of the last `run` as whole tensors of their own; every rank calls it."""
+        """The gradients of the last `run`, by name, as whole tensors in new memory. All ranks must call it."""
         ...
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients."""
+        """Multiply all gradients by the factor."""
         ...
 
     def gradient_norm(self) -> float:
-        """The 2-norm of all gradients together, the same on every rank."""
+        """The 2-norm of all gradients together, equal on every rank."""
         ...

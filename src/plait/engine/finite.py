@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite, or too large."""
+"""Checks for losses that are not finite, and clipping of gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def check_finite(
     gradients: Mapping[str, Tensor],
     on_nan: Literal["raise", "warn"],
 ) -> None:
-    """Raise LossError, or warn, of a loss that is not finite, with what else is not."""
+    """Raise LossError, or warn, if the loss is not finite. The message names a parameter or gradient that is not
+    finite either."""
     if math.isfinite(float(loss)):
         return
     parts = ((name, executor.local(name)) for name in executor.parameters)
@@ -36,7 +37,7 @@ def check_finite(
 
 
 def clip(executor: StepExecutor, limit: float) -> float:
-    """Scale all gradients so that their 2-norm together is at most the limit; returns the norm before."""
+    """Scale all gradients to a total 2-norm of at most `limit`. Returns the norm before."""
     norm = executor.gradient_norm()
     scale = limit / (norm + 1e-6)
     if scale < 1:
@@ -45,7 +46,7 @@ def clip(executor: StepExecutor, limit: float) -> float:
 
 
 def _late_checks(executor: StepExecutor) -> str:
-    """The lines whose conditions the step checks itself."""
+    """The assertions of model and loss that the step checks itself, for the message."""
     checks = () if executor.compiled is None else executor.compiled.program.captured.checks
     if not checks:
         return ""

@@ -1,7 +1,7 @@
-"""The user's own model with whole weights, for a while: to generate, evaluate by hand, clamp, export.
+"""The user's own model with whole weights for a while: to generate, evaluate by hand, clamp or export.
 
-at once      every parameter is put together and lies in the model; what is written to it is taken over at the end
-op by op     each op that reads a parameter gets it whole, and it is let go after: for models that do not fit
+at once   every parameter is gathered into the model; what is written to it is taken over at the end
+op by op  each op that reads a parameter gets the whole tensor, which is freed after it: for models that do not fit
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ from torch import Tensor, nn
 
 from plait.comm.agree import agree
 from plait.comm.protocol import World
-from plait.engine.model_weights import put_back, refuse_away, stand_in, stand_ins
+from plait.engine.model_weights import placeholders, put_back, refuse_away, replace_parameters
 from plait.engine.state import lies_here, local_part
 from plait.errors import ModelError, PlanError
 
 if TYPE_CHECKING:
     from plait.engine.train_state import TrainState
 
-_lent: WeakSet[nn.Module] = WeakSet()
+_gathered_models: WeakSet[nn.Module] = WeakSet()
 _lock = threading.Lock()
 
 
 @contextmanager
 def gathered(run: TrainState, rank: int | None, write: bool, at_once: bool) -> Iterator[nn.Module]:
-    """The model with whole weights on all ranks, or on that `rank` alone; see Trainer.gathered."""
+    """The model with whole weights, on all ranks or only on `rank`; see Trainer.gathered.
+
+    Raises PlanError for a rank that the plan does not have, or for one rank with `at_once=False`.
+    """
     _check_rank(run.world, rank)
     if not at_once and rank is not None:
         raise PlanError(f"rank={rank} alone cannot put weights together op by op: all ranks use the model alike")
@@ -49,7 +52,10 @@ def gathered(run: TrainState, rank: int | None, write: bool, at_once: bool) -> I
 
 @contextmanager
 def not_started(world: World, model: nn.Module, rank: int | None, write: bool) -> Iterator[nn.Module]:
-    """The model before the first batch, which has all of its weights still; see Trainer.gathered."""
+    """The model before the first batch, when it still has all its weights; see Trainer.gathered.
+
+    Raises ModelError for a model on the meta device.
+    """
     _check_rank(world, rank)
     refuse_away(model)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -70,7 +76,7 @@ def not_started(world: World, model: nn.Module, rank: int | None, write: bool) -
     if not write or world.mesh.size == 1:
         return
     if rank is None:
-        _alike(world, tensors)
+        _check_same(world, tensors)
         return
     for tensor in tensors.values():
         sent = tensor.detach().to(world.device).contiguous()
@@ -82,7 +88,7 @@ def _check_rank(world: World, rank: int | None) -> None:
         raise PlanError(f"rank={rank}: the plan has ranks 0 to {world.mesh.size - 1}")
 
 
-def _alike(world: World, values: Mapping[str, Tensor]) -> None:
+def _check_same(world: World, values: Mapping[str, Tensor]) -> None:
     agree(
         world, _digest(values), "weights after gathered()",
         remedy="change them alike on every rank, or give gathered(rank=0) to have those of one rank",
@@ -90,31 +96,34 @@ def _alike(world: World, values: Mapping[str, Tensor]) -> None:
 
 
 class _Lending:
+    """Puts the weights of a run into the model and takes them back."""
+
     def __init__(self, run: TrainState, model: nn.Module, rank: int | None, write: bool) -> None:
         self._run, self._model, self._rank, self._write = run, model, rank, write
-        self._replica = run.held
+        self._parts = run.held
         own = dict(model.named_parameters())
-        # What trains is in the model already, where a rank has all of it to itself; replicas want to know what changes.
-        mine = self._replica.parameters if run.replicas is None else {}
-        shared = run.plan.sharding.shares_parameters  # by ranks that would each write to it
-        self._live = {name for name in self._replica.layouts if mine.get(name) is own[name] and not shared}
+        # Parameters that are in the model already, whole. None with replicas, which must see what changes.
+        mine = self._parts.parameters if run.replicas is None else {}
+        shared = run.plan.sharding.shares_parameters  # several ranks would write to one tensor
+        self._live = {name for name in self._parts.layouts if mine.get(name) is own[name] and not shared}
         self.changed: dict[str, Tensor] = {}
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
+        """Gather all parameters into the model."""
         own = dict(self._model.named_parameters())
         wholes: dict[str, nn.Parameter] = {}
-        for name in self._replica.layouts:
+        for name in self._parts.layouts:
             whole = self._whole(name)
             if self._rank in (None, self._run.world.rank):
-                wholes[name] = nn.Parameter(_apart(whole, own[name]), own[name].requires_grad)
-        # Those that train keep their place: what is written is to a copy, which an exception drops.
+                wholes[name] = nn.Parameter(_copied(whole, own[name]), own[name].requires_grad)
+        # Live parameters stay in the model with copied data, so that an exception can drop what was written.
         live = [(own[name], own[name].data, own[name].grad) for name in self._live & set(wholes)]
         for name in self._live & set(wholes):
             own[name].data, own[name].grad = wholes[name].data, None
             wholes[name] = own[name]
-        buffers = {name: b.clone() for name, b in self._replica.buffers.items()}
-        before = stand_in(self._model, {n: p for n, p in wholes.items() if n not in self._live})
+        buffers = {name: b.clone() for name, b in self._parts.buffers.items()}
+        before = replace_parameters(self._model, {n: p for n, p in wholes.items() if n not in self._live})
         lent = self._lend_buffers()
         done = False
         try:
@@ -122,7 +131,7 @@ class _Lending:
             done = True
         finally:
             put_back(before)
-            written = {name: p.detach() for name, p in wholes.items()}  # which are other tensors when data is swapped
+            written = {name: p.detach() for name, p in wholes.items()}  # taken before the data is swapped back
             for parameter, data, gradient in live:
                 parameter.data, parameter.grad = data, gradient
             self._take_buffers(lent, buffers, done and self._write)
@@ -131,11 +140,12 @@ class _Lending:
 
     @contextmanager
     def op_by_op(self) -> Iterator[None]:
-        inside = stand_ins(self._model, set(self._replica.layouts) - self._live, "")
+        """Put placeholders into the model that fetch the whole tensor for each op."""
+        inside = placeholders(self._model, set(self._parts.layouts) - self._live, "")
         for each in inside.values():
             each.fetch = self._whole
-        buffers = {name: b.clone() for name, b in self._replica.buffers.items()}
-        before = stand_in(self._model, inside)
+        buffers = {name: b.clone() for name, b in self._parts.buffers.items()}
+        before = replace_parameters(self._model, inside)
         lent = self._lend_buffers()
         try:
             yield
@@ -144,19 +154,19 @@ class _Lending:
             self._take_buffers(lent, buffers, False)
 
     def _whole(self, name: str) -> Tensor:
-        part = self._replica.local(name)
+        part = self._parts.local(name)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             part = None if part is None else part.to(self._run.world.device)
-            whole: Tensor = self._replica.whole(name, part).detach()
+            whole: Tensor = self._parts.whole(name, part).detach()
         return whole
 
     def _lend_buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
-        """Put what the step reads and writes into the model; returns what was there in its place."""
+        """Put the run's buffers into the model. Returns the buffers that were there."""
         found = []
         names = {id(b): name for name, b in self._model.named_buffers()}
         for module in self._model.modules():
             for key, buffer in module._buffers.items():
-                now = self._replica.buffers.get(names.get(id(buffer), ""))
+                now = self._parts.buffers.get(names.get(id(buffer), ""))
                 if now is not None and now is not buffer and buffer is not None:
                     found.append((module, key, buffer))
                     module._buffers[key] = now
@@ -165,8 +175,8 @@ class _Lending:
     def _take_buffers(
         self, lent: list[tuple[nn.Module, str, Tensor]], before: Mapping[str, Tensor], keep: bool
     ) -> None:
-        """Put the model's own buffers back; with `keep` what was written to those lent stays, on all ranks."""
-        for name, buffer in self._replica.buffers.items():
+        """Put the model's own buffers back. With `keep`, what was written to the run's buffers stays, on all ranks."""
+        for name, buffer in self._parts.buffers.items():
             if not keep:
                 buffer.copy_(before[name])
             elif self._rank is not None and self._run.world.mesh.size > 1:
@@ -175,55 +185,56 @@ class _Lending:
             module._buffers[key] = buffer
 
     def _take_over(self, values: Mapping[str, Tensor]) -> None:
-        """Give every rank its part of what is in the model now."""
-        world, replica = self._run.world, self._replica
+        """Set every rank's parts from what is in the model now."""
+        world, parts = self._run.world, self._parts
         if self._rank is None and world.mesh.size > 1:
-            _alike(world, {**values, **replica.buffers})
+            _check_same(world, {**values, **parts.buffers})
         replicas = self._run.replicas
-        for name, layout in replica.layouts.items():
+        for name, layout in parts.layouts.items():
             whole = values.get(name)
             if self._rank is not None and world.mesh.size > 1:
                 device = world.device
-                sent = torch.empty(layout.shape, dtype=replica.dtypes[name], device=device) if whole is None else whole
+                sent = torch.empty(layout.shape, dtype=parts.dtypes[name], device=device) if whole is None else whole
                 whole = world.everyone().broadcast(sent.contiguous(), self._rank).wait()
             assert whole is not None
             if not lies_here(layout, world):
                 continue
             part = local_part(whole, layout, world)
-            mine = replica.local(name)
-            assert mine is not None  # as it lies here
+            mine = parts.local(name)
+            assert mine is not None  # because this rank has a part of it
             if replicas is not None and not torch.equal(part, mine):
                 self.changed[name] = part.clone()
-            replica.set_local(name, part)
-        replica.updated()
+            parts.set_local(name, part)
+        parts.updated()
 
     def take_over_in_replicas(self) -> None:
-        """Replicas have their own weights again: those that were changed begin anew from what they were changed to."""
+        """Set the changed parameters in every replica, after replicas have got their own weights back."""
         for name, part in self.changed.items():
-            self._replica.set_local(name, part)
+            self._parts.set_local(name, part)
             local = self._run.replicas.local if self._run.replicas is not None else None
             if local is not None and name in local.outer:
                 local.outer[name].copy_(part)
-        self._replica.updated()
+        self._parts.updated()
 
 
 @contextmanager
 def _alone(model: nn.Module) -> Iterator[None]:
+    """Context that refuses to gather a model twice at the same time, with ModelError."""
     with _lock:
-        if model in _lent:
+        if model in _gathered_models:
             raise ModelError(
                 "the model is gathered already: do not nest trainer.gathered(), and where ranks are threads of one"
                 " process give each rank a model of its own"
             )
-        _lent.add(model)
+        _gathered_models.add(model)
     try:
         yield
     finally:
-        _lent.discard(model)
+        _gathered_models.discard(model)
 
 
-def _apart(whole: Tensor, own: Any) -> Tensor:
-    """In memory that nobody else has, of the form that the model's own tensor had."""
+def _copied(whole: Tensor, own: Any) -> Tensor:
+    """A copy of the tensor with the strides of the model's own parameter."""
     made = torch.empty_strided(own.shape, own.stride(), dtype=whole.dtype, device=whole.device)
     return made.copy_(whole)
 

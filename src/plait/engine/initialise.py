@@ -1,4 +1,4 @@
-"""The first values of parameters: the same on every plan, and from the meta device one module at a time."""
+"""The initial values of parameters: the same under every plan, and from the meta device one module at a time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from plait.spec.layout import Layout
 def initial_parameters(
     model: nn.Module, layouts: Mapping[str, Layout], world: World, seed: int
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """This rank's part of every parameter, with its first name. None for one that lies on other ranks only.
+    """(name, this rank's part) of every parameter, under its first name. The part is None if only other ranks have
+    one.
 
-    A model with values gives rank 0's to all. One on the meta device is initialised module by module, by the
-    module's own `reset_parameters` (or the `_init_weights` of a transformers model) with a seed that depends on the
-    module's name: no rank ever holds more than one module whole.
+    Rank 0's values go to all ranks. A model on the meta device is initialised module by module, by the module's own
+    `reset_parameters` (or `_init_weights` of a transformers model), with a seed that depends on the module's name. No
+    rank ever has more than one module whole. Raises PlaitError for a module that leaves values uninitialised.
     """
     if any(p.is_meta for p in model.parameters()):
         yield from _from_meta(model, layouts, world, seed)
@@ -34,12 +35,12 @@ def initial_parameters(
 
 
 def initial_buffers(model: nn.Module, world: World) -> dict[str, Tensor]:
-    """Every buffer, as rank 0 has it: the model's own, or another tensor where that differs."""
+    """Every buffer with rank 0's values: the model's own tensor, or a new one if the values differ."""
     return {name: _of_rank_0(buffer, world) for name, buffer in model.named_buffers()}
 
 
 def _of_rank_0(mine: Tensor, world: World) -> Tensor:
-    """The tensor as rank 0 has it, which is the one given where they are equal: the model is left as it is."""
+    """Rank 0's values of a tensor; the given tensor itself if they are equal, so that the model stays as it is."""
     everyone = world.everyone()
     if everyone.size == 1:
         return mine
@@ -80,7 +81,7 @@ def _fill(model: nn.Module, module: nn.Module, path: str, device: torch.device, 
     floats = [(key, t) for key, _ in tensors if (t := getattr(module, key)) is not None and t.is_floating_point()]
     with torch.no_grad(), torch.random.fork_rng(devices=random_devices(device)):
         for _, tensor in floats:
-            tensor.fill_(float("nan"))  # what nobody fills is found below
+            tensor.fill_(float("nan"))  # values that stay nan were not initialised
         torch.manual_seed(_seed(seed, path))
         owner = _initialiser(model, path)
         reset = getattr(module, "reset_parameters", None)
@@ -97,7 +98,7 @@ def _fill(model: nn.Module, module: nn.Module, path: str, device: torch.device, 
 
 
 def _initialiser(model: nn.Module, path: str) -> nn.Module | None:
-    """The nearest module around `path` that knows how to initialise others (transformers' convention)."""
+    """The nearest module around `path` that can initialise others (transformers' convention)."""
     parts = path.split(".") if path else []
     for end in range(len(parts), -1, -1):
         around = model.get_submodule(".".join(parts[:end]))

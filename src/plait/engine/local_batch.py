@@ -1,4 +1,4 @@
-"""A rank's own part of a global batch, as a type: it can not be taken for the whole."""
+"""A rank's part of a global batch, as a type of its own, so that it cannot be mistaken for the whole."""
 
 from __future__ import annotations
 
@@ -23,16 +23,22 @@ from plait.errors import BatchError
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """`tree` holds this rank's rows; `global_size` is the number of rows over all ranks, `local_size` of these here.
+    """This rank's rows of a global batch.
 
-    `place` says in words which global batch it is a part of, so that ranks can compare.
+    tree         the rows, a tree of tensors
+    local_size   the number of rows here
+    global_size  the number of rows over all ranks
+    place        which global batch this is a part of, in words, for ranks to compare
+    padding      the number of rows of weight zero at the end of the global batch
+
+    Raises BatchError if no tensor has `local_size` rows.
     """
 
     tree: Any
     local_size: int
     global_size: int
     place: str = ""
-    padding: int = 0  # rows of weight zero, which are the last of the global batch
+    padding: int = 0
 
     def __post_init__(self) -> None:
         sizes = [num for _, num in row_sizes(self.tree)]
@@ -41,7 +47,7 @@ class LocalBatch:
 
 
 def global_like(batch: LocalBatch) -> Any:
-    """A stand-in for the global batch that has its shapes and takes no memory."""
+    """Tensors of the shapes of the global batch that take no memory."""
 
     def stretched(leaf: Tensor, dim: int) -> Tensor:
         shape = (*leaf.shape[:dim], batch.global_size, *leaf.shape[dim + 1 :])
@@ -51,12 +57,15 @@ def global_like(batch: LocalBatch) -> Any:
 
 
 def num_rows(batch: Any) -> int:
-    """Rows of the global batch."""
+    """The number of rows of the global batch."""
     return batch.global_size if isinstance(batch, LocalBatch) else count_rows(batch)
 
 
 def batch_part(batch: Any, index: int, count: int) -> Any:
-    """Part `index` of `count` of a global batch's rows; the last may be smaller, BatchError where it would be empty."""
+    """Part `index` of `count` equal parts of a global batch's rows; the last part may be smaller.
+
+    Raises BatchError if the last part would be empty.
+    """
     rows = num_rows(batch)
     step = -(-rows // count)
     if step * (count - 1) >= rows:
@@ -65,9 +74,10 @@ def batch_part(batch: Any, index: int, count: int) -> Any:
 
 
 def batches_of(data: Any, known: str | None) -> Iterable[Any]:
-    """The batches of a loader or a list; a batch alone is one. `known` is the structure of the batches so far.
+    """The batches of a loader or of a list; a batch alone gives itself. `known` is the structure of the batches so
+    far.
 
-    BatchError for a list that may be either and looks like neither.
+    Raises BatchError for a list that may be either one batch or several, and has the structure of neither.
     """
     if is_loader(data):
         return data  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""A batch in microbatches, and their losses and gradients as those of the whole batch."""
+"""Splits a batch into microbatches, and joins their losses and gradients to those of the whole batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from plait.plan.step_refusals import uneven_micro
 
 
 def microbatches(batch: Any, num: int) -> list[Any]:
-    """The batch's rows in `num` equal parts, in order; of a LocalBatch this rank's rows of each."""
+    """The batch's rows in `num` equal parts, in order; for a LocalBatch, this rank's rows of each part.
+
+    Raises BatchError if `num` does not divide the rows.
+    """
     if num == 1:
         return [batch]
     local = isinstance(batch, LocalBatch)
@@ -36,7 +39,7 @@ def microbatches(batch: Any, num: int) -> list[Any]:
 
 
 def first_microbatch(batch: Any, num: int) -> Any:
-    """The first of `num` microbatches; the whole batch where it cannot be cut so, as one that is only evaluated."""
+    """The first of `num` microbatches; the whole batch if `num` does not divide it, as may be in an evaluation."""
     return batch if _num_here(batch) % num else microbatches(batch, num)[0]
 
 
@@ -46,9 +49,9 @@ def step_key(seed: int, step: int) -> int:
 
 
 def joined(results: Sequence[StepResult], scale: Tensor | None = None) -> StepResult:
-    """The step's result from those of its microbatches, of which the last has the sums of the gradients.
+    """The result of a step from those of its microbatches. The last one has the sums of the gradients.
 
-    Of a plait.Weighted, gradients are those of the sums, where there is more than one microbatch.
+    `scale` is the loss scale, by which the gradients are divided.
     """
     last = results[-1]
     loss, parts, factor = last.loss, last.parts, None
@@ -73,4 +76,5 @@ def joined(results: Sequence[StepResult], scale: Tensor | None = None) -> StepRe
 
 
 def _num_here(batch: Any) -> int:
+    """The number of rows on this rank."""
     return batch.local_size if isinstance(batch, LocalBatch) else num_rows(batch)

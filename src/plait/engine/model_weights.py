@@ -1,7 +1,9 @@
-"""The user's model while its weights are elsewhere: what stands in their place, and how the model gets them back.
+"""The user's model while its weights are elsewhere: placeholders in their place, and how the model gets the weights
+back.
 
-A plan that cuts or moves weights leaves parameters in the model that know their name, shape and type, and no values.
-Whatever reads values of them raises ModelError, or, where a plan gives weights op by op, gets the whole tensor.
+A plan that shards or offloads weights leaves placeholders in the model, which know the parameter's name, shape and
+dtype but have no values. Reading values of one raises ModelError, or fetches the whole tensor within
+`gathered(at_once=False)`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _METHODS = (
 
 
 def _harmless() -> set[Any]:
-    """What may be asked of a parameter without its values."""
+    """The functions that need no values of a parameter."""
     found: set[Any] = {getattr(torch.Tensor, name) for name in _METHODS}
     for name in _PROPERTIES:
         row = getattr(torch.Tensor, name, None)
@@ -42,7 +44,7 @@ def _harmless() -> set[Any]:
 
 
 class Away(nn.Parameter):
-    """In the place of a parameter called `title`; `why` says where its values are and how to have them."""
+    """The placeholder of a parameter called `title`. `why` says where its values are and how to get them."""
 
     title: str
     why: str
@@ -78,7 +80,7 @@ _HARMLESS = _harmless()
 
 
 def _value(given: Any) -> Any:
-    """The whole tensor in the place of a stand-in."""
+    """The whole tensor in place of a placeholder; any other value unchanged."""
     if not isinstance(given, Away):
         return given
     if given.fetch is None:
@@ -87,7 +89,7 @@ def _value(given: Any) -> Any:
 
 
 class AsItWas:
-    """What a model is before a start, to put all of it back if that fails."""
+    """A snapshot of a model before training starts, to restore it if the start fails."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(m, m.training, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
@@ -95,6 +97,7 @@ class AsItWas:
         self._data = [(t, t.data, t.grad) for t in tensors if not isinstance(t, Away)]
 
     def restore(self) -> None:
+        """Put modes, parameters, buffers and gradients back."""
         for module, training, parameters, buffers in self._modules:
             module.training = training
             _put(module, parameters)
@@ -116,22 +119,28 @@ def refuse_away(model: nn.Module) -> None:
 
 
 def release(model: nn.Module, names: Collection[str], whys: Mapping[str, str]) -> None:
-    """Let go of the model's own copy of parameters that live in parts or elsewhere."""
+    """Replace parameters that are stored elsewhere by placeholders, and free the model's copies."""
     own = dict(model.named_parameters())
-    changed = stand_in(model, {name: _stand_in_of(name, own[name], whys[name]) for name in names})
+    changed = replace_parameters(model, {name: _placeholder(name, own[name], whys[name]) for name in names})
     for module in {id(it): it for it in (model, *(module for module, _ in changed))}.values() if names else ():
         module.register_load_state_dict_pre_hook(_refuse_to_load)
 
 
 def _refuse_to_load(module: nn.Module, *_: Any) -> None:
-    """Before anything is copied: torch would copy some, and say of the rest that it is on the meta device."""
+    """Raise ModelError before load_state_dict copies anything: torch would copy some tensors and report the rest as
+    meta."""
     for parameter in module.parameters():
         _value(parameter) if isinstance(parameter, Away) and parameter.fetch is None else None
 
 
-def stand_in(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Put parameters into the model in the place of those that it has under these first names, and tied ones under
-    each of theirs. Returns of each module that changes what it had."""
+def replace_parameters(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter]
+) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Replace the model's parameters of these names (first names, for tied parameters) under all names that they
+    have.
+
+    Returns the modules that changed, each with its former parameters, for `put_back`.
+    """
     found: list[tuple[nn.Module, dict[str, Any]]] = []
     by_id = {id(p): parameters[name] for name, p in model.named_parameters() if name in parameters}
     for module in model.modules():
@@ -143,12 +152,13 @@ def stand_in(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[t
 
 
 def put_back(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
+    """Undo `replace_parameters`."""
     for module, parameters in before:
         _put(module, parameters)
 
 
 def where(name: str, layout: Layout, plan: Plan, is_away: bool) -> str:
-    """Where the values of a parameter are, and how the user gets them."""
+    """Where the values of a parameter are, and how the user gets them, as a sentence."""
     cut = [axis for axis, p in layout.placements if isinstance(p, Shard)]
     only = [axis for axis, p in layout.placements if isinstance(p, Only)]
     at = f"the ranks of {' and '.join(cut)} have a part of it each" if cut else "the trainer has it"
@@ -160,17 +170,17 @@ def where(name: str, layout: Layout, plan: Plan, is_away: bool) -> str:
     )
 
 
-def stand_ins(model: nn.Module, names: Collection[str], why: str) -> dict[str, Away]:
-    """A stand-in for each of these parameters."""
-    return {name: _stand_in_of(name, p, why) for name, p in model.named_parameters() if name in names}
+def placeholders(model: nn.Module, names: Collection[str], why: str) -> dict[str, Away]:
+    """A placeholder for each of these parameters, by name."""
+    return {name: _placeholder(name, p, why) for name, p in model.named_parameters() if name in names}
 
 
-def _stand_in_of(name: str, own: nn.Parameter, why: str) -> Any:
+def _placeholder(name: str, own: nn.Parameter, why: str) -> Any:
     form = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta")
-    if isinstance(form, FakeTensor):  # a dry run, of a model that nobody has
+    if isinstance(form, FakeTensor):  # a dry run, whose model has no values
         return nn.Parameter(form, own.requires_grad)
     made = Away(form, name, why, own.requires_grad)
-    for hook in (own._backward_hooks or {}).values():  # which a later capture puts into its graph
+    for hook in (own._backward_hooks or {}).values():  # a later capture puts hooks into its graph
         made.register_hook(hook)
     return made
 
@@ -178,7 +188,7 @@ def _stand_in_of(name: str, own: nn.Parameter, why: str) -> Any:
 def _put(module: nn.Module, parameters: Mapping[str, Any]) -> None:
     for key, parameter in parameters.items():
         if parameter is not None and parameter is not module._parameters.get(key):
-            weights = module.__dict__.get("_flat_weights")  # in which recurrent modules have them once more
+            weights = module.__dict__.get("_flat_weights")  # a second list of the parameters, in recurrent modules
             before = module._parameters.get(key)
             module._parameters[key] = parameter
             if isinstance(weights, list):

@@ -1,9 +1,9 @@
-"""The user's optimizers and scheduler on this rank's parts of the parameters.
+"""The user's optimizers and scheduler, on this rank's parts of the parameters.
 
-Most optimizers work element by element, and then have the same result on the parts of a tensor as on the whole. Of one
-that does not, found by trying it on a small tensor (engine/trying.py), there is a version here that knows of the whole
-(EXACT there), or it says itself how it does that (`bind`, optim/parts.py), or it is refused. Of several optimizers, in
-a list or within a wrapper, each is looked at by itself, and then what the wrapper does around them.
+Most optimizers work element by element, and give the same result on parts of a tensor as on the whole. One that does
+not is found by trying it on a small tensor (engine/trying.py). It is replaced by a version that knows the whole (EXACT
+there), or knows how to work on parts (`bind`, optim/parts.py), or is refused. Several optimizers, in a list or a
+wrapper, are tried one by one, and then the wrapper itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from plait.plan.step_refusals import of_optimizer, of_wrappers
 from plait.spec.layout import Layout, Only, Shard
 from plait.spec.mesh import Mesh
 
-_WELL_KNOWN = ("torch.optim", "plait.optim")  # which update each tensor by itself
+_WELL_KNOWN = ("torch.optim", "plait.optim")  # modules whose optimizers update each tensor independently
 
 # parameters -> an optimizer, an object that holds several, or a list of these; or (name pattern, such a function) pairs
 OptimizerFactory = Callable[..., Any] | Sequence[tuple[str, Callable[..., Any]]]
@@ -39,10 +39,10 @@ OptimizerFactory = Callable[..., Any] | Sequence[tuple[str, Callable[..., Any]]]
 def make_optimizer(
     factory: OptimizerFactory, named: Sequence[tuple[str, nn.Parameter]], *, known: Sequence[nn.Parameter] = ()
 ) -> torch.optim.Optimizer:
-    """What `factory` makes of the parameters that are trained, as one optimizer, which works on whole tensors.
+    """The optimizer that `factory` makes of the trained parameters, as one optimizer of whole tensors.
 
-    `known` are further parameters that it may have. PlanError where what comes back is no optimizer, or one that needs
-    what a training step does not have.
+    `known` are further parameters that it may have. Raises PlanError if the result is no optimizer, or an optimizer
+    that needs what a training step does not provide.
     """
     given = _called(factory, list(named)) if callable(factory) else _by_pattern(factory, list(named))
     members = optimizers_within(given)
@@ -75,11 +75,12 @@ def build_optimizer(
     world: World,
     absent: Mapping[str, nn.Parameter] = MappingProxyType({}),
 ) -> torch.optim.Optimizer:
-    """The optimizer that `factory` makes of those `parameters` that are trained, with the result of one device.
+    """The optimizer that `factory` makes of the trained `parameters`, with the same result as on one device.
 
-    `layouts` are of all parameters by name; `absent` are tensors on the meta device in the place of those that this
-    rank lacks, so that the function makes the same groups on every rank. PlanError where the result of one device
-    cannot be had: what it returns is no optimizer, or one that works in another way on parts than on the whole.
+    layouts  the layouts of all parameters, by name
+    absent   meta tensors for the parameters that this rank lacks, so that all ranks make the same parameter groups
+
+    Raises PlanError if the result is no optimizer, or one that cannot work on parts as on the whole.
     """
     every = {**parameters, **absent}
     every = {
@@ -107,8 +108,8 @@ def build_optimizer(
 def check_exact(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], layouts: Mapping[str, Layout], mesh: Mesh
 ) -> bool:
-    """Whether any of the parameters is cut; PlanError for an optimizer whose result would change with that, or where
-    some of them are on other ranks."""
+    """Whether any of the parameters is cut. Raises PlanError for an optimizer whose result depends on the cut, or on
+    which parameters are on other ranks."""
     for refusal in of_optimizer(mesh.size, optimizer_facts(optimizer, names, layouts, mesh)):
         raise PlanError(refusal)
     return any(_is_cut(layouts[name], mesh) for name in names.values())
@@ -117,7 +118,7 @@ def check_exact(
 def optimizer_facts(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], layouts: Mapping[str, Layout], mesh: Mesh
 ) -> OptimizerFacts:
-    """What an optimizer does where its parameters, by name, lie as these layouts say."""
+    """What the legality checks need to know of an optimizer, given the layouts of its parameters."""
     wrappers = _wrappers(optimizer)
     scattered = _scattered(layouts, mesh)
     return OptimizerFacts(
@@ -131,7 +132,7 @@ def optimizer_facts(
 def _apart(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], layouts: Mapping[str, Layout], mesh: Mesh
 ) -> Iterator[CutTrial]:
-    """Trials of what does not work on parts as it does on the whole."""
+    """Trials of optimizers and wrappers that do not work on parts as on the whole."""
     cut = {p: name for p, name in names.items() if _is_cut(layouts[name], mesh)}
     if not cut:
         return
@@ -150,14 +151,14 @@ def _apart(
 
 
 def _scattered(layouts: Mapping[str, Layout], mesh: Mesh) -> tuple[str, int] | None:
-    """The axis, with its size, along which ranks have parameters of their own."""
+    """The axis, with its size, along which ranks have different parameters; None if there is none."""
     only = {axis for layout in layouts.values() for axis, p in layout.placements if isinstance(p, Only)}
     axis = min((axis for axis in only if mesh.axis_size(axis) > 1), default="")
     return (axis, mesh.axis_size(axis)) if axis else None
 
 
 def _together(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str]]:
-    """Optimizers of the user's that want all parameters together: their types, and why."""
+    """The type names of user-defined optimizers that need all parameters together, with the reasons."""
     wrappers = _wrappers(optimizer)
     inside = {id(each) for wrapper in wrappers for each in optimizers_within(wrapper).values()}
     alone = [each for each in _members(optimizer) if id(each) not in inside]
@@ -167,15 +168,17 @@ def _together(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str]]:
 
 
 def _wrappers(optimizer: torch.optim.Optimizer) -> Sequence[Any]:
-    """Objects that step several optimizers at once."""
+    """The objects that step several optimizers at once."""
     return optimizer.wrappers if isinstance(optimizer, Several) else []
 
 
 def facts_of_optimizer(
     factory: OptimizerFactory, model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh
 ) -> OptimizerFacts:
-    """What the optimizer that `factory` makes of a model's parameters does on the ranks of a mesh, before there are
-    any. PlanError as `make_optimizer`."""
+    """The facts of the optimizer that `factory` makes of a model's parameters, before any rank starts.
+
+    Raises PlanError as `make_optimizer` does.
+    """
     named = {name: p for name, p in model.named_parameters() if name in layouts}
     optimizer = make_optimizer(
         factory, [(n, p) for n, p in named.items() if p.requires_grad], known=list(named.values())
@@ -184,13 +187,13 @@ def facts_of_optimizer(
 
 
 def refuse_some_at_a_time(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """PlanError for a wrapper whose step is of all parameters at once, where they are stepped some at a time."""
+    """Raise PlanError for a wrapper that steps all parameters at once, if the plan steps them in chunks."""
     for refusal in of_wrappers(plan, [type(each).__name__ for each in _wrappers(optimizer)]):
         raise PlanError(refusal)
 
 
 class HeldParameters(Protocol):
-    """What a rank holds of a model: a replica, captured or not."""
+    """The parameters of a model on one rank, captured or not."""
 
     @property
     def layouts(self) -> Mapping[str, Layout]: ...
@@ -208,15 +211,16 @@ def build_both(
     held: HeldParameters,
     world: World,
 ) -> tuple[torch.optim.Optimizer, Any]:
-    """The optimizer of what a rank holds, and its scheduler."""
+    """The optimizer of this rank's parameters, and its scheduler."""
     optimizer = build_optimizer(make_optimizer, held.parameters, held.layouts, world, held.absent)
     return optimizer, build_scheduler(make_scheduler, optimizer)
 
 
 def build_scheduler(factory: Callable[[Any], Any] | None, optimizer: torch.optim.Optimizer) -> Any:
-    """The learning rate scheduler that `factory` makes; PlanError for one that needs what a step does not have.
+    """The learning-rate scheduler that `factory` makes.
 
-    The factory is called with the object that the optimizer's function returned; of a list, with all as one optimizer.
+    The factory is called with the object that the optimizer's function returned; if that is a list, with all optimizers
+    as one. Raises PlanError for a scheduler that needs what a training step does not provide.
     """
     if factory is None:
         return None
@@ -231,7 +235,7 @@ def build_scheduler(factory: Callable[[Any], Any] | None, optimizer: torch.optim
 
 
 def check_patterns(factory: Any) -> None:
-    """PlanError for what is neither a function nor a list of (name pattern, function) pairs."""
+    """Raise PlanError for what is neither a function nor a list of (name pattern, function) pairs."""
     if callable(factory) and not isinstance(factory, torch.optim.Optimizer):
         return
     if isinstance(factory, (list, tuple)) and factory:
@@ -250,7 +254,7 @@ def check_patterns(factory: Any) -> None:
 
 
 def _called(factory: Callable[..., Any], named: list[tuple[str, nn.Parameter]]) -> Any:
-    """What the function returns; torch wants a list with something in it."""
+    """The function's result; an empty list of parameters, which torch refuses, is replaced by an empty tensor."""
     named = named or [("nothing", nn.Parameter(torch.empty(0)))]
     try:
         first = next(iter(inspect.signature(factory).parameters), "")
@@ -260,7 +264,7 @@ def _called(factory: Callable[..., Any], named: list[tuple[str, nn.Parameter]]) 
 
 
 def _by_pattern(pairs: Sequence[tuple[str, Callable[..., Any]]], named: list[tuple[str, nn.Parameter]]) -> list[Any]:
-    """What each function makes of the parameters of which its pattern is the first that fits."""
+    """The result of each function for the parameters whose first matching pattern is its own."""
     shares: list[list[tuple[str, nn.Parameter]]] = [[] for _ in pairs]
     for name, parameter in named:
         index = next((i for i, (pattern, _) in enumerate(pairs) if fnmatch.fnmatchcase(name, pattern)), None)
@@ -310,7 +314,7 @@ def _is_cut(layout: Layout, mesh: Mesh) -> bool:
 
 
 def _become(optimizer: torch.optim.Optimizer, kind: type) -> None:
-    """Make the optimizer one of another class, so that wrappers and schedulers that know it have it still."""
+    """Change the optimizer's class in place, so that wrappers and schedulers that refer to it stay valid."""
     optimizer.__class__ = kind
     optimizer._patch_step_function()  # as its own constructor would, for hooks
     if "step" not in optimizer.__dict__:

@@ -1,4 +1,4 @@
-"""What losses came with on several ranks, each on its own rows, put together."""
+"""The auxiliary outputs of losses on several ranks, each for its own rows, put together."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from plait.errors import LossError
 
 
 def gather_outputs(comm: Comm, outputs: Outputs, rows: float, device: torch.device) -> list[Outputs]:
-    """The outputs of every rank of the group, in order; this rank's are of `rows` rows. Every rank calls it."""
+    """The outputs of every rank of the group, in order; this rank's outputs are of `rows` rows. All ranks must call
+    it."""
     every: list[Outputs] = [{} for _ in range(comm.size)]
     mine = torch.tensor([float(rows)], dtype=torch.float64, device=device)
     sizes: list[float] = _gather(comm, mine).flatten().tolist()
     most = int(max(sizes))
     for name, part in outputs.items():
         value = part.value.to(device)
-        if part.kind == ROWS and len(value) < most:  # ranks meet with tensors of one shape
+        if part.kind == ROWS and len(value) < most:  # an all-gather needs tensors of one shape
             value = torch.cat([value, value.new_zeros((most - len(value), *value.shape[1:]))])
         values = _gather(comm, value).unbind()
         weights: Sequence[Tensor | float] = sizes
@@ -36,7 +37,7 @@ def gather_outputs(comm: Comm, outputs: Outputs, rows: float, device: torch.devi
 
 
 def refuse_padding(batch: Any, result: StepResult) -> None:
-    """LossError for a mean over a batch that has rows of weight zero, which it counts."""
+    """Raise LossError for a mean over the rows of a batch that is padded with rows of weight zero."""
     if isinstance(batch, LocalBatch) and batch.padding and result.parts is None:
         raise LossError(
             f"the batch is padded with {batch.padding} rows of weight zero, which a mean over its rows counts; return"
@@ -46,7 +47,7 @@ def refuse_padding(batch: Any, result: StepResult) -> None:
 
 
 def without_padding(batch: Any, outputs: Outputs) -> Outputs:
-    """The outputs of a global batch, without the rows of its padding."""
+    """The outputs of a global batch, without its padding rows."""
     if not isinstance(batch, LocalBatch) or not batch.padding:
         return outputs
     rows = batch.global_size - batch.padding

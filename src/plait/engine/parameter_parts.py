@@ -1,4 +1,5 @@
-"""A rank's parameters as parts of whole tensors, for optimizers that must know of the whole (optim/parts.py)."""
+"""A rank's parameters as parts of whole tensors, for optimizers that need to know the whole (interface in
+optim/parts.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from plait.spec.layout import Layout, Shard
 
 
 class LaidOutParts:
-    """`layouts` has the layout of each parameter that this rank holds a part of."""
+    """Parts of tensors as their layouts say. `layouts` has every parameter that this rank holds a part of."""
 
     def __init__(self, layouts: Mapping[Tensor, Layout], world: World) -> None:
         self._layouts = layouts
@@ -22,10 +23,12 @@ class LaidOutParts:
         self._found: dict[tuple[Tensor, int], Tensor] = {}
 
     def shape(self, parameter: Tensor) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
         return self._layouts[parameter].shape
 
     def sums(self, terms: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        # Who exchanges along an axis has the same parameters: one that an axis cuts lies on all ranks of it.
+        # Ranks along an axis have the same parameters: a parameter that an axis cuts is on all of its ranks.
+        """For each (parameter, term), the sum of the term over the ranks that hold other parts of the parameter."""
         found = [term for _, term in terms]
         for axis in self._axes:
             cut = [i for i, (p, _) in enumerate(terms) if isinstance(self._layouts[p].on(axis), Shard)]
@@ -39,6 +42,8 @@ class LaidOutParts:
         return found
 
     def place(self, parameter: Tensor, part: Tensor, summed: tuple[int, ...] = ()) -> Tensor:
+        """The part at its place in a tensor of zeros of the parameter's shape; `summed` are negative dims that are
+        left alone."""
         whole = part
         for dim, here in self._cuts(parameter, summed):
             shape = (*whole.shape[:dim], self.shape(parameter)[dim], *whole.shape[dim + 1 :])
@@ -46,13 +51,14 @@ class LaidOutParts:
         return whole
 
     def take(self, parameter: Tensor, whole: Tensor, summed: tuple[int, ...] = ()) -> Tensor:
+        """This rank's part of a whole tensor; `summed` are negative dims that are left alone."""
         part = whole
         for dim, here in self._cuts(parameter, summed):
             part = part.index_select(dim, here)
         return part
 
     def _cuts(self, parameter: Tensor, summed: tuple[int, ...]) -> list[tuple[int, Tensor]]:
-        """Each dim that is cut and not summed, with the places of this rank's elements along it."""
+        """The cut dims that are not in `summed`, each with the indices of this rank's elements along it."""
         layout = self._layouts[parameter]
         cut = {p.dim for _, p in layout.placements if isinstance(p, Shard)}
         dims = sorted(cut - {dim + len(layout.shape) for dim in summed})

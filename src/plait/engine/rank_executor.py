@@ -1,4 +1,4 @@
-"""What one rank holds and runs: its parameters and buffers, and the programs for the batches it meets."""
+"""The state of one rank and its programs: parameters, buffers, and a program for each shape of batch."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class RankExecutor:
         ]
 
     def release(self) -> None:
-        """Let go of the model's own copy of parameters that live elsewhere."""
+        """Free the model's own copies of parameters that are stored elsewhere."""
         self.variables.release(self.layouts)
 
     @property
@@ -111,7 +111,7 @@ class RankExecutor:
 
     @property
     def absent(self) -> dict[str, nn.Parameter]:
-        """In the place of each parameter that other ranks have, one without memory of the same shape."""
+        """For each parameter that only other ranks have, a meta tensor of its local shape there."""
         here, own = self.world.mesh.coordinates(self.world.rank), dict(self.compiler.model.named_parameters())
         shapes = {n: layout.local_shape(self.world.mesh, here) for n, layout in self.layouts.items()}
         return {
@@ -155,7 +155,7 @@ class RankExecutor:
         return self._executables[key]
 
     def _check_kinds(self, captured: Captured) -> None:
-        """Raise PlanError where a later step changes parameters that the first one did not."""
+        """Raise PlanError if a later step changes parameters that the first step did not."""
         if not self._executables:
             self.changing, self.frozen = captured.changing, captured.frozen
         if late := sorted(captured.changing - self.changing):
@@ -242,7 +242,7 @@ class RankExecutor:
 
     @torch.no_grad()
     def _hand_out(self, captured: Captured, outside: Mapping[str, Tensor]) -> None:
-        """Give the tensors from outside that the step has changed their new values."""
+        """Write the new values of tensors outside the model that the step has changed."""
         captures = self.compiler.captures
         for output in captured.outputs:
             if output.kind != "buffer" or output.name not in outside:
@@ -254,7 +254,7 @@ class RankExecutor:
                 live.detach().copy_(new)
 
     def updated(self) -> None:
-        """The optimizer has stepped."""
+        """Make the graph read the parameters that the optimizer has changed."""
         self.variables.updated()
 
     def _leaves(self, batch: Any, program: RankProgram) -> dict[str, Tensor]:
@@ -285,7 +285,7 @@ class RankExecutor:
         self.homes.factor *= factor
 
     def gradient_norm(self) -> float:
-        """The 2-norm of all gradients together, of the whole tensors and the same on every rank."""
+        """The 2-norm of all whole gradients together, equal on every rank."""
         by_axes: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
         axes = summed_square_axes(self.layouts)
         for name, parameter in self.parameters.items():
@@ -314,7 +314,7 @@ class RankExecutor:
         self.variables.set_local(name, part)
 
     def set_whole(self, name: str, whole: Tensor) -> None:
-        """Give a parameter the values of a whole tensor: by taking its memory, where the graph reads it there."""
+        """Set a parameter from a whole tensor, by taking its memory if the graph reads the parameter there."""
         inputs, own = self.variables.inputs, self.parameters.get(name)
         alone = self.world.mesh.size == 1 and is_host(self.world.device) and is_whole(self.layouts[name])
         if alone and name in inputs and (inputs[name] is own or name in self._lent):
@@ -324,11 +324,11 @@ class RankExecutor:
             self.set_local(name, local_part(whole, self.layouts[name], self.world).to(self.world.device))
 
     def whole(self, name: str, local: Tensor | None) -> Tensor:
-        """A parameter-shaped tensor put together from the ranks' parts; every rank calls it."""
+        """The whole tensor, of the parameter's shape, from the parts of all ranks. All ranks must call it."""
         return gather_whole(local, self.layouts[name], self.world, self.dtypes[name])
 
     def whole_gradients(self) -> dict[str, Tensor]:
-        """Every gradient of the last `run` as a whole tensor of its own; every rank calls it."""
+        """The gradients of the last `run`, by name, as whole tensors in new memory. All ranks must call it."""
         found = {}
         for name in self.with_gradient:
             parameter = self.parameters.get(name)

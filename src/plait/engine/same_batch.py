@@ -1,10 +1,12 @@
-"""Whether ranks that must hold the same batch do, at every step: a checksum of it travels beside the step.
+"""Checks at every step that ranks which must train on the same batch do so. A checksum of the batch is exchanged
+during the step.
 
-A plain batch is the global one, the same on every rank. Of a LocalBatch, all ranks must be at the same place in the
-data, and those with the same part of the batch (the ranks of tensor and pipeline) must hold the same rows.
+A plain batch is the global batch, and must be equal on every rank. With a LocalBatch, all ranks must be at the same
+place in the data, and ranks with the same part of the batch (those of tensor and pipeline) must have the same rows.
 
-Small tensors are read whole; of large ones a window that moves on with every step, and blocks all over the rest. A
-tensor that is on a GPU is read there, and what came of it is looked at one step later, so that nothing waits for it.
+Small tensors are read completely. Of a large tensor, the checksum reads a window that moves on with every step, and
+blocks spread over the rest. A tensor on a GPU is read there, and its checksum is compared one step later, so that the
+host does not wait for it.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from plait.engine.local_batch import LocalBatch
 from plait.errors import WorldError
 from plait.plan.plan import Plan
 
-_WHOLE = 1 << 20  # bytes of a tensor that are all read, with a checksum that sees every change
-_WINDOW = 16 << 20  # of a larger one, that are added up
+_WHOLE = 1 << 20  # bytes up to which a tensor is read completely, by a checksum that detects every change
+_WINDOW = 16 << 20  # bytes that are added up of a larger tensor
 _BLOCK, _NUM_BLOCKS = 4096, 64
 _PRIME = 0x9E3779B97F4A7C15
 _MASK = (1 << 63) - 1
@@ -48,21 +50,27 @@ _ROWS = (
 
 @dataclass
 class _Sent:
-    """What this rank said of its batch, and what the ranks of each group say."""
+    """The summary of a batch that this rank has sent, and the summaries of the ranks of each group.
+
+    batch     the batch in words
+    gathered  per group, [ranks, 4] int64 (is local, place, part, checksum), or the work that gathers it
+    ready     a CUDA event after which the summaries are on the host
+    """
 
     step: str
-    batch: str  # in words
+    batch: str
     is_local: bool
     gathered: list[tuple[Comm, Tensor | Work]]
-    ready: Any = None  # a CUDA event
+    ready: Any = None
 
 
 class SameBatch:
-    """One rank's comparison of its batches with those of the others."""
+    """Compares the batches of one rank with those of the other ranks."""
 
     def __init__(self, world: World, plan: Plan) -> None:
         self._world, self._plan = world, plan
-        # Replicas that agree later may be apart by steps: they compare now and then, the ranks of each at every step.
+        # Replicas that synchronise less often may be at different steps. They compare occasionally, and the ranks
+        # within a replica at every step.
         self._relaxed = plan.relaxed_axis
         if world.mesh.size == 1:
             self._groups: list[Comm] = []
@@ -71,21 +79,24 @@ class SameBatch:
             self._groups = [world.comm(axis) for axis in axes]
         else:
             self._groups = [world.everyone()]
-        self._behind = not is_host(world.device)  # what is computed here is known later
+        self._behind = not is_host(world.device)  # checksums of a GPU are compared one step later
         self._sent: _Sent | None = None
         self._num_batches = self._chained = 0
-        self._step = ""  # what this rank is in
+        self._step = ""  # the step or evaluation that this rank is in
 
     def awaited(self) -> AbstractContextManager[Any]:
-        """Within it this rank waits for what a GPU works out, which needs the other ranks to have begun the step."""
+        """Context for waiting on a GPU result, which exists only once the other ranks have begun the step."""
         monitor = self._world.monitor
         if monitor is None or is_host(self._world.device) or self._relaxed:
             return nullcontext()
         return monitor.waiting(self._step, functools.partial(monitor.behind_step, monitor.num_steps))
 
     def begin(self, batch: Any, step: str) -> None:
-        """Let the other ranks know of the step, or the evaluation, that this rank begins, and send what is to be
-        compared of its batch. WorldError where that of the step before differed."""
+        """Report to the other ranks that this rank begins `step`, a step or an evaluation, and send the batch's
+        summary.
+
+        Raises WorldError if the batches of the previous step differed.
+        """
         self._step = step
         if self._world.monitor is not None:
             self._world.monitor.num_steps += 1
@@ -98,16 +109,18 @@ class SameBatch:
         place = zlib.crc32(what.encode())
         content = _checksum(batch.tree if local else batch, self._num_batches)
         if self._relaxed:
-            self._meet_now_and_then(batch, place if local else content, local)
+            self._compare_occasionally(batch, place if local else content, local)
         self._num_batches += 1
         if not self._groups:
             return
-        head = torch.tensor([int(local), place, self._part()])
+        header = torch.tensor([int(local), place, self._part()])
         if torch.is_tensor(content):
-            note = torch.cat([head.to(content.device), content.reshape(1)]).to(self._world.device, non_blocking=True)
+            summary = torch.cat([header.to(content.device), content.reshape(1)]).to(
+                self._world.device, non_blocking=True
+            )
         else:
-            note = torch.cat([head, torch.tensor([content])]).to(self._world.device, non_blocking=True)
-        works = [(group, group.all_gather(note)) for group in self._groups]
+            summary = torch.cat([header, torch.tensor([content])]).to(self._world.device, non_blocking=True)
+        works = [(group, group.all_gather(summary)) for group in self._groups]
         self._sent = _Sent(step, what, local, list(works))
         if self._behind:
             found = [(group, work.wait()) for group, work in works]
@@ -116,7 +129,8 @@ class SameBatch:
             self._sent.ready = Event(self._world.device)
 
     def check(self, late: bool = False) -> None:
-        """Raise WorldError, on all ranks of a group, if its ranks differ. On a GPU only when it is late."""
+        """Raise WorldError, on all ranks of a group, if the batches of its ranks differ. On a GPU this waits for
+        `late`."""
         sent = self._sent
         if sent is None or (self._behind and not late):
             return
@@ -145,7 +159,8 @@ class SameBatch:
         raise WorldError(f"the ranks do not agree on the {what}: {found}; {remedy}")
 
     def _difference(self, rows: list[list[int]]) -> tuple[str, str, list[str]]:
-        """What is not alike, what to do about it, and what each rank has; nothing if all is well."""
+        """What differs between the summaries, the remedy, and each rank's value in words; all empty if the batches
+        agree."""
         if len({local for local, *_ in rows}) > 1:
             kinds = ["a LocalBatch" if local else "a plain batch" for local, *_ in rows]
             return "kind of batch", "give every rank batches of the same loader", kinds
@@ -167,10 +182,11 @@ class SameBatch:
         return "rows of a part of the batch", _ROWS, texts
 
     def _part(self) -> int:
+        """The index of this rank's part of the batch."""
         return int(self._plan.batch_part(self._plan.mesh.coordinates(self._world.rank)))
 
-    def _meet_now_and_then(self, batch: Any, said: int | Tensor, local: bool) -> None:
-        """Of replicas that agree later: what all batches so far were, at steps 0, 1, 2, 4, 8..."""
+    def _compare_occasionally(self, batch: Any, said: int | Tensor, local: bool) -> None:
+        """Compare all replicas' batches so far, at steps 0, 1, 2, 4, 8...; for replicas that synchronise less often."""
         value = int(said) if torch.is_tensor(said) and is_host(said.device) else said
         if not torch.is_tensor(value):
             self._chained = zlib.crc32(value.to_bytes(8, "little"), self._chained)
@@ -183,51 +199,52 @@ class SameBatch:
 
 
 def _place(batch: LocalBatch) -> str:
-    """The place in the data, and the numbers that every rank has beside its rows."""
+    """The place of the batch in the data, and the Python numbers in it, which all ranks have."""
     numbers = batch_numbers(batch.tree)
     return f"{batch.place} with {numbers}" if numbers else batch.place
 
 
-def _checksum(batch: Any, turn: int) -> int | Tensor:
-    """63 bits that change with any change of a small tensor, and with almost any of a large one."""
+def _checksum(batch: Any, step_index: int) -> int | Tensor:
+    """A 63-bit checksum, which changes with any change of a small tensor, and with nearly any change of a large one."""
     found, on_device = 0, None
     for leaf in batch_leaves(batch).values():
         if is_host(leaf.device):
-            found = (found * _PRIME + _of_host(leaf.detach(), turn)) & _MASK
+            found = (found * _PRIME + _of_host(leaf.detach(), step_index)) & _MASK
         else:
-            one = _of_device(leaf.detach(), turn)
+            one = _of_device(leaf.detach(), step_index)
             on_device = one if on_device is None else on_device * 31 + one
     return found if on_device is None else (on_device + found) & _MASK
 
 
-def _of_host(leaf: Tensor, turn: int) -> int:
-    data = _bytes(leaf, turn).numpy()
+def _of_host(leaf: Tensor, step_index: int) -> int:
+    data = _bytes(leaf, step_index).numpy()
     if data.nbytes <= _WHOLE:
         return zlib.crc32(data.data)
-    start = _WINDOW * turn % data.nbytes // 8 * 8
+    start = _WINDOW * step_index % data.nbytes // 8 * 8
     window = data[start : start + _WINDOW]
     total = int(window[: window.nbytes // 8 * 8].view(np.uint64).sum(dtype=np.uint64))
     total ^= zlib.crc32(window[-8:].data)
-    for at in np.random.default_rng(turn).integers(0, data.nbytes - _BLOCK, _NUM_BLOCKS):
+    for at in np.random.default_rng(step_index).integers(0, data.nbytes - _BLOCK, _NUM_BLOCKS):
         total = (total * 31 + zlib.crc32(data[at : at + _BLOCK].data)) & _MASK
     return total & _MASK
 
 
-def _of_device(leaf: Tensor, turn: int) -> Tensor:
-    """The same in kind, without a look from the host."""
-    data = _bytes(leaf, turn)
-    start = _WINDOW * turn % max(data.numel(), 1) // 8 * 8
+def _of_device(leaf: Tensor, step_index: int) -> Tensor:
+    """The checksum of a tensor on a device, as a 0-d tensor there, so that the host does not wait."""
+    data = _bytes(leaf, step_index)
+    start = _WINDOW * step_index % max(data.numel(), 1) // 8 * 8
     data = torch.nn.functional.pad(data[start : start + _WINDOW], (0, -min(data.numel() - start, _WINDOW) % 8))
     words = data.clone().view(torch.int64)
     places = torch.arange(words.numel(), device=words.device) * 2 + 1
     return (words * places).sum()
 
 
-def _bytes(leaf: Tensor, turn: int) -> Tensor:
-    """A tensor's bytes, flat; of a large one that would have to be copied some rows."""
+def _bytes(leaf: Tensor, step_index: int) -> Tensor:
+    """The tensor's bytes as a flat tensor; of a large non-contiguous tensor only some rows, because it must be
+    copied."""
     if not leaf.is_contiguous() and leaf.nbytes > _WINDOW and leaf.ndim and leaf.shape[0] > 1:
         num = max(_WINDOW * leaf.shape[0] // leaf.nbytes, 1)
-        start = num * turn % leaf.shape[0]
+        start = num * step_index % leaf.shape[0]
         leaf = leaf[start : start + num]
     if leaf.is_conj() or leaf.is_neg():
         leaf = leaf.resolve_conj().resolve_neg()

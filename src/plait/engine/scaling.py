@@ -1,7 +1,8 @@
-"""Dynamic loss scaling, so that gradients in fp16 do not underflow (Micikevicius et al. 2018).
+"""Dynamic loss scaling, which keeps fp16 gradients from underflowing (Micikevicius et al. 2018, "Mixed Precision
+Training").
 
-The scale halves when a gradient overflows, and that step updates nothing; it doubles after 2000 good steps in a row:
-the numbers of torch.amp.GradScaler.
+The scale halves when a gradient overflows, and that step's update is skipped. It doubles after 2000 good steps in a
+row. These are the defaults of torch.amp.GradScaler.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _GROWTH, _BACKOFF, _INTERVAL = 2.0, 0.5, 2000
 
 
 class LossScale:
-    """The scale of one run, the same on every rank."""
+    """The loss scale of a run, equal on every rank."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -27,15 +28,16 @@ class LossScale:
         self.num_good = 0  # steps since the scale last changed
 
     def tensor(self) -> Tensor:
-        """What the graph multiplies the loss by: a float32 scalar."""
+        """The scale as a 0-d float32 tensor, by which the graph multiplies the loss."""
         return torch.full((), self.value, device=self._world.device)
 
     def update(self, gradients: Iterable[Tensor]) -> bool:
-        """Whether all gradients of all ranks are finite, so that the step may be made; sets the scale of the next one.
+        """Set the next step's scale. Returns whether all gradients of all ranks are finite, so that the update may
+        be made.
 
-        Every rank calls it with its part of the gradients.
+        `gradients` are this rank's parts. All ranks must call it.
         """
-        found = [g for g in gradients if g.numel()]  # of what does not divide evenly a rank may have nothing
+        found = [g for g in gradients if g.numel()]  # a rank may have no part of an uneven tensor
         norms = torch._foreach_norm(found, float("inf")) if found else []
         bad = torch.stack([(~norm.isfinite()).to(torch.int32).to(self._world.device) for norm in norms] or
                           [torch.zeros((), dtype=torch.int32, device=self._world.device)]).amax()  # fmt: skip

@@ -1,9 +1,9 @@
-"""Central storage: the whole parameters in host memory that the data ranks of a host have in common, one copy of each.
+"""Central storage: one copy of the whole parameters, in host memory that the data ranks of a host share.
 
-Each rank updates its part of every one in place, where the others read it. In half precision the tensors in common are
-the narrow ones that the graph reads, and a rank's part in full precision is its own. What is trained and cannot be cut
-over `data` as well is a copy of each rank: single numbers, biases that `tensor` cuts, what lies on one rank of an axis
-only.
+Each rank updates its part of every parameter in place, and the others read it there. In half precision the shared
+tensors are the half-precision ones that the graph reads, and each rank has its full-precision part for itself. A
+trained parameter that cannot also be cut over `data` is not shared: single numbers, biases that `tensor` cuts, and what
+only one rank of an axis has.
 """
 
 from __future__ import annotations
@@ -24,22 +24,27 @@ _ALIGN = 64
 
 
 @dataclass(frozen=True)
-class Common:
-    """A parameter in common: `whole` over the data ranks, and how it is cut; None of one that is not trained."""
+class SharedParameter:
+    """A shared parameter.
+
+    whole   the parameter, whole over the data ranks
+    cut     how the data ranks cut it; None if it is not trained
+    narrow  whether its dtype is narrower than the optimizer's
+    """
 
     whole: Tensor
     cut: Cut | None
-    narrow: bool  # of a type narrower than the optimizer's
+    narrow: bool
 
     def part(self, rank: int) -> Tensor:
-        """The view of what that data rank updates; of one that is not trained, the whole."""
+        """The view of the part that a data rank updates; the whole if it is not trained."""
         return self.whole if self.cut is None else self.cut.part(self.whole, rank)
 
 
-def common_parameters(program: RankProgram, world: World) -> dict[str, Common]:
-    """Those of a plan with central=host, by name; values are still to be filled in. Every rank calls it.
+def shared_parameters(program: RankProgram, world: World) -> dict[str, SharedParameter]:
+    """The shared parameters of a plan with central=host, by name, uninitialised. All ranks must call it.
 
-    PlanError where the data ranks have no memory in common.
+    Raises PlanError if the data ranks cannot share memory.
     """
     sharding = program.plan.sharding
     if not sharding.shares_parameters:
@@ -60,13 +65,14 @@ def common_parameters(program: RankProgram, world: World) -> dict[str, Common]:
     memory = _memory(sum(sizes), world, sharding.axis)
     pieces = memory.split(sizes)
     return {
-        name: Common(_laid_in(piece, form), cut, narrow)
+        name: SharedParameter(_laid_in(piece, form), cut, narrow)
         for piece, (name, (form, cut, narrow)) in zip(pieces, forms.items(), strict=True)
     }
 
 
 def _form(shape: tuple[int, ...], dtype: torch.dtype, cut: Cut | None) -> Tensor:
-    """How it lies in memory: the dim that is cut outermost, so that parts are dense, as fused optimizers want them."""
+    """The memory layout of a tensor, on the meta device. The dim that is cut is outermost, so that parts are
+    contiguous, as fused optimizers need them."""
     dim = 0 if cut is None else cut.dim
     outermost = (*shape[dim : dim + 1], *shape[:dim], *shape[dim + 1 :])
     form = torch.empty(outermost, dtype=dtype, device="meta")

@@ -1,4 +1,4 @@
-"""Boxes: which blocks of a whole tensor a rank holds under a layout, and who of several holders writes them."""
+"""Which blocks of a whole tensor a rank holds under a layout, and how many ranks hold the same."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from plait.spec.mesh import Mesh
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A block of a tensor: where it begins in the whole, and its shape."""
+    """A block of a tensor: its start in the whole, and its shape."""
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> TensorSlice:
+        """The block that is a whole tensor of this shape."""
         return cls((0,) * len(shape), shape)
 
     @property
@@ -27,7 +28,7 @@ class TensorSlice:
         return math.prod(self.shape)
 
     def overlap(self, other: TensorSlice) -> TensorSlice | None:
-        """What the two have in common; None where that is nothing."""
+        """The intersection of two blocks; None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(
             min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True)
@@ -37,17 +38,17 @@ class TensorSlice:
         return TensorSlice(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
     def within(self, outer: TensorSlice) -> tuple[slice, ...]:
-        """Where this box lies in a tensor that holds `outer`."""
+        """The slices of this block in a tensor that holds the block `outer`."""
         return tuple(slice(a - o, a - o + n) for a, o, n in zip(self.start, outer.start, self.shape, strict=True))
 
     def rows(self, start: int, stop: int) -> TensorSlice:
-        """These rows along the first dim, counted from the box's own first."""
+        """Rows start to stop of this block, along the first dim, counted from the block's own first row."""
         return TensorSlice((self.start[0] + start, *self.start[1:]), (stop - start, *self.shape[1:]))
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A box that a rank holds, and where it begins in the rank's own tensor."""
+    """A block that a rank holds, and its start in the rank's own tensor."""
 
     box: TensorSlice
     at: tuple[int, ...]
@@ -58,11 +59,11 @@ class Fragment:
 
 
 def fragments(layout: Layout, mesh: Mesh, coordinates: Mapping[str, int]) -> tuple[Fragment, ...]:
-    """The boxes that the rank at these coordinates holds; more than one where a dim is cut block by block.
+    """The blocks that the rank at these coordinates holds; several if a dim is cut block by block.
 
-    Together they are the tensor that run.state.local_part gives.
+    Together they are the tensor that engine.state.local_part returns.
     """
-    runs = [[(0, num)] for num in layout.shape]  # along each dim: (where it begins in the whole, length)
+    runs = [[(0, num)] for num in layout.shape]  # per dim: (start in the whole, length) of each run
     for axis, placement in layout.placements:
         if isinstance(placement, Only) and coordinates[axis] not in placement.ranks:
             return ()
@@ -81,7 +82,7 @@ def fragments(layout: Layout, mesh: Mesh, coordinates: Mapping[str, int]) -> tup
 
 
 def copies(layout: Layout, mesh: Mesh, coordinates: Mapping[str, int]) -> tuple[int, int]:
-    """How many ranks hold the same as this one, and the place of this one among them."""
+    """The number of ranks that hold the same part as this one, and this rank's index among them."""
     num, index = 1, 0
     for axis, size in mesh.axes:
         placement = layout.on(axis)
@@ -94,6 +95,7 @@ def copies(layout: Layout, mesh: Mesh, coordinates: Mapping[str, int]) -> tuple[
 
 
 def _cut(runs: list[tuple[int, int]], size: int, index: int, blocks: Blocks) -> list[tuple[int, int]]:
+    """Part `index` of `size` of a dim that is given as runs of (start in the whole, length)."""
     num = sum(length for _, length in runs)
     if num % (size * num_units(blocks)) == 0:
         lengths = block_lengths(num, blocks)

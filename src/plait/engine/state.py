@@ -1,4 +1,4 @@
-"""Parameters and buffers of one rank: local tensors with their layouts, whole or DTensor at the boundary."""
+"""Local tensors and their layouts: a rank's part of a whole tensor, and the whole from the parts."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ def lies_here(layout: Layout, world: World) -> bool:
 
 
 def counts_here(layout: Layout, world: World) -> bool:
-    """Whether a sum over ranks is to take this rank's part: of ranks that hold the same, only the first's."""
+    """Whether a sum over ranks includes this rank's part: of ranks that hold the same part, only the first counts."""
     here = world.mesh.coordinates(world.rank)
     return all(here[axis] == p.index for axis, p in layout.placements if isinstance(p, Only))
 
 
 def is_whole(layout: Layout) -> bool:
+    """Whether every rank holds the whole tensor."""
     return all(isinstance(p, Replicate) for _, p in layout.placements)
 
 
 def local_part(whole: Tensor, layout: Layout, world: World) -> Tensor:
-    """This rank's part of a whole tensor, as a tensor of its own memory unless it is the whole."""
+    """This rank's part of a whole tensor, in memory of its own unless it is the whole."""
     here = world.mesh.coordinates(world.rank)
     part = whole
     for axis, placement in layout.placements:
@@ -40,12 +41,13 @@ def local_part(whole: Tensor, layout: Layout, world: World) -> Tensor:
 
 
 def gather_whole(local: Tensor | None, layout: Layout, world: World, dtype: torch.dtype) -> Tensor:
-    """The whole tensor on every rank, from the parts. Every rank of the mesh calls it."""
+    """The whole tensor on every rank, from the parts; `local` is None on a rank without a part. All ranks must call
+    it."""
     tensor = local
     here = world.mesh.coordinates(world.rank)
     for index, (axis, placement) in reversed(list(enumerate(layout.placements))):
         if isinstance(placement, Shard):
-            if tensor is not None:  # who exchanges along this axis has nothing either
+            if tensor is not None:  # otherwise the ranks along this axis have nothing either
                 tensor = _gather(world, tensor, axis, placement, layout)
         elif isinstance(placement, Only):
             if tensor is None:
@@ -57,7 +59,7 @@ def gather_whole(local: Tensor | None, layout: Layout, world: World, dtype: torc
 
 
 def _take(whole: Tensor, rank: int, size: int, placement: Shard) -> Tensor:
-    """Part `rank` of `size`; one that does not divide evenly is cut as spec.layout.part_bounds says."""
+    """Part `rank` of `size`. A dim that does not divide evenly is cut as spec.layout.part_bounds says."""
     num = whole.shape[placement.dim]
     if num % (size * placement.num_units) == 0:
         return take(whole, rank, size, placement.dim, placement.blocks)
@@ -66,7 +68,7 @@ def _take(whole: Tensor, rank: int, size: int, placement: Shard) -> Tensor:
 
 
 def _gather(world: World, part: Tensor, axis: str, placement: Shard, layout: Layout) -> Tensor:
-    """The inverse of `_take` on every rank; no other axis cuts an uneven dim."""
+    """The inverse of `_take`, on every rank. No other axis may cut an uneven dim."""
     dim, size, num = placement.dim, world.mesh.axis_size(axis), layout.shape[placement.dim]
     if num % (size * placement.num_units) == 0:
         return all_gather(world, part, axis, dim, placement.blocks)
@@ -77,7 +79,7 @@ def _gather(world: World, part: Tensor, axis: str, placement: Shard, layout: Lay
 
 
 def summed_square_axes(layouts: Mapping[str, Layout]) -> dict[str, tuple[str, ...]]:
-    """For each parameter the axes over which the squares of its local parts must be added to get those of the whole."""
+    """For each parameter, the axes over which the squares of local parts are added to get those of the whole."""
     return {
         name: tuple(axis for axis, p in layout.placements if isinstance(p, (Shard, Only)))
         for name, layout in layouts.items()

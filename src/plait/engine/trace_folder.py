@@ -1,8 +1,9 @@
-"""What a run leaves for its report: `plan.json`, the costs of its stages, and with a trace a file for each rank.
+"""The files that a run writes for its report.
 
-RUN/plan.json          the plan, its axes, and with a pipeline the schedule and which cell needs which
-RUN/costs.json         with a pipeline: what its stages cost, as estimated; `plait schedule --costs` reads it too
-RUN/trace/rank-N.json  the last steps of rank N: spans in nanoseconds, as they nest; samples of memory; bytes sent
+RUN/plan.json          the plan and its axes; with a pipeline also the schedule and the edges between stage graphs
+RUN/costs.json         with a pipeline: the estimated costs of its stages, which `plait schedule --costs` also reads
+RUN/trace/rank-N.json  with a trace: the last steps of rank N, as nested spans in nanoseconds, samples of memory, and
+                       bytes sent
 """
 
 from __future__ import annotations
@@ -33,13 +34,19 @@ PLAN, COSTS, TRACE = "plan.json", "costs.json", "trace"
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run was to do. `axes` are (name, size), outermost first; `schedule` and what follows, with a pipeline."""
+    """What a run was planned to do.
+
+    axes      (name, size) of the mesh, outermost first
+    schedule  the schedule, with a pipeline
+    edges     which stage graph needs the result of which, with a pipeline
+    costs     the estimated costs of the stages, with a pipeline
+    """
 
     plan: str
     axes: tuple[tuple[str, int], ...]
     schedule: Schedule | None = None
     edges: Edges = frozenset()
-    costs: Costs | None = None  # estimated
+    costs: Costs | None = None
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -50,28 +57,33 @@ class RunPlan:
         return self.mesh.size
 
     def places(self) -> tuple[int, ...]:
-        """Of every rank its place along the axis `pipeline`."""
+        """For every rank, its coordinate along the axis `pipeline`."""
         return tuple(self.mesh.coordinates(rank).get(stage_axis(), 0) for rank in range(self.num_ranks))
 
     def pipeline_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the pipeline that a rank is in, by place."""
+        """The ranks of the pipeline that a rank belongs to, by coordinate."""
         return self.mesh.group(rank, stage_axis())
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The trace of one step, with spans as they nest, in seconds from its begin on; `sent[a, b]` bytes went from rank a
-    to rank b."""
+    """The trace of one step.
+
+    begin      when the step began, in seconds of the clock of rank 0's host
+    trace      nested spans, in seconds since the step began
+    sent       bytes sent, by (sender, receiver)
+    memory_of  what the memory samples measure: memory allocated on the device, or resident on the host
+    """
 
     step: int
-    begin: float  # seconds of the clock of rank 0's host
+    begin: float
     trace: Trace
     sent: dict[tuple[int, int], int]
-    memory_of: str  # allocated on the device, or resident in the host's memory
+    memory_of: str
 
 
 def write_plan(folder: Path, compiled: Compiled | None, world: World, plan: str) -> None:
-    """Write what rank 0 knows of a run into its folder, and remove the trace of an earlier one."""
+    """Write plan and costs of a run into its folder, on rank 0, and remove the trace of an earlier run."""
     _make(folder)
     for path in (folder / TRACE).glob("rank-*.json"):
         path.unlink()
@@ -88,7 +100,7 @@ def write_plan(folder: Path, compiled: Compiled | None, world: World, plan: str)
 
 
 def write_trace(folder: Path, recorder: TraceRecorder) -> None:
-    """Write the last steps of this rank."""
+    """Write the trace of this rank's last steps."""
     steps = []
     for each in recorder.read():
         rows = [
@@ -109,7 +121,7 @@ def _make(folder: Path) -> None:
 
 
 def read_plan(folder: Path) -> RunPlan | None:
-    """What the run was to do; None where nothing says so."""
+    """Read the plan of a run; None if there is none. Raises DataError for a file that cannot be read."""
     path = folder / PLAN
     if not path.exists():
         return None
@@ -126,7 +138,8 @@ def read_plan(folder: Path) -> RunPlan | None:
 
 
 def read_trace(folder: Path, num_ranks: int) -> list[Recorded]:
-    """The steps that all ranks have recorded, in order; none where there is no trace. DataError names a bad file."""
+    """Read the steps that all ranks have recorded, in order; empty if there is no trace. Raises DataError for a bad
+    file."""
     files = [folder / TRACE / f"rank-{rank}.json" for rank in range(num_ranks)]
     present = [path for path in files if path.exists()]
     if not present:
@@ -165,7 +178,7 @@ def _step(number: int, ranks: list[tuple[int, dict[str, Any]]], num_ranks: int, 
 
 
 def _as_rows(costs: Costs) -> dict[str, Any]:
-    """The form in which `plait schedule --costs` reads them."""
+    """The costs in the format of `plait schedule --costs`."""
     rows: dict[str, Any] = {
         name: list(getattr(costs, name))
         for name in ("forward", "backward", "weight", "activation_bytes", "weight_activation_bytes")
@@ -177,7 +190,7 @@ def _as_rows(costs: Costs) -> dict[str, Any]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all: a report may be read while the run goes on."""
+    """Replace the file atomically: a report may read it while the run goes on."""
     part = path.with_suffix(".part")
     part.write_text(text)
     os.replace(part, path)

@@ -20,12 +20,12 @@ NO_BATCH_YET = "the trainer has not seen a batch yet; call prepare(batch) or ste
 
 @dataclass
 class TrainState:
-    """Live objects, which training changes, not copies of them.
+    """The objects that hold the state of a run. Training changes them; they are not copies.
 
-    executor    what the rank holds of the model; None before the first batch, when `held` raises PlanError
-    update      the optimizer's step, which knows where the optimizer's state is kept
-    loss_scale  of fp16
-    replicas    of a plan whose ranks agree later
+    executor    the model's parameters and buffers on this rank; None before the first batch
+    update      the optimizer's step (engine/update.py), which also reads optimizer state that is offloaded
+    loss_scale  the loss scale of fp16
+    replicas    the replicas of a plan whose ranks synchronise less often than every step, or through a compressor
     average     a moving average of the weights
     """
 
@@ -43,7 +43,7 @@ class TrainState:
 
     @property
     def held(self) -> ModelParts:
-        """What the rank holds of the model, once there is a batch."""
+        """The parameters and buffers of this rank. Raises PlanError before the first batch."""
         if self.executor is None:
             raise PlanError(NO_BATCH_YET)
         return self.executor

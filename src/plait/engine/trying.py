@@ -1,4 +1,5 @@
-"""What an optimizer does, found out by trying it on small tensors: what it keeps, and whether it may have parts."""
+"""Finds out how an optimizer works by trying it on small tensors: what state it keeps, and whether it may work on
+parts."""
 
 from __future__ import annotations
 
@@ -23,31 +24,33 @@ from plait.spec.layout import Layout, Shard
 
 EXACT: dict[type, type] = {torch.optim.Adafactor: Adafactor, torch.optim.Muon: Muon}
 
-_filtering = threading.RLock()  # filters of warnings are of all threads
-_TRIED = (4, 6, 2, 2, 2, 2)  # of a tensor that an optimizer is tried on: as many of these as it has dims
-_SCALES = (1.0, 100.0, 0.01)  # of its gradients: limits on the length of an update bind at one of them
+_filtering = threading.RLock()  # warning filters are global to the process
+_TRIED = (4, 6, 2, 2, 2, 2)  # shape of the tensors that an optimizer is tried on, up to the number of dims
+_SCALES = (1.0, 100.0, 0.01)  # scales of their gradients, at one of which a limit on updates takes effect
 _APART = "updates an element by what others of its tensor, or other tensors, are"
 
-# Of an optimizer the parameters that it was given in place of those that other ranks have: without memory, by name.
+# By optimizer: the meta tensors, by name, that it was given for the parameters of other ranks.
 _absent: WeakKeyDictionary[torch.optim.Optimizer, dict[str, nn.Parameter]] = WeakKeyDictionary()
 
 
 def note_absent(optimizer: torch.optim.Optimizer, absent: Mapping[str, nn.Parameter]) -> None:
+    """Record the meta tensors that the optimizer was given for the parameters of other ranks."""
     _absent[optimizer] = dict(absent)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Those that the optimizer has, by name: this rank's, and what stands for those of others."""
+    """All parameters that the optimizer was given, by name: this rank's, and the meta tensors for those of other
+    ranks."""
     return {**_absent.get(optimizer, {}), **parameters}
 
 
 def state_layouts(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout]
 ) -> dict[str, dict[str, Layout | None]]:
-    """How each rank holds what the optimizer keeps of every parameter: its keys, and the layout of each.
+    """The layouts of the optimizer's state, by parameter name and key. None stands for a number, equal on all ranks.
 
-    None stands for a number, which is the same on all ranks. Also of parameters that this rank lacks; those that
-    nothing stands for are taken to be in the first group. Nothing is exchanged.
+    Covers also the parameters that this rank lacks; one that the optimizer has no meta tensor for counts as a member of
+    the first group. No communication is involved.
     """
     found: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {}
     together = _kept_by_wrappers(optimizer)
@@ -69,7 +72,8 @@ def state_layouts(
 
 
 def kept_of(optimizer: torch.optim.Optimizer, name: str, ndim: int, step: int) -> dict[str, Any]:
-    """The keys and kinds of values that the optimizer keeps, after `step` steps, of a parameter that others have."""
+    """The state that the optimizer keeps, after `step` steps, for a parameter of another rank: keys, and values of
+    the right kind but with the shapes of a small tensor."""
     absent = _absent.get(optimizer, {}).get(name)
     found: Mapping[str, Any] | None = _kept_by_wrappers(optimizer).get(id(absent))
     if found is None:
@@ -81,7 +85,7 @@ def kept_of(optimizer: torch.optim.Optimizer, name: str, ndim: int, step: int) -
 
 
 def _kept_by_wrappers(optimizer: torch.optim.Optimizer) -> dict[int, Mapping[str, Any]]:
-    """By the id of each parameter that a wrapper steps: what it and its members keep of a small one after a step."""
+    """By the id of each parameter that a wrapper steps: the state that it and its members keep for a small tensor."""
     found: dict[int, Mapping[str, Any]] = {}
     if not isinstance(optimizer, Several):
         return found
@@ -102,7 +106,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _like(tried: tuple[int, ...], layout: Layout) -> Layout | None:
-    """The layout of a state, of which the shape is known where the parameter is one of `_TRIED`."""
+    """The layout of a state tensor that has the shape `tried` for a parameter of shape `_TRIED`."""
     if not tried:
         return None
     if tried == _TRIED[: len(layout.shape)]:
@@ -112,7 +116,7 @@ def _like(tried: tuple[int, ...], layout: Layout) -> Layout | None:
 
 
 def depends_on_the_cut(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], ndim: int) -> str:
-    """Why the optimizer may move a tensor in another way than its halves; nothing where it was tried and does not."""
+    """Why the optimizer may update a tensor differently from its halves; empty if a trial shows that it does not."""
     start, gradients = _samples(group["params"][0], ndim)
 
     def moved(tensors: Sequence[Tensor], dim: int, half: int) -> list[Tensor]:
@@ -124,15 +128,17 @@ def depends_on_the_cut(optimizer: torch.optim.Optimizer, group: Mapping[str, Any
 
 
 def wrapper_depends_on_the_cut(wrapper: Any, members: Mapping[str, torch.optim.Optimizer]) -> str:
-    """As `depends_on_the_cut`, of an object that steps optimizers: what it does beside their steps.
+    """The same for an object that steps several optimizers: whether its own work beside their steps depends on the
+    cut.
 
-    Each member that knows of parts, and so is right by itself, moves its parameters in a simple way meanwhile.
+    During the trial, members that work on parts correctly (with `bind`, or in EXACT) have a simple step instead.
     """
     return _compared(*_trial(wrapper, members))
 
 
 def depends_on_others(given: Any, members: Mapping[str, torch.optim.Optimizer]) -> str:
-    """Why an optimizer may move some tensors in another way if others lie on other ranks, as in a pipeline."""
+    """Why an optimizer may update some tensors differently if others are on other ranks, as in a pipeline; empty if
+    not."""
     starts, moved = _trial(given, members)
     try:
         wholes = moved(starts, 0, -1)
@@ -149,8 +155,11 @@ _Moved = Callable[[Sequence[Tensor], int, int], list[Tensor]]
 
 
 def _trial(given: Any, members: Mapping[str, torch.optim.Optimizer]) -> tuple[list[Tensor], _Moved]:
-    """Small tensors in the place of all parameters, and a function that steps them: of (tensors, dim, half) the halves
-    along dim; where dim is -1 only every second tensor, from the first (half 0) or the second."""
+    """Small tensors in place of all parameters, and a function that steps them.
+
+    The function takes (tensors, dim, half) and steps one half of each along dim. With dim -1 it steps every second
+    tensor only, starting with the first (half 0) or the second (half 1).
+    """
     found = {id(p): p for member in members.values() for group in member.param_groups for p in group["params"]}
     samples = {key: _samples(p, p.ndim, index) for index, (key, p) in enumerate(found.items())}
 
@@ -160,7 +169,7 @@ def _trial(given: Any, members: Mapping[str, torch.optim.Optimizer]) -> tuple[li
             for key, t in zip(found, tensors, strict=True)
         }
         twin = _twin_of(given, members, toys)
-        with _schedulers_as_they_were([given, *members.values()]):
+        with _schedulers_restored([given, *members.values()]):
             for number in range(len(_SCALES)):
                 for index, (key, toy) in enumerate(toys.items()):
                     here = dim >= 0 or index % 2 == half
@@ -176,7 +185,7 @@ def _trial(given: Any, members: Mapping[str, torch.optim.Optimizer]) -> tuple[li
 
 
 def _compared(starts: list[Tensor], moved: _Moved) -> str:
-    """What `moved` makes of the tensors and of their halves: why they differ, if they do. Half -1 is the whole."""
+    """Why stepping the tensors and stepping their halves differ; empty if they do not. Half -1 stands for the whole."""
     try:
         wholes = moved(starts, 0, -1)
         for dim in range(max((start.ndim for start in starts), default=0)):
@@ -195,8 +204,8 @@ def _half(tensor: Tensor, dim: int, half: int) -> Tensor:
 
 
 def _samples(like: Tensor, ndim: int, seed: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """A small tensor and gradients of it, on the device of `like`, and of its type; of float32 where that is a half:
-    there the last bit of an update is much of it, and kernels round it differently at the ends of a tensor."""
+    """A small tensor and gradients for it, on the device of `like`. Half precision becomes float32, because kernels
+    round the last bit of an update differently at the ends of a tensor."""
     generator = torch.Generator().manual_seed(seed)
     device = torch.device("cpu") if like.is_meta else like.device
     dtype = torch.promote_types(like.dtype, torch.float32)
@@ -212,9 +221,10 @@ def tried(
     tensors: list[Tensor],
     gradients: list[list[Tensor]] | None = None,
 ) -> Mapping[Tensor, Any]:
-    """Step with each of the gradients on tensors of our own, as the optimizer does in this group; returns its state.
+    """Step a copy of the optimizer on our own tensors, once per gradient, with the options of the group; returns its
+    state.
 
-    Of several optimizers it is the first that has the group; a wrapper's own state is not among what it keeps.
+    For several optimizers this is the first that has the group; a wrapper's own state is not included.
     """
     if isinstance(optimizer, Several):
         optimizer = optimizer.member_of(group)
@@ -224,7 +234,7 @@ def tried(
     twin.param_groups = [{**group, **_rates(group), "params": tensors}]
     if hasattr(twin, "bind"):
         twin.bind(WholeTensor())
-    with _schedulers_as_they_were([optimizer]):
+    with _schedulers_restored([optimizer]):
         for some in gradients or [[torch.zeros_like(t) for t in tensors]]:
             for tensor, gradient in zip(tensors, some, strict=True):
                 tensor.grad = gradient.clone(memory_format=torch.contiguous_format)
@@ -233,8 +243,8 @@ def tried(
 
 
 @contextmanager
-def _schedulers_as_they_were(owners: Iterable[Any]) -> Iterator[None]:
-    """Learning rate schedulers that an optimizer holds, and steps itself, are afterwards as they were."""
+def _schedulers_restored(owners: Iterable[Any]) -> Iterator[None]:
+    """Context that restores the learning-rate schedulers which the owners hold, and may step themselves."""
     held = [value for owner in owners for value in vars(owner).values()]
     schedulers = [value for value in held if isinstance(value, torch.optim.lr_scheduler.LRScheduler)]
     groups = [group for scheduler in schedulers for group in scheduler.optimizer.param_groups]
@@ -253,7 +263,8 @@ def _schedulers_as_they_were(owners: Iterable[Any]) -> Iterator[None]:
 
 
 def _without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Its attributes, but for a scheduler's wrapper of its step, which calls ours; hooks are for the user's steps."""
+    """The optimizer's attributes without its step hooks, which are for the user's steps, and without a scheduler's
+    wrapper."""
     found = {k: v for k, v in optimizer.__dict__.items() if k != "step"}
     for name, value in found.items():
         if name.startswith("_optimizer_") and name.endswith("_hooks"):
@@ -262,7 +273,7 @@ def _without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _rates(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A learning rate to try with: that of the group may be 0 now."""
+    """A nonzero learning rate for a trial, as that of the group may be 0 at the moment."""
     rate = group.get("lr")
     return {} if rate is None else {"lr": torch.full_like(rate, 0.01) if torch.is_tensor(rate) else 0.01}
 
@@ -270,8 +281,8 @@ def _rates(group: Mapping[str, Any]) -> dict[str, Any]:
 def _twin_of(
     wrapper: Any, members: Mapping[str, torch.optim.Optimizer], toys: Mapping[int, nn.Parameter], simple: bool = True
 ) -> Any:
-    """A copy of a wrapper and its members over `toys`, by the id of the parameter that each is in the place of; with
-    `simple` the members that know of parts have a step of another kind."""
+    """A copy of a wrapper and its members over `toys`, by the id of the parameter that each replaces. With `simple`,
+    members that work on parts have a simple elementwise step."""
     memo: dict[int, Any] = dict(toys)
     objects = {id(each): each for each in (*members.values(), wrapper)}
     twins: dict[int, Any] = {
@@ -300,7 +311,7 @@ def _knows_parts(optimizer: Any) -> bool:
 
 
 def _simple(kind: type) -> type:
-    """The class of optimizer with a step that any part of a tensor can take by itself."""
+    """A subclass of the optimizer's class with an elementwise step."""
 
     def step(self: torch.optim.Optimizer, closure: Any = None) -> None:
         with torch.no_grad():

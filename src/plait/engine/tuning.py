@@ -1,4 +1,4 @@
-"""Settings of a process that computes on CPU, worth several percent of a step and changing no number."""
+"""Settings of a process that computes on CPUs. They speed up a step by several percent and do not change results."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _NEVER_TRIM = (1 << 31) - 1
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what a step frees for the next step, which saves thousands of page faults a step.
+    """Make glibc keep the memory that a step frees for the next step, which saves thousands of page faults per step.
 
-    Elsewhere than on Linux with glibc this does nothing.
+    Does nothing except on Linux with glibc.
     """
     if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
         return
@@ -29,17 +29,17 @@ def keep_freed_memory() -> None:
 
 
 def give_freed_memory_back() -> None:
-    """Have glibc give large tensors back to the system when they are freed, for a process that is short of memory.
+    """Make glibc return large freed tensors to the system, for a process that is short of memory.
 
-    Otherwise the holes that they leave are often too small for the next ones, and a heap grows to several times of what
-    is used. It costs page faults. Elsewhere than on Linux with glibc this does nothing.
+    Otherwise the gaps that they leave are often too small for later tensors, and the heap grows to several times the
+    memory in use. It costs page faults. Does nothing except on Linux with glibc.
     """
     if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _GIVE_BACK_FROM_BYTES)
 
 
 def warn_of_slow_precision(precision: str, device: torch.device) -> None:
-    """Say so where half precision has no units of its own and is slower than float32."""
+    """Warn if the CPU has no instructions for the half precision, which is then slower than float32."""
     if not is_host(device) or precision == "fp32":
         return
     asks = {"bf16": "_is_avx512_bf16_supported", "fp16": "_is_amx_fp16_supported"}
@@ -52,9 +52,9 @@ def warn_of_slow_precision(precision: str, device: torch.device) -> None:
 
 
 def prefer_fused(optimizer: torch.optim.Optimizer) -> None:
-    """Use the fused implementation where the optimizer has one and the user chose none.
+    """Use the fused implementation if the optimizer has one and the user has chosen none.
 
-    It computes the same update in one pass over memory; numbers differ by rounding only.
+    It computes the same update in one pass over memory; results differ by rounding only.
     """
     for group in optimizer.param_groups:
         unsaid = group.get("fused", True) is None and group.get("foreach", True) is None
@@ -63,7 +63,7 @@ def prefer_fused(optimizer: torch.optim.Optimizer) -> None:
         floats = all(
             p.dtype in (torch.float32, torch.float64) and p.device.type in ("cpu", "cuda")
             for p in group["params"]
-            if not p.is_meta  # of another rank
+            if not p.is_meta  # a parameter of another rank
         )
         if unsaid and plain and floats and not torch.is_tensor(group.get("lr")):
             group["fused"] = True

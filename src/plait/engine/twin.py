@@ -1,4 +1,4 @@
-"""A model with other values, which run through the user's own modules: for runs that must leave the model as it was."""
+"""A model with other values, run through the user's own modules: for runs that must leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ _KINDS = ("_parameters", "_buffers", "_modules")
 
 
 class Twin(nn.Module):
-    """Copies of a model's parameters and buffers. While `installed`, they are the model's, in its modules and wherever
-    else code holds on to the originals; a copy of the modules would miss what a closure calls."""
+    """Copies of a model's parameters and buffers.
+
+    While `installed`, they replace the originals in the model's modules and wherever else code refers to the originals.
+    Copying the modules instead would miss what a closure calls.
+    """
 
     model: nn.Module
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.__dict__["model"] = model  # no submodule of this one
+        self.__dict__["model"] = model  # not registered as a submodule
         self._made: dict[int, Tensor] = {}  # by the id of the original
         self._originals = [*model.parameters(), *model.buffers()]
         for original in self._originals:
@@ -45,21 +48,21 @@ class Twin(nn.Module):
             return Twin(model).of(self)
 
     def of(self, other: Twin) -> Twin:
-        """Let a twin that was made of an installed one stand for what that one stands for."""
+        """Make this twin, built from an installed twin, stand for the originals of that one."""
         self._made = {id(original): self._made[id(other._made[id(original)])] for original in other._originals}
         self._originals = other._originals
         return self
 
     def widen(self) -> None:
-        """Take float32 in place of half precision."""
+        """Convert half-precision values to float32."""
         for made in self._made.values():
             if made.dtype in HALF:
                 made.data = made.data.float()
 
     @contextmanager
     def installed(self) -> Iterator[nn.Module]:
-        """The model, with the twin's values and in training mode. What its modules hold is put back afterwards, and
-        what a forward has put there is the twin's."""
+        """Context in which the model has the twin's values and mode. Afterwards the modules' own values are back;
+        what a forward pass has put into the modules stays with the twin."""
         before = [(module, {kind: dict(getattr(module, kind)) for kind in _KINDS}) for module, _ in self._held]
         modes = [(module, module.training) for module, _ in self._held]
         try:
@@ -77,7 +80,7 @@ class Twin(nn.Module):
             for module, mode in modes:
                 module.training = mode
 
-    # as of a module
+    # the interface of a module
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         with self.installed() as model:
@@ -107,8 +110,8 @@ def _copy_of(original: Tensor) -> Tensor:
 
 @contextmanager
 def preserved(model: nn.Module, loss_fn: Any) -> Iterator[None]:
-    """What model and loss reach in Python is afterwards as it was: values, tensors outside the model and their
-    gradients, and torch's random numbers."""
+    """Context that restores what model and loss reach in Python: values, tensors outside the model and their
+    gradients, and the random state of torch, numpy and Python."""
     reached = Reached(model, loss_fn)
     tensors = [
         (t, t.detach().clone(), t.grad if t.is_leaf else None) for t in reached.tensors.values() if not t.is_meta

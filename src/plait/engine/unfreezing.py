@@ -1,4 +1,4 @@
-"""Parameters that begin to train, or stop, midway: the optimizer follows `requires_grad` as a plain loop's would."""
+"""Parameters that start or stop training midway: the optimizer follows `requires_grad`, as in a plain training loop."""
 
 from __future__ import annotations
 
@@ -20,12 +20,17 @@ def follow_frozen(
     trained: Collection[str],
     plan: Plan,
 ) -> bool:
-    """Let parameters train but for those `frozen`; the optimizer has those `trained` so far. Whether it takes over
-    some more.
+    """Train all parameters except the `frozen` ones. Returns whether the optimizer has taken over new parameters.
 
-    `parameters` are this rank's, `absent` stand for those of others. One that stops training stays in the optimizer,
-    with its state and without a gradient. One that begins to is put into the group in which `make`, which builds an
-    optimizer of those that train, puts it; options of groups and what is known of others stay.
+    make        builds an optimizer of the parameters that train
+    parameters  this rank's parts, by name
+    absent      meta tensors for the parameters of other ranks
+    frozen      the names of parameters that do not train now
+    trained     the names of parameters that the optimizer has so far
+
+    A parameter that stops training stays in the optimizer, with its state and without a gradient. One that starts is
+    put into the group in which `make` puts it. Options of groups and the state of other parameters stay. Raises
+    PlanError if the groups would change in number, or if the plan cannot take over parameters.
     """
     every = {**parameters, **absent}
     new = [name for name in every if name not in frozen and name not in trained]
@@ -50,7 +55,7 @@ def follow_frozen(
                     group[key] = other[key]
             lacking = any(name in parameters and any(p is parameters[name] for p in group["params"]) for name in new)
             if lacking and group.get("momentum") and group.get("fused"):
-                group["fused"] = None  # fused SGD takes no momentum of some and none of others
+                group["fused"] = None  # fused SGD needs momentum for all parameters or for none
         return True
     finally:
         for name, parameter in floats.items():
@@ -58,6 +63,7 @@ def follow_frozen(
 
 
 def _refuse(name: str, plan: Plan) -> None:
+    """Raise PlanError if the plan cannot start to train the parameter midway."""
     why = {
         "central=host keeps what does not train in memory that no rank updates": plan.sharding.shares_parameters,
         "room on disk is set aside when training begins": plan.uses_disk,

@@ -1,16 +1,16 @@
-"""The parameters of one rank: what the optimizer updates, what the graph reads, and the way from one to the other.
+"""The parameters of one rank: the optimizer's tensors, the graph's inputs, and the update of one from the other.
 
-zero=0  the same tensors
-zero=1  the graph reads whole tensors; the optimizer has this rank's part of each, a view of the whole where that
-zero=2  is possible; after an update the parts are gathered
-zero=3  the same tensors: this rank's parts, which the graph gathers
-central=host  as zero=2, but the whole tensors are in memory that the data ranks have in common
-              (engine/shared_parameters.py), so that nothing is gathered: before and after an update all wait for all.
-              An accelerator has copies of its own
+zero=0        optimizer and graph have the same tensors
+zero=1, 2     the graph reads whole tensors; the optimizer has this rank's part of each, a view of the whole where that
+              is possible; after an update the parts are gathered
+zero=3        both have this rank's parts, which the graph gathers
+central=host  as zero=2, but the whole tensors are in memory that the data ranks share (engine/shared_parameters.py), so
+              that nothing is gathered. All ranks wait for each other before and after an update. An accelerator has
+              copies of its own
 
-Large parameters whose home is elsewhere are kept there (backends/eager/offload/store.py): the optimizer's have the form
-of the tensor but no memory, and the graph fetches what it reads. Where the update runs on the host beside an
-accelerator, the optimizer has copies of its own in host memory, which go back after it.
+Large parameters that the plan offloads are kept by backends/eager/offload/store.py. The optimizer's tensors then have
+the shape but no memory, and the graph fetches what it reads. If the update runs on the host beside an accelerator, the
+optimizer has copies in host memory, which are copied to the device after it.
 """
 
 from __future__ import annotations
@@ -30,85 +30,90 @@ from plait.compile.sharding.flat_shards import Cut, FlatShards
 from plait.cost.memory_model import padded
 from plait.engine.initialise import initial_parameters
 from plait.engine.model_weights import release, where
-from plait.engine.shared_parameters import common_parameters
+from plait.engine.shared_parameters import shared_parameters
 from plait.engine.state import is_whole, lies_here
 from plait.schedule.buckets import bucket_limit, split_buckets
 from plait.spec.layout import Layout
 
 
 class Variables:
-    """`parameters` are the optimizer's, `inputs` the graph's, both by name; absent where another rank has them, and of
-    the inputs those that the graph fetches.
+    """The parameters of one rank.
 
-    With `adopt`, tensors that are whole are the model's own; `release` lets the model's copies of others go.
+    parameters  the optimizer's tensors, by name, for the parameters that this rank has a part of
+    inputs      the graph's inputs, by name, without those that the graph fetches
+    changing    untrained parameters that the step itself changes, by name, whole
+
+    With `adopt`, parameters that stay whole are the model's own tensors. `release` frees the model's copies of the
+    others.
     """
 
     def __init__(
-        self, model: nn.Module, program: RankProgram, world: World, homes: Offload, seed: int, adopt: bool
+        self, model: nn.Module, program: RankProgram, world: World, offload: Offload, seed: int, adopt: bool
     ) -> None:
         sharding = program.plan.sharding
         self._world = world
         self._axis = sharding.axis
-        self._homes = homes
-        self._away = large(program.states) if homes.fetches_parameters else frozenset()
-        self._common = common_parameters(program, world)
+        self._offload = offload
+        self._away = large(program.states) if offload.fetches_parameters else frozenset()
+        self._shared = shared_parameters(program, world)
         self._bucket_bytes = program.plan.bucket_bytes
-        # Of parameters whose parts are gathered after an update: how they are cut, the form of what the graph reads.
+        # For parameters that are gathered after an update: how they are cut, and meta tensors of the graph's inputs.
         self._cuts: dict[str, Cut] = {}
         self._wholes: dict[str, Tensor] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.inputs: dict[str, Tensor] = {}
         own = dict(model.named_parameters())
         changing = program.captured.changing
-        self.changing: dict[str, Tensor] = {}  # parameters that do not train, and that the step itself changes; whole
+        self.changing: dict[str, Tensor] = {}
         states = program.layouts | (program.states if sharding.cuts_parameters else {})
         held = {name: states[name] for name in own}
         cuts = program.cuts if sharding.gathers_updates else {}
         adopted: set[str] = set()
-        self._promise(program)
+        self._reserve_disk(program)
         for name, value in initial_parameters(model, held, world, seed):
             if name in changing:
                 assert value is not None
-                self.changing[name] = own[name].detach() if adopt else _apart(value.to(world.device), own[name])
+                self.changing[name] = own[name].detach() if adopt else _unaliased(value.to(world.device), own[name])
                 adopted.add(name)
             elif value is not None:
                 can_adopt = adopt and is_whole(held[name]) and not own[name].is_meta
                 if can_adopt and value.data_ptr() != own[name].data_ptr():
-                    own[name].data = value  # of rank 0
-                if self._hold(name, value, own[name], cuts.get(name), program.dtypes.get(name), can_adopt):
+                    own[name].data = value  # the value of rank 0
+                if self._store(name, value, own[name], cuts.get(name), program.dtypes.get(name), can_adopt):
                     adopted.add(name)
         self._buckets = list(self._make_buckets())
-        if self._common:
-            world.comm(self._axis).barrier()  # all have put their values there
+        if self._shared:
+            world.comm(self._axis).barrier()  # all ranks have written their values
         self._released = own.keys() - adopted if adopt else set()
         self._model = model
 
     def release(self, states: Mapping[str, Layout]) -> None:
-        """Let go of the model's own copy of what lives elsewhere. Until then the model is as it was, for a start that
-        fails."""
-        plan = self._homes.plan
+        """Free the model's own copies of parameters that are stored elsewhere. Before this, a failed start leaves
+        the model as it was."""
+        plan = self._offload.plan
         whys = {name: where(name, states[name], plan, name in self._away) for name in self._released}
         release(self._model, self._released, whys)
 
-    def _hold(
+    def _store(
         self, name: str, value: Tensor, own: nn.Parameter, cut: Cut | None, narrow: str | None, adopt: bool
     ) -> bool:
-        """Keep a parameter where the plan wants it. With `adopt` the model's own tensor if it can be; whether it is."""
+        """Store a parameter where the plan wants it. Returns whether the model's own tensor was adopted."""
         device = self._world.device
-        if name in self._common:
-            return self._hold_in_common(name, value, own, adopt)
-        if name in self._away or self._homes.updates_on_host:
-            self._keep_elsewhere(name, value.to(device), cut, narrow, own.requires_grad)
+        if name in self._shared:
+            return self._share(name, value, own, adopt)
+        if name in self._away or self._offload.updates_on_host:
+            self._store_offloaded(name, value.to(device), cut, narrow, own.requires_grad)
             return False
         if cut is not None:
             adopt = adopt and narrow is None
-            self._split(name, own.detach().to(device) if adopt else _apart(value.to(device), own), cut, narrow)
+            self._split(name, own.detach().to(device) if adopt else _unaliased(value.to(device), own), cut, narrow)
             return adopt
-        kept = own if adopt else nn.Parameter(_apart(value.to(device), own), requires_grad=own.requires_grad)
+        kept = own if adopt else nn.Parameter(_unaliased(value.to(device), own), requires_grad=own.requires_grad)
         self.inputs[name] = self.parameters[name] = kept
         return adopt
 
     def _split(self, name: str, whole: Tensor, cut: Cut, narrow: str | None) -> None:
+        """Store a parameter whole for the graph, and this rank's part for the optimizer."""
         part = cut.part(whole, self._world.comm(self._axis).rank)
         if narrow is not None:
             part = part.clone(memory_format=torch.contiguous_format)
@@ -118,54 +123,55 @@ class Variables:
         self._wholes[name] = torch.empty_like(whole, device="meta")
         self.parameters[name] = nn.Parameter(part.contiguous())
 
-    def _hold_in_common(self, name: str, value: Tensor, own: nn.Parameter, adopt: bool) -> bool:
-        """Put this rank's part where all have it; with `adopt` let the model's own parameter lie there if it can."""
-        common, rank, homes = self._common[name], self._world.comm(self._axis).rank, self._homes
-        part = common.part(rank)
-        mine = value if common.cut is None else common.cut.part(value, rank)
-        if common.cut is not None or rank == 0:
+    def _share(self, name: str, value: Tensor, own: nn.Parameter, adopt: bool) -> bool:
+        """Write this rank's part into shared memory. With `adopt`, use the memory for the model's own parameter if
+        possible; returns whether it was."""
+        shared, rank, offload = self._shared[name], self._world.comm(self._axis).rank, self._offload
+        part = shared.part(rank)
+        mine = value if shared.cut is None else shared.cut.part(value, rank)
+        if shared.cut is not None or rank == 0:
             part.copy_(mine)
-        if common.narrow:
+        if shared.narrow:
             part = mine.to("cpu").clone(memory_format=torch.contiguous_format)
-        if homes.fetches_parameters or homes.updates_on_host:
-            homes.forms[name] = torch.empty_like(part, device="meta")
+        if offload.fetches_parameters or offload.updates_on_host:
+            offload.forms[name] = torch.empty_like(part, device="meta")
         self.parameters[name] = nn.Parameter(part, requires_grad=own.requires_grad)
         if name in self._away:
-            homes.lend(f"parameter/{name}", part)
-            homes.lend(f"input/{name}", common.whole)
-        elif homes.updates_on_host:
-            self.inputs[name] = value.to(common.whole.dtype)
+            offload.lend(f"parameter/{name}", part)
+            offload.lend(f"input/{name}", shared.whole)
+        elif offload.updates_on_host:
+            self.inputs[name] = value.to(shared.whole.dtype)
         else:
-            self.inputs[name] = common.whole
-            if adopt and not common.narrow:
-                own.data = common.whole
+            self.inputs[name] = shared.whole
+            if adopt and not shared.narrow:
+                own.data = shared.whole
                 return True
         return False
 
-    def _keep_elsewhere(self, name: str, value: Tensor, cut: Cut | None, narrow: str | None, trains: bool) -> None:
-        """The optimizer's tensor on the host or on disk, the graph's on the device or fetched from there."""
-        homes = self._homes
+    def _store_offloaded(self, name: str, value: Tensor, cut: Cut | None, narrow: str | None, trains: bool) -> None:
+        """Store the optimizer's tensor on the host or on disk, and the graph's on the device or to be fetched."""
+        offload = self._offload
         part = value if cut is None else cut.part(value, self._world.comm(self._axis).rank).contiguous()
-        homes.forms[name] = torch.empty_like(part, device="meta")
+        offload.forms[name] = torch.empty_like(part, device="meta")
         whole = value if narrow is None else value.to(getattr(torch, narrow))
         if cut is not None:
             self._cuts[name] = cut
             self._wholes[name] = torch.empty_like(whole, device="meta")
         if name not in self._away:
-            kept = homes.lane.host_like(part).copy_(part)
+            kept = offload.lane.host_like(part).copy_(part)
             self.inputs[name] = whole
         else:
-            homes.put(f"parameter/{name}", part)
-            there = homes.in_memory(f"parameter/{name}")
+            offload.put(f"parameter/{name}", part)
+            there = offload.in_memory(f"parameter/{name}")
             kept = hollow(part) if there is None else there
             if cut is not None:
-                homes.put(f"input/{name}", whole)
+                offload.put(f"input/{name}", whole)
             else:
-                homes.share(f"input/{name}", f"parameter/{name}")
+                offload.share(f"input/{name}", f"parameter/{name}")
         self.parameters[name] = nn.Parameter(kept, requires_grad=trains)
 
-    def _promise(self, program: RankProgram) -> None:
-        """Set room aside for what will be on disk, before anything is written."""
+    def _reserve_disk(self, program: RankProgram) -> None:
+        """Reserve disk space for offloaded parameters and gradients, before anything is written."""
         plan, here = program.plan, self._world.mesh.coordinates(self._world.rank)
         sharding, cuts = plan.sharding, program.cuts
         if not self._away or plan.home_parameters != "disk":
@@ -179,9 +185,10 @@ class Variables:
             whole = padded(math.prod(program.layouts[name].local_shape(self._world.mesh, here)) * size)
             num_bytes += 2 * part + (whole if name in cuts and sharding.gathers_updates else 0)
             num_bytes += whole if plan.micro > 1 and not sharding.sums_each_microbatch else 0
-        self._homes.file.promise(num_bytes, "parameters and gradients")
+        self._offload.file.promise(num_bytes, "parameters and gradients")
 
     def _make_buckets(self) -> Iterator[tuple[FlatShards, list[str]]]:
+        """The buckets in which updated parts are gathered, with the names of their parameters."""
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name in self._cuts:
             by_dtype.setdefault(self._wholes[name].dtype, []).append(name)
@@ -193,46 +200,47 @@ class Variables:
                 yield FlatShards(tuple(self._cuts[name] for name in bucket)), bucket
 
     def local(self, name: str) -> Tensor | None:
-        """This rank's part of a parameter, wherever it is; from disk as a copy. None where another rank has it."""
+        """This rank's part of a parameter; from disk as a copy. None if another rank has it."""
         parameter = self.parameters.get(name)
         if parameter is None or name not in self._away:
             return None if parameter is None else parameter.detach()
-        return self._homes.get(f"parameter/{name}")
+        return self._offload.get(f"parameter/{name}")
 
     def set_local(self, name: str, part: Tensor) -> None:
-        """Give this rank's part of a parameter new values. `updated` makes the graph read them."""
-        if name in self._away and self._homes.in_memory(f"parameter/{name}") is None:
-            self._homes.put(f"parameter/{name}", part)
+        """Set this rank's part of a parameter. The graph reads it after `updated`."""
+        if name in self._away and self._offload.in_memory(f"parameter/{name}") is None:
+            self._offload.put(f"parameter/{name}", part)
         else:
             self.parameters[name].detach().copy_(part)
 
     def updated(self) -> None:
-        """The optimizer has changed its parts: gather them, so that the graph reads the new values."""
-        self._updated_in_common()
-        if self._homes.updates_on_host:
-            for name in self.inputs.keys() - self._cuts.keys() - self._common.keys():
+        """Gather the parts that the optimizer has changed, so that the graph reads the new values."""
+        self._update_shared()
+        if self._offload.updates_on_host:
+            for name in self.inputs.keys() - self._cuts.keys() - self._shared.keys():
                 self.inputs[name].copy_(self.parameters[name].detach(), non_blocking=True)
         ahead: list[tuple[Gathering, list[str]]] = []
         for rows, names in self._buckets:
-            ahead.append((self._gathering(rows, names), names))
+            ahead.append((self._start_gather(rows, names), names))
             if len(ahead) > 1:
-                self._gathered(*ahead.pop(0))
+                self._finish_gather(*ahead.pop(0))
         for each in ahead:
-            self._gathered(*each)
+            self._finish_gather(*each)
 
-    def _updated_in_common(self) -> None:
-        if not self._common:
+    def _update_shared(self) -> None:
+        if not self._shared:
             return
         comm = self._world.comm(self._axis)
-        for name, common in self._common.items():
-            if common.narrow:
-                common.part(comm.rank).copy_(self.parameters[name].detach())
-        comm.barrier()  # nobody reads before all have updated
-        for name, common in self._common.items():
-            if self._homes.updates_on_host and name in self.inputs:
-                self.inputs[name].copy_(common.whole)
+        for name, shared in self._shared.items():
+            if shared.narrow:
+                shared.part(comm.rank).copy_(self.parameters[name].detach())
+        comm.barrier()  # no rank reads before all ranks have updated
+        for name, shared in self._shared.items():
+            if self._offload.updates_on_host and name in self.inputs:
+                self.inputs[name].copy_(shared.whole)
 
-    def _gathering(self, rows: FlatShards, names: list[str]) -> Gathering:
+    def _start_gather(self, rows: FlatShards, names: list[str]) -> Gathering:
+        """Start to gather a bucket."""
         device = self._world.device
         forms = [self._wholes[name] for name in names]
         wholes = [
@@ -243,12 +251,13 @@ class Variables:
         parts = tuple(part.to(device, non_blocking=True) for part in held)
         return Gathering(self._world.comm(self._axis), rows.plain, tuple(form.dtype for form in forms), parts, wholes)
 
-    def _gathered(self, gathering: Gathering, names: list[str]) -> None:
+    def _finish_gather(self, gathering: Gathering, names: list[str]) -> None:
+        """Finish gathering a bucket."""
         for name, whole in zip(names, gathering.wait(), strict=True):
             if name in self._away:
-                self._homes.put(f"input/{name}", whole)
+                self._offload.put(f"input/{name}", whole)
 
 
-def _apart(value: Tensor, own: Tensor) -> Tensor:
-    """The value in memory that is not the model's own."""
+def _unaliased(value: Tensor, own: Tensor) -> Tensor:
+    """The value, in memory other than that of the model's own tensor."""
     return value.clone() if value.data_ptr() == own.data_ptr() else value

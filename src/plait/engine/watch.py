@@ -1,7 +1,7 @@
-"""What a captured step has read of Python: compared before each step with what it is now.
+"""Watches the Python values that a captured step has read, and compares them before each step.
 
-A value has a token, such as ("float", "0.5"). The tokens by place that differ from those at the first capture are a
-`Variant`: steps of one variant share a graph.
+A value has a token, such as ("float", "0.5"). A `Variant` is the set of tokens, by place, that differ from those at the
+first capture. Steps of the same variant share a graph.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ Variant = tuple[tuple[str, Any], ...]
 
 
 class PythonWatch:
-    """Of one model and loss function. `variant` says what differs from the beginning."""
+    """Watches one model and loss function. `variant` says how their values differ from those at the beginning."""
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:
         refuse_scripted(model)
         self._given = (model, loss_fn)
-        self._ignored: set[str] = set()  # places of values that make no difference to the graph
-        self._asked: dict[str, Asked] = {}  # by place: of a number, the conditions that do
+        self._ignored: set[str] = set()  # places whose values do not affect the graph
+        self._asked: dict[str, Asked] = {}  # by place of a number: the conditions on it that affect the graph
         self._compared: dict[str, tuple[Any, ...]] = {}
         self._objects = {name: id(module) for name, module in model.named_modules()}
         named = [*model.named_parameters(), *model.named_buffers()]
-        self._first = [(name, weakref.ref(tensor)) for name, tensor in named]  # a trainer may let go of them
+        self._first = [(name, weakref.ref(tensor)) for name, tensor in named]  # a trainer may free them
         self.reached = Reached(model, loss_fn)
         self._tokens = self._all_tokens()
         self._base, self._first_values = dict(self._tokens), dict(self._values)
@@ -41,7 +41,7 @@ class PythonWatch:
 
     @property
     def variant(self) -> Variant:
-        """As of now."""
+        """The current variant."""
         if not self._is_same():
             self._look_again()
         if not self._compared:
@@ -49,11 +49,11 @@ class PythonWatch:
         return (*self._variant, *self._numbers())
 
     def walk(self) -> Reached:
-        """All that the step can read now."""
+        """Everything that the step can reach now."""
         return Reached(*self._given, self._earlier())
 
     def tensor(self, place: str) -> Tensor:
-        """The tensor that is at a place now."""
+        """The tensor that is at a place now. Raises PlanError if there is none."""
         holder, key = self.reached.slots.get(place, (None, None))
         found = holder.now().get(key) if holder is not None else self.reached.tensors.get(place)
         if not isinstance(found, Tensor):
@@ -67,17 +67,17 @@ class PythonWatch:
         holder.before = holder.now()
 
     def compare(self, places: Iterable[str]) -> None:
-        """From now on, compare the numbers of these tensors too."""
+        """From now on, compare the values of the tensors at these places too."""
         for place in frozenset(places) - self._compared.keys():
             self._compared[place] = _numbers_of(self.tensor(place))
 
     def ignore(self, places: Iterable[str]) -> None:
-        """From now on, values at these places are not looked at."""
+        """From now on, ignore the values at these places."""
         self._ignored |= set(places)
         self._variant = tuple(pair for pair in self._variant if not self._is_ignored(pair[0]))
 
     def ask(self, place: str, asked: Asked) -> None:
-        """From now on, a number counts only by the answers to these conditions."""
+        """From now on, compare a number only by the results of these conditions."""
         known = self._asked.setdefault(place, Asked())
         known.conditions += asked.conditions
         for tokens, values in ((self._tokens, self._values), (self._base, self._first_values)):
@@ -91,11 +91,11 @@ class PythonWatch:
         return value if type(value) in (int, float) else None
 
     def stripped(self, variant: Variant) -> Variant:
-        """A variant without what is ignored by now."""
+        """The variant without the places that are ignored by now."""
         return tuple(pair for pair in variant if not self._is_ignored(pair[0]))
 
     def at_first(self, place: str) -> Any:
-        """The token of what was at a place at the first capture."""
+        """The token of the value that was at a place at the first capture."""
         return self._base.get(place, self._compared.get(place, "nothing"))
 
     # what changes
@@ -121,8 +121,8 @@ class PythonWatch:
         self._variant = tuple((k, self._tokens.get(k, "nothing")) for k in sorted(differing) if not self._is_ignored(k))
 
     def _follow(self) -> bool | None:
-        """Take over changes that need no new walk: plain values, and tensors of the same form. Whether a token is
-        another now; None where there was more."""
+        """Take over changes that need no new walk: plain values, and tensors of the same form. Returns whether any
+        token changed; None if there are other changes."""
         tokens = dict[str, Any]()
         if not all(self._is_ignored(place) for place in self.reached.filled()):
             return None
@@ -136,7 +136,7 @@ class PythonWatch:
                 place = holder.place_of(key)
                 if old is new or self._is_ignored(place):
                     continue
-                if not all(isinstance(value, PLAIN) for value in (old, new)) and not _alike(old, new):
+                if not all(isinstance(value, PLAIN) for value in (old, new)) and not _same_form(old, new):
                     return None
                 if isinstance(new, Tensor):
                     self.reached.moved(place, new)
@@ -194,17 +194,17 @@ class PythonWatch:
 
 
 def token(value: Any) -> tuple[str, str]:
-    """What makes one plain value another: its type and how it prints."""
+    """What distinguishes a plain value from others: its type and how it prints."""
     return type(value).__qualname__, repr(value)
 
 
 def is_flag(place: str) -> bool:
-    """Whether a place says if a parameter trains, or in which mode a module is."""
+    """Whether a place says if a parameter trains, or which mode a module is in."""
     return place.endswith((".requires_grad", ".training", ":training"))
 
 
 def _flag(parameter: nn.Parameter | None) -> tuple[bool, tuple[int, ...]]:
-    """Whether a parameter trains, and its hooks."""
+    """Whether a parameter trains, and the ids of its hooks."""
     if parameter is None:
         return False, ()
     return parameter.requires_grad, tuple(parameter._backward_hooks or ())
@@ -214,7 +214,7 @@ def _flag_tokens(name: str, flag: tuple[bool, tuple[int, ...]]) -> dict[str, Any
     return {f"{name}.requires_grad": ("bool", str(flag[0])), f"{name}.hooks": ("tuple", str(flag[1]))}
 
 
-def _alike(old: Any, new: Any) -> bool:
+def _same_form(old: Any, new: Any) -> bool:
     return isinstance(old, Tensor) and isinstance(new, Tensor) and _form(old) == _form(new)
 
 

@@ -122,6 +122,6 @@ def _tensors(run: TrainState, replicas: Replicas) -> Iterator[tuple[str, Tensor,
             yield prefix + name, tensor, layouts[name]
     for part in sorted(local.pending):
         means = local.pending[part].wait()
-        local.pending[part] = Pending.over(means)
+        local.pending[part] = Pending.completed(means)
         for name, mean in means.items():
             yield _MEAN + name, mean, layouts[name]

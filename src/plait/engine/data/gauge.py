@@ -1,4 +1,4 @@
-"""A gauge of the time that steps wait for data."""
+"""Measures the time that steps wait for data."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 _NUM_STEPS = 20
-_TOO_MUCH = 0.1  # of the time
-_FEW_STEPS = 3  # that waited so long: one that did may have met a busy machine
-_SHORTEST_STEP = 1e-3  # seconds; a loop that does less with its batches is not training
+_TOO_MUCH = 0.1  # share of the time
+_FEW_STEPS = 3  # fewest slow steps that count: a single one may be due to a busy machine
+_SHORTEST_STEP = 1e-3  # seconds; a loop with shorter steps is not training
 
 
 class Waited(NamedTuple):
-    """Seconds spent on waiting for batches."""
+    """Seconds spent waiting for batches: for the last one, and for all."""
 
     last: float
     total: float
 
 
 class WaitGauge:
-    """Told when a batch is asked for and when it is there; `clock` gives seconds."""
+    """Measures waits between `asked`, when a batch is requested, and `got`. `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.waited = Waited(0.0, 0.0)
@@ -31,18 +31,21 @@ class WaitGauge:
         self._steps: deque[tuple[float, float]] = deque(maxlen=_NUM_STEPS)  # (waited, worked) seconds
 
     def asked(self) -> None:
+        """A batch is requested."""
         self._asked = self._clock()
 
     def got(self) -> None:
+        """The requested batch is there."""
         now = self._clock()
         waited = now - self._asked
         self.waited = Waited(waited, self.waited.total + waited)
-        if self._got is not None:  # nothing runs ahead of the first batch
+        if self._got is not None:  # the first batch cannot be read ahead
             self._steps.append((waited, self._asked - self._got))
         self._got = now
 
     def share_if_too_much(self) -> float | None:
-        """The part of their time that the last 20 steps waited, if it is over a tenth and not of one step alone."""
+        """The share of the last 20 steps' time spent waiting, if it is over a tenth and several steps waited; else
+        None."""
         waited, worked = (sum(times) for times in zip(*self._steps, strict=True)) if self._steps else (0.0, 0.0)
         slow = sum(w > _TOO_MUCH * (w + b) for w, b in self._steps)
         if len(self._steps) < _NUM_STEPS or slow < _FEW_STEPS or worked < _NUM_STEPS * _SHORTEST_STEP:

@@ -1,4 +1,4 @@
-"""A loader that gives each rank its own rows of the global batch, read ahead of the step that uses them."""
+"""A loader that gives each rank its own rows of the global batch, read ahead of the step."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ from plait.errors import BatchError, DataError, PlanError
 from plait.plan.axes import axis_kind
 from plait.plan.plan import Plan
 
-_END_SECONDS = 5.0  # to wait for an item that is being read when the loader is let go
+_END_SECONDS = 5.0  # how long to wait for an item being read when the loader is freed
 
 
 class Loader:
-    """Yields `LocalBatch`es over a dataset; see `loader`.
+    """Yields `LocalBatch`es over a dataset; see `loader` for the arguments.
 
-    Iterating once gives what is left of the current epoch; the next iteration is the next epoch. `state_dict` after a
-    batch was yielded says that it was used, so that a run which goes on from there gets the batch after it; what was
-    read ahead does not count. `waited_seconds` is (last, total) of the time that batches were waited for.
+    One iteration yields the rest of the current epoch; the next iteration is the next epoch. `state_dict` counts the
+    batches that were yielded, not those that were read ahead: a resumed run gets the batch after the last yielded one.
+    `waited_seconds` is (last, total) of the time spent waiting for batches.
+
+    Raises DataError, BatchError or PlanError for arguments that do not fit each other or the plan.
     """
 
     def __init__(
@@ -96,20 +98,20 @@ class Loader:
         self.seed = seed
         self.epoch = 0
         self._position = 0  # batches of this epoch that were yielded
-        self._items = 0  # the same in items
-        self._over = False  # whether the epoch is known to be
+        self._items = 0  # items of this epoch that were yielded
+        self._epoch_over = False  # whether the end of the epoch was reached
         self._row_weights = row_weights
         self._num_workers, self._prefetch = num_workers, prefetch
         device = world.device if world is not None else _device()
         self._feed = Prefetcher(BatchReader(dataset, collate, seed, num_workers, stream), num_workers, prefetch, device)
-        self._told: deque[BatchRows] = deque()  # what the feed was told to read
+        self._requested: deque[BatchRows] = deque()  # rows given to the feed
         self._gauge = WaitGauge()
         self._has_warned = False
-        self._loaded = 0  # states that were loaded
+        self._loaded = 0  # how many states were loaded
         weakref.finalize(self, self._feed.close, _END_SECONDS)
 
     def __len__(self) -> int:
-        """Batches in an epoch; TypeError where that is known only at its end."""
+        """The number of batches in an epoch. Raises TypeError if it is only known at the end of the epoch."""
         if isinstance(self._order, Order):
             return self._order.num_batches
         if isinstance(self._order, Sampled) and isinstance(self._order.sampler, Sized):
@@ -118,15 +120,15 @@ class Loader:
 
     def __iter__(self) -> Iterator[LocalBatch]:
         if self._ended():
-            self.epoch, self._position, self._items, self._over = self.epoch + 1, 0, 0, False
+            self.epoch, self._position, self._items, self._epoch_over = self.epoch + 1, 0, 0, False
         loaded, first = self._loaded, True
         while not self._ended() and self._loaded == loaded:
             tree, rows = self._next()
-            if not rows.items and first and self._position:  # it was over where it was left
+            if not rows.items and first and self._position:  # the last iteration ended with the epoch
                 self.epoch, self._position, self._items, first = self.epoch + 1, 0, 0, False
                 continue
             if not rows.items:
-                self._over = True
+                self._epoch_over = True
                 break
             first = False
             self._position += 1
@@ -134,9 +136,10 @@ class Loader:
             yield LocalBatch(tree, len(rows.items), rows.total, self._place(rows), rows.padding)
 
     def _ended(self) -> bool:
-        return self._over or (isinstance(self._order, Order) and self._position >= self._order.num_batches)
+        return self._epoch_over or (isinstance(self._order, Order) and self._position >= self._order.num_batches)
 
     def _place(self, rows: BatchRows) -> str:
+        """The position of a batch in the data, in words."""
         if rows.note:
             return f"batch {self._position} of epoch {self.epoch}, {rows.note}"
         order = f"shuffled by seed {self.seed}" if self._shuffle else "in order"
@@ -144,19 +147,20 @@ class Loader:
 
     @property
     def waited_seconds(self) -> Waited:
-        """How long the last batch, and all batches so far, were waited for."""
+        """Seconds spent waiting for the last batch, and for all batches so far."""
         return self._gauge.waited
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, in items, so that it holds under any plan."""
+        """The position in the data, in items, so that it is valid under any plan."""
         found: dict[str, Any] = {"epoch": self.epoch, "items": self._items, "seed": self.seed}
         found |= {"shuffle": self._shuffle, "size": self._size}
         return found | ({"batches": self._position} if isinstance(self._order, Sampled) else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another loader of the same data stood; DataError where the order would be another one.
+        """Continue at the position of another loader of the same data.
 
-        An iteration that is under way ends; the next one begins at the new place. A stream is read up to there again.
+        A running iteration ends; the next one begins at the new position. A stream is read again up to there. Raises
+        DataError for an invalid state, or one of other data or another order.
         """
         if not isinstance(state, Mapping):
             raise DataError(f"this is no state of a loader: it is a {type(state).__name__}, not a mapping")
@@ -185,22 +189,22 @@ class Loader:
                 )
             position += rest > 0
         self._feed.stop()
-        self._told.clear()
+        self._requested.clear()
         self._loaded += 1
-        self.epoch, self._position, self._items, self._over = state["epoch"], position, items, False
+        self.epoch, self._position, self._items, self._epoch_over = state["epoch"], position, items, False
 
     def close(self) -> None:
-        """End the workers and the thread that reads ahead. An iteration after it starts them again."""
+        """End the workers and the reading thread. A later iteration starts them again."""
         self._feed.close()
 
     def _next(self) -> tuple[Any, BatchRows]:
-        """The batch at the position, and what was read for it."""
+        """The batch at the current position, and its rows."""
         self._gauge.asked()
         if not self._feed.started:
-            self._told.clear()
-            self._feed.start(_telling(self._order.rows_from(self.epoch, self._position), self._told))
+            self._requested.clear()
+            self._feed.start(_recorded(self._order.rows_from(self.epoch, self._position), self._requested))
         tree = self._feed.next()
-        rows = self._told.popleft()
+        rows = self._requested.popleft()
         if rows.items and self._row_weights:
             tree = self._weighted(tree, rows)
         self._gauge.got()
@@ -216,7 +220,7 @@ class Loader:
         return tree, rows
 
     def _weighted(self, tree: Any, rows: BatchRows) -> Any:
-        """The batch with a weight for each row, 0 of padding."""
+        """The batch with a weight for each row, 0 for padding."""
         if not isinstance(tree, MutableMapping):
             raise BatchError(
                 f"row_weights={self._row_weights!r} is an entry of the batch, and the batch is a {type(tree).__name__};"
@@ -248,30 +252,29 @@ def loader(
 ) -> Loader:
     """Batches of a dataset, of which each rank gets its own part.
 
-    dataset     one with a length and items by index, of which each rank reads only its own, such as a
-                `datasets.Dataset`; or an IterableDataset (or any iterable) of rows, of which every rank reads all and
-                keeps its own, so that the batches are the same on any number of ranks. It is not to shard itself
-    batch_size  rows of the GLOBAL batch; the plan's batch axes (data, replica) and micro must divide it
-    shuffle     a new order each epoch, which follows from (seed, epoch) alone: it is the same on any number of ranks.
-                By default of datasets that have items by index; one that is only iterated shuffles itself, seeded alike
-                on every rank, and is told the epoch if it has `set_epoch`
-    plan        by default the command line's, or data parallel over all processes; as the Trainer resolves it
-    world       where the ranks are threads: the rank's world; give `plan` too if it has micro
-    num_workers processes that read, of the kind that a DataLoader has; 0: this process reads, in a thread
-    prefetch    batches that are made ready, on the device, ahead of the step, also those of the next epoch; 0: each is
-                read when it is asked for, in the thread that asks
-    collate     list of items -> a batch's tree of tensors, each with the rows as dim 0, or where its `batch_spec` says
+    dataset         with a length and items by index, such as a `datasets.Dataset`: each rank reads only its own items.
+                    Or an IterableDataset, or any iterable, of rows: every rank reads all rows and keeps its own, so
+                    that batches are the same on any number of ranks; the dataset must not shard itself
+    batch_size      rows of the GLOBAL batch; the plan's batch axes (data, replica) and micro must divide it
+    shuffle         a new order each epoch, which depends on (seed, epoch) alone, not on the number of ranks. The
+                    default is True for items by index. An iterable shuffles itself, seeded alike on every rank, and is
+                    requested the epoch if it has `set_epoch`
+    plan            by default the command line's, or data parallel over all processes, as in the Trainer
+    world           the rank's world, if ranks are threads; give `plan` too if it has micro
+    num_workers     reading processes, as in a DataLoader; 0: this process reads, in a thread
+    prefetch        batches that are prepared on the device ahead of the step, also those of the next epoch; 0: each
+                    batch is read on request, by the thread that requests it
+    collate         list of items -> a batch's tree of tensors, with the rows as dim 0, or as the plan's `batch_spec`
+                    says
+    batch_sampler   in place of batch_size and shuffle: yields the indices of each GLOBAL batch, equal on every rank
+    drop_last       whether a short last batch is dropped; if not, the plan must divide it, or `row_weights` pads it
+    row_weights     the key of a new entry of the batch, [rows] float32: a short batch is padded to a size that the plan
+                    divides, with rows of weight 0, and the loss must be plait.Weighted((losses * batch[NAME]).sum(),
+                    batch[NAME].sum()). Outputs do not contain padding rows; batch norm counts them
 
-    batch_sampler  in place of batch_size and shuffle: yields the indices of each GLOBAL batch, alike on every rank
-    drop_last   whether a short last batch is dropped. If not, it is given as it is where the plan divides it
-    row_weights the name of an entry of the batch, a float for each row: a short batch is then padded to what the plan
-                divides, with rows of weight 0, so that the loss is to be
-                plait.Weighted((losses * batch[NAME]).sum(), batch[NAME].sum()). Outputs have no rows of the padding;
-                batch norm counts them
-
-    The loader has `state_dict`, `load_state_dict` and `close`. Where steps wait for data
-    for over a tenth of their time it warns once. DataError names an item that cannot be read. A dataset that draws
-    random numbers draws the same ones on any number of ranks, and after a resume, if workers read it.
+    The loader has `state_dict`, `load_state_dict` and `close`. It warns once if steps wait for data for over a tenth of
+    their time. A dataset that draws random numbers draws the same ones on any number of ranks, and after a resume, if
+    workers read it. Raises DataError for an item that cannot be read, and the errors of `Loader`.
     """
     return Loader(
         dataset,
@@ -289,9 +292,10 @@ def loader(
     )
 
 
-def _telling(order: Iterator[BatchRows], told: deque[BatchRows]) -> Iterator[BatchRows]:
+def _recorded(order: Iterator[BatchRows], requested: deque[BatchRows]) -> Iterator[BatchRows]:
+    """The rows of `order`; each is also appended to `requested`."""
     for rows in order:
-        told.append(rows)
+        requested.append(rows)
         yield rows
 
 
@@ -326,7 +330,7 @@ def _check_size(batch_size: Any) -> int:
 
 
 def _plan_of(plan: Plan | str | None, world: World | None) -> Plan:
-    """The plan that the trainer has; of a world alone one that cuts the batch as it does."""
+    """The trainer's plan; from a world alone, a plan that cuts the batch as it does."""
     if world is None:
         return resolve_plan(plan)
     if plan is None and "PLAIT_PLAN" not in os.environ:
@@ -339,5 +343,5 @@ def _plan_of(plan: Plan | str | None, world: World | None) -> Plan:
 
 
 def _device() -> torch.device:
-    """Where the trainer of this process will compute, as comm.process chooses it."""
+    """The device on which this process's trainer will compute, as comm.process chooses it."""
     return own_device()

@@ -1,9 +1,10 @@
-"""The order in which a run reads its data: of the whole batch, whatever the number of ranks that share it.
+"""The order in which a run reads its data. It is an order of global batches, which does not depend on the number of
+ranks.
 
 epoch 3:  7 0 9 4 | 1 8 2 5      batches of 4 items, from (seed, epoch) alone, from a batch sampler, or from a stream
-micro=2:  7 0 , 9 4              a batch is cut into microbatches first
-data=2:   rank 0 reads 7 , 9     and each of these over the ranks: a rank's rows are those of its
-          rank 1 reads 0 , 4     microbatches, one after the other
+micro=2:  7 0 , 9 4              a batch is cut into microbatches first,
+data=2:   rank 0 reads 7 , 9     and each microbatch over the ranks: a rank's rows are those of
+          rank 1 reads 0 , 4     its microbatches, one after the other
 """
 
 from __future__ import annotations
@@ -25,21 +26,29 @@ from plait.plan.step_refusals import uneven_batch
 
 @dataclass(frozen=True)
 class BatchRows:
-    """What one rank reads for one batch: items of the dataset by index, or those of a stream themselves. No items say
-    that the epoch is over."""
+    """The items that one rank reads for one batch. No items mean that the epoch is over.
+
+    items    indices into the dataset, or for a stream the items themselves
+    total    the number of rows of the global batch, with padding
+    padding  the number of padding rows, the last ones of the global batch
+    here     the number of padding rows among `items`, the last ones
+    note     identifies the data, so that ranks can check that they read the same
+    """
 
     epoch: int
     items: tuple[Any, ...]
-    total: int = 0  # rows of the global batch, padding included
-    padding: int = 0  # of them, the last ones
-    here: int = 0  # rows of the padding that are among these items, the last ones
-    note: str = ""  # by which ranks can tell that they read the same data
+    total: int = 0
+    padding: int = 0
+    here: int = 0
+    note: str = ""
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a batch is cut: of each of `num_micro` microbatches this rank has part `part` of `num_parts`. With `pad` a
-    batch that cannot be cut so is padded by repeating its items."""
+    """How a batch is cut: this rank has part `part` of `num_parts` of each of `num_micro` microbatches.
+
+    With `pad`, a batch that these do not divide is padded by repeating its items.
+    """
 
     num_micro: int = 1
     num_parts: int = 1
@@ -47,7 +56,10 @@ class Split:
     pad: bool = False
 
     def rows(self, epoch: int, items: Sequence[Any], what: str, note: str = "") -> BatchRows:
-        """This rank's rows of a batch, which messages name as `what`."""
+        """This rank's rows of a batch; error messages call the batch `what`.
+
+        Raises BatchError for a batch that cannot be cut evenly, without `pad`.
+        """
         multiple, padding = self.num_micro * self.num_parts, -len(items) % (self.num_micro * self.num_parts)
         if padding and not self.pad:
             raise BatchError(
@@ -64,7 +76,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Order:
-    """The items of every batch of a dataset with a length; of each this rank reads the part that `split` says."""
+    """The batches of a dataset with a length. `split` is the part of each that this rank reads."""
 
     size: int
     batch_size: int
@@ -75,11 +87,11 @@ class Order:
 
     @property
     def num_batches(self) -> int:
-        """Batches in an epoch."""
+        """The number of batches in an epoch."""
         return self.size // self.batch_size if self.drop_last else -(-self.size // self.batch_size)
 
     def rows_from(self, epoch: int, batch: int) -> Iterator[BatchRows]:
-        """This rank's rows from that batch of that epoch on, epoch after epoch, without end."""
+        """This rank's rows from the given batch of the given epoch on, through all epochs, without end."""
         while True:
             order = self._epoch(epoch).tolist()
             for index in range(batch, self.num_batches):
@@ -96,10 +108,10 @@ class Order:
 
 @dataclass
 class Sampled:
-    """The batches of a batch sampler, which gives the indices of each global batch, the same on every rank.
+    """The batches of a batch sampler, which yields the indices of each global batch, equal on every rank.
 
-    The order of an epoch follows from the epoch where the sampler, or the one in it, has `set_epoch`; else from how
-    many were begun before.
+    The order of an epoch depends on the epoch if the sampler, or the sampler in it, has `set_epoch`; else on the number
+    of epochs begun before.
     """
 
     sampler: Iterable[Sequence[int]]
@@ -107,6 +119,10 @@ class Sampled:
     num_begun: int = 0
 
     def rows_from(self, epoch: int, batch: int) -> Iterator[BatchRows]:
+        """This rank's rows from the given batch of the given epoch on, through all epochs, without end.
+
+        Raises DataError for a sampler without batches, or without `set_epoch` if it would have to go back.
+        """
         while True:
             self._begin(epoch)
             number = -1
@@ -131,7 +147,7 @@ class Sampled:
                 f" does not come back to epoch {epoch}: give it one, or load the state into a loader that has given no"
                 " batch yet"
             )
-        while self.num_begun < epoch:  # as the run that was saved did
+        while self.num_begun < epoch:  # repeat the epochs of the saved run
             for _ in self.sampler:
                 pass
             self.num_begun += 1
@@ -140,7 +156,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Stream:
-    """The items of an iterable as they come, in batches. Every rank reads all of them, and keeps its rows."""
+    """The items of an iterable in their order, in batches. Every rank reads all items, and keeps its rows."""
 
     items: Iterable[Any]
     batch_size: int
@@ -148,6 +164,10 @@ class Stream:
     drop_last: bool = True
 
     def rows_from(self, epoch: int, batch: int) -> Iterator[BatchRows]:
+        """This rank's rows from the given batch of the given epoch on, through all epochs, without end.
+
+        Raises DataError for an iterable without items, or for an item that cannot be read.
+        """
         while True:
             begin_epoch(self.items, epoch)
             found: list[Any] = []
@@ -184,7 +204,7 @@ class Stream:
 
 
 def begin_epoch(source: Any, epoch: int) -> bool:
-    """Tell a dataset or sampler that has an order for each epoch which one it is; whether it has."""
+    """Call `set_epoch` of a dataset or sampler that has it. Returns whether it has."""
     if callable(getattr(source, "set_epoch", None)):
         source.set_epoch(epoch)
         return True
@@ -208,7 +228,7 @@ def _checksum(item: Any) -> str:
 
 
 def check_batch_size(size: int, plan: Plan, what: str) -> None:
-    """Raise UnevenBatchError, which names the batch as `what`, unless each microbatch splits evenly over the batch
-    axes."""
+    """Raise UnevenBatchError unless each microbatch splits evenly over the batch axes; the message calls the batch
+    `what`."""
     if refusal := uneven_batch(plan, size, what):
         raise UnevenBatchError(refusal)

@@ -1,4 +1,5 @@
-"""Batches made ready ahead of the step: read by this process or by workers, and moved to the device, by a thread."""
+"""Prepares batches ahead of the step: a thread reads them in this process or by workers, and moves them to the
+device."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from plait.compile.capture.batch import batch_tensors, map_batch
 from plait.engine.data.order import BatchRows
 from plait.engine.data.reading import BatchReader, Failure
 
-_reading = threading.Lock()  # datasets are written for one reader at a time: no two loaders of a process read at once
+_reading = threading.Lock()  # datasets are written for one reader, so that only one loader of a process reads at a time
 
 
 class Prefetcher:
-    """Gives the batches of `rows`, in order, of which up to `prefetch` are ready ahead of the one that is asked for.
+    """Returns the batches of `rows` in order, with up to `prefetch` batches ready ahead of the requested one.
 
-    Without prefetch (and workers) a batch is read when it is asked for, by who asks, and not moved. Workers live until
-    `close`; `start` may be called again, with other rows.
+    Without prefetch and workers, a batch is read by the caller on request, and not moved. Workers live until `close`.
+    `start` may be called again with other rows.
     """
 
     def __init__(self, reader: BatchReader, num_workers: int, prefetch: int, device: torch.device) -> None:
@@ -38,17 +39,18 @@ class Prefetcher:
 
     @property
     def started(self) -> bool:
+        """Whether there are rows to read."""
         return self._rows is not None
 
     def start(self, rows: Iterator[BatchRows]) -> None:
-        """Give these from now on."""
+        """Return the batches of these rows from now on."""
         self.stop()
         self._rows = rows
         if self._prefetch:
             self._ahead = _Ahead(self._batches(), self._prefetch)
 
     def next(self) -> Any:
-        """The next batch. After an error it must be started again."""
+        """The next batch. After an error, `start` must be called again."""
         assert self._rows is not None
         try:
             if self._ahead is None:
@@ -61,18 +63,18 @@ class Prefetcher:
         return self._mover.arrive(*found) if self._mover is not None else found
 
     def stop(self, seconds: float | None = None) -> None:
-        """Read no further; workers stay. Waits, no longer than the seconds given, for what is being read."""
+        """Stop reading, and keep the workers. Waits for the batch being read, for at most `seconds`."""
         if self._ahead is not None:
             self._ahead.close(seconds)
         self._ahead = self._rows = None
 
     def close(self, seconds: float | None = None) -> None:
-        """As `stop`, and end the workers."""
+        """Stop reading, and end the workers."""
         self.stop(seconds)
         self._workers = None
 
     def _batches(self) -> Iterator[Any]:
-        """What the thread does."""
+        """The batches that the thread prepares."""
         for batch in self._from_workers() if self._num_workers else self._from_here():
             yield self._mover.send(batch) if self._mover is not None else batch
 
@@ -95,7 +97,7 @@ class Prefetcher:
                 persistent_workers=True,
                 generator=torch.Generator(),  # the user's global generator stays untouched
             )
-        # Made in the thread that reads, where DataLoader sets no signal handler: it would raise in the midst of a step.
+        # Made in the reading thread, where DataLoader sets no signal handler: it would raise in the middle of a step.
         batches: Any = iter(self._workers)
         while True:
             try:
@@ -103,7 +105,7 @@ class Prefetcher:
             except Exception as error:
                 batch = self._died(error, getattr(batches, "_workers", ()))
             if isinstance(batch, Failure):
-                self._workers = batches = None  # ended here, not when somebody lets go of the error
+                self._workers = batches = None  # end the workers now, not when the error is freed
                 raise batch.error()
             yield batch
 
@@ -111,7 +113,7 @@ class Prefetcher:
         """What became of the workers, from an error of DataLoader and the processes that it started."""
         name, text = self._reader.name, str(error).strip() or type(error).__name__
         sentinels = {process.sentinel: process for process in processes}
-        for sentinel in wait(sentinels, timeout=1.0):  # a worker that dies is first not heard, and then dead
+        for sentinel in wait(sentinels, timeout=1.0):  # a dying worker stops answering before its process ends
             dead = sentinels[sentinel]
             dead.join()
             code, item = dead.exitcode, self._reader.item_read_by(dead.pid)
@@ -125,7 +127,7 @@ class Prefetcher:
 
 
 class _Current:
-    """As a batch sampler: what the feed's workers are to read now."""
+    """A batch sampler that yields the current rows of a prefetcher."""
 
     def __init__(self, feed: Prefetcher) -> None:
         self._feed = feed
@@ -154,7 +156,7 @@ class _Ahead:
         return item
 
     def close(self, seconds: float | None) -> None:
-        """End the thread, after the item that it is at."""
+        """End the thread after its current item."""
         self._closed = True
         self._room.release()
         self._thread.join(seconds)
@@ -163,19 +165,19 @@ class _Ahead:
         try:
             while self._room.acquire() and not self._closed:
                 self._ready.put((next(self._items), None))
-        except BaseException as error:  # raised where the item is asked for
+        except BaseException as error:  # raised by `next`
             self._ready.put((None, error))
 
 
 class _Mover:
-    """Moves batches to a GPU on a stream of its own, from pinned memory."""
+    """Moves batches to a GPU, from pinned memory, on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: CopyStream | None = None
 
     def send(self, batch: Any) -> tuple[Any, Event]:
-        """Begin to move a batch; called by the thread."""
+        """Begin to move a batch, in the reading thread."""
         if self._stream is None:
             self._stream = CopyStream(self._device)
         with self._stream.entered():
@@ -183,10 +185,10 @@ class _Mover:
             return moved, Event(self._device)
 
     def arrive(self, batch: Any, event: Event) -> Any:
-        """The batch, for the stream of who calls."""
+        """The moved batch, ready for the caller's stream."""
         event.precede(self._device)
         for leaf in batch_tensors(batch):
-            keep_for_current_stream(leaf)  # its memory is not given to the next batch while a step reads it
+            keep_for_current_stream(leaf)  # so that its memory is not reused while a step reads it
         return batch
 
     def _move(self, leaf: Tensor) -> Tensor:

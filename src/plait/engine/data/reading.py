@@ -1,4 +1,4 @@
-"""Items of a dataset read and made a batch of, here or in a worker process; what goes wrong names the item."""
+"""Reads items of a dataset and collates them to a batch, in this process or in a worker. Errors name the item."""
 
 from __future__ import annotations
 
@@ -19,12 +19,17 @@ from plait.errors import DataError
 
 @dataclass(frozen=True)
 class Failure:
-    """What came instead of a batch, from a process that cannot raise here."""
+    """The result of a worker that could not read a batch.
+
+    message  the error
+    details  the traceback in the worker
+    """
 
     message: str
-    details: str = ""  # the traceback there
+    details: str = ""
 
     def error(self) -> DataError:
+        """The DataError to raise in this process."""
         found = DataError(self.message)
         if self.details:
             found.add_note(f"In the worker:\n{self.details}")
@@ -32,31 +37,32 @@ class Failure:
 
 
 class BatchReader:
-    """Reads batches: the dataset of a DataLoader, whose workers get a copy.
+    """Reads batches. It acts as the dataset of a DataLoader, whose workers get a copy.
 
-    In workers, which have random generators of their own, an item's draws follow from (seed, epoch, item) alone: they
-    are the same with any number of workers and ranks, and in a run that was resumed. (A dataset that reads many items
-    at once, by `__getitems__`, draws for all of them from the first.)
+    In workers, which have random generators of their own, an item's random draws depend on (seed, epoch, item) alone.
+    They are the same with any number of workers and ranks, and in a resumed run. A dataset that reads several items at
+    once, by `__getitems__`, draws for all of them from the first item's seed.
     """
 
     def __init__(
         self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int, num_workers: int, stream: bool = False
     ) -> None:
         self.dataset = dataset
-        self._stream = stream  # rows come with their items
+        self._stream = stream  # whether BatchRows has the items themselves
         self._collate = collate
         self._seed = seed
-        # (its process, the item that it reads) of each worker, to know where one has died
+        # [workers, 2]: process id, and the item being read, to report the item at which a worker died
         self._noted = torch.full((num_workers, 2), -1) if num_workers else None
         if self._noted is not None:
             self._noted.share_memory_()
 
     @property
     def name(self) -> str:
+        """The type of the dataset, for messages."""
         return type(self.dataset).__name__
 
     def read(self, rows: BatchRows) -> Any:
-        """The batch, None of no rows; DataError names the item that could not be read."""
+        """The batch of these rows; None for no rows. Raises DataError, which names the item that could not be read."""
         items = list(rows.items)
         if not items:
             return None
@@ -80,18 +86,19 @@ class BatchReader:
             ) from error
 
     def __getitems__(self, rows: BatchRows) -> Any:
-        """As `read`, for the worker of a DataLoader: the batch or a Failure."""
+        """The same in a worker of a DataLoader: returns the batch or a Failure."""
         try:
             return self.read(rows)
         except Exception as error:
             return Failure(str(error), traceback.format_exc())
 
     def item_read_by(self, process: int) -> int | None:
-        """The item that this worker has begun to read last."""
+        """The item that the worker process began to read last; None if it has read none."""
         noted = [] if self._noted is None else self._noted.tolist()
         return next((item for pid, item in noted if pid == process), None)
 
     def _begin(self, item: int, epoch: int) -> None:
+        """Note the item, and seed the worker's random generators for it."""
         worker = get_worker_info()
         if worker is not None and self._noted is not None:
             self._noted[worker.id, 0], self._noted[worker.id, 1] = os.getpid(), item
@@ -108,7 +115,8 @@ class BatchReader:
             raise self._unreadable([item], error) from error
 
     def _unreadable(self, items: list[int], error: Exception) -> DataError:
-        """Of items that were read together the one that cannot be read alone is named."""
+        """The error for items that could not be read together; it names the item that cannot be read alone, if there
+        is one."""
         for item in items if len(items) > 1 else []:
             try:
                 self.dataset[item]

@@ -1,7 +1,7 @@
-"""Numbers made smaller for the wire: float32 as bf16, fp8, int8 or int4, and back.
+"""Lossy coding of float32 for transfer: as bf16, fp8, int8 or int4, and back.
 
-What is coarser than bf16 goes in blocks of 256, each with a scale of its own, by which its largest number becomes the
-largest of the code (Dettmers 2016, "8-Bit Approximations for Parallelism in Deep Learning"). Coding rounds to nearest.
+Codes coarser than bf16 work on blocks of 256 numbers. Each block has a scale, which maps its largest number to the
+largest code (Dettmers 2016, "8-Bit Approximations for Parallelism in Deep Learning"). Coding rounds to nearest.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from plait.cost.compressed_bytes import BLOCK
 
-_LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}  # fp8 is e4m3
+_LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}  # the largest code; fp8 is e4m3
 
 
 def encode(numbers: Tensor, kind: str) -> Tensor:
-    """[..., n] float32, n a multiple of BLOCK, as bytes [..., coded_bytes(n)] uint8."""
+    """Encode [..., n] float32, n a multiple of BLOCK, as [..., coded_bytes(n)] uint8."""
     if kind == "bf16":
         return numbers.to(torch.bfloat16).view(torch.uint8)
     blocks = numbers.unflatten(-1, (-1, BLOCK))
@@ -32,7 +32,7 @@ def encode(numbers: Tensor, kind: str) -> Tensor:
 
 
 def decode(coded: Tensor, kind: str, num: int) -> Tensor:
-    """The inverse: [..., n] float32 from its bytes."""
+    """The inverse of `encode`: [..., num] float32 from the bytes."""
     if kind == "bf16":
         return coded.contiguous().view(torch.bfloat16).float()
     num_scales = num // BLOCK * 4
@@ -40,7 +40,7 @@ def decode(coded: Tensor, kind: str, num: int) -> Tensor:
     if kind == "fp8":
         numbers = codes.contiguous().view(torch.float8_e4m3fn).float()
     else:
-        if kind == "int4":  # the sign of four bits is the highest of them
+        if kind == "int4":  # shift up, then arithmetically down, to extend the sign
             codes = torch.stack([codes << 4, codes & 240], -1).flatten(-2).view(torch.int8) >> 4
         numbers = codes.contiguous().view(torch.int8).float()
     blocks = numbers.unflatten(-1, (-1, BLOCK)) * scales.contiguous().view(torch.float32).unsqueeze(-1)

@@ -1,11 +1,12 @@
-"""Replicas that train by themselves and agree later: local SGD, DiLoCo, and DiLoCo part by part with overlap.
+"""Replicas that train by themselves and synchronise every n steps: local SGD, DiLoCo and Streaming DiLoCo.
 
-outer=none       weights become the mean of the replicas' (local SGD; Stich 2019; Lin et al. 2020, "Don't use large
-                 mini-batches, use local SGD")
-outer=nesterov   the mean change of a round is the gradient of an outer optimizer, whose weights all replicas take
-                 over (Douillard et al. 2023, "DiLoCo"); with sgd and a momentum it is SlowMo (Wang et al. 2020)
-streaming, overlap   parts of the model take turns, and the exchange goes on beside the next steps; the weights then
-                 become half the replica's own and half the outer ones (Douillard et al. 2025, "Streaming DiLoCo")
+outer=none          weights become the mean of the replicas' weights (local SGD; Stich 2019; Lin et al. 2020, "Don't Use
+                    Large Mini-Batches, Use Local SGD")
+outer=nesterov      the mean change of a round is the gradient of an outer optimizer, and all replicas take its weights
+                    (Douillard et al. 2023, "DiLoCo"); with sgd and a momentum it is SlowMo (Wang et al. 2020)
+streaming, overlap  parts of the model synchronise in turn, and the exchange overlaps with the next steps; the weights
+                    then become half the replica's own and half the outer ones (Douillard et al. 2025, "Streaming
+                    DiLoCo")
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from plait.plan.compression import NO_COMPRESSION
 from plait.plan.plan import Plan
 from plait.schedule.rounds import Rounds, split_in_parts
 
-MIXING = 0.5  # of the replica's own weights, in what has gone on while the replicas exchanged
+MIXING = 0.5  # share of the replica's own weights, after an exchange that overlapped with steps
 
 
 class LocalTraining:
-    """One rank's side. `parameters` are this rank's parts of those that are trained, `sizes` the whole numbers of
-    elements, by which parts of the model are made alike on all ranks.
+    """One rank's side of training by replicas.
 
-    `outer` are the weights as last agreed and `momentum` of the outer optimizer, both by name and of `dtype_of_mean`;
-    `outer` is empty where replicas just take the mean.
+    parameters  this rank's parts of the trained parameters, by name
+    sizes       elements of the whole parameters, from which all ranks form the same parts of the model
+    outer       the weights as last synchronised, by name, of `dtype_of_mean`; empty if replicas only take the mean
+    momentum    the momentum of the outer optimizer, by name, of `dtype_of_mean`
+    pending     exchanges in flight, by part of the model
     """
 
     def __init__(
@@ -51,47 +54,48 @@ class LocalTraining:
         self._parts = [[n for n in parameters if part_of[n] == part] for part in range(plan.streaming)]
         self.outer: dict[str, Tensor] = {}
         self.momentum: dict[str, Tensor] = {}
-        self.pending: dict[int, Pending] = {}  # by part of the model
+        self.pending: dict[int, Pending] = {}
         if plan.keeps_agreed:
             self.begin()
 
     def begin(self) -> None:
-        """Take the weights that are there, which are alike on all replicas, as the agreed ones."""
+        """Take the current weights, which are equal on all replicas, as the synchronised ones."""
         self.outer = {name: p.detach().to(dtype_of_mean(p.dtype), copy=True) for name, p in self._parameters.items()}
         self.momentum = {name: torch.zeros_like(value) for name, value in self.outer.items()}
         self.pending.clear()
 
     def after(self, step: int) -> bool:
-        """What is due after `step` steps of this replica; whether any weights have changed."""
+        """Do what is due after `step` steps of this replica. Returns whether any weights have changed."""
         for pending in self.pending.values():
-            pending.go_on()
+            pending.advance()
         for part in self.rounds.begun(step):
             self._start(part)
-        ended = [part for part in self.rounds.ended(step) if part in self.pending]  # a checkpoint may lie in between
+        ended = [part for part in self.rounds.ended(step) if part in self.pending]  # a checkpoint may have ended it
         for part in ended:
-            self._take_in(part, MIXING if self._plan.overlap else 0.0)
+            self._apply(part, MIXING if self._plan.overlap else 0.0)
         return bool(ended)
 
     def agree(self) -> None:
-        """Agree now on all of the model."""
+        """Synchronise the whole model now."""
         for part in sorted(self.pending):
-            self._take_in(part, MIXING if self._plan.overlap else 0.0)
+            self._apply(part, MIXING if self._plan.overlap else 0.0)
         for part in range(len(self._parts)):
             self._start(part)
-            self._take_in(part, 0.0)
+            self._apply(part, 0.0)
 
     def agreed(self, step: int) -> bool:
         """Whether all replicas have the same weights after `step` steps."""
         return step == 0 or (self._plan.overlap == 0 and len(self.rounds.begun(step)) == len(self._parts))
 
     def expect(self, part: int) -> None:
-        """Make ready for what an exchange, which had begun before a checkpoint, gave: its means are filled in later."""
+        """Prepare an exchange that had begun before a checkpoint. Its means are zeros, to be filled in."""
         parameters = {name: self._parameters[name].detach() for name in self._parts[part]}
-        self.pending[part] = Pending.over(
+        self.pending[part] = Pending.completed(
             {n: torch.zeros_like(p, dtype=dtype_of_mean(p.dtype)) for n, p in parameters.items()}
         )
 
     def _start(self, part: int) -> None:
+        """Begin to exchange a part of the model: the change since the last synchronisation, or the weights."""
         names = self._parts[part]
         if self.outer:
             sent = {name: self.outer[name] - self._parameters[name].detach() for name in names}
@@ -99,7 +103,9 @@ class LocalTraining:
             sent = {name: self._parameters[name].detach() for name in names}
         self.pending[part] = self.exchange.start(sent)
 
-    def _take_in(self, part: int, mixing: float) -> None:
+    def _apply(self, part: int, mixing: float) -> None:
+        """Wait for an exchange and apply its result; `mixing` is the share of the replica's own weights that is
+        kept."""
         means = self.pending.pop(part).wait()
         for name, mean in means.items():
             parameter = self._parameters[name].detach()
@@ -114,7 +120,7 @@ class LocalTraining:
         self._settle_moments(self._parts[part])
 
     def _outer_step(self, name: str, change: Tensor) -> Tensor:
-        """The agreed weights, after a step of torch.optim.SGD on the mean change."""
+        """The outer weights after a step of torch.optim.SGD on the mean change."""
         lr, momentum = self._plan.outer_rates
         if momentum:
             velocity = self.momentum[name].mul_(momentum).add_(change)
@@ -122,7 +128,7 @@ class LocalTraining:
         return self.outer[name].sub_(change, alpha=lr)
 
     def _settle_moments(self, names: Iterable[str]) -> None:
-        """The inner optimizer's state, after an agreement on these weights."""
+        """Keep, reset or average the inner optimizer's state of these parameters, as the plan says."""
         if self._plan.moments == "kept":
             return
         moments = {

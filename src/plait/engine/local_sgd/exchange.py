@@ -1,14 +1,14 @@
-"""The mean over replicas of tensors that each has its own values of, through a compressor where the plan has one.
+"""The mean of tensors over replicas, compressed if the plan says so.
 
-    none              an all-reduce of float32, of float64 where that is what is exchanged
-    bf16 ... int4     each replica owns a part: it gets all others' coded terms of it, adds them up in float32, and
-                      sends its coded mean of it to all; 2(N-1)/N of the coded bytes leave a replica
-    topk:F            each sends the largest F of its numbers with their places to all
-    powersgd:R        each matrix M is sent as M Q and M^T P of R columns, which are summed (Vogels et al. 2019,
-                      "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization")
+none              an all-reduce of float32, or of float64 for float64 tensors
+bf16 ... int4     each replica owns a part: it receives the coded terms of all others, adds them up in float32, and
+                  sends the coded mean to all; 2(N-1)/N of the coded bytes leave a replica
+topk:F            each replica sends the largest fraction F of its numbers, with their indices, to all
+powersgd:R        each matrix M is sent as M Q and M^T P of R columns, which are summed (Vogels et al. 2019, "PowerSGD:
+                  Practical Low-Rank Gradient Compression for Distributed Optimization")
 
-What a compressor leaves out is added to what the replica exchanges next (error feedback; Seide et al. 2014, "1-Bit
-Stochastic Gradient Descent"; Karimireddy et al. 2019). What is left out of a mean, its owner keeps.
+The compression error is added to what the replica exchanges next (error feedback; Seide et al. 2014, "1-Bit Stochastic
+Gradient Descent"; Karimireddy et al. 2019). The owner of a mean keeps the error of coding it.
 """
 
 from __future__ import annotations
@@ -30,35 +30,40 @@ Named = Mapping[str, Tensor]
 
 
 class Pending:
-    """An exchange under way. `go_on` takes the next of its rounds if there is one; `wait` gives the means by name."""
+    """An exchange in flight."""
 
     def __init__(self, rounds: Sequence[Callable[[], None]], result: Callable[[], dict[str, Tensor]]) -> None:
         self._rounds = list(rounds)
         self._result = result
 
     @classmethod
-    def over(cls, means: dict[str, Tensor]) -> Pending:
-        """One that has ended with these."""
+    def completed(cls, means: dict[str, Tensor]) -> Pending:
+        """An exchange that has ended with these means."""
         return cls([], lambda: means)
 
     @property
     def num_rounds(self) -> int:
+        """The number of communication rounds that are still to be started."""
         return len(self._rounds)
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
+        """Start the next round of the exchange, if there is one."""
         if self._rounds:
             self._rounds.pop(0)()
 
     def wait(self) -> dict[str, Tensor]:
+        """Finish the exchange. Returns the means by name."""
         while self._rounds:
-            self.go_on()
+            self.advance()
         return self._result()
 
 
 class MeanExchange:
-    """Exchanges along one axis. `errors` are what was left out so far, by name, as float32 of the tensors' shapes.
+    """Exchanges along one axis.
 
-    `exempt` are patterns of names that are exchanged as they are.
+    exempt   glob patterns of names that are exchanged uncompressed
+    errors   compression errors by name, float32 of the tensors' shapes
+    factors  the right factor Q of each matrix by name, PowerSGD's warm start
     """
 
     def __init__(self, comm: Comm, compression: Compression, exempt: Sequence[str] = ()) -> None:
@@ -66,12 +71,13 @@ class MeanExchange:
         self._compression = compression
         self._exempt = tuple(exempt)
         self.errors: dict[str, Tensor] = {}
-        self.factors: dict[str, Tensor] = {}  # Q of each matrix, which PowerSGD begins the next time with
+        self.factors: dict[str, Tensor] = {}
 
     def start(self, tensors: Named) -> Pending:
-        """Begin to exchange tensors of any float type; means have `dtype_of_mean`. All replicas have the same names.
+        """Begin to exchange floating-point tensors. All replicas must give the same names; means have
+        `dtype_of_mean`.
 
-        PlanError for a tensor that has no mean, being of integers.
+        Raises PlanError for an integer tensor, which has no mean.
         """
         for name, tensor in tensors.items():
             if not tensor.is_floating_point():
@@ -85,26 +91,29 @@ class MeanExchange:
         parts = [_all_reduced(self._comm, plain)] if plain else []
         if rest:
             corrected = {name: self._corrected(name, tensor) for name, tensor in rest.items()}
-            start = {"topk": self._largest, "powersgd": self._low_rank}.get(kind, self._coded)
+            start = {"topk": self._top_k, "powersgd": self._power_sgd}.get(kind, self._coded)
             parts.append(start(corrected))
-        return _together(parts)
+        return _combined(parts)
 
     def mean(self, tensors: Named) -> dict[str, Tensor]:
+        """Exchange the tensors; returns their means by name."""
         return self.start(tensors).wait()
 
     def _is_plain(self, name: str, tensor: Tensor) -> bool:
-        """Whether it is exchanged as it is: an exception, or so small that the compressor would not make it smaller."""
+        """Whether a tensor is exchanged uncompressed: it is exempt, or too small for the compressor to make it
+        smaller."""
         exempt = any(fnmatch.fnmatchcase(name, pattern) for pattern in self._exempt)
         return exempt or not is_smaller(tensor.shape, self._compression, self._comm.size)
 
     def _corrected(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor with what was left out before; a copy."""
+        """The tensor plus its earlier compression error, in new memory."""
         error = self.errors.get(name)
         wide = tensor.detach().float()
         return wide.clone(memory_format=torch.contiguous_format) if error is None else wide + error
 
-    def _leave_out(self, name: str, error: Tensor) -> None:
-        """Keep for the next time; an overflow, in a step that updates nothing, is not."""
+    def _keep_error(self, name: str, error: Tensor) -> None:
+        """Keep the compression error for the next exchange. The error of an overflow, whose step is skipped, is
+        dropped."""
         self.errors[name] = error if bool(error.isfinite().all()) else torch.zeros_like(error)
 
     def _coded(self, tensors: dict[str, Tensor]) -> Pending:
@@ -130,12 +139,12 @@ class MeanExchange:
 
         def result() -> dict[str, Tensor]:
             for name, left in apart(error).items():
-                self._leave_out(name, left)
+                self._keep_error(name, left)
             return apart(decode(works.pop().wait(), kind, num))
 
         return Pending([add_up], result)
 
-    def _largest(self, tensors: dict[str, Tensor]) -> Pending:
+    def _top_k(self, tensors: dict[str, Tensor]) -> Pending:
         places = {
             name: tensor.reshape(-1).abs().topk(num_kept(tensor.numel(), self._compression), sorted=False).indices
             for name, tensor in tensors.items()
@@ -154,12 +163,12 @@ class MeanExchange:
                     mean.index_add_(0, here.long(), term)
             for name, tensor in tensors.items():
                 tensor.view(-1)[places[name]] = 0
-                self._leave_out(name, tensor)
+                self._keep_error(name, tensor)
             return {name: mean.div_(self._comm.size).view(tensors[name].shape) for name, mean in means.items()}
 
         return Pending([], result)
 
-    def _low_rank(self, tensors: dict[str, Tensor]) -> Pending:
+    def _power_sgd(self, tensors: dict[str, Tensor]) -> Pending:
         matrices = {name: tensor.reshape(as_matrix(tensor.shape)) for name, tensor in tensors.items()}
         for name, matrix in matrices.items():
             if name not in self.factors:
@@ -178,7 +187,7 @@ class MeanExchange:
             for name, factor in pending.pop().wait().items():
                 self.factors[name] = factor
                 mean = left[name] @ factor.T
-                self._leave_out(name, (matrices[name] - mean).view(tensors[name].shape))
+                self._keep_error(name, (matrices[name] - mean).view(tensors[name].shape))
                 found[name] = mean.view(tensors[name].shape)
             return found
 
@@ -186,7 +195,7 @@ class MeanExchange:
 
 
 def first_factor(name: str, num_columns: int, rank: int) -> Tensor:
-    """The Q that a matrix's first exchange begins with: [columns, rank], the same on every replica."""
+    """The initial Q of a matrix, [columns, rank], the same on every replica."""
     generator = torch.Generator().manual_seed(sum(name.encode()) + num_columns)
     return torch.randn(num_columns, rank, generator=generator)
 
@@ -197,29 +206,29 @@ def _all_reduced(comm: Comm, tensors: Named) -> Pending:
     return Pending([], lambda: _split(work.wait() / comm.size, like))
 
 
-def _together(parts: Sequence[Pending]) -> Pending:
-    def go_on() -> None:
+def _combined(parts: Sequence[Pending]) -> Pending:
+    def advance() -> None:
         for part in parts:
-            part.go_on()
+            part.advance()
 
     def result() -> dict[str, Tensor]:
         return {name: mean for part in parts for name, mean in part.wait().items()}
 
-    return Pending([go_on] * max((part.num_rounds for part in parts), default=0), result)
+    return Pending([advance] * max((part.num_rounds for part in parts), default=0), result)
 
 
 def dtype_of_mean(dtype: torch.dtype) -> torch.dtype:
-    """In what tensors of this dtype are summed where they are not compressed: float32, or float64 of float64."""
+    """The dtype of uncompressed sums of this dtype: float64 for float64, else float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _flat(tensors: Named) -> Tensor:
-    """All of them one after the other, in the widest of their dtypes."""
+    """The tensors as one flat tensor, in the widest of their dtypes."""
     return torch.cat([tensor.detach().to(dtype_of_mean(tensor.dtype)).reshape(-1) for tensor in tensors.values()])
 
 
 def _split(flat: Tensor, like: Named) -> dict[str, Tensor]:
-    """The tensors that lie one after the other, as views."""
+    """The inverse of `_flat`: views of the flat tensor in the shapes of `like`."""
     found, at = {}, 0
     for name, tensor in like.items():
         found[name] = flat[at : at + tensor.numel()].view(tensor.shape)

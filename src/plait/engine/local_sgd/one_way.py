@@ -1,6 +1,7 @@
-"""A tensor made smaller by the one who sends it, for one who makes it whole again without anybody else.
+"""Compression of one tensor by a sender, for a receiver that decompresses it alone.
 
-As replicas do it together (exchange.py), but that PowerSGD's two products are of one tensor, not of a mean.
+Replicas compress together in exchange.py. The one difference is PowerSGD: here its two products are those of one
+tensor, there those of a mean.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from plait.plan.compression import Compression
 
 
 def num_bytes(shape: Sequence[int], compression: Compression) -> int:
-    """Bytes of a tensor of this shape once made smaller."""
+    """The size in bytes of a compressed tensor of this shape."""
     num = math.prod(shape)
     if compression.kind == "topk":
         return 8 * num_kept(num, compression)
@@ -28,38 +29,36 @@ def num_bytes(shape: Sequence[int], compression: Compression) -> int:
     return coded_bytes(num_owned(num, 1), compression.kind)
 
 
-def make_smaller(
-    tensor: Tensor, compression: Compression, factors: dict[str, Tensor], name: str
-) -> tuple[Tensor, Tensor]:
-    """(its bytes, uint8 and flat; what the other side will have) of a float32 tensor.
+def compress(tensor: Tensor, compression: Compression, factors: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
+    """Compress a float32 tensor. Returns its bytes, flat uint8, and the tensor that the receiver will decompress.
 
-    `factors` has PowerSGD's warm start by name: the right factor of the tensor that was last sent under it.
+    `factors` holds PowerSGD's warm start, and is updated: by name, the right factor of the last tensor sent under it.
     """
     flat = tensor.reshape(-1)
     if compression.kind == "topk":
-        at = flat.abs().topk(num_kept(flat.numel(), compression), sorted=False).indices.sort().values
-        coded = torch.cat([at.to(torch.int32).view(torch.uint8), flat[at].view(torch.uint8)])
+        indices = flat.abs().topk(num_kept(flat.numel(), compression), sorted=False).indices.sort().values
+        coded = torch.cat([indices.to(torch.int32).view(torch.uint8), flat[indices].view(torch.uint8)])
     elif compression.kind == "powersgd":
         matrix = tensor.reshape(as_matrix(tensor.shape))
         if name not in factors:
             factors[name] = first_factor(name, matrix.shape[1], compression.rank)
         left = torch.linalg.qr(matrix @ factors[name]).Q
-        left = functional.pad(left, (0, compression.rank - left.shape[1]))  # a matrix may have fewer rows than that
+        left = functional.pad(left, (0, compression.rank - left.shape[1]))  # a matrix may have fewer rows than the rank
         factors[name] = right = matrix.T @ left
         coded = torch.cat([left.reshape(-1), right.reshape(-1)]).view(torch.uint8)
     else:
         padded = functional.pad(flat, (0, num_owned(flat.numel(), 1) - flat.numel()))
         coded = encode(padded, compression.kind)
-    return coded, make_whole(coded, tensor.shape, compression)
+    return coded, decompress(coded, tensor.shape, compression)
 
 
-def make_whole(coded: Tensor, shape: Sequence[int], compression: Compression) -> Tensor:
-    """The tensor, float32, from its bytes."""
+def decompress(coded: Tensor, shape: Sequence[int], compression: Compression) -> Tensor:
+    """Decompress a tensor of this shape, float32."""
     num = math.prod(shape)
     if compression.kind == "topk":
-        at, values = coded.chunk(2)
+        indices, values = coded.chunk(2)
         whole = torch.zeros(num)
-        whole[at.view(torch.int32).long()] = values.view(torch.float32)
+        whole[indices.view(torch.int32).long()] = values.view(torch.float32)
     elif compression.kind == "powersgd":
         rows, columns = as_matrix(shape)
         left, right = coded.view(torch.float32).split([rows * compression.rank, columns * compression.rank])

@@ -1,4 +1,4 @@
-"""What a replica trains on: its rows of the global batch, and random draws of its own."""
+"""The rows of the global batch that a replica trains on, and the key of its random draws."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from plait.plan.step_refusals import uneven_replicas
 
 
 def rows_of_replica(batch: Any, plan: Plan, world: World) -> LocalBatch:
-    """This rank's rows, as a part of its replica's batch; microbatch after microbatch, as the loader has them.
+    """This rank's rows of a global batch, as a part of its replica's batch, microbatch after microbatch as in the
+    loader.
 
-    BatchError for a batch that the ranks do not divide.
+    Raises BatchError if the ranks do not divide the batch.
     """
     num = plan.mesh.axis_size(plan.relaxed_axis)
     if isinstance(batch, LocalBatch):
@@ -35,9 +36,10 @@ def rows_of_replica(batch: Any, plan: Plan, world: World) -> LocalBatch:
 
 
 def batch_of_replica(batch: Any, plan: Plan) -> Any:
-    """Rows of a global batch that have the shapes of one replica's: the first ones; all of them where all agree.
+    """A batch of the shapes that one replica trains on: the first rows of the global batch, or all of it without
+    replicas.
 
-    BatchError for a batch that the replicas do not divide.
+    Raises BatchError if the replicas do not divide the batch.
     """
     if not plan.relaxed_axis:
         return batch
@@ -48,5 +50,5 @@ def batch_of_replica(batch: Any, plan: Plan) -> Any:
 
 
 def replica_key(key: int, index: int) -> int:
-    """The key of a replica's random draws; that of the first is the step's."""
+    """The key of a replica's random draws. The first replica's key is the step's."""
     return (key + index * 0xD1B54A32D192ED03) & ((1 << 62) - 1)

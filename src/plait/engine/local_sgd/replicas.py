@@ -1,7 +1,7 @@
-"""The replicas of a plan whose ranks agree later than at every step, or through a compressor.
+"""The replicas of a plan whose ranks synchronise less often than every step, or through a compressor.
 
-Along one axis of the mesh every rank has a replica of its own, or a part of one: the step is that of `plan.inner_plan`,
-on this replica's rows of the batch, with random draws of its own. What replicas have in common is made here.
+Along one axis of the mesh, every rank has a replica or a part of one. A replica trains under `plan.inner_plan`, on its
+rows of the batch, with random draws of its own. This file computes what replicas have in common.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ from plait.plan.plan import Plan
 
 
 class Replicas:
-    """One rank's view of them. `local` is there where they agree every n steps; else gradients are exchanged."""
+    """One rank's view of the replicas.
+
+    local      synchronisation every n steps; None if gradients are exchanged at every step
+    exchange   the exchange of gradients, or of weights with `local`
+    agreed_at  the last step after which all replicas had the same weights
+    """
 
     def __init__(
         self,
@@ -43,7 +48,7 @@ class Replicas:
         self.axis = axis
         self.num = plan.mesh.axis_size(axis)
         self.index = world.mesh.coordinates(world.rank)[axis]
-        self._replica = replica
+        self._executor = replica
         self._comm = world.comm(axis)
         self._device = world.device
         self._means = MeanExchange(self._comm, NO_COMPRESSION)
@@ -55,10 +60,10 @@ class Replicas:
             self.local = LocalTraining(plan, self._comm, self.trained, sizes, optimizer)
             self.exchange = self.local.exchange
         self._seconds = 0.0
-        self.agreed_at = step  # how many steps there were when all replicas last had the same weights
+        self.agreed_at = step
 
     def gradients(self, result: StepResult) -> StepResult:
-        """Of synchronous training: the loss of the whole batch, and its gradients as the compressor leaves them."""
+        """The result of a step with synchronous training: the loss of the global batch, and the mean gradients."""
         start = time.perf_counter()
         total, weight = result.parts or (result.loss, torch.ones_like(result.loss))
         mine = torch.stack([total.detach().double(), weight.detach().double()])
@@ -75,7 +80,7 @@ class Replicas:
         return dataclasses.replace(result, loss=loss, parts=parts, gradients=gradients, aux=aux)
 
     def outputs(self, aux: Sequence[Outputs]) -> tuple[Outputs, ...]:
-        """Of each microbatch what the loss came with, of all replicas: rows in the order of the global batch."""
+        """The auxiliary outputs of each microbatch from all replicas, with rows in the order of the global batch."""
         before, _ = parts_around(self.plan.mesh, self.axis)
         found = []
         for outputs in aux:
@@ -90,12 +95,12 @@ class Replicas:
         return tuple(found)
 
     def take_seconds(self) -> float:
-        """What exchanges have taken since this was asked last."""
+        """Seconds spent on exchanges since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def stepped(self, step: int) -> None:
-        """After `step` steps: agree, if it is time to."""
+        """Synchronise after `step` steps, if it is due."""
         start = time.perf_counter()
         self._agree_if_due(step)
         self._seconds += time.perf_counter() - start
@@ -105,22 +110,22 @@ class Replicas:
             self.agreed_at = step
             return
         if self.local.after(step):
-            self._replica.updated()
+            self._executor.updated()
         if self.local.agreed(step):
             self.agreed_at = step
             self._agree_on_buffers()
 
     def agree(self, step: int) -> None:
-        """Agree now, whenever the next time would be."""
+        """Synchronise now, whether or not it is due."""
         if self.local is not None and self.agreed_at != step:
             self.local.agree()
-            self._replica.updated()
+            self._executor.updated()
         self.agreed_at = step
         self._agree_on_buffers()
 
     @contextmanager
     def aggregated(self, step: int) -> Iterator[None]:
-        """Inside, weights and buffers are the means over replicas; training goes on with the replica's own."""
+        """Context in which weights and buffers are the means over replicas. Training goes on with the replica's own."""
         if self.agreed_at == step and self.local is not None:
             yield
             return
@@ -134,18 +139,18 @@ class Replicas:
             self._put(here, own)
 
     def means(self, step: int) -> dict[str, Tensor]:
-        """The means over replicas of this rank's parts of the trained parameters, and of buffers."""
+        """The means over replicas of this rank's parts of trained parameters, and of buffers, by name."""
         tensors = dict(self.float_buffers())
         if self.agreed_at != step:
             tensors |= {name: p.detach() for name, p in self.trained.items()}
         return self._means.mean(tensors) if tensors else {}
 
     def mean_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The means over replicas of any tensors of float32."""
+        """The means over replicas of float32 tensors, by name."""
         return self._means.mean(tensors) if tensors else {}
 
     def sum_of(self, numbers: list[float]) -> list[float]:
-        """The sums over replicas of a few numbers."""
+        """The sums over replicas of some numbers."""
         mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         found: list[float] = self._comm.all_reduce(mine).wait().tolist()
         return found
@@ -157,10 +162,10 @@ class Replicas:
     def _put(self, here: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
             here[name].copy_(value)
-        self._replica.updated()
+        self._executor.updated()
 
     def begin(self, step: int) -> None:
-        """Go on from weights that have been put in place, the same on all replicas, after `step` steps."""
+        """Continue from weights that have been loaded, equal on all replicas, after `step` steps."""
         self.agreed_at = step
         self.exchange.errors.clear()
         self.exchange.factors.clear()
@@ -168,11 +173,12 @@ class Replicas:
             self.local.begin()
 
     def float_buffers(self) -> dict[str, Tensor]:
-        """Such as running statistics, of which replicas have their own until they agree."""
-        return {name: buffer for name, buffer in self._replica.buffers.items() if buffer.is_floating_point()}
+        """Floating-point buffers, such as running statistics, by name. Replicas have their own until they
+        synchronise."""
+        return {name: buffer for name, buffer in self._executor.buffers.items() if buffer.is_floating_point()}
 
 
 def bytes_kept(plan: Plan) -> int:
-    """Bytes that a rank keeps of each number it trains, to agree later: agreed weights and the momentum of the outer
-    optimizer, and what a compressor has left out."""
+    """Bytes that a rank keeps per trained number: the synchronised weights, the outer optimizer's momentum, and the
+    error of a compressor."""
     return 8 * plan.keeps_agreed + 4 * (plan.compress != NO_COMPRESSION)

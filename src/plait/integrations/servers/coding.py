@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from plait.cost.compressed_bytes import is_smaller
-from plait.engine.local_sgd.one_way import make_smaller, make_whole, num_bytes
+from plait.engine.local_sgd.one_way import compress, decompress, num_bytes
 from plait.integrations.servers.arrays import dtype_of, misfit, to_array, to_tensor, to_tensors
 from plait.plan.compression import NO_COMPRESSION, Compression
 from plait.schedule.balance import Piece
@@ -57,7 +57,7 @@ class Coding:
     def _whole(self, array: np.ndarray, piece: Piece) -> Tensor:
         if not self.is_coded(piece):
             return to_tensor(array, dtype_of(piece))
-        return make_whole(to_tensor(array), piece.own_shape, self.compression).to(dtype_of(piece))
+        return decompress(to_tensor(array), piece.own_shape, self.compression).to(dtype_of(piece))
 
     def _indices_misfit(self, array: np.ndarray, piece: Piece) -> str:
         """Why the top-k indices in the array are not valid for the piece; empty if they are."""
@@ -93,6 +93,6 @@ class Encoder:
         gradient = to_tensor(array, dtype_of(piece)).to(torch.float32)
         if name in self._errors:
             gradient = gradient + self._errors[name]
-        coded, whole = make_smaller(gradient, self._coding.compression, self._factors, name)
+        coded, whole = compress(gradient, self._coding.compression, self._factors, name)
         self._errors[name] = gradient - whole
         return to_array(coded)

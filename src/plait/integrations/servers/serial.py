@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.local_batch import batch_part, num_rows
-from plait.engine.local_sgd.one_way import make_smaller
+from plait.engine.local_sgd.one_way import compress
 from plait.engine.microbatch import step_key
 from plait.engine.optimizers import make_optimizer
 from plait.integrations.servers.service import Job
@@ -145,7 +145,7 @@ class SerialServers:
                 part = found[piece.name][piece.start : piece.stop] if piece.shape else found[piece.name]
                 label = f"{piece.name}:{piece.start}"
                 given = part.float() + self.errors.get((worker, label), 0.0)
-                _, kept = make_smaller(given, coding.compression, self.factors[worker], label)
+                _, kept = compress(given, coding.compression, self.factors[worker], label)
                 self.errors[worker, label] = given - kept
                 part.copy_(kept)
         return found
