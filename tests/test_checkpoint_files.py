@@ -22,11 +22,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plait.engine.checkpoint import write
-from plait.engine.checkpoint.crc import combine
 from plait.engine.checkpoint.holding import Holding, pieces
 from plait.engine.checkpoint.image import Image
 from plait.engine.checkpoint.integrity import check_files, damages
-from plait.engine.checkpoint.manifest import BLOCK, Manifest
+from plait.engine.checkpoint.manifest import BLOCK, Manifest, combine_crcs
 from plait.engine.checkpoint.places import checkpoints, newest
 from plait.engine.checkpoint.plainvalues import decode, encode
 from plait.engine.checkpoint.safetensor import read_header
@@ -141,7 +140,7 @@ def test_values_come_back_with_their_types() -> None:
 @given(st.binary(max_size=400), st.integers(1, 100))
 def test_the_checksum_of_a_file_from_those_of_its_blocks(data: bytes, block: int) -> None:
     crcs = [zlib.crc32(data[i : i + block]) for i in range(0, len(data), block)]
-    assert combine(crcs, block, len(data)) == zlib.crc32(data)
+    assert combine_crcs(crcs, block, len(data)) == zlib.crc32(data)
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int8,

@@ -123,7 +123,7 @@ class _Job:
         loader = self._loader(self.data.train, shuffle=True)
         trainer.prepare(next(iter(self._loader(self.data.train, shuffle=True, ahead=False))))
         begins = Barrier(trainer.world)
-        place = begins.first_says("resume", lambda: self._prepare_folder(resume))
+        place = begins.on_first_rank("resume", lambda: self._prepare_folder(resume))
         if place:
             loader.load_state_dict(trainer.load(place).get("data", {}))
         first = trainer.step_number

@@ -1,9 +1,9 @@
-"""A run's state as a checkpoint has it: what this rank holds of everything that a resumed run needs.
+"""The state of a run as a checkpoint stores it: this rank's parts of everything that a resumed run needs.
 
 model/NAME                  parameters and persistent buffers
-optimizer/state/NAME/KEY    what the optimizer keeps of a parameter, laid out as it or whole
-ema/NAME                    the moving average of a parameter, laid out as it
-random/RANK/NAME            the process's own random numbers
+optimizer/state/NAME/KEY    the optimizer state of a parameter, with the parameter's layout or whole
+ema/NAME                    the moving average of a parameter, with its layout
+random/RANK/NAME            the random state of the process
 values                      step, seed, optimizer groups, scheduler, loss scale, and the caller's `extra`
 """
 
@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from plait.engine.checkpoint import randomstate, relaxed, write
 from plait.engine.checkpoint.fitting import EMA, MODEL, STATE
 from plait.engine.checkpoint.holding import Holding, Kept, is_away
-from plait.engine.checkpoint.optimizer_layouts import state_layout
 from plait.engine.checkpoint.saver import Saver
-from plait.engine.checkpoint.snapshot import group_options, persistent_of
+from plait.engine.checkpoint.snapshot import group_options, persistent_of, state_layout
 from plait.engine.checkpoint.storage import Location
 from plait.engine.checkpoint.write import State
 from plait.engine.train_state import TrainState
@@ -32,13 +31,16 @@ from plait.optim.several import own_values, tensors_outside_state, title_of
 
 
 def save(run: TrainState, path: Location, extra: Mapping[str, Any], keep: int, saver: Saver, wait: bool) -> None:
-    """Write the run's state into the folder or URL; see run.checkpoint.save."""
+    """Write the run's state into the folder or URL; see engine.checkpoint.write.save."""
     state = describe(run, extra)
     write.save(path, state, world=run.world, plan=str(run.plan), keep=keep, saver=saver, wait=wait)
 
 
 def describe(run: TrainState, extra: Mapping[str, Any]) -> State:
-    """What this rank holds of the run's state. Nothing is copied."""
+    """This rank's parts of the run's state, without copies.
+
+    Raises CheckpointError for an optimizer that keeps tensors outside its `state`.
+    """
     held, world, optimizer = run.held, run.world, run.optimizer
     assert optimizer is not None
     if lost := tensors_outside_state(optimizer):
@@ -59,7 +61,7 @@ def describe(run: TrainState, extra: Mapping[str, Any]) -> State:
         buffers = {MODEL + name: b for name, b in held.buffers.items() if name in persistent}
         tensors |= {name: Holding.whole(means.get(name, buffer)) for name, buffer in buffers.items()}
     for name, parameter in held.parameters.items():
-        away = _Away(run, parameter)
+        away = _OffloadedState(run, parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             full = f"{STATE}{name}/{key}"
             value = means.get(full, value)
@@ -90,9 +92,9 @@ def describe(run: TrainState, extra: Mapping[str, Any]) -> State:
 
 
 def config_of(model: nn.Module) -> str | None:
-    """The model's own configuration as the text of a config.json, where it has one that JSON can hold.
+    """The model's configuration as the text of a config.json; None if it has none, or one that JSON cannot hold.
 
-    That of transformers and diffusers models, a mapping, or a dataclass.
+    Covers transformers and diffusers models, mappings and dataclasses.
     """
     config: Any = getattr(model, "config", None)
     try:
@@ -107,12 +109,12 @@ def config_of(model: nn.Module) -> str | None:
         if "model_type" in plain and not plain.get("architectures"):
             plain["architectures"] = [type(model).__name__]
         return json.dumps(plain, indent=2, sort_keys=True)
-    except Exception:  # of the user's own config, without which the checkpoint is whole
+    except Exception:  # raised by the user's config, which the checkpoint does not need
         return None
 
 
 def _means(run: TrainState) -> dict[str, Tensor]:
-    """Of what replicas that agree later have each for itself, under the names of a checkpoint."""
+    """The means over replicas of tensors that replicas have each for themselves, by their names in a checkpoint."""
     replicas, optimizer = run.replicas, run.optimizer
     if replicas is None:
         return {}
@@ -135,8 +137,8 @@ def _local(run: TrainState, name: str) -> Tensor:
     return found
 
 
-class _Away:
-    """A parameter's state that is kept outside memory, read once for all that is asked of it."""
+class _OffloadedState:
+    """A parameter's offloaded optimizer state, read once for all its tensors."""
 
     def __init__(self, run: TrainState, parameter: nn.Parameter) -> None:
         self._run, self._parameter = run, parameter
@@ -144,6 +146,7 @@ class _Away:
         self._read: dict[str, Any] = {}
 
     def kept(self, key: str, form: Tensor) -> Kept:
+        """The tensor `key` of the state, to be read later."""
         return Kept(tuple(form.shape), form.dtype, functools.partial(self._get, key))
 
     def _get(self, key: str) -> Tensor:

@@ -1,7 +1,7 @@
-"""A checkpoint's weights as safetensors files, laid out as Hugging Face lays them out: for other tools to load.
+"""Exports a checkpoint's weights as safetensors files in the layout of Hugging Face, for other tools to load.
 
-One file, or a folder with model.safetensors, or with model-00001-of-00003.safetensors and so on and an index. A tied
-tensor is there once, under its first name.
+The result is one file, or a folder with model.safetensors, or with model-00001-of-00003.safetensors and so on and an
+index. A tied tensor is stored once, under its first name.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ CONFIG = "config.json"
 
 
 def export_weights(path: Location, out: Location, shard_bytes: int = SHARD_BYTES) -> list[str]:
-    """Write the weights of a checkpoint to a file whose name ends in .safetensors, or into a folder; returns the files.
+    """Write the weights of a checkpoint to `out`, a file name that ends in .safetensors or a folder. Returns the
+    files' names.
 
-    In a folder no file is larger than `shard_bytes`, but for one that holds a single tensor; the model's config.json is
-    there too, where the checkpoint has one. Memory is needed for one tensor. CheckpointError names a file that is
-    damaged, or that cannot be written.
+    In a folder, no file is larger than `shard_bytes`, except one that holds a single tensor; the model's config.json is
+    written too, if the checkpoint has one. Needs memory for one tensor. Raises CheckpointError, which names a file that
+    is damaged or cannot be written.
     """
     folder = newest(path)
     manifest = check_files(folder)
@@ -58,7 +59,7 @@ def export_weights(path: Location, out: Location, shard_bytes: int = SHARD_BYTES
 
 
 def _shards(manifest: Manifest, shard_bytes: int) -> dict[str, list[str]]:
-    """The tensors of each file, in order."""
+    """The names of the tensors in each file, in order."""
     groups: list[list[str]] = []
     room = 0
     for name in saved_model(manifest):
@@ -91,6 +92,7 @@ def _bytes(names: list[str], manifest: Manifest, source: Source) -> Iterator[byt
 
 
 def _all_of(shape: tuple[int, ...]) -> tuple[Fragment, ...]:
+    """The fragment that is the whole tensor; none for an empty tensor."""
     box = TensorSlice.whole(shape)
     return (Fragment(box, box.start),) if box.num_elements else ()
 

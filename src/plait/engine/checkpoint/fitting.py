@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits a run: what differs is said before anything is changed."""
+"""Checks that a checkpoint fits a run, before anything is changed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def saved_model(manifest: Manifest) -> Shapes:
 
 
 def saved_state(manifest: Manifest) -> dict[str, set[str]]:
-    """What the optimizer kept of each parameter."""
+    """The keys of the saved optimizer state, by parameter."""
     found: dict[str, set[str]] = {}
     for full in (*manifest.tensors, *manifest.values["own"]):
         if full.startswith(STATE):
@@ -30,7 +30,8 @@ def saved_state(manifest: Manifest) -> dict[str, set[str]]:
 
 
 def check_model(what: str, there: Shapes, here: Shapes, *, dtypes: bool = True) -> None:
-    """Raise CheckpointError unless `what` has the tensors that are here, of their shapes and (`dtypes`) types."""
+    """Raise CheckpointError unless `what` has exactly the tensors `here`, with their shapes and, with `dtypes`,
+    their dtypes."""
     differences = []
     if missing := sorted(set(here) - set(there)):
         differences.append(f"it lacks {_few(missing)}")
@@ -48,8 +49,10 @@ def check_model(what: str, there: Shapes, here: Shapes, *, dtypes: bool = True) 
 
 
 def refuse_tables(what: str, manifest: Manifest, here: Shapes | None = None) -> None:
-    """Raise CheckpointError where rows of tables were on servers, which only plans with servers take over: those have
-    none of them `here`."""
+    """Raise CheckpointError if the checkpoint has rows of sparse tables, which only a plan with servers can load.
+
+    On such a plan, the tables have no rows `here`.
+    """
     extra = manifest.values["common"]["extra"]
     tables = extra.get("tables") if isinstance(extra, Mapping) else None
     tables = tables if isinstance(tables, Mapping) else {}
@@ -61,7 +64,8 @@ def refuse_tables(what: str, manifest: Manifest, here: Shapes | None = None) -> 
 
 
 def check_optimizer(what: str, manifest: Manifest, kind: str, here: Mapping[str, Set[str]], num_groups: int) -> None:
-    """Raise CheckpointError unless the checkpoint has the optimizer state that is kept `here`, by parameter."""
+    """Raise CheckpointError unless the checkpoint's optimizer state has the keys `here`, by parameter, and as many
+    groups."""
     common = manifest.values["common"]
     made = f"{what} was made with another optimizer"
     remedy = "use the optimizer of the saved run, or take its weights alone with Trainer.load_weights"

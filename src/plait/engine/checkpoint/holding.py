@@ -1,4 +1,5 @@
-"""What a rank holds of each tensor of a state, and which of it this rank writes: every element has one writer."""
+"""What a rank holds of each tensor of the state, and which of it the rank writes: every element has exactly one
+writer."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from plait.engine.slices import Fragment, TensorSlice, copies, fragments
 from plait.spec.layout import Layout, part_bounds
 from plait.spec.mesh import Mesh
 
-_SHARED = 64 << 10  # bytes from which on those who hold the same each write a part of it
+_SHARED = 64 << 10  # bytes from which the ranks that hold the same each write a part of it
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor that lies outside memory; `get` reads it."""
+    """A tensor that is stored outside memory; `get` reads it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -28,15 +29,18 @@ class Kept:
 
 
 def is_away(tensor: Tensor) -> bool:
-    """Whether this is only the form of a tensor that is kept elsewhere."""
+    """Whether the tensor has no memory, because its values are stored elsewhere."""
     return tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.element_size() * (tensor.numel() > 1) * 2
 
 
 @dataclass(frozen=True)
 class Holding:
-    """A rank's part of a tensor of `shape`: `data`, made of the fragments in it, of which it has copy `copy`.
+    """A rank's part of a tensor of `shape`.
 
-    `data` is None where nothing of the tensor lies here.
+    data        the part; None if the rank has none
+    fragments   the blocks of the tensor that `data` consists of
+    num_copies  the number of ranks that hold the same part
+    copy        this rank's index among them
     """
 
     shape: tuple[int, ...]
@@ -47,17 +51,18 @@ class Holding:
 
     @classmethod
     def laid_out(cls, data: Tensor | Kept | None, layout: Layout, world: World) -> Holding:
+        """This rank's part of a tensor with this layout."""
         found, num_copies, copy = _part(layout, world.mesh, world.rank)
         return cls(layout.shape, data, found if data is not None else (), num_copies, copy)
 
     @classmethod
     def whole(cls, data: Tensor) -> Holding:
-        """A whole tensor that no other rank has."""
+        """A whole tensor that only this rank has."""
         shape = tuple(data.shape)
         return cls(shape, data, (Fragment(TensorSlice.whole(shape), (0,) * len(shape)),) if data.numel() else ())
 
 
-@functools.lru_cache(maxsize=1 << 14)  # every save asks for the same
+@functools.lru_cache(maxsize=1 << 14)  # the same for every save
 def _part(layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[Fragment, ...], int, int]:
     here = mesh.coordinates(rank)
     return fragments(layout, mesh, here), *copies(layout, mesh, here)
@@ -65,7 +70,7 @@ def _part(layout: Layout, mesh: Mesh, rank: int) -> tuple[tuple[Fragment, ...], 
 
 @dataclass(frozen=True)
 class WrittenPiece:
-    """A box of a tensor that this rank writes; `take` gives its values, in memory of any kind and order."""
+    """A block of a tensor that this rank writes. `take` returns its values, in memory of any kind and order."""
 
     name: str
     dtype: torch.dtype
@@ -75,7 +80,7 @@ class WrittenPiece:
 
 
 def pieces(name: str, holding: Holding) -> list[list[WrittenPiece]]:
-    """What this rank writes of a tensor, one list for each file, as a file has a name only once."""
+    """The pieces of a tensor that this rank writes, one list per file, because a file has each name only once."""
     data = holding.data
     found: list[list[WrittenPiece]] = []
     if data is None:

@@ -1,4 +1,4 @@
-"""The image of a file of tensors: copied into host memory at once, or made block by block while it is written."""
+"""The content of a file of tensors: copied into host memory at once, or made block by block while it is written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from plait.engine.checkpoint.storage import NewFile
 
 
 class Image:
-    """A safetensors file that holds the pieces."""
+    """The content of a safetensors file that holds the given pieces."""
 
     def __init__(self, pieces: Sequence[WrittenPiece]) -> None:
         self._pieces = sorted(pieces, key=lambda piece: -piece.dtype.itemsize)
@@ -34,10 +34,11 @@ class Image:
 
     @property
     def num_blocks(self) -> int:
+        """The number of blocks with a checksum of their own."""
         return -(-self.size // BLOCK)
 
     def copy_into(self, memory: Tensor) -> None:
-        """Copy the whole file into page memory; of tensors on a GPU only in the order of its stream."""
+        """Copy the whole file into page memory. Copies from a GPU are only ordered on its stream."""
         with torch.no_grad():
             memory[: len(self._header)] = torch.frombuffer(bytearray(self._header), dtype=torch.uint8)
             for piece, entry in zip(self._pieces, self.entries, strict=True):
@@ -45,7 +46,7 @@ class Image:
                 place.view(piece.dtype).view(entry.shape).copy_(piece.take(), non_blocking=True)
 
     def fill(self, start: int, memory: Tensor) -> None:
-        """Copy those bytes of the file that begin at `start` into the memory."""
+        """Copy the bytes of the file from `start` on into the memory."""
         stop = start + memory.numel()
         if start < len(self._header):
             some = self._header[start:stop]
@@ -59,25 +60,26 @@ class Image:
                 memory[low - start : high - start] = self._bytes(piece)[low - entry.offset : high - entry.offset]
 
     def _bytes(self, piece: WrittenPiece) -> Tensor:
-        """The piece's bytes in order; kept for the next block, which may hold more of them."""
+        """The piece's bytes, contiguous. They are kept, because the next block may hold more of the piece."""
         if self._recent is None or self._recent[0] is not piece:
             with torch.no_grad():
                 self._recent = (piece, piece.take().cpu().contiguous().view(-1).view(torch.uint8))
         return self._recent[1]
 
     def write(self, file: NewFile, memory: Tensor | None, num_threads: int) -> FileEntry:
-        """Write the file, from memory it was copied into or as it is made; returns what the manifest says of it."""
+        """Write the file, from `memory` that it was copied into, or block by block. Returns its entry for the
+        manifest."""
         crcs = [0] * self.num_blocks
-        turns = iter(range(self.num_blocks))
-        turn = threading.Lock()
+        indices = iter(range(self.num_blocks))
+        lock = threading.Lock()
         errors: list[BaseException] = []
 
         def work() -> None:
             own = page_memory(BLOCK) if memory is None else None
             while not errors:
                 try:
-                    with turn:
-                        index = next(turns, None)
+                    with lock:
+                        index = next(indices, None)
                         if index is None:
                             return
                         start, stop = index * BLOCK, min(index * BLOCK + BLOCK, self.size)
@@ -88,7 +90,7 @@ class Image:
                     view = block.numpy().data
                     crcs[index] = zlib.crc32(view[: stop - start])
                     file.write(start, view[: padded(stop - start)])
-                except BaseException as error:  # raised below, by the thread that asked for the file
+                except BaseException as error:  # raised below, in the calling thread
                     errors.append(error)
 
         helpers = [threading.Thread(target=work) for _ in range(min(num_threads, self.num_blocks) - 1)]

@@ -1,4 +1,4 @@
-"""Checking the files of a checkpoint against its manifest; needs no torch."""
+"""Checks the files of a checkpoint against its manifest. Needs no torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from plait.errors import CheckpointError
 
 T = TypeVar("T")
 
-_READERS = 4  # so that the disk has something to do while sums are made, on however few cores
+_READERS = 4  # threads, so that the disk is busy while checksums are computed, even on few cores
 
 
 def damages(folder: Folder) -> list[str]:
-    """What is wrong with each file of a checkpoint, after a look at every byte of it; needs no model."""
+    """The damages of a checkpoint, one message per damaged file, after reading every byte. Needs no model."""
     try:
         manifest = Manifest.read(folder)
     except CheckpointError as error:
@@ -34,7 +34,8 @@ def damages(folder: Folder) -> list[str]:
 
 
 def check_files(folder: Folder) -> Manifest:
-    """The manifest, after a look at which files there are; CheckpointError names one that is missing or cut short."""
+    """The manifest, if all its files exist with their sizes. Raises CheckpointError, which names a missing or
+    truncated file."""
     manifest = Manifest.read(folder)
     for name, entry in manifest.files.items():
         _check_file(folder, name, entry)
@@ -42,6 +43,7 @@ def check_files(folder: Folder) -> Manifest:
 
 
 def _check_file(folder: Folder, name: str, entry: FileEntry) -> None:
+    """Raise CheckpointError if the file is missing or has another size."""
     size = folder.size(name)
     if size == entry.bytes:
         return
@@ -50,7 +52,7 @@ def _check_file(folder: Folder, name: str, entry: FileEntry) -> None:
 
 
 def check_blocks(folder: Folder, files: Mapping[str, FileEntry], blocks: Iterable[tuple[str, int]]) -> None:
-    """Raise CheckpointError naming the first file of which one of these blocks was altered."""
+    """Raise CheckpointError, which names the first file, if any of the blocks (file, index) was altered."""
     own = threading.local()
 
     def check(block: tuple[str, int]) -> None:
@@ -76,7 +78,7 @@ def check_blocks(folder: Folder, files: Mapping[str, FileEntry], blocks: Iterabl
 
 
 def in_threads(items: list[T], work: Callable[[T], None]) -> None:
-    """Do the work on every item, a few at a time; raises the error of the first of those that failed."""
+    """Do the work on every item, in a few threads. Raises the error of the first item that failed."""
     num = min(_READERS, len(items))
     if num <= 1:
         for item in items:

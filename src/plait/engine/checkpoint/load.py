@@ -1,7 +1,7 @@
-"""Loading a checkpoint into a run of any plan, and weights alone from wherever they are.
+"""Loads a checkpoint into a run of any plan, or weights alone from other files.
 
-What there is gets compared first, then its checksums, and only then is anything changed. Each rank reads the parts that
-it needs.
+First what the files have is compared with the run, then checksums are verified, and only then is anything changed. Each
+rank reads the parts that it needs.
 """
 
 from __future__ import annotations
@@ -32,10 +32,15 @@ from plait.engine.checkpoint.fitting import (
 from plait.engine.checkpoint.holding import is_away
 from plait.engine.checkpoint.integrity import check_files
 from plait.engine.checkpoint.manifest import NAME, Manifest
-from plait.engine.checkpoint.optimizer_layouts import expected_state, state_layout
 from plait.engine.checkpoint.places import has_checkpoints, newest, older_than
 from plait.engine.checkpoint.plainvalues import decode, tensor_names
-from plait.engine.checkpoint.snapshot import persistent_buffers, persistent_of, set_group_options
+from plait.engine.checkpoint.snapshot import (
+    expected_state,
+    persistent_buffers,
+    persistent_of,
+    set_group_options,
+    state_layout,
+)
 from plait.engine.checkpoint.source import Source, Wanted, whole_of
 from plait.engine.checkpoint.storage import Folder, Location, folder_of
 from plait.engine.checkpoint.strict import Count, Text, Whole, checked
@@ -44,37 +49,39 @@ from plait.engine.train_state import TrainState
 from plait.errors import CheckpointError
 from plait.optim.several import each_parameter, set_own_values, title_of
 
-_AT_ONCE = 256 << 20  # bytes of optimizer state that are read before they are moved to where they are kept
+_AT_ONCE = 256 << 20  # bytes of optimizer state that are read before they are moved to where the plan keeps them
 
 
 def load(run: TrainState, path: Location) -> dict[str, Any]:
-    """Take over the newest checkpoint of the folder `path`, or the checkpoint `path` itself; returns its `extra`.
+    """Load the newest checkpoint of the folder `path`, or the checkpoint `path` itself. Returns its `extra`.
 
-    CheckpointError, with nothing changed, names a file that is damaged, or what differs in model or optimizer.
+    Raises CheckpointError, with nothing changed, for a damaged file, or for another model or optimizer. All ranks must
+    call it.
     """
     barrier = Barrier(run.world)
-    folder = folder_of(barrier.first_says("which", lambda: _choose(path)))
+    folder = folder_of(barrier.on_first_rank("which", lambda: _choose(path)))
     found: list[_Load] = []
-    barrier.all_do("fits", lambda: found.append(_Load(run, folder)))
+    barrier.on_all_ranks("fits", lambda: found.append(_Load(run, folder)))
     loading = found[0]
-    barrier.all_do("whole", loading.check_files)
+    barrier.on_all_ranks("whole", loading.check_files)
     try:
-        barrier.all_do("read", loading.fill)
+        barrier.on_all_ranks("read", loading.fill)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; part of it is in place: load a checkpoint before going on") from None
     extra = loading.take_values()
     run.held.updated()
-    barrier.all_do("read its own", loading.take_own)
+    barrier.on_all_ranks("read its own", loading.take_own)
     return extra
 
 
 def look_up(world: World, model: nn.Module, path: Location) -> tuple[str, dict[str, Any]]:
-    """Which checkpoint `load` takes from the folder `path`, and its `extra`, for a model that has seen no batch.
+    """Find the checkpoint that `load` would load, for a model that has seen no batch. Returns its path and its
+    `extra`.
 
-    CheckpointError names a file that is damaged, or what differs in the model. Every rank calls it.
+    Raises CheckpointError for a damaged file, or for another model. All ranks must call it.
     """
     barrier = Barrier(world)
-    folder = folder_of(barrier.first_says("which", lambda: _choose(path)))
+    folder = folder_of(barrier.on_first_rank("which", lambda: _choose(path)))
     found: list[dict[str, Any]] = []
 
     def look() -> None:
@@ -90,43 +97,46 @@ def look_up(world: World, model: nn.Module, path: Location) -> tuple[str, dict[s
         source.fill(wanted)
         found.append(decode(common["extra"], tensors.__getitem__))
 
-    barrier.all_do("fits", look)
+    barrier.on_all_ranks("fits", look)
     return str(folder), found[0]
 
 
 def look_up_weights(world: World, model: nn.Module, path: Location) -> None:
-    """Check that `load_weights` finds the weights of a model that has seen no batch, or raise CheckpointError. Every
-    rank calls it."""
-    Barrier(world).all_do("fits", lambda: _find_weights(model, _shapes_of(model), path))
+    """Check that `load_weights` would succeed for a model that has seen no batch. Raises CheckpointError if not. All
+    ranks must call it."""
+    Barrier(world).on_all_ranks("fits", lambda: _find_weights(model, _shapes_of(model), path))
 
 
 def check(run: TrainState, path: Location) -> dict[str, Any]:
-    """That `load` would find a checkpoint of this model and optimizer, by its manifest alone; returns its `extra`, with
-    tensors by name. For a run of one rank, with the errors of `load`."""
+    """Check by the manifest alone that `load` would succeed, for a run of one rank. Returns `extra`, with names for
+    tensors.
+
+    Raises the errors of `load`.
+    """
     extra: dict[str, Any] = _Load(run, folder_of(_choose(path)))._common["extra"]
     return extra
 
 
 def load_weights(run: TrainState, path: Location) -> None:
-    """Take over parameters and buffers alone: of a checkpoint, a safetensors file, or a folder of such files.
+    """Load parameters and buffers alone: from a checkpoint, a safetensors file, or a folder of such files.
 
-    Values are converted to the types that the model has. CheckpointError, with nothing changed, says which names or
-    shapes differ.
+    Values are converted to the model's dtypes. Raises CheckpointError, with nothing changed, for other names or shapes.
+    All ranks must call it.
     """
     barrier = Barrier(run.world)
     found: list[tuple[Source, dict[str, str]]] = []
-    barrier.all_do("fits", lambda: found.append(_find_weights(run.held.model, _shapes(run), path)))
+    barrier.on_all_ranks("fits", lambda: found.append(_find_weights(run.held.model, _shapes(run), path)))
     source, names = found[0]
     wanted = _wanted_model(run)
-    barrier.all_do("whole", lambda: source.check({names[name]: one.fragments for name, one in wanted.items()}))
-    barrier.all_do("read", lambda: _fill_model(run, source, names, wanted))
+    barrier.on_all_ranks("whole", lambda: source.check({names[name]: one.fragments for name, one in wanted.items()}))
+    barrier.on_all_ranks("read", lambda: _fill_model(run, source, names, wanted))
     run.held.updated()
     if run.replicas is not None:
         run.replicas.begin(run.step_number)
 
 
 class _Common(BaseModel):
-    """What every checkpoint of a run says, as it is encoded."""
+    """The values that every checkpoint of a run has, as they are encoded."""
 
     step: Count
     seed: Whole
@@ -141,7 +151,7 @@ _COMMON = TypeAdapter(_Common)
 
 
 class _Load:
-    """One rank's side of a load. CheckpointError where another model or optimizer made the checkpoint."""
+    """One rank's side of a load. Raises CheckpointError if the checkpoint is of another model or optimizer."""
 
     def __init__(self, run: TrainState, folder: Folder) -> None:
         self._run = run
@@ -165,7 +175,7 @@ class _Load:
         self._average = _saved_average(run, manifest)
 
     def check_files(self) -> None:
-        """That what this rank will read is as it was written."""
+        """Verify the checksums of the bytes that this rank will read."""
         needed = {MODEL + name: one.fragments for name, one in self._model.items()}
         needed |= {name: held for name, (_, held) in self._parts.items()}
         needed |= {name: one.fragments for name, one in self._average.items()}
@@ -176,7 +186,7 @@ class _Load:
             raise CheckpointError(f"{error}{older_than(self._source.folder)}") from None
 
     def fill(self) -> None:
-        """Read all tensors; the optimizer's so much at a time as may wait in memory to be moved to its home."""
+        """Read all tensors. Optimizer state is read in portions, because it may have to be moved to disk."""
         _fill_model(self._run, self._source, {name: MODEL + name for name in self._model}, self._model)
         self._source.fill({name: whole_of(tensor) for name, tensor in self._small.items()})
         if self._run.average is not None and not self._average:
@@ -201,7 +211,7 @@ class _Load:
         self._settle(batch, members)
 
     def take_values(self) -> dict[str, Any]:
-        """All that is no tensor of the model or the optimizer; returns what the caller had saved with it."""
+        """Load everything but tensors of model and optimizer. Returns what the caller saved as `extra`."""
         run, own = self._run, self._manifest.values["own"]
         common = decode(self._common, self._small.__getitem__)
         assert run.optimizer is not None
@@ -225,7 +235,7 @@ class _Load:
 
     @contextmanager
     def _taking(self, place: str) -> Iterator[None]:
-        """Whatever is raised by an object that takes over a value which is not one of its own, as CheckpointError."""
+        """Context that turns any error of an object that rejects its saved state into a CheckpointError."""
         try:
             yield
         except Exception as error:
@@ -234,15 +244,15 @@ class _Load:
             ) from error
 
     def take_own(self) -> None:
-        """What each of several replicas had for itself."""
+        """Load the state that each replica has for itself."""
         relaxed.restore(self._run, self._source, self._manifest)
 
     def _state_parts(self) -> dict[str, tuple[tuple[int, ...], tuple[Fragment, ...]]]:
-        """Of each tensor of the optimizer's that belongs here: the shape of this rank's part, and its fragments."""
+        """(shape of this rank's part, its fragments) of each tensor of optimizer state that belongs to this rank."""
         run, mesh = self._run, self._run.world.mesh
         here = mesh.coordinates(run.world.rank)
         assert run.optimizer is not None
-        known = self._names  # which a rank without parameters, whose optimizer has an empty one, leaves empty
+        known = self._names  # empty on a rank without parameters, whose optimizer has one empty parameter
         trained = {known[id(p)] for group in run.optimizer.param_groups for p in group["params"] if id(p) in known}
         found = {}
         for name, keys in self._saved.items():
@@ -256,7 +266,7 @@ class _Load:
     def _state_of(
         self, parameter: nn.Parameter, before: Mapping[str, Any], group: Mapping[str, Any], batch: dict[str, Wanted]
     ) -> dict[str, Any]:
-        """The state of a parameter; what is to be read for it is added to the batch."""
+        """The new state of a parameter; the tensors to be read for it are added to `batch`."""
         name, own = self._names[id(parameter)], self._manifest.values["own"]
         after: dict[str, Any] = {}
         for key in sorted(self._saved.get(name, ())):
@@ -271,6 +281,7 @@ class _Load:
         return after
 
     def _settle(self, batch: dict[str, Wanted], members: list[nn.Parameter]) -> None:
+        """Read a portion of optimizer state, and move it to where the plan keeps it."""
         self._source.fill(batch)
         for parameter in members:
             self._run.update.settle(parameter)
@@ -279,7 +290,7 @@ class _Load:
 
 
 def _saved_average(run: TrainState, manifest: Manifest) -> dict[str, Wanted]:
-    """This rank's parts of the moving average, where the run keeps one and the checkpoint has it."""
+    """This rank's parts of the moving average, if both the run and the checkpoint have one."""
     if run.average is None:
         return {}
     mesh, layouts = run.world.mesh, run.held.layouts
@@ -292,7 +303,7 @@ def _saved_average(run: TrainState, manifest: Manifest) -> dict[str, Wanted]:
 
 
 def _choose(path: Location) -> str:
-    """On one rank: which checkpoint, and that all of its files are there."""
+    """On one rank: the path of the checkpoint, after checking that all its files exist."""
     folder = newest(path)
     try:
         check_files(folder)
@@ -302,7 +313,7 @@ def _choose(path: Location) -> str:
 
 
 def _shapes(run: TrainState) -> Shapes:
-    """Shape and type of every parameter and persistent buffer of the run's model, whole."""
+    """(shape, dtype) of every whole parameter and persistent buffer of the run's model."""
     held = run.held
     here = {name: (layout.shape, torch_name(held.dtypes[name])) for name, layout in held.layouts.items()}
     persistent = persistent_of(held)
@@ -310,7 +321,7 @@ def _shapes(run: TrainState) -> Shapes:
 
 
 def _shapes_of(model: nn.Module) -> Shapes:
-    """The same of a model that has seen no batch."""
+    """(shape, dtype) of every parameter and persistent buffer of a model that has seen no batch."""
     own = dict(model.named_parameters()) | {
         name: buffer for name, buffer in model.named_buffers() if name in persistent_buffers(model)
     }
@@ -318,7 +329,7 @@ def _shapes_of(model: nn.Module) -> Shapes:
 
 
 def _wanted_model(run: TrainState) -> dict[str, Wanted]:
-    """This rank's parts of parameters, and its buffers."""
+    """This rank's parts of parameters, and its buffers, to be read."""
     held, mesh = run.held, run.world.mesh
     here = mesh.coordinates(run.world.rank)
     found = {
@@ -332,13 +343,13 @@ def _wanted_model(run: TrainState) -> dict[str, Wanted]:
 def _place(
     before: Any, parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype, group: Mapping[str, Any]
 ) -> Tensor:
-    """A tensor to read a parameter's state into: the one that is there if it fits."""
+    """A tensor to read a parameter's state into: the existing one if it fits."""
     if torch.is_tensor(before) and not is_away(before) and tuple(before.shape) == shape and before.dtype == dtype:
         return before
     away = is_away(parameter)
     if shape and shape == tuple(parameter.shape) and not away:
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)  # fused steps want the same strides
-    on_device = bool(shape) or group.get("capturable") or group.get("fused")  # where the optimizer has its counters
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)  # fused steps need equal strides
+    on_device = bool(shape) or group.get("capturable") or group.get("fused")  # these have counters on the device
     return torch.empty(shape, dtype=dtype, device=parameter.device if on_device and not away else "cpu")
 
 
@@ -348,7 +359,7 @@ def _empty(manifest: Manifest, name: str) -> Tensor:
 
 
 def _find_weights(model: nn.Module, here: Shapes, path: Location) -> tuple[Source, dict[str, str]]:
-    """Where weights come from, and under which name each parameter and buffer is there."""
+    """Where the weights are, and the name in the files of each parameter and buffer."""
     if has_checkpoints(path):
         folder = newest(path)
         manifest = check_files(folder)
@@ -361,7 +372,7 @@ def _find_weights(model: nn.Module, here: Shapes, path: Location) -> tuple[Sourc
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = firsts[id(parameter)]
         if name in there and names.setdefault(first, name) != name:
-            del there[name]  # a tied tensor once more
+            del there[name]  # another name of a tied tensor
     for first, name in names.items():
         there[first] = there.pop(name)
     check_model(str(path), there, here, dtypes=False)
@@ -369,7 +380,7 @@ def _find_weights(model: nn.Module, here: Shapes, path: Location) -> tuple[Sourc
 
 
 def _fill_model(run: TrainState, source: Source, names: Mapping[str, str], wanted: Mapping[str, Wanted]) -> None:
-    """Read parameters and buffers; those that are kept elsewhere one after the other."""
+    """Read parameters and buffers; offloaded ones one by one."""
     source.fill({names[name]: one for name, one in wanted.items() if not is_away(one.into)})
     for name, one in wanted.items():
         if is_away(one.into):

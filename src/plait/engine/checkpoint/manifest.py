@@ -1,21 +1,22 @@
-"""The manifest of a checkpoint: what it holds, where each part of a tensor lies, and the checksums of every file.
+"""The manifest of a checkpoint: what it holds, where each part of a tensor is stored, and the checksums of every
+file.
 
-It is written last, so a folder that has one is a whole checkpoint.
+It is written last, so a folder with a manifest is a complete checkpoint.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from plait.engine.checkpoint.crc import combine
 from plait.engine.checkpoint.plainvalues import check_values
 from plait.engine.checkpoint.safetensor import Dtype, first_overlap, fits_memory, item_bytes
 from plait.engine.checkpoint.storage import Folder
@@ -25,12 +26,20 @@ from plait.errors import CheckpointError
 
 NAME = "manifest.json"
 FORMAT = 2
-BLOCK = 8 << 20  # bytes that have a checksum of their own, so that a rank can check what it reads
+BLOCK = 8 << 20  # bytes per checksum, so that a rank can verify only what it reads
+
+_POLYNOMIAL = 0xEDB88320  # of CRC-32
+_ONE = 1 << 31  # the polynomial 1
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file: its bytes, the CRC-32 of each block of it, and the tensors in it: {name: (start, shape, first byte)}."""
+    """A file of a checkpoint.
+
+    bytes    its size
+    blocks   the CRC-32 of each block
+    tensors  {name: (start in the whole tensor, shape, first byte)} of the parts in it
+    """
 
     bytes: int
     blocks: tuple[int, ...]
@@ -38,14 +47,16 @@ class FileEntry:
 
     @property
     def crc32(self) -> int:
-        """The checksum of the whole file, as any tool gives it."""
-        return combine(self.blocks, BLOCK, self.bytes)
+        """The CRC-32 of the whole file, as any tool computes it."""
+        return combine_crcs(self.blocks, BLOCK, self.bytes)
 
     def plain(self) -> dict[str, Any]:
+        """The entry as JSON values."""
         return {"bytes": self.bytes, "crc32": "".join(f"{crc:08x}" for crc in self.blocks), "tensors": self.tensors}
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> FileEntry:
+        """The inverse of `plain`. Raises CheckpointError for an invalid entry."""
         return checked(_FILE, plain, "the record of a file").entry()
 
 
@@ -79,7 +90,7 @@ _FILE, _MANIFEST = TypeAdapter(_File), TypeAdapter(_Manifest)
 
 @dataclass(frozen=True)
 class StoredPart:
-    """Where a part of a tensor lies."""
+    """Where a part of a tensor is stored: the file, the first byte in it, and the block of the tensor."""
 
     file: str
     offset: int
@@ -88,7 +99,13 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`tensors` gives (shape, dtype) by name; `values` has all that is no tensor; `saved_at` is seconds since 1970."""
+    """The manifest of a checkpoint.
+
+    saved_at  seconds since 1970
+    tensors   (shape, dtype) by name
+    files     the entry of each file
+    values    everything that is not a tensor
+    """
 
     step: int
     plan: str
@@ -99,11 +116,12 @@ class Manifest:
     format: int = FORMAT
 
     def num_bytes(self, name: str) -> int:
+        """The size of a tensor in bytes."""
         shape, dtype = self.tensors[name]
         return math.prod(shape) * item_bytes(dtype)
 
     def parts(self) -> dict[str, list[StoredPart]]:
-        """The parts of each tensor, which are the whole of it."""
+        """The stored parts of each tensor, which together are the whole tensor."""
         found: dict[str, list[StoredPart]] = {name: [] for name in self.tensors}
         for file, entry in self.files.items():
             for name, (start, shape, at) in entry.tensors.items():
@@ -111,7 +129,7 @@ class Manifest:
         return found
 
     def write(self, folder: Folder) -> None:
-        """Write into `folder`, in one go and down to the disk."""
+        """Write the manifest into `folder`, atomically."""
         files = {name: entry.plain() for name, entry in self.files.items()}
         plain = {key: value for key, value in vars(self).items() if key != "files"} | {"files": files}
         body = json.dumps(plain, sort_keys=True, separators=(",", ":"))
@@ -120,7 +138,8 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Folder) -> Manifest:
-        """The manifest of a checkpoint folder; CheckpointError where it is missing, altered or of another format."""
+        """Read the manifest of a checkpoint folder. Raises CheckpointError if it is missing, altered or of another
+        format."""
         try:
             text = folder.read(NAME)
         except (FileNotFoundError, NotADirectoryError):
@@ -146,7 +165,8 @@ class Manifest:
         return manifest
 
     def check(self, where: str) -> None:
-        """CheckpointError unless the parts make up each tensor, lie within their files, and share nothing."""
+        """Raise CheckpointError unless the parts cover each tensor exactly once, and are within their files without
+        overlap."""
         found: dict[str, list[StoredPart]] = {name: [] for name in self.tensors}
         for name, (shape, dtype) in self.tensors.items():
             if not fits_memory(shape, dtype):
@@ -179,7 +199,7 @@ class Manifest:
 
 
 def saved_at(folder: Folder) -> float | None:
-    """When a checkpoint was saved, without a look at the rest of its manifest; None where that cannot be read."""
+    """When a checkpoint was saved, from the start of its manifest; None if that cannot be read."""
     start = bytearray(100)
     try:
         folder.read_into(NAME, 0, memoryview(start))
@@ -190,14 +210,14 @@ def saved_at(folder: Folder) -> float | None:
 
 
 def _any_overlap(boxes: list[TensorSlice]) -> bool:
-    """Whether two of the boxes have an element in common; looks along the dim in which they begin at most places."""
+    """Whether two of the blocks overlap. Sweeps along the dim with the most different starts."""
     boxes = [box for box in boxes if box.num_elements]
     if len(boxes) < 2:
         return False
     num_dims = len(boxes[0].start)
     dim = max(range(num_dims), key=lambda d: len({box.start[d] for box in boxes}), default=None)
     if dim is None:
-        return True  # of a tensor with one element
+        return True  # 0-d tensors
     boxes.sort(key=lambda box: box.start[dim])
     reach: list[TensorSlice] = []
     for box in boxes:
@@ -210,3 +230,39 @@ def _any_overlap(boxes: list[TensorSlice]) -> bool:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def combine_crcs(crcs: Sequence[int], block: int, size: int) -> int:
+    """The CRC-32 of `size` bytes, from the CRCs of their blocks of `block` bytes, of which the last may be shorter.
+
+    The CRC of two texts end to end is crc(a) * x^(8 len(b)) + crc(b), in polynomials over bits modulo the CRC-32
+    polynomial (Adler's crc32_combine in zlib). A polynomial is an integer whose highest bit is the lowest power.
+    """
+    total = 0
+    for index, crc in enumerate(crcs):
+        num = min(block, size - index * block)
+        total = _times(_shift(num), total) ^ crc
+    return total
+
+
+def _times(a: int, b: int) -> int:
+    """The product of two polynomials modulo the CRC-32 polynomial."""
+    product, bit = 0, _ONE
+    while bit:
+        if a & bit:
+            product ^= b
+        b = b >> 1 ^ _POLYNOMIAL if b & 1 else b >> 1
+        bit >>= 1
+    return product
+
+
+@functools.lru_cache(maxsize=64)
+def _shift(num_bytes: int) -> int:
+    """x to the power of 8 num_bytes."""
+    result, square, exponent = _ONE, _ONE >> 1, 8 * num_bytes
+    while exponent:
+        if exponent & 1:
+            result = _times(result, square)
+        square = _times(square, square)
+        exponent >>= 1
+    return result

@@ -1,4 +1,4 @@
-"""Where checkpoints are: the folders of a run, oldest first. Needs no torch."""
+"""Finds the checkpoints of a run, oldest first. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from plait.engine.checkpoint.storage import Folder, Location, folder_of
 from plait.errors import CheckpointError
 
 _NAMED = re.compile(r"step-\d{8,}")
-INSIDE = "checkpoints"  # where `plait train` keeps them within train.out
+INSIDE = "checkpoints"  # the folder of checkpoints in `plait train`'s train.out
 
 
 def newest(path: Location) -> Folder:
-    """`path` if it is a checkpoint, or else the last one that was saved into it, or into its folder `checkpoints`."""
+    """`path` if it is a checkpoint, else the last checkpoint saved into it or into its folder `checkpoints`.
+
+    Raises CheckpointError if there is none.
+    """
     folder = folder_of(path)
     if NAME in folder.names():
         return folder
@@ -31,7 +34,7 @@ def newest(path: Location) -> Folder:
 
 
 def has_checkpoints(path: Location) -> bool:
-    """Whether `newest` finds something there, be it damaged."""
+    """Whether `newest` finds a checkpoint there, even a damaged one."""
     folder = folder_of(path)
     return NAME in folder.names() or bool(
         _NAMED.fullmatch(folder.name) or folders(folder) or folders(folder.child(INSIDE))
@@ -41,7 +44,8 @@ def has_checkpoints(path: Location) -> bool:
 def checkpoints(path: Location | Folder) -> list[Folder]:
     """The checkpoints in a folder, in the order in which they were saved.
 
-    One whose manifest cannot be read comes after those of fewer steps: it is the newest only where it has the most.
+    One whose manifest cannot be read is placed after those of fewer steps, so that it is the newest only if it has the
+    most.
     """
     found = [folder for folder in folders(path) if folder.size(NAME) is not None]
     saved = {folder.name: saved_at(folder) for folder in found}
@@ -57,7 +61,8 @@ def checkpoints(path: Location | Folder) -> list[Folder]:
 
 
 def checkpoint_of(path: Location, step: str) -> Folder:
-    """The checkpoint of a run that is called step-120, or of that step; CheckpointError names those that there are."""
+    """The checkpoint of a run by its name, step-120, or its step. Raises CheckpointError, which names the existing
+    ones."""
     folder = folder_of(path)
     digits = step.removeprefix("step-")
     there = checkpoints(folder)
@@ -73,18 +78,18 @@ def _step_of(name: str) -> int:
 
 
 def own_folders(path: Location | Folder) -> list[Folder]:
-    """Those that lie there themselves: one that is only linked from there is for reading."""
+    """The folders that are not links: content of links is not changed."""
     return [folder for folder in folders(path) if not folder.is_link()]
 
 
 def folders(path: Location | Folder) -> list[Folder]:
-    """All that are named like a checkpoint, whether or not they are one."""
+    """All folders that are named like a checkpoint, whether or not they are one."""
     folder = folder_of(path) if isinstance(path, (str, os.PathLike)) else path
     return [folder.child(name) for name in folder.names() if _NAMED.fullmatch(name)]
 
 
 def older_than(folder: Folder) -> str:
-    """What to do about a checkpoint that does not load, as the end of a sentence."""
+    """The remedy for a checkpoint that does not load, as the end of a sentence."""
     parent = str(folder).rpartition("/")[0]
     others = [one for one in checkpoints(parent) if one.name != folder.name] if parent else []
     return f"; load an older one, {others[-1]} (plait train --checkpoint {others[-1].name})" if others else ""

@@ -1,10 +1,10 @@
-"""Values as JSON and back, bit for bit: what a checkpoint holds besides large tensors. No pickle.
+"""Exact conversion of values to JSON and back, for what a checkpoint holds besides large tensors. Without pickle.
 
-Numbers, text, None, lists and dicts with text as keys stand for themselves. Others are marked with "$":
+Numbers, text, None, lists, and dicts with text keys are JSON values. Other values are marked with "$":
 
     (1, 2)         {"$": "tuple", "of": [1, 2]}
     {30: 0.1}      {"$": "dict", "of": [[30, 0.1]]}
-    a tensor       {"$": "tensor", "name": "values/groups/0/lr"}   which lies in a file
+    a tensor       {"$": "tensor", "name": "values/groups/0/lr"}, stored in a file
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from plait.errors import CheckpointError
 
 _MARK = "$"
 _TENSOR = "tensor"
-_DEEPEST = 100  # of values within values
+_DEEPEST = 100  # limit of nesting
 _PAIRS: dict[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _LISTS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 def encode(value: Any, path: str, put: Callable[[str, Any], None], depth: int = 0) -> Any:
-    """The value as JSON has it; `put(name, tensor)` gets each tensor. CheckpointError names what cannot be kept."""
+    """The value as JSON. `put(name, tensor)` is called for each tensor.
+
+    Raises CheckpointError, which names a value that cannot be converted.
+    """
     if depth > _DEEPEST:
         raise CheckpointError(f"{path[:200]} is nested more than {_DEEPEST} deep, which a checkpoint does not keep")
     deeper = functools.partial(encode, put=put, depth=depth + 1)
@@ -51,7 +54,7 @@ def encode(value: Any, path: str, put: Callable[[str, Any], None], depth: int = 
     if hasattr(value, "data_ptr"):
         put(path, value)
         return {_MARK: _TENSOR, "name": path}
-    if hasattr(value, "dtype") and getattr(value, "shape", None) == ():  # a number of numpy
+    if hasattr(value, "dtype") and getattr(value, "shape", None) == ():  # a numpy scalar
         return _plain(value.item())
     raise CheckpointError(
         f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint does not keep: it keeps"
@@ -60,7 +63,7 @@ def encode(value: Any, path: str, put: Callable[[str, Any], None], depth: int = 
 
 
 def decode(value: Any, get: Callable[[str], Any]) -> Any:
-    """The inverse of `encode`; `get(name)` gives a tensor."""
+    """The inverse of `encode`; `get(name)` returns a tensor."""
     if isinstance(value, list):
         return [decode(item, get) for item in value]
     if not isinstance(value, dict):
@@ -78,7 +81,7 @@ def decode(value: Any, get: Callable[[str], Any]) -> Any:
 
 
 def check_values(value: Any, path: str, tensors: Container[str], where: str, depth: int = 0) -> None:
-    """CheckpointError names the first place where a value is not one that `encode` makes, of these tensors."""
+    """Raise CheckpointError, which names the place, for a value that `encode` cannot have made of these tensors."""
     if depth > 3 * _DEEPEST:
         raise CheckpointError(f"{where}: {path[:200]}: it is nested too deeply")
     deeper = functools.partial(check_values, tensors=tensors, where=where, depth=depth + 1)
@@ -106,12 +109,12 @@ def check_values(value: Any, path: str, tensors: Container[str], where: str, dep
         raise CheckpointError(f"{where}: {path}: it is marked as {str(mark)[:40]!r}, and is none")
     try:
         decode(value, lambda name: object())
-    except (TypeError, ValueError):  # a list as a key, or text that is no base64
+    except (TypeError, ValueError):  # a list as a key, or invalid base64
         raise CheckpointError(f"{where}: {path}: it is no {mark}") from None
 
 
 def tensor_names(value: Any) -> list[str]:
-    """The tensors that `decode` would ask for."""
+    """The names for which `decode` would call `get`."""
     if isinstance(value, list):
         return [name for item in value for name in tensor_names(item)]
     if not isinstance(value, dict):
@@ -122,7 +125,7 @@ def tensor_names(value: Any) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Subclasses of numbers and text, such as numpy's float64, as what they are derived from."""
+    """A number or text as its built-in type, for subclasses such as numpy.float64."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     return next(kind(value) for kind in (bool, int, float, str) if isinstance(value, kind))

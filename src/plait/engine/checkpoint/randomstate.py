@@ -1,7 +1,7 @@
-"""The process's own random numbers, of torch, numpy and Python, in a checkpoint.
+"""The random state of torch, numpy and Python in this process, in a checkpoint.
 
-A step draws by (seed, step number) and needs none of them; a user's data may. Where ranks are threads they share one
-state, which is rank 0's.
+A step draws by (seed, step number) and does not need it, but the user's data may. If ranks are threads they share one
+state, which rank 0 saves.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from plait.comm.protocol import World
 
 
 def has_own(world: World) -> bool:
-    """Whether the rank has random numbers of its own."""
+    """Whether the rank saves a random state."""
     return world.rank == 0 or isinstance(world, ProcessWorld)
 
 
 def take(world: World) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The state of this process, as tensors and as values."""
+    """The random state of this process: large values as tensors, and the rest as plain values."""
     version, words, gauss = random.getstate()
     found: Any = np.random.get_state(legacy=False)
     tensors = {

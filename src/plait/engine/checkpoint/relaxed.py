@@ -1,15 +1,16 @@
-"""What a checkpoint has beside the means of replicas that agree later, so that the same plan goes on bit for bit.
+"""The state of replicas that synchronise less often than every step, beside their means, so that the same plan
+resumes exactly.
 
-replicas/model/NAME           each replica's own weights, as [replicas, *shape]; so are
-replicas/optimizer/NAME/KEY   its optimizer's state,
-replicas/buffers/NAME         its buffers, and
-replicas/left_out/NAME        what a compressor has left out so far
-outer/weights/NAME            the weights as last agreed; and
+replicas/model/NAME           each replica's own weights, [replicas, *shape]
+replicas/optimizer/NAME/KEY   each replica's optimizer state, [replicas, *shape]
+replicas/buffers/NAME         each replica's buffers, [replicas, *shape]
+replicas/left_out/NAME        each replica's compression errors, [replicas, *shape]
+outer/weights/NAME            the weights as last synchronised
 outer/momentum/NAME           the momentum of the outer optimizer
-outer/mean/NAME               of an exchange under way: what will be taken in
-factors/RANK/NAME             PowerSGD's factor of the part of a tensor that a rank within its replica has
+outer/mean/NAME               the result of an exchange in flight
+factors/RANK/NAME             PowerSGD's factor for the part of a tensor that a rank within its replica has
 
-Another plan reads the means only, which lie under the names that every checkpoint has.
+Another plan reads only the means, which have the names of any checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from plait.engine.checkpoint.holding import Holding
 from plait.engine.checkpoint.manifest import Manifest
-from plait.engine.checkpoint.optimizer_layouts import state_layout
+from plait.engine.checkpoint.snapshot import state_layout
 from plait.engine.checkpoint.source import Source, Wanted, whole_of
 from plait.engine.local_sgd.exchange import Pending
 from plait.engine.slices import fragments
@@ -32,12 +33,12 @@ from plait.spec.layout import Layout, Placement, Shard
 if TYPE_CHECKING:
     from plait.engine.local_sgd.replicas import Replicas
 
-_MODEL, _STATE, _BUFFERS, _LEFT_OUT = (f"replicas/{each}/" for each in ("model", "optimizer", "buffers", "left_out"))
+_MODEL, _STATE, _BUFFERS, _ERRORS = (f"replicas/{each}/" for each in ("model", "optimizer", "buffers", "left_out"))
 _WEIGHTS, _MOMENTUM, _MEAN = (f"outer/{each}/" for each in ("weights", "momentum", "mean"))
 
 
 def values(run: TrainState) -> dict[str, Any] | None:
-    """What a checkpoint says of the replicas; None where all agree at every step."""
+    """The replicas' entry among a checkpoint's values; None without replicas."""
     replicas = run.replicas
     if replicas is None:
         return None
@@ -45,7 +46,8 @@ def values(run: TrainState) -> dict[str, Any] | None:
 
 
 def holdings(run: TrainState) -> dict[str, Holding]:
-    """The tensors above, as far as this rank has them. Exchanges under way are waited for, and taken in when due."""
+    """The tensors above, as far as this rank has them. Waits for exchanges in flight; their results are applied when
+    due."""
     replicas = run.replicas
     if replicas is None:
         return {}
@@ -57,7 +59,8 @@ def holdings(run: TrainState) -> dict[str, Holding]:
 
 
 def restore(run: TrainState, source: Source, manifest: Manifest) -> None:
-    """Take over what a checkpoint has for this plan, once its means are in place; else all begins with the means."""
+    """Load the replicas' own state, after the means are loaded. If it is from another plan, replicas begin with the
+    means."""
     replicas = run.replicas
     if replicas is None:
         return
@@ -67,7 +70,7 @@ def restore(run: TrainState, source: Source, manifest: Manifest) -> None:
         return
     exchange, local = replicas.exchange, replicas.local
     for full, (shape, _) in manifest.tensors.items():
-        name = full.removeprefix(_LEFT_OUT)
+        name = full.removeprefix(_ERRORS)
         if name != full and name in replicas.trained:
             exchange.errors[name] = torch.zeros(replicas.trained[name].shape)
         prefix = f"factors/{_rank_within(run, replicas)}/"
@@ -87,16 +90,18 @@ def restore(run: TrainState, source: Source, manifest: Manifest) -> None:
 
 
 def _begun(replicas: Replicas) -> list[int]:
+    """The parts of the model whose exchange is in flight."""
     return sorted(replicas.local.pending) if replicas.local is not None else []
 
 
 def _rank_within(run: TrainState, replicas: Replicas) -> int:
+    """This rank's number within its replica."""
     mesh = run.plan.inner_plan.mesh
     return mesh.rank({**run.world.mesh.coordinates(run.world.rank), replicas.axis: 0})
 
 
 def _tensors(run: TrainState, replicas: Replicas) -> Iterator[tuple[str, Tensor, Layout]]:
-    """Name, this rank's part, and layout of each."""
+    """(name, this rank's part, layout) of each tensor."""
     layouts, local, optimizer = run.held.layouts, replicas.local, run.optimizer
     assert optimizer is not None
 
@@ -107,7 +112,7 @@ def _tensors(run: TrainState, replicas: Replicas) -> Iterator[tuple[str, Tensor,
         return Layout(layout.dtype, (replicas.num, *layout.shape), ((replicas.axis, Shard(0)), *moved))
 
     for name, error in replicas.exchange.errors.items():
-        yield _LEFT_OUT + name, error[None], stacked(layouts[name])
+        yield _ERRORS + name, error[None], stacked(layouts[name])
     for name, buffer in replicas.float_buffers().items():
         yield _BUFFERS + name, buffer[None], stacked(Layout("f32", tuple(buffer.shape)))
     if local is None:

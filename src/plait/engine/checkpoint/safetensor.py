@@ -1,7 +1,7 @@
 """The safetensors format: 8 bytes with the length of the header, the header in JSON, then the tensors end to end.
 
-It is written and read here, as it takes a few lines, in blocks and from several threads, which the library does not do.
-Parts of tensors are marked as torch.distributed.checkpoint marks them (HuggingFaceStorageReader).
+This takes few lines, and unlike the library reads and writes in blocks and from several threads. Parts of tensors are
+marked as torch.distributed.checkpoint marks them (HuggingFaceStorageReader).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from plait.engine.checkpoint.strict import Count, Extents, Strict, Text, checked
 from plait.errors import CheckpointError
 
 _LENGTH = 8
-_LARGEST_HEADER = 100_000_000  # as the library has it
+_LARGEST_HEADER = 100_000_000  # the limit of the library
 _TYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
@@ -32,7 +32,12 @@ _NAMES = {short: name for name, short in _TYPES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a file: dtype as torch names it, its shape, where it begins (for parts), and its first byte."""
+    """A tensor of a file.
+
+    dtype   its torch name
+    start   where a part begins in the whole tensor
+    offset  the first byte in the file
+    """
 
     name: str
     dtype: str
@@ -47,7 +52,7 @@ class Entry:
 
 @functools.cache
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element."""
+    """The size of one element in bytes."""
     short = _TYPES[dtype]
     if short.startswith("F8"):
         return 1
@@ -55,6 +60,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def check_dtype(name: str, dtype: str) -> None:
+    """Raise CheckpointError for a dtype that checkpoints cannot store."""
     if dtype not in _TYPES:
         raise CheckpointError(f"{name} is {dtype}, which a checkpoint cannot hold; it holds {', '.join(_TYPES)}")
 
@@ -62,10 +68,11 @@ def check_dtype(name: str, dtype: str) -> None:
 def write_header(
     tensors: Sequence[tuple[str, str, tuple[int, ...], tuple[int, ...]]], parts: bool = False
 ) -> tuple[bytes, list[Entry]]:
-    """The header's bytes for (name, dtype, shape, start) in order, padded with spaces; and where each tensor lies.
+    """The bytes of the header for the tensors (name, dtype, shape, start) in order, padded with spaces, and their
+    entries.
 
-    With `parts`, tensors are parts that begin at `start` in their whole. To have all of them aligned, give those with
-    larger elements first.
+    With `parts`, tensors are parts that begin at `start` of the whole. To align all of them, give those with larger
+    elements first.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     if parts:
@@ -88,7 +95,10 @@ def write_header(
 
 
 def read_header(file: str, size: int, read: Callable[[int, int], bytes]) -> list[Entry]:
-    """The tensors of a file of `size` bytes, of which `read(offset, num)` gives some; CheckpointError if it is none."""
+    """The tensors of a file of `size` bytes; `read(offset, num)` returns bytes of it.
+
+    Raises CheckpointError for an invalid file.
+    """
     what = f"{file} is no whole safetensors file"
     length = int.from_bytes(read(0, _LENGTH), "little")
     if not 2 <= length <= min(size - _LENGTH, _LARGEST_HEADER):
@@ -118,12 +128,12 @@ def read_header(file: str, size: int, read: Callable[[int, int], bytes]) -> list
 
 
 def fits_memory(shape: tuple[int, ...], dtype: str) -> bool:
-    """Whether there can be a tensor of this shape at all: torch counts its bytes, and those between rows, in words."""
+    """Whether a tensor of this shape can exist: torch counts its bytes and strides in signed 64-bit integers."""
     return math.prod(max(num, 1) for num in shape) * item_bytes(dtype) < 1 << 62
 
 
 def first_overlap(ranges: Sequence[tuple[int, int, str]]) -> str | None:
-    """The name of a range (first, end, name) that begins before another one ends; None where all are apart."""
+    """The name of the first range (first, end, name) that overlaps an earlier one; None if there is none."""
     last = 0
     for first, end, name in sorted(one for one in ranges if one[0] < one[1]):
         if first < last:

@@ -1,4 +1,4 @@
-"""Saving in the background: one save at a time, whose errors come up at the next save, step or close."""
+"""Saves in the background: one save at a time. The error of a save is raised by the next save, step or close."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.errors import CheckpointError
 
 
 class Saver:
-    """What a trainer saves with. It keeps the host memory that tensors are copied into for the next save."""
+    """The background saves of one trainer. It keeps the host memory that tensors are copied into, for the next save."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -29,16 +29,16 @@ class Saver:
         atexit.register(_report, weakref.ref(self))
 
     def memory(self, index: int, num_bytes: int, pinned: bool) -> Tensor:
-        """Page memory for file `index` of a save, the same as before where that is large enough."""
+        """Page memory for file `index` of a save; reused from earlier saves if it is large enough."""
         while len(self._memory) <= index:
             self._memory.append(page_memory(0))
         if self._memory[index].numel() < num_bytes:
-            self._memory[index] = page_memory(0)  # the old one is let go first
+            self._memory[index] = page_memory(0)  # free the old memory first
             self._memory[index] = page_memory(num_bytes, pinned)
         return self._memory[index]
 
     def start(self, barrier: Barrier, save: Callable[[], None], after: Callable[[], None]) -> None:
-        """Run `save`, and once it is done what may come `after`, in a thread that the process does not end before."""
+        """Run `save`, and `after` if it succeeds, in a thread that the process waits for before it exits."""
         if self._thread is not None:
             self._thread.join()
         done = threading.Event()
@@ -61,7 +61,7 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the save under way is done; CheckpointError with the file's name where it failed."""
+        """Wait for the save in flight. Raises CheckpointError, which names the file, if it failed."""
         if not self._done.is_set():
             barrier = self._barrier
             with nullcontext() if barrier is None else barrier.waiting():
@@ -71,13 +71,13 @@ class Saver:
             raise error
 
     def check(self, step: int) -> None:
-        """Before every step: raise the error of a save that has failed, at the same step on all ranks."""
+        """Raise the error of a failed save. Called before every step; all ranks raise at the same step."""
         if self._error is not None and self._barrier is not None and self._barrier.raise_together(step):
             self.wait()
 
 
 def _report(reference: weakref.ref[Saver]) -> None:
-    """At the end of a process that did not ask."""
+    """Print the error of the last save at the end of a process that has not asked for it."""
     saver = reference()
     if saver is not None and saver._error is not None:
         print(f"plait: {saver._error}", file=sys.stderr)

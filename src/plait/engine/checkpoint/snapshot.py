@@ -1,9 +1,9 @@
-"""The state of a training run as one nested dict of tensors that does not depend on the plan, and back.
+"""The state of a run as one nested dict of tensors that does not depend on the plan, and back.
 
     {"model": {name: tensor}, "optimizer": {"state": {name: {key: tensor}}, "groups": [...]}, "scheduler": {...},
      "loss_scale": {...}, "ema": {name: tensor}, "step": int}
 
-Optimizer state that has its parameter's shape is laid out like the parameter. Checkpoints do not come this way: see
+Optimizer state of its parameter's shape has the parameter's layout. Checkpoints do not use this dict: see
 engine/checkpoint/collect.py.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from numbers import Number
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +23,16 @@ from plait.engine.train_state import TrainState
 from plait.engine.trying import kept_of, parameters_of, state_layouts
 from plait.errors import CheckpointError
 from plait.optim.several import own_values, set_own_values
-from plait.spec.layout import Only
+from plait.spec.layout import Layout, Only
 
-# Of a parameter group, what says how to compute and not what: a plan or a device has its own.
+# Options of a parameter group that choose an implementation, which depends on plan and device.
 _IMPLEMENTATION = ("foreach", "fused", "capturable")
+
+_layouts: WeakKeyDictionary[torch.optim.Optimizer, dict[str, dict[str, Layout | None]]] = WeakKeyDictionary()
 
 
 def take(run: TrainState) -> dict[str, Any]:
-    """The state as DTensors (whole tensors in the threads world). Every rank calls it."""
+    """The state with DTensors, or whole tensors if ranks are threads. All ranks must call it."""
     from plait.engine.boundary import to_boundary
 
     held, world, optimizer = run.held, run.world, run.optimizer
@@ -57,7 +60,8 @@ def take(run: TrainState) -> dict[str, Any]:
 
 
 def restore(run: TrainState, state: Mapping[str, Any]) -> None:
-    """Take over a state made under any plan; names or shapes that differ are a CheckpointError, before any change."""
+    """Load a state that was made under any plan. Raises CheckpointError for other names or shapes, before anything
+    is changed."""
     from plait.engine.boundary import from_boundary
 
     held, world = run.held, run.world
@@ -89,7 +93,8 @@ def restore(run: TrainState, state: Mapping[str, Any]) -> None:
 
 
 def full_model(held: ModelParts) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer as a whole CPU tensor, tied ones under each of their names."""
+    """Every parameter and persistent buffer as a whole tensor on the CPU, tied parameters under each of their names.
+    All ranks must call it."""
     found = {name: held.whole(name, held.local(name)).detach().cpu().clone() for name in held.layouts}
     persistent = persistent_of(held)
     found |= {name: b.detach().cpu().clone() for name, b in held.buffers.items() if name in persistent}
@@ -100,6 +105,7 @@ def full_model(held: ModelParts) -> dict[str, Tensor]:
 
 
 def check_model(held: ModelParts, model: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError if the state's names or shapes differ from the model's."""
     mine = held.layouts
     missing = sorted(set(mine) - set(model))
     if missing:
@@ -117,11 +123,12 @@ def check_model(held: ModelParts, model: Mapping[str, Tensor]) -> None:
 
 
 def persistent_of(held: ModelParts) -> set[str]:
-    """What the held has beside the parameters that it trains, as far as a checkpoint has it."""
+    """The names of everything that a checkpoint has of the model beside its trained parameters."""
     return persistent_buffers(held.model) | held.changing
 
 
 def persistent_buffers(model: nn.Module) -> set[str]:
+    """The names of the buffers that are part of the model's state_dict."""
     found: set[str] = set()
     for path, module in model.named_modules():
         keys = set(module._buffers) - module._non_persistent_buffers_set
@@ -130,7 +137,7 @@ def persistent_buffers(model: nn.Module) -> set[str]:
 
 
 def _optimizer_state(run: TrainState) -> dict[str, dict[str, Any]]:
-    """By parameter name; on a rank that lacks the parameter the keys are what its optimizer keeps of a small one."""
+    """The optimizer state by parameter name. A rank that lacks a parameter finds the keys by trying the optimizer."""
     from plait.engine.boundary import to_boundary
 
     held, world, optimizer = run.held, run.world, run.optimizer
@@ -164,7 +171,7 @@ def _optimizer_state(run: TrainState) -> dict[str, dict[str, Any]]:
 
 
 def _with_state(run: TrainState) -> set[str]:
-    """The parameters of which any rank's optimizer keeps something."""
+    """The names of parameters for which any rank's optimizer has state."""
     held, optimizer = run.held, run.optimizer
     assert optimizer is not None
     kept = [name in held.parameters and bool(optimizer.state.get(held.parameters[name])) for name in held.layouts]
@@ -175,7 +182,7 @@ def _with_state(run: TrainState) -> set[str]:
 
 
 def group_options(run: TrainState) -> list[dict[str, Any]]:
-    """The parameter groups with names in place of tensors, also of those parameters that other ranks have."""
+    """The parameter groups with names in place of tensors, with the parameters of all ranks."""
     assert run.optimizer is not None
     names = {id(p): name for name, p in parameters_of(run.optimizer, run.held.parameters).items()}
     found = []
@@ -187,7 +194,10 @@ def group_options(run: TrainState) -> list[dict[str, Any]]:
 
 
 def set_group_options(run: TrainState, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Give the parameter groups the options that they had; a tensor among them stays the one that it is."""
+    """Set the options of the parameter groups to the saved ones. Tensors among them are written in place.
+
+    Raises CheckpointError for another number of groups, or for an option of another kind.
+    """
     assert run.optimizer is not None
     if len(saved) != len(run.optimizer.param_groups):
         raise CheckpointError(
@@ -197,7 +207,7 @@ def set_group_options(run: TrainState, saved: Sequence[Mapping[str, Any]]) -> No
         for key, value in options.items():
             if key == "params" or key in _IMPLEMENTATION:
                 continue
-            if not _alike(value, group.get(key)):
+            if not _same_kind(value, group.get(key)):
                 raise CheckpointError(f"the state has {key} = {value!r:.80} and this optimizer {group.get(key)!r:.80}")
             if torch.is_tensor(value) and torch.is_tensor(group.get(key)):
                 group[key].copy_(value)
@@ -205,19 +215,19 @@ def set_group_options(run: TrainState, saved: Sequence[Mapping[str, Any]]) -> No
                 group[key] = value
 
 
-def _alike(saved: Any, here: Any) -> bool:
-    """Whether an option may take the place of the one that is here: a number of a number, a pair of a pair."""
+def _same_kind(saved: Any, here: Any) -> bool:
+    """Whether a saved option is of the same kind as the current one: a number for a number, a pair for a pair."""
     if saved is None or here is None:
         return True
     if isinstance(saved, Number) or (torch.is_tensor(saved) and saved.numel() == 1):
         return isinstance(here, Number) or (torch.is_tensor(here) and here.numel() == 1)
     if isinstance(saved, (tuple, list)):
-        return isinstance(here, (tuple, list)) and len(saved) == len(here) and all(map(_alike, saved, here))
+        return isinstance(here, (tuple, list)) and len(saved) == len(here) and all(map(_same_kind, saved, here))
     return type(saved) is type(here)
 
 
 def _own(value: Any, parameter: nn.Parameter) -> Any:
-    """A copy, in memory of the same form as the parameter's: fused optimizers walk both side by side."""
+    """A copy with the parameter's strides, because fused optimizers need equal strides."""
     if not torch.is_tensor(value):
         return value
     if value.shape != parameter.shape or not value.ndim:
@@ -241,3 +251,29 @@ def _restore_optimizer(run: TrainState, saved: Mapping[str, Any]) -> None:
             run.update.settle(parameter)
     set_group_options(run, saved["groups"])
     set_own_values(optimizer, saved.get("own", {}))
+
+
+def state_layout(run: TrainState, name: str, key: str, shape: tuple[int, ...], whole: bool = False) -> Layout:
+    """The layout of a parameter's state tensor. `shape` is that of this rank's part, or with `whole` of the whole
+    tensor.
+
+    Scalars, and values that are reduced over the parameter, are whole on every rank that has the parameter.
+    """
+    world, layout = run.world, run.held.layouts[name]
+    here = world.mesh.coordinates(world.rank)
+    for known in (expected_state(run).get(name, {}).get(key), layout):
+        if known is not None and shape and shape == (known.shape if whole else known.local_shape(world.mesh, here)):
+            return known
+    return Layout(layout.dtype, shape, tuple((axis, p) for axis, p in layout.placements if isinstance(p, Only)))
+
+
+def expected_state(run: TrainState) -> dict[str, dict[str, Layout | None]]:
+    """The layouts of the optimizer's state by parameter and key; empty for an optimizer that cannot be tried."""
+    optimizer = run.optimizer
+    assert optimizer is not None
+    if optimizer not in _layouts:
+        try:
+            _layouts[optimizer] = state_layouts(optimizer, run.held.parameters, run.held.layouts)
+        except Exception:  # the user's optimizer only works on the real parameters
+            _layouts[optimizer] = {}
+    return _layouts[optimizer]

@@ -1,6 +1,7 @@
-"""Tensors in files, and boxes of them read: what is needed is checked by its checksums, then put where it belongs.
+"""Reads blocks of tensors from files: verifies the checksums of the bytes that are needed, then copies them into
+place.
 
-Every rank reads what it needs and no more, each range of bytes in one go, from a few threads.
+Every rank reads only what it needs, each range of bytes at once, in a few threads.
 """
 
 from __future__ import annotations
@@ -31,21 +32,26 @@ SINGLE = "model.safetensors"
 
 @dataclass(frozen=True)
 class Wanted:
-    """Fragments of a tensor, and the tensor (on any device, of any dtype) that they are written into."""
+    """Fragments of a tensor, and the tensor, on any device and of any dtype, that they are read into."""
 
     fragments: tuple[Fragment, ...]
     into: Tensor
 
 
 def whole_of(tensor: Tensor) -> Wanted:
-    """All of a tensor, into the tensor given."""
+    """The whole of a tensor, to be read into the given tensor."""
     shape = tuple(tensor.shape)
     return Wanted((Fragment(TensorSlice.whole(shape), (0,) * len(shape)),) if tensor.numel() else (), tensor)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Tensors in the files of a folder: their whole shapes and dtypes, their parts, and checksums of some `files`."""
+    """Tensors in the files of a folder.
+
+    tensors  (shape, dtype) of the whole tensors, by name
+    parts    where the parts of each tensor are stored
+    files    the checksums of the files; empty for files without
+    """
 
     folder: Folder
     tensors: Mapping[str, tuple[tuple[int, ...], str]]
@@ -54,11 +60,16 @@ class Source:
 
     @classmethod
     def checkpoint(cls, folder: Folder, manifest: Manifest) -> Source:
+        """The tensors of a checkpoint."""
         return cls(folder, manifest.tensors, manifest.parts(), manifest.files)
 
     @classmethod
     def safetensors(cls, path: Location) -> Source:
-        """A file, or a folder that has one or several with an index, as Hugging Face lays them out."""
+        """The tensors of a safetensors file, or of a folder with one file or several and an index, as Hugging Face
+        writes them.
+
+        Raises CheckpointError for files that are missing or invalid.
+        """
         folder, names, places = _safetensors_files(path)
         tensors: dict[str, tuple[tuple[int, ...], str]] = {}
         parts: dict[str, list[StoredPart]] = {}
@@ -80,7 +91,7 @@ class Source:
         return cls(folder, tensors, parts, {})
 
     def check(self, needed: Mapping[str, tuple[Fragment, ...]]) -> None:
-        """Raise CheckpointError naming the first file of which a block that is needed was altered."""
+        """Raise CheckpointError, which names the first file, if a needed block was altered."""
         blocks: dict[str, set[int]] = {}
         for name, fragments in needed.items():
             for part, _, common in self._overlaps(name, fragments):
@@ -90,12 +101,13 @@ class Source:
         check_blocks(self.folder, self.files, [(file, i) for file in sorted(blocks) for i in sorted(blocks[file])])
 
     def fill(self, wanted: Mapping[str, Wanted]) -> None:
-        """Write what is wanted where it is wanted."""
+        """Read the wanted fragments into their tensors."""
         in_threads([job for name, one in wanted.items() for job in self._jobs(name, one)], lambda job: job())
 
     def _overlaps(
         self, name: str, fragments: tuple[Fragment, ...]
     ) -> Iterator[tuple[StoredPart, Fragment, TensorSlice]]:
+        """(stored part, fragment, their common block) for all parts that overlap the fragments."""
         missing = sum(fragment.box.num_elements for fragment in fragments)
         for fragment in fragments:
             for part in self.parts[name]:
@@ -106,7 +118,8 @@ class Source:
             raise CheckpointError(f"{self.folder} lacks {missing} elements of {name}")
 
     def _rows(self, name: str, part: StoredPart, common: TensorSlice) -> tuple[int, int, int]:
-        """The first row of the part that has any of `common`, the row after the last, and the bytes of a row."""
+        """The first row of the part that has any of `common`, the row after the last such row, and the bytes of a
+        row."""
         row = math.prod(part.box.shape[1:]) * item_bytes(self.tensors[name][1])
         if not common.shape:
             return 0, 1, row
@@ -114,6 +127,7 @@ class Source:
         return first, first + common.shape[0], row
 
     def _jobs(self, name: str, one: Wanted) -> Iterator[Callable[[], None]]:
+        """Functions that each read some rows of what is wanted."""
         dtype = getattr(torch, self.tensors[name][1])
         for part, fragment, common in self._overlaps(name, one.fragments):
             places = zip(fragment.at, fragment.box.start, common.start, common.shape, strict=True)
@@ -135,7 +149,7 @@ class Source:
         columns: tuple[slice, ...],
         into: Tensor,
     ) -> Callable[[], None]:
-        """Reads these rows of a part, and puts these columns of them into a tensor."""
+        """A function that reads these rows of a part, and copies these columns of them into a tensor."""
         offset, num = part.offset + rows[0] * row, (rows[1] - rows[0]) * row
 
         def run() -> None:
@@ -171,8 +185,10 @@ def _reader(folder: Folder, name: str) -> Callable[[int, int], bytes]:
 
 
 def _safetensors_files(path: Location) -> tuple[Folder, list[str], dict[str, str]]:
-    """The folder, the files of it, and where there is an index, which file it says that each tensor is in. Links are
-    followed: the cache of the Hugging Face hub is made of them."""
+    """The folder, its safetensors files, and with an index the file of each tensor, by name.
+
+    Links are followed, because the cache of the Hugging Face hub consists of them.
+    """
     text = os.fspath(path)
     if text.endswith(".safetensors"):
         parent, slash, name = text.rpartition("/")

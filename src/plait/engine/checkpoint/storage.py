@@ -1,7 +1,7 @@
-"""Folders that checkpoints are kept in: local ones, and any that fsspec knows by a URL such as s3://bucket/run.
+"""Folders for checkpoints: local ones, and any that fsspec knows by a URL such as s3://bucket/run.
 
-What is put under a name appears there whole or not at all; large files are written block by block, and count only once
-something else names them. A name is that of a file in the folder: no path, and no link unless links are asked for.
+`put` writes a file atomically. Large files are written block by block with `create`, and count only once another file
+names them. A name is that of a file in the folder: not a path, and not a link unless links are allowed.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ _LARGEST_TEXT = 1 << 30  # bytes of a file that is read whole
 
 
 class NewFile(Protocol):
-    """A file that is being written."""
+    """A file that is being written. `parallel`: whether blocks may come from several threads, in any order."""
 
-    parallel: bool  # whether blocks may come from several threads, in any order
+    parallel: bool
 
     def write(self, offset: int, block: memoryview) -> None:
-        """Write a block; all but the last are whole pages, and memory behind the last one may be read up to a page."""
+        """Write a block. All blocks but the last are whole pages; memory behind the last one may be read up to a
+        page."""
 
     def finish(self) -> None:
-        """Have everything on the disk, of the size that was said."""
+        """Flush everything to the disk, with the file's final size."""
 
     def abandon(self) -> None:
-        """Remove it."""
+        """Remove the file."""
 
 
 class Folder(Protocol):
-    """A folder. OSError where the file system fails; the caller says what that was for."""
+    """A folder. Methods raise OSError if the file system fails; callers add what they were doing."""
 
     name: str
 
@@ -51,40 +52,43 @@ class Folder(Protocol):
     def child(self, name: str) -> Folder: ...
 
     def names(self) -> list[str]:
-        """What it holds, sorted; nothing where it does not exist."""
+        """The sorted names in it; empty if it does not exist."""
 
     def is_link(self) -> bool:
-        """Whether it only leads to a folder, which is then nobody's to change from here."""
+        """Whether it is a link to a folder, whose content must not be changed."""
 
     def make(self) -> None:
-        """Make it if it is not there; a link that is there in its place goes."""
+        """Make the folder if it does not exist; a link in its place is removed."""
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None where there is none."""
+        """The size of a file in bytes; None if it does not exist."""
 
     def read(self, name: str) -> bytes: ...
 
     def read_into(self, name: str, offset: int, memory: memoryview) -> int:
-        """Fill the memory with the file's bytes from `offset` on; returns how many there were."""
+        """Read the file's bytes from `offset` on into the memory. Returns the number of bytes read."""
 
     def put(self, name: str, data: Iterable[bytes | memoryview]) -> None:
-        """Write a file whole, from its parts in order; it replaces one of that name."""
+        """Write a file atomically from its parts, in order. It replaces a file of that name."""
 
     def create(self, name: str, size: int) -> NewFile: ...
 
     def remove(self, name: str) -> None: ...
 
     def remove_all(self) -> None:
-        """Remove the folder with all that is in it."""
+        """Remove the folder with its content."""
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether the text names a file of a folder, and cannot lead out of it."""
+    """Whether the text names a file in a folder, and cannot lead out of the folder."""
     return _PLAIN_NAME.fullmatch(name) is not None
 
 
 def folder_of(location: Location, *, links: bool = False) -> Folder:
-    """The folder at a path or URL, whether or not it exists; with `links`, files of it that are links are followed."""
+    """The folder at a path or URL, existing or not. With `links`, files that are links are followed.
+
+    Raises CheckpointError for a URL without fsspec, or of an unknown kind.
+    """
     text = os.fspath(location)
     if "://" not in text:
         return LocalFolder(Path(text), links)
@@ -102,7 +106,8 @@ def folder_of(location: Location, *, links: bool = False) -> Folder:
 
 
 class LocalFolder:
-    """`inside` is one that another folder holds: nothing is changed through it where it is a link."""
+    """A folder of the local file system. `inside`: it is a child of another folder, and is not changed if it is a
+    link."""
 
     def __init__(self, path: Path, links: bool = False, inside: bool = False) -> None:
         self.path = path
@@ -150,7 +155,7 @@ class LocalFolder:
 
     def put(self, name: str, data: Iterable[bytes | memoryview]) -> None:
         aside = f".{name}.aside"
-        with self._held() as here:
+        with self._descriptor() as here:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(aside, dir_fd=here)
             try:
@@ -167,18 +172,18 @@ class LocalFolder:
             os.fsync(here)
 
     def create(self, name: str, size: int) -> NewFile:
-        with self._held() as here:
+        with self._descriptor() as here:
             return _LocalFile(self.path / name, os.open(name, _NEW | os.O_TRUNC, 0o644, dir_fd=here), size)
 
     def remove(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError), self._held() as here:
+        with contextlib.suppress(FileNotFoundError), self._descriptor() as here:
             os.unlink(name, dir_fd=here)
 
     def remove_all(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)  # which leaves a link alone
+        shutil.rmtree(self.path, ignore_errors=True)  # does not follow a link
 
     def _opened(self, name: str) -> int:
-        """A descriptor of a file; no other kind is waited for or read."""
+        """A file descriptor for reading; raises OSError for anything but a regular file."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if self._links else os.O_NOFOLLOW)
         found = os.open(self.path / name, flags)
         if not stat.S_ISREG(os.fstat(found).st_mode):
@@ -187,8 +192,8 @@ class LocalFolder:
         return found
 
     @contextlib.contextmanager
-    def _held(self) -> Iterator[int]:
-        """A descriptor of the folder, so that names mean files of it whatever becomes of its path meanwhile."""
+    def _descriptor(self) -> Iterator[int]:
+        """A descriptor of the folder, through which names stay valid if its path changes meanwhile."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (os.O_NOFOLLOW if self._inside else 0)
         here = os.open(self.path, flags)
         try:
@@ -198,7 +203,7 @@ class LocalFolder:
 
 
 class _LocalFile:
-    """Written around the page cache where the file system allows it, which is about three times as fast."""
+    """Written past the page cache if the file system allows it, which is about three times as fast."""
 
     parallel = True
 
@@ -216,7 +221,7 @@ class _LocalFile:
             try:
                 num = os.pwrite(self._fd, block, offset)
             except OSError as error:
-                # A file system that has no direct writes, or the rest of a page after a write that was cut short.
+                # The file system has no direct writes, or a short write left the rest of a page.
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
                 self._direct = not self._set_direct(False)
@@ -237,7 +242,7 @@ class _LocalFile:
         self._path.unlink(missing_ok=True)
 
     def _set_direct(self, on: bool) -> bool:
-        """Whether it could be set."""
+        """Switch direct writes on or off. Returns whether they could be set."""
         flag = getattr(os, "O_DIRECT", 0)
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         try:
@@ -248,7 +253,7 @@ class _LocalFile:
 
 
 class RemoteFolder:
-    """Of a file system of fsspec. A file appears when it is finished, as object stores have it."""
+    """A folder of an fsspec file system. A file appears when it is finished, as in object stores."""
 
     def __init__(self, system: Any, path: str, text: str) -> None:
         self._system = system
@@ -316,7 +321,7 @@ class RemoteFolder:
 
 
 class _RemoteFile:
-    """Written from its beginning to its end."""
+    """A file that is written from its beginning to its end."""
 
     parallel = False
 
@@ -341,7 +346,7 @@ class _RemoteFile:
 
 
 def _sync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk."""
+    """Flush the names in a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

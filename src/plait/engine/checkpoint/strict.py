@@ -1,7 +1,6 @@
-"""JSON that somebody else may have written: read strictly, with the place of what is wrong.
+"""Strict reading of JSON from untrusted files; errors name the place of an invalid value.
 
-A checkpoint, or weights from elsewhere, is data and is not to be trusted: it says which bytes of which files are read
-into which tensors.
+A checkpoint, or weights from elsewhere, is not trusted: it says which bytes of which files are read into which tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from plait.errors import CheckpointError
 
 Form = TypeVar("Form")
 
-_LARGEST = 1 << 62  # of what is counted in bytes; torch counts them in signed words of 64 bits
+_LARGEST = 1 << 62  # limit of counts of bytes, which torch stores in signed 64-bit integers
 
 
 def _plain_name(text: str) -> str:
@@ -34,13 +33,13 @@ FileName = Annotated[Text, AfterValidator(_plain_name)]
 
 
 class Strict(BaseModel):
-    """A table of exactly these keys."""
+    """A JSON object with exactly these keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def read_json(text: bytes | str, where: str) -> Any:
-    """The value that the text is; CheckpointError where it is none, or gives a key twice."""
+    """Parse JSON. Raises CheckpointError for invalid JSON, or for a key that occurs twice."""
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
@@ -49,7 +48,7 @@ def read_json(text: bytes | str, where: str) -> Any:
 
 
 def checked(form: TypeAdapter[Form], value: Any, where: str) -> Form:
-    """The value in its form; CheckpointError names the first field that is wrong."""
+    """Validate the value. Raises CheckpointError, which names the first invalid field."""
     try:
         return form.validate_python(value)
     except ValidationError as error:

@@ -1,10 +1,11 @@
-"""Checkpoints: a folder of the last few, each a folder in which every rank writes its part, and rank 0 the manifest.
+"""Writes checkpoints. A run has a folder with its last few checkpoints; in each, every rank writes its part, and
+rank 0 the manifest.
 
     runs/gpt/checkpoints/step-00000200/{part-00000-5f31c2d8.safetensors, part-00001-5f31c2d8.safetensors, manifest.json}
 
-The manifest comes last and in one go: a save that is killed leaves files that nothing names, which the next save
-removes. Each element of a tensor is written by one rank, which every rank works out alone; no collective is involved.
-On several machines the folder must be one that all of them see.
+The manifest is written last and atomically: a save that is killed leaves files that no manifest names, which the next
+save removes. Each element of a tensor is written by one rank; every rank computes alone which, and no collective is
+involved. On several machines, all must see the same folder.
 """
 
 from __future__ import annotations
@@ -40,9 +41,13 @@ _OURS = re.compile(r"\.?(part|record)-\d{5}-.*|\.manifest\.json\.aside")
 
 @dataclass(frozen=True)
 class State:
-    """`tensors` are what this rank holds, by name; `values` are alike on all ranks, `own` (by name) only where given.
+    """The state that one rank saves.
 
-    Values are JSON-like, with tuples, bytes and small tensors; `values["step"]` is the step.
+    tensors  this rank's parts, by name
+    values   values that are equal on all ranks, with the step as values["step"]
+    own      values that only this rank has, by name
+
+    Values are JSON values, and tuples, bytes and small tensors.
     """
 
     tensors: dict[str, Holding]
@@ -54,12 +59,12 @@ def save(
     path: Location, state: State, *, world: World, plan: str, keep: int = KEEP, saver: Saver | None = None,
     wait: bool = True,
 ) -> Folder:  # fmt: skip
-    """Write `state` as the newest checkpoint of the folder or URL `path`, and leave only the last `keep` there.
+    """Write `state` as the newest checkpoint in the folder or URL `path`, and keep only the last `keep` checkpoints
+    there.
 
-    Every rank calls it. Without `wait` it returns once the tensors are copied, and the rest is done in the background;
-    the saver's `wait` and `check` raise what kept it from being written. With `wait`, or where some tensors lie
-    outside memory, memory is needed for a few blocks only. CheckpointError names the file; earlier checkpoints stay as
-    they were.
+    Without `wait` it returns once the tensors are copied, and writes in the background; the saver's `wait` and `check`
+    raise its errors. With `wait`, or if some tensors are outside memory, it needs memory for a few blocks only. All
+    ranks must call it. Raises CheckpointError, which names the file; earlier checkpoints stay as they were.
     """
     if keep < 1:
         raise CheckpointError(f"keep={keep}: at least one checkpoint is kept")
@@ -87,7 +92,7 @@ class _Save:
         self._step = int(state.values["step"])
         self._old: list[Folder] = []
         self._unneeded: list[str] = []
-        self._copies_done: Event | None = None  # to memory that the files are written from
+        self._copies_done: Event | None = None  # set once the copies to host memory are ordered
         small: dict[str, torch.Tensor] = {}
         self._values = encode(state.values, "values", small.__setitem__)
         own = {name: encode(value, name, small.__setitem__) for name, value in state.own.items()}
@@ -108,7 +113,7 @@ class _Save:
         self._record = {"tensors": shapes, "own": own}
 
     def copied(self, saver: Saver) -> list[torch.Tensor]:
-        """The images, copied into the saver's memory."""
+        """Copy the files' content into the saver's memory."""
         pinned = not is_host(self._world.device)
         memories = []
         for index, image in enumerate(self.images):
@@ -118,14 +123,14 @@ class _Save:
         return memories
 
     def run(self, memories: list[torch.Tensor | None], num_threads: int) -> None:
-        """All that may take long; the ranks agree at its beginning and at its end."""
+        """Write the files, with barriers of the ranks at the beginning and at the end."""
         written: list[str] = []
         try:
-            name = self._barrier.first_says("start", self._make_room)
-            self._barrier.all_do("write", lambda: self._write(name, memories, num_threads, written))
-            self._barrier.first_says("finish", lambda: self._finish(name))
+            name = self._barrier.on_first_rank("start", self._make_room)
+            self._barrier.on_all_ranks("write", lambda: self._write(name, memories, num_threads, written))
+            self._barrier.on_first_rank("finish", lambda: self._finish(name))
         except CheckpointError:
-            with contextlib.suppress(OSError):  # of a folder that is gone, which the error says already
+            with contextlib.suppress(OSError):  # the folder is gone, as the error says
                 for file in written:
                     self._final.remove(file)
             raise
@@ -133,7 +138,7 @@ class _Save:
             self._barrier.leave()
 
     def _make_room(self) -> str:
-        """On rank 0: make the folder, remove what killed saves have left; returns the name of this save."""
+        """On rank 0: make the folder and remove what killed saves have left. Returns the name of this save."""
         try:
             clean(self._base)
             self._final.make()
@@ -142,7 +147,7 @@ class _Save:
         return uuid.uuid4().hex[:8]
 
     def _write(self, name: str, memories: list[torch.Tensor | None], num_threads: int, written: list[str]) -> None:
-        """This rank's files, and a record of them for rank 0."""
+        """Write this rank's files, and a record of them for rank 0."""
         if self._copies_done is not None:
             self._copies_done.synchronize()
         rank = f"{self._world.rank:05d}"
@@ -168,7 +173,7 @@ class _Save:
             raise self._failure(f"{self._final}/{record}", error) from None
 
     def _finish(self, name: str) -> str:
-        """On rank 0: join the records to the manifest, and remove what is not needed any more."""
+        """On rank 0: join the records to the manifest, and remove checkpoints that are no longer needed."""
         records = [f"record-{rank:05d}-{name}.json" for rank in range(self._world.mesh.size)]
         tensors: dict[str, Any] = {}
         files: dict[str, FileEntry] = {}
@@ -184,19 +189,19 @@ class _Save:
             Manifest(self._step, self._plan, time.time(), shapes, files, values).write(self._final)
         except OSError as error:
             raise self._failure(f"{self._final}/{NAME}", error) from None
-        with contextlib.suppress(OSError):  # what cannot be removed now is looked at again by the next save
+        with contextlib.suppress(OSError):  # what cannot be removed now is left to the next save
             for record in records:
                 self._final.remove(record)
             self._unneeded = _unneeded(self._final)  # of an earlier save of this step
             others = [one for one in checkpoints(self._base) if one.name != self._final.name and not one.is_link()]
-            others.sort(key=lambda folder: saved_at(folder) or 0.0)  # damaged ones are the first to go
+            others.sort(key=lambda folder: saved_at(folder) or 0.0)  # damaged ones are removed first
             for old in others[: max(len(others) + 1 - self._keep, 0)]:
-                old.remove(NAME)  # it is none any more
+                old.remove(NAME)  # no longer a checkpoint
                 self._old.append(old)
         return ""
 
     def remove_old(self) -> None:
-        """Remove files that nothing names any more, which some file systems take long for."""
+        """Remove files that no manifest names, which takes long on some file systems."""
         if self._world.rank != 0:
             return
         with contextlib.suppress(OSError):
@@ -213,13 +218,13 @@ class _Save:
 
 
 def clean(base: Folder) -> None:
-    """Remove what saves have left that did not come to their end. Only while nothing is being saved there."""
+    """Remove what interrupted saves have left. Must not be called during a save into `base`."""
     for folder in own_folders(base):
         _sweep(folder)
 
 
 def _sweep(folder: Folder) -> None:
-    """Remove the files of saves that did not come to their end; the whole folder if it has nothing else."""
+    """Remove the files of interrupted saves, and the folder if it has no others."""
     for name in _unneeded(folder):
         folder.remove(name)
     if not folder.names():
@@ -233,7 +238,7 @@ def _unneeded(folder: Folder) -> list[str]:
     if NAME in names:
         try:
             needed = {NAME, *Manifest.read(folder).files}
-        except CheckpointError:  # damaged: its files stay for whoever wants to look
+        except CheckpointError:  # damaged: the files are kept for inspection
             return []
     return [name for name in names if name not in needed and _OURS.fullmatch(name)]
 
