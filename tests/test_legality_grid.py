@@ -237,12 +237,16 @@ def test_every_key_of_a_plan_is_in_the_grid() -> None:
     assert {key for key in known if key not in GRID and key not in families} == set()
 
 
-# Plans that are verified by a serial program of their own, of which the grid has few.
+# Plans of which the grid has few: verified by a serial program of their own, or with an optimizer on workers' parts.
 ALWAYS = (
     ("mlp", "data=2 precision=fp16 sync=2"), ("conv", "data=2 precision=fp16 compress=int8"),
     ("mlp", "pipeline=2 data=2 micro=4 schedule=pipedream sync=2 outer=nesterov"),
     ("conv", "pipeline=2 data=2 micro=2 schedule=pipedream batchnorm=local"),
     ("conv", "pipeline=2 replica=2 data=2 micro=2 schedule=pipedream batchnorm=local sync=2"),
+    ("tied", "data=2 zero=1 sync=2 workers=2 servers=1 staleness=0 optimizer=mixing"),
+    ("tied", "data=2 zero=1 sync=2 workers=2 servers=1 staleness=0 optimizer=adam"),
+    ("mlp", "tensor=2 sync=2 workers=2 servers=1 staleness=0 optimizer=mixing"),
+    ("mlp", "tensor=2 workers=2 servers=1 staleness=0 optimizer=mixing"),
 )  # fmt: skip
 
 

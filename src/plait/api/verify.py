@@ -97,7 +97,9 @@ class Verifier:
             plan, compiler, self.batch, self.steps, optimizer=self.optimizer, layouts=layouts, seed=self.seed,
             clip_norm=self.clip_norm,
         )  # fmt: skip
-        program = self._compiled(compiler, check.first_batch, plan).program
+        # With sync= a worker steps the optimizer on its own parts; else servers step it, which make_job has tried.
+        optimizer = self.optimizer if plan.sync != 1 else None
+        program = self._compiled(compiler, check.first_batch, plan, optimizer).program
 
         def serial(plan: Plan, rounding: float = 0.0, draw: int = 0, wide: bool = False) -> RunResult:
             twin = self._twin(rounding, draw)
