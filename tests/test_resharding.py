@@ -255,7 +255,7 @@ def test_another_model_is_refused_before_any_change(first: tuple[Path, Any]) -> 
         with pytest.raises(CheckpointError) as caught:
             trainer.load(first[0])
         for text in (
-            "was made by another model: it lacks extra.bias, extra.weight; it has out.bias, which this model has not",
+            "was made by another model: it lacks extra.bias, extra.weight; it has out.bias, which this model lacks",
             "up.weight has shape [10, 8] there and [12, 8] here",
         ):
             assert text in str(caught.value)

@@ -283,7 +283,7 @@ def test_what_a_server_refuses(tmp_path: Path) -> None:
     assert update(server, 1) == UpdateDone()
     wrong = {
         "is of": {"name": "another"},
-        "pushes a gradient of version 7, which there has not been": {"base": 7},
+        "pushes a gradient of version 7, which does not exist": {"base": 7},
         "pushes its gradient 1 a second time": {"push": 1},
         r"0.weight is float32\[10, 5\], not float32\[10, 6\]": {"arrays": [good[0][:, 1:], *good[1:]]},
         r"0.weight is float64\[10, 6\], not float32": {"arrays": [good[0].astype(np.float64), *good[1:]]},

@@ -1,4 +1,4 @@
-"""What a trainer is given, checked before anything starts; and whether all ranks were given the same."""
+"""Checks of a trainer's arguments before anything starts, and that all ranks were given the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from plait.plan.step_refusals import of_rows
 
 
 def check_given(model: Any, loss_fn: Any, optimizer: Any, clip_norm: float | None) -> None:
-    """Raise PlanError for what is not a model, a loss function, an optimizer's factory, or a norm to clip to."""
+    """Raise PlanError for an argument that is not a model, a loss function, an optimizer's factory, or a positive
+    clip_norm."""
     if not isinstance(model, nn.Module):
         raise PlanError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
     refuse_without_shape(model)
@@ -46,20 +47,22 @@ def check_given(model: Any, loss_fn: Any, optimizer: Any, clip_norm: float | Non
 
 
 def known_facts(plan: Plan, model: nn.Module, clip_norm: float | None = None) -> StepFacts:
-    """What is known of a run before its step is captured."""
+    """The facts about a run that are known before its step is captured."""
     facts = replace(model_facts(model), clip_norm=clip_norm, updates_within=updates_within(plan))
     return replace(facts, num_stages=num_stages(plan))
 
 
 def check_plan(plan: Plan, model: nn.Module, clip_norm: float | None, place: Place | None = None) -> None:
-    """Raise PlanError for what a plan cannot do with a clip_norm, with a model, or at a place, whoever runs it: before
-    any rank does."""
+    """Raise PlanError if the plan cannot run with this clip_norm, with this model, or at this place. Called before
+    ranks start."""
     refuse(plan, known_facts(plan, model, clip_norm), place)
 
 
 def check_captured(compiler: Compiler, plan: Plan, captured: Captured, clip_norm: float | None = None) -> StepFacts:
-    """What is known once the step of the first microbatch is captured. PlanError for what a plan cannot do with it,
-    which is the same on every rank."""
+    """The facts that are known once the step of the first microbatch is captured.
+
+    Raises PlanError, equally on every rank, if the plan cannot run this step.
+    """
     facts = captured_facts(known_facts(plan, compiler.model, clip_norm), captured)
     changes = compiler.captures.changes.get(id(captured))
     if changes is not None and not changes.steady:
@@ -97,14 +100,16 @@ def check_step(
 
 
 def refuse(plan: Plan, facts: StepFacts, place: Place | None = None) -> None:
-    """Raise PlanError with the first of the refusals."""
+    """Raise PlanError with the first refusal, if there is any."""
     for refusal in refusals(plan, facts, place):
         raise PlanError(refusal)
 
 
 def place_here(world: World | None = None) -> Place:
-    """Where the ranks that this process starts will run, or the ranks run of which it is one; those of a world that is
-    there already are taken to have what they need in common."""
+    """Where the ranks run: those that this process will start, or those of `world`.
+
+    The ranks of a given world are assumed to share what they need.
+    """
     if world is not None:
         return Place(world.device.type)
     each = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -112,25 +117,25 @@ def place_here(world: World | None = None) -> Place:
 
 
 def agree_on_setup(world: World, plan: Plan, model: nn.Module, seed: int, clip_norm: float | None, on_nan: str) -> None:
-    """Compare what the ranks made their trainers of; WorldError names the ranks that differ."""
+    """Compare the arguments of all ranks' trainers. Raises WorldError, which names the ranks that differ."""
     if world.mesh.size > 1:
         text = f"plan {plan.title}, {_described(model)}, seed={seed}, clip_norm={clip_norm}, on_nan={on_nan}"
         agree(world, text, "trainer", remedy="give it the same arguments on every rank")
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """What optimizers of several ranks must have alike."""
-    if hasattr(optimizer, "members"):  # of which ranks that hold other parameters may have others
+    """The properties of an optimizer that must be equal on all ranks, as text."""
+    if hasattr(optimizer, "members"):  # ranks with other parameters may have other members
         return "several optimizers"
     plain = (bool, int, float, str, tuple, list, type(None))
-    defaults = getattr(optimizer, "defaults", {})  # which one that wraps others may lack
+    defaults = getattr(optimizer, "defaults", {})  # a wrapper may have none
     options = {key: value.tolist() if torch.is_tensor(value) else value for key, value in defaults.items()}
     shown = ", ".join(f"{key}={value}" for key, value in sorted(options.items()) if isinstance(value, plain))
     return f"{type(optimizer).__name__}({shown})"
 
 
 def _described(model: nn.Module) -> str:
-    """A model by the names, shapes and modes of its parts."""
+    """The names, shapes and modes of a model's parts, as text with a checksum."""
     found = [f"{n} {p.dtype} {p.requires_grad} {() if is_lazy(p) else tuple(p.shape)}" for n, p in named(model)]
     found += [f"{name} {module.training}" for name, module in model.named_modules()]
     num = sum(0 if is_lazy(p) else p.numel() for _, p in named(model))
@@ -138,5 +143,5 @@ def _described(model: nn.Module) -> str:
 
 
 def named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters and buffers by name."""
+    """The parameters and buffers by name."""
     return [*model.named_parameters(), *model.named_buffers()]

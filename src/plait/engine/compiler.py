@@ -221,10 +221,12 @@ class Compiler:
 
     @property
     def model(self) -> nn.Module:
+        """The captured model."""
         return self.captures.model
 
     @property
     def loss_fn(self) -> LossFn:
+        """The captured loss function."""
         return self.captures.loss_fn
 
     def captured(self, batch: Any, train: bool = True) -> Captured:

@@ -1,7 +1,7 @@
-"""A dry run: one training step of one rank on tensors without memory, to see how much memory it takes.
+"""A dry run: one training step of one rank on tensors without memory, which predicts how much memory the step takes.
 
-What runs is the Engine that trains, in a world without other ranks (comm/dry_run_world.py), so what is counted is
-what the program does: its gradients, buckets and gathers, microbatch after microbatch, and the user's own optimizer.
+It runs the Engine that trains, in a world without other ranks (comm/dry_run_world.py). So it counts what the program
+does: gradients, buckets and gathers, microbatch after microbatch, and the user's own optimizer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from plait.plan.axes import stage_axis
 from plait.plan.plan import Plan
 from plait.schedule.in_flight import most_bytes_in_flight
 
-_NUM_MICRO = 3  # microbatches of a dry run: what is between the first and the last is all alike
+_NUM_MICRO = 3  # microbatches of a dry run: those between the first and the last all take the same memory
 
 
 def dry_run(
@@ -57,8 +57,13 @@ def dry_run(
     rank: int,
     shared_memory: bool,
 ) -> RankMemory:
-    """What a step on a global batch takes on that rank, where it computes on `device`, and exchanges through shared
-    memory or through torch.distributed."""
+    """The memory that a step on a global batch takes on the rank.
+
+    device         where the rank computes
+    shared_memory  whether the ranks exchange through shared memory, rather than through torch.distributed
+
+    Raises PlanError for an optimizer whose step fails on tensors without values.
+    """
     plan = program.plan
     graphs = {name: marked(graph, program.graphs[name].gradients) for name, graph in eager_graphs(program).items()}
     meter = Meter(device)
@@ -163,7 +168,7 @@ def _with_few_microbatches(program: RankProgram, device: torch.device) -> RankPr
 
 
 def _skeleton(model: nn.Module, device: torch.device) -> nn.Module:
-    """Modules of the same names, with parameters and buffers of the same form."""
+    """A model with the same module names, and with parameters and buffers of the same shapes and strides."""
     twin = nn.Module()
     made: dict[int, Tensor] = {}
 
@@ -188,7 +193,7 @@ def _skeleton(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _local(batch: Any, plan: Plan, num_micro: int, device: torch.device) -> LocalBatch:
-    """One rank's rows of that many of the plan's microbatches."""
+    """The rows of one rank of the given number of the plan's microbatches."""
     rows = num_rows(batch)
     each = rows // (plan.num_batch_parts * plan.micro)
     dims = row_dims(batch, rows)
@@ -203,7 +208,7 @@ def _local(batch: Any, plan: Plan, num_micro: int, device: torch.device) -> Loca
 
 
 def _batch_bytes(batch: Any, plan: Plan) -> int:
-    """Bytes of all the rows of one rank."""
+    """The bytes of all rows of one rank."""
     local = _local(batch, plan, plan.micro, torch.device("meta")).tree
     total = 0
 
@@ -219,7 +224,7 @@ def _batch_bytes(batch: Any, plan: Plan) -> int:
 def _make_state(
     optimizer: torch.optim.Optimizer, update: Update, parameters: Mapping[str, Tensor], program: RankProgram
 ) -> None:
-    """Let the optimizer make its state, as in its first step."""
+    """Make the optimizer create its state, as in its first step."""
     trained = {output.name for output in program.captured.outputs if output.kind == "gradient"}
     for name, parameter in parameters.items():
         if name in trained:

@@ -122,6 +122,7 @@ class Engine:
 
     @property
     def is_prepared(self) -> bool:
+        """Whether the step is captured and the parameters are placed."""
         return self._executor is not None
 
     @property
@@ -208,8 +209,12 @@ class Engine:
         return key if self.state.replicas is None else replica_key(key, self.state.replicas.index)
 
     def forward_backward(self, batch: Any) -> StepLoss:
-        """The loss of a global batch. The gradients are then in the parameters of this rank, and are added to those of
-        earlier batches that no update has taken. An asynchronous schedule has updated them."""
+        """The loss of a global batch, and its gradients.
+
+        The gradients are added to those of earlier batches that wait for an update, in the parameters of this rank.
+        Under an asynchronous schedule the parameters are updated already. Raises LossError for a loss that is not
+        finite, with on_nan="raise", and WorldError if the ranks have different batches.
+        """
         self.prepare(batch)
         state, executor = self.state, self.executor
         number = state.step_number + 1
@@ -248,7 +253,7 @@ class Engine:
         self.executor.updated()
 
     def _waiting(self) -> dict[str, Tensor]:
-        """Gradients of earlier batches that no update has taken yet."""
+        """The gradients of earlier batches that wait for an update, by name."""
         if not self._num_waiting:
             return {}
         if self.homes.norms:
@@ -260,7 +265,7 @@ class Engine:
         return {name: gradient.clone() for name, gradient in found.items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients that wait for an update, before clipping, as whole tensors by name. Every rank calls it."""
+        """The gradients that wait for an update, before clipping, as whole tensors by name. All ranks must call it."""
         return self.executor.whole_gradients()
 
     def zero_grad(self) -> None:
@@ -272,8 +277,11 @@ class Engine:
         self._num_waiting = 0
 
     def optimizer_step(self) -> float | None:
-        """Update the parameters with the gradients that wait; returns their 2-norm before clipping, None without
-        `clip_norm`. In fp16 gradients that are not finite are dropped, and the loss scale is lowered."""
+        """Update the parameters with the gradients that wait.
+
+        Returns the gradients' 2-norm before clipping; None without `clip_norm`. In fp16, gradients that are not finite
+        are dropped, and the loss scale is lowered. Raises PlanError if no gradients wait.
+        """
         state, executor = self.state, self.executor
         updated, norm = True, None
         if not self.updates_within:

@@ -198,8 +198,10 @@ class RankExecutor:
 
     @torch.no_grad()
     def _follow_model(self) -> None:
-        """Take over tensors that the user has put in the places of the model's buffers between steps. PlanError where
-        a parameter was exchanged."""
+        """Copy the values of tensors that the user has assigned to the model's buffers between steps.
+
+        Raises PlanError if a parameter was replaced, or a buffer changed its shape or dtype.
+        """
         for name, module, key, parameter in self._held:
             if module._parameters.get(key) is not parameter:
                 raise PlanError(
@@ -227,7 +229,7 @@ class RankExecutor:
         return 1 if rows % (plan.micro * plan.num_batch_parts * plan.num_stage_parts) else plan.micro
 
     def _outside(self, captured: Captured) -> dict[str, Tensor]:
-        """The tensors from outside the model that the step reads, as they are now; copies of those that it changes."""
+        """The current tensors outside the model that the step reads, by name; copies of those that it changes."""
         found = {}
         written = {output.name for output in captured.outputs if output.kind == "buffer"}
         for name in captured.outside:
@@ -258,7 +260,7 @@ class RankExecutor:
         self.variables.updated()
 
     def _leaves(self, batch: Any, program: RankProgram) -> dict[str, Tensor]:
-        """This rank's part of every tensor of the batch, on its device."""
+        """This rank's part of every tensor of the batch, by name, on its device."""
         local = isinstance(batch, LocalBatch)
         tree = batch.tree if local else batch
         numbers = batch_numbers(tree)
@@ -270,15 +272,16 @@ class RankExecutor:
         return found
 
     def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Set the gradients of the parameters; those that are not named get None."""
         for name, parameter in self.parameters.items():
             gradient = gradients.get(name)
             if gradient is not None and gradient.stride() != parameter.stride():
-                # Fused optimizers walk both memories side by side; autograd keeps this contract too.
+                # Fused optimizers need equal strides, which autograd guarantees too.
                 gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
             parameter.grad = gradient if gradient is None else gradient.to(parameter.device)
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients, wherever they are."""
+        """Multiply all gradients by the factor, wherever they are stored."""
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
@@ -306,11 +309,11 @@ class RankExecutor:
         return math.sqrt(total)
 
     def local(self, name: str) -> Tensor | None:
-        """This rank's part of a parameter, wherever its home is; None where another rank has it."""
+        """This rank's part of a parameter, wherever it is stored; None if another rank has it."""
         return self.variables.local(name)
 
     def set_local(self, name: str, part: Tensor) -> None:
-        """Give this rank's part of a parameter new values, which the graph reads after `updated`."""
+        """Set this rank's part of a parameter. The graph reads it after `updated`."""
         self.variables.set_local(name, part)
 
     def set_whole(self, name: str, whole: Tensor) -> None:

@@ -51,7 +51,9 @@ class LossScale:
         return good
 
     def state_dict(self) -> dict[str, Any]:
+        """The scale and the count of good steps, for a checkpoint."""
         return {"scale": self.value, "num_good": self.num_good}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`."""
         self.value, self.num_good = float(state["scale"]), int(state["num_good"])

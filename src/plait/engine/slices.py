@@ -25,6 +25,7 @@ class TensorSlice:
 
     @property
     def num_elements(self) -> int:
+        """The number of elements in the block."""
         return math.prod(self.shape)
 
     def overlap(self, other: TensorSlice) -> TensorSlice | None:
@@ -55,6 +56,7 @@ class Fragment:
 
     @property
     def slices(self) -> tuple[slice, ...]:
+        """The slices of the block in the rank's own tensor."""
         return tuple(slice(a, a + n) for a, n in zip(self.at, self.box.shape, strict=True))
 
 

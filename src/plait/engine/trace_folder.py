@@ -50,10 +50,12 @@ class RunPlan:
 
     @cached_property
     def mesh(self) -> Mesh:
+        """The mesh of the run's axes."""
         return Mesh(self.axes)
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks of the run."""
         return self.mesh.size
 
     def places(self) -> tuple[int, ...]:

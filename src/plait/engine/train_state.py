@@ -1,4 +1,4 @@
-"""The state of a training run on one rank: what a checkpoint saves and restores, whoever trains."""
+"""The state of a training run on one rank: what a checkpoint saves and restores."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class PythonWatch:
         holder, key = self.reached.slots.get(place, (None, None))
         found = holder.now().get(key) if holder is not None else self.reached.tensors.get(place)
         if not isinstance(found, Tensor):
-            raise PlanError(f"the step reads a tensor at {place}, and there is none any more")
+            raise PlanError(f"the step reads a tensor at {place}, which was removed after the step was captured")
         return found
 
     def exchange(self, place: str, tensor: Tensor) -> None:
@@ -234,6 +234,6 @@ def _array_token(array: Any) -> tuple[Any, ...]:
 
 def _numbers_of(tensor: Tensor) -> tuple[Any, ...]:
     if tensor.is_meta:
-        raise PlanError("the step reads numbers of a tensor that is on the meta device by now")
+        raise PlanError("the step reads numbers of a tensor that is now on the meta device")
     with torch.no_grad():
         return tuple(tensor.detach().reshape(-1).tolist())

@@ -36,7 +36,7 @@ def check_model(what: str, there: Shapes, here: Shapes, *, dtypes: bool = True) 
     if missing := sorted(set(here) - set(there)):
         differences.append(f"it lacks {_few(missing)}")
     if extra := sorted(set(there) - set(here)):
-        differences.append(f"it has {_few(extra)}, which this model has not")
+        differences.append(f"it has {_few(extra)}, which this model lacks")
     shared = sorted(set(here) & set(there))
     shapes = [name for name in shared if there[name][0] != here[name][0]]
     differences += [f"{n} has shape {list(there[n][0])} there and {list(here[n][0])} here" for n in shapes[:5]]

@@ -106,7 +106,7 @@ def check_values(value: Any, path: str, tensors: Container[str], where: str, dep
     if marked and ((isinstance(of, list) and mark in _LISTS) or (pairs and mark in _PAIRS)):
         deeper(of, path)
     elif not (marked and mark == "bytes" and isinstance(of, str)):
-        raise CheckpointError(f"{where}: {path}: it is marked as {str(mark)[:40]!r}, and is none")
+        raise CheckpointError(f"{where}: {path}: it is marked as {str(mark)[:40]!r}, but is not of that form")
     try:
         decode(value, lambda name: object())
     except (TypeError, ValueError):  # a list as a key, or invalid base64

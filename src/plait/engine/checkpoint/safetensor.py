@@ -47,6 +47,7 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * item_bytes(self.dtype)
 
 

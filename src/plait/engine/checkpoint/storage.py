@@ -188,7 +188,7 @@ class LocalFolder:
         found = os.open(self.path / name, flags)
         if not stat.S_ISREG(os.fstat(found).st_mode):
             os.close(found)
-            raise OSError(errno.EINVAL, "it is no file", str(self.path / name))
+            raise OSError(errno.EINVAL, "it is not a regular file", str(self.path / name))
         return found
 
     @contextlib.contextmanager

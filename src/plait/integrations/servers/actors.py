@@ -42,6 +42,7 @@ class ServerActor(Server):
         return self.standing
 
     def pid(self) -> int:
+        """The id of this process."""
         return os.getpid()
 
 

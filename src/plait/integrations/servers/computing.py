@@ -117,6 +117,7 @@ class Computing:
         return Gradient(float(loss.loss), weight, num_tokens(batch), arrays, persistent)
 
     def close(self) -> None:
+        """Stop reading data, and free what the engine keeps on disk."""
         self.feed.close()
         self.engine.close()
 

@@ -190,6 +190,7 @@ class Coordinator:
         return self._finishing
 
     def pid(self) -> int:
+        """The id of this process."""
         return os.getpid()
 
     async def _begin(self) -> None:

@@ -58,4 +58,5 @@ class Evaluator:
         return step, loss
 
     def pid(self) -> int:
+        """The id of this process."""
         return os.getpid()

@@ -27,7 +27,7 @@ class BatchFeed:
         return batch_part(self._batch, piece % self._num_parts, self._num_parts)
 
     def close(self) -> None:
-        pass
+        """Nothing to do."""
 
 
 class PieceFeed:
@@ -47,6 +47,7 @@ class PieceFeed:
         return found.result()
 
     def close(self) -> None:
+        """Stop the reading thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, piece: int) -> Any:

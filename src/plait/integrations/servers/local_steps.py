@@ -83,6 +83,7 @@ class LocalSteps:
         return Gradient(sum(losses) / len(losses), 1.0, tokens, changes, buffers, reading, moments)
 
     def close(self) -> None:
+        """Stop reading data, and free what the engine keeps on disk."""
         self.feed.close()
         self.engine.close()
 

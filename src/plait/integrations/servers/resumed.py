@@ -61,7 +61,7 @@ def checked_outer(extra: Mapping[str, Any], variables: Sequence[Variable], where
         for key, value in _mapping(values, f"outer.{name}", where).items():
             place = f"the checkpoint in {where}: outer.{name}.{_shown(key)}"
             if key != _MOMENTUM:
-                raise CheckpointError(f"{place}: the outer optimizer keeps no such thing")
+                raise CheckpointError(f"{place}: the outer optimizer has no such state")
             if not torch.is_tensor(value):
                 raise CheckpointError(f"{place}: it is a {type(value).__name__}, not a tensor")
             if value.shape != forms[name].shape or value.dtype != forms[name].dtype:

@@ -168,7 +168,7 @@ class Running:
                 if isinstance(refused, Refused):
                     raise PlanError(refused.why)
                 ends = group.leaving or self._get(self.coordinator.is_ending.remote())
-                why = "" if ends else "the coordinator did not know it any more"
+                why = "" if ends else "the coordinator no longer knew it"
             except RoleFailed as error:
                 raise RoleFailed(f"worker {group.worker} failed: {error}") from None
             except WorldError as error:

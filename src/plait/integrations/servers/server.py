@@ -237,7 +237,7 @@ class Server:
         if member.job != self.job:
             return f"worker {member.worker} pushes for the job {member.job}, and this server is of {self.job}"
         if not 0 <= member.base < number:
-            return f"worker {member.worker} pushes a gradient of version {member.base}, which there has not been"
+            return f"worker {member.worker} pushes a gradient of version {member.base}, which does not exist"
         if member.number <= self.standing.used.get(member.worker, 0):
             return f"worker {member.worker} pushes its gradient {member.number} a second time"
         try:

@@ -160,7 +160,7 @@ class Fingerprint:
                 there = theirs[name]
                 return f"its {name} is {there[1]}{list(there[0])} and the run's {dtype}{list(shape)}"
         extra = sorted(theirs.keys() - mine.keys())
-        return f"it has {extra[0]}, which the run has not" if extra else ""
+        return f"it has {extra[0]}, which the run's model lacks" if extra else ""
 
 
 def make_consistency(job: Job) -> Consistency:

@@ -109,4 +109,5 @@ class Worker:
         threading.Event().wait()
 
     def pid(self) -> int:
+        """The id of this process."""
         return os.getpid()

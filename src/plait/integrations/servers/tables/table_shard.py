@@ -74,6 +74,7 @@ class TableShard:
 
     @property
     def num_rows(self) -> int:
+        """The number of existing rows."""
         return self.index.num_rows
 
     @property
@@ -178,7 +179,7 @@ class Tables:
         for rows, ids, gradient in self._pairs(arrays):
             name, dim = rows.spec.name, rows.spec.dim
             if not isinstance(ids, np.ndarray) or ids.dtype != np.int64 or ids.ndim != 1:
-                return f"the ids of table {name} are no array of int64"
+                return f"the ids of table {name} are not a 1-d array of int64"
             if not isinstance(gradient, np.ndarray):
                 return f"the gradients of table {name} are a {type(gradient).__name__}, not an array"
             if gradient.dtype != np.float32 or gradient.shape != (len(ids), dim):
