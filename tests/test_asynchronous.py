@@ -140,3 +140,33 @@ def test_refuses_weights_that_stages_share() -> None:
 
     with pytest.raises(PlanError, match="share the parameter embed.weight; untie it"):
         verify(Tied(), tied_loss, torch.arange(8), "pipeline=2 micro=4 schedule=pipedream")
+
+
+class _Follows(nn.Module):
+    """A layer with a parameter and a buffer that are whole, and of which tensor= reads a part; the buffer changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale = nn.Linear(8, 8, bias=False), nn.Parameter(torch.randn(8))
+        self.register_buffer("mean", torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        with torch.no_grad():
+            self.mean.lerp_(y.detach().flatten(0, -2).std(0), 0.1)
+        return x + torch.relu(y - self.mean) * self.scale
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["pipeline=2 tensor=2 micro=4 schedule=pipedream", "pipeline=2 tensor=2 micro=4 schedule=pipedream-2bw",
+     "pipeline=2 tensor=2 micro=2 recompute=0"],
+)  # fmt: skip
+def test_backward_reads_parts_of_what_changes_as_forward_did(plan: str) -> None:
+    """A rank's part of a whole tensor lies in its memory, which an update or a later microbatch writes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(_Follows(), _Follows(), nn.Linear(8, 6)).double()
+    layouts = {"0.up.weight": "tensor, -", "0.scale": "-", "1.up.weight": "tensor, -", "1.scale": "-"}
+    rows = torch.randn(12, 4, 8, dtype=torch.float64)
+    report = verify(model, lambda m, x: m(x).pow(2).mean(), rows, plan, layouts=layouts)
+    assert report.ok, report

@@ -28,6 +28,12 @@ def is_view(node: Node) -> bool:
     return op_spec(node.target).view is not None
 
 
+def may_alias(node: Node) -> bool:
+    """Whether the node's value may lie in the memory of its first tensor: a view, or this rank's part of a whole."""
+    row = op_spec(node.target)
+    return is_view(node) or (row.moves and row.communicates is None)
+
+
 def is_whole_view(node: Node) -> bool:
     """Whether the node shows all of its input, each number once: what is written to one is written to the other."""
     view = op_spec(node.target).view

@@ -19,7 +19,7 @@ from plait.compile.capture.capture import Output
 from plait.compile.ir.calls import is_item, is_tensor, num_bytes, op_spec_of, output_node, placeholders
 from plait.compile.ir.estimate import flops_of, seconds_of
 from plait.compile.ir.node_info import info_of, is_backward, position_of, set_info, stage_of
-from plait.compile.ir.views import is_cast, is_view
+from plait.compile.ir.views import is_cast, is_view, may_alias
 from plait.compile.ops import comm_ops
 from plait.compile.ops.draw import draw
 from plait.errors import PlanError, Refusal
@@ -124,8 +124,8 @@ def _moment(node: Node) -> tuple[bool, int]:
 def repeatable(graph: Graph, written: Collection[str]) -> set[Node]:
     """Calls that any stage makes for itself rather than being sent their result, or keeping it.
 
-    Views and casts of parameters, and whatever cheap comes from the batch alone, such as masks and positions; not what
-    comes from `written` buffers, which change from microbatch to microbatch.
+    Views, parts and casts of parameters, and whatever cheap comes from the batch alone, such as masks and positions;
+    not what comes from `written` buffers, which change from microbatch to microbatch.
     """
     found: set[Node] = set()
     of_parameters: set[Node] = set()
@@ -142,7 +142,7 @@ def repeatable(graph: Graph, written: Collection[str]) -> set[Node]:
         if not all(s.op == "placeholder" or s in found for s in sources) or any(s.name == "scale" for s in sources):
             continue
         if of_parameters.intersection(sources):
-            if not is_view(node) and not is_cast(node):
+            if not may_alias(node) and not is_cast(node):
                 continue
             of_parameters.add(node)
         elif flops_of(node):

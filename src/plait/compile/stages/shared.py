@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from plait.compile.capture.capture import Output
 from plait.compile.ir.calls import call_of, is_tensor, op_spec_of, output_node, placeholders, tensor_inputs
 from plait.compile.ir.node_info import describe, info_of, is_backward, set_info
-from plait.compile.ir.views import is_view, view_anew
+from plait.compile.ir.views import may_alias, view_anew
 from plait.compile.ops import CollectiveKind
 
 aten = torch.ops.aten
@@ -42,10 +42,12 @@ def keep_written_buffers(graph: Graph, written: Collection[str]) -> None:
 
 
 def _views_of(graph: Graph, source: Node) -> list[Node]:
-    """The views of a value that forward makes, in the graph's order, views of views among them."""
+    """The views of a value that forward makes, in the graph's order, views of views and parts of them among them."""
     found = {source: None}
     for node in graph.nodes:
-        if node.op == "call_function" and not is_backward(node) and is_view(node) and node.args[0] in found:
+        if node.op != "call_function" or is_backward(node) or not may_alias(node):
+            continue
+        if tensor_inputs(node)[0] in found:
             found[node] = None
     return [*found][1:]
 
