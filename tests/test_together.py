@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import plait
 from plait import Plan, RankFailed, Trainer, WorldError
 from plait.comm.agree import agree, attempt
+from plait.comm.monitor import NOTICE, TIMEOUT, timeout
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
-from plait.comm.timeouts import NOTICE, TIMEOUT, timeout
 from plait.engine.local_batch import LocalBatch
 from plait.engine.same_batch import _checksum, _of_device
 from plait.errors import CaptureError, PlanError, Refusal
@@ -298,7 +298,7 @@ def test_timeouts_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_threads_that_wait_for_notes_and_for_collectives_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.comm.meeting._LOOK_AROUND", 0.2)
+    monkeypatch.setattr("plait.comm.thread_transport._LOOK_AROUND", 0.2)
 
     def cross(world: World) -> None:
         if world.rank == 0:
@@ -318,7 +318,7 @@ def test_threads_that_wait_for_notes_and_for_collectives_of_each_other(monkeypat
 
 
 def test_a_late_thread_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.comm.meeting._LOOK_AROUND", 0.05)
+    monkeypatch.setattr("plait.comm.thread_transport._LOOK_AROUND", 0.05)
 
     def late(world: World) -> None:
         if world.rank == 1:
@@ -380,8 +380,8 @@ def test_processes_that_wait_for_each_other_are_told(shared: bool, tmp_path: Pat
     body = (
         "try:\n"
         "    agree(world, '[4]', 'shape of batch') if world.rank == 0 else comm.all_reduce(torch.ones(3)).wait()\n"
-        "except Exception as error: print(error); world.board.set(f'told/{world.rank}', '')\n"
-        "world.board.missing([f'told/{i}' for i in range(2)], 20)"
+        "except Exception as error: print(error); world.store.set(f'told/{world.rank}', '')\n"
+        "world.store.missing([f'told/{i}' for i in range(2)], 20)"
     )
     first, second = (script.outcome() for script in processes(tmp_path, body, shared))
     told = first[1] + first[2] + second[1] + second[2]

@@ -23,7 +23,7 @@ from plait.plan.plan import Plan
 if TYPE_CHECKING:
     from plait.api.job.setup import Resume
 
-# torch is imported inside the commands: a plan or a config that cannot be read is refused without waiting for it.
+# torch is imported inside the commands, so that an invalid plan or config is refused without waiting for it.
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -47,22 +47,22 @@ SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a val
 
 
 def main() -> None:
-    """What `plait/__main__.py` starts."""
+    """Run the command line; `plait/__main__.py` calls it."""
     app()
 
 
 @app.callback(invoke_without_command=True)
 def plait(
-    version: Annotated[bool, typer.Option("--version", help="Show the version and leave.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
-    """Train any PyTorch model on any number of devices: a line of plan says how the step is spread."""
+    """Train any PyTorch model on any number of devices: a plan, one line of text, says how the step is spread."""
     if version:
         print(f"plait {__version__}")
         raise typer.Exit
 
 
 class _TrainCommand(TyperCommand):
-    """`--resume` may stand alone, or have a value: --resume=auto."""
+    """A command whose `--resume` may stand alone or have a value: --resume=auto."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest = list(args)
@@ -86,8 +86,8 @@ def train(
         typer.Option(
             "--resume",
             metavar="[auto]",
-            help="Go on from the last checkpoint; with --resume=auto only if there is one, or else begin anew, which is"
-            " what a job that is queued again wants.",
+            help="Go on from the last checkpoint. With --resume=auto begin anew if there is none, which suits a job"
+            " that is queued again.",
         ),
     ] = "",
     checkpoint: Annotated[
@@ -96,7 +96,7 @@ def train(
     trace: Annotated[bool, typer.Option("--trace", help="Record the last 20 steps, for plait report.")] = False,
     changes: SetOption = None,
 ) -> None:
-    """Train as a config file says, on processes of this machine; under torchrun, join it as one rank."""
+    """Train as a config file says, on processes of this machine; under torchrun, as one of its ranks."""
     with _errors_shown_once():
         from plait.api.job.config import load_config
 
@@ -138,7 +138,7 @@ def verify(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to compare.")] = 2,
     changes: SetOption = None,
 ) -> None:
-    """Prove that a plan gives the numbers of one device, with ranks as threads; status 1 if it does not."""
+    """Check that a plan gives the numbers of one device, with ranks as threads; status 1 if it does not."""
     with _errors_shown_once():
         from plait.api.job.config import load_config
 
@@ -190,7 +190,7 @@ def explain(
 
 @checkpoint_app.command()
 def show(path: CheckpointArgument) -> None:
-    """Print what a checkpoint holds: step, plan, and name, shape, type and bytes of every tensor."""
+    """Print the contents of a checkpoint: step, plan, and each tensor's name, shape, dtype and bytes."""
     with _errors_shown_once():
         from plait.report.checkpoint_text import describe_checkpoint
 
@@ -199,7 +199,7 @@ def show(path: CheckpointArgument) -> None:
 
 @checkpoint_app.command("verify")
 def verify_files(path: CheckpointArgument) -> None:
-    """Look at every byte of every checkpoint there; exit 1 with the names of files that are damaged."""
+    """Check every byte of every checkpoint there; status 1, with the names of damaged files, if any is damaged."""
     with _errors_shown_once(status=1):
         from plait.report.checkpoint_text import verify_checkpoints
 
@@ -211,7 +211,7 @@ def convert(
     path: CheckpointArgument,
     out: Annotated[str, typer.Argument(metavar="OUT", help="A file named .safetensors, or a folder.")],
 ) -> None:
-    """Write the weights as safetensors, one file or a folder as Hugging Face has it."""
+    """Write the weights as safetensors: one file, or a folder in the form of Hugging Face."""
     with _errors_shown_once():
         from plait.engine.checkpoint.export import CONFIG, export_weights
 
@@ -251,7 +251,7 @@ def schedule(
     costs: Annotated[Path | None, typer.Option("--costs", help="Seconds and bytes of each stage, as JSON.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page with the picture, to zoom into.")] = None,
 ) -> None:
-    """Draw the schedule of a pipeline, with its utilisation, bubble and memory as simulated. Nothing is run."""
+    """Draw the schedule of a pipeline, with its simulated utilisation, bubble and memory. Nothing is run."""
     with _errors_shown_once():
         from plait.report.schedule_page import describe_schedule, find_schedule, predict, write_page
 
@@ -271,7 +271,7 @@ def report(
         Path | None, typer.Option("--perfetto", help="Also write a trace for ui.perfetto.dev or chrome://tracing.")
     ] = None,
 ) -> None:
-    """Write a page about a run: swimlanes (of --trace), utilisation, memory, bytes by link, loss and tokens/s."""
+    """Write a page about a run: swimlanes (with --trace), utilisation, memory, bytes per link, loss and tokens/s."""
     with _errors_shown_once():
         from plait.api.job.report_command import write_report
 
@@ -300,7 +300,7 @@ def run(
         Path | None, typer.Option("--trace", help="Record the last 20 steps into this folder, for plait report.")
     ] = None,
 ) -> None:
-    """Run your own script on processes of this machine. Its Trainer takes the plan given here, or else its own."""
+    """Run your own script on processes of this machine. Its Trainer uses the plan given here, or else its own."""
     with _errors_shown_once():
         if not script.is_file():
             raise PlanError(f"there is no script {str(script)!r} (looked for {script.absolute()})")
@@ -326,7 +326,7 @@ def _resume(text: str, checkpoint: str) -> Resume:
 
 
 def _choose_plan(text: str | None, processes: int | None) -> Plan:
-    """The plan to train by, checked against the number of processes."""
+    """The plan to train under, checked against the number of processes."""
     if under_launcher():
         chosen = _plan_of(text) if text is not None else resolve_plan(None)
         chosen.check_processes(num_processes())
@@ -350,7 +350,7 @@ def _plan_of(text: str | None) -> Plan:
 
 
 def _launched_here() -> bool:
-    """Whether this rank was started by `_launch`, which has checked everything."""
+    """Whether this rank was started by `_launch`, whose process has checked the job."""
     from plait.comm.launch import FAILURE_FILE
 
     return under_launcher() and FAILURE_FILE in os.environ
@@ -364,7 +364,7 @@ def _launch(arguments: list[str], size: int, plan: Plan | None) -> None:
 
 @contextmanager
 def _errors_shown_once(status: int = 2) -> Iterator[None]:
-    """Print a PlaitError as one message and leave with `status`. Of several ranks only the first to fail speaks."""
+    """Print a PlaitError as one message and exit with `status`. Of several ranks only the first to fail prints."""
     try:
         yield
     except PlaitError as error:
@@ -387,7 +387,7 @@ def _errors_shown_once(status: int = 2) -> Iterator[None]:
 
 
 def _tell(error: BaseException) -> None:
-    """Let the ranks that wait for this one know, where there are any."""
+    """Tell other ranks, if there are any, that this one has failed."""
     if under_launcher() and "plait.comm.failure" in sys.modules:
         from plait.comm.failure import let_speak_first, tell_failure
 

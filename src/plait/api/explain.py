@@ -1,4 +1,4 @@
-"""explain: what a plan would do to a model, without running anything."""
+"""explain: the layouts and collectives that a plan gives a model, without running anything."""
 
 from __future__ import annotations
 
@@ -27,10 +27,18 @@ from plait.report.explanation import Explanation, explanation
 def explain(
     model: nn.Module, loss_fn: LossFn, batch: Any, plan: Plan | str, *, layouts: Annotations | None = None
 ) -> Explanation:
-    """The layouts, their origins and the collectives of one step on a global batch; print it, or ask `.tensor(name)`;
-    `.passes()` lists the passes that made the graphs, `.diff(name)` shows what one of them changed.
+    """Explain one step of a plan on a global batch.
 
-    Of replicas that agree later it is the step of one of them, and of parameter servers that of one worker.
+    Args:
+        model: the model; its values are not read.
+        loss_fn: as the Trainer takes it.
+        batch: a global batch.
+        plan: a Plan or its text.
+        layouts: annotations of parameters by name pattern.
+
+    Returns an Explanation with the layouts, their origins and the collectives. Print it, or ask `.tensor(name)` for one
+    tensor, `.passes()` for the passes that made the graphs, and `.diff(name)` for what one pass changed. For replicas
+    that synchronize later it shows the step of one replica, and with parameter servers that of one worker.
 
     Raises PlanError, LayoutError or CaptureError as the Trainer would.
     """
@@ -44,7 +52,8 @@ def explain(
 
 
 def _batch_of_worker(batch: Any, plan: Plan) -> Any:
-    """Rows of a global batch that have the shapes of one worker's part."""
+    """Rows of a global batch in the shapes of one worker's part. Raises BatchError for rows that workers cannot
+    share."""
     rows, num = num_rows(batch), plan.workers - plan.backup
     if rows % num:
         raise BatchError(f"{num} workers do not divide the batch of {rows} rows; give a multiple of {num * plan.micro}")
@@ -52,7 +61,7 @@ def _batch_of_worker(batch: Any, plan: Plan) -> Any:
 
 
 def _service(plan: Plan, program: RankProgram) -> str:
-    """What workers and servers do beside the step that is shown, and what a worker moves for it."""
+    """What workers and servers do besides the step that is shown, and the bytes that a worker moves for it."""
     names = [name for name in program.states if name not in program.captured.frozen]
     held = sum(math.prod(program.states[name].shape) * program.dtype_of(name).itemsize for name in names)
     servers = f"{plan.servers} server{'s' * (plan.servers != 1)}"
@@ -66,7 +75,7 @@ def _service(plan: Plan, program: RankProgram) -> str:
 
 
 def _agreement(plan: Plan, program: RankProgram) -> str:
-    """What replicas do beside the step that is shown, and what a rank sends for it."""
+    """What replicas do besides the step that is shown, and the bytes that a rank sends for it."""
     num = plan.mesh.axis_size(plan.relaxed_axis)
     mesh = plan.inner_plan.mesh
     sent = 0.0

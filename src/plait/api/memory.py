@@ -1,4 +1,4 @@
-"""memory: what a training step takes on each rank of a plan, before anything runs."""
+"""memory: the bytes that a training step takes on each rank of a plan, before anything runs."""
 
 from __future__ import annotations
 
@@ -41,10 +41,18 @@ def memory(
     optimizer: OptimizerFactory = _ADAMW,
     layouts: Annotations | None = None,
 ) -> MemoryEstimate:
-    """Bytes of tensors on each rank over a step on a global batch; print it, or ask `.peak` and `.fits(limit)`.
+    """Predict the bytes of tensors on each rank over a step on a global batch.
 
-    `optimizer` is as the Trainer takes it. The model may be on the meta device; nothing of its size is allocated. Not
-    counted are the runtime's own memory, what kernels take inside themselves, and what an allocator cannot reuse.
+    Args:
+        model: the model, which may be on the meta device; no memory of its size is allocated.
+        loss_fn: as the Trainer takes it.
+        batch: a global batch.
+        plan: a Plan or its text.
+        optimizer: as the Trainer takes it.
+        layouts: annotations of parameters by name pattern.
+
+    Returns a MemoryEstimate: print it, or ask `.peak` and `.fits(limit)`, in bytes. It does not count the runtime's own
+    memory, workspaces of kernels, and memory that an allocator cannot reuse.
 
     Raises PlanError, LayoutError or CaptureError as the Trainer would.
     """
@@ -53,9 +61,9 @@ def memory(
 
 
 class Estimator:
-    """Estimates of several plans for one model and batch, which share captures; arguments as of `memory`.
+    """Estimates of several plans for one model and batch, which share captures. Arguments as `memory`.
 
-    `built` says whether every rank builds the model with its values; by default it does if this model has them.
+    `built` says whether every rank builds the model with its values; by default it does if this model has values.
     """
 
     def __init__(
@@ -67,7 +75,7 @@ class Estimator:
         layouts: Annotations | None = None,
         built: bool | None = None,
     ) -> None:
-        self._device = torch.device(default_kind())  # as a process takes it
+        self._device = torch.device(default_kind())  # the device that a process would use
         self._captures = Captures(model, loss_fn, self._device)
         self._batch = batch
         self._optimizer = optimizer
@@ -75,7 +83,10 @@ class Estimator:
         self._built = not any(p.is_meta for p in model.parameters()) if built is None else built
 
     def estimate(self, plan: Plan) -> MemoryEstimate:
-        """What the plan takes on each of its ranks; what has its home elsewhere is counted as if on the device."""
+        """The memory of each rank of the plan. Offloaded tensors count as if they were on the device.
+
+        Raises PlanError for a plan with parameter servers.
+        """
         if plan.workers:
             how = f"as {str(plan.inner_plan)!r}" if str(plan.inner_plan) else "on one device"
             raise PlanError(
@@ -107,8 +118,8 @@ class Estimator:
         return Compiler(self._captures, plan, self._layouts).compiled(microbatches(batch, plan.micro)[0]).program
 
     def until_it_fits(self, plan: Plan, limit: int) -> list[MemoryEstimate]:
-        """Estimates of plans that differ from this one in one key, up to the first that stays within so many bytes on
-        every rank; all of them if none does."""
+        """Estimate plans that differ from `plan` in one key, up to the first that takes at most `limit` bytes on every
+        rank. Returns all estimates."""
         found: list[MemoryEstimate] = []
         for other in [*self._cuts(plan, limit), *single_changes(plan, num_rows(self._batch))]:
             try:
@@ -120,7 +131,7 @@ class Estimator:
         return found
 
     def _cuts(self, plan: Plan, limit: int) -> list[Plan]:
-        """The plan with another cut of its pipeline, where one is likely to stay within so many bytes."""
+        """The plan with another cut of its pipeline, if one is likely to take at most `limit` bytes on every rank."""
         if plan.mesh.axis_size(stage_axis()) == 1:
             return []
         batch = batch_of_replica(self._batch, plan)
@@ -137,7 +148,7 @@ class Estimator:
 
 
 def _kind(program: RankProgram, rank: int) -> Any:
-    """What two ranks that take the same memory have in common: the shapes of their parts, and what they run."""
+    """A key that is equal for ranks that take the same memory: the shapes of their parts, and which graphs they run."""
     mesh = program.plan.mesh
     here = mesh.coordinates(rank)
     shapes = tuple(layout.local_shape(mesh, here) for layout in program.states.values())

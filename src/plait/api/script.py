@@ -1,4 +1,4 @@
-"""Running a user's own script as one rank."""
+"""Run a user's own script as one rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.errors import PlaitError, RankFailed
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> None:
-    """Run the script as `python SCRIPT ARGUMENTS` would; of several ranks only the first to fail speaks."""
+    """Run the script as `python SCRIPT ARGUMENTS` would. Of several ranks only the first to fail prints its error."""
     if num_processes() > 1:
         _print_whole_lines()
     if (folder := ranks_folder()) is not None:
@@ -58,7 +58,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
 
 
 def _tell(error: BaseException) -> None:
-    """Let the ranks that wait for this one know, where there are any."""
+    """Tell other ranks, if there are any, that this one has failed."""
     if num_processes() > 1 and "plait.comm.failure" in sys.modules:
         from plait.comm.failure import let_speak_first, tell_failure
 
@@ -67,14 +67,14 @@ def _tell(error: BaseException) -> None:
 
 
 def _print_whole_lines() -> None:
-    """Ranks write to one place, as torchrun's do and without a prefix: let each line get there as one, at once."""
+    """Write whole lines: ranks share one terminal, so that parts of their lines would mix."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _own_traceback(error: Exception, script: Path) -> str:
-    """The traceback from the script's first line on, without what ran it."""
+    """The traceback from the script's first frame on, without the frames of plait that ran it."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
         frames = frames.tb_next
@@ -83,7 +83,7 @@ def _own_traceback(error: Exception, script: Path) -> str:
 
 
 def _leave(status: int) -> None:
-    """Leave at once: a process whose group is broken would wait for the other ranks."""
+    """Exit at once: a process whose group is broken would wait for the other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

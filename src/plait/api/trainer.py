@@ -1,4 +1,4 @@
-"""The Trainer: what a user trains with. A thin layer over the engine, with all that is seen global."""
+"""The Trainer: what a user trains with. It is a thin layer over the engine, and all that it shows is global."""
 
 from __future__ import annotations
 
@@ -40,51 +40,65 @@ from plait.spec.layout import Layout
 
 @dataclass(frozen=True)
 class StepEnd:
-    """What a callback gets after each step. All values are global, or with sync=N those of this rank's replica."""
+    """What a callback gets after each step. All values are global, or with sync=N those of this rank's replica.
+
+    Attributes:
+        step: how many steps were taken.
+        loss: the loss of the step.
+        gradient_norm: the 2-norm of the gradients before clipping; None without `clip_norm`.
+        aux: what the loss function returned beside the loss.
+    """
 
     step: int
     loss: float
-    gradient_norm: float | None  # before clipping; None where no clip_norm was given
-    aux: Mapping[str, Tensor] = field(default_factory=dict)  # what the loss came with
+    gradient_norm: float | None
+    aux: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Trainer:
-    """Trains `model` under `plan`; the same script runs on one process, on many, and on many machines.
+    """Trains `model` under `plan`. The same script runs on one process, on many, and on many machines.
 
-    model      any nn.Module, on any device or on the meta device; its code is not touched
-    loss_fn    (model, batch) -> the mean loss over the batch, or Weighted(sum, weight) for a loss normalised by a
-               count; or (loss, aux), where aux is a dict of further outputs by name
-    optimizer  parameters -> torch.optim.Optimizer, such as functools.partial(torch.optim.AdamW, lr=3e-4); if its first
-               argument is called `named_parameters` it gets (name, parameter) pairs. Several optimizers are a list of
-               (name pattern, such a function) pairs, of which the first that fits a parameter trains it, or whatever
-               the function returns: a list of optimizers, or an object that holds some and steps them
-    plan       a Plan or its text; by default the environment's PLAIT_PLAN, or data parallel over all processes
-    layouts    annotations of parameters by name pattern (spec.annotation); the recipes decide on the others
-    clip_norm  clip the 2-norm of all gradients to this
-    scheduler  optimizer -> torch.optim.lr_scheduler.LRScheduler, stepped after each step
-    callbacks  called with a StepEnd after each step, on every rank
-    on_nan     "raise" LossError when the loss is not finite (nothing is updated), or "warn" and go on
-    scratch    the folder for what the plan keeps on disk; by default TMPDIR or /var/tmp. Nothing is left in it
-    allow      "local_loss" for a model that cannot be captured and runs under PyTorch's DDP: train on the mean of the
-               ranks' losses where that is not the loss of the batch, as of a loss that couples rows. It is refused else
-    trace      a folder for what every rank did in the last 20 steps, written by `close`; `plait report` shows it
+    Args:
+        model: any nn.Module, on any device or on the meta device. Its code is not touched.
+        loss_fn: a function of (model, batch) that returns the mean loss over the batch, or Weighted(sum, weight) for a
+            loss normalized by a count; or a pair (loss, aux), where aux is a dict of further outputs by name.
+        optimizer: a function from parameters to a torch.optim.Optimizer, such as
+            functools.partial(torch.optim.AdamW, lr=3e-4). If its first argument is called `named_parameters` it gets
+            (name, parameter) pairs. It may return several optimizers, as a list or as an object that holds and steps
+            them. Several optimizers may also be given as a list of (name pattern, such a function) pairs, in which the
+            first pattern that matches a parameter decides.
+        plan: a Plan or its text; by default that of the environment's PLAIT_PLAN, or data parallelism over all
+            processes.
+        layouts: annotations of parameters by name pattern (plan/annotation.py). Other parameters get their layouts from
+            the rules of auto sharding.
+        clip_norm: the 2-norm of all gradients to which they are clipped.
+        scheduler: a function from an optimizer to a torch.optim.lr_scheduler.LRScheduler, stepped after each step.
+        callbacks: functions called with a StepEnd after each step, on every rank.
+        on_nan: "raise" LossError if the loss is not finite, without an update, or "warn" and go on.
+        scratch: the folder for what the plan offloads to disk; by default TMPDIR or /var/tmp. Nothing stays in it.
+        allow: "local_loss" lets a model that cannot be captured, and so runs under PyTorch's DDP, train on the mean of
+            the ranks' losses where that is not the loss of the batch, as for a loss that couples rows. Without it such
+            a loss is refused.
+        trace: a folder for a recording of the last 20 steps on every rank, written by `close`, for `plait report`.
 
-    A step trains in training mode: a model given in evaluation mode is switched as a whole, as `model.train()` would;
-    one in training mode keeps the mode of each of its submodules. Tensors that model
-    or loss read and that are neither the model's nor the batch's are read anew at each step, and changed if the step
-    changes them; checkpoints do not have them. Where a Python value that they read differs, or `requires_grad`, the
-    step is captured anew, which takes seconds: a number that changes at each step is better one of the batch, which is
-    an input of the step but where Python needs to know it, or a 0-d tensor. The clock and files are read once, when
-    the step is captured.
+    Steps run in training mode. A model given in evaluation mode is switched as by `model.train()`; a model in training
+    mode keeps the mode of each submodule.
 
-    What `loss_fn` returns beside the loss, `step` and `evaluate` return too, as it is for the whole global batch: a
-    tensor with a row for each row of the batch has them in the batch's order; a scalar is, over microbatches and over
-    the batches of an evaluation, the mean weighted by rows; Sum(x), Mean(x), Max(x), Min(x) and Weighted(sum, weight)
-    say otherwise, and may have any shape. These outputs have no gradient.
+    Tensors that the model or the loss function reads, and that belong neither to the model nor to the batch, are read
+    at each step, and changed if the step changes them. Checkpoints do not contain them. If a Python value that they
+    read changes, or a `requires_grad`, the step is captured again, which takes seconds. A number that changes at each
+    step should therefore be in the batch, or be a 0-d tensor. The clock and files are read once, during capture.
 
-    What a plan splits, such as tensor-parallel weights, lives in the trainer, and the model's own copy is let go with
-    the first batch: `gathered` lends it to the model. After `close` it is gone; save it, or export it, before. If the
-    start fails the model is as it was.
+    `step` and `evaluate` return what `loss_fn` returns beside the loss too, for the whole global batch. A tensor with a
+    row for each row of the batch has its rows in the batch's order. A scalar is averaged over microbatches, and over
+    the batches of an evaluation, weighted by rows. Sum(x), Mean(x), Max(x), Min(x) and Weighted(sum, weight) choose
+    another reduction, and may have any shape. These outputs have no gradient.
+
+    The trainer owns what a plan shards, such as tensor-parallel weights, and frees the model's own copy with the first
+    batch: `gathered` lends the weights to the model. They are gone after `close`, so save or export them before. If the
+    start fails, the model stays as it was.
+
+    Raises PlanError for a plan that cannot train this model, before any step.
     """
 
     def __init__(
@@ -133,20 +147,20 @@ class Trainer:
             recorder=None if self._trace is None else TraceRecorder(self.world), allow=check_allowed(allow),
         )  # fmt: skip
         self._callbacks = tuple(callbacks)
-        self._last: StepLoss | None = None  # of the last forward_backward
-        self._pending: list[Callable[[], object]] = []  # what is loaded, before the first batch
+        self._last: StepLoss | None = None  # result of the last forward_backward
+        self._pending: list[Callable[[], object]] = []  # loads that wait for the first batch
         self._saver = Saver()
         if self._trace is not None:
-            atexit.register(_end_trace, weakref.ref(self))  # of a script that does not close
+            atexit.register(_end_trace, weakref.ref(self))  # for scripts that do not call close()
 
     @property
     def state(self) -> TrainState:
-        """What a checkpoint saves: live objects."""
+        """The live objects that a checkpoint saves."""
         return self.engine.state
 
     @property
     def step_number(self) -> int:
-        """How many steps were taken."""
+        """How many steps have been taken."""
         return self.state.step_number
 
     @property
@@ -161,11 +175,11 @@ class Trainer:
 
     @property
     def executor(self) -> StepExecutor:
-        """What this rank holds and runs. PlanError before the first batch."""
+        """What this rank holds and runs. Raises PlanError before the first batch."""
         return self.engine.executor
 
     def prepare(self, batch: Any) -> None:
-        """Capture the step, lay it out and place the parameters, as the first `step` would."""
+        """Capture the step, lower it under the plan and place the parameters, as the first `step` would."""
         if not self.engine.prepare(batch):
             return
         if self._trace is not None and self.world.rank == 0:
@@ -175,22 +189,22 @@ class Trainer:
             take_over()
 
     def step(self, batch: Any) -> Any:
-        """One training step on a global batch (or this rank's LocalBatch); returns the global loss, a 0-d tensor, or
-        (loss, aux) where `loss_fn` does.
+        """Take one training step on a global batch, or on this rank's LocalBatch.
 
-        With sync=N it is that of this rank's replica, on its part of the batch: the others are not waited for. Of an
-        asynchronous schedule it is what each microbatch gave with the weights that it used.
+        Returns the global loss, a 0-d tensor, or (loss, aux) if `loss_fn` returns a pair. With sync=N the loss is that
+        of this rank's replica on its part of the batch, without waiting for the others. Under an asynchronous schedule
+        each microbatch contributes the loss of the weights that it used.
         """
         found = self._forward_backward(batch)
         self.optimizer_step()
         return found
 
     def forward_backward(self, batch: Any) -> Any:
-        """The first half of `step`: returns what `step` does, and changes no parameter.
+        """Run the first half of `step`: the same result, and no parameter is changed.
 
-        `gradients` gives the gradients then, and `optimizer_step` updates with them. Those of several batches add up,
-        as in PyTorch, until `optimizer_step` or `zero_grad`. Random draws differ from batch to batch. PlanError under
-        an asynchronous schedule, which updates within a step.
+        `gradients` then returns the gradients, and `optimizer_step` updates with them. Gradients of several batches
+        accumulate, as in PyTorch, until `optimizer_step` or `zero_grad`. Random draws differ from batch to batch.
+        Raises PlanError under an asynchronous schedule, which updates within a step.
         """
         if self.engine.updates_within:
             raise PlanError(
@@ -208,18 +222,20 @@ class Trainer:
         return found.loss if found.outputs is None else (found.loss, found.outputs)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients that wait for `optimizer_step`, before clipping: whole tensors by name, of the parameters that
-        have one. Every rank calls it."""
+        """The gradients for the next `optimizer_step`, before clipping: whole tensors by name, for parameters that have
+        one. Every rank calls it."""
         return self.engine.gradients()
 
     def zero_grad(self) -> None:
-        """Drop the gradients that wait for `optimizer_step`."""
+        """Drop the gradients for the next `optimizer_step`."""
         self.engine.zero_grad()
 
     def optimizer_step(self) -> float | None:
-        """The second half of `step`: clip and update with the gradients that wait, step the scheduler, call the
-        callbacks. Returns the 2-norm of the gradients before clipping, None without `clip_norm`. PlanError where no
-        gradients wait."""
+        """Run the second half of `step`: clip the gradients, update, step the scheduler and call the callbacks.
+
+        Returns the 2-norm of the gradients before clipping, or None without `clip_norm`. Raises PlanError if there are
+        no gradients.
+        """
         norm = self.engine.optimizer_step()
         number, recorder = self.step_number, self.engine.recorder
         if recorder is not None:
@@ -233,22 +249,23 @@ class Trainer:
         return norm
 
     def evaluate(self, data: Any) -> Any:
-        """The loss without gradients, in evaluation mode, a float: of one batch, or over a loader or list of them.
-        Where `loss_fn` returns (loss, aux) so does this, with the outputs of all batches put together. A batch that
-        the plan's ranks do not divide, such as a short last one, is worked out whole by each of them.
+        """The loss without gradients, in evaluation mode, as a float: of one batch, or over a loader or list of
+        batches.
 
-        Of replicas that agree later it is that of the mean of their weights.
+        If `loss_fn` returns (loss, aux) so does `evaluate`, with the outputs of all batches combined. A batch whose
+        rows the ranks cannot share, such as a short last one, is computed whole by each of them. For replicas that
+        synchronize later it is the loss of their mean weights.
         """
         return self.engine.evaluate(data)
 
     def agree(self) -> None:
-        """Let replicas that agree every n steps agree now, as after the last step; nothing where all agree at each."""
+        """Synchronize replicas that do so every n steps now, as after the last step. Does nothing under other plans."""
         if self.state.replicas is not None:
             self.state.replicas.agree(self.step_number)
 
     @property
     def split_share(self) -> SplitShare | None:
-        """How much of the model an axis that splits weights does split; None without such an axis."""
+        """How much of the model is split by an axis that splits weights, such as tensor; None without such an axis."""
         compiled = self.executor.compiled
         return None if compiled is None else compiled.share
 
@@ -258,14 +275,17 @@ class Trainer:
         return dict(self.executor.layouts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer, scheduler and step; tensors are DTensors in the process world. Every rank calls it.
+        """State of the model, optimizer, scheduler and step. Tensors are DTensors among processes. Every rank calls it.
 
-        As in PyTorch the tensors are those that train on: copy them, or `save`, to come back to this step later.
+        As in PyTorch the tensors are those that train on: copy them, or `save`, to return to this step later.
         """
         return snapshot.take(self.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a state made under any plan. Before the first batch it is kept until then."""
+        """Load a state that was made under any plan. Before the first batch it is kept until then.
+
+        Raises CheckpointError for a dict that is no trainer's state.
+        """
         if not {"model", "step"} <= set(state):
             raise CheckpointError(f"a trainer's state has model, optimizer and step; this one has {sorted(state)}")
         if not self.engine.is_prepared:
@@ -274,7 +294,7 @@ class Trainer:
         snapshot.restore(self.state, state)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model as plain CPU tensors by name, as `model.state_dict()` has it. Every rank calls it."""
+        """The whole model as plain CPU tensors by name, as in `model.state_dict()`. Every rank calls it."""
         if not self.engine.is_prepared and not self._pending:
             with not_started(self.world, self.engine.compiler.model, None, False) as model:
                 return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
@@ -286,17 +306,21 @@ class Trainer:
     def gathered(
         self, rank: int | None = None, *, write: bool = True, at_once: bool = True, ema: bool = False
     ) -> Iterator[nn.Module]:
-        """Inside, the model that the trainer was given has its weights, whole: to generate, evaluate, clamp, export.
+        """Give the model that the trainer was given its whole weights within the context: to generate, evaluate, clamp
+        or export.
 
-        rank     have them on that rank alone; by default on all. Every rank enters and leaves, whichever has them
-        write    take over at the end what was changed of weights and buffers: on all ranks alike, or that of `rank`.
-                 The optimizer's state stays as it is. Otherwise changes are dropped, as they are after an exception
-        at_once  False puts weights together op by op, as each is read, and lets go of them after: for a model that
-                 fits on no device. All ranks then use the model alike, without gradients, and write nothing
-        ema      the moving average that `ema` keeps, in place of the weights; nothing is written
+        Args:
+            rank: the only rank to have the weights; by default all have them. Every rank enters and leaves.
+            write: keep changes to weights and buffers, which all ranks make alike, or which `rank` makes. The
+                optimizer's state stays as it is. Otherwise, and after an exception, changes are dropped.
+            at_once: if false, weights are gathered op by op as each is read, and freed afterwards, for a model that
+                fits on no device. All ranks then use the model alike, without gradients, and changes are dropped.
+            ema: use the moving average that `ema` keeps in place of the weights; changes are dropped.
 
-        Of replicas that agree later the weights are the mean; those that are changed become the same on all replicas.
-        Before the first batch all ranks have the model as it was given, and training begins with what it is changed to.
+        For replicas that synchronize later the weights are the mean; changed weights become equal on all replicas.
+        Before the first batch all ranks have the model as given, and training begins with the changed weights.
+
+        Raises PlanError for ema=True without an average.
         """
         average = self.state.average
         if ema and average is None:
@@ -310,10 +334,10 @@ class Trainer:
                 yield stack.enter_context(gathered(self.state, rank, write and not ema, at_once))
 
     def ema(self, decay: float) -> MovingAverage:
-        """Keep an exponential moving average of the weights from now on, in parts like these, updated by each step.
+        """Keep an exponential moving average of the weights from now on, sharded like them and updated by each step.
 
-        `with trainer.ema(0.999).applied(): trainer.evaluate(...)`; `gathered(ema=True)` gives the model itself with it.
-        It is saved and resumed with checkpoints.
+        `with trainer.ema(0.999).applied(): trainer.evaluate(...)` evaluates it, and `gathered(ema=True)` gives it to
+        the model. Checkpoints contain it. Raises PlanError for replicas that synchronize later.
         """
         if self.plan.relaxed_axis:
             raise PlanError(
@@ -328,23 +352,25 @@ class Trainer:
     def save(
         self, path: str | Path, extra: Mapping[str, Any] | None = None, *, keep: int = 2, wait: bool = True
     ) -> None:
-        """Write a checkpoint that loads under any plan into a folder, or a URL such as s3://bucket/run.
+        """Write a checkpoint, which loads under any plan, into a folder or a URL such as s3://bucket/run.
 
-        extra  JSON-like values to get back from `load`, such as {"data": loader.state_dict()}
-        keep   how many checkpoints are left there, this one included
-        wait   whether to return only once it is on disk. If not, training goes on while it is written from a copy in
-               host memory; a save that failed is raised at the next step, save, load or close, on all ranks
+        Args:
+            path: the folder or URL.
+            extra: JSON-like values that `load` returns, such as {"data": loader.state_dict()}.
+            keep: how many checkpoints to keep there, this one included.
+            wait: whether to return only once it is on disk. If not, training goes on while a copy in host memory is
+                written; a failed save is raised by the next step, save, load or close, on all ranks.
 
-        CheckpointError names the file that could not be written; earlier checkpoints stay as they were.
+        Raises CheckpointError, which names the file that could not be written. Earlier checkpoints stay as they were.
         """
         collect.save(self.state, path, extra or {}, keep, self._saver, wait)
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Take over the newest checkpoint in a folder or URL, or the one that it is; returns its `extra`.
+        """Load a checkpoint, or the newest one in a folder or URL, and return its `extra`.
 
-        Model, optimizer, scheduler, random numbers and step go on as they were, whatever the plan. Before the first
-        batch the model is compared and the rest is taken over with that batch. CheckpointError, with nothing changed,
-        names a damaged file, or what differs in the model or the optimizer.
+        Model, optimizer, scheduler, random numbers and step continue as they were, under any plan. Before the first
+        batch the model is compared, and the rest is loaded with that batch. Raises CheckpointError, with nothing
+        changed, which names a damaged file or what differs in the model or the optimizer.
         """
         self._saver.wait()
         if self.engine.is_prepared:
@@ -354,10 +380,10 @@ class Trainer:
         return extra
 
     def load_weights(self, path: str | Path) -> None:
-        """Take over the weights alone: of a checkpoint, a .safetensors file, or a folder as Hugging Face saves it.
+        """Load weights alone: from a checkpoint, a .safetensors file, or a folder in the form of Hugging Face.
 
-        Names and shapes must be those of the model, or CheckpointError says which differ; types are converted. Before
-        the first batch they are compared, and the weights are taken over with that batch.
+        Dtypes are converted. Before the first batch names and shapes are compared, and the weights are loaded with that
+        batch. Raises CheckpointError, which says which names or shapes differ from the model's.
         """
         self._saver.wait()
         if self.engine.is_prepared:
@@ -367,7 +393,7 @@ class Trainer:
         self._pending.append(lambda: load.load_weights(self.state, path))
 
     def close(self) -> None:
-        """Wait for a save under way; leave the world that the trainer joined, and give up what is kept on disk."""
+        """Wait for a save in progress, leave the world if the trainer made it, and remove what is on disk."""
         try:
             self._saver.wait()
         finally:
@@ -384,11 +410,11 @@ class Trainer:
             recorder.close()
 
     def span(self, kind: str, name: str) -> AbstractContextManager[Any]:
-        """Record what goes on within, if there is a trace: `with trainer.span("data", "next"): batch = next(it)`."""
+        """Record what happens within, if there is a trace: `with trainer.span("data", "next"): batch = next(it)`."""
         return self.engine.span(kind, name)
 
     def write_plan(self, folder: Path) -> None:
-        """Write what `plait report` needs to know of the plan into the folder of a run; one rank calls it."""
+        """Write what `plait report` must know of the plan into the folder of a run. One rank calls it."""
         write_plan(folder, self.executor.compiled, self.world, str(self.plan))
 
 

@@ -1,4 +1,4 @@
-"""verify: run a plan with ranks as threads and compare it with the unmodified model on one device."""
+"""verify: run a plan with ranks as threads, and compare it with the unmodified model on one device."""
 
 from __future__ import annotations
 
@@ -48,11 +48,14 @@ from plait.reference.differences import (
 from plait.reference.local_sgd import SerialReplicas
 from plait.reference.one_device import one_device_step, stale_step
 
-_HEADROOM = 2.0**4  # of the loss scale in fp16: a rank's term of a sum may be larger than the sum
+_HEADROOM = 2.0**4  # of the loss scale in fp16: one rank's term of a sum may be larger than the sum
 
 
 class Verifier:
-    """Verifies plans of one model and batch; the capture and the one-device run are made once and serve every plan."""
+    """Verifies plans of one model and batch. All plans share the capture and the run on one device.
+
+    Arguments as those of the function `verify`.
+    """
 
     def __init__(
         self,
@@ -117,7 +120,7 @@ class Verifier:
     def _compiled(
         self, compiler: Compiler, batch: Any, plan: Plan, optimizer: OptimizerFactory | None = None
     ) -> Compiled:
-        """The step of a plan, before there are ranks that might find it refused."""
+        """The step under a plan, lowered before there are ranks that could fail on it."""
         try:
             return check_step(compiler, batch, plan, self.clip_norm, optimizer)
         except CaptureError as error:
@@ -153,12 +156,14 @@ class Verifier:
             return run_ranks(plan.mesh, rank, algorithm=plan.allreduce)[0]
 
     def _reference(self, plan: Plan, program: RankProgram) -> tuple[RunResult, list[RunResult]]:
-        """The run on one device, and again with weights that differ by rounding, and of half precision in float32;
-        local batch norm, microbatches and precision have their own."""
+        """The run on one device and its repetitions with other rounding.
+
+        Plans share it unless they differ in local batch norm, microbatches or precision.
+        """
         num_parts = plan.inner_plan.num_batch_parts if plan.batchnorm == "local" else 1
         pipeline = program.pipeline
         stale = pipeline if pipeline is not None and pipeline.schedule.asynchronous else None
-        own = stale is not None or bool(plan.relaxed_axis)  # a definition of its own
+        own = stale is not None or bool(plan.relaxed_axis)  # the plan has a definition of its own
         bits = _value_bits(program)
         levels = sorted({*bits.values()})
         key = (num_parts, plan.micro, plan.precision, plan.exceptions, str(plan) if own else "", *levels)
@@ -173,24 +178,26 @@ class Verifier:
     def _with_repetitions(
         self, program: Callable[..., RunResult], plan: Plan, bits: Mapping[str, float]
     ) -> tuple[RunResult, list[RunResult]]:
-        """What the serial program of a plan gives, and again with rounding of other kinds; `bits` are the last bits
-        that its values are rounded to. `program` takes a plan, `rounding` of the weights, of which `draw` is one, and
-        `wide`, which is to compute half precision in float32."""
+        """The run of a plan's serial program, and repetitions of it with other rounding.
+
+        `bits` is the relative rounding of its values, by name. `program` takes a plan, `rounding` (the relative change
+        of the weights), `draw` (which random change) and `wide` (whether to compute half precision in float32).
+        """
         run, levels = self._as_it_was(program), sorted({*bits.values()})
         again = [replace(run(plan, rounding=level), rounding=level) for level in levels]
         if levels[-1] > LAST_BITS["fp32"] and not in_half(plan):
-            # The model computes in half precision of its own accord: of a value that is rounded coarsely one run
-            # may show nothing by chance. What of it can be had in float32 shows how far off one device is: a loss
-            # near 0 is the difference of large numbers, which longer and shorter sums round differently.
+            # The model computes in half precision by itself. One run may, by chance, show nothing of a value that is
+            # rounded coarsely. What can be computed in float32 shows how far off one device is: a loss near 0 is the
+            # difference of large numbers, which longer and shorter sums round differently.
             runs = [run(plan, rounding=levels[-1], draw=draw) for draw in (1, 2)]
-            with suppress(Exception):  # of the user's own casts
+            with suppress(Exception):  # the user's own casts may fail
                 runs.append(run(plan, wide=True))
             again += [replace(one, rounding=levels[-1]) for one in runs]
-        if levels[-1] > LAST_BITS["fp32"] or in_half(plan):  # ranks round each its part of a sum
+        if levels[-1] > LAST_BITS["fp32"] or in_half(plan):  # each rank rounds its part of a sum
             for num_parts in (2, 4):
                 with SplitSums(num_parts):
                     again.append(replace(run(plan), rounding=levels[-1]))
-        if plan.compress.kind != "none":  # what a code of few bits makes of rounding, one run shows by chance
+        if plan.compress.kind != "none":  # how a coarse code amplifies rounding, one run shows only by chance
             again += [run(plan, rounding=last_bits(plan), draw=draw) for draw in (1, 2, 3)]
         if in_half(plan):
             again.append(run(replace(plan, precision="fp32", exceptions=())))
@@ -214,7 +221,7 @@ class Verifier:
             twin.widen()
             batch = _widened(batch)
         named = dict(twin.named_parameters())
-        changing = self.captures.changing  # by the step itself: no gradients, and outputs as buffers are
+        changing = self.captures.changing  # parameters that the step itself changes: they compare as buffers do
         optimizer = make_optimizer(self.optimizer, _trained(twin))
         losses: list[float] = []
         outputs: list[dict[str, Tensor]] = []
@@ -223,7 +230,7 @@ class Verifier:
             optimizer.zero_grad(set_to_none=True)
             key = step_key(self.seed, step)
             given = (twin, self.captures.loss_fn, batch, plan, key)
-            if stale is not None:  # which updates as it goes
+            if stale is not None:  # stale_step updates too
                 found = stale_step(*given, stale, optimizer, num_parts)
             else:
                 found = one_device_step(*given, num_parts, scale)
@@ -233,7 +240,7 @@ class Verifier:
                 continue
             _finite(losses, {})
             overflown = scaled and any(p.grad is not None and not p.grad.isfinite().all() for p in named.values())
-            if overflown and scale > 1:  # as the trainer's scale comes down, but before the first step
+            if overflown and scale > 1:  # the trainer too lowers its scale, but this run does so before the first step
                 return self._run_one_device(plan, num_parts, rounding, scale / 2, draw=draw, wide=wide)
             if step == 0:
                 gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
@@ -255,7 +262,7 @@ class Verifier:
         wide: bool = False,
         scale: float | None = None,
     ) -> RunResult:
-        """As _run_one_device, of replicas that agree later: what the first of them ends with."""
+        """The run of replicas that synchronize later, as the first of them ends it; arguments as _run_one_device."""
         if scale is None:
             scale = FIRST_SCALE if Precision(plan.precision, plan.exceptions).scaled else 1.0
         pipeline = program.pipeline
@@ -273,7 +280,7 @@ class Verifier:
                 loss, found, aux = serial.step(
                     self.captures.loss_fn, batch, step_key(self.seed, step), step + 1, self.clip_norm
                 )
-            except OverflowError:  # as the trainer's scale comes down, but before the first step
+            except OverflowError:  # the trainer too lowers its scale, but this run does so before the first step
                 return self._run_replicas(program, plan, rounding, draw, wide, scale / 2)
             losses.append(loss)
             outputs.append(aux)
@@ -289,7 +296,7 @@ class Verifier:
         return preserved(self.captures.model, self.captures.loss_fn)
 
     def _as_it_was(self, run: Callable[..., RunResult]) -> Callable[..., RunResult]:
-        """The run, which begins with what model and loss hold in Python, and leaves it as it was."""
+        """The run, which begins with the Python state of model and loss, and leaves that state as it was."""
 
         def found(*args: Any, **kwargs: Any) -> RunResult:
             with self._preserved():
@@ -298,7 +305,7 @@ class Verifier:
         return found
 
     def _twin(self, rounding: float, draw: int = 0) -> Twin:
-        """The model with other values, its own changed by rounding."""
+        """A copy of the model, with its values changed by the relative `rounding`."""
         twin = Twin(self.captures.model)
         if rounding:
             generator = torch.Generator().manual_seed(self.seed + draw)
@@ -310,8 +317,10 @@ class Verifier:
 
 
 def _round_as_within(optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """Change gradients by what an optimizer that computes in bfloat16 may make of their rounding: in the run whose
-    weights differ by rounding few numbers turn to the next one of bfloat16, and by chance none does."""
+    """Change gradients by what an optimizer that computes in bfloat16 may make of their rounding.
+
+    In the run whose weights differ by rounding few numbers change to the next one of bfloat16, and by chance none.
+    """
     generator = torch.Generator().manual_seed(seed)
     members = optimizer.members.values() if isinstance(optimizer, Several) else [optimizer]
     for member in (each for each in members if isinstance(each, torch.optim.Muon)):
@@ -320,7 +329,7 @@ def _round_as_within(optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 
 def _widened(batch: Any) -> Any:
-    """The batch with float32 in place of half precision."""
+    """The batch with half precision converted to float32."""
     return map_batch(lambda _, x: x.float() if torch.is_tensor(x) and x.dtype in HALF else x, batch)
 
 
@@ -329,7 +338,7 @@ def _trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _comparable(reference: RunResult) -> RunResult:
-    """The run on one device, if there is anything to compare with; LossError where its numbers are not finite."""
+    """The run on one device. Raises LossError if its numbers are not finite, so that nothing can be compared."""
     _finite(reference.losses, reference.gradients)
     return reference
 
@@ -344,13 +353,13 @@ def _finite(losses: Sequence[float], gradients: Mapping[str, Tensor]) -> None:
 
 
 def _value_bits(program: RankProgram) -> dict[str, float]:
-    """The last bits that the loss, each gradient (by its parameter) and each buffer is rounded to on its way."""
+    """The relative rounding of the loss, of each gradient (by its parameter) and of each buffer."""
     outputs, rounded = program.captured.outputs, narrowest(program.captured.graph.graph)
     return {o.name: max(eps / 4, LAST_BITS["fp32"]) for o, eps in zip(outputs, rounded, strict=True)}
 
 
 def _step(trainer: Trainer, batch: Any, wants_gradients: bool) -> tuple[Any, dict[str, Tensor]]:
-    """What a step returns, and its gradients, where they are wanted and known once it is done."""
+    """What a step returns, and its gradients if they are wanted and exist after the step."""
     if not wants_gradients or trainer.engine.updates_within:
         return trainer.step(batch), {}
     result = trainer.forward_backward(batch)
@@ -372,18 +381,34 @@ def verify(
     clip_norm: float | None = None,
     tolerance: float = 1e-4,
 ) -> Report:
-    """Compare `steps` steps under `plan`, ranks as threads of this process, with one device.
+    """Compare `steps` steps under `plan`, with ranks as threads of this process, with one device.
 
-    The reference is the user's own model under ordinary autograd and `optimizer`, on the whole `batch`; only its
-    random draws are those that the plan makes. Gradients, and what the loss function returns beside the loss, are
-    compared after the first step; parameters and buffers after the last. The model given is left as it was.
+    Args:
+        model: the model, which is left as it was.
+        loss_fn: as the Trainer takes it.
+        batch: the global batch of every step.
+        plan: a Plan or its text.
+        layouts: annotations of parameters by name pattern.
+        optimizer: as the Trainer takes it.
+        steps: how many steps to compare.
+        seed: of random draws.
+        clip_norm: as the Trainer takes it.
+        tolerance: the largest difference, relative to each tensor's largest value, that counts as equal.
 
-    Of a plan with servers all runs in this process, pushes in an order that is drawn: servers, and of every worker the
-    ranks as threads. The reference is the serial program of the plan's definition, in the same order; losses are of
-    pushes, gradients are not compared, and with sync=H it takes as many steps as whole rounds have.
+    Returns a Report: print it, or ask `.ok`.
 
-    With batchnorm=local the reference runs the model on the whole batch, in which batch norm takes statistics of each
-    rank's rows alone; its running statistics are those of the first rank.
+    The reference is the model itself under ordinary autograd and `optimizer`, on the whole batch; only its random draws
+    are those of the plan. Gradients and outputs of the loss function are compared after the first step, parameters and
+    buffers after the last.
+
+    A plan with servers runs in this process too: servers, and the ranks of every worker as threads, with pushes in a
+    random order. The reference is the serial program that defines the plan, in the same order. Losses are those of
+    pushes, and gradients are not compared. With sync=H it takes as many steps as whole rounds have.
+
+    With batchnorm=local the reference runs on the whole batch, but batch norm takes statistics of each rank's rows
+    alone, and its running statistics are those of the first rank.
+
+    Raises PlanError, LayoutError or CaptureError as the Trainer would, and LossError if the reference is not finite.
     """
     verifier = Verifier(model, loss_fn, batch, optimizer=optimizer, steps=steps, seed=seed, clip_norm=clip_norm)
     return verifier.verify(plan, layouts=layouts, tolerance=tolerance)

@@ -1,7 +1,7 @@
-"""Agreement outside the step: what all ranks must hold alike, and work that all of them must have done.
+"""Checks outside the step: that all ranks hold the same value, and that all have finished some work.
 
-No collective is involved: some ranks may be in the middle of one. A rank that lives may be as late as
-comm/timeouts.py says; one that has ended, or that waits for this one elsewhere, is named within seconds.
+No collective is used, because some ranks may be inside one. A rank that lives may be as late as PLAIT_TIMEOUT says. A
+rank that has ended, or that waits elsewhere for this rank, is named within seconds.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from plait.comm.key_value_store import KeyValueStore
-from plait.comm.monitor import ranks_text
+from plait.comm.monitor import ranks_text, timeout
 from plait.comm.protocol import World
-from plait.comm.timeouts import timeout
 from plait.errors import CaptureError, PlanError, RankFailed, Refusal, WorldError
 
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.25
-_LEAVE_SECONDS = 1.0  # that a rank which has failed stays for the others
+_LEAVE_SECONDS = 1.0  # that a failed rank stays, so that the others can read its note
 _num_calls: WeakKeyDictionary[World, int] = WeakKeyDictionary()
 
 
 def agree(world: World, value: str, what: str = "value", *, remedy: str = "") -> None:
-    """Check that all ranks hold the same text; WorldError on every rank, naming those that differ, with the remedy.
+    """Check that all ranks hold the same text.
 
-    Every rank calls it when it finds that something has changed, taking it to have changed for all. Where others wait
-    for this rank meanwhile, as for them nothing has changed, the WorldError says so.
+    Every rank calls it when it finds that something has changed, which it takes to have changed for all.
+
+    Raises WorldError on every rank, with the ranks that differ and the remedy. If for the other ranks nothing has
+    changed and they wait for this rank elsewhere, the WorldError says so.
     """
     if world.mesh.size > 1:
         after = f"; {remedy}" if remedy else ""
@@ -41,11 +42,11 @@ def agree(world: World, value: str, what: str = "value", *, remedy: str = "") ->
 
 def attempt(world: World, work: Callable[[], T], what: str, same: Callable[[T], str] | None = None,
             remedy: str = "") -> T:  # fmt: skip
-    """Do `work` on every rank, and return what it gives here once all have done it.
+    """Call `work` on every rank, and return this rank's result once all ranks are done.
 
-    Where it raises on some ranks, it raises on all: there what it raised, elsewhere a RankFailed that names the first
-    of them; or a CaptureError, or a PlanError with its Refusal, if all of them raised such. Where `same` gives
-    different texts for what it gave, WorldError names the ranks.
+    If it raises on some ranks, it raises on all: on these ranks their own exception, on the others a RankFailed that
+    names the first of them; or a CaptureError, or a PlanError with its Refusal, if all of them raised one. If `same` is
+    given, it turns a result into text; WorldError names the ranks whose texts differ.
     """
     if world.mesh.size == 1:
         return work()
@@ -54,7 +55,7 @@ def attempt(world: World, work: Callable[[], T], what: str, same: Callable[[T], 
         note = {"text": "" if same is None else same(result)}
     except BaseException as error:
         note = _note_of(error)
-        if note["error"] != "other":  # which the other ranks raise as well, or are to raise
+        if note["error"] != "other":  # other ranks raise it too
             found = _notes(_exchanged(world, json.dumps(note), what))
             if others := {rank: note for rank, note in found.items() if note.get("error") == "other"}:
                 rank, note = next(iter(others.items()))
@@ -84,15 +85,15 @@ def attempt(world: World, work: Callable[[], T], what: str, same: Callable[[T], 
 
 
 def _leave(world: World, text: str) -> None:
-    """Leave this rank's last text. Rank 0, which may be the one that keeps the store, stays a while for the others."""
+    """Set this rank's last text. Rank 0, which may be the host of the store, stays a while for the others."""
     keys = _post(world, text)
     if world.rank == 0:
         with contextlib.suppress(RuntimeError, WorldError):  # the store is gone, or another rank has failed
-            world.board.missing(list(keys.values()), _LEAVE_SECONDS)
+            world.store.missing(list(keys.values()), _LEAVE_SECONDS)
 
 
 def _note_of(error: BaseException) -> dict[str, str]:
-    """What the other ranks are told of an error."""
+    """The note that tells other ranks of an error."""
     if isinstance(error, PlanError) and error.refusal is not None:
         return {"error": "refused", "message": str(error), **dataclasses.asdict(error.refusal)}
     if isinstance(error, CaptureError):
@@ -100,26 +101,26 @@ def _note_of(error: BaseException) -> dict[str, str]:
     return {"error": "other", "message": f"{type(error).__name__}: {error}"}
 
 
-def wait_for_notes(world: World, keys: Mapping[int, str], what: str, board: KeyValueStore | None = None) -> None:
-    """Wait until each of these ranks has set its key on the board; WorldError if one of them cannot, or is too late."""
-    board = world.board if board is None else board
-    absent = board.missing(list(keys.values()), 0.05)
+def wait_for_notes(world: World, keys: Mapping[int, str], what: str, store: KeyValueStore | None = None) -> None:
+    """Wait until each rank in `keys` has set its key in the store. WorldError if one of them cannot, or is too late."""
+    store = world.store if store is None else store
+    absent = store.missing(list(keys.values()), 0.05)
     if not absent:
         return
     rank_of = {key: rank for rank, key in keys.items()}
     if world.monitor is None:
         raise WorldError(f"{what}: there is no rank that could do it")
     begun = time.monotonic()
-    with world.monitor.waiting(what, lambda: [rank for rank, key in keys.items() if board.get(key) is None]) as wait:
-        while absent := _missing(board, list(keys.values())):
+    with world.monitor.waiting(what, lambda: [rank for rank, key in keys.items() if store.get(key) is None]) as wait:
+        while absent := _missing(store, list(keys.values())):
             wait.check()
             if time.monotonic() - begun > timeout() + 60.0:  # the monitor's thread has ended
                 raise WorldError(f"waited {timeout():.0f} s for {ranks_text([rank_of[k] for k in absent])} in {what}")
 
 
-def _missing(board: KeyValueStore, keys: list[str]) -> list[str]:
+def _missing(store: KeyValueStore, keys: list[str]) -> list[str]:
     try:
-        return board.missing(keys, _LOOK_SECONDS)
+        return store.missing(keys, _LOOK_SECONDS)
     except WorldError:
         raise
     except RuntimeError as error:  # what a store raises once its host is gone
@@ -130,22 +131,22 @@ def _missing(board: KeyValueStore, keys: list[str]) -> list[str]:
 
 
 def _exchanged(world: World, text: str, what: str) -> list[str]:
-    """Everyone's text, in rank order."""
+    """The text of every rank, in rank order."""
     keys = _post(world, text)
     wait_for_notes(world, keys, what)
-    return [world.board.get(key) or "" for key in keys.values()]
+    return [world.store.get(key) or "" for key in keys.values()]
 
 
 def _post(world: World, text: str) -> dict[int, str]:
-    """Leave this rank's text of the next exchange; returns where everyone's is, by rank."""
+    """Set this rank's text of the next exchange. Returns the key of every rank's text."""
     number = _num_calls[world] = _num_calls.get(world, 0) + 1
     keys = {rank: f"agree/{number}/{rank}" for rank in range(world.mesh.size)}
-    world.board.set(keys[world.rank], text)
+    world.store.set(keys[world.rank], text)
     return keys
 
 
 def _notes(texts: list[str]) -> dict[int, dict[str, str]]:
-    """By rank. What is no note is of an agreement on something else."""
+    """The note of each rank. A text that is no note belongs to another exchange."""
     found = {}
     for rank, text in enumerate(texts):
         try:

@@ -1,8 +1,8 @@
-"""All-reduce algorithms that a plan can name (`allreduce=ring`), written on send and recv of any transport.
+"""All-reduce algorithms that a plan can name (`allreduce=ring`), written with the send and recv of any transport.
 
-backend   the transport's own
-ring      N-1 rounds that add a chunk and pass it on, N-1 that hand the sums round: 2(N-1)/N of the bytes a rank
-naive     everyone sends everything to everyone and adds: N-1 times the bytes a rank; for teaching
+backend   the transport's own algorithm
+ring      N-1 rounds that add a chunk and pass it on, N-1 that pass on the sums; a rank sends 2(N-1)/N of the bytes
+naive     every rank sends its tensor to every other and adds; a rank sends N-1 times the bytes; for teaching
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from collections.abc import Callable, Generator
 
 import torch
 
-from plait.comm.group import HALF, REDUCERS, Take, chunk, reduce_terms
-from plait.comm.links import Links
-from plait.comm.protocol import Comm, Work
+from plait.comm.group import HALF, REDUCERS, chunk, reduce_terms
+from plait.comm.protocol import Comm, Links, Take, Work
 from plait.errors import PlanError
 
 _TAG = 1 << 20  # above the tags that schedules use
 _NUM_TAGS = 1 << 10
 
-Rounds = Generator[None, None, torch.Tensor]  # yields after each round is under way
+Rounds = Generator[None, None, torch.Tensor]  # yields once each round has started, returns the result
 
 
 def choose(comm: Comm, algorithm: str) -> Comm:
-    """The same group, with all_reduce by the algorithm of that name."""
+    """The same group with its all_reduce by the algorithm of that name. Raises PlanError for an unknown name."""
     if algorithm == "backend":
         return comm
     if algorithm not in _ALGORITHMS:
@@ -36,17 +35,17 @@ def _ring(comm: Comm, tensor: torch.Tensor, op: str, consume: bool, tag: int) ->
     rank, size = comm.rank, comm.size
     result = tensor if consume else tensor.clone()
     flat = result.view(-1)
-    total = flat.float() if flat.dtype in HALF and size > 2 else flat  # what is rounded once may travel as it is
+    total = flat.float() if flat.dtype in HALF and size > 2 else flat  # one addition rounds once in any dtype
     bounds = [slice(*chunk(flat.numel(), size, i)) for i in range(size)]
     sums, chunks = [total[each] for each in bounds], [flat[each] for each in bounds]
-    for round_ in range(size - 1):  # each chunk gathers one more rank's term as it travels
+    for round_ in range(size - 1):  # each chunk collects one more rank's term as it travels
         out, into = sums[(rank - round_) % size], sums[(rank - round_ - 1) % size]
         received = _swap(comm, out, into, 1, tag)
         yield
         REDUCERS[op](received.wait(), into, out=into)
     if total is not flat:
         flat.copy_(total)
-    for round_ in range(size - 1):  # each finished chunk goes round
+    for round_ in range(size - 1):  # each finished chunk is passed on
         out, into = chunks[(rank + 1 - round_) % size], chunks[(rank - round_) % size]
         received = _swap(comm, out, into, 1, tag)
         yield
@@ -64,9 +63,9 @@ def _naive(comm: Comm, tensor: torch.Tensor, op: str, consume: bool, tag: int) -
 
 
 def _swap(comm: Comm, out: torch.Tensor, into: torch.Tensor, step: int, tag: int) -> _Swap:
-    """Send `step` ranks up and receive from `step` ranks down.
+    """Send to the rank `step` above and receive from the rank `step` below.
 
-    Along every cycle some rank sends first and some receives first, for transports whose messages of one rank queue up.
+    In every cycle of ranks some send first and some receive first, for transports that process messages in order.
     """
     to, source = (comm.rank + step) % comm.size, (comm.rank - step) % comm.size
     if (comm.rank // step) % 2 == 0:
@@ -89,7 +88,7 @@ _ALGORITHMS: dict[str, Callable[[Comm, torch.Tensor, str, bool, int], Rounds]] =
 
 
 class _Running:
-    """An all-reduce of which some rounds are still to come; they run when anyone waits."""
+    """An all-reduce in progress, whose remaining rounds run when anyone waits for it."""
 
     def __init__(self, queue: deque[_Running], rounds: Rounds) -> None:
         self._queue = queue
@@ -99,7 +98,7 @@ class _Running:
         queue.append(self)
 
     def wait(self) -> torch.Tensor:
-        while self._result is None:  # those started earlier first: peers may wait in another order
+        while self._result is None:  # in the order of starting, because peers may wait in another order
             self._queue[0]._finish()
             self._queue.popleft()
         return self._result
@@ -113,7 +112,7 @@ class _Running:
 
 
 class _WithAlgorithm:
-    """A Comm that overrides all_reduce and hands everything else on."""
+    """A Comm that overrides all_reduce and delegates everything else."""
 
     def __init__(self, comm: Comm, algorithm: Callable[[Comm, torch.Tensor, str, bool, int], Rounds]) -> None:
         self._comm = comm
@@ -129,7 +128,7 @@ class _WithAlgorithm:
         return _Running(self._queue, self._algorithm(self._comm, tensor.detach(), op, consume, tag))
 
     def buffer(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor | None:
-        return None  # sent in pieces, so there is no copy to save
+        return None  # tensors are sent in pieces, so a buffer would save no copy
 
     def shared(self, num_bytes: int) -> torch.Tensor | None:
         return self._comm.shared(num_bytes)

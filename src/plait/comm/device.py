@@ -1,7 +1,7 @@
-"""What a rank asks of its device beside tensors: streams, events, pinned memory, random state.
+"""What a rank needs of its device besides tensors: streams, events, pinned memory, random state.
 
-No other file names an accelerator's library. A CPU has one stream of work, and a call has done its work when it
-returns: there an event is over as it is made, and nothing is pinned.
+No other file names an accelerator's library. A CPU has one stream, and its work is done when a call returns: there an
+event is complete when it is created, and no memory is pinned.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _ACCELERATOR = "cuda"
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether tensors of the device lie in the host's own memory."""
+    """Whether tensors of the device are in the host's memory."""
     return device.type == "cpu"
 
 
 def default_kind() -> str:
-    """The type of device that ranks which are processes compute on."""
+    """The device type that processes compute on by default."""
     return _ACCELERATOR if torch.cuda.is_available() else "cpu"
 
 
 def own_device(kind: str | None = None) -> torch.device:
-    """The device of this process, by its number among those of this host.
+    """The device of this process, chosen by LOCAL_RANK among those of the host.
 
-    WorldError if the host has fewer accelerators than processes.
+    Raises WorldError if the host has fewer accelerators than processes.
     """
     kind = kind or default_kind()
     if kind != _ACCELERATOR:
@@ -47,39 +47,39 @@ def own_device(kind: str | None = None) -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """Let this thread's work go to the device."""
+    """Make the device current for this thread."""
     if device.type == _ACCELERATOR:
         torch.cuda.set_device(device)
 
 
 def process_group_backend(device: torch.device) -> str:
-    """What torch.distributed is to use among ranks on such devices."""
+    """The backend of torch.distributed for ranks on such devices."""
     return "gloo" if is_host(device) else f"cpu:gloo,{device.type}:nccl"
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has finished all its work."""
     if not is_host(device):
         torch.cuda.synchronize(device)
 
 
 def bytes_allocated(device: torch.device) -> int:
-    """Bytes of an accelerator's memory that tensors of this process take."""
+    """Bytes of an accelerator's memory that tensors of this process occupy."""
     return torch.cuda.memory_allocated(device)
 
 
 def pinned_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """New host memory for a tensor of this form, from and to which the device copies while the host does other work."""
+    """Uninitialized host memory in the shape and dtype of a tensor, pinned for asynchronous copies with the device."""
     return torch.empty_like(tensor, device="cpu", pin_memory=not is_host(device), requires_grad=False)
 
 
 def random_devices(*devices: torch.device) -> list[torch.device]:
-    """Those of the devices whose random state is not the host's, for `torch.random.fork_rng`."""
+    """The devices with a random state of their own, for `torch.random.fork_rng`."""
     return sorted({device for device in devices if device.type == _ACCELERATOR}, key=str)
 
 
 def random_state(device: torch.device) -> Tensor | None:
-    """The random state of an accelerator; None of a CPU, which has the host's."""
+    """The random state of an accelerator; None for a CPU, which uses the host's."""
     return torch.cuda.get_rng_state(device) if device.type == _ACCELERATOR else None
 
 
@@ -89,7 +89,7 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
 
 
 class Event:
-    """A point in the work that the current stream of a device has been given: after all that it has got so far."""
+    """A point in the current stream of a device, after all work submitted so far."""
 
     __slots__ = ("_event",)
 
@@ -100,22 +100,22 @@ class Event:
             self._event.record(torch.cuda.current_stream(device))
 
     def synchronize(self) -> None:
-        """Wait until the device is there; in any thread."""
+        """Wait, in any thread, until the device has reached this point."""
         if self._event is not None:
             self._event.synchronize()
 
     def precede(self, device: torch.device) -> None:
-        """Let what the current stream of the device is given from now on begin after this."""
+        """Make the device's current stream wait for this point before it begins later work."""
         if self._event is not None:
             torch.cuda.current_stream(device).wait_event(self._event)
 
     def seconds_until(self, later: Event) -> float:
-        """The device's time between two events with timing, both of them over."""
+        """Seconds between two events that have timing and are complete."""
         return float(self._event.elapsed_time(later._event)) / 1e3
 
 
 class CopyStream:
-    """A stream of an accelerator for copies, beside the one that computes."""
+    """A stream of an accelerator for copies, besides the one that computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -123,7 +123,7 @@ class CopyStream:
 
     @contextmanager
     def entered(self, after: Event | None = None) -> Iterator[None]:
-        """Within it this thread's work goes to the stream; it begins after `after`."""
+        """Within the context this thread submits work to the stream, which begins after the event `after`."""
         with torch.cuda.stream(self._stream):
             if after is not None:
                 after.precede(self._device)
@@ -131,6 +131,6 @@ class CopyStream:
 
 
 def keep_for_current_stream(tensor: Tensor) -> None:
-    """Do not give the tensor's memory to others while the current stream still reads it."""
+    """Keep the tensor's memory from reuse until the current stream has finished its work so far."""
     if not is_host(tensor.device):
         tensor.record_stream(torch.cuda.current_stream(tensor.device))

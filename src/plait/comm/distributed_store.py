@@ -1,4 +1,4 @@
-"""The board of ranks that are processes: a store of torch.distributed, which works beside every collective."""
+"""The key-value store of ranks that are processes: a store of torch.distributed, which works during collectives too."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch.distributed as dist
 
 _PREFIX = "plait"
-_LONGEST_PAUSE = 0.02  # seconds between two looks
+_LONGEST_PAUSE = 0.02  # seconds between two looks at the store
 
 
-class StoreBoard:
-    """Texts in the store that the process group was started with. `name` keeps the worlds of one run apart."""
+class DistributedStore:
+    """The store that the process group was started with. `name` separates the worlds of one run."""
 
     def __init__(self, name: str, store: Any = None) -> None:
         self._name = name
@@ -33,7 +33,7 @@ class StoreBoard:
         return found.decode()
 
     def missing(self, keys: Sequence[str], seconds: float) -> list[str]:
-        """By looking again and again: a store's own wait warns of each time that it was for nothing."""
+        """By polling, because a wait of torch's stores prints a warning each time that it ends in vain."""
         end, pause = time.monotonic() + seconds, 0.5e-3
         absent = list(keys)
         while absent := [key for key in absent if not self._store.check([self._key(key)])]:
@@ -44,8 +44,8 @@ class StoreBoard:
             pause = min(2 * pause, _LONGEST_PAUSE)
         return absent
 
-    def clone(self) -> StoreBoard:
-        return StoreBoard(self._name, self._store.clone())
+    def clone(self) -> DistributedStore:
+        return DistributedStore(self._name, self._store.clone())
 
     def _key(self, key: str) -> str:
         return f"{_PREFIX}/{self._name}/{key}"

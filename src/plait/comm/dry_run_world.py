@@ -1,6 +1,6 @@
 """A world without other ranks, for dry runs on tensors without memory.
 
-Its collectives make the tensors that the transport would make, and move nothing. `meter` is told of them (see
+Its collectives create the tensors that the transport would create, and send nothing. `meter` counts their bytes (see
 compile/meter.py).
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from plait.comm.algorithms import choose
-from plait.comm.backend import BackendComm, BackendWork
-from plait.comm.group import AloneComm, Done, Take, chunk, reduce_terms
+from plait.comm.group import AloneComm, Done, chunk, reduce_terms
 from plait.comm.key_value_store import KeyValueStore, LocalStore
-from plait.comm.protocol import Comm, RankMonitor, Work
+from plait.comm.process_group_transport import ProcessGroupComm, ProcessGroupWork
+from plait.comm.protocol import Comm, RankMonitor, Take, Work
 from plait.comm.segment import Arena
 from plait.compile.meter import Meter
 from plait.cost.memory_model import ACTIVATIONS
@@ -24,7 +24,7 @@ from plait.spec.mesh import Mesh
 
 
 class DryRunWorld:
-    """One rank's view of ranks that are not there, through shared memory or torch.distributed."""
+    """One rank's view of ranks that do not exist, through shared memory or torch.distributed."""
 
     def __init__(
         self, mesh: Mesh, rank: int, device: torch.device, algorithm: str, shared_memory: bool, meter: Meter
@@ -32,22 +32,22 @@ class DryRunWorld:
         self.mesh = mesh
         self.rank = rank
         self.device = device
-        self.board: KeyValueStore = _AgreeingBoard()
+        self.store: KeyValueStore = _AgreeingStore()
         self.monitor: RankMonitor | None = None
         self.meter = meter
         self._algorithm = algorithm
         self._shared_memory = shared_memory
-        self._shared: dict[str, DryRunSharedComm] = {}
+        self._shared: dict[str, DryRunSharedMemoryComm] = {}
         self._comms = {axis: self._comm(axis, mesh.group(rank, axis)) for axis in mesh.names}
         self._everyone = self._comm("", tuple(range(mesh.size)))
 
     @property
     def arena_bytes(self) -> int:
-        """Shared memory from which this rank has sent so far."""
+        """Bytes of shared memory that this rank has needed for what it sends."""
         return sum(comm.arena_bytes for comm in self._shared.values())
 
     def expect(self, axis: str, num_bytes: int) -> None:
-        """So many bytes of messages along an axis may lie in shared memory at a time."""
+        """Note that up to `num_bytes` of messages along an axis are in shared memory at a time."""
         if axis in self._shared:
             self._shared[axis].arena_bytes = max(self._shared[axis].arena_bytes, num_bytes)
 
@@ -65,13 +65,13 @@ class DryRunWorld:
         if len(ranks) == 1:
             return AloneComm(self.rank)
         if not self._shared_memory:
-            return choose(DryRunBackendComm(ranks, here, self.meter), self._algorithm)
-        self._shared[axis] = DryRunSharedComm(ranks, here, self.meter)
+            return choose(DryRunProcessGroupComm(ranks, here, self.meter), self._algorithm)
+        self._shared[axis] = DryRunSharedMemoryComm(ranks, here, self.meter)
         return choose(self._shared[axis], self._algorithm)
 
 
-class DryRunBackendComm(BackendComm):
-    """As comm/backend.py, but that nothing is sent. Of memory that the group shares each rank is counted its part."""
+class DryRunProcessGroupComm(ProcessGroupComm):
+    """ProcessGroupComm that sends nothing. A rank counts its share of memory that the group shares."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int, meter: Meter) -> None:
         super().__init__(ranks, rank, None, meter.device)
@@ -98,11 +98,11 @@ class DryRunBackendComm(BackendComm):
         finish: Callable[[], Any] | None = None,
         **_: Any,
     ) -> Work:
-        return BackendWork(name, lambda: _Sent(start), result, finish)
+        return ProcessGroupWork(name, lambda: _Sent(start), result, finish)
 
 
 class _Sent:
-    """Stands for what torch.distributed has under way, and keeps the tensors of it alive."""
+    """Takes the place of a Work of torch.distributed, and keeps its tensors alive."""
 
     def __init__(self, start: Callable[[], Any]) -> None:
         self._start = start
@@ -111,17 +111,20 @@ class _Sent:
         pass
 
 
-class DryRunSharedComm(DryRunBackendComm):
-    """As comm/shm.py, where the peers are one collective behind: results are new tensors, and what is sent lies in an
-    arena, of which `arena_bytes` were used at a time. Its pages stay, so they are not counted as they come and go."""
+class DryRunSharedMemoryComm(DryRunProcessGroupComm):
+    """SharedMemoryComm whose peers are one collective behind.
+
+    Results are new tensors, and what is sent lies in an arena, of which `arena_bytes` were in use at most. Its pages
+    are never returned, so they are not counted as they come and go.
+    """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, meter: Meter) -> None:
         super().__init__(ranks, rank, meter)
         self._arena = Arena(0, 1 << 60)
         self.arena_bytes = 0
-        self._buffers: dict[int, int] = {}  # storage -> its place in the arena
+        self._buffers: dict[int, int] = {}  # storage -> its offset in the arena
         self._pending: deque[_Pending] = deque()
-        self._letters: dict[int, tuple[int, int]] = {}  # the last message to each rank: its place and bytes
+        self._letters: dict[int, tuple[int, int]] = {}  # the last message to each rank: its offset and bytes
 
     def buffer(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor | None:
         if num_elements == 0:
@@ -136,7 +139,7 @@ class DryRunSharedComm(DryRunBackendComm):
         buffered = tensor.untyped_storage()._cdata in self._buffers
 
         def arrive() -> torch.Tensor:
-            if self.size > 2:  # each rank adds up one chunk, in its block
+            if self.size > 2:  # each rank sums one chunk, in its block
                 start, end = chunk(tensor.numel(), self.size, self.rank)
                 part = tensor.view(-1)[start:end]
                 reduce_terms([part.clone() if buffered else part, *[part] * (self.size - 1)], op, part)
@@ -170,7 +173,7 @@ class DryRunSharedComm(DryRunBackendComm):
         return Done(torch.empty_like(tensor))
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
-        """It lies in the arena until the receiver takes it, at least until the next one goes to that rank."""
+        """A message stays in the arena until the receiver takes it, at least until the next one to that rank."""
         if before := self._letters.pop(to, None):
             self._arena.give(*before)
         if tensor.nbytes:
@@ -178,8 +181,8 @@ class DryRunSharedComm(DryRunBackendComm):
         return Done(tensor)
 
     def recv(self, like: torch.Tensor, source: int, tag: int = 0) -> Work:
-        """It may be copied from the sender's arena as soon as it is asked for."""
-        return DryRunBackendComm.recv(self, like, source, tag)
+        """A message may be copied out of the sender's arena as soon as it is posted."""
+        return DryRunProcessGroupComm.recv(self, like, source, tag)
 
     def _start(self, tensor: torch.Tensor, arrive: Callable[[], torch.Tensor]) -> Work:
         while self._pending:
@@ -207,7 +210,7 @@ class DryRunSharedComm(DryRunBackendComm):
 
 
 class _Pending:
-    """A collective that was started. Those before it are done."""
+    """A collective that was started; earlier ones are complete."""
 
     def __init__(self, finish: Callable[[], torch.Tensor]) -> None:
         self._finish: Callable[[], torch.Tensor] | None = finish
@@ -220,8 +223,8 @@ class _Pending:
         return self._result
 
 
-class _AgreeingBoard(LocalStore):
-    """Where every rank is there and says the same as this one."""
+class _AgreeingStore(LocalStore):
+    """A store in which every rank has set the same text as this one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""One rank's failure stops all, and is shown once.
+"""The failure of one rank ends all ranks, and is shown once.
 
-The first rank to raise puts its report on the board. Every other rank learns of it from a thread that looks at the
-board once a second, or from the errors of its own collectives, and leaves without a word. A script without `guard`
-learns of it where it waits (comm/monitor.py), and leaves its own report at its end.
+The first rank to raise puts its report in the key-value store. Every other rank learns of it from a thread that looks
+there once a second, or from errors of its own collectives, and exits without printing. A script without `guard` learns
+of it where it waits (comm/monitor.py), and leaves its own report when it ends.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from plait.comm.protocol import World
 from plait.errors import PlaitError, RankFailed, WorldError
 
 _LOOK_SECONDS = 1.0
-_GRACE_SECONDS = 1.0  # for a rank that knows of a failure to leave by itself, through its `finally` blocks
+_GRACE_SECONDS = 1.0  # in which a rank that knows of a failure may leave by itself, through its `finally` blocks
 _END_SECONDS = 5.0
 
 
-def watch(board: KeyValueStore, key: str, call: Callable[[str], None]) -> Callable[[], None]:
-    """Look for the key about once a second, from another thread, and call with its text once; returns what ends it.
+def watch(store: KeyValueStore, key: str, call: Callable[[str], None]) -> Callable[[], None]:
+    """Look for a key about once a second, in another thread, and call `call` once with its text.
 
-    A board out of reach counts as an empty text: whoever held it is gone.
+    A store that is out of reach counts as an empty text, because its host is gone. Returns a function that ends the
+    watch.
     """
     over = threading.Event()
-    board = board.clone()
+    store = store.clone()
 
     def look() -> None:
         while not over.wait(_LOOK_SECONDS):
             try:
-                found = board.get(key)
+                found = store.get(key)
             except RuntimeError:  # what a store raises once its host is gone
                 found = ""
             if found is not None and not over.is_set():
@@ -56,7 +57,7 @@ def watch(board: KeyValueStore, key: str, call: Callable[[str], None]) -> Callab
     def end() -> None:
         over.set()
         if thread is not threading.current_thread():
-            thread.join(_END_SECONDS)  # a thread that Python's end finds within C++ code brings the process down
+            thread.join(_END_SECONDS)  # Python's exit would crash the process if the thread were inside C++ code
 
     return end
 
@@ -65,19 +66,20 @@ def watch(board: KeyValueStore, key: str, call: Callable[[str], None]) -> Callab
 def guard(world: World) -> Iterator[None]:
     """Wrap all that a rank does with its world. Among processes, the first exception on any rank ends all of them.
 
-    That exception is printed once, with its rank; all ranks exit with status 1. A world of one process just raises.
+    The exception is printed once, with its rank, and all ranks exit with status 1. In a world of one process it just
+    propagates.
     """
-    if world.mesh.size == 1 or isinstance(world.board, LocalStore):
+    if world.mesh.size == 1 or isinstance(world.store, LocalStore):
         yield
         return
-    end_watch = watch(world.board, FAILURE, _leave)
+    end_watch = watch(world.store, FAILURE, _leave)
     try:
         yield
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             _finish(world)
             raise
-        _report(world.board, world.rank, error)
+        _report(world.store, world.rank, error)
         world.abort()  # type: ignore[attr-defined]  # of ranks that are processes
         _exit()
     else:
@@ -91,9 +93,9 @@ def _leave(report: str) -> None:
     _exit()
 
 
-def leave(board: KeyValueStore, rank: int, error: BaseException) -> NoReturn:
-    """Report the error and end this process, which waits for ever where no exception reaches it."""
-    _report(board, rank, error)
+def leave(store: KeyValueStore, rank: int, error: BaseException) -> NoReturn:
+    """Report the error and end this process, which is stuck in a wait that no exception reaches."""
+    _report(store, rank, error)
     _exit()
 
 
@@ -101,14 +103,14 @@ _monitors: WeakSet[Monitor] = WeakSet()
 
 
 def at_exit(monitor: Monitor) -> None:
-    """Once Python ends, tell the other ranks whether this one has finished, or what it raised."""
+    """When Python exits, tell the other ranks whether this rank has finished, or what it raised."""
     if not _monitors:
         atexit.register(_tell_at_exit)
     _monitors.add(monitor)
 
 
 def tell_failure(error: BaseException) -> None:
-    """Leave the report of an exception that ends this process for the ranks that wait for it. Nothing is printed."""
+    """Leave the report of an exception that ends this process, for the ranks that wait for it. Prints nothing."""
     for monitor in list(_monitors):
         rank, message = _described(monitor.rank, error)
         report = {"by": monitor.rank, "rank": rank, "message": message, "traceback": ""}
@@ -116,13 +118,13 @@ def tell_failure(error: BaseException) -> None:
 
 
 def let_speak_first(own: int, error: BaseException) -> None:
-    """Where the error is of another rank, which has more to say of it, give it the time to do so."""
+    """Wait a moment if the error is of another rank, which can say more about it, so that that rank reports first."""
     if isinstance(error, RankFailed) and error.rank != own:
         time.sleep(2 * _GRACE_SECONDS)
 
 
 def _tell_at_exit() -> None:
-    error = getattr(sys, "last_value", None)  # what Python has shown as unhandled
+    error = getattr(sys, "last_value", None)  # the unhandled exception that Python has printed
     if error is not None:
         tell_failure(error)
     for monitor in list(_monitors):
@@ -130,15 +132,15 @@ def _tell_at_exit() -> None:
 
 
 def _described(own: int, error: BaseException) -> tuple[int, str]:
-    """Which rank has failed, and how."""
+    """The rank that failed, and a message."""
     if isinstance(error, RankFailed):
         return error.rank, str(error)
     text = str(error) or ("it was interrupted" if isinstance(error, KeyboardInterrupt) else "no message")
     return own, f"rank {own} failed: {type(error).__name__}: {text}"
 
 
-def _report(board: KeyValueStore, own: int, error: BaseException) -> None:
-    """Print the failure, if it is the first."""
+def _report(store: KeyValueStore, own: int, error: BaseException) -> None:
+    """Print the failure if it is the first."""
     let_speak_first(own, error)
     rank, message = _described(own, error)
     trace = "" if isinstance(error, PlaitError | SystemExit | KeyboardInterrupt) else "".join(
@@ -146,25 +148,25 @@ def _report(board: KeyValueStore, own: int, error: BaseException) -> None:
     )  # fmt: skip
     report = json.dumps({"by": own, "rank": rank, "message": message, "traceback": trace})
     try:
-        first = board.first(FAILURE, report) == report
-    except RuntimeError:  # the board's host is gone, which is rank 0's unless torchrun keeps it: let one rank speak
+        first = store.first(FAILURE, report) == report
+    except RuntimeError:  # the host of the store (rank 0, unless torchrun keeps the store) is gone: let one rank print
         first = own <= 1
     if first and first_to_fail():
         print(f"{trace}plait: {message}", file=sys.stderr, flush=True)
 
 
 def _finish(world: World) -> None:
-    """A rank that has done its part keeps the board within reach of those that have not."""
+    """Mark this rank as finished. Rank 0 waits for all others, so that the store stays within reach."""
     try:
-        world.board.set(f"{FINISHED}/{world.rank}", "")
+        world.store.set(f"{FINISHED}/{world.rank}", "")
         if world.rank == 0:
             wait_for_notes(world, {r: f"{FINISHED}/{r}" for r in range(world.mesh.size)}, "the end of the run")
-    except (RuntimeError, WorldError):  # the board's host was done first, or a rank has died, which its launcher sees
+    except (RuntimeError, WorldError):  # the store's host was done first, or a rank has died, which its launcher sees
         return
 
 
 def _exit() -> NoReturn:
-    """Leave at once: threads of a broken process group must not hold the process back."""
+    """Exit at once: threads of a broken process group must not keep the process alive."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         try:

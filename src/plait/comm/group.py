@@ -1,4 +1,4 @@
-"""What all transports share: their place in the group, how sizes are cut into chunks, how bytes are counted."""
+"""What all transports share: a group's ranks, the cut of tensors into chunks, and counts of bytes sent."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from plait.comm.links import Links
-
-Take = Callable[[int, torch.Tensor], None]
+from plait.comm.protocol import Links, Take
 
 HALF = (torch.bfloat16, torch.float16)
 REDUCERS: dict[str, Callable[..., torch.Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
 def reduce_terms(terms: Sequence[torch.Tensor], op: str, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The terms' sum (max, min), in their order; of half precision in float32, rounded once. `out` is none of them."""
+    """The sum (max, min) of the terms, in their order; half precision in float32, rounded once. `out` is no term."""
     first, second, *others = terms
     reduce = REDUCERS[op]
     if not others or first.dtype not in HALF:
@@ -30,12 +28,12 @@ def reduce_terms(terms: Sequence[torch.Tensor], op: str, out: torch.Tensor | Non
 
 
 def chunk(num: int, size: int, index: int) -> tuple[int, int]:
-    """Bounds of part `index` of `num` elements cut into `size` parts that differ by one at most."""
+    """Bounds of part `index` of `num` elements cut into `size` parts whose lengths differ by at most one."""
     return num * index // size, num * (index + 1) // size
 
 
 class Done:
-    """Work that was finished when it was started."""
+    """Work that was complete when it was started."""
 
     def __init__(self, result: torch.Tensor) -> None:
         self._result = result
@@ -45,7 +43,7 @@ class Done:
 
 
 class GroupComm:
-    """Base of the transports: `ranks` are the global ranks of the group in order, `rank` is the index among them."""
+    """Base class of the transports: `ranks` are the global ranks of the group, `rank` this rank's index among them."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
         self.ranks = ranks
@@ -60,23 +58,23 @@ class GroupComm:
         return None
 
     def count_ring(self, num_bytes: int) -> None:
-        """Count bytes that a backend moves in a way of its own, as if along the ring."""
+        """Count bytes that a library moves in its own way, as if they went along the ring."""
         self.links.count(self.ranks[(self.rank + 1) % self.size], num_bytes)
 
     def count_ring_all_reduce(self, tensor: torch.Tensor) -> None:
-        """2(N-1)/N of the tensor: all chunks but one travel on in each of two rounds."""
+        """2(N-1)/N of the tensor: a rank passes on all chunks but one in each of two rounds."""
         n, rank, size = tensor.numel(), self.rank, self.size
         kept = [chunk(n, size, i % size) for i in (rank + 1, rank + 2)]
         self.count_ring((2 * n - sum(end - start for start, end in kept)) * tensor.element_size())
 
     def count_broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Everyone passes the tensor on to the neighbour, but for the last one before the root."""
+        """Every rank passes the tensor to its neighbour, except the last one before the root."""
         if (self.rank + 1) % self.size != root:
             self.count_ring(tensor.nbytes)
 
 
 class AloneComm(GroupComm):
-    """A group of one rank: moves nothing."""
+    """A group of one rank, which sends nothing."""
 
     def __init__(self, rank: int) -> None:
         super().__init__((rank,), 0)

@@ -1,18 +1,17 @@
-"""The header of a rank's shared memory: its counters, and what it says of its latest collectives."""
+"""The header of a rank's shared memory: its counters, and descriptions of its latest collectives."""
 
 from __future__ import annotations
 
 import torch
 
-from plait.comm.dtype_codes import DTYPE_CODES, DTYPES
 from plait.comm.mailbox import num_mail_words
-from plait.comm.segment import Segment
+from plait.comm.segment import DTYPE_CODES, DTYPES, Segment
 
 # Counters that one rank writes and others poll, each on its own cache line.
 POSTED, REDUCED, CONSUMED, FAILED = 0, 8, 16, 24
-# Then four words for each of the latest collectives: what is called, number of elements, offset of the block, unused.
+# Then four words for each of the latest collectives: the call, number of elements, offset of the block, unused.
 _CALLS = 32
-NUM_CALLS = 256  # at most so many may be unconsumed
+NUM_CALLS = 256  # the most collectives that may be unconsumed
 MAIL = _CALLS + 4 * NUM_CALLS
 
 _NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
@@ -21,12 +20,12 @@ _FIRST_SIZE = 1 << 20
 
 
 def num_words(size: int) -> int:
-    """Of a header, in a group of that size."""
+    """Words of a header, in a group of `size` ranks."""
     return MAIL + num_mail_words(size)
 
 
 def create_segment(size: int) -> Segment:
-    """This rank's segment for a group of that size; OSError where the system gives none."""
+    """This rank's segment for a group of `size` ranks. Raises OSError if the system provides none."""
     return Segment.create(num_words(size), _FIRST_SIZE)
 
 
@@ -38,7 +37,7 @@ def describe(words: memoryview, seq: int, name: str, op: str, flat: torch.Tensor
 
 
 def offset_of(words: memoryview, own: memoryview, seq: int) -> int | None:
-    """Where the peer's block of that collective is; None if the peer called another one than this rank."""
+    """The offset of a peer's block for collective `seq`; None if the peer called another collective than this rank."""
     at = _CALLS + 4 * (seq % NUM_CALLS)
     if words[at] != own[at] or words[at + 1] != own[at + 1]:
         return None

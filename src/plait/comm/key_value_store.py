@@ -1,6 +1,6 @@
-"""The board: short texts that ranks leave for each other, outside every collective.
+"""The key-value store: short texts that ranks leave for each other, outside every collective.
 
-It works while ranks are stuck in a collective, which is what failure, stopping and agreement need.
+It works while ranks are stuck in a collective, as failures, stops and checks across ranks require.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ class KeyValueStore(Protocol):
     def set(self, key: str, text: str) -> None: ...
 
     def get(self, key: str) -> str | None:
-        """The text under the key, or None while nobody has set it."""
+        """The text of the key, or None while it is not set."""
 
     def first(self, key: str, text: str) -> str:
-        """Set the key unless it is set; returns what is there then. Of several callers exactly one wins."""
+        """Set the key unless it is set. Returns its text then: of several callers exactly one gets its own."""
 
     def missing(self, keys: Sequence[str], seconds: float) -> list[str]:
-        """Wait until all keys are set, at most so long; returns those that are not."""
+        """Wait until all keys are set, at most `seconds`. Returns the keys that are not."""
 
     def clone(self) -> KeyValueStore:
-        """The same board, for another thread of this process."""
+        """The same store for another thread of this process."""
 
 
 class LocalStore:
-    """The board of ranks that share a process."""
+    """The store of ranks that share a process."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
@@ -66,7 +66,7 @@ class LocalStore:
         return self
 
     def stop(self, error: WorldError) -> None:
-        """Whoever waits now, or would, gets the error."""
+        """Raise the error in every wait, present or future."""
         with self._changed:
             self._stopped = error
             self._changed.notify_all()

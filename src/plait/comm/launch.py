@@ -1,7 +1,7 @@
-"""Starting the ranks of this machine.
+"""Start the ranks of this machine.
 
-Ranks find each other through a folder that only this user may enter: the store of torch.distributed is a file there,
-and the board a socket. Nothing listens on a port, so there is nothing that another user or host could write to.
+Ranks find each other through a folder that only this user may enter: there torch.distributed has its store as a file,
+and the launcher's key-value store is a socket. Nothing listens on a port that another user or host could reach.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-FAILURE_FILE = "PLAIT_FAILURE_FILE"  # whichever rank creates this file is the one that shows its exception
+FAILURE_FILE = "PLAIT_FAILURE_FILE"  # the rank that creates this file is the one that shows its exception
 _FOLDER = "PLAIT_RANKS_FOLDER"  # where the ranks of a launch find each other
-_LAUNCHER = "PLAIT_LAUNCHER"  # the number of the process that started them
-STORE, BOARD = "store", "board"
+_LAUNCHER = "PLAIT_LAUNCHER"  # process id of the launcher
+STORE, SOCKET = "store", "socket"
 
 _LOOK_SECONDS = 0.05
-_LEAVE_SECONDS = 30.0  # for the others, once a rank has failed
-_SAVE_SECONDS = 600.0  # for all, once they are asked to stop: they may save first
-_INSISTS = 3  # signals, after which nobody waits for a save any more
+_LEAVE_SECONDS = 30.0  # in which the other ranks must end once a rank has failed
+_SAVE_SECONDS = 600.0  # in which all ranks must end once they are asked to stop: they may save first
+_INSISTS = 3  # after this many signals the launcher no longer waits for a save
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 def launch(arguments: Sequence[str], num_processes: int, environment: Mapping[str, str]) -> int:
-    """Run `python ARGUMENTS` as that many ranks of this machine and wait for them; returns the exit status.
+    """Run `python ARGUMENTS` as `num_processes` ranks of this machine, wait for them, and return the exit status.
 
-    A rank that fails stops the others. It shows its own exception; only one that was killed is reported here. Ctrl-C
-    and SIGTERM are passed on to every rank, and the status is then 128 + the signal's number.
+    A rank that fails stops the others and shows its own exception; a rank that was killed is reported here. Ctrl-C and
+    SIGTERM are passed on to every rank, and the status is then 128 + the signal's number.
     """
-    from plait.comm.private import private_folder  # here, because Ctrl-C is answered in one line only from then on
-    from plait.comm.socket_store import serve_board
+    from plait.comm.private import private_folder  # a late import: before it, Ctrl-C prints no traceback
+    from plait.comm.socket_store import serve_store
 
-    # Ranks share the cores; more threads than cores make every collective wait for a turn on the processor.
+    # Ranks share the cores: with more threads than cores every collective would wait for the scheduler.
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     common = {"OMP_NUM_THREADS": str(max(1, num_cores // num_processes)), **os.environ, **environment}
-    with private_folder("ranks") as folder, serve_board(folder / BOARD), _signals() as asked:
+    with private_folder("ranks") as folder, serve_store(folder / SOCKET), _signals() as asked:
         common |= {
             FAILURE_FILE: str(folder / "failure"), **meet_in(folder, os.getpid()),
             "WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes),
             "ROLE_WORLD_SIZE": str(num_processes), "ROLE_NAME": "default", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
             "TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0",  # by which libraries know that they need not start ranks themselves
+            "TORCHELASTIC_MAX_RESTARTS": "0",  # tells libraries that ranks are started for them
         }  # fmt: skip
-        for name in ("MASTER_ADDR", "MASTER_PORT"):  # of something that has started this process
+        for name in ("MASTER_ADDR", "MASTER_PORT"):  # set by whatever has started this process
             common.pop(name, None)
         ranks: list[subprocess.Popen[bytes]] = []
         try:
             for rank in range(num_processes):
                 own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
-                # A session of its own: Ctrl-C reaches a rank once, and what a rank has started can be ended with it.
+                # A session of its own: Ctrl-C reaches a rank once, and a rank's children can be ended with it.
                 ranks.append(subprocess.Popen([sys.executable, *arguments], env=common | own, start_new_session=True))
             failed = _wait(ranks, asked)
         finally:
@@ -76,7 +76,7 @@ def launch(arguments: Sequence[str], num_processes: int, environment: Mapping[st
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], asked: Sequence[int]) -> int | None:
-    """Until all ranks have ended; returns the first that failed, after which the others are ended."""
+    """Wait until all ranks have ended. Returns the first that failed, after which the others are ended."""
     failed: int | None = None
     passed_on = 0
     limit = float("inf")
@@ -95,13 +95,13 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], asked: Sequence[int]) -> int
 
 
 def _first_failed(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Of those that have failed since the last look, one that was killed: the others may have failed because of it."""
+    """A failed rank, preferably one that was killed: the others may have failed because of it."""
     found = [(rank.returncode > 0, i) for i, rank in enumerate(ranks) if rank.returncode]
     return min(found)[1] if found else None
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    """Send a signal to the ranks that are there still, with what they have started."""
+    """Send a signal to the ranks that still run, and to their children."""
     for rank in ranks:
         if rank.poll() is None:
             with suppress(ProcessLookupError, PermissionError):
@@ -113,7 +113,7 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The signals that have come, in a list that grows; those that were ignored stay so."""
+    """A list to which each signal is appended as it comes; signals that were ignored stay so."""
     found: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -132,29 +132,29 @@ def _signals() -> Iterator[list[int]]:
 
 
 def meet_in(folder: Path, parent: int) -> dict[str, str]:
-    """What the environment of a rank says, so that it meets the others in the folder; `parent` has started it."""
+    """The environment with which ranks meet in `folder`; `parent` is the process id of their launcher."""
     return {_FOLDER: str(folder), _LAUNCHER: str(parent)}
 
 
 def ranks_folder() -> Path | None:
-    """Where this rank finds the others; None in a process that `launch` did not start, be it below one that it did."""
+    """The folder where this rank finds the others; None in any process that is not itself a rank of `launch`."""
     if os.environ.get(_LAUNCHER) != str(os.getppid()):
         return None
     return Path(os.environ[_FOLDER])
 
 
 def end_with_launcher() -> None:
-    """Have the system kill this process, if `launch` started it, when the launcher ends, however that happens."""
+    """Make the system kill this process when the launcher ends, in whatever way; does nothing without a launcher."""
     if ranks_folder() is not None and sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        if ranks_folder() is None:  # it has just ended
+        if ranks_folder() is None:  # the launcher has just ended
             os._exit(1)
 
 
 def leave_interrupted() -> NoReturn:
-    """End this process after Ctrl-C: at once, because others of its group may never come. One of all ranks says so."""
+    """End this process after Ctrl-C, without waiting for others of its group. One of all ranks prints that."""
     if first_to_fail():
         print("plait: stopped by Ctrl-C", file=sys.stderr)
     sys.stdout.flush()
@@ -163,7 +163,7 @@ def leave_interrupted() -> NoReturn:
 
 
 def first_to_fail(file: str | None = None) -> bool:
-    """Whether this rank is the one to show its exception: the first of this machine, or one that nobody launched."""
+    """Whether this rank shows its exception: it is the first of this machine to fail, or has no launcher."""
     file = file or os.environ.get(FAILURE_FILE)
     if file is None:
         return True

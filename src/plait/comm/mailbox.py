@@ -1,9 +1,9 @@
-"""Messages between two processes through shared memory: `send` and `recv` beside the collectives.
+"""Messages between two processes through shared memory: the `send` and `recv` of the shared-memory transport.
 
-A sender leaves the tensor in a block of its own arena, describes it in a ring of letters that belongs to the pair, and
-raises the pair's `sent` counter. The receiver takes letters in order, up to the last one that it asked for; those whose
-tag nobody asked for yet it keeps. It raises its `received` counter, and the sender's block is free. So what is sent
-long before it is needed takes memory of the sender, not of both.
+A sender copies the tensor to a block of its own arena, describes it in a ring of letters that belongs to the pair of
+ranks, and raises the pair's `sent` counter. The receiver takes letters in order, up to the last one that it has asked
+for, and keeps those with a tag that it has not asked for yet. It then raises its `received` counter, which frees the
+sender's block. A message that is sent long before it is needed thus takes memory of the sender, not of both.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ from typing import Any
 
 import torch
 
-from plait.comm.dtype_codes import DTYPE_CODES, DTYPES
-from plait.comm.segment import Segment
+from plait.comm.segment import DTYPE_CODES, DTYPES, Segment
 from plait.errors import WorldError
 
-_NUM_LETTERS = 32  # under way from one rank to another
-_LINE = 8  # words of a cache line
+_NUM_LETTERS = 32  # the most in flight from one rank to another
+_LINE = 8  # words in a cache line
 
 
 def num_mail_words(size: int) -> int:
-    """What the mailbox of a rank takes of its header."""
+    """Words that the mailbox of a rank takes of its header, in a group of `size` ranks."""
     return size * (2 * _LINE + 4 * _NUM_LETTERS)
 
 
 class Letter:
-    """A message that this rank expects."""
+    """The Work of a message that this rank has asked for."""
 
     def __init__(self, like: torch.Tensor, tag: int, source: int, wait_until: Callable[..., None]) -> None:
         self.tag = tag
@@ -61,10 +60,10 @@ class Letter:
 
 
 class Mailbox:
-    """All messages from and to one rank of a group. `first_word` is where mailboxes begin in every header."""
+    """All messages from and to one rank of a group. `first_word` is where the mailbox begins in every header."""
 
     def __init__(self, comm: Any, segments: list[Segment], rank: int, first_word: int) -> None:
-        self._comm = comm  # ShmComm, which gives blocks and waits
+        self._comm = comm  # the SharedMemoryComm, which allocates blocks and waits
         self._segments = segments
         self._rank = rank
         self._sent_word = [first_word + _LINE * i for i in range(len(segments))]
@@ -102,21 +101,21 @@ class Mailbox:
         return letter
 
     def progress(self) -> None:
-        """Take what has come from those of whom something is expected."""
+        """Take the messages that have come from ranks of which one is expected."""
         for source in list(self._expected):
             self._read(source)
 
     def read_all(self) -> None:
-        """Take what has come from anyone, so that no sender waits for room."""
+        """Take all messages that have come, so that no sender waits for room."""
         for source in range(len(self._segments)):
             self._read(source, unasked=True)
 
     def needs(self, i: int) -> bool:
-        """Whether rank i has yet to send, or to take, something."""
+        """Whether rank i has yet to send or to take a message."""
         return bool(self._expected.get(i) or self._blocks.get(i))
 
     def free_blocks(self) -> bool:
-        """Give back the blocks whose messages have been taken; True if some are still out."""
+        """Free the blocks whose messages have been taken. Returns whether any is still in use."""
         for to, blocks in list(self._blocks.items()):
             received = self._segments[to].words[self._received_word[self._rank]]
             while blocks and blocks[0][0] <= received:

@@ -1,10 +1,11 @@
-"""Who lives, and who waits for whom: one thread a process tells the board, and looks after what its rank waits for.
+"""Which ranks live, and which wait for which: one thread per process that signals its rank's life and checks its waits.
 
-A rank that lives may be late, up to the timeout of comm/timeouts.py. A wait ends early, with an error, when
+A rank that lives may be late, up to PLAIT_TIMEOUT seconds (default 30 minutes); after PLAIT_NOTICE seconds (default 30)
+the user is told which rank is waited for. A wait ends early, with an error, if
 
-    a rank that it is for has ended      its process is gone, or, on another host, it has given no sign for two minutes
-    a rank has failed                    it has left its report on the board
-    ranks wait for each other            found in what they say of their waits, once it has stood still for two looks
+    a rank that it is for has ended      its process is gone, or, on another host, it gave no sign for two minutes
+    a rank has failed                    its report is in the key-value store
+    ranks wait for each other            what they say of their waits is a cycle that does not change between two looks
 """
 
 from __future__ import annotations
@@ -21,22 +22,24 @@ from typing import Any
 
 from plait.comm.key_value_store import KeyValueStore
 from plait.comm.sharing import alive, host_name
-from plait.comm.timeouts import notice_after, timeout
 from plait.errors import RankFailed, WorldError
 
-FAILURE = "failure"  # where the first rank to fail leaves its report
-FINISHED = "finished"  # FINISHED/RANK is there once that rank has done its part
+TIMEOUT, NOTICE = "PLAIT_TIMEOUT", "PLAIT_NOTICE"  # environment variables
+_TIMEOUT_SECONDS, _NOTICE_SECONDS = 1800.0, 30.0
+
+FAILURE = "failure"  # the key of the first failed rank's report
+FINISHED = "finished"  # the key FINISHED/RANK is set once that rank is done
 
 _BEAT_SECONDS = 0.5
-_SHORT_SECONDS = 1.0  # a wait is not looked at before
-_LOST_SECONDS = 120.0  # without a sign of a rank of another host, which may keep Python's lock for long
-_LEAVE_SECONDS = 5.0  # that a rank has to leave a wait whose end is known; C++ code that waits cannot be told
+_SHORT_SECONDS = 1.0  # waits shorter than this are not checked
+_LOST_SECONDS = 120.0  # without a sign of a rank on another host, which may hold Python's lock for long
+_LEAVE_SECONDS = 5.0  # in which a rank must leave a failed wait; a wait inside C++ code cannot be interrupted
 
 Late = Callable[[], Sequence[int]]
 
 
 class Wait:
-    """What a thread of this rank waits for. `late()` names the ranks that have yet to do something for it to end."""
+    """A wait of a thread of this rank. `late()` names the ranks that have yet to act before it can end."""
 
     def __init__(self, what: str, late: Late, number: int) -> None:
         self.what, self.late, self.number = what, late, number
@@ -46,35 +49,35 @@ class Wait:
         self.error_since = 0.0
 
     def check(self) -> None:
-        """Raise what has been found to end this wait."""
+        """Raise the error that ends this wait, if there is one."""
         if self.error is not None:
             raise self.error
 
 
 class Monitor:
-    """One rank's side. `leave` is called with the error of a wait that goes on although its end is known."""
+    """The monitor of one rank. It calls `leave` with the error of a wait that has failed and goes on nevertheless."""
 
-    def __init__(self, board: KeyValueStore, rank: int, size: int, leave: Callable[[WorldError], None]) -> None:
+    def __init__(self, store: KeyValueStore, rank: int, size: int, leave: Callable[[WorldError], None]) -> None:
         self.rank = rank
-        self.started: Counter[str] = Counter()  # collectives and messages by group, of backends that keep no count
-        self.num_steps = 0  # that this rank has begun
-        self._board, self._size, self._leave = board.clone(), size, leave
+        self.started: Counter[str] = Counter()  # collectives and messages, by group, of transports that keep no count
+        self.num_steps = 0  # steps that this rank has begun
+        self._store, self._size, self._leave = store.clone(), size, leave
         self._doing, self._doing_since = "what comes before its first step", time.time()
         self._host, self._pid = host_name(), os.getpid()
         self._waits: dict[int, Wait] = {}  # by thread
         self._owner = threading.get_ident()
         self._num_waits = self._beat = 0
-        self._signs: dict[int, tuple[int, float]] = {}  # by rank: its latest beat, and when that was first seen
-        self._ended: set[int] = set()  # ranks that were found gone at the last look
+        self._signs: dict[int, tuple[int, float]] = {}  # by rank: its latest beat, and when it was first seen
+        self._ended: set[int] = set()  # ranks that seemed gone at the last look
         self._suspect: tuple[tuple[tuple[int, int], ...], dict[int, int]] | None = None
-        self._interval = max(_BEAT_SECONDS, size / 50)  # many ranks share one board
+        self._interval = max(_BEAT_SECONDS, size / 50)  # many ranks share one store
         self._over = threading.Event()
         self._say(())
         self._thread = threading.Thread(target=self._run, name="plait monitor", daemon=True)
         self._thread.start()
 
     def does(self, what: str) -> None:
-        """Say what this rank does now, for those who will wait for it."""
+        """Say what this rank does now, for messages about waits for it."""
         self._doing, self._doing_since = what, time.time()
 
     @contextmanager
@@ -96,17 +99,18 @@ class Monitor:
             del self._waits[thread]
 
     def behind(self, group: str, number: int, ranks: Sequence[int]) -> list[int]:
-        """Those of the ranks that have not started so many collectives of a group."""
+        """The ranks, among `ranks`, that have started fewer than `number` collectives of a group."""
         return [rank for rank in ranks if rank != self.rank and self._status(rank)["started"].get(group, 0) < number]
 
     def behind_step(self, step: int) -> list[int]:
-        """The ranks that have not begun that many steps."""
+        """The ranks that have begun fewer than `step` steps."""
         return [rank for rank in range(self._size) if rank != self.rank and self._status(rank)["steps"] < step]
 
     def find_gone(self) -> int | None:
-        """A rank that has ended, after a collective failed: of this host one without a process, of others what it says.
+        """A rank that has ended, looked for after a collective failed; None if there is none.
 
-        What ends a connection comes a little before the end of a process.
+        On this host it is a rank without a process, on others a rank that says so. The search lasts half a second,
+        because a connection closes a little before its process ends.
         """
         others = [rank for rank in range(self._size) if rank != self.rank]
         for _ in range(10):
@@ -119,7 +123,7 @@ class Monitor:
         return None
 
     def why_gone(self, rank: int, what: str) -> WorldError:
-        """The error of a wait for a rank whose process has ended."""
+        """The error for a wait for a rank that has ended."""
         if self._get(f"{FINISHED}/{rank}") is not None:
             return WorldError(
                 f"rank {rank} has finished while rank {self.rank} still waits for it{_in(what)}; give every rank the"
@@ -128,28 +132,28 @@ class Monitor:
         return self._failed() or RankFailed(rank, "its process ended without a word (killed, or out of memory?)")
 
     def close(self, report: str = "") -> None:
-        """Stop looking; say that this rank has done its part, or leave the report of its failure."""
-        if self._over.is_set() or os.getpid() != self._pid:  # a child of this process has nothing to say
+        """Stop the thread, and say that this rank is done or leave the report of its failure."""
+        if self._over.is_set() or os.getpid() != self._pid:  # a child of this process is no rank
             return
         self._over.set()
         try:
             if report:
-                self._board.first(FAILURE, report)
+                self._store.first(FAILURE, report)
             else:
-                self._board.set(f"{FINISHED}/{self.rank}", "")
-        except RuntimeError:  # the board's host is gone
+                self._store.set(f"{FINISHED}/{self.rank}", "")
+        except RuntimeError:  # the store's host is gone
             pass
         if self._thread is not threading.current_thread():
-            self._thread.join(_LEAVE_SECONDS)  # one that Python's end finds within C++ code brings the process down
+            self._thread.join(_LEAVE_SECONDS)  # Python's exit would crash the process if it were inside C++ code
 
-    # The thread.
+    # The thread's side.
 
     def _run(self) -> None:
         while not self._over.wait(self._interval):
             try:
                 self._look()
             except (RuntimeError, KeyError, TypeError):
-                # The board's host is gone: a wait at the board finds that by itself, others go on as far as they can.
+                # The store's host is gone: a wait at the store finds that by itself, others go on as far as they can.
                 if self._get(f"heart/{self.rank}") is None:
                     return
 
@@ -186,11 +190,11 @@ class Monitor:
         return None
 
     def _notice(self, wait: Wait, late: tuple[int, ...], waited: float) -> None:
-        """Tell the user once, whichever rank comes first, who is waited for."""
+        """Tell the user which rank is waited for; of all ranks that wait for it the first prints."""
         status = self._status(late[0])
         key = f"notice/{late[0]}/{status['since']}/{wait.num_notices}"
         wait.num_notices += 1
-        if self._board.first(key, str(self.rank)) != str(self.rank):
+        if self._store.first(key, str(self.rank)) != str(self.rank):
             return
         which = "it" if len(late) == 1 else f"rank {late[0]}, the first of them,"
         print(
@@ -202,7 +206,7 @@ class Monitor:
         )
 
     def _say(self, late: Sequence[int]) -> None:
-        """One sign of life."""
+        """Give a sign of life."""
         self._beat += 1
         wait = self._waits.get(self._owner)
         status = {
@@ -215,11 +219,11 @@ class Monitor:
             "started": dict(self.started),
             "wait": None if wait is None else [wait.number, wait.what, list(late)],
         }
-        self._board.set(f"heart/{self.rank}", json.dumps(status))
+        self._store.set(f"heart/{self.rank}", json.dumps(status))
 
     def _status(self, rank: int) -> dict[str, Any]:
         found = self._get(f"heart/{rank}")
-        if found is None:  # it has not come so far
+        if found is None:  # it has not joined yet
             begun = {"beat": 0, "steps": 0, "started": {}, "wait": None}
             return begun | {"host": "", "pid": 0, "doing": "joining the run", "since": 0.0}
         status: dict[str, Any] = json.loads(found)
@@ -231,7 +235,7 @@ class Monitor:
         return f"has been at this for {seconds:.0f} s: {status['doing']}"
 
     def _is_gone(self, rank: int, by_owner: bool) -> bool:
-        """Whether a rank will not come: it has said so at its end, or its process is gone, at two looks."""
+        """Whether a rank will not come, at two looks in a row: it is done, or its process is gone."""
         status = self._status(rank)
         if status["pid"] and status["host"] and status["host"] == self._host:
             gone = not alive(status["pid"])
@@ -256,10 +260,10 @@ class Monitor:
         return RankFailed(found["rank"], message.removeprefix(f"rank {found['rank']} failed: "))
 
     def _stands_still(self, wait: Wait, late: tuple[int, ...]) -> str:
-        """What ranks say that wait for each other, in a circle, if they have done so since the last look.
+        """The cycle of ranks that wait for each other, as text, if it has been the same since the last look; else "".
 
-        Each says anew what it waits for at every beat: where all have done so since the last look, and nothing has
-        changed, all of them were waiting at one time.
+        Each rank says at every beat what it waits for. If all ranks of the cycle have done so since the last look and
+        nothing has changed, all of them were waiting at the same time.
         """
         texts = {self.rank: (wait.number, wait.what)}
         beats = {self.rank: self._beat}
@@ -285,7 +289,7 @@ class Monitor:
         circle = [self.rank]
         while (before := came_from[circle[-1]]) != self.rank:
             circle.append(before)
-        circle.reverse()  # each waits for the next
+        circle.reverse()  # each rank waits for the next
         found = tuple((rank, texts[rank][0]) for rank in circle)
         if self._suspect is None or self._suspect[0] != found:
             self._suspect = (found, {rank: beats[rank] for rank in circle})
@@ -300,13 +304,14 @@ class Monitor:
 
     def _get(self, key: str) -> str | None:
         try:
-            return self._board.get(key)
-        except RuntimeError:  # the board's host is gone
+            return self._store.get(key)
+        except RuntimeError:  # the store's host is gone
             return None
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """
+    """The ranks as text.
+
     >>> ranks_text([0, 2])
     'ranks 0, 2'
     """
@@ -315,3 +320,26 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 def _in(what: str) -> str:
     return f" in {what}" if what else ""
+
+
+def timeout() -> float:
+    """Seconds by which a rank that lives may be late, from PLAIT_TIMEOUT. Raises WorldError for a bad value."""
+    return _seconds(TIMEOUT, _TIMEOUT_SECONDS)
+
+
+def notice_after() -> float:
+    """Seconds of waiting after which the user is told, again after twice as many, and so on; from PLAIT_NOTICE."""
+    return _seconds(NOTICE, _NOTICE_SECONDS)
+
+
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name)
+    if not text:
+        return default
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise WorldError(f"{name}={text!r}; it should be a number of seconds above 0, such as {name}={default:.0f}")
+    return found

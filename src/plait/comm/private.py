@@ -1,10 +1,10 @@
-"""Temporary folders that no other user can look into, and that do not outlive the processes that made them for long.
+"""Temporary folders that no other user can enter, and that do not long outlive the processes that made them.
 
     /tmp/plait-1000/ranks-x1f04q8w/
 
-The folder of a user is theirs alone (mode 0700) or is not used. Whoever makes a folder in it holds a lock on it, which
-the system lets go of when the process ends, however that happens; folders that nobody holds are removed by the next
-process that makes one. systemd-tmpfiles leaves a locked folder alone as well.
+The folder of a user is used only if it is theirs alone (mode 0700). A process that makes a folder in it holds a lock on
+that folder, which the system releases when the process ends, in whatever way. The next process that makes a folder
+removes those that nobody holds. systemd-tmpfiles leaves a locked folder alone as well.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextmanager
 def private_folder(kind: str) -> Iterator[Path]:
-    """A new folder of mode 0700 with a short path (a socket's has at most 107 bytes), removed at the end.
+    """A new folder of mode 0700, removed at the end; its path is short, as a socket's has at most 107 bytes.
 
-    It lies in /tmp where there is one, whatever TMPDIR says, because that is this machine's own. OSError where no
+    It lies in /tmp if there is one, whatever TMPDIR says, because /tmp is local to this machine. Raises OSError if no
     folder can be made.
     """
     parent = _of_this_user(_shared())
     within = os.open(parent, _FOLDER)
     try:
-        fcntl.flock(within, fcntl.LOCK_EX)  # between a folder's making and its lock nobody looks for abandoned ones
+        fcntl.flock(within, fcntl.LOCK_EX)  # so that nobody removes the folder before it is locked
         _remove_abandoned(parent)
         folder = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=parent))
         lock = os.open(folder, _FOLDER)
@@ -49,7 +49,7 @@ def private_folder(kind: str) -> Iterator[Path]:
 
 
 def is_ours_alone(path: Path) -> bool:
-    """Whether this is a folder, and no link, that belongs to this user and that nobody else may enter."""
+    """Whether `path` is a folder (not a link) that belongs to this user and that nobody else may enter."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -66,7 +66,7 @@ def _shared() -> Path:
 
 
 def _of_this_user(base: Path) -> Path:
-    """The user's own folder, or one of an unguessable name where another user has taken the one that it should have."""
+    """The user's own folder, or one with an unguessable name if another user has taken its path."""
     path = base / _name()
     with suppress(OSError):
         os.mkdir(path, 0o700)
@@ -74,16 +74,16 @@ def _of_this_user(base: Path) -> Path:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the folders whose process has ended without doing so."""
+    """Remove the folders whose process has ended without removing them."""
     for path in parent.iterdir():
         try:
             lock = os.open(path, _FOLDER)
-        except OSError:  # gone meanwhile
+        except OSError:  # removed meanwhile
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
-        except OSError:  # somebody uses it
+        except OSError:  # still in use
             pass
         finally:
             os.close(lock)

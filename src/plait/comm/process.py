@@ -1,6 +1,6 @@
-"""The world of ranks that are processes, as torchrun starts them: `process_world(mesh)`.
+"""The world of ranks that are processes, as torchrun starts them: `process_world(mesh)`. It chooses the transport.
 
-Ranks of one x86-64 host compute on CPU exchange through shared memory; all others through torch.distributed.
+Ranks on CPUs of one x86-64 host communicate through shared memory, all others through torch.distributed.
 """
 
 from __future__ import annotations
@@ -20,49 +20,48 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from plait.comm.agree import agree, wait_for_notes
 from plait.comm.algorithms import choose
-from plait.comm.backend import BackendComm
 from plait.comm.device import is_host, make_current, own_device
-from plait.comm.distributed_store import StoreBoard
+from plait.comm.distributed_store import DistributedStore
 from plait.comm.failure import at_exit, leave
 from plait.comm.group import AloneComm
 from plait.comm.header import create_segment, num_words
 from plait.comm.key_value_store import KeyValueStore, LocalStore
-from plait.comm.launch import BOARD, ranks_folder
-from plait.comm.monitor import Monitor
+from plait.comm.launch import SOCKET, ranks_folder
+from plait.comm.monitor import Monitor, timeout
+from plait.comm.process_group_transport import ProcessGroupComm
 from plait.comm.protocol import Comm, World
 from plait.comm.rendezvous import join
 from plait.comm.segment import Segment
+from plait.comm.shared_memory_transport import SharedMemoryComm
 from plait.comm.sharing import host_name
-from plait.comm.shm import ShmComm
 from plait.comm.socket_store import SocketStore
-from plait.comm.timeouts import timeout
 from plait.errors import WorldError
 from plait.spec.mesh import Mesh
 
-_ROOM = 1 << 26  # bytes of free memory per rank and group without which shared memory is not tried
+_ROOM = 1 << 26  # bytes of free memory, per rank and group, below which shared memory is not used
 _num_worlds = 0
 
 
 class ProcessWorld:
-    """This process's view of all ranks. Made by `process_world`."""
+    """This process's view of all ranks. `process_world` makes it."""
 
-    def __init__(self, mesh: Mesh, rank: int, device: torch.device, board: KeyValueStore, owns_group: bool) -> None:
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device, store: KeyValueStore, owns_group: bool) -> None:
         self.mesh = mesh
         self.rank = rank
         self.device = device
-        self.board = board
+        self.store = store
         self.monitor: Monitor | None = None
         if mesh.size > 1:
-            self.monitor = Monitor(board, rank, mesh.size, functools.partial(leave, board, rank))
+            self.monitor = Monitor(store, rank, mesh.size, functools.partial(leave, store, rank))
             at_exit(self.monitor)
         self._comms: dict[str, Comm] = {}
         self._everyone: Comm = AloneComm(rank)
-        self._shared: list[ShmComm] = []
+        self._shared: list[SharedMemoryComm] = []
         self._device_mesh: DeviceMesh | None = None
         self._owns_group = owns_group
 
     def comm(self, axis: str) -> Comm:
-        self.mesh.axis_size(axis)  # an unknown axis is refused here
+        self.mesh.axis_size(axis)  # raises for an unknown axis
         return self._comms[axis]
 
     def everyone(self) -> Comm:
@@ -74,7 +73,7 @@ class ProcessWorld:
             comm.abort()
 
     def close(self) -> None:
-        """Leave the group; all ranks do so together."""
+        """Leave the process group; all ranks do so together."""
         if self.monitor is not None:
             self.monitor.close()
         for comm in self._shared:
@@ -87,10 +86,16 @@ class ProcessWorld:
 def process_world(
     mesh: Mesh, *, device: str | None = None, algorithm: str = "backend", shared_memory: bool = True
 ) -> ProcessWorld:
-    """The world of this process, from torchrun's environment; every rank calls it with the same arguments.
+    """The world of this process, from the environment that torchrun sets. Every rank passes the same arguments.
 
-    `device` is `cpu` or `cuda` (default: cuda where there is one, of which this rank takes its local one). Without
-    torchrun it is a world of one rank. WorldError if the mesh is not of the size of the world.
+    Args:
+        mesh: the mesh of all ranks.
+        device: `cpu` or `cuda`; by default cuda if there is one. The rank takes the device of its LOCAL_RANK.
+        algorithm: how all-reduce is done, as in comm/algorithms.py.
+        shared_memory: whether ranks of one host may use shared memory.
+
+    Without torchrun's environment it is a world of one rank. Raises WorldError if the mesh is not as large as the
+    world, or if ranks pass different arguments.
     """
     global _num_worlds
     started = dist.is_initialized()
@@ -111,7 +116,7 @@ def process_world(
         join(where)
     rank = dist.get_rank()
     _num_worlds += 1
-    world = ProcessWorld(mesh, rank, where, _board(str(_num_worlds)), owns_group=not started)
+    world = ProcessWorld(mesh, rank, where, _store(str(_num_worlds)), owns_group=not started)
     groups = {axis: mesh.groups(axis) for axis in mesh.names} | {"": (tuple(range(size)),)}
     remedy = "give every rank the same plan and the same arguments"
     agree(world, f"{mesh}, {where.type}, allreduce={algorithm}", "mesh, device and transport", remedy=remedy)
@@ -129,7 +134,7 @@ def process_world(
         else:
             group = device_mesh(world).get_group(axis) if axis else dist.group.WORLD
             _allow_time(group)
-            comm = choose(BackendComm(ranks, ranks.index(rank), group, where, world.monitor), algorithm)
+            comm = choose(ProcessGroupComm(ranks, ranks.index(rank), group, where, world.monitor), algorithm)
         if axis:
             world._comms[axis] = comm
         else:
@@ -138,14 +143,14 @@ def process_world(
 
 
 def _allow_time(group: Any) -> None:
-    """Let ranks of the group be as late as those of any other: a group of its own has a timeout of its own."""
+    """Set the group's timeout, because each group of torch.distributed has one of its own."""
     set_timeout = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
     if set_timeout is not None:
         set_timeout(timedelta(seconds=timeout()), group)
 
 
 def device_mesh(world: World) -> DeviceMesh:
-    """The same mesh for DTensor, at the boundary: state dicts, optimizers, checkpoints. All ranks call it together."""
+    """The mesh as a DeviceMesh, for DTensor in state dicts, optimizers and checkpoints. All ranks call it together."""
     assert isinstance(world, ProcessWorld)
     if world._device_mesh is None:
         if not dist.is_initialized():
@@ -158,14 +163,14 @@ def device_mesh(world: World) -> DeviceMesh:
     return world._device_mesh
 
 
-def _board(name: str) -> KeyValueStore:
-    """The launcher's where `plait` is that, else in the store that the process group was started with."""
+def _store(name: str) -> KeyValueStore:
+    """The launcher's store if `plait` has started the ranks, else that of the process group."""
     folder = ranks_folder()
-    return StoreBoard(name) if folder is None else SocketStore(folder / BOARD, name)
+    return DistributedStore(name) if folder is None else SocketStore(folder / SOCKET, name)
 
 
-def _share_memory(world: ProcessWorld, groups: dict[str, tuple[tuple[int, ...], ...]]) -> dict[str, ShmComm]:
-    """A ShmComm for every axis of which all groups lie within one host each; the same axes on every rank."""
+def _share_memory(world: ProcessWorld, groups: dict[str, tuple[tuple[int, ...], ...]]) -> dict[str, SharedMemoryComm]:
+    """A SharedMemoryComm for every axis whose groups each lie within one host; the same axes on every rank."""
     rank, size = world.rank, world.mesh.size
     mine = {axis: next(ranks for ranks in found if rank in ranks) for axis, found in groups.items()}
     own: dict[str, Segment] = {}
@@ -209,21 +214,23 @@ def _share_memory(world: ProcessWorld, groups: dict[str, tuple[tuple[int, ...], 
     shared = {}
     for axis in axes:
         pids = [notes[i]["pid"] for i in mine[axis]]
-        shared[axis] = ShmComm(mine[axis], mine[axis].index(rank), opened[axis], pids, limit, crowded, world.monitor)
+        shared[axis] = SharedMemoryComm(
+            mine[axis], mine[axis].index(rank), opened[axis], pids, limit, crowded, world.monitor
+        )
     return shared
 
 
 def _exchange(world: World, key: str, note: Any) -> list[Any]:
-    """Everyone's note, in rank order."""
-    board, rank = world.board, world.rank
-    board.set(f"{key}/{rank}", json.dumps(note))
+    """The note of every rank, in rank order."""
+    store, rank = world.store, world.rank
+    store.set(f"{key}/{rank}", json.dumps(note))
     keys = {i: f"{key}/{i}" for i in range(world.mesh.size)}
     wait_for_notes(world, keys, "joining the run")
-    return [json.loads(board.get(key) or "null") for key in keys.values()]
+    return [json.loads(store.get(key) or "null") for key in keys.values()]
 
 
 def _host() -> str:
-    """What ranks that can share memory have in common; empty where the order of stores cannot be relied on."""
+    """The same text on ranks that can share memory; "" on processors that do not keep stores to memory in order."""
     return host_name() if platform.machine() in ("x86_64", "AMD64") else ""
 
 

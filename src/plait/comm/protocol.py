@@ -1,10 +1,11 @@
-"""The protocol that every transport speaks. One `Comm` is one group of ranks: those along one mesh axis.
+"""The protocol that every transport implements. One `Comm` is one group of ranks: those along one mesh axis.
 
-Nothing here is global: a rank gets its World, a World gives a Comm for each axis, and both are passed explicitly.
+Nothing here is global: a rank has a World, a World has a Comm for each axis, and both are passed explicitly.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -12,68 +13,87 @@ from typing import Protocol
 import torch
 
 from plait.comm.key_value_store import KeyValueStore
-from plait.comm.links import Links
 from plait.spec.mesh import Mesh
 
 Take = Callable[[int, torch.Tensor], None]
 
 
+class Links:
+    """Bytes that this rank has sent over each link: `sent` counts them by the global rank of the receiver."""
+
+    def __init__(self) -> None:
+        self.sent: Counter[int] = Counter()
+
+    def count(self, to: int, num_bytes: int) -> None:
+        """Add `num_bytes` sent to global rank `to`."""
+        self.sent[to] += num_bytes
+
+    def total(self) -> int:
+        """Bytes sent to all ranks."""
+        return sum(self.sent.values())
+
+    def reset(self) -> None:
+        """Set all counts to 0."""
+        self.sent.clear()
+
+
 class Work(Protocol):
-    """A collective under way. `wait` returns its result, and raises what stopped it."""
+    """A collective in flight. `wait` returns its result, or raises what stopped it."""
 
     def wait(self) -> torch.Tensor: ...
 
 
 class Comm(Protocol):
-    """Collectives among `size` ranks; every rank of the group calls the same ones in the same order.
+    """Collectives among `size` ranks. Every rank of the group calls the same collectives in the same order.
 
-    Inputs are contiguous and left as they were, unless `consume` says that the callee may overwrite them; the caller
-    does not change them before `wait` has returned. What is reduced is summed in one order on all ranks, so that every
-    rank gets the same bits; half precision is summed in float32 and rounded once (by NCCL, as NCCL does). Sums of bool
-    are "or".
+    Inputs are contiguous. They are left unchanged, unless `consume` lets the transport overwrite them, and the caller
+    does not change them before `wait` returns. Reductions add in one order on all ranks, so that all get the same bits.
+    Half precision is summed in float32 and rounded once (NCCL sums in its own way). A sum of bool is "or".
     """
 
     rank: int
     size: int
-    links: Links  # bytes sent to each peer so far
+    links: Links
 
     def buffer(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """A flat tensor that a collective need not copy from: one all_reduce, all_gather, or reduce_scatter with
-        `consume`, which ends its life.
+        """A flat tensor from which a collective need not copy; None if the transport has no such memory.
 
-        None where the transport has no such place. Each buffer taken must be so used, from its first element on.
+        Each buffer must be passed, from its first element on, to one all_reduce or all_gather, or to one reduce_scatter
+        with `consume`, after which it is invalid.
         """
 
     def shared(self, num_bytes: int) -> torch.Tensor | None:
         """Host memory that all ranks of the group read and write: flat uint8 of zeros, aligned to 64 bytes.
 
-        None, on every rank, where they have none in common, such as on several hosts. What a rank writes the others see
-        after a barrier.
+        None, on every rank, if the ranks cannot share memory, for example on several hosts. Other ranks see what a rank
+        writes after a barrier.
         """
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> Work:
-        """Sum (or `max`, `min`) of every rank's tensor, on every rank. Shape as given."""
+        """The sum (or `max`, `min`) of every rank's tensor, on every rank, in the same shape."""
 
     def all_gather(self, tensor: torch.Tensor, *, take: Take | None = None) -> Work:
         """Every rank's tensor, stacked in rank order: [size, *shape].
 
-        With `take` nothing is stacked: it is called with (rank, its tensor, flat) for every rank of the group, before
-        `wait` returns, and must not keep the tensor.
+        With `take` nothing is stacked: `take(rank, tensor)` is called with the flat tensor of each rank, before `wait`
+        returns, and must not keep the tensor.
         """
 
     def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> Work:
-        """Of the sum of [size, *shape] tensors, this rank's row: [*shape]."""
+        """This rank's row, [*shape], of the sum of all ranks' tensors, [size, *shape]."""
 
     def all_to_all(self, tensor: torch.Tensor) -> Work:
-        """Row i of [size, *shape] goes to rank i; the result's row j came from rank j."""
+        """Row i of a [size, *shape] tensor goes to rank i; row j of the result came from rank j."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
-        """The root's tensor on every rank; the others give one of the same shape and dtype."""
+        """The root's tensor, on every rank. Other ranks pass one of the same shape and dtype."""
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work: ...
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
+        """Send a tensor to rank `to` of the group."""
 
     def recv(self, like: torch.Tensor, source: int, tag: int = 0) -> Work:
-        """A tensor of the shape and dtype of `like`; `like` itself is not written to."""
+        """Receive a tensor of the shape and dtype of `like`, which is not written to, from rank `source` of the
+        group."""
 
     def barrier(self) -> None: ...
 
@@ -82,39 +102,42 @@ class Waiting(Protocol):
     """A wait for other ranks."""
 
     def check(self) -> None:
-        """Raise WorldError if it will not end: a rank that it is for has ended or failed, or waits for this one."""
+        """Raise WorldError if the wait cannot end: a rank that it is for has ended, failed, or waits for this one."""
 
 
 class RankMonitor(Protocol):
-    """Looks after the ranks that this one waits for."""
+    """Watches over the ranks that this one waits for. `num_steps` counts the steps that this rank has begun."""
 
-    num_steps: int  # that this rank has begun
+    num_steps: int
 
     def does(self, what: str) -> None:
-        """Say what this rank does now, for those who will wait for it."""
+        """Say what this rank does now, for messages about waits for it."""
 
     def waiting(self, what: str, late: Callable[[], Sequence[int]]) -> AbstractContextManager[Waiting]:
-        """Within it this thread waits; `late()` names the ranks that have yet to do something for the wait to end."""
+        """Within the context this thread waits; `late()` names the ranks that have yet to act before it can end."""
 
     def behind_step(self, step: int) -> list[int]:
-        """The ranks that have not begun that many steps."""
+        """The ranks that have begun fewer than `step` steps."""
 
 
 class World(Protocol):
-    """This rank's view of all ranks. `comm` of an axis of size 1 works too, and moves nothing."""
+    """This rank's view of all ranks. `comm` works for an axis of size 1 too, and then sends nothing.
+
+    `store` holds short texts that ranks leave for each other, outside collectives.
+    """
 
     mesh: Mesh
     rank: int
     device: torch.device
-    board: KeyValueStore  # where ranks leave each other notes
+    store: KeyValueStore
 
     @property
     def monitor(self) -> RankMonitor | None:
-        """Looks after other ranks; None where there are none."""
+        """Watches over other ranks; None if there are none."""
 
     def comm(self, axis: str) -> Comm: ...
 
     def everyone(self) -> Comm:
-        """The group of all ranks of the mesh, for agreements outside the step."""
+        """The group of all ranks of the mesh, for communication outside the step."""
 
     def close(self) -> None: ...

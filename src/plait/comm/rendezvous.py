@@ -1,8 +1,8 @@
-"""How ranks that are processes find each other, without listening where nobody asked them to.
+"""How ranks that are processes find each other, without listening where nobody asked for it.
 
-Ranks that `plait` has started meet at a file that only this user can reach. Others meet as their launcher says, in
-MASTER_ADDR and MASTER_PORT; where that is an address and no name, rank 0 listens there and nowhere else. Ranks of one
-machine talk over its loopback interface.
+Ranks that `plait` has started meet at a file that only this user can reach. Others meet at the MASTER_ADDR and
+MASTER_PORT of their launcher; if that is an address and not a name, rank 0 listens there and nowhere else. Ranks of one
+machine communicate over its loopback interface.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
 from plait.comm.device import is_host, process_group_backend
 from plait.comm.launch import STORE, ranks_folder
-from plait.comm.timeouts import notice_after, timeout
+from plait.comm.monitor import notice_after, timeout
 from plait.errors import WorldError
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _BACKLOG = 2048
-_JOIN = timedelta(minutes=30)  # as torch.distributed waits for ranks that come late
-_held: dict[tuple[str, int], Any] = {}  # stores by address and port, which one process opens once
+_JOIN = timedelta(minutes=30)  # as long as torch.distributed waits for ranks that come late
+_held: dict[tuple[str, int], Any] = {}  # stores by address and port; a process opens each once
 _num_stores = 0
 
 
 def join(where: torch.device) -> None:
-    """Start torch.distributed, from the environment of a rank."""
+    """Start torch.distributed from the environment of a rank. Raises WorldError if a variable is missing."""
     folder = ranks_folder()
     wanted = ("RANK",) if folder is not None else ("RANK", "MASTER_ADDR", "MASTER_PORT")
     if absent := [name for name in wanted if name not in os.environ]:
@@ -42,7 +42,7 @@ def join(where: torch.device) -> None:
     store: Any = _file_store(folder, size) if folder is not None else _port_store(rank, size)
     if folder is not None or _is_loopback(os.environ["MASTER_ADDR"]):
         stay_on_loopback()
-    notice_after()  # a wrong value is refused here
+    notice_after()  # raises for a wrong value
     at: dict[str, Any] = {"timeout": timedelta(seconds=timeout())}
     at |= {} if store is None else {"store": store, "rank": rank, "world_size": size}
     at |= {} if is_host(where) else {"device_id": where}
@@ -50,10 +50,10 @@ def join(where: torch.device) -> None:
 
 
 def lead_scripts(folder: Path) -> None:
-    """Have a script that starts torch.distributed by itself meet the other ranks in the folder, too."""
+    """Make a script that starts torch.distributed by itself meet the other ranks in `folder` too."""
     stay_on_loopback()
     handlers = getattr(sys.modules["torch.distributed.rendezvous"], "_rendezvous_handlers", None)
-    if handlers is None:  # without MASTER_PORT it then fails, rather than listen on every interface
+    if handlers is None:  # the script then fails without MASTER_PORT, rather than listen on every interface
         return
 
     def meet(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
@@ -61,11 +61,11 @@ def lead_scripts(folder: Path) -> None:
         yield _file_store(folder, size), int(os.environ["RANK"]), size
 
     handlers["env"] = meet
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # some libraries look for them; nobody listens
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # some libraries read them; nobody listens
 
 
 def stay_on_loopback() -> None:
-    """Have Gloo and NCCL listen on the loopback interface, unless the user has named another."""
+    """Make Gloo and NCCL listen on the loopback interface, unless the user has named another."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     for variable in _INTERFACES if names else ():
         os.environ.setdefault(variable, names[0])
@@ -77,8 +77,8 @@ def _file_store(folder: Path, size: int) -> Any:
 
 
 def _port_store(rank: int, size: int) -> Any:
-    """The store of rank 0, which listens at MASTER_ADDR alone; None where torch.distributed is left to make one: the
-    launcher has one already, or the address is a name, of which hosts may have their own idea."""
+    """A store that rank 0 serves at MASTER_ADDR alone, or None if torch.distributed is to make one: the launcher has
+    one already, or the address is a name, which hosts may resolve differently."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
@@ -102,13 +102,13 @@ def _port_store(rank: int, size: int) -> Any:
         listening.close()
         if _is_loopback(there):
             raise WorldError(f"rank 0 cannot listen at {there}:{port}: {error.strerror}") from None
-        # Else it is an address that this host has only for others, and the store listens on every interface.
+        # The address is one under which only other hosts know this one: the store listens on every interface.
     _held[there, port] = TCPStore(there, port, size, is_master=True, timeout=_JOIN, **handed)
     return _fresh(_held[there, port])
 
 
 def _fresh(store: Any) -> Any:
-    """The store as one that has no keys of an earlier group of this run: all ranks ask for it equally often."""
+    """The store without the keys of earlier groups of this run. All ranks call it equally often."""
     global _num_stores
     _num_stores += 1
     return PrefixStore(str(_num_stores), store)

@@ -1,10 +1,10 @@
-"""A piece of memory that processes of one host share: a header of int64 words, then an arena for tensors.
+"""A segment of memory that processes of one host share: a header of int64 words, then an arena for tensors.
 
-It is an anonymous memory file, which peers open through /proc: nothing has a name that could be left behind, and the
-size of /dev/shm does not matter. Pages cost nothing until they are touched; the file grows when the arena is full.
+It is an anonymous memory file, which peers open through /proc: there is no name that could be left behind, and the size
+of /dev/shm does not matter. Pages cost nothing until they are touched; the file grows when the arena is full.
 
-Words are read and written as whole aligned 64-bit values, and x86-64 makes stores visible in order: a word that says
-"the data is there" may simply be stored after the data.
+Words are read and written as whole aligned 64-bit values, and x86-64 makes stores visible in order. A word that says
+that data is ready can therefore simply be stored after the data.
 """
 
 from __future__ import annotations
@@ -17,9 +17,16 @@ import torch
 _ALIGN = 64
 _MAX_VIEWS = 512
 
+# Processes of one host write dtypes into shared memory as numbers.
+DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+
 
 class Segment:
-    """One rank's shared memory. Its owner writes it; peers hold a second Segment on the same file and read."""
+    """One rank's shared memory. Its owner writes it; peers map the same file in a Segment of their own and read it."""
 
     def __init__(self, fd: int, num_words: int) -> None:
         self.fd = fd
@@ -36,11 +43,11 @@ class Segment:
 
     @classmethod
     def open(cls, pid: int, fd: int, num_words: int) -> Segment:
-        """The segment of another process; OSError if it cannot be reached."""
+        """The segment of another process. Raises OSError if it cannot be reached."""
         return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), num_words)
 
     def _map(self) -> None:
-        # An older mapping lives on for as long as tensors lie in it; it shows the same pages.
+        # An older mapping lives as long as tensors are in it; it shows the same pages.
         self.size = os.fstat(self.fd).st_size
         memory = mmap.mmap(self.fd, self.size)
         self.words = memoryview(memory)[: self._num_words * 8].cast("q")
@@ -48,12 +55,12 @@ class Segment:
         self._views.clear()
 
     def grow(self, size: int) -> None:
-        """Make the file larger. Peers notice when they are told of an offset beyond what they have mapped."""
+        """Enlarge the file. Peers map it again when they see an offset beyond what they have mapped."""
         os.ftruncate(self.fd, size)
         self._map()
 
     def view(self, offset: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """The flat tensor that lies at the offset, in bytes."""
+        """The flat tensor at an offset in bytes."""
         key = (offset, num_elements, dtype)
         view = self._views.get(key)
         if view is None:
@@ -72,14 +79,14 @@ class Segment:
 
 
 class Arena:
-    """Which bytes of a segment are free: first fit, so that the lowest pages are used over and over."""
+    """Which bytes of a segment are free. Allocation is first fit, so that the lowest pages are reused."""
 
     def __init__(self, start: int, end: int) -> None:
         self._free = [(start, end)]
         self._end = end
 
     def take(self, num_bytes: int) -> int | None:
-        """Offset of a free block, or None."""
+        """The offset of a free block, which is then in use; None if there is none."""
         need = _rounded(num_bytes)
         for i, (start, end) in enumerate(self._free):
             if end - start >= need:
@@ -91,7 +98,7 @@ class Arena:
         return None
 
     def give(self, offset: int, num_bytes: int) -> None:
-        """The inverse of `take`."""
+        """Free a block that `take` returned."""
         start, end = offset, offset + _rounded(num_bytes)
         free = self._free
         i = 0

@@ -1,8 +1,7 @@
-"""Memory that the ranks of a group have in common: every rank reads and writes the same bytes.
+"""Memory that the ranks of a group share: every rank reads and writes the same bytes.
 
-Ranks that are processes of one host open a memory file of their first rank through /proc, as those do that exchange
-through shared memory (comm/segment.py); how else they exchange does not matter. The file has no name, and is gone when
-the last of them has let go of its tensors.
+Processes of one host open a memory file of the group's first rank through /proc, whatever transport they use. The file
+has no name, and is gone when the last process has freed its tensors.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ _NOT_HERE = -1
 
 
 def share_file(comm: Comm, num_bytes: int, device: torch.device) -> torch.Tensor | None:
-    """Flat uint8 of zeros in a file that the processes of the group map, or None on all where that cannot be had.
+    """Flat uint8 of zeros, [num_bytes], in a file that all processes of the group map, or None on all if impossible.
 
-    Every rank of the group calls it with the same size; `device` is that of tensors which the group exchanges.
+    Every rank of the group calls it with the same size. `device` is that of tensors which the group communicates.
     """
     note, segment = [_NOT_HERE] * 4, None
     if comm.rank == 0:
@@ -40,7 +39,7 @@ def share_file(comm: Comm, num_bytes: int, device: torch.device) -> torch.Tensor
         segment = _opened(note, num_bytes)
     everyone = comm.all_reduce(torch.tensor([int(segment is not None)], device=device), "min").wait()
     if segment is not None:
-        segment.close()  # what is mapped stays
+        segment.close()  # the mapping stays
     if segment is None or not int(everyone[0]):
         return None
     return segment.view(segment.arena_start, num_bytes, torch.uint8)
@@ -61,7 +60,7 @@ def _opened(note: list[int], num_bytes: int) -> Segment | None:
 
 
 def can_share() -> bool:
-    """Whether processes of this host can have a file in common, as far as one of them can tell."""
+    """Whether processes of this host can share a file, as far as one process can tell."""
     if not host_name():
         return False
     try:
@@ -73,7 +72,7 @@ def can_share() -> bool:
 
 
 def host_name() -> str:
-    """What processes that can open each other's files have in common; empty where that is not known."""
+    """A text that is equal on processes that can open each other's files; "" where that is not known."""
     if platform.system() != "Linux":
         return ""
     with open("/proc/sys/kernel/random/boot_id") as file:
@@ -87,7 +86,7 @@ def _host_number() -> int:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; one that has ended but was not yet collected by its parent does not."""
+    """Whether the process runs. One that has ended, but is not yet reaped by its parent, does not."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")

@@ -1,7 +1,7 @@
-"""The board of ranks that `plait` itself has started: the launcher holds it, behind a socket that is a file.
+"""The key-value store of ranks that `plait` has started: the launcher holds it, behind a Unix socket.
 
-The file lies in a folder that only this user may enter, so nobody else reaches it, which a port would not forbid. What
-is said is one line of JSON, and one line of JSON in reply:
+The socket lies in a folder that only this user may enter; a port would be open to others. A request is one line of
+JSON, and so is its reply:
 
     ["set", KEY, TEXT] -> null      ["get", KEY] -> TEXT or null      ["first", KEY, TEXT] -> TEXT
     ["missing", [KEY, ...]] -> [KEY, ...]
@@ -21,18 +21,18 @@ from typing import Any
 
 from plait.comm.key_value_store import LocalStore
 
-_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.02  # seconds between looks for keys that somebody else will set
+_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.02  # seconds between looks for keys that others will set
 
 
 @contextmanager
-def serve_board(path: Path) -> Iterator[None]:
-    """Hold a board at the path, from another thread."""
-    board = LocalStore()
+def serve_store(path: Path) -> Iterator[None]:
+    """Hold a key-value store at the path, in another thread."""
+    store = LocalStore()
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
             for line in self.rfile:
-                self.wfile.write(json.dumps(_answer(board, json.loads(line))).encode() + b"\n")
+                self.wfile.write(json.dumps(_answer(store, json.loads(line))).encode() + b"\n")
 
     class Server(socketserver.ThreadingUnixStreamServer):
         daemon_threads = True
@@ -40,10 +40,10 @@ def serve_board(path: Path) -> Iterator[None]:
         request_queue_size = 1024
 
         def handle_error(self, request: Any, client_address: Any) -> None:
-            """A rank that has ended in the middle of a line is no news: the launcher sees that it has ended."""
+            """Ignored: a rank has ended in the middle of a line, which the launcher notices by itself."""
 
     with Server(str(path), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="plait board", daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="plait store", daemon=True)
         thread.start()
         try:
             yield
@@ -51,38 +51,41 @@ def serve_board(path: Path) -> Iterator[None]:
             server.shutdown()
 
 
-def _answer(board: LocalStore, request: list[Any]) -> Any:
+def _answer(store: LocalStore, request: list[Any]) -> Any:
     match request:
         case ["set", str(key), str(text)]:
-            board.set(key, text)
+            store.set(key, text)
             return None
         case ["get", str(key)]:
-            return board.get(key)
+            return store.get(key)
         case ["first", str(key), str(text)]:
-            return board.first(key, text)
+            return store.first(key, text)
         case ["missing", [*keys]]:
-            return board.missing(keys, 0)
+            return store.missing(keys, 0)
     raise ValueError(f"unknown request {request}")
 
 
 class SocketStore:
-    """A rank's line to the board. `name` keeps the worlds of one run apart. RuntimeError once the launcher is gone."""
+    """A rank's connection to the launcher's store. `name` separates the worlds of one run.
+
+    Raises RuntimeError once the launcher is gone.
+    """
 
     def __init__(self, path: Path, name: str) -> None:
         self._path, self._name = path, name
-        self._turn = threading.Lock()
-        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._lock = threading.Lock()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._line.connect(str(path))
+            self._socket.connect(str(path))
         except OSError as error:
-            self._line.close()
-            raise RuntimeError(f"the launcher's board {path} is out of reach: {error}") from None
-        self._replies = self._line.makefile("rb")
+            self._socket.close()
+            raise RuntimeError(f"the launcher's store {path} is out of reach: {error}") from None
+        self._replies = self._socket.makefile("rb")
 
     def __del__(self) -> None:
         if hasattr(self, "_replies"):
             self._replies.close()
-        self._line.close()
+        self._socket.close()
 
     def set(self, key: str, text: str) -> None:
         self._ask("set", self._key(key), text)
@@ -110,12 +113,12 @@ class SocketStore:
         return f"{self._name}/{key}"
 
     def _ask(self, *request: Any) -> Any:
-        with self._turn:
+        with self._lock:
             try:
-                self._line.sendall(json.dumps(request).encode() + b"\n")
+                self._socket.sendall(json.dumps(request).encode() + b"\n")
                 reply = self._replies.readline()
             except OSError:
                 reply = b""
         if not reply.endswith(b"\n"):
-            raise RuntimeError(f"the launcher, which holds the board {self._path}, is gone")
+            raise RuntimeError(f"the launcher, which holds the store {self._path}, is gone")
         return json.loads(reply)

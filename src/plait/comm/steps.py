@@ -1,6 +1,6 @@
-"""What a rank does in each collective through shared memory once its peers are there: one generator a collective.
+"""What a rank does in each collective through shared memory once its peers have posted: a generator per collective.
 
-A step yields the counter that all peers must have raised before it may go on, and returns the result.
+A generator yields the counter that all peers must have raised before it may go on, and returns the result.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from collections.abc import Generator
 
 import torch
 
-from plait.comm.group import REDUCERS, GroupComm, Take, reduce_terms
+from plait.comm.group import REDUCERS, GroupComm, reduce_terms
 from plait.comm.header import POSTED, REDUCED, call_text, offset_of
+from plait.comm.protocol import Take
 from plait.comm.segment import Segment
 from plait.errors import WorldError
 
@@ -18,7 +19,7 @@ Steps = Generator[int, None, torch.Tensor]
 
 
 class Reader:
-    """Reads the blocks of the other ranks, after a check that they called the same."""
+    """Reads the blocks of the other ranks, after it has checked that they called the same collective."""
 
     def __init__(self, group: GroupComm, segments: list[Segment]) -> None:
         self.segments = segments
@@ -26,7 +27,7 @@ class Reader:
         self.peers = [i for i in range(group.size) if i != group.rank]
 
     def block(self, i: int, seq: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """What rank i put up for collective `seq`, flat."""
+        """The flat block of rank i for collective `seq`. Raises WorldError if that rank called another collective."""
         peer, own = self.segments[i].words, self.segments[self.rank].words
         offset = offset_of(peer, own, seq)
         if offset is None:
@@ -35,7 +36,7 @@ class Reader:
         return self.segments[i].view(offset, num_elements, dtype)
 
     def count(self, i: int, num_bytes: int) -> None:
-        """Count what was read from a peer as sent to it: in every collective so counted it reads as much from here."""
+        """Count what is read from a peer as sent to it, which reads as much from this rank."""
         self.links.count(self.ranks[i], num_bytes)
 
 
@@ -54,7 +55,7 @@ def add_chunks(
     reader: Reader, seq: int, op: str, own: torch.Tensor, term: torch.Tensor, bounds: list[tuple[int, int]],
     into: torch.Tensor | None, shape: torch.Size,
 ) -> Steps:  # fmt: skip
-    """All-reduce of more: this rank's chunk in rank order into its own block, then the other chunks."""
+    """All-reduce of three ranks or more: sum this rank's chunk in rank order, then read the other chunks."""
     yield POSTED
     blocks = [own if i == reader.rank else reader.block(i, seq, own.numel(), own.dtype) for i in range(reader.size)]
     start, end = bounds[reader.rank]
@@ -87,14 +88,14 @@ def gather(reader: Reader, seq: int, flat: torch.Tensor, shape: torch.Size, take
 
 
 def add_rows(reader: Reader, seq: int, op: str, rows: torch.Tensor, shape: torch.Size) -> Steps:
-    """Reduce-scatter: row `rank` of every rank's block."""
+    """Reduce-scatter: sum row `rank` of every rank's block."""
     yield POSTED
     terms = [_row(reader, i, seq, rows) for i in range(reader.size)]
     return reduce_terms(terms, op, torch.empty_like(terms[0])).view(shape)
 
 
 def exchange(reader: Reader, seq: int, rows: torch.Tensor, shape: torch.Size) -> Steps:
-    """All-to-all: the same rows, side by side."""
+    """All-to-all: stack row `rank` of every rank's block."""
     yield POSTED
     out = torch.empty_like(rows)
     for i in range(reader.size):

@@ -1,7 +1,7 @@
-"""Ranks as threads of this process: how plans are verified, debugged and tested on one machine.
+"""Ranks as threads of this process, to verify, debug and test plans on one machine.
 
-Tensors are exchanged by reference. The rank that comes last to a collective computes its result for all, in rank
-order, while every other rank still holds its input unchanged; each rank then takes its own copy.
+Tensors are exchanged by reference. The last rank to join a collective computes its result for all, in rank order, while
+every other rank still holds its input unchanged; each rank then takes its own copy.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from plait.comm.algorithms import choose
 from plait.comm.device import make_current
 from plait.comm.group import AloneComm
 from plait.comm.key_value_store import KeyValueStore
-from plait.comm.meeting import Meetings, ThreadComm, ThreadWatch
 from plait.comm.protocol import Comm, RankMonitor
+from plait.comm.thread_transport import Meetings, ThreadComm, ThreadWatch
 from plait.errors import RankFailed
 from plait.spec.mesh import Mesh
 
@@ -32,13 +32,13 @@ class ThreadWorld:
         self.mesh = mesh
         self.rank = rank
         self.device = device
-        self.board: KeyValueStore = meetings.board
+        self.store: KeyValueStore = meetings.store
         self.monitor: RankMonitor | None = ThreadWatch(meetings, rank) if mesh.size > 1 else None
         self._comms = {axis: _comm(mesh.group(rank, axis), rank, axis, meetings, algorithm) for axis in mesh.names}
         self._everyone = _comm(tuple(range(mesh.size)), rank, "", meetings, algorithm)
 
     def comm(self, axis: str) -> Comm:
-        self.mesh.axis_size(axis)  # an unknown axis is refused here
+        self.mesh.axis_size(axis)  # raises for an unknown axis
         return self._comms[axis]
 
     def everyone(self) -> Comm:
@@ -61,11 +61,12 @@ def run_ranks(
     device: str | torch.device = "cpu",
     algorithm: str = "backend",
 ) -> list[T]:
-    """Run `fn(world)` on every rank of the mesh, each in its own thread; returns the results in rank order.
+    """Run `fn(world)` on every rank of the mesh, each in a thread of its own. Returns the results in rank order.
 
-    The first rank that raises stops all others at their next collective, or in the one they wait in, and its
-    exception is raised here as RankFailed. Threads start with the caller's grad mode and context variables; the
-    compute threads of torch are shared out among the ranks for as long as they run.
+    The first rank that raises stops all others in their present or next collective. Threads start with the caller's
+    grad mode and context variables. Torch's compute threads are divided among the ranks while they run.
+
+    Raises RankFailed, from the exception of the first rank that raised.
     """
     meetings = Meetings(mesh.size)
     where = torch.device(device)

@@ -1,4 +1,4 @@
-"""Collectives seen by a recorder: when a rank begins each, how long it waits for it, and how clocks of hosts differ."""
+"""Record collectives: when a rank starts each and how long it waits for it, and how far clocks of hosts differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from plait.comm.protocol import Comm, Work, World
 from plait.comm.sharing import host_name
 
-# What a span of each is called (spec.trace.KINDS).
+# The kind of span of each collective (spec.trace.KINDS).
 KIND_OF = {
     "all_reduce": "reduce", "reduce_scatter": "reduce", "all_gather": "gather", "all_to_all": "wait",
     "broadcast": "wait",
@@ -28,9 +28,9 @@ class Spans(Protocol):
 
 
 class TracedComm:
-    """A Comm whose collectives are recorded, at their start and where the rank waits for them; the rest is handed on.
+    """A Comm that records its collectives, at their start and during the wait for them, and delegates the rest.
 
-    Sends and receives are not: who calls them knows what they are of.
+    Sends and receives are recorded by their callers, who know what they are for.
     """
 
     def __init__(self, comm: Comm, axis: str, spans: Spans) -> None:
@@ -77,7 +77,7 @@ class _TracedWork:
 
 
 def trace_comms(world: World, spans: Spans) -> None:
-    """Let every axis of a world with several ranks record its collectives from now on. Changes the world."""
+    """Record the collectives of every axis with several ranks from now on. Changes `world`."""
     comms: dict[str, Comm] = world._comms  # type: ignore[attr-defined]  # all worlds have it
     for axis, comm in comms.items():
         if comm.size > 1:
@@ -85,7 +85,7 @@ def trace_comms(world: World, spans: Spans) -> None:
 
 
 def untrace_comms(world: World) -> None:
-    """The opposite. Changes the world."""
+    """Undo `trace_comms`. Changes `world`."""
     comms: dict[str, Comm] = world._comms  # type: ignore[attr-defined]
     for axis, comm in comms.items():
         if isinstance(comm, TracedComm):
@@ -93,10 +93,10 @@ def untrace_comms(world: World) -> None:
 
 
 def clock_offset(world: World, host: str | None = None, clock: Callable[[], int] = time.perf_counter_ns) -> int:
-    """Nanoseconds by which this rank's clock is ahead of rank 0's; 0 on rank 0's host, where both read the same one.
+    """Nanoseconds by which this rank's clock is ahead of rank 0's; 0 on rank 0's host, where both read one clock.
 
-    Every rank calls it. All read their clocks right after a barrier, several times; the median of the differences is
-    off by the few microseconds in which ranks leave a barrier one after the other.
+    Every rank calls it. All read their clocks right after a barrier, several times. The median of the differences is
+    off by the few microseconds between ranks leaving a barrier.
     """
     everyone = world.everyone()
     if everyone.size == 1:
@@ -115,11 +115,11 @@ def clock_offset(world: World, host: str | None = None, clock: Callable[[], int]
 
 
 def _hosts(everyone: Comm, name: str, device: torch.device) -> list[int]:
-    """A number for every rank's host; without a name each rank counts as a host of its own."""
+    """A number for the host of every rank. Without a name each rank counts as a host of its own."""
     number = _hash_of(name) if name else -1 - everyone.rank
     return [int(n) for n in everyone.all_gather(torch.tensor([number], device=device)).wait().flatten().tolist()]
 
 
 def _hash_of(name: str) -> int:
-    """Of 60 bits, the same in every process."""
+    """A hash of 60 bits that is the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 4

@@ -1,6 +1,7 @@
-"""How a rank waits for peers of its host: it spins while that is short, then yields, then sleeps, and looks after them.
+"""How a rank waits for peers of its host: it spins while the wait is short, then yields, then sleeps and checks on
+them.
 
-A peer that has failed or whose process has ended while it is still needed ends the wait with RankFailed.
+A peer that fails, or whose process ends, while it is still needed ends the wait with RankFailed.
 """
 
 from __future__ import annotations
@@ -9,21 +10,21 @@ import os
 import time
 from collections.abc import Callable
 
-from plait.comm.monitor import Late, Monitor, Wait
+from plait.comm.monitor import Late, Monitor, Wait, timeout
 from plait.comm.sharing import alive
-from plait.comm.timeouts import timeout
 from plait.errors import RankFailed, WorldError
 
-_SPINS = 200  # some 50 us
+_SPINS = 200  # about 50 us
 _YIELD_SECONDS = 0.002
 _SHORT_SLEEP, _LONG_SLEEP = 50e-6, 500e-6
 _LOOK_SECONDS = 0.2
 
 
-class Patience:
-    """One rank's waiting in one group. `needs(i)`: whether rank i still owes something; `failed(i)`: it said so.
+class PeerWait:
+    """The waits of one rank in one group.
 
-    `monitor`, where there is one, is told of waits that last.
+    `needs(i)` says whether rank i still owes something, and `failed(i)` whether it has reported a failure. `monitor`
+    is told of long waits, if it is given.
     """
 
     def __init__(
@@ -39,24 +40,24 @@ class Patience:
         self._monitor = monitor
         self._ranks, self._peers, self._pids = ranks, peers, pids
         self._needs, self._failed = needs, failed
-        self._spins = 0 if crowded else _SPINS  # with more ranks than cores, spinning keeps a peer from running
+        self._spins = 0 if crowded else _SPINS  # with more ranks than cores, spinning would keep a peer from running
         self._wait: Wait | None = None
         self.begin()
 
     def begin(self, what: Callable[[], str] = str, late: Late | None = None) -> None:
-        """Begin to wait; `late` names the ranks that have yet to come, where that is known."""
+        """Begin a wait. `what` describes it; `late` names the ranks that have yet to come, where that is known."""
         self._num_pauses = 0
         self._gone: int | None = None
         self._what, self._late = what, late
 
     def end(self) -> None:
-        self._what, self._late = str, None  # they may hold the result
+        self._what, self._late = str, None  # they may hold a reference to the result
         if self._wait is not None and self._monitor is not None:
             self._monitor.end(self._wait)
             self._wait = None
 
     def pause(self) -> bool:
-        """Let a little time pass, more the longer it has lasted; True once the wait is not a short one."""
+        """Let a little time pass, the more the longer the wait has lasted. Returns whether the wait is a long one."""
         self._num_pauses += 1
         if self._num_pauses <= self._spins:
             return False
@@ -82,7 +83,7 @@ class Patience:
                 raise RankFailed(self._ranks[i], "it stopped the run")
         if self._gone is not None and self._needs(self._gone):
             raise self._why_gone(self._ranks[self._gone])
-        # What a peer did just before it ended may be unread: only a second look decides.
+        # What a peer did just before it ended may be unread, so only a second look decides.
         self._gone = next((i for i in self._peers if self._needs(i) and not alive(self._pids[i])), None)
         if self._monitor is not None and self._late is not None:
             if self._wait is None:

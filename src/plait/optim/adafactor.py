@@ -1,8 +1,8 @@
-"""torch.optim.Adafactor (Shazeer and Stern 2018, arXiv 1804.04235) where its tensors are cut over ranks.
+"""torch.optim.Adafactor (Shazeer and Stern 2018, arXiv 1804.04235) for tensors that are sharded over ranks.
 
-Row and column means, and the root mean squares of parameter and update, are those of the whole tensor. What it keeps of
-a matrix, the averages of its rows and columns, is whole on every rank, as it is on one device; what it keeps of a
-vector is cut like the vector.
+Row and column means, and the root mean squares of parameter and update, are those of the whole tensor. For a matrix the
+state, averages of its rows and columns, is whole on every rank, as on one device. For a vector the state is sharded
+like the vector.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from plait.optim.parts import OnParts
 
 @dataclass
 class _Update:
-    """One parameter's way through a step."""
+    """One parameter in a step."""
 
     parameter: Tensor
     gradient: Tensor
@@ -28,16 +28,17 @@ class _Update:
 
     @property
     def wide(self) -> torch.dtype:
-        """Of what is summed over ranks."""
+        """The dtype of sums over ranks."""
         return torch.float64 if self.parameter.dtype == torch.float64 else torch.float32
 
     def square(self, tensor: Tensor) -> Tensor:
+        """The squared 2-norm of this rank's part."""
         norm: Tensor = torch.linalg.vector_norm(tensor, dtype=self.wide)
         return norm.square()
 
 
 class Adafactor(OnParts, torch.optim.Adafactor):
-    """torch.optim.Adafactor with the result of one device, whatever part of its parameters this rank has."""
+    """torch.optim.Adafactor, with the result of one device whatever part of its parameters a rank has."""
 
     def _move(self) -> None:
         work = [self._begun(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -61,7 +62,7 @@ class Adafactor(OnParts, torch.optim.Adafactor):
             one.parameter.add_(update.mul_(factor))
 
     def _begun(self, parameter: Tensor, group: dict[str, Any]) -> _Update:
-        """The parameter's gradient and state, at the next step."""
+        """Advance a parameter's state to the next step."""
         gradient = parameter.grad
         assert gradient is not None
         if parameter.is_complex() or gradient.is_sparse:
@@ -80,7 +81,7 @@ class Adafactor(OnParts, torch.optim.Adafactor):
         return _Update(parameter, -gradient if group["maximize"] else gradient, group, state)
 
     def _direction(self, one: _Update, sums: tuple[Tensor, Tensor] | None) -> Tensor:
-        """The gradient over the root of its variance; `sums` are of the squares in each row and column."""
+        """The gradient over the root of its variance; `sums` are the sums of squares of each row and each column."""
         state, eps = one.state, _eps(one)
         weight = (state["step"].double() ** one.group["beta2_decay"]).to(one.gradient)
         if sums is None:
@@ -97,7 +98,7 @@ class Adafactor(OnParts, torch.optim.Adafactor):
         return variance.clamp_(min=eps * eps).rsqrt_().mul_(one.gradient)
 
     def _factors(self, work: list[_Update], squares: list[Tensor], moved: list[Tensor]) -> list[Tensor]:
-        """What to scale each update by, given the squared norms of all of each parameter and all of its update."""
+        """The factor of each update, from the squared norms of each whole parameter and its whole update."""
         if not work:
             return []
 

@@ -1,4 +1,4 @@
-"""LAMB: Adam whose update of each tensor is as long as the tensor says, for batches of many thousand rows.
+"""LAMB: Adam with each tensor's update scaled to the tensor's norm, for batches of many thousand rows.
 
 You et al. 2020, "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (arXiv 1904.00962),
 algorithm 2 with the identity for phi:
@@ -22,15 +22,17 @@ Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, T
 
 
 class Lamb(OnParts, torch.optim.Optimizer):
-    """LAMB (You et al. 2020, arXiv 1904.00962): Adam with a learning rate of its own for each tensor.
+    """LAMB (You et al. 2020, arXiv 1904.00962): Adam with a trust ratio for each tensor.
 
-    lr            step length in parts of each tensor's 2-norm; a number or a tensor of one element
-    betas         decay of the averages of gradient and squared gradient, each in [0, 1)
-    eps           added to the root of the averaged square
-    weight_decay  decoupled, inside the norm; it is customary to give biases and norms a group with 0
+    Args:
+        params: parameters or groups of them.
+        lr: step length relative to each tensor's 2-norm; a number or a tensor of one element.
+        betas: decay of the averages of gradient and squared gradient, each in [0, 1).
+        eps: added to the root of the averaged squared gradient.
+        weight_decay: decoupled, inside the norm; biases and norms customarily have a group with 0.
 
-    It works with and without plait. Where parameters are parts of tensors on several ranks, their norms are of the
-    whole tensors. Averages are in the parameter's dtype, norms in float32 at least. ValueError names a bad argument.
+    It works with and without plait. If parameters are parts of tensors on several ranks, norms are those of the whole
+    tensors. Averages are in the parameter's dtype, norms in at least float32. Raises ValueError for a bad argument.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Lamb(OnParts, torch.optim.Optimizer):
             torch._foreach_add_(params, updates)
 
     def _updates(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """u of each parameter, in memory of its own."""
+        """u of each parameter, in new memory."""
         grads = [p.grad for p in params if p.grad is not None]
         for p, grad in zip(params, grads, strict=True):
             if grad.is_sparse or p.is_complex():
@@ -98,12 +100,12 @@ class Lamb(OnParts, torch.optim.Optimizer):
 
 
 def _squares(tensors: list[Tensor]) -> list[Tensor]:
-    """The squared 2-norm of each."""
+    """The squared 2-norm of each tensor."""
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     return [norm.square() for norm in torch._foreach_norm(tensors, 2, dtype=wide)]
 
 
 def _ratios(square_x: Tensor, square_u: Tensor) -> Tensor:
-    """|x| / |u|, and 1 where either is 0."""
+    """|x| / |u|, or 1 where either is 0."""
     usable = (square_x > 0) & (square_u > 0)
     return torch.where(usable, (square_x / square_u).sqrt(), 1.0)

@@ -1,7 +1,7 @@
-"""torch.optim.Muon (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982) where its matrices are cut over ranks.
+"""torch.optim.Muon (Jordan et al. 2024; Liu et al. 2025, arXiv 2502.16982) for matrices that are sharded over ranks.
 
-Momentum and step are elementwise, but what moves a matrix is made from all of it: each rank puts the whole together,
-in the bfloat16 that Muon computes in, and takes its part of the result.
+Momentum is elementwise, but the update of a matrix depends on all of it: each rank gathers the whole matrix, in the
+bfloat16 that Muon computes in, and takes its part of the result.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.optim import _muon
 
 from plait.optim.parts import OnParts
 
-_AT_ONCE = 32 << 20  # bytes of whole matrices that are put together with one all-reduce
+_AT_ONCE = 32 << 20  # bytes of whole matrices that one all-reduce gathers
 
 
 class Muon(OnParts, torch.optim.Muon):
-    """torch.optim.Muon with the result of one device, whatever part of its parameters this rank has."""
+    """torch.optim.Muon, with the result of one device whatever part of its parameters a rank has."""
 
     def _move(self) -> None:
         for group in self.param_groups:
@@ -28,7 +28,7 @@ class Muon(OnParts, torch.optim.Muon):
                 self._update(some, group)
 
     def _batches(self, params: list[Tensor]) -> Iterator[list[Tensor]]:
-        """The parameters in order, so many at a time that their whole matrices take a bounded amount of memory."""
+        """The parameters in order, in batches whose whole matrices take a bounded amount of memory."""
         batch: list[Tensor] = []
         size = 0
         for p in params:

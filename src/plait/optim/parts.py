@@ -1,7 +1,7 @@
-"""What an optimizer must know where its parameters are parts of whole tensors that lie on several ranks.
+"""What an optimizer must know of parameters that are parts of whole tensors on several ranks.
 
-An optimizer whose update of one element depends on others has a method `bind(parts)`. Whoever lays the parameters out
-calls it once, before the first step; an optimizer that was never bound has whole tensors.
+An optimizer whose update of one element depends on others has a method `bind(parts)`. It is called once, before the
+first step. An optimizer that was never bound takes its parameters to be whole tensors.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ class Parts(Protocol):
     """How this rank's parameters are parts of whole tensors. All ranks make the same calls in the same order."""
 
     def shape(self, parameter: Tensor) -> tuple[int, ...]:
-        """The shape of the whole."""
+        """The shape of the whole tensor."""
 
     def sums(self, terms: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Of each (parameter, term) the sum of the terms of all parts of the parameter, the same bits on every rank.
+        """For each (parameter, term), the sum of the terms over all parts of the parameter; the same bits on all ranks.
 
-        All of them take one all-reduce for each mesh axis (and dtype) along which anything is cut.
+        One call does one all-reduce per mesh axis along which any parameter is sharded, and dtype.
         """
 
     def place(self, parameter: Tensor, part: Tensor, summed: tuple[int, ...] = ()) -> Tensor:
-        """A tensor of zeros as large as the whole, with this rank's part in its place: a term whose sum is the whole.
+        """Zeros in the shape of the whole tensor with this rank's part filled in: a term whose sum is the whole.
 
-        `part` has the parameter's dims, but for those `summed` (counted from the end), of size 1 in part and whole.
+        `part` has the parameter's dims, except that the dims in `summed`, which count from the end, have size 1 in both
+        the part and the whole.
         """
 
     def take(self, parameter: Tensor, whole: Tensor, summed: tuple[int, ...] = ()) -> Tensor:
-        """This rank's part of the whole; the inverse of `place`."""
+        """This rank's part of a whole tensor: the inverse of `place`."""
 
 
 class WholeTensor:
-    """The parts of one device: every parameter is the whole."""
+    """The Parts of one device: every parameter is a whole tensor."""
 
     def shape(self, parameter: Tensor) -> tuple[int, ...]:
         return tuple(parameter.shape)
@@ -52,12 +53,13 @@ class WholeTensor:
 
 
 class OnParts:
-    """What such an optimizer has besides its `torch.optim.Optimizer`, which is its second base: it fills in `_move`."""
+    """Base class of optimizers that depend on whole tensors, next to `torch.optim.Optimizer`. They implement
+    `_move`."""
 
     _parts: Parts = WholeTensor()
 
     def bind(self, parts: Parts) -> None:
-        """Take the parameters to be parts of whole tensors."""
+        """Set how the parameters are parts of whole tensors."""
         self._parts = parts
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
-"""Several optimizers that together update one model, as one optimizer to whoever saves, moves or schedules them.
+"""Several optimizers that update one model together, as one optimizer to code that saves, moves or schedules them.
 
-Muon for matrices with AdamW for the rest, Lookahead around SGD, a list of two: the user's object decides on a step, and
-the optimizers within it keep the state. `Several` has the groups and the state of all of them.
+Examples are Muon for matrices with AdamW for the rest, Lookahead around SGD, and a list of two. The user's object
+decides what a step does, and the optimizers within it hold the state. `Several` has the groups and state of all.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ _Optimizer = torch.optim.Optimizer
 
 
 class Several(torch.optim.Optimizer):
-    """The optimizers within `given`, which steps them: an optimizer, another object with step(), or a list of these.
+    """One optimizer from the user's object and the optimizers within it.
 
-    `members` are all of them by the path that leads to each: first those that hold no others. What two of them keep of
-    one parameter has in the state of the second the path in front of its key: "slow" of a wrapper becomes ":slow".
+    Args:
+        given: the user's optimizer, another object with a step(), or a list of these. Its step() is called.
+        members: all optimizers within `given`, by the path to each; those that hold no others come first.
+
+    If two members have state of one parameter, keys of the second begin with its path: "slow" of a wrapper becomes
+    ":slow".
     """
 
     def __init__(self, given: Any, members: Mapping[str, torch.optim.Optimizer]) -> None:
@@ -33,13 +37,13 @@ class Several(torch.optim.Optimizer):
 
     @property
     def title(self) -> str:
-        """The classes of wrapper and members, such as Two(Muon, AdamW)."""
+        """The classes of the wrapper and its members, such as Two(Muon, AdamW)."""
         inner = ", ".join(type(each).__name__ for each in self.members.values() if each is not self.given)
         return f"{'' if isinstance(self.given, (list, tuple)) else type(self.given).__name__}({inner})"
 
     @property
     def wrappers(self) -> list[Any]:
-        """Of `given` what is more than an optimizer by itself: its step() runs those of others."""
+        """The objects in `given` whose step() calls those of other optimizers."""
         units = self.given if isinstance(self.given, (list, tuple)) else [self.given]
         return [unit for unit in units if held_optimizers(unit)]
 
@@ -48,7 +52,7 @@ class Several(torch.optim.Optimizer):
         return next(m for m in self.members.values() if any(own is group for own in m.param_groups))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of every member; of those groups only that are in `param_groups` now."""
+        """One step of every member, for only those groups that are in `param_groups` now."""
         left_out = self._every_group - {id(group) for group in self.param_groups}
         before = [(member, member.param_groups) for member in self.members.values()]
         for member, groups in before if left_out else ():
@@ -62,7 +66,7 @@ class Several(torch.optim.Optimizer):
 
 
 class _States(MutableMapping[Tensor, Any]):
-    """What the members keep of each parameter, as one dict of it."""
+    """The members' state by parameter, as one mapping."""
 
     def __init__(self, members: Mapping[str, torch.optim.Optimizer]) -> None:
         self._members = members
@@ -70,7 +74,7 @@ class _States(MutableMapping[Tensor, Any]):
         states: list[Any] = []
         for path, member in members.items():
             if any(member.state is each for each in states):
-                continue  # a wrapper that shows the state of what it wraps
+                continue  # a wrapper that exposes the state of the optimizer it wraps
             states.append(member.state)
             for parameter in (p for group in member.param_groups for p in group["params"]):
                 holders = self._holders.setdefault(parameter, [])
@@ -115,7 +119,7 @@ class _States(MutableMapping[Tensor, Any]):
 
 
 class _State(MutableMapping[str, Any]):
-    """What they keep of one parameter; nothing is made in a member's state by looking."""
+    """The members' state of one parameter. Reading it adds nothing to a member's state."""
 
     def __init__(self, holders: list[tuple[str, _Optimizer]], parameter: Tensor) -> None:
         self._holders = holders
@@ -147,7 +151,7 @@ class _State(MutableMapping[str, Any]):
 
 
 def held_optimizers(holder: Any) -> dict[str, Any]:
-    """The optimizers that an object has as attributes, or in lists, tuples and dicts among these, by name."""
+    """The optimizers that an object has as attributes, or in lists, tuples and dicts among its attributes, by name."""
     found: dict[str, Any] = {}
     for name, value in getattr(holder, "__dict__", {}).items():
         inner = (
@@ -161,7 +165,7 @@ def held_optimizers(holder: Any) -> dict[str, Any]:
 
 
 def optimizers_within(given: Any) -> dict[str, torch.optim.Optimizer]:
-    """Every optimizer that is, or is within, what a user's function returned: by path, those without others first."""
+    """Every optimizer that is, or is within, what the user's function returned, by path; wrappers come last."""
     found: dict[str, torch.optim.Optimizer] = {}
 
     def visit(path: str, it: Any, around: tuple[Any, ...]) -> None:
@@ -178,7 +182,7 @@ def optimizers_within(given: Any) -> dict[str, torch.optim.Optimizer]:
 
 
 def each_parameter(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Every parameter once, with the first group that it is in: wrappers repeat what they wrap."""
+    """Every parameter once, with the first group that has it; wrappers repeat the groups that they wrap."""
     seen: set[int] = set()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -188,11 +192,12 @@ def each_parameter(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str,
 
 
 def title_of(optimizer: torch.optim.Optimizer) -> str:
+    """The class of an optimizer, or the title of several."""
     return optimizer.title if isinstance(optimizer, Several) else type(optimizer).__name__
 
 
 def own_values(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """The numbers that optimizers and wrappers of the user's keep as attributes, such as a count of steps, by path."""
+    """The numbers, such as a count of steps, that a user's optimizers and wrappers have as attributes, by path."""
     found = {
         path: {k: v for k, v in it.__dict__.items() if _is_number(k, v)} for path, it in _custom(optimizer).items()
     }
@@ -200,13 +205,13 @@ def own_values(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
 
 
 def set_own_values(optimizer: torch.optim.Optimizer, values: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give them the numbers that they had."""
+    """Restore numbers that `own_values` returned. Changes the optimizers."""
     for path, it in _custom(optimizer).items():
         it.__dict__.update({k: v for k, v in values.get(path, {}).items() if k in it.__dict__})
 
 
 def tensors_outside_state(optimizer: torch.optim.Optimizer) -> str:
-    """The attribute of a user's optimizer or wrapper in which it keeps tensors that it writes to; nothing if none."""
+    """The attribute in which a user's optimizer or wrapper keeps tensors that it writes to; "" if there is none."""
     known = {id(p) for _, p in each_parameter(optimizer)}
     for path, it in _custom(optimizer).items():
         for name, value in it.__dict__.items():
@@ -229,7 +234,7 @@ def _is_number(name: str, value: Any) -> bool:
 
 
 def _custom(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """By path what is of a class that neither torch nor plait has."""
+    """The optimizers and wrappers whose class is neither torch's nor plait's, by path."""
     found: dict[str, Any] = {"": optimizer}
     if isinstance(optimizer, Several):
         units = optimizer.given if isinstance(optimizer.given, (list, tuple)) else [optimizer.given]

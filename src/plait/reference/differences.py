@@ -1,4 +1,4 @@
-"""How far a run under a plan is from the run on one device, in parts of what rounding explains."""
+"""How far a run under a plan is from the run on one device, relative to what rounding explains."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from torch import Tensor
 
 from plait.plan.plan import Plan
 
-# Rounding alone moves some tensors by much of their value: the gradient of a bias in front of a normalisation is zero
-# but for rounding, and a ReLU near zero may turn. How far is measured: the one-device run is repeated with the last few
-# bits of every weight changed. A difference of up to this many times that effect is rounding, too. In half precision
-# it is repeated in float32 as well, and the larger of the two effects counts: sums in half precision stand still once
-# they are large, so that more ranks, with shorter sums, come nearer to float32 than one device does.
+# Rounding alone changes some tensors by much of their value: the gradient of a bias before a normalization is zero but
+# for rounding, and a ReLU near zero may flip. The effect is measured: the one-device run is repeated with the last few
+# bits of every weight changed, and a difference of up to ROUNDING_MARGIN times that effect counts as rounding. In half
+# precision the run is repeated in float32 too, and the larger of the two effects counts: large sums in half precision
+# stop growing, so that several ranks, with shorter sums, come nearer to float32 than one device does.
 ROUNDING_MARGIN = 20.0
-HALF_MARGIN = 6.0  # what the model families of the tests need is up to 5.6
+HALF_MARGIN = 6.0  # the model families of the tests need up to 5.6
 LAST_BITS = {"fp32": 1e-6, "bf16": 2.0**-9, "fp16": 2.0**-12}
 
 
-# Of the largest value of all tensors, in units of their last place: what a sum that is zero but for rounding comes to
-# where it is taken in another order. One device may give exactly zero, of which every repetition shows zero, too. In
-# float64 it may be more: terms that cancel can be far larger than any gradient, and no error of a plan is as small.
+# The result, in another order of summation, of a sum that is zero but for rounding: in units of the last place of the
+# largest value of all tensors. One device may give exactly zero, and then every repetition does too. In float64 it may
+# be more, because terms that cancel can be far larger than any gradient; no error of a plan is that small.
 _ZERO_SUM_ULPS = 16.0
 _ZERO_SUM = 1e-12
 
-# By what a number of a coded gradient changes, relative to the tensor's largest, if rounding turns it to the next code:
-# a replica on several ranks rounds otherwise than one on one device.
+# The change of a coded gradient, relative to the tensor's largest value, if rounding moves a number to the next code. A
+# replica on several ranks rounds differently from one on one device.
 _CODE_STEPS = {"bf16": 2.0**-7, "fp8": 2.0**-3, "int8": 1 / 127, "int4": 1 / 7}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one tensor is from the one-device run: largest absolute difference over largest value.
+    """How far a tensor is from that of the one-device run: the largest absolute difference over the largest value.
 
-    Where rounding on one device makes up more than the tolerance, the difference is given in parts of that instead, so
-    that it exceeds the tolerance exactly if it is more than rounding explains.
+    Where rounding on one device exceeds the tolerance, the difference is relative to that rounding instead, scaled so
+    that it exceeds the tolerance exactly if rounding does not explain it.
     """
 
     name: str
@@ -50,30 +50,45 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found. `ok` says whether every difference is within the tolerance."""
+    """What `verify` found.
+
+    Attributes:
+        plan: the plan.
+        steps: how many steps were run.
+        tolerance: the largest difference that counts as equal.
+        losses: (one device, plan) of each step; with parameter servers, of each push.
+        gradients: of the first step, in the model's order; none with parameter servers.
+        loss: the largest difference of a loss, measured as in Difference.
+        parameters: after the last step, in the model's order.
+        buffers: after the last step.
+        without_rule: ops that ran on whole inputs because they have no sharding rule.
+        outputs: what the loss function returned beside the loss, in the first step.
+    """
 
     plan: str
     steps: int
     tolerance: float
-    losses: tuple[tuple[float, float], ...]  # (one device, plan) of each step; with servers of each push
-    gradients: tuple[Difference, ...]  # of the first step, in the model's order; with servers none
-    loss: float  # the largest difference of a loss, as in Difference
-    parameters: tuple[Difference, ...]  # after the last step, in the model's order
+    losses: tuple[tuple[float, float], ...]
+    gradients: tuple[Difference, ...]
+    loss: float
+    parameters: tuple[Difference, ...]
     buffers: tuple[Difference, ...]
     without_rule: tuple[str, ...] = ()
-    outputs: tuple[Difference, ...] = ()  # of what the loss of the first step came with
+    outputs: tuple[Difference, ...] = ()
 
     @property
     def worst_gradient(self) -> Difference:
+        """The gradient that differs most."""
         return _worst(self.gradients)
 
     @property
     def worst_parameter(self) -> Difference:
+        """The parameter that differs most."""
         return _worst(self.parameters)
 
     @property
     def first_bad(self) -> Difference | None:
-        """The first tensor that differs: the loss, else what it came with, a gradient, a parameter or a buffer."""
+        """The first tensor that differs: the loss, else an output, a gradient, a parameter or a buffer."""
         if not self.loss <= self.tolerance:
             return Difference("loss", self.loss)
         every = (*self.outputs, *self.gradients, *self.parameters, *self.buffers)
@@ -81,6 +96,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
+        """Whether every difference is within the tolerance."""
         return self.first_bad is None
 
     def __str__(self) -> str:
@@ -105,15 +121,25 @@ class Report:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run gave: losses of its steps, gradients of the first, parameters and buffers at the end."""
+    """The values of a run that are compared.
+
+    Attributes:
+        losses: of each step.
+        gradients: of the first step, by parameter.
+        parameters: after the last step, by name.
+        buffers: after the last step, by name.
+        scale: the factor of the loss, where precision needs one: the largest that did not overflow.
+        outputs: what the loss function returned beside the loss, in the first step.
+        rounding: the relative change made to the weights, in a repetition.
+    """
 
     losses: list[float]
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    scale: float = 1.0  # of the loss, where precision needs one: the largest that did not overflow
-    outputs: dict[str, Tensor] = field(default_factory=dict)  # what the loss of the first step came with
-    rounding: float = 0.0  # by which the weights were changed
+    scale: float = 1.0
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    rounding: float = 0.0
 
 
 def compare(
@@ -125,8 +151,18 @@ def compare(
     without_rule: Sequence[str] = (),
     bits: Mapping[str, float] | None = None,
 ) -> Report:
-    """Of a plan's run with the one on one device; `again` is the latter with rounding of other kinds. `bits` are the
-    last bits that each gradient, buffer and the loss is rounded to on its way, by default those of the plan."""
+    """Compare a plan's run with the run on one device.
+
+    Args:
+        reference: the run on one device.
+        mine: the run under the plan.
+        again: repetitions of the run on one device with different rounding.
+        plan: the plan.
+        tolerance: the largest difference that counts as equal.
+        without_rule: ops without a sharding rule, for the report.
+        bits: by gradient, buffer or "loss", the relative rounding of the precision it passes through; by default that
+            of the plan's coarsest precision.
+    """
     by_name = {} if bits is None else bits
     coarsest = max(by_name.values(), default=last_bits(plan))
     of = functools.partial(_Rounding.of, again=again, otherwise=coarsest, bits=by_name)
@@ -159,7 +195,7 @@ def compare(
 
 @dataclass(frozen=True)
 class _Rounding:
-    """What rounding explains of one value: so many times the differences of these runs, and so much of itself."""
+    """What rounding explains of one value: `margin` times the difference of the runs `again`, and `ulp` of its size."""
 
     again: Sequence[RunResult]
     margin: float
@@ -192,7 +228,7 @@ def _differences(
 
     for name, tensor in reference.items():
         if name not in mine:
-            # autograd gives an unused parameter no gradient, or zeros; both mean the same
+            # autograd gives an unused parameter no gradient or zeros; both mean the same
             found.append(Difference(name, 0.0 if _largest(tensor) == 0 else math.inf))
             continue
         if mine[name].shape != tensor.shape:
@@ -206,7 +242,7 @@ def _differences(
         own = of(name)
         rounding = rounding_of(name)
         if kind == "gradients" and not largest:
-            rounding = max(map(rounding_of, reference))  # where all may be zero but for rounding
+            rounding = max(map(rounding_of, reference))  # all gradients may be zero but for rounding
         last_place = max(max(own.ulp, code, _ulp(eps / 4)) * largest, zero_sum)
         found.append(Difference(name, _relative(apart, largest, rounding, last_place, tolerance)))
     found += [Difference(name, math.inf) for name in mine if name not in reference and _largest(mine[name]) > 0]
@@ -214,16 +250,20 @@ def _differences(
 
 
 def last_bits(plan: Plan) -> float:
+    """The relative rounding of the coarsest precision that the plan uses."""
     return max(LAST_BITS[name] for name in (plan.precision, *dict(plan.exceptions).values()))
 
 
 def in_half(plan: Plan) -> bool:
+    """Whether the plan computes anything in half precision."""
     return last_bits(plan) > LAST_BITS["fp32"]
 
 
 def _ulp(last_bits: float) -> float:
-    """What rounding explains of a value in half precision, relative to the largest, whatever the repetitions show: of a
-    scalar they may show nothing by chance. An ulp and a quarter: parts are rounded, and so is their sum."""
+    """The rounding of a value in half precision relative to the largest value, whatever the repetitions show.
+
+    For a scalar they may show nothing by chance. It is five quarters of an ulp: parts are rounded, and so is their sum.
+    """
     return 5 * last_bits if last_bits > LAST_BITS["fp32"] else 0.0
 
 
@@ -234,7 +274,7 @@ def _relative(apart: float, largest: float, rounding: float, ulp: float, toleran
 
 def _apart(one: Tensor, other: Tensor) -> float:
     one, other = _reals(one).to(other.device), _reals(other)
-    same = (one == other) | (one.isnan() & other.isnan())  # where both are infinite, too
+    same = (one == other) | (one.isnan() & other.isnan())  # equal infinities too
     return _largest(torch.where(same, 0.0, one - other))
 
 

@@ -1,7 +1,7 @@
-"""What replicas that agree later compute, as a serial program on one device: what `verify` compares them with.
+"""Local SGD, DiLoCo and compressed means as a serial program on one device: what `verify` compares replicas with.
 
-Each replica is a copy of the model with an optimizer of its own. It says what is computed and nothing of how: there is
-no communication, and every exchange is a line of arithmetic on the list of all replicas' values.
+Each replica is a copy of the model with an optimizer of its own. The program is a definition: it does not communicate,
+and every exchange is arithmetic on the list of all replicas' values.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ Named = dict[str, Tensor]
 
 
 class Compressor:
-    """The definition of a compressed mean. Of each rank of a replica its parts are compressed by themselves."""
+    """The definition of a compressed mean over replicas, where each rank of a replica compresses its own parts."""
 
     def __init__(self, plan: Plan, layouts: Mapping[str, Layout], compression: Compression) -> None:
         self._plan = plan
         self._layouts = layouts
         self._compression = compression
-        self._errors: dict[tuple[int, int, str], Tensor] = {}  # by replica, rank within it, and name
+        self._errors: dict[tuple[int, int, str], Tensor] = {}  # error feedback, by replica, rank within it and name
         self._factors: dict[tuple[int, str], Tensor] = {}
 
     def mean(self, terms: Sequence[Named]) -> Named:
-        """Of each replica's whole tensors, in the dtype that their mean has."""
+        """The mean of whole tensors, given by name for each replica, in the dtype that means have."""
         mesh = self._plan.inner_plan.mesh
         found = {name: torch.zeros(t.shape, dtype=dtype_of_mean(t.dtype)) for name, t in terms[0].items()}
         for rank in range(mesh.size):
@@ -66,7 +66,7 @@ class Compressor:
         return part
 
     def _mean(self, rank: int, name: str, terms: list[Tensor]) -> Tensor:
-        """Of one tensor of each replica's."""
+        """The mean of one tensor, given for each replica."""
         kind, size, shape, num = self._compression.kind, len(terms), terms[0].shape, terms[0].numel()
         owned, count = num_owned(num, size), num_kept(num, self._compression)
         exempt = any(fnmatch.fnmatchcase(name, pattern) for pattern in self._plan.exempt)
@@ -108,8 +108,17 @@ class Compressor:
 
 
 class SerialReplicas:
-    """Replicas of `plan`, one after the other. `twins` are equal models, with an optimizer each. Losses are multiplied
-    by `scale` before they are differentiated. `pipeline` is that of an asynchronous schedule: what stages do when."""
+    """The replicas of a plan, run one after the other.
+
+    Args:
+        plan: the plan.
+        twins: equal models, one per replica.
+        optimizers: the optimizer of each twin.
+        layouts: the layout of each parameter within a replica.
+        changing: parameters that the step itself changes, as it changes buffers.
+        pipeline: the pipeline of an asynchronous schedule, if the plan has one.
+        scale: factor of the loss in backward.
+    """
 
     def __init__(
         self,
@@ -122,7 +131,7 @@ class SerialReplicas:
         scale: float = 1.0,
     ) -> None:
         self.plan = plan
-        self._changing = changing  # parameters that the step itself changes, as it does buffers
+        self._changing = changing
         self.twins = twins
         self._pipeline, self._scale = pipeline, scale
         self._optimizers = optimizers
@@ -131,7 +140,7 @@ class SerialReplicas:
         self._compressor = Compressor(plan, layouts, plan.compress)
         part_of = split_in_parts([math.prod(layout.shape) for layout in layouts.values()], plan.streaming)
         self._part_of = dict(zip(layouts, part_of, strict=True))
-        self._under_way: dict[tuple[int, int], Named] = {}  # by the step that it began after, and part
+        self._in_flight: dict[tuple[int, int], Named] = {}  # exchanges, by the step after which they began and part
         kept = self._named[0] if plan.keeps_agreed else {}
         self._outer = {n: nn.Parameter(p.detach().to(dtype_of_mean(p.dtype), copy=True)) for n, p in kept.items()}
         lr, momentum = plan.outer_rates
@@ -143,9 +152,11 @@ class SerialReplicas:
     def step(
         self, loss_fn: Callable[[Any, Any], Any], batch: Any, key: int, step: int, clip_norm: float | None
     ) -> tuple[float, Named, Named]:
-        """Step number `step`, 1 being the first; loss, gradients and outputs that a trainer of the first replica
-        gives. An asynchronous schedule has none of the gradients left. OverflowError where a gradient is too large for
-        the scale."""
+        """Run step `step`, counted from 1. Returns loss, gradients and outputs as a trainer of the first replica does.
+
+        After a step of an asynchronous schedule there are no gradients. Raises OverflowError if a gradient is too large
+        for the scale.
+        """
         plan, num = self.plan, len(self.twins)
         losses, weights = [], []
         outputs: list[Outputs] = []
@@ -179,7 +190,7 @@ class SerialReplicas:
         gradients = {n: p.grad.clone() for n, p in self._named[0].items() if p.grad is not None}
         for named, optimizer in zip(self._named, self._optimizers, strict=True):
             if self._pipeline is not None:
-                break  # which has updated
+                break  # stale_step has updated
             if clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_([p for p in named.values() if p.grad is not None], clip_norm)
             optimizer.step()
@@ -188,7 +199,7 @@ class SerialReplicas:
         return losses[0], gradients, results(self._all_rows(outputs, num_rows(batch)) if plan.sync == 1 else outputs[0])
 
     def _all_rows(self, outputs: Sequence[Outputs], rows: int) -> Outputs:
-        """What the losses of all replicas came with; rows in the order of the global batch."""
+        """The outputs of all replicas, with rows in the order of the global batch."""
         joined = join_outputs(outputs)
         places = torch.cat([rows_of(torch.arange(rows), self.plan, index) for index in range(len(outputs))])
         for name, part in joined.items():
@@ -204,9 +215,9 @@ class SerialReplicas:
                 terms = [{n: self._outer[n] - named[n] for n in names} for named in self._named]
             else:
                 terms = [{n: named[n].detach() for n in names} for named in self._named]
-            self._under_way[step, part] = self._compressor.mean(terms)
+            self._in_flight[step, part] = self._compressor.mean(terms)
         for part in self._rounds.ended(step):
-            for name, mean in self._under_way.pop((step - self.plan.overlap, part)).items():
+            for name, mean in self._in_flight.pop((step - self.plan.overlap, part)).items():
                 if self._outer:
                     self._outer[name].grad = mean
                     self._outer_steps[name].step()
@@ -238,7 +249,7 @@ class SerialReplicas:
 
 
 def rows_of(batch: Any, plan: Plan, index: int) -> Any:
-    """The rows of a replica: of each microbatch the parts that its ranks take."""
+    """The rows of replica `index`: of each microbatch, the parts that its ranks read."""
     rows, inner = num_rows(batch), plan.inner_plan.num_batch_parts
     num = plan.num_batch_parts // inner
     _, after = parts_around(plan.mesh, plan.relaxed_axis)
@@ -252,4 +263,5 @@ def rows_of(batch: Any, plan: Plan, index: int) -> Any:
 
 
 def norm_parts(plan: Plan) -> int:
+    """How many parts of a replica's rows have batch-norm statistics of their own."""
     return plan.inner_plan.num_batch_parts if plan.batchnorm == "local" else 1

@@ -1,4 +1,4 @@
-"""The loss of one device: what every plan is compared with."""
+"""A training step on one device: what every plan is compared with."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from plait.engine.microbatch import microbatches
 from plait.engine.twin import Twin
 from plait.plan.plan import Plan
 
-_SIGNATURES = {  # torch.batch_norm is not written in Python
+_SIGNATURES = {  # torch.batch_norm has no Python signature
     F.batch_norm: inspect.signature(F.batch_norm),
     torch.batch_norm: inspect.signature(
         lambda input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled: None
@@ -33,8 +33,11 @@ _SIGNATURES = {  # torch.batch_norm is not written in Python
 
 
 class LocalBatchNorm(TorchFunctionMode):
-    """What batchnorm=local computes, on one device: while entered, batch norm in training takes statistics of each of
-    `num_parts` equal runs of rows alone. Running statistics are those of the first, as of rank 0 in PyTorch's DDP."""
+    """Computes on one device what batchnorm=local computes.
+
+    While it is entered, each of `num_parts` equal runs of rows has batch-norm statistics of its own in training. The
+    running statistics are those of the first run, as PyTorch's DDP keeps those of rank 0.
+    """
 
     def __init__(self, num_parts: int) -> None:
         super().__init__()
@@ -57,7 +60,8 @@ class LocalBatchNorm(TorchFunctionMode):
 
 
 class OneDevice(NamedTuple):
-    """A step on one device: its loss, the weight of a loss that has one, and what the loss came with."""
+    """The result of a step on one device: its loss, the loss's weight if it has one, and the loss function's
+    outputs."""
 
     loss: Tensor
     weight: float | None
@@ -65,7 +69,7 @@ class OneDevice(NamedTuple):
 
 
 def one_device_loss(model: nn.Module, loss_fn: LossFn, batch: Any, num_parts: int = 1) -> Loss:
-    """What the model itself gives on the whole batch; with several parts, of local batch norm."""
+    """The loss of the model on the whole batch; with several parts, with local batch norm."""
     with LocalBatchNorm(num_parts) if num_parts > 1 else nullcontext():
         found = read_loss(loss_fn(model, batch), num_rows(batch))
     return replace(found, outputs=None if found.outputs is None else copied(found.outputs))
@@ -74,9 +78,19 @@ def one_device_loss(model: nn.Module, loss_fn: LossFn, batch: Any, num_parts: in
 def one_device_step(
     model: nn.Module, loss_fn: LossFn, batch: Any, plan: Plan, key: int, num_parts: int = 1, scale: float = 1.0
 ) -> OneDevice:
-    """Loss and gradients of a whole step on one device: the plan's microbatches one after the other, in its precision.
+    """One step without its update: the plan's microbatches one after the other, in the plan's precision.
 
-    Gradients are those of the mean of the losses, or of the sum of sums over the sum of weights.
+    Args:
+        model: the model; its gradients are accumulated.
+        loss_fn: called with the model and a microbatch.
+        batch: the global batch.
+        plan: gives the number of microbatches and the precision.
+        key: the step's random key.
+        num_parts: runs of rows with batch-norm statistics of their own.
+        scale: factor of the loss in backward; gradients are divided by it.
+
+    Loss and gradients are those of the mean over microbatches; for losses with weights, of the sum of the weighted
+    losses over the sum of weights.
     """
     if isinstance(model, Twin):
         with model.installed() as own:
@@ -112,7 +126,7 @@ def one_device_step(
 
 
 def _wide(value: Tensor) -> Tensor:
-    """In float32, or wider where it is."""
+    """The value in float32, or in float64 if it is that."""
     return value if value.dtype == torch.float64 else value.float()
 
 
@@ -126,11 +140,11 @@ def stale_step(
     optimizer: torch.optim.Optimizer,
     num_parts: int = 1,
 ) -> OneDevice:
-    """A step of an asynchronous pipeline as its definition reads, on one device: losses, gradients and updates.
+    """One step of an asynchronous pipeline by its definition, on one device: losses, gradients and updates.
 
-    Each microbatch goes through each stage, forward and backward, with the version of weights that the schedule gives
-    it there (Schedule.version). After each group of microbatches the newest weights are updated by the mean of
-    its gradients.
+    Each microbatch passes each stage, forward and backward, with the weight version that the schedule gives it there
+    (`Schedule.version`). After each group of microbatches the newest weights are updated with the mean of the group's
+    gradients. Arguments as one_device_step; `pipeline` has the schedule, and `optimizer` makes the updates.
     """
     if isinstance(model, Twin):
         with model.installed() as own:

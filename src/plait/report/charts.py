@@ -1,4 +1,4 @@
-"""The figures of a report beside the swimlanes: utilisation, memory, bytes by link, loss and tokens/s."""
+"""The figures of a report besides swimlanes: utilisation, memory, bytes per link, loss and tokens/s."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from plait.report.bytes import human_bytes
 from plait.report.swimlane import plotly
 from plait.spec.trace import Sample, Trace
 
-_FEW = 8  # ranks: each has a line of its own; of more, a row of colours
+_FEW = 8  # up to so many ranks have a line each; more ranks are rows of a heat map
 _NUM_BINS = 240
 _MEASURED, _PREDICTED = "#0072B2", "#E69F00"
-# Of lines that stand side by side (Okabe and Ito's palette, as the swimlanes).
+# Colours of lines in one figure (the palette of Okabe and Ito, as in the swimlanes).
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444", "#B0A000")
 
 
 def draw_utilisation(measured: Trace | None, predicted: Trace | None, bubble: bool = True) -> Any:
-    """Of each rank the part of the time in which it computes, and with `bubble`, which pipelines have, that too."""
+    """Bars of each rank's utilisation, and with `bubble` of its bubble too, for plans with a pipeline."""
     go, make_subplots = plotly()
     titles = ("utilisation: computing, of the whole step", "bubble: idle between first and last computation")
     num = 2 if bubble else 1
@@ -44,7 +44,7 @@ def draw_utilisation(measured: Trace | None, predicted: Trace | None, bubble: bo
 
 
 def draw_samples(samples: Sequence[Sample], num_ranks: int, end: float, title: str, as_bytes: bool) -> Any:
-    """A number of each rank over the time of a step, which holds from each sample to the next."""
+    """A value of each rank over the time of a step. A value holds until the rank's next sample; `end` is in seconds."""
     go, _ = plotly()
     figure = go.Figure()
     by_rank: list[list[tuple[float, float]]] = [[] for _ in range(num_ranks)]
@@ -79,7 +79,7 @@ def draw_samples(samples: Sequence[Sample], num_ranks: int, end: float, title: s
 
 
 def draw_links(sent: Mapping[tuple[int, int], int], num_ranks: int) -> Any:
-    """Bytes that went from rank to rank in a step, as a matrix."""
+    """A matrix of the bytes that each rank sent to each other rank in a step."""
     go, _ = plotly()
     values = np.full((num_ranks, num_ranks), np.nan)
     for (source, target), count in sent.items():
@@ -106,7 +106,7 @@ def draw_links(sent: Mapping[tuple[int, int], int], num_ranks: int) -> Any:
 
 
 def draw_metrics(lines: Sequence[Mapping[str, Any]]) -> Any:
-    """Loss and tokens/s over the steps of a run."""
+    """Loss and tokens/s over the steps of a run. `lines` are those of its metrics file."""
     go, make_subplots = plotly()
     figure = make_subplots(rows=1, cols=2, subplot_titles=("loss", "tokens/s"), horizontal_spacing=0.08)
     steps = [line["step"] for line in lines]
@@ -127,7 +127,7 @@ def draw_metrics(lines: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _binned(samples: Sequence[tuple[float, float]], end: float) -> list[float]:
-    """The most in each of many equal parts of the time."""
+    """The largest value in each of _NUM_BINS equal parts of the time."""
     found, value, at = [], 0.0, 0
     for index in range(_NUM_BINS):
         most = value
@@ -140,7 +140,7 @@ def _binned(samples: Sequence[tuple[float, float]], end: float) -> list[float]:
 
 
 def _titles_to_the_left(figure: Any) -> None:
-    """Of two figures side by side, so that the legend stands on the right of theirs."""
+    """Align the titles of two figures side by side to the left, so that the legend has room on the right."""
     for title, start in zip(figure.layout.annotations, (0.0, 0.54), strict=False):
         title.update(x=start, xanchor="left")
 

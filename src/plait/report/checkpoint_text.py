@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as text."""
+"""The contents of a checkpoint as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from plait.errors import CheckpointError
 
 
 def describe_checkpoint(path: str) -> str:
-    """Step, plan, and name, shape, dtype and bytes of every tensor of the newest checkpoint there."""
+    """The newest checkpoint at `path` as text: step, plan, files, and each tensor's name, shape, dtype and bytes.
+
+    Raises CheckpointError if there is none.
+    """
     folder = newest(path)
     manifest = Manifest.read(folder)
     when = datetime.datetime.fromtimestamp(manifest.saved_at).astimezone().isoformat(" ", "seconds")
@@ -32,7 +35,7 @@ def describe_checkpoint(path: str) -> str:
 
 
 def verify_checkpoints(path: str) -> list[str]:
-    """A line for every checkpoint there, each looked at whole; CheckpointError names all files that are damaged."""
+    """Read every checkpoint at `path` whole. Returns a line for each; CheckpointError names all damaged files."""
     folder = folder_of(path)
     found: list[Folder] = checkpoints(folder) or checkpoints(folder.child(INSIDE)) or [newest(path)]
     good: list[str] = []

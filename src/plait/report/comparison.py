@@ -1,4 +1,4 @@
-"""Runs side by side: a table of what they reach and spend, and a page of their curves."""
+"""Runs side by side: a table of what they reach and spend, and an HTML page of their curves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ _HEAD = ("run", "plan", "statistical efficiency", "tokens/s", "goodput", "waitin
 
 
 def comparison_table(found: Sequence[Comparison], plans: Sequence[str], target: float, which: str) -> str:
-    """Text: efficiency and goodput against the first run; seconds and bytes are those to the common loss."""
+    """The comparison as a table of text.
+
+    Args:
+        found: each run relative to the first.
+        plans: the plan of each run.
+        target: the common loss, up to which seconds and bytes are counted.
+        which: the name of that loss.
+    """
     rows = [_HEAD, *_cells(found, plans)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -33,7 +40,10 @@ def comparison_page(
     which: str,
     staleness: Sequence[Mapping[int, int]],
 ) -> str:
-    """HTML: the loss against tokens, seconds and bytes, the table, and how old updates were."""
+    """The comparison as an HTML page: loss against tokens, seconds and bytes, the table, and the age of updates.
+
+    `staleness` counts, for each run, updates by how many versions old they were; other arguments as comparison_table.
+    """
     go, make_subplots = plotly()
     names = names_in_figures(curves, plans)
     figure = make_subplots(rows=1, cols=3, shared_yaxes=True, horizontal_spacing=0.03)
@@ -49,7 +59,7 @@ def comparison_page(
             )  # fmt: skip
     for column, title in enumerate(("tokens", "seconds", "bytes sent"), start=1):
         figure.update_xaxes(title_text=title, gridcolor="#EEEEEE", row=1, col=column)
-    figure.update_xaxes(type="log", exponentformat="SI", dtick=1, row=1, col=3)  # plans differ by factors of 100 in it
+    figure.update_xaxes(type="log", exponentformat="SI", dtick=1, row=1, col=3)  # bytes differ by factors of 100
     figure.add_hline(y=target, line={"dash": "dot", "color": "#888888"})
     figure.update_yaxes(gridcolor="#EEEEEE")
     figure.update_yaxes(title_text=which, row=1, col=1)
@@ -83,7 +93,7 @@ def comparison_page(
 
 
 def names_in_figures(curves: Sequence[Curve], plans: Sequence[str]) -> list[str]:
-    """What each run is called in the figures: its plan, and its folder too where another run has the same plan."""
+    """The name of each run in the figures: its plan, with its folder if another run has the same plan."""
     return [
         f"{plan or 'one device'} ({curve.name})" if list(plans).count(plan) > 1 else plan or curve.name
         for curve, plan in zip(curves, plans, strict=True)

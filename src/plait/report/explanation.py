@@ -1,4 +1,4 @@
-"""explain: the layout of every tensor, where it came from, and every collective with its bytes."""
+"""The text of `plait explain`: each tensor's layout and its origin, each collective and its bytes, each pass."""
 
 from __future__ import annotations
 
@@ -32,12 +32,19 @@ from plait.spec.layout import Layout, Only
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a plan does to one captured step. `str` gives the whole page, `tensor` one tensor."""
+    """What a plan does to one captured step: `str` gives the whole text, `tensor` that of one tensor.
+
+    Attributes:
+        compiled: the step under the plan.
+        collectives: those of one step, in order.
+        agreement: for replicas that synchronize later, how they do so.
+        layouts: the layouts that the user gave.
+    """
 
     compiled: Compiled
     collectives: tuple[Collective, ...]
-    agreement: str = ""  # of replicas that agree later, whose step this is: how they do
-    layouts: Annotations | None = None  # that the user gave
+    agreement: str = ""
+    layouts: Annotations | None = None
 
     @property
     def program(self) -> RankProgram:
@@ -46,7 +53,7 @@ class Explanation:
 
     @property
     def sent_bytes(self) -> dict[str, float]:
-        """Bytes that each rank sends in one step, by axis; of a pipeline's ranks the most that one of them sends."""
+        """Bytes that each rank sends in one step, by axis; in a pipeline, those of the rank that sends most."""
         pipeline = self.program.pipeline
         by_rank: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for item in self.collectives:
@@ -76,11 +83,11 @@ class Explanation:
         return "\n".join(lines)
 
     def passes(self) -> str:
-        """The passes that made the graphs, in order, with the calls and bytes that each of them changed."""
+        """A table of the passes that ran, in order, with the calls and bytes that each of them changed."""
         return pass_table(self._watched().reports)
 
     def diff(self, name: str) -> str:
-        """What one pass changes, as a unified diff of the graphs. PlanError for a pass that is not known."""
+        """What one pass changes, as a unified diff of the graphs. Raises PlanError for an unknown pass."""
         return pass_diff(self._watched(name).reports, name, [each.name for each in (*PASSES, *EAGER_PASSES)])
 
     def _watched(self, diff: str = "") -> Watcher:
@@ -90,7 +97,10 @@ class Explanation:
         return watcher
 
     def tensor(self, name: str) -> str:
-        """One tensor: a parameter, a leaf of the batch, or a value of the graph by its node's name."""
+        """One tensor as text: a parameter, a leaf of the batch, or a value of the graph by its node's name.
+
+        Raises LayoutError, with near matches, for an unknown name.
+        """
         if name in self.program.layouts:
             return self._input(name)
         nodes = {node.name: node for graph in self._graphs() for node in graph.nodes if node.op == "call_function"}
@@ -101,7 +111,8 @@ class Explanation:
         return _describe(nodes[name])
 
     def _input(self, name: str) -> str:
-        """A parameter, buffer or leaf of the batch: its layout, its readers, what becomes of its gradient."""
+        """A parameter, buffer or leaf of the batch: its layout, the modules that read it, how its gradient is
+        summed."""
         program = self.program
         layout, captured = program.layouts[name], program.captured
         local = list(layout.local_shape(program.plan.mesh))
@@ -131,7 +142,7 @@ class Explanation:
         return "\n".join([*lines, *(f"  {_row(item)}" for item in related)])
 
     def _graphs(self) -> list[Graph]:
-        """The last microbatch's graph as it runs; of a pipeline that of each cell."""
+        """The graph of the last microbatch; in a pipeline that of each cell."""
         program = self.program
         graphs = eager_graphs(program)
         if program.pipeline is None:
@@ -139,7 +150,7 @@ class Explanation:
         return [graphs[name] for name, part in program.graphs.items() if part.turn in ("alone", "last", "more")]
 
     def _gradients(self, name: str) -> list[Any]:
-        """What leaves the graphs as a parameter's gradient."""
+        """The nodes that leave the graphs as the gradient of parameter `name`."""
         program = self.program
         graphs = eager_graphs(program)
         if program.pipeline is None:
@@ -176,7 +187,7 @@ class Explanation:
         return lines
 
 
-# Kind of collective, of what, and how often the (N-1)/N of a ring go round.
+# Kind of collective, what it is for, and how often it sends (N-1)/N of the bytes.
 _FORMULAS = (
     ("all_reduce", "gradients", "2 x "),
     ("reduce_scatter", "gradients", ""),
@@ -185,6 +196,7 @@ _FORMULAS = (
 
 
 def explanation(compiled: Compiled) -> Explanation:
+    """The explanation of a compiled step, with its collectives."""
     program = compiled.program
     return Explanation(compiled, tuple(step_collectives(program, eager_graphs(program))))
 
@@ -200,7 +212,7 @@ def _row(item: Collective) -> str:
 
 
 def _readers(node: Node) -> list[Node]:
-    """The calls that read a value: not what plait has put between, which gathers it or moves it to another place."""
+    """The calls that read a value, seen through calls of plait's own that gather it or move it to another place."""
     found: list[Node] = []
     for user in node.users:
         if user.op != "call_function":
@@ -220,7 +232,7 @@ def _readers(node: Node) -> list[Node]:
 
 
 def _way_of_gradient(node: Any) -> str:
-    """How a gradient is summed, from the node that leaves the graph."""
+    """How a gradient is summed over ranks, from the node that leaves the graph."""
     done = node.args[0] if isinstance(node, Node) and is_item(node) else None
     if isinstance(done, Node) and done.target in {bucket_wait, rows_wait}:
         start = done.args[1]

@@ -1,4 +1,4 @@
-"""Swimlanes of many spans, for the script of a page (lanes.js): arrays as bytes, names once each."""
+"""Swimlanes of many spans, as data for a page's script (lanes.js): arrays as base64, each name once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SCRIPT = Path(__file__).with_name("lanes.js")
 
 
 def pack_swimlanes(measured: Trace | None, predicted: Trace | None, bubble: bool = True) -> dict[str, Any]:
-    """What lanes.js draws: the same picture as view.swimlane.draw_swimlanes, of any number of spans."""
+    """What lanes.js draws: the picture of `report.swimlane.draw_swimlanes`, for any number of spans."""
     shown = [(name, trace) for name, trace in (("predicted", predicted), ("measured", measured)) if trace]
     names: dict[str, int] = {}
-    order = sorted(KINDS, key=lambda kind: (kind != "wait", KINDS.index(kind)))  # what lies behind comes first
+    order = sorted(KINDS, key=lambda kind: (kind != "wait", KINDS.index(kind)))  # first what is drawn behind the rest
     order = [kind for kind in order if any(span.kind == kind for _, trace in shown for span in trace.spans)]
     code = {kind: number for number, kind in enumerate(order)}
     rows = []

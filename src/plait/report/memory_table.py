@@ -1,4 +1,4 @@
-"""memory: the bytes of each rank, class by class, as a table."""
+"""The text of `plait memory`: a table of each rank's bytes, class by class."""
 
 from __future__ import annotations
 
@@ -18,12 +18,18 @@ from plait.plan.axes import stage_axis
 from plait.plan.plan import Plan
 from plait.report.bytes import human_bytes
 
-_DEGREES = (1, 4, 16, 64, 256, 1024)  # of the paper's table
+_DEGREES = (1, 4, 16, 64, 256, 1024)  # numbers of ranks, as in the table of the ZeRO paper
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What a plan's step takes on each rank; `ranks` are those that take the same, with what they take."""
+    """The memory that a plan's step takes on each rank.
+
+    Attributes:
+        plan: the plan.
+        num_parameters: numbers in the model's parameters.
+        ranks: groups of ranks that take the same, and what each of them takes.
+    """
 
     plan: Plan
     num_parameters: int
@@ -31,7 +37,7 @@ class MemoryEstimate:
 
     @property
     def fullest(self) -> RankMemory:
-        """The rank that takes most."""
+        """The memory of the rank that takes most."""
         return max((each for _, each in self.ranks), key=lambda each: each.peak)
 
     @property
@@ -40,10 +46,11 @@ class MemoryEstimate:
         return self.fullest.peak
 
     def rank(self, number: int) -> RankMemory:
+        """The memory of rank `number`."""
         return next(each for ranks, each in self.ranks if number in ranks)
 
     def fits(self, limit: int) -> bool:
-        """Whether every rank stays within so many bytes."""
+        """Whether every rank stays within `limit` bytes."""
         return self.peak <= limit
 
     def __str__(self) -> str:
@@ -74,7 +81,7 @@ class MemoryEstimate:
         return "\n".join([*lines, "", *self._formula()])
 
     def _formula(self) -> list[str]:
-        """Parameters, gradients and optimizer state by the formula of the ZeRO paper, over more and more ranks."""
+        """A table of parameters, gradients and optimizer state by the formula of the ZeRO paper, over N ranks."""
         each = self._state_bytes()
         said = f"({each.parameters:g} + {each.gradients:g} + {each.optimizer:.3g}) x {self.num_parameters:,} bytes"
         lines = [f"model state of a rank by the formula of ZeRO, {said}, over N ranks of data"]
@@ -85,13 +92,13 @@ class MemoryEstimate:
         return lines
 
     def _state_bytes(self) -> StateBytes:
-        """As the paper counts: in mixed precision the float32 weights are the optimizer's."""
+        """Bytes per parameter as the paper counts them: in mixed precision the optimizer has the float32 weights."""
         each = self.fullest.most.get(OPTIMIZER, 0) / max(self.fullest.updated, 1)
         return StateBytes(4, 4, each) if self.plan.precision == "fp32" else StateBytes(2, 2, 4 + each)
 
 
 def verdict(found: MemoryEstimate, limit: int, tried: Sequence[MemoryEstimate]) -> str:
-    """Whether a plan stays within `limit` bytes on every rank, or which of the plans that were tried does."""
+    """Whether a plan stays within `limit` bytes on every rank; if not, which of the plans in `tried` does."""
     if found.fits(limit):
         return f"fits: {_bytes(found.peak)} of {_bytes(limit)}"
     text = f"does not fit: {_bytes(found.peak)}, and the limit is {_bytes(limit)}{_too_large(found, limit)}"
@@ -108,7 +115,7 @@ def verdict(found: MemoryEstimate, limit: int, tried: Sequence[MemoryEstimate]) 
 
 
 def _too_large(found: MemoryEstimate, limit: int) -> str:
-    """Of a pipeline: which of its places take too much, and by how much."""
+    """In a pipeline, which of its ranks exceed the limit, and by how much."""
     mesh = found.plan.mesh
     axis = stage_axis()
     if mesh.axis_size(axis) == 1:
@@ -131,7 +138,7 @@ def _bytes(number: float) -> str:
 
 
 def _names(ranks: tuple[int, ...]) -> str:
-    """`0-3` where they follow each other, else `0, 2`."""
+    """`0-3` for consecutive ranks, else `0, 2`."""
     first, last = ranks[0], ranks[-1]
     if len(ranks) > 1 and last - first == len(ranks) - 1:
         return f"{first}-{last}"

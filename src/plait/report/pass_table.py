@@ -11,7 +11,7 @@ from plait.report.bytes import human_bytes
 
 
 def pass_table(reports: Sequence[PassReport]) -> str:
-    """A line for each pass that ran: calls of all graphs of the step, and bytes of the tensors that they make."""
+    """A table with a row per pass that ran: calls in all graphs of the step, and bytes of the tensors they make."""
     lines = [f"{'pass':20} {'calls':>7} {'':>7} {'bytes made':>10} {'':>10}  what it does"]
     for each in reports:
         calls, made = each.num_calls[1] - each.num_calls[0], each.num_bytes[1] - each.num_bytes[0]
@@ -23,7 +23,7 @@ def pass_table(reports: Sequence[PassReport]) -> str:
 
 
 def pass_diff(reports: Sequence[PassReport], name: str, known: Sequence[str]) -> str:
-    """The graphs before and after one pass. PlanError for a pass that is not known."""
+    """The graphs before and after one pass, as a diff. Raises PlanError for an unknown pass."""
     found = next((each for each in reports if each.name == name), None)
     if found is None and name not in known:
         near = difflib.get_close_matches(name, known, n=2, cutoff=0.4)

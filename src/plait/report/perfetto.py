@@ -1,4 +1,4 @@
-"""Traces as the JSON that ui.perfetto.dev and chrome://tracing open: a process for each rank, spans as they nest."""
+"""Traces as JSON for ui.perfetto.dev and chrome://tracing: a process per rank, with nested spans."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from plait.spec.trace import Trace
 
-_MEASURED, _PREDICTED, _SENDS = 0, 1, 2  # threads of a rank
+_MEASURED, _PREDICTED, _SENDS = 0, 1, 2  # threads of a rank's process
 _THREADS = {_MEASURED: "measured", _PREDICTED: "predicted", _SENDS: "predicted transfers"}
 
 
 def chrome_trace(measured: Iterable[tuple[int, float, Trace]], predicted: Trace | None = None) -> str:
-    """The JSON of measured steps, each (number, begin in seconds, trace), and beside each what was predicted."""
+    """The JSON of measured steps, given as (number, begin in seconds, trace), each beside the predicted step."""
     steps = list(measured) or [(0, 0.0, Trace((), 0))]
     origin = min(begin for _, begin, _ in steps)
     events: list[dict[str, Any]] = []
@@ -44,7 +44,7 @@ def _spans(trace: Trace, step: int, at: float, thread: int) -> list[dict[str, An
         arguments: dict[str, Any] = {"step": step}
         if span.num_bytes:
             arguments["bytes"] = span.num_bytes
-        # The simulator's transfers go on beside what a rank does, so they do not nest in it.
+        # Simulated transfers overlap with what a rank does, so their spans do not nest in others.
         tid = _SENDS if thread == _PREDICTED and span.kind == "send" else thread
         events.append({
             "ph": "X", "pid": span.rank, "tid": tid, "name": span.name, "cat": span.kind,

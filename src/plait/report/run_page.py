@@ -1,4 +1,4 @@
-"""The report of a run as one page that needs nothing from anywhere else: facts, and figures of a step to be chosen."""
+"""The report of a run as one self-contained HTML page: facts, and figures of a step that the reader chooses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plait.report.lanes import SCRIPT, pack_swimlanes
 from plait.report.swimlane import MANY, draw_swimlanes
 from plait.spec.trace import Trace
 
-MOST_SPANS = 200_000  # in one page; more would take long to open
+MOST_SPANS = 200_000  # in one page; with more it would open slowly
 _MEMORY = {
     "held": "activations that cells hold for later ones, by the sizes of the values",
     "allocated": "bytes allocated on the device",
@@ -23,7 +23,15 @@ _MEMORY = {
 
 @dataclass(frozen=True)
 class StepView:
-    """A step to show. `memory_of` is a key of _MEMORY; `sent[a, b]` bytes went from rank a to rank b."""
+    """A step to show.
+
+    Attributes:
+        step: its number.
+        measured: its measured trace, if there is one.
+        predicted: its simulated trace, if the plan has a schedule.
+        sent: bytes sent, by sending and receiving rank.
+        memory_of: what the memory samples count: "held", "allocated" or "resident".
+    """
 
     step: int
     measured: Trace | None
@@ -37,7 +45,7 @@ class StepView:
 
 
 def that_fit(steps: Sequence[StepView]) -> list[StepView]:
-    """The last steps that a page has room for; one in any case."""
+    """The last steps for which a page has room, at least one."""
     found: list[StepView] = []
     room = MOST_SPANS
     for step in reversed(steps):
@@ -49,7 +57,7 @@ def that_fit(steps: Sequence[StepView]) -> list[StepView]:
 
 
 def middle_of(steps: Sequence[StepView]) -> int:
-    """The index of the step of median length: an evaluation or a save does not make it."""
+    """The index of the step of median length, which an evaluation or a save has not made longer."""
     lengths = [step.measured.seconds if step.measured else 0.0 for step in steps]
     return sorted(range(len(steps)), key=lengths.__getitem__)[len(steps) // 2]
 
@@ -60,7 +68,10 @@ def build_page(
     steps: Sequence[StepView],
     metrics: Sequence[Mapping[str, Any]],
 ) -> str:
-    """The HTML; PlanError without plotly."""
+    """The HTML of the page. `facts` are rows of its table, `metrics` the lines of the metrics file.
+
+    Raises PlanError if plotly is not installed.
+    """
     from plotly.offline import get_plotlyjs
 
     figures = {f"step-{i}": _of_step(step) for i, step in enumerate(steps)}
@@ -132,8 +143,8 @@ show(choose ? choose.value : 0);
 
 
 def _of_step(step: StepView) -> dict[str, Any]:
-    """The figures of a step, as the page's script draws them."""
-    bubble = step.predicted is not None  # of plans with a schedule
+    """The figures of a step, as data for the page's script."""
+    bubble = step.predicted is not None  # the plan has a schedule
     figures = {"utilisation": draw_utilisation(step.measured, step.predicted, bubble)}
     trace = step.measured or step.predicted
     assert trace is not None
@@ -161,5 +172,5 @@ def _name(step: StepView) -> str:
 
 
 def _embedded(text: str) -> str:
-    """JSON that may stand inside an element of a page."""
+    """JSON escaped so that it may stand inside an HTML element."""
     return text.replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""plait schedule: a schedule as a grid of text with what it takes, and as a page."""
+"""The text and the page of `plait schedule`: a schedule as a grid, with the time and memory that it takes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from plait.cost.costs import Costs, read_costs
 from plait.cost.simulate import simulate
 from plait.errors import PlanError, ScheduleError
+from plait.report.bytes import human_bytes
 from plait.schedule.check import check_schedule
 from plait.schedule.families import FAMILIES, find_family, make_schedule
 from plait.schedule.grid import draw_grid
@@ -16,9 +17,10 @@ from plait.spec.trace import Trace
 
 
 def find_schedule(name: str, num_ranks: int | None, num_micro: int | None, chunks: int | None) -> Schedule:
-    """The schedule of that name for these sizes, or else the one in the file of that name, checked.
+    """The schedule called `name` for these sizes, or the one in the file `name`, checked.
 
-    PlanError when there is neither, when a name lacks a size, or when a file has another size.
+    Raises PlanError if there is neither, if a size is missing, or if a file is for another size; ScheduleError if the
+    file's schedule is invalid.
     """
     if name not in FAMILIES and Path(name).is_file():
         return _read(Path(name), {"--stages": num_ranks, "--micro": num_micro, "--chunks": chunks})
@@ -48,12 +50,12 @@ def _read(path: Path, asked: dict[str, int | None]) -> Schedule:
 
 
 def predict(schedule: Schedule, costs: Path | None) -> Trace:
-    """What the simulator says, with the costs in a file or with stages that are all alike."""
+    """The simulated step, with costs from a file or with equal stages."""
     return simulate(schedule, read_costs(costs, schedule.num_stages) if costs else Costs.equal(schedule.num_stages))
 
 
 def describe_schedule(schedule: Schedule, trace: Trace, costs: Path | None, width: int | None = None) -> str:
-    """The grid, in pieces of `width` characters, and what the schedule takes of each rank by `trace`."""
+    """The grid, folded to `width` characters, and a table of what each rank does in `trace`."""
     lines = [*_fold(draw_grid(schedule, chain(schedule.num_stages)).splitlines(), width), ""]
     stages = "" if schedule.num_stages == schedule.num_ranks else f", {schedule.num_stages} stages"
     with_costs = f"costs from {costs}" if costs else "forward, and each part of backward, takes 1"
@@ -77,9 +79,9 @@ def describe_schedule(schedule: Schedule, trace: Trace, costs: Path | None, widt
 
 
 def write_page(path: Path, schedule: Schedule, trace: Trace, costs: Path | None = None) -> None:
-    """One self-contained HTML page with the swimlanes of the trace, in seconds only where there are `costs`.
+    """Write a self-contained HTML page with the swimlanes of the trace. Time is in seconds only with `costs`.
 
-    PlanError without plotly or a place to write.
+    Raises PlanError if plotly is not installed or the file cannot be written.
     """
     from plait.report.swimlane import draw_swimlanes, page
 
@@ -93,7 +95,7 @@ def write_page(path: Path, schedule: Schedule, trace: Trace, costs: Path | None 
 
 
 def _fold(lines: list[str], width: int | None) -> list[str]:
-    """The grid in blocks that each have a line for every rank and fit the width."""
+    """The grid in blocks of at most `width` characters, each with a line per rank."""
     start = lines[0].index("|") + 1
     cell = len(lines[0][start:]) - len(lines[0][start:].lstrip()) + len(lines[0][start:].split()[0])
     length = max(map(len, lines))
@@ -107,9 +109,6 @@ def _fold(lines: list[str], width: int | None) -> list[str]:
 
 
 def _bytes(number: int) -> str:
-    # Its file needs torch, which the command does without unless there are bytes to print.
-    from plait.report.bytes import human_bytes
-
     return human_bytes(number)
 
 

@@ -1,4 +1,4 @@
-"""The stages of a pipeline as a page: which part of the model each is, what crosses between them, and the schedule."""
+"""The stages of a pipeline as text: the modules of each, what is sent between them, and the schedule."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from plait.compile.stages.stage_costs import estimate_costs
 from plait.report.bytes import human_bytes
 from plait.spec.action import BACKWARD, FORWARD
 
-_WIDTH = 100  # characters of a rank's actions that are shown
+_WIDTH = 100  # characters shown of a rank's actions
 
 
 def describe_stages(program: RankProgram) -> list[str]:
-    """Lines of the page; none without a pipeline."""
+    """Lines of text about the stages; none without a pipeline."""
     pipeline = program.pipeline
     if pipeline is None:
         return []

@@ -1,4 +1,4 @@
-"""Swimlanes: a lane for each rank, time from left to right, what was predicted above what was measured."""
+"""Swimlanes: a lane per rank, time from left to right, the predicted step above the measured one."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import numpy as np
 from plait.errors import PlanError
 from plait.spec.trace import COMPUTE_KINDS, KINDS, Span, Trace
 
-# Told apart also by those who do not see some colours (Wong 2011, "Points of view: Color blindness").
+# Colours that are distinct for the colour-blind too (Wong 2011, "Points of view: Color blindness").
 COLOURS = {
     "forward": "#0072B2", "backward": "#D55E00", "weight": "#E69F00", "send": "#56B4E9", "wait": "#DDDDDD",
     "gather": "#CC79A7", "reduce": "#009E73", "optimizer": "#444444", "data": "#F0E442",
 }  # fmt: skip
-MANY = 3000  # spans: beyond, each kind is one line of many pieces, drawn by WebGL, and has no text of its own
-LANES = {"wait": (0.0, 0.62), "send": (0.3, 0.12)}  # (offset, height) of those that are beside or behind compute
+MANY = 3000  # beyond so many spans a kind is one line of many pieces, drawn by WebGL, without text on its spans
+LANES = {"wait": (0.0, 0.62), "send": (0.3, 0.12)}  # (offset, height) of kinds drawn behind or beside compute
 
 
 def draw_swimlanes(
     measured: Trace | None = None, predicted: Trace | None = None, *, bubble: bool = True, unit: str = "seconds"
 ) -> Any:
-    """A plotly figure of one trace or of both: zoom by dragging over time, double click for all of it again.
+    """A plotly figure of one trace or both. Dragging zooms into a time, a double click shows all of it.
 
-    Each is shown from its own first span on, in `unit`; `bubble` says whether the ranks are those of a pipeline, which
-    have one. PlanError if plotly is not installed.
+    Each trace is shown from its first span on. `bubble` says whether to print the bubble, which pipelines have; `unit`
+    is the unit of time. Raises PlanError if plotly is not installed.
     """
     go, _ = plotly()
     shown = [(name, trace) for name, trace in (("predicted", predicted), ("measured", measured)) if trace]
@@ -33,7 +33,7 @@ def draw_swimlanes(
     for row, (_, trace) in enumerate(shown, start=1):
         begin = min((span.start for span in trace.spans), default=0.0)
         draw = _bars if len(trace.spans) <= MANY else _lines
-        # What lies behind comes first.
+        # Kinds that are drawn behind others come first.
         for kind in sorted({span.kind for span in trace.spans}, key=lambda kind: (kind != "wait", KINDS.index(kind))):
             spans = [span for span in trace.spans if span.kind == kind]
             figure.add_trace(draw(go, kind, spans, begin, lane), row=row, col=1)
@@ -42,7 +42,8 @@ def draw_swimlanes(
 
 
 def empty_swimlanes(shown: Sequence[tuple[str, Trace]], bubble: bool = True, unit: str = "seconds") -> tuple[Any, int]:
-    """The figure of these traces, by name, before their spans are drawn; and the height of a lane in pixels."""
+    """The figure of these traces without their spans, and the height of a lane in pixels. `shown` pairs names and
+    traces."""
     _, make_subplots = plotly()
     assert shown, "a figure needs a trace"
     titles = [
@@ -57,13 +58,13 @@ def empty_swimlanes(shown: Sequence[tuple[str, Trace]], bubble: bool = True, uni
         row_heights=[trace.num_ranks for _, trace in shown], vertical_spacing=70 / height if len(shown) > 1 else 0,
     )  # fmt: skip
     for row, (_, trace) in enumerate(shown, start=1):
-        named = range(0, trace.num_ranks, 1 if trace.num_ranks <= 32 else 4)  # a page opens sooner with fewer
+        named = range(0, trace.num_ranks, 1 if trace.num_ranks <= 32 else 4)  # with fewer names a page opens sooner
         names = [f"rank {rank}  {trace.utilisation(rank):.0%}" for rank in named]
         figure.update_yaxes(
             tickvals=list(named), ticktext=names, range=[trace.num_ranks - 0.5, -0.5], fixedrange=True,
             showgrid=False, zeroline=False, row=row, col=1,
         )  # fmt: skip
-    figure.update_annotations(x=0, xanchor="left")  # the titles, which leave the right to the legend
+    figure.update_annotations(x=0, xanchor="left")  # the titles; the legend is on the right
     figure.update_xaxes(title_text=unit, row=len(shown), col=1)
     figure.update_xaxes(showgrid=True, gridcolor="#EEEEEE", zeroline=False)
     figure.update_layout(
@@ -75,7 +76,7 @@ def empty_swimlanes(shown: Sequence[tuple[str, Trace]], bubble: bool = True, uni
 
 
 def page(figures: Any | Sequence[Any], title: str) -> str:
-    """A whole HTML page of one figure or several, which needs nothing from anywhere else."""
+    """A self-contained HTML page of one figure or several."""
     import html
 
     several = figures if isinstance(figures, list | tuple) else [figures]
@@ -92,7 +93,7 @@ def page(figures: Any | Sequence[Any], title: str) -> str:
 
 
 def plotly() -> tuple[Any, Any]:
-    """plotly's graph objects and make_subplots; PlanError where it is not installed."""
+    """plotly's graph objects and its make_subplots. Raises PlanError if plotly is not installed."""
     try:
         import plotly.graph_objects as graph_objects
         from plotly.subplots import make_subplots
@@ -137,7 +138,7 @@ def _tell(span: Span) -> str:
 
 
 def _name_once(figure: Any) -> None:
-    """Let each kind stand in the legend once, whichever of the lanes have it."""
+    """Show each kind in the legend once, in however many lanes it is."""
     seen: set[str] = set()
     for trace in figure.data:
         trace.showlegend = trace.name not in seen

@@ -16,7 +16,7 @@ from plait.report.comparison import comparison_page, comparison_table
 
 
 def compare_runs(runs: Sequence[Path], out: Path | None) -> str:
-    """The table to print; with `out` the page is written, too. DataError for a folder that is no run."""
+    """The table to print. With `out` the page is written too. Raises DataError for a folder that is no run."""
     if len(runs) < 2:
         raise DataError("a comparison needs two runs or more, of which the first is what the others are compared with")
     lines = {run: _lines(run) for run in runs}
@@ -41,7 +41,7 @@ def _lines(run: Path) -> list[dict[str, Any]]:
 
 
 def _plans(run: Path, lines: Sequence[dict[str, Any]]) -> str:
-    """The run's plan; of one that went on under another, each with the step from which on it was."""
+    """The run's plan; if the plan changed when the run was resumed, each plan and its first step."""
     found = [(line["step"], str(line["plan"])) for line in lines if "plan" in line]
     changes = [one for index, one in enumerate(found) if index == 0 or one[1] != found[index - 1][1]]
     if len(changes) > 1:
@@ -70,7 +70,7 @@ def _curve(run: Path, lines: Sequence[dict[str, Any]], held_out: bool) -> Curve:
 
 
 def _staleness(lines: Sequence[dict[str, Any]]) -> dict[int, int]:
-    """How many updates were how many versions old, where a run has written that down."""
+    """How many updates were how many versions old, if the run has recorded that."""
     found: dict[int, int] = {}
     for line in lines:
         for age, count in (line.get("staleness") or {}).items():

@@ -1,4 +1,4 @@
-"""The configuration of a training job: TOML, checked before anything starts."""
+"""The configuration of a training job: a TOML file that is checked before anything starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Section(BaseModel):
 
 
 class OpenSection(Section):
-    """A table whose further keys are arguments of what it names; train.refer checks them against its signature."""
+    """A table whose further keys are arguments of what it names. job/refer.py checks them against the signature."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -36,12 +36,13 @@ class ModelSection(OpenSection):
 
 
 class DataSection(OpenSection):
-    """[data]: "python", a text file, a folder, or `module:function` that returns a Dataset, or (train, held-out)."""
+    """[data]: "python", a text file, a folder, or `module:function` that returns a Dataset or a pair (train,
+    held-out)."""
 
     source: str = "python"
-    held_out: float = Field(default=0.05, ge=0, le=0.5)  # of a text: the part to evaluate on
-    workers: int = Field(default=0, ge=0)  # processes per rank that read; 0: a thread of the rank
-    prefetch: int = Field(default=2, ge=0)  # batches that are made ready ahead of the step
+    held_out: float = Field(default=0.05, ge=0, le=0.5)  # fraction of a text to evaluate on
+    workers: int = Field(default=0, ge=0)  # processes per rank that read data; 0 is a thread of the rank
+    prefetch: int = Field(default=2, ge=0)  # batches that are read ahead of the step
 
 
 class OptimizerSection(OpenSection):
@@ -60,7 +61,7 @@ class SchedulerSection(Section):
 
 
 class SampleSection(Section):
-    """[sample]: text of a bytes_gpt at the end; `length` in bytes, 0 for none."""
+    """[sample]: text to draw from a bytes_gpt after training; `length` is in bytes, 0 for none."""
 
     prompt: str = "The "
     length: int = Field(default=400, ge=0)
@@ -68,20 +69,20 @@ class SampleSection(Section):
 
 
 class TrainSection(Section):
-    """[train]: the loop. `batch_size` is global; a value of 0 for an interval means never."""
+    """[train]: the loop. `batch_size` is that of the global batch; an interval of 0 means never."""
 
     steps: int = Field(default=1000, ge=1)
     batch_size: int = Field(default=8, ge=1)
     clip_norm: float | None = Field(default=None, gt=0)
     seed: int = Field(default=0, ge=0)
     save_every: int = Field(default=0, ge=0)
-    keep: int = Field(default=2, ge=1)  # checkpoints that are left
-    checkpoints: str | None = Field(default=None, min_length=1)  # a folder, or a URL; by default in `out`
+    keep: int = Field(default=2, ge=1)  # checkpoints to keep
+    checkpoints: str | None = Field(default=None, min_length=1)  # a folder or a URL; by default a folder in `out`
     evaluate_every: int = Field(default=0, ge=0)
     evaluate_batches: int = Field(default=8, ge=1)
     out: str = Field(default="runs/plait", min_length=1)
     on_nan: Literal["raise", "warn"] = "raise"
-    scratch: str | None = Field(default=None, min_length=1)  # the folder for what the plan keeps on disk
+    scratch: str | None = Field(default=None, min_length=1)  # the folder for what the plan offloads to disk
     tensorboard: bool = False
     timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # seconds that a rank may be late
 
@@ -99,7 +100,7 @@ class Config(Section):
 
 
 def load_config(path: str | Path, changes: Sequence[str] = ()) -> Config:
-    """Read a file and apply changes of the form `train.steps=10`; ConfigError names file, key, value and remedy."""
+    """Read a file and apply changes like `train.steps=10`. ConfigError names file, key, value and remedy."""
     path = Path(path)
     try:
         raw = tomllib.loads(path.read_text())
@@ -118,7 +119,7 @@ def load_config(path: str | Path, changes: Sequence[str] = ()) -> Config:
 
 
 def _change(raw: dict[str, Any], change: str) -> str:
-    """Apply `key.path=value` to the raw tables; returns the key path."""
+    """Apply `key.path=value` to the raw tables, which are changed. Returns the key path."""
     name, equals, text = change.partition("=")
     *tables, key = (part.strip() for part in name.split("."))
     if not equals or not tables or not key:
@@ -131,7 +132,7 @@ def _change(raw: dict[str, Any], change: str) -> str:
     try:
         node[key] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        node[key] = text  # a bare word is text
+        node[key] = text  # a bare word is a string
     return ".".join([*tables, key])
 
 
@@ -158,7 +159,7 @@ def _explain(problem: Any, path: Path, set_here: set[str]) -> str:
 
 
 def _near(loc: Sequence[str | int]) -> str:
-    """Keys like the last of `loc`, and all that its table has."""
+    """A hint with keys like the last of `loc`, and a list of all keys of its table."""
     tables: dict[str, type[BaseModel]] = {
         "model": ModelSection,
         "data": DataSection,

@@ -1,4 +1,4 @@
-"""The built-in model: a small pre-norm GPT over bytes. Plain PyTorch; it knows nothing of plans."""
+"""The built-in model: a small pre-norm GPT over bytes, in plain PyTorch without any reference to plans."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):
-    """Causal self-attention and an MLP, each added to the stream: [batch, sequence, width] -> the same."""
+    """Causal self-attention and an MLP, each added to the residual: [batch, sequence, width] -> the same shape."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -43,6 +43,8 @@ class Block(nn.Module):
 class BytesGPT(nn.Module):
     """Bytes [batch, sequence] -> logits of the next byte [batch, sequence, vocab].
 
+    Raises ValueError for sizes that do not fit together.
+
     >>> sum(p.numel() for p in BytesGPT().parameters())
     6482432
     """
@@ -74,7 +76,7 @@ class BytesGPT(nn.Module):
         self._initialise(layers)
 
     def _initialise(self, layers: int) -> None:
-        """Small weights; smaller still where a block adds to the stream, whose variance grows with the layers."""
+        """Small weights; smaller still where a block adds to the residual, whose variance grows with the layers."""
         for name, parameter in self.named_parameters():
             if parameter.ndim > 1:
                 adds = name.endswith(("out.weight", "down.weight"))
@@ -99,5 +101,23 @@ def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def bytes_gpt(
     layers: int = 8, width: int = 256, heads: int = 8, sequence: int = 128, dropout: float = 0.0
 ) -> tuple[BytesGPT, object]:
-    """The model and its loss, as [model] name = "bytes_gpt" gets them."""
+    """The model and its loss function, which [model] name = "bytes_gpt" names."""
     return BytesGPT(layers, width, heads, sequence, dropout=dropout), loss_fn
+
+
+@torch.no_grad()
+def sample_text(model: BytesGPT, prompt: str, length: int, temperature: float, seed: int = 0) -> str:
+    """`prompt` and `length` more bytes drawn from the model, as text, on one device.
+
+    Bytes that are not UTF-8 become replacement characters.
+    """
+    was_training = model.training
+    model.eval()
+    generator = torch.Generator().manual_seed(seed)
+    symbols = list(prompt.encode()) or [ord("\n")]
+    for _ in range(length):
+        logits = model(torch.tensor([symbols[-model.sequence :]]))[0, -1].float()
+        chances = torch.softmax(logits / temperature, dim=0)
+        symbols.append(int(torch.multinomial(chances, 1, generator=generator)))
+    model.train(was_training)
+    return bytes(symbols).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""plait memory: what a job takes on each rank, and whether that fits."""
+"""plait memory: the memory of a job on each rank, and whether it fits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait.report.memory_table import verdict
 
 
 def print_memory(config: Config, plan: Plan, limit: str | None) -> bool:
-    """Print the estimate of a job; with a limit such as `16GiB` also whether it fits, which is what is returned."""
+    """Print the estimate of a job, and with a limit such as `16GiB` whether it fits. Returns whether it fits."""
     most = _bytes(limit) if limit is not None else None
     check_job(config, plan, writes=False)
     model, loss_fn = _without_values(config)
@@ -40,7 +40,7 @@ def _bytes(limit: str) -> int:
 
 
 def _without_values(config: Config) -> tuple[torch.nn.Module, LossFn]:
-    """The model on the meta device, if its constructor works there."""
+    """The model on the meta device if its constructor works there, else with values."""
     try:
         with torch.device("meta"):
             return make_model(config)

@@ -1,4 +1,4 @@
-"""What a user sees of a job: a bar with loss, tokens/s and the time left, or plain lines where there is no terminal."""
+"""A job's progress: a bar with loss, tokens/s and the time left, or plain lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _LINE_SECONDS = 5.0
 
 
 class Reporter:
-    """Shows a job's progress; only rank 0 makes one."""
+    """Shows a job's progress, on rank 0 only. `steps` are those of the job, `done` those taken before it resumed."""
 
     def __init__(self, steps: int, done: int) -> None:
         self.console = Console(highlight=False)
         self._steps = steps
-        self._recent: deque[tuple[int, int, float]] = deque(maxlen=20)  # number, tokens and seconds of the last steps
+        self._recent: deque[tuple[int, int, float]] = deque(maxlen=20)  # steps, tokens and seconds of the last calls
         self._done = done
         self._last_line = 0.0
         self._bar: Progress | None = None
@@ -34,7 +34,7 @@ class Reporter:
             self._bar.start()
 
     def step(self, step: int, loss: float, tokens: int, seconds: float) -> None:
-        """`step` steps are done, those since the last call of so many tokens in so many seconds."""
+        """Show that `step` steps are done, of which those since the last call took `tokens` and `seconds`."""
         self._recent.append((step - self._done, tokens, seconds))
         self._done = step
         num, all_tokens, spent = (sum(each) for each in zip(*self._recent, strict=True))
@@ -49,7 +49,7 @@ class Reporter:
             self.say(f"step {step}/{self._steps}  loss {loss:.3f}  {speed:,.0f} tokens/s  {left:.0f} s left")
 
     def say(self, text: str) -> None:
-        """A line of its own, above the bar."""
+        """Print a line of its own, above the bar."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""`module:function` in a config, and the arguments that a table gives to what it names.
+"""`module:function` in a config, and the arguments that a table gives to the function.
 
-Whoever writes a job file decides what code runs: see docs/security.md. What is refused here, such as `os:system`, is a
-mistake, or a file that was not read before it was started; it is no fence around a file that is not to be trusted.
+The author of a job file decides what code runs: see docs/security.md. What is refused here, such as `os:system`, is a
+mistake, or a file that nobody read before starting it. The check does not make an untrusted file safe.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def is_reference(text: str) -> bool:
-    """Whether the text is `module:function`, rather than a name or a path."""
+    """Whether the text is `module:function`, and not a plain name or a path."""
     module, colon, name = text.partition(":")
     return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
 def import_reference(text: str, key: str) -> Callable[..., Any]:
-    """What `module:function` names; modules are also looked for in the working folder."""
+    """The function that `module:function` names; modules are looked for in the working directory too.
+
+    Raises ConfigError, which names the config's `key`, if it cannot be imported.
+    """
     module_name, _, name = text.partition(":")
     if module_name.partition(".")[0] in sys.stdlib_module_names:
         raise ConfigError(
@@ -56,9 +59,9 @@ def import_reference(text: str, key: str) -> Callable[..., Any]:
 
 
 def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], table: str, skip: int = 0) -> None:
-    """Raise ConfigError for an argument that `function` does not take, or takes as another plain type.
+    """Raise ConfigError for an argument that `function` does not take, or takes in another plain type.
 
-    The first `skip` parameters are not for the config to give.
+    The first `skip` parameters do not come from the config.
     """
     try:
         parameters = dict(list(inspect.signature(function).parameters.items())[skip:])
@@ -66,7 +69,7 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
         return
     try:
         types = typing.get_type_hints(function)
-    except Exception:  # annotations that cannot be resolved say nothing
+    except Exception:  # annotations that cannot be resolved are not checked
         types = {}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = [name for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -85,7 +88,7 @@ def check_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], 
 
 
 def call(function: Callable[..., Any], arguments: Mapping[str, Any], table: str, *first: Any) -> Any:
-    """Call with the table's arguments, once checked; what it raises for a bad one becomes a ConfigError."""
+    """Check a table's arguments and call the function. What it raises for a bad one becomes a ConfigError."""
     check_arguments(function, arguments, table, skip=len(first))
     try:
         return function(*first, **arguments)

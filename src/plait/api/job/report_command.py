@@ -1,4 +1,4 @@
-"""plait report: what a run left in its folder, as a page and as a trace for Perfetto."""
+"""plait report: the files in a run's folder, as an HTML page and as a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from plait.spec.trace import NEXT_BATCH, Trace
 
 
 def write_report(run: Path, out: Path, perfetto: Path | None = None) -> str:
-    """Write the page, and the trace where it is asked for; returns what to tell the user.
+    """Write the page, and with `perfetto` the trace. Returns a message for the user.
 
-    DataError for a folder that is no run, that has a damaged file, or that lacks the trace that `perfetto` needs.
+    Raises DataError for a folder that is no run, for a damaged file, and for a `perfetto` without a trace to write.
     """
     if not run.is_dir():
         what = "is a file" if run.exists() else "does not exist"
@@ -48,7 +48,7 @@ def write_report(run: Path, out: Path, perfetto: Path | None = None) -> str:
 
 
 def _predicted(plan: RunPlan, recorded: list[Recorded]) -> Trace | None:
-    """What the simulator says with the costs that were measured, or else estimated; None without a pipeline."""
+    """The simulated step, with measured costs or else estimated ones; None without a pipeline."""
     if plan.schedule is None or plan.costs is None:
         return None
     traces = [each.trace for each in recorded]
@@ -63,7 +63,7 @@ def _view(plan: RunPlan, recorded: Recorded, predicted: Trace | None) -> StepVie
     trace, memory_of = recorded.trace, recorded.memory_of
     if plan.schedule is not None and plan.costs is not None:
         held = with_held(trace, plan.schedule, plan.costs, plan.places())
-        if memory_of == "resident":  # of a process that keeps what it has freed this says little
+        if memory_of == "resident":  # a process keeps what it has freed, so this says little
             memory_of = "held"
         else:
             held = replace(held, memory=trace.memory)
@@ -79,7 +79,7 @@ def _facts(
     metrics: list[dict[str, Any]],
 ) -> list[tuple[str, str]]:
     found = []
-    served = any("workers" in line for line in metrics)  # by processes that are no ranks of the plan's mesh
+    served = any("workers" in line for line in metrics)  # by workers of parameter servers, which are no ranks
     if plan is not None:
         ranks = f" ({plan.num_ranks} rank{'s' * (plan.num_ranks > 1)})"
         found.append(("plan", (plan.plan or "one rank") + ("" if served else ranks)))
@@ -114,6 +114,7 @@ def _facts(
 
 
 def write_page(path: Path, text: str) -> None:
+    """Write a text file. Raises PlanError if it cannot be written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

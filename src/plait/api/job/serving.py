@@ -1,4 +1,4 @@
-"""A training job with parameter servers: from the config to a Job, and what a user sees of it."""
+"""plait train with parameter servers: from the config to a Job, and the progress that a user sees."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from plait.integrations.servers.service import Job, check_plan
 from plait.plan.plan import Plan
 from plait.report.bytes import human_bytes
 
-_WORKERS = "workers"  # the file of a run's folder in which a user says how many workers there shall be
+_WORKERS = "workers"  # a file in a run's folder, in which a user writes how many workers there should be
 
 
 def check_served(config: Config, plan: Plan) -> None:
-    """Refuse what does not go with parameter servers, and say how to install what they run on."""
+    """Raise PlanError for what parameter servers do not support, and if Ray is not installed."""
     check_plan(plan, config.train.batch_size)
     check_installed()
 
 
 def run_served(config: Config, plan: Plan, resume: Resume = ANEW) -> Outcome:
-    """Train as `config` says with the plan's workers and servers, on this machine or on RAY_ADDRESS's cluster."""
+    """Train under a plan with servers, on this machine or on the Ray cluster at RAY_ADDRESS."""
     job = served_job(config, plan, resume)
     clean(folder_of(job.folder))
     if job.resume:
@@ -76,7 +76,7 @@ def run_served(config: Config, plan: Plan, resume: Resume = ANEW) -> Outcome:
 
 
 def served_job(config: Config, plan: Plan, resume: Resume = ANEW) -> Job:
-    """The Job that a config and a plan say."""
+    """The Job that a config and a plan describe."""
     folder = _absolute(checkpoint_folder(config))
     resume = resume.settled(folder)
     train = config.train
@@ -109,7 +109,7 @@ def served_job(config: Config, plan: Plan, resume: Resume = ANEW) -> Job:
 
 
 def _at(folder: str, make: Callable[[Config], Any], config: Config) -> Any:
-    """What a config names is found from the folder in which the job was started, where this process has that."""
+    """Call `make` in the folder in which the job was started, if this process has it, so that its modules are found."""
     if Path(folder).is_dir():
         os.chdir(folder)
     return make(config)
@@ -136,8 +136,10 @@ def _show(shown: _Shown, running: Running, wanted: Path, progress: Progress) -> 
 
 
 def _resize(running: Running, wanted: Path) -> str:
-    """Have as many workers as the file says, if there is one, and remove it; returns what to tell the user, if it says
-    no number."""
+    """Change the number of workers to the one in the file `wanted`, if it exists, and remove the file.
+
+    Returns a message for the user if the file holds no number.
+    """
     try:
         text = wanted.read_text()
     except OSError:
@@ -154,7 +156,7 @@ def _resize(running: Running, wanted: Path) -> str:
 
 
 class _Shown:
-    """What is said of a run's progress."""
+    """Shows the progress of a run with parameter servers."""
 
     def __init__(self, config: Config, running: Running, seconds: float, resume: bool) -> None:
         self._reporter = Reporter(config.train.steps, running.first_step)
@@ -173,7 +175,7 @@ class _Shown:
         step, tokens, since = self._last
         if progress.step > step:
             now = time.monotonic()
-            if progress.tokens > tokens:  # else a coordinator has come back, which counts anew
+            if progress.tokens > tokens:  # else the coordinator was restarted, and counts from 0
                 self._reporter.step(progress.step, progress.loss, progress.tokens - tokens, now - since)
             self._last = (progress.step, progress.tokens, now)
 

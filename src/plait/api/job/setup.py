@@ -1,4 +1,4 @@
-"""From a config to what it names: model, loss, data, optimizer, scheduler; and their check without training."""
+"""What a config names: model, loss, data, optimizer, scheduler; and a check of the job without training."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ _MODELS = {"bytes_gpt": bytes_gpt}
 
 @dataclass(frozen=True)
 class Data:
-    """Map-style datasets; `held_out` is None where there is nothing to evaluate on."""
+    """Map-style datasets; `held_out` is None if there is nothing to evaluate on."""
 
     train: Any
     held_out: Any
 
 
 def make_model(config: Config) -> tuple[nn.Module, LossFn]:
-    """The model, initialised from `train.seed`, and its loss."""
+    """The model, initialized from `train.seed`, and its loss function. Raises ConfigError for a bad name or
+    argument."""
     name = config.model.name
     function: Callable[..., Any]
     if name in _MODELS:
@@ -67,7 +68,7 @@ def make_model(config: Config) -> tuple[nn.Module, LossFn]:
 
 
 def make_data(config: Config) -> Data:
-    """The datasets that [data] names."""
+    """The datasets that [data] names. Raises ConfigError or DataError for a source that gives none."""
     section = config.data
     if is_reference(section.source) and not Path(section.source).exists():
         found = call(import_reference(section.source, "data.source"), section.arguments, "data")
@@ -101,12 +102,12 @@ def make_data(config: Config) -> Data:
 
 
 def first_batch(config: Config, data: Data) -> Any:
-    """A global batch: the first items of the training data."""
+    """A global batch of the first items of the training data."""
     return default_collate([data.train[index] for index in range(config.train.batch_size)])
 
 
 def optimizer_factory(config: Config) -> Callable[..., torch.optim.Optimizer]:
-    """Parameters -> the optimizer that [optimizer] names."""
+    """A function from parameters to the optimizer that [optimizer] names. Raises ConfigError for bad arguments."""
     section = config.optimizer
     found = getattr(optim, section.name, None) or getattr(torch.optim, section.name, None)
     if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
@@ -123,6 +124,7 @@ def optimizer_factory(config: Config) -> Callable[..., torch.optim.Optimizer]:
 
 
 def scheduler_factory(config: Config) -> Callable[[torch.optim.Optimizer], Any] | None:
+    """A function from an optimizer to the scheduler that [scheduler] names; None without that table."""
     section = config.scheduler
     if section is None:
         return None
@@ -131,7 +133,7 @@ def scheduler_factory(config: Config) -> Callable[[torch.optim.Optimizer], Any] 
 
 
 def learning_rate(step: int, section: SchedulerSection, steps: int) -> float:
-    """The learning rate of a step, counted from 0, as a part of its peak."""
+    """The learning rate of a step, counted from 0, as a fraction of its peak."""
     if step < section.warmup:
         return (step + 1) / section.warmup
     if section.name == "constant":
@@ -141,12 +143,12 @@ def learning_rate(step: int, section: SchedulerSection, steps: int) -> float:
 
 
 def checkpoint_folder(config: Config) -> str:
-    """The folder or URL in which the run's checkpoints are."""
+    """The folder or URL of the run's checkpoints."""
     return config.train.checkpoints or str(Path(config.train.out) / INSIDE)
 
 
 def make_out(config: Config) -> Path:
-    """The folder of the run, made if need be; ConfigError where it cannot be."""
+    """The folder of the run, which is created if it does not exist. Raises ConfigError if it cannot be."""
     out = Path(config.train.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -157,9 +159,9 @@ def make_out(config: Config) -> Path:
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a job begins: anew; from a checkpoint; or, with `auto`, from the newest one if there is any.
+    """Where a job begins: anew; from a checkpoint; or, with `auto`, from the newest checkpoint if there is one.
 
-    `checkpoint` is the name of one, such as step-120; by default it is the newest.
+    `checkpoint` names one, such as step-120; by default it is the newest. Raises ConfigError for both of them together.
     """
 
     wanted: bool = False
@@ -173,11 +175,11 @@ class Resume:
             )
 
     def settled(self, folder: str) -> Resume:
-        """Without `auto`: whether there is something to go on from has been looked up."""
+        """The same without `auto`: resolved by whether `folder` has a checkpoint."""
         return Resume(bool(checkpoints(folder))) if self.auto else self
 
     def place(self, folder: str) -> str:
-        """The checkpoint to load, or the folder of which it is the newest."""
+        """The checkpoint to load, or a folder whose newest checkpoint is to be loaded."""
         return str(checkpoint_of(folder, self.checkpoint)) if self.checkpoint else folder
 
 
@@ -185,10 +187,10 @@ ANEW, GO_ON, AUTO = Resume(), Resume(True), Resume(True, True)
 
 
 def check_job(config: Config, plan: Plan, resume: Resume = ANEW, writes: bool = True) -> None:
-    """Everything about a job that can be known before a process starts; raises the PlaitError of what is wrong.
+    """Check all of a job that can be checked before a process starts. Raises the PlaitError of what is wrong.
 
-    The model is built on the meta device, so this takes no memory for it. Nothing is written. With `writes` false the
-    job will write nothing either, and its folder is not looked at.
+    The model is built on the meta device, which takes no memory, and nothing is written. With `writes` false the job
+    itself will write nothing, and its folder is not checked.
     """
     check_batch_size(config.train.batch_size, plan, f"train.batch_size = {config.train.batch_size}")
     if plan.uses_disk:
@@ -215,16 +217,16 @@ def check_job(config: Config, plan: Plan, resume: Resume = ANEW, writes: bool = 
 
 
 def _asks_the_graph(plan: Plan) -> bool:
-    """Whether only the graph of the step says if the model can have the plan."""
+    """Whether only the captured graph shows if the plan fits the model."""
     more_than_rows = any(size > 1 and not axis_kind(axis).cuts_rows for axis, size in plan.mesh.axes)
     norms = plan.batchnorm == "local"
     return more_than_rows or norms or bool(plan.exceptions) or plan.recompute != NO_RECOMPUTE
 
 
 def _check_step(config: Config, plan: Plan, data: Data) -> None:
-    """Raise PlanError or LayoutError for a plan that the step of this model, or its optimizer, cannot have.
+    """Raise PlanError or LayoutError if this model's step or optimizer does not support the plan.
 
-    What cannot be captured without values is left to the ranks, which have them.
+    A model that cannot be captured without values is left to the ranks, which have them.
     """
     with torch.device("meta"):
         try:

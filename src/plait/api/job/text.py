@@ -1,4 +1,4 @@
-"""Text as bytes: where it comes from, its split, and the windows that a byte model trains on."""
+"""Text as bytes: where it comes from, how it is split, and the windows that a byte model trains on."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from torch.utils.data import Dataset
 from plait.errors import DataError
 
 _DOCSTRING = re.compile(r'"""(.*?)"""', re.DOTALL)
-_SHORT = 200  # characters; docstrings below this are mostly signatures
+_SHORT = 200  # characters; shorter docstrings are mostly signatures
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings"}
-_BLOCK = 4096  # bytes; the text is cut into blocks of this size, of which some are held out
+_BLOCK = 4096  # bytes; the text is cut into blocks of this size, some of which are held out
 
 
 def python_text() -> bytes:
-    """The English text that ships inside Python: the language reference's topics and the library's docstrings."""
+    """The English text in Python's own distribution: the language reference's topics and the library's docstrings.
+
+    Raises DataError if the distribution has neither.
+    """
     parts = []
     try:
         from pydoc_data.topics import topics
@@ -43,7 +46,10 @@ def python_text() -> bytes:
 
 
 def read_text(source: str) -> bytes:
-    """The bytes of `source`: "python", a text file, or a folder of which every UTF-8 file is taken, in order."""
+    """The bytes of `source`: "python", a text file, or a folder, whose UTF-8 files are joined in order.
+
+    Raises DataError if there is no such file or folder, or no text in it.
+    """
     if source == "python":
         return python_text()
     path = Path(source)
@@ -59,7 +65,7 @@ def read_text(source: str) -> bytes:
 
 
 def split_text(data: bytes, held_out: float) -> tuple[bytes, bytes]:
-    """(training text, held-out text): every n-th block of 4096 bytes is held out, so that both are of one kind."""
+    """(training text, held-out text): every n-th block of 4096 bytes is held out, so that both are alike."""
     if held_out == 0:
         return data, b""
     every = max(round(1 / held_out), 2)
@@ -70,7 +76,7 @@ def split_text(data: bytes, held_out: float) -> tuple[bytes, bytes]:
 
 
 class ByteText(Dataset[dict[str, Tensor]]):
-    """Windows of a text that follow on each other: `x` and `y`, each int64 [sequence], y being x one byte later."""
+    """Consecutive windows of a text: `x` and `y`, each int64 [sequence], where y is x one byte later."""
 
     def __init__(self, data: bytes, sequence: int) -> None:
         self.sequence = sequence

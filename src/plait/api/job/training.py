@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from plait.api.job.config import Config
-from plait.api.job.gpt import BytesGPT
+from plait.api.job.gpt import BytesGPT, sample_text
 from plait.api.job.metrics import MetricsLog
 from plait.api.job.progress import Reporter
-from plait.api.job.sample import sample_text
 from plait.api.job.setup import (
     ANEW,
     Data,
@@ -31,8 +30,8 @@ from plait.api.job.setup import (
 )
 from plait.api.trainer import StepEnd, Trainer
 from plait.comm.failure import guard
+from plait.comm.monitor import TIMEOUT
 from plait.comm.stop import StopVote
-from plait.comm.timeouts import TIMEOUT
 from plait.compile.capture.batch import batch_tensors
 from plait.compile.capture.loss_values import loss_and_aux
 from plait.engine.checkpoint.barrier import Barrier
@@ -46,7 +45,7 @@ from plait.schedule.rounds import Rounds
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: after its last step, or stopped before."""
+    """How a job ended: after which step, with which loss, and whether it was stopped before its last step."""
 
     step: int
     loss: float
@@ -54,9 +53,9 @@ class Outcome:
 
 
 def run_job(config: Config, plan: Plan, resume: Resume = ANEW, trace: bool = False) -> Outcome:
-    """Train as `config` says, as one rank of `plan`; every rank calls it. The config was checked (`check_job`).
+    """Train as `config` says, as one rank of `plan`. Every rank calls it, with a config that `check_job` has checked.
 
-    With `trace` every rank leaves what it did in its last steps, for `plait report`.
+    With `trace` every rank records its last steps for `plait report`.
     """
     if config.train.timeout is not None:
         os.environ.setdefault(TIMEOUT, str(config.train.timeout))
@@ -85,7 +84,7 @@ def run_job(config: Config, plan: Plan, resume: Resume = ANEW, trace: bool = Fal
 
 
 class _Job:
-    """One rank's run through the steps. Rank 0 has the log and the reporter."""
+    """One rank's loop over steps. Rank 0 has the log and the reporter."""
 
     def __init__(self, config: Config, trainer: Trainer, data: Data, ends: list[StepEnd]) -> None:
         self.config, self.trainer, self.data, self.ends = config, trainer, data, ends
@@ -94,7 +93,7 @@ class _Job:
         self.reporter: Reporter | None = None
         self.loaders: list[Loader] = []
         self.held_out: Loader | None = None
-        self.num_sent = 0  # bytes by this rank so far
+        self.num_sent = 0  # bytes that this rank has sent so far
 
     def run(self, resume: Resume) -> Outcome:
         try:
@@ -110,14 +109,14 @@ class _Job:
                 self.reporter.close()
 
     def _meet_after(self, step: int) -> int:
-        """Before which step a rank knows that all have begun `step`."""
+        """The first step at whose beginning a rank knows that all ranks have begun `step`."""
         plan = self.trainer.plan
         if plan.relaxed_axis and plan.sync != 1:
             return Rounds.of(plan).meeting_after(step)
         return step + 1
 
     def _start(self, resume: Resume) -> Loader:
-        """Capture the step, place or load the parameters, open the log; returns the loader at its position."""
+        """Capture the step, place or load the parameters, open the log. Returns the loader at its position."""
         config, trainer = self.config, self.trainer
         started = time.monotonic()
         loader = self._loader(self.data.train, shuffle=True)
@@ -129,7 +128,7 @@ class _Job:
         first = trainer.step_number
         if trainer.world.rank == 0:
             out = make_out(config)
-            if trainer.engine.recorder is None:  # else it has done so
+            if trainer.engine.recorder is None:  # else the recorder's start has written it
                 trainer.write_plan(out)
             self.log = MetricsLog(out, first + 1, config.train.tensorboard, str(trainer.plan) or "one device")
             self.reporter = Reporter(config.train.steps, first)
@@ -143,7 +142,7 @@ class _Job:
         return loader
 
     def _prepare_folder(self, resume: Resume) -> str:
-        """On rank 0: remove what killed saves have left; returns the checkpoint to load, or nothing."""
+        """On rank 0: remove what killed saves have left. Returns the checkpoint to load, or ""."""
         resume = resume.settled(self.folder)
         with contextlib.suppress(OSError):  # the first save looks again, and says what is wrong
             clean(folder_of(self.folder))
@@ -165,7 +164,7 @@ class _Job:
             with trainer.span("data", "next"):
                 batch = next(batches)
             assert trainer.optimizer is not None
-            rate = float(trainer.optimizer.param_groups[0]["lr"])  # of this step; the scheduler moves it after
+            rate = float(trainer.optimizer.param_groups[0]["lr"])  # of this step; the scheduler changes it afterwards
             result, aux = loss_and_aux(trainer.step(batch))
             loss = float(result)
             seconds = time.perf_counter() - start
@@ -203,7 +202,7 @@ class _Job:
         return Outcome(trainer.step_number, loss, stopped=False)
 
     def _loader(self, dataset: Any, shuffle: bool, ahead: bool = True) -> Loader:
-        """A loader from the beginning of the data; without `ahead` one that reads only what it is asked for."""
+        """A loader from the beginning of the data; without `ahead` it reads no batch before it is asked for."""
         loader = Loader(
             dataset,
             self.config.train.batch_size,
@@ -218,14 +217,14 @@ class _Job:
         return loader
 
     def _sent(self) -> int:
-        """Bytes that this rank has sent since it was asked last."""
+        """Bytes that this rank has sent since the last call."""
         world = self.trainer.world
         total = sum(world.comm(axis).links.total() for axis in world.mesh.names)
         sent, self.num_sent = total - self.num_sent, total
         return sent
 
     def _evaluate(self) -> dict[str, float]:
-        """The loss, and what it comes with, on the first batches of the held-out data, the same ones each time."""
+        """The loss, and its outputs that are numbers, on the first batches of the held-out data."""
         if self.held_out is None:
             self.held_out = self._loader(self.data.held_out, shuffle=False)
         self.held_out.load_state_dict(self.held_out.state_dict() | {"epoch": 0, "items": 0})
@@ -236,7 +235,7 @@ class _Job:
         self.trainer.save(self.folder, {"data": loader.state_dict()}, keep=self.config.train.keep, wait=wait)
 
     def _finish(self) -> None:
-        """Where the results are, and a sample of text from the whole model on rank 0."""
+        """Print where the results are, and on rank 0 write a sample of text from the whole model."""
         section = self.config.sample
         self._say(f"done: checkpoint and metrics are in {self.config.train.out}")
         if self.config.model.name != "bytes_gpt" or not section.length:
@@ -264,12 +263,12 @@ def _endless(loader: Loader) -> Any:
 
 
 def _numbers(aux: dict[str, Tensor], prefix: str) -> dict[str, float]:
-    """What is one number each of what a loss came with."""
+    """The outputs of a loss function that are single numbers."""
     return {f"{prefix}{name}": float(value) for name, value in aux.items() if value.numel() == 1}
 
 
 def num_tokens(batch: LocalBatch) -> int:
-    """Tokens of the global batch: the elements of its widest integer tensor, or its rows where it has none."""
+    """Tokens of the global batch: the elements of its largest integer tensor, or its rows if it has none."""
     leaves = batch_tensors(batch.tree)
     widest = max((leaf.numel() for leaf in leaves if leaf.ndim > 1 and not leaf.is_floating_point()), default=0)
     return (widest or batch.local_size) * batch.global_size // batch.local_size

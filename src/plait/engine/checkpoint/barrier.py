@@ -27,7 +27,7 @@ class Barrier:
     def __init__(self, world: World) -> None:
         _num_barriers[world] = number = _num_barriers.get(world, 0) + 1
         self._world = world
-        self._store: KeyValueStore = world.board.clone() if world.mesh.size > 1 else world.board
+        self._store: KeyValueStore = world.store.clone() if world.mesh.size > 1 else world.store
         self._name = f"barrier/{number}"
         self._awaited: Mapping[int, str] = {}
 
@@ -74,8 +74,8 @@ class Barrier:
         size = self._world.mesh.size
         if size == 1:
             return True
-        self._world.board.first(f"{self._name}/raise/{self._world.rank}", str(step))
-        posts = [self._world.board.get(f"{self._name}/raise/{rank}") for rank in range(size)]
+        self._world.store.first(f"{self._name}/raise/{self._world.rank}", str(step))
+        posts = [self._world.store.get(f"{self._name}/raise/{rank}") for rank in range(size)]
         return None not in posts and step > max(int(post or 0) for post in posts)
 
     def waiting(self) -> AbstractContextManager[object]:

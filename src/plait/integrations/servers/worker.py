@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from plait.comm.launch import BOARD, meet_in
+from plait.comm.launch import SOCKET, meet_in
 from plait.comm.process import process_world
-from plait.comm.socket_store import serve_board
+from plait.comm.socket_store import serve_store
 from plait.engine.tuning import keep_freed_memory
 from plait.integrations.servers.client import Client
 from plait.integrations.servers.cluster import OWN_FOLDER
@@ -45,7 +45,7 @@ class Worker:
 
         if (private := os.environ.get(OWN_FOLDER)) is not None:
             folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=private))
-            self._store_server.enter_context(serve_board(folder / BOARD))
+            self._store_server.enter_context(serve_store(folder / SOCKET))
             return meet_in(folder, os.getppid())
         host = ray.util.get_node_ip_address()
         with socket.socket() as probe:

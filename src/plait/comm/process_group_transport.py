@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed: NCCL between GPUs, Gloo between CPUs of several hosts."""
+"""The transport through torch.distributed: NCCL between GPUs, Gloo between CPUs of several hosts."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 import torch.distributed as dist
 
 from plait.comm.device import is_host
-from plait.comm.group import HALF, Done, GroupComm, Take, reduce_terms
-from plait.comm.meeting import taking
+from plait.comm.group import HALF, Done, GroupComm, reduce_terms
 from plait.comm.monitor import Late, Monitor
-from plait.comm.protocol import Work
+from plait.comm.protocol import Take, Work
 from plait.comm.sharing import share_file
+from plait.comm.thread_transport import taking
 from plait.errors import WorldError
 
-# torch 2.13 renamed them, and warns of the old names.
+# torch 2.13 renamed these, and warns of the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_to_all = dist.all_to_all_single
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-class BackendWork:
-    """A collective of torch.distributed under way, the tensor that it fills, and what is left to do when it has."""
+class ProcessGroupWork:
+    """A collective of torch.distributed in flight, the tensor that it fills, and what to call once it is complete."""
 
     def __init__(
         self,
@@ -69,15 +69,15 @@ class BackendWork:
             raise WorldError(f"{self._what} failed, which mostly means that another rank is gone: {text}") from error
 
 
-class BackendComm(GroupComm):
-    """One process group. Empty tensors are not sent: no backend needs to know of them."""
+class ProcessGroupComm(GroupComm):
+    """One process group of torch.distributed. Empty tensors are not sent."""
 
     def __init__(
         self, ranks: tuple[int, ...], rank: int, group: Any, device: torch.device, monitor: Monitor | None = None
     ) -> None:
         super().__init__(ranks, rank)
         self._monitor = monitor
-        self._num_received: Counter[str] = Counter()  # messages asked for, by pair of ranks
+        self._num_received: Counter[str] = Counter()  # receives posted, by pair of ranks
         self._group = group
         self._device = device
 
@@ -93,7 +93,7 @@ class BackendComm(GroupComm):
         return self._run("all_reduce", result, lambda: dist.all_reduce(data, _OPS[op], self._group, async_op=True))
 
     def _all_reduce_wide(self, tensor: torch.Tensor, op: str, consume: bool) -> Work:
-        """In float32, since Gloo would round half precision at every hop: twice the bytes."""
+        """All-reduce in float32 with twice the bytes, because Gloo rounds half precision after every addition."""
         result = tensor if consume else torch.empty_like(tensor)
         wide = tensor.float()
         self.count_ring_all_reduce(wide)
@@ -165,7 +165,8 @@ class BackendComm(GroupComm):
         self._started("barrier", lambda: dist.barrier(self._group, async_op=True), torch.empty(0)).wait()
 
     def _rounds(self, tensor: torch.Tensor, op: str) -> bool:
-        """Whether Gloo would round the sum more than once. NCCL is left to sum as it does, at its speed."""
+        """Whether Gloo would round the sum more than once. NCCL sums half precision in its own way, at its own
+        speed."""
         return tensor.dtype in HALF and op == "sum" and self.size > 2 and is_host(tensor.device)
 
     def _run(
@@ -191,24 +192,24 @@ class BackendComm(GroupComm):
         finish: Callable[[], Any] | None = None,
         pair: str = "",
         late: Late | None = None,
-    ) -> BackendWork:
-        """Start it, and count it for the monitors of others; `pair` is that of a message that is sent."""
+    ) -> ProcessGroupWork:
+        """Start a collective or message, and count it for the monitors of other ranks; `pair` is given for a send."""
         monitor = self._monitor
         if monitor is not None and late is None:
             group = pair or f"{self.ranks}"
             monitor.started[group] += 1
             number = monitor.started[group]
             late = tuple if pair else functools.partial(monitor.behind, group, number, self.ranks)
-        return BackendWork(what, start, result, finish, monitor, late or tuple)
+        return ProcessGroupWork(what, start, result, finish, monitor, late or tuple)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """As bytes: what is only moved may be of a dtype that the backend does not know."""
+    """The tensor as flat bytes: a backend may not know the dtype of a tensor that it only moves."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _reducible(tensor: torch.Tensor, op: str) -> tuple[torch.Tensor, str]:
-    """bool as bytes: "or" is the largest, and backends know bytes."""
+    """bool as bytes, which backends know; their "or" is the maximum."""
     if tensor.dtype != torch.bool:
         return tensor, op
     return tensor.view(torch.uint8), "max" if op == "sum" else op

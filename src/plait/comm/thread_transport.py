@@ -1,4 +1,4 @@
-"""Where ranks of one process meet: one `_Meeting` a collective, and the Comm that holds them."""
+"""The transport between ranks that are threads: one `_Meeting` per collective, and the Comm that uses them."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 
 import torch
 
-from plait.comm.group import Done, GroupComm, Take, reduce_terms
+from plait.comm.group import Done, GroupComm, reduce_terms
 from plait.comm.key_value_store import LocalStore
-from plait.comm.monitor import ranks_text
-from plait.comm.timeouts import timeout
+from plait.comm.monitor import ranks_text, timeout
+from plait.comm.protocol import Take
 from plait.errors import RankFailed, WorldError
 
 Call = tuple[Any, ...]  # name, detail, dtype, shape: equal on all ranks of a collective
 Combine = Callable[[list[torch.Tensor]], torch.Tensor]
 Own = Callable[[torch.Tensor], torch.Tensor]
 
-_LOOK_AROUND = 2.0  # seconds that a rank waits before it asks whether all ranks wait
+_LOOK_AROUND = 2.0  # seconds that a rank waits before it checks for a deadlock
 
 
 class _Meeting:
-    """One collective: what each rank brought, and what came of it."""
+    """One collective: the input of each rank, and the result."""
 
     __slots__ = ("brought", "call", "done", "error", "here", "late", "num_left", "ranks", "result", "since")
 
@@ -34,11 +34,11 @@ class _Meeting:
         self.ranks = ranks
         self.here: set[int] = set()
         self.brought: dict[int, torch.Tensor] = {}  # by index in the group
-        self.num_left = len(ranks)  # to take the result
+        self.num_left = len(ranks)  # that have yet to take the result
         self.done = threading.Event()
         self.result: torch.Tensor | None = None
         self.error: WorldError | None = None
-        self.late: Callable[[], Sequence[int]] | None = None  # of a wait for notes
+        self.late: Callable[[], Sequence[int]] | None = None  # for a wait for notes: the ranks waited for
         self.since = time.monotonic()
 
     def absent(self) -> list[int]:
@@ -52,10 +52,10 @@ class _Meeting:
 
 
 class Meetings:
-    """All collectives that are under way among the ranks of one process, and the first failure."""
+    """All collectives in flight among the ranks of one process, and the first failure."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.board = LocalStore()
+        self.store = LocalStore()
         self.failure: RankFailed | None = None
         self.message = ""
         self.cause: BaseException | None = None
@@ -66,7 +66,7 @@ class Meetings:
         self._waiting: dict[int, _Meeting] = {}
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """Record the first failure and wake everyone."""
+        """Record the first failure and wake all ranks."""
         with self._lock:
             if self.failure is not None:
                 return
@@ -75,10 +75,10 @@ class Meetings:
             self.failure = RankFailed(rank, self.message)
             for meeting in self._open.values():
                 meeting.done.set()
-        self.board.stop(self.failure)
+        self.store.stop(self.failure)
 
     def leave(self, rank: int) -> None:
-        """The rank has finished; whoever waits for it would wait for ever."""
+        """Note that a rank has finished; waits for it end with an error."""
         with self._lock:
             self._left.add(rank)
             for meeting in self._open.values():
@@ -86,7 +86,7 @@ class Meetings:
 
     def bring(self, key: Any, call: Call, ranks: tuple[int, ...], index: int, tensor: torch.Tensor,
               combine: Combine) -> _Meeting:  # fmt: skip
-        """Join the meeting with a tensor. The last to come computes the result."""
+        """Join a meeting with a tensor. The last rank to join computes the result."""
         with self._lock:
             meeting = self._open.get(key)
             if meeting is None:
@@ -109,7 +109,7 @@ class Meetings:
         return meeting
 
     def take(self, key: Any, meeting: _Meeting, rank: int, own: Own = torch.clone) -> torch.Tensor:
-        """Wait for the result; `own` makes of it what this rank may change, before the others may change theirs."""
+        """Wait for the result. `own` makes from it a tensor that this rank may change, before others change theirs."""
         if not meeting.done.is_set():
             self._waiting[rank] = meeting
             while not meeting.done.wait(_LOOK_AROUND):
@@ -127,7 +127,7 @@ class Meetings:
         return result
 
     def let_go(self, key: Any, meeting: _Meeting) -> None:
-        """One rank less needs the result."""
+        """Note that one rank less needs the result."""
         with self._lock:
             meeting.num_left -= 1
             if meeting.num_left == 0:
@@ -135,7 +135,7 @@ class Meetings:
 
     @contextmanager
     def waiting(self, rank: int, what: str, late: Callable[[], Sequence[int]]) -> Iterator[NotesWait]:
-        """A rank waits for others to leave notes on the board."""
+        """Within the context a rank waits for notes of others in the key-value store."""
         meeting = _Meeting((what,), (rank,))
         meeting.late = late
         self._waiting[rank] = meeting
@@ -145,13 +145,13 @@ class Meetings:
             self._waiting.pop(rank, None)
 
     def check_notes(self, rank: int, meeting: _Meeting) -> None:
-        """Raise what keeps a wait for notes from coming to an end."""
+        """Raise if a wait for notes cannot end, or has timed out."""
         if meeting.error is not None:
             raise meeting.error
         absent = meeting.absent()
         if gone := [other for other in absent if other in self._left]:
             if not [other for other in meeting.absent() if other in gone]:
-                return  # it has left its note, and then finished
+                return  # it left its note before it finished
             raise WorldError(f"{ranks_text(gone)} finished while rank {rank} waited in {_text(meeting.call)}")
         if time.monotonic() - meeting.since > _LOOK_AROUND:
             self._check_deadlock(rank)
@@ -177,7 +177,7 @@ class Meetings:
 
 
 class NotesWait:
-    """A rank's wait for notes of others."""
+    """A rank's wait for notes of other ranks."""
 
     def __init__(self, meetings: Meetings, rank: int, meeting: _Meeting) -> None:
         self._meetings, self._rank, self._meeting = meetings, rank, meeting
@@ -187,7 +187,7 @@ class NotesWait:
 
 
 class ThreadWatch:
-    """Looks after the ranks of one process that one of them waits for."""
+    """The RankMonitor of a rank that is a thread."""
 
     def __init__(self, meetings: Meetings, rank: int) -> None:
         self._meetings, self._rank = meetings, rank
@@ -217,7 +217,7 @@ class ThreadWork:
 
 
 def taking(work: Any, take: Take) -> ThreadWork:
-    """Work that hands the rows of an all-gather on when it is waited for."""
+    """Work of an all-gather that calls `take` with each row when it is waited for."""
 
     def finish() -> torch.Tensor:
         rows: torch.Tensor = work.wait()
@@ -301,7 +301,7 @@ class ThreadComm(GroupComm):
         return ThreadWork(finish)
 
     def _pass(self, tensor: torch.Tensor, source: int, to: int, tag: int) -> tuple[Any, _Meeting]:
-        """Both ends of a message meet under one key; only the sender's tensor counts."""
+        """Join the meeting of a message with its key; only the sender's tensor counts."""
         pair = (source, to, tag)
         key = (self.ranks, self._axis, pair, self._num_calls[pair])
         self._num_calls[pair] += 1

@@ -1,13 +1,13 @@
-"""Collectives among processes of one host, through shared memory and without a background thread.
+"""The transport between processes of one host: collectives through shared memory, without a background thread.
 
-Every rank owns a segment. To start a collective it copies its tensor into a block of its own arena, describes it in
-its header and raises its `posted` counter; that does not block. Whoever waits, or starts another collective, moves all
-pending ones on: once every peer has posted, a rank reads the peers' blocks, and raises its `consumed` counter when it
-has done with a collective. A block is free again when all ranks have consumed it.
+Every rank has a segment. To start a collective it copies its tensor to a block of its own arena, describes it in its
+header and raises its `posted` counter, all without blocking. A rank that waits, or that starts another collective,
+advances all pending ones: once every peer has posted, it reads the peers' blocks, and when it is done with a collective
+it raises its `consumed` counter. A block is free when all ranks have consumed it.
 
     2 ranks    each adds the peer's block to its own input
-    3 or more  each rank adds up one chunk, in rank order, in its own block, raises `reduced`, and reads the other
-               chunks when all have
+    3 or more  each rank sums one chunk, in rank order, in its own block, raises `reduced`, and reads the other chunks
+               once all ranks have
 
 Each byte thus crosses between two ranks as often as in a ring: 2(N-1)/N of the tensor per rank.
 """
@@ -20,14 +20,15 @@ from collections.abc import Callable
 import torch
 
 from plait.comm import steps
-from plait.comm.group import Done, GroupComm, Take, chunk
+from plait.comm.group import Done, GroupComm, chunk
 from plait.comm.header import CONSUMED, FAILED, MAIL, NUM_CALLS, POSTED, REDUCED, call_text, describe
 from plait.comm.mailbox import Letter, Mailbox
 from plait.comm.monitor import Late, Monitor
+from plait.comm.protocol import Take
 from plait.comm.segment import Arena, Segment
 from plait.comm.sharing import share_file
 from plait.comm.steps import Reader, Steps
-from plait.comm.waiting import Patience
+from plait.comm.waiting import PeerWait
 from plait.errors import WorldError
 
 
@@ -36,7 +37,7 @@ class _Pending:
 
     __slots__ = ("awaits", "comm", "result", "seq", "steps")
 
-    def __init__(self, comm: ShmComm, seq: int, steps: Steps) -> None:
+    def __init__(self, comm: SharedMemoryComm, seq: int, steps: Steps) -> None:
         self.comm = comm
         self.seq = seq
         self.steps = steps
@@ -54,11 +55,18 @@ class _Pending:
         return self.result
 
 
-class ShmComm(GroupComm):
-    """One group of processes on one host. `segments` and `pids` are those of all ranks of the group, in order.
+class SharedMemoryComm(GroupComm):
+    """One group of processes on one host.
 
-    `limit` is how many bytes a rank's arena may have, beyond which starting a collective waits for peers to make room;
-    a single tensor larger than that still gets it. `crowded` says that the host has more ranks than cores.
+    Args:
+        ranks: global ranks of the group.
+        rank: this rank's index among them.
+        segments: the segment of each rank of the group.
+        pids: the process of each rank of the group.
+        limit: bytes of a rank's arena beyond which a collective waits for free blocks before it starts; a single
+            tensor that is larger gets its block anyway.
+        crowded: whether the host has more ranks than cores.
+        monitor: this rank's monitor, which is told of long waits.
     """
 
     def __init__(
@@ -82,10 +90,10 @@ class ShmComm(GroupComm):
         self._blocks: deque[tuple[int, int, int]] = deque()  # of unconsumed collectives: (seq, offset, bytes)
         self._buffers: dict[int, tuple[int, int]] = {}  # address -> (offset, bytes)
         self._error: WorldError | None = None
-        self.siblings: list[ShmComm] = []  # this rank's other groups, which a long wait here must not hold up
+        self.siblings: list[SharedMemoryComm] = []  # this rank's other groups, which a long wait here must not hold up
         self._mailbox = Mailbox(self, segments, rank, MAIL)
         self._reader = Reader(self, segments)
-        self._patience = Patience(ranks, self._peers, pids, self._needs, self._failed, crowded, monitor)
+        self._patience = PeerWait(ranks, self._peers, pids, self._needs, self._failed, crowded, monitor)
 
     # The protocol.
 
@@ -117,7 +125,7 @@ class ShmComm(GroupComm):
             own[mine.stop :].copy_(flat[mine.stop :])
             term = flat[mine]
         else:
-            term = flat[mine].clone()  # its place in the block is where the sum goes
+            term = flat[mine].clone()  # the sum overwrites its place in the block
         return self._start(seq, steps.add_chunks(self._reader, seq, op, own, term, bounds, into, tensor.shape))
 
     def all_gather(self, tensor: torch.Tensor, *, take: Take | None = None) -> _Pending:
@@ -180,7 +188,8 @@ class ShmComm(GroupComm):
         block: tuple[int, int] | None = None,
         root: int = 0,
     ) -> tuple[int, int]:
-        """Number the next collective, find a block for what peers will read, describe both: (seq, offset)."""
+        """Number the next collective, allocate a block for what peers will read, and describe it. Returns (seq,
+        offset)."""
         seq = self._num_started + 1
         if seq - self._least(CONSUMED) > NUM_CALLS:
             self.wait_until(lambda: seq - self._least(CONSUMED) <= NUM_CALLS)
@@ -196,7 +205,7 @@ class ShmComm(GroupComm):
         return seq, offset
 
     def _describe_rows(self, name: str, op: str, rows: torch.Tensor) -> int:
-        """Describe a tensor of which every rank reads its row, and copy it in, but for the row that nobody reads."""
+        """Describe a tensor of which every rank reads its row, and copy in all rows but this rank's own."""
         block = self._buffers.pop(rows.data_ptr(), None) if self._buffers else None
         seq, offset = self._describe(name, op, rows, rows.nbytes, block)
         if block is not None:
@@ -214,14 +223,14 @@ class ShmComm(GroupComm):
             self.progress()
         return pending
 
-    # Moving on.
+    # Progress.
 
     def progress(self) -> None:
-        """Move every pending collective as far as it goes without waiting."""
+        """Advance every pending collective as far as possible without waiting."""
         if self._error is not None:
             raise self._error
         if self._pending:
-            # One look at the counters for all: a later collective must never overtake an earlier one.
+            # The counters are read once for all: a later collective must never overtake an earlier one.
             raised = {POSTED: self._least(POSTED), REDUCED: self._least(REDUCED)}
             for pending in self._pending:
                 while pending.result is None and raised[pending.awaits] >= pending.seq:
@@ -237,7 +246,7 @@ class ShmComm(GroupComm):
         self._mailbox.progress()
 
     def wait_until(self, done: Callable[[], bool], what: Callable[[], str] = str, late: Late | None = None) -> None:
-        """Move things on until that is so; RankFailed if a peer that is needed has failed or gone.
+        """Make progress until `done()`. RankFailed if a peer that is needed has failed or ended.
 
         `late` names the ranks whose next call this wait is for.
         """
@@ -248,7 +257,7 @@ class ShmComm(GroupComm):
                 if self._patience.pause():
                     self._mailbox.read_all()
                     for other in self.siblings:
-                        if other._error is None:  # else it has been raised once
+                        if other._error is None:  # an error is raised once
                             other.progress()
                         other._mailbox.read_all()
                 self.progress()
@@ -275,7 +284,7 @@ class ShmComm(GroupComm):
     # Blocks.
 
     def take_block(self, num_bytes: int) -> int:
-        """Offset of a free block of this rank's arena, which grows or, at its limit, waits for peers."""
+        """The offset of a free block of this rank's arena, which grows or, at its limit, waits for peers."""
         self._free_blocks()
         offset = self._arena.take(num_bytes)
         if offset is None and self._own.size + num_bytes > self._limit:
@@ -298,7 +307,7 @@ class ShmComm(GroupComm):
         self._arena.give(offset, num_bytes)
 
     def _free_blocks(self) -> bool:
-        """Give back what all ranks have consumed, this one too; True if some is still out."""
+        """Free the blocks that all ranks, this one included, have consumed. Returns whether any is still in use."""
         if self._blocks:
             consumed = min(self._least(CONSUMED), self._own.words[CONSUMED])
             while self._blocks and self._blocks[0][0] <= consumed:
