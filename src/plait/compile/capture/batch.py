@@ -1,6 +1,6 @@
 """Batches: any nesting of mappings, lists, tuples, dataclasses and registered pytrees around tensors.
 
-This is the one place that knows how to walk a batch. Each tensor gets a name: its path.
+Only this file traverses a batch. Each tensor is named by its path.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from plait.errors import BatchError
 from plait.spec.batch_spec import DIM_0, BatchSpec
 
 _PLAIN = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, np.number, np.bool_)
-_MOST_NUMBERS = 64  # of a batch that are inputs of a step
+_MOST_NUMBERS = 64  # a batch with more numbers than this has none of them as inputs of a step
 
 
 def map_batch(function: Callable[[str, Any], Any], batch: Any) -> Any:
-    """A batch of the same structure and types, each leaf replaced by function(name, leaf), in order.
+    """A batch of the same structure and types with each leaf replaced by function(name, leaf), in order.
 
-    Names are paths: `x`, `inputs.ids`, `0`; a batch that is one tensor is called `batch`.
+    Names are paths: `x`, `inputs.ids`, `0`. A batch that is a single tensor is named `batch`.
     """
     return _map(function, "", batch)
 
 
 def batch_tensors(batch: Any) -> list[Tensor]:
-    """The tensors of the batch, in order, whatever else it holds."""
+    """The tensors of the batch, in order; other leaves are skipped."""
     return [leaf for _, leaf in _named_tensors(batch)]
 
 
 def is_container(value: Any) -> bool:
-    """Whether a value is a tensor or holds a batch's leaves, rather than being one of them, or yielding batches."""
+    """Whether a value is a tensor or a container of a batch's leaves, and neither another leaf nor a data loader."""
     return torch.is_tensor(value) or _children(value) is not None
 
 
 def spec_of(batch: Any) -> BatchSpec:
-    """What the batch says of the dims of its tensors; where it says nothing, their rows are dim 0."""
+    """The BatchSpec that the batch carries; by default the rows of every tensor are dim 0."""
     found = inspect.getattr_static(batch, "batch_spec", None)
     return found if isinstance(found, BatchSpec) else DIM_0
 
 
 def row_sizes(batch: Any) -> list[tuple[str, int]]:
-    """How many rows each tensor of the batch may have, with its name; without those that have no dim of rows."""
+    """(name, number of rows) of each tensor of the batch that has a dim of rows."""
     spec = spec_of(batch)
     dims = [(name, leaf, spec.row_dim(name, leaf.ndim)) for name, leaf in _named_tensors(batch)]
     return [(name, leaf.shape[dim]) for name, leaf, dim in dims if dim is not None]
 
 
 def count_rows(batch: Any) -> int:
-    """Rows of a batch: those that it says its tensors have, or else the first dim that most of them share; 1 where none
-    has one. BatchError where its tensors are said to have different numbers of rows."""
+    """The number of rows of a batch: by its spec, or else the size of the first dim that most tensors share; 1 if none
+    has one. Raises BatchError if tensors have different numbers of rows by the spec."""
     spec, sizes = spec_of(batch), row_sizes(batch)
     said = {name: num for name, num in sizes if spec.names(name)}
     if len({*said.values()}) > 1:
@@ -70,14 +70,14 @@ def count_rows(batch: Any) -> int:
 
 
 def row_dims(batch: Any, rows: int) -> dict[str, int]:
-    """The tensors that have a row for each of the batch's `rows`, by name, with the dim that these are."""
+    """The dim of the rows, by name, of each tensor that has a row for each of the batch's `rows`."""
     spec = spec_of(batch)
     dims = [(name, leaf, spec.row_dim(name, leaf.ndim)) for name, leaf in _named_tensors(batch)]
     return {name: dim for name, leaf, dim in dims if dim is not None and leaf.shape[dim] == rows}
 
 
 def map_rows(function: Callable[[Tensor, int], Any], batch: Any, rows: int) -> Any:
-    """The batch with function(tensor, dim) in place of every tensor that has a row for each of its `rows` along dim."""
+    """The batch with function(tensor, dim) in place of each tensor that has a row for each of its `rows` along dim."""
     spec = spec_of(batch)
 
     def change(name: str, leaf: Any) -> Any:
@@ -94,17 +94,17 @@ def _named_tensors(batch: Any) -> list[tuple[str, Tensor]]:
 
 
 def at_rows(leaf: Tensor, dim: int, rows: slice | Tensor) -> Tensor:
-    """These rows of a tensor whose rows are `dim`."""
+    """The given rows of a tensor whose rows are along `dim`."""
     return leaf[(*[slice(None)] * dim, rows)]
 
 
 def take_rows(batch: Any, rows: int, start: int, num: int) -> Any:
-    """`num` rows from `start` on of a batch of `rows`."""
+    """`num` rows, from `start` on, of a batch of `rows`."""
     return map_rows(lambda leaf, dim: at_rows(leaf, dim, slice(start, start + num)), batch, rows)
 
 
 def join_rows(batches: Sequence[Any]) -> Any:
-    """The rows of several batches of one structure, one after the other; what has no rows is the first one's."""
+    """Concatenate the rows of batches of one structure; leaves without rows are those of the first batch."""
     first = batches[0]
     dims = row_dims(first, count_rows(first))
     leaves = [batch_leaves(batch) for batch in batches]
@@ -131,7 +131,7 @@ def batch_leaves(batch: Any) -> dict[str, Tensor]:
 
 
 def batch_numbers(batch: Any) -> dict[str, int | float]:
-    """The Python numbers of the batch by name, which a step may take in; none where there are very many."""
+    """The Python numbers of the batch by name, which a step may have as inputs; none if there are more than 64."""
     found: dict[str, int | float] = {}
 
     def collect(name: str, leaf: Any) -> Any:
@@ -146,7 +146,7 @@ def batch_numbers(batch: Any) -> dict[str, int | float]:
 
 
 def batch_signature(batch: Any) -> str:
-    """Structure, shapes and dtypes, and the values of what is not a tensor.
+    """The structure, shapes and dtypes of a batch, and the values of leaves that are not tensors.
 
     >>> batch_signature({"x": torch.zeros(2, 3), "n": 4})
     'dict(n=4, x=float32[2, 3])'
@@ -155,7 +155,7 @@ def batch_signature(batch: Any) -> str:
 
 
 def batch_form(batch: Any) -> str:
-    """The same, with the types of its numbers in the place of their values: batches of one form may share a graph.
+    """The signature with types in place of numbers: batches of one form may share a graph.
 
     >>> batch_form({"x": torch.zeros(2, 3), "n": 4})
     'dict(n=int, x=float32[2, 3])'
@@ -164,7 +164,7 @@ def batch_form(batch: Any) -> str:
 
 
 def batch_structure(batch: Any) -> str:
-    """What batches of one data set have in common: keys, dtypes and numbers of dims; a list is as good as a tuple.
+    """What batches of one data set share: keys, dtypes and numbers of dims. A list counts as a tuple.
 
     >>> batch_structure([torch.zeros(2, 3), 4])
     'tuple(float32[2], int)'
@@ -193,7 +193,7 @@ def _signature(name: str, batch: Any, numbers: Mapping[str, int | float]) -> str
         _check_plain(name or "batch", batch)
         number = numbers.get(name or "batch")
         return repr(batch) if number is None else type(number).__name__
-    if isinstance(batch, Mapping):  # the order in which a dict was filled changes nothing
+    if isinstance(batch, Mapping):  # the order of a dict's keys does not matter
         children = sorted(children, key=lambda item: repr(item[0]))
     inside = ", ".join(f"{key}={_signature(_join(name, key), child, numbers)}" for key, child in children)
     return f"{type(batch).__qualname__}({inside})"
@@ -204,7 +204,7 @@ def _map(function: Callable[[str, Any], Any], name: str, batch: Any) -> Any:
     if children is None:
         return function(name or "batch", batch)
     new = [(key, _map(function, _join(name, key), child)) for key, child in children]
-    if isinstance(batch, MutableMapping):  # keeps the class, and what else the object holds (BatchEncoding)
+    if isinstance(batch, MutableMapping):  # keeps the class and its other attributes (BatchEncoding)
         made = copy.copy(batch)
         for key, child in new:
             made[key] = child
@@ -226,7 +226,7 @@ def _map(function: Callable[[str, Any], Any], name: str, batch: Any) -> Any:
 
 
 def _children(batch: Any) -> list[tuple[Any, Any]] | None:
-    """The parts of a container with their keys, None for a leaf."""
+    """The children of a container with their keys; None for a leaf."""
     if torch.is_tensor(batch) or isinstance(batch, type):
         return None
     if isinstance(batch, Mapping):

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from plait.compile.capture.batch import batch_leaves, batch_numbers, count_rows, map_batch, row_dims, row_sizes
 from plait.compile.capture.capture_errors import capture_error
-from plait.compile.capture.cleanup import clean
+from plait.compile.capture.cleanup import clean, copy_inputs
 from plait.compile.capture.eager_random import VisibleDropout
-from plait.compile.capture.fake_parameters import Exchange, StandIns, is_real, refuse_scripted, standing_in
+from plait.compile.capture.fake_parameters import Exchange, FakeParameters, fake_parameters, is_real, refuse_scripted
 from plait.compile.capture.functional import functionalise
 from plait.compile.capture.holders import MISSING, Holder
 from plait.compile.capture.late import LateValues
@@ -33,22 +33,23 @@ from plait.compile.capture.reach import PLAIN, Reached
 from plait.compile.capture.record import GraphRecorder
 from plait.compile.capture.selection import Selections
 from plait.compile.capture.sources import nothing_drawn
-from plait.compile.ir.calls import output_node
 from plait.compile.ir.gc_paused import collection_paused
-from plait.compile.ir.views import is_view
 from plait.errors import BatchError, CaptureError, LossError, PlanError
 
 LossFn = Callable[[Any, Any], Any]
-one_at_a_time = threading.RLock()  # a capture puts stand-ins into the model
+one_at_a_time = threading.RLock()  # a capture puts fake tensors into the model
 
 
 @dataclass(frozen=True)
 class Input:
     """A placeholder of the graph.
 
-    kind: parameter, buffer, batch, constant, key (an int that changes every step) or scale (a scalar tensor, by which
-    the loss is multiplied before it is differentiated). A buffer is one of the model, a parameter that does not train
-    and that the step changes, or a tensor from outside the model, under the name of its place.
+    Attributes:
+        kind: parameter, buffer, batch, constant, key (an int that changes at every step) or scale (a scalar tensor by
+            which the loss is multiplied before it is differentiated). A buffer is a buffer of the model, a parameter
+            that does not train and that the step changes, or a tensor from outside the model.
+        name: of a parameter, buffer or batch leaf its name; of a tensor from outside its place.
+        node: the placeholder's name.
     """
 
     kind: str
@@ -60,8 +61,8 @@ class Input:
 class Output:
     """An element of the graph's output.
 
-    kind: loss, sum, weight, gradient, buffer (its new value), or what the loss function returned beside the loss: aux,
-    and of a ratio also aux_weight.
+    `kind` is loss, sum, weight, gradient, buffer (its new value), or for what the loss function returned beside the
+    loss aux, and for a ratio also aux_weight.
     """
 
     kind: str
@@ -70,9 +71,14 @@ class Output:
 
 @dataclass(frozen=True)
 class Effect:
-    """A Python value that the step has put in the place of another, which has been put back.
+    """An assignment in Python that the step made, and that the capture has undone.
 
-    derived: whether it is a tensor that follows from what is not the same at every step
+    Attributes:
+        holder: the object in which the value was assigned.
+        key: where in it.
+        before: the value before the step.
+        now: the value after the step.
+        derived: whether it is a tensor that depends on the graph's inputs or on random numbers.
     """
 
     holder: Holder
@@ -88,32 +94,51 @@ class Effect:
 
 @dataclass(frozen=True)
 class Captured:
-    """A step as a graph: `inputs` are its placeholders in order, `outputs` the elements of the tuple it returns.
+    """A step as a graph. Each node has a NodeInfo, and `val` (a fake tensor, or a tuple of them) in its meta.
 
-    Each node's meta has `val` (a fake tensor, or a tuple of them), `module` (name of the module whose forward made it,
-    or '') and `phase` (forward or backward).
+    Attributes:
+        graph: the graph, on global shapes.
+        inputs: its placeholders, in order.
+        outputs: the elements of the tuple that it returns.
+        constants: values of inputs of kind constant, by name.
+        tied: from a further name of a parameter or buffer to its first name.
+        unused: parameters that train but do not reach the loss.
+        frozen: parameters with requires_grad=False.
+        checks: source lines with a condition that must hold when the step runs, or else the loss is NaN.
+        rows: the number of rows of the batch.
+        row_dims: for each tensor of the batch that has rows, their dim.
+        aux: kinds (LossPart.kind) of the outputs beside the loss, by name; None if there were none.
+        changing: frozen parameters that the step changes; their inputs are of kind buffer.
+        outside: tensors from outside the model, by place.
+        rebound: places of these where the step assigns another tensor.
+        compared: places of these whose numbers Python has read.
+        differentiable: places of these that autograd would give gradients.
+        effects: assignments in Python that the step makes, other than of tensors in `rebound`.
+        numbers: inputs of kind batch that are computed from the batch's numbers, by name.
+        asked: conditions on the batch's numbers under which the graph is valid.
+        fixed: numbers of the batch that are not inputs.
     """
 
     graph: GraphModule
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     constants: dict[str, Tensor] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)  # further name of a parameter or buffer -> its first name
-    unused: tuple[str, ...] = ()  # parameters that train but do not reach the loss
-    frozen: tuple[str, ...] = ()  # parameters with requires_grad=False
-    checks: tuple[str, ...] = ()  # lines of which a condition must hold when the step runs, or else the loss is NaN
-    rows: int = 0  # of the batch
-    row_dims: Mapping[str, int] = field(default_factory=dict)  # of its tensors that have them, which dim they are
-    aux: Mapping[str, str] | None = None  # kinds (graph.loss.Part) of the outputs beside the loss, if it came with some
-    changing: frozenset[str] = frozenset()  # of these, those that the step changes: inputs of the kind buffer
-    outside: dict[str, Tensor] = field(default_factory=dict)  # tensors from outside the model, by place
-    rebound: frozenset[str] = frozenset()  # of these, those in whose place the step puts another tensor
-    compared: frozenset[str] = frozenset()  # and those of which Python has read numbers
-    differentiable: tuple[str, ...] = ()  # and those that a plain loop would give gradients
-    effects: tuple[Effect, ...] = ()  # what the step changes beside tensors
-    numbers: dict[str, Fed] = field(default_factory=dict)  # inputs of the kind batch that numbers of the batch give
-    asked: NumberAsked = field(default_factory=NumberAsked)  # what must be so of these numbers
-    fixed: frozenset[str] = frozenset()  # those that are no inputs
+    tied: dict[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    checks: tuple[str, ...] = ()
+    rows: int = 0
+    row_dims: Mapping[str, int] = field(default_factory=dict)
+    aux: Mapping[str, str] | None = None
+    changing: frozenset[str] = frozenset()
+    outside: dict[str, Tensor] = field(default_factory=dict)
+    rebound: frozenset[str] = frozenset()
+    compared: frozenset[str] = frozenset()
+    differentiable: tuple[str, ...] = ()
+    effects: tuple[Effect, ...] = ()
+    numbers: dict[str, Fed] = field(default_factory=dict)
+    asked: NumberAsked = field(default_factory=NumberAsked)
+    fixed: frozenset[str] = frozenset()
 
 
 def capture(
@@ -130,19 +155,27 @@ def capture(
     reached: Reached | None = None,
     fixed: Collection[str] = (),
 ) -> Captured:
-    """The step `loss_fn(model, batch)`, and with `differentiate` its gradients, as a graph on the global batch.
+    """Capture the step `loss_fn(model, batch)`, with its gradients, as a graph on the global batch.
 
-    The model may be on the meta device; it is as before afterwards. The graph runs on `device`, wherever model and
-    batch are now (by default: where they are), in that precision; where gradients could underflow, of the loss times a
-    scale. Of a plait.Weighted the gradients are those of sum / weight, or, not `normalised`, of the sum.
+    Args:
+        model: the model, which may be on the meta device; it is left as it was.
+        loss_fn: returns one of the forms of a loss in compile/capture/loss_values.py.
+        batch: a global batch.
+        train: whether the model runs in training mode.
+        differentiate: whether to capture gradients too.
+        device: where the graph runs; by default where model and batch are.
+        precision: the mixed precision of the step. If gradients could underflow, the loss is multiplied by an input.
+        normalised: whether the gradients of a plait.Weighted are those of sum / weight, or else of the sum.
+        changing: frozen parameters that change in other captures of this model.
+        reached: what model and loss function can read in Python, if the caller knows it.
+        fixed: numbers of the batch that must not become inputs.
 
-    A tensor that the step reads and that is none of the model's or the batch's becomes an input too, and an output if
-    the step changes it; so does a parameter that does not train but changes in this step, or is among those `changing`
-    in others. `reached` is what model and loss reach, if the caller knows. So do the Python numbers of the batch but
-    those that are `fixed`, and those with which the capture fails (see numbers.py).
+    A tensor that the step reads and that belongs neither to the model nor to the batch becomes an input, and an output
+    too if the step changes it. So does a frozen parameter that the step changes. Python numbers of the batch become
+    inputs (see numbers.py), except those with which the capture fails.
 
-    Raises CaptureError, with the line of the model that stopped the capture, LossError for a loss of none of the forms
-    in compile/capture/loss_values.py, BatchError for a batch that holds something else than tensors and constants.
+    Raises CaptureError, with the line of the model that stopped the capture; LossError for another form of loss;
+    BatchError for a batch without tensors or rows, or with leaves that are neither tensors nor constants.
     """
     leaves = batch_leaves(batch)
     if not leaves:
@@ -173,7 +206,7 @@ def capture(
 
 @contextmanager
 def _quiet_log() -> Iterator[None]:
-    """What stops a capture is raised; torch also logs a traceback of its own internals."""
+    """Silence torch's log of its own traceback; what stops a capture is raised."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was, log.disabled = log.disabled, True
     try:
@@ -201,29 +234,33 @@ def _capture(
     rows = count_rows(batch)
     where = device or _device(leaves)
     with ExitStack() as stack:
-        stand = stack.enter_context(standing_in(model, fake_mode, where, train, move=device is not None))
+        model_fakes = stack.enter_context(fake_parameters(model, fake_mode, where, train, move=device is not None))
         fake_leaves = {name: _fake_leaf(leaf, fake_mode, device) for name, leaf in leaves.items()}
         nodes: dict[Node, tuple[str, str]] = {}
-        for kind, values in (("parameter", stand.parameters), ("buffer", stand.buffers), ("batch", fake_leaves)):
+        for kind, values in (
+            ("parameter", model_fakes.parameters),
+            ("buffer", model_fakes.buffers),
+            ("batch", fake_leaves),
+        ):
             for name, value in values.items():
                 nodes[recorder.placeholder(f"{kind}_{_identifier(name)}", value)] = (kind, name)
-        for name, parameter in stand.parameters.items():
+        for name, parameter in model_fakes.parameters.items():
             if parameter.requires_grad:
                 recorder.protect(
                     parameter,
                     f"the step changes the parameter {name} in place, and trains it; only buffers and parameters with"
                     " requires_grad=False may change so",
                 )
-        outside = Outside(reached, stand, recorder, fake_mode, where, move=device is not None)
+        outside = Outside(reached, model_fakes, recorder, fake_mode, where, move=device is not None)
         recorder.outside = outside
         stack.enter_context(_plain_kernels())
-        if "torch._dynamo" in sys.modules:  # what torch.compile has made runs as it was written
+        if "torch._dynamo" in sys.modules:  # functions under torch.compile run as they were written
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
         stack.enter_context(fake_mode)
         stack.enter_context(recorder)
-        stack.enter_context(Exchange(stand.made, outside.stand_in))
+        stack.enter_context(Exchange(model_fakes.made, outside.fake_of))
         stack.enter_context(VisibleDropout())
         late = stack.enter_context(LateValues(recorder.known_value, lambda: recorder.phase == "forward"))
         recorder.scalar = late.scalar
@@ -233,7 +270,7 @@ def _capture(
         numbers = BatchNumbers(given, late, recorder, fake_mode, inputs_of)
         if given:
             stack.enter_context(numbers.seen_by_math())
-        fake_batch = map_batch(lambda name, leaf: fake_leaves.get(name, numbers.stand_in(name, leaf)), batch)
+        fake_batch = map_batch(lambda name, leaf: fake_leaves.get(name, numbers.in_place_of(name, leaf)), batch)
         stack.enter_context(torch.set_grad_enabled(differentiate))
         try:
             with precision.computing(model, where.type):
@@ -252,11 +289,11 @@ def _capture(
                 scale = torch.empty((), device=where)
                 nodes[recorder.placeholder("scale", scale)] = ("scale", "scale")
                 loss = loss.float() * scale
-            gradients = _differentiate(loss, stand, recorder, forward, model, loss_fn, precision, outside)
+            gradients = _differentiate(loss, model_fakes, recorder, forward, model, loss_fn, precision, outside)
         results += [(Output("gradient", name), g) for name, g in gradients.items()]
-        written = {name: b for name, b in stand.buffers.items() if recorder.was_written(b)}
-        written |= _replaced_buffers(stand)
-        moving = {name: p for name, p in stand.parameters.items() if recorder.was_written(p)}
+        written = {name: b for name, b in model_fakes.buffers.items() if recorder.was_written(b)}
+        written |= model_fakes.replaced_buffers()
+        moving = {name: p for name, p in model_fakes.parameters.items() if recorder.was_written(p)}
         rebound, effects = _effects(reached, outside, recorder)
         written |= moving | outside.written() | rebound
         results += [(Output("buffer", name), b) for name, b in written.items()]
@@ -275,17 +312,17 @@ def _capture(
     if recorder.mutating:
         graph = functionalise(graph, fake_mode)
     graph = clean(graph)
-    _copy_inputs(graph, [i for i, (output, _) in enumerate(results) if output.kind in ("aux", "aux_weight")])
+    copy_inputs(graph, [i for i, (output, _) in enumerate(results) if output.kind in ("aux", "aux_weight")])
     inputs = tuple(Input(*kinds[n.name], n.name) for n in graph.nodes if n.op == "placeholder")
-    trained = [name for name, p in stand.parameters.items() if p.requires_grad]
+    trained = [name for name, p in model_fakes.parameters.items() if p.requires_grad]
     return Captured(
         graph=GraphModule({}, graph),
         inputs=inputs,
         outputs=tuple(output for output, _ in results),
         constants=recorder.constants,
-        tied=stand.tied,
+        tied=model_fakes.tied,
         unused=tuple(name for name in trained if name not in gradients) if differentiate else (),
-        frozen=tuple(name for name, p in stand.parameters.items() if not p.requires_grad),
+        frozen=tuple(name for name, p in model_fakes.parameters.items() if not p.requires_grad),
         checks=tuple(check.place for check in late.checks),
         rows=rows,
         row_dims=row_dims(batch, rows),
@@ -302,20 +339,8 @@ def _capture(
     )
 
 
-def _replaced_buffers(stand: StandIns) -> dict[str, Tensor]:
-    found = stand.replaced_buffers()
-    for name, new in found.items():
-        old = stand.buffers[name]
-        if (new.shape, new.dtype) != (old.shape, old.dtype):
-            raise CaptureError(
-                f"the step replaces the buffer {name}, {old.dtype} of shape {list(old.shape)}, by a tensor of"
-                f" {new.dtype} and shape {list(new.shape)}; a buffer keeps its type and shape"
-            )
-    return found
-
-
 def _effects(reached: Reached, outside: Outside, recorder: GraphRecorder) -> tuple[dict[str, Tensor], list[Effect]]:
-    """What the step has assigned in Python: the new values of tensors that it also reads, by place, and all else."""
+    """What the step has assigned in Python: new values of tensors that it also reads, by place, and all else."""
     rebound: dict[str, Tensor] = {}
     effects: list[Effect] = []
     for holder, key, before, now in reached.changes():
@@ -333,19 +358,20 @@ def _effects(reached: Reached, outside: Outside, recorder: GraphRecorder) -> tup
             )
         elif id(now) in recorder.nodes:
             rebound[place] = now
-    if _prepares(reached, effects):  # a flag that says that this is done goes with it
+    if _prepares(reached, effects):  # a flag for "is prepared" is undone with the preparation
         effects = [e for e in effects if not (e.before is MISSING and isinstance(e.now, bool))]
     return rebound, effects
 
 
 def _prepares(reached: Reached, effects: Sequence[Effect]) -> bool:
-    """Whether the step has made what is no plain value and no tensor, such as hooks: all of that is undone."""
+    """Whether the step has created an object that is neither a plain value nor a tensor, such as a hook, which is
+    undone."""
     made = (e for e in effects if e.before is MISSING and not isinstance(e.now, (*PLAIN, Tensor)))
     return any(reached.empty) or any(made)
 
 
 def _varies(node: Node) -> bool:
-    """Whether a value depends on an input of the graph or on random numbers."""
+    """Whether a value depends on an input of the graph that is not a constant, or on random numbers."""
     seen, stack = {node}, [node]
     while stack:
         one = stack.pop()
@@ -357,7 +383,7 @@ def _varies(node: Node) -> bool:
 
 
 def _results(loss: Loss) -> list[tuple[Output, Tensor]]:
-    """The outputs loss, or loss, sum and weight, and those beside the loss."""
+    """The outputs for the loss: loss, or loss, sum and weight; and those beside it."""
     found = [(Output("loss", "loss"), loss.mean)]
     if loss.weight is not None:
         found += [(Output("sum", "sum"), loss.total), (Output("weight", "weight"), loss.weight)]
@@ -366,21 +392,6 @@ def _results(loss: Loss) -> list[tuple[Output, Tensor]]:
         if part.kind == RATIO:
             found.append((Output("aux_weight", name), torch.as_tensor(part.weight)))
     return found
-
-
-def _copy_inputs(graph: Graph, indices: Collection[int]) -> None:
-    """Let these outputs have memory of their own where they are views of inputs, which may change. Changes `graph`."""
-    end = output_node(graph)
-    outputs = list(end.args[0])  # type: ignore[arg-type]
-    for index in indices:
-        base = node = outputs[index]
-        while base.op == "call_function" and is_view(base):
-            base = base.all_input_nodes[0]
-        if base.op == "placeholder":
-            with graph.inserting_before(end):
-                outputs[index] = graph.call_function(torch.ops.aten.clone.default, (node,))
-            outputs[index].meta = {"val": node.meta["val"].clone(), "module": "", "phase": "forward"}
-    end.args = (tuple(outputs),)
 
 
 def _sum_alone(loss: Loss) -> Tensor:
@@ -394,7 +405,7 @@ def _sum_alone(loss: Loss) -> Tensor:
 
 def _differentiate(
     loss: Tensor,
-    stand: StandIns,
+    model_fakes: FakeParameters,
     recorder: GraphRecorder,
     forward: ForwardModules,
     model: nn.Module,
@@ -402,8 +413,8 @@ def _differentiate(
     precision: Precision,
     outside: Outside,
 ) -> dict[str, Tensor]:
-    """Gradients of the parameters that reach the loss."""
-    wanted = {name: p for name, p in stand.parameters.items() if p.requires_grad}
+    """Capture the gradients of the parameters that reach the loss."""
+    wanted = {name: p for name, p in model_fakes.parameters.items() if p.requires_grad}
     if not loss.requires_grad or not wanted:
         raise LossError(
             "the loss does not depend on any parameter with requires_grad=True, so there is nothing to train; check"
@@ -420,7 +431,7 @@ def _differentiate(
     recorder.module = ""
     gradients = {name: g for name, g in zip(wanted, found, strict=True) if g is not None}
     if sparse := [name for name, g in gradients.items() if g.layout != torch.strided]:
-        raise PlanError(  # no CaptureError, after which the model would run as it is: fused optimizers know none either
+        raise PlanError(  # no CaptureError, after which the model would run uncaptured: fused optimizers refuse it too
             f"the gradient of {sparse[0]} is sparse, and plait's are dense under every plan; build its module without"
             " sparse=True, and train it with an optimizer for dense gradients"
         )
@@ -428,8 +439,8 @@ def _differentiate(
 
 
 def _check_leaves(loss: Tensor, outside: Outside) -> None:
-    """Raise CaptureError for a real tensor that autograd would give a gradient, which no graph could; note tensors from
-    outside that it would give one."""
+    """Raise CaptureError for a real tensor to which autograd would give a gradient, because a graph cannot. Record the
+    tensors from outside to which it would give one."""
     names = {id(fake): name for name, fake in outside.fakes.items()}
     seen, stack = set(), [loss.grad_fn]
     while stack:
@@ -452,12 +463,12 @@ def _check_leaves(loss: Tensor, outside: Outside) -> None:
 
 
 def _device(leaves: dict[str, Tensor]) -> torch.device:
-    """Where stand-ins for tensors on the meta device are: with the batch."""
+    """The device of fake tensors for tensors on the meta device: that of the batch."""
     return next((leaf.device for leaf in leaves.values() if not leaf.is_meta), torch.device("cpu"))
 
 
 def _fake_leaf(leaf: Tensor, fake_mode: FakeTensorMode, device: torch.device | None) -> Tensor:
-    """Contiguous, so that batches which share shapes share the graph."""
+    """A contiguous fake tensor, so that batches with equal shapes share the graph."""
     with fake_mode:
         where = device or (torch.device("cpu") if leaf.is_meta else leaf.device)
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=where)
@@ -474,7 +485,7 @@ def _identifier(name: str) -> str:
 
 @contextmanager
 def _plain_kernels() -> Iterator[None]:
-    """No kernels that fuse a recurrent or transformer layer, or hide batch-norm state: these come as plain ops."""
+    """Disable kernels that fuse a recurrent or transformer layer or hide batch-norm state, so that plain ops run."""
     mkldnn, fast = torch._C._get_mkldnn_enabled(), torch.backends.mha.get_fastpath_enabled()
     torch._C._set_mkldnn_enabled(False)
     torch.backends.mha.set_fastpath_enabled(False)

@@ -1,4 +1,4 @@
-"""Finds the line of the user's code that stopped a capture, and says why in one sentence."""
+"""Find the line of the user's code that stopped a capture, and say why in one sentence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PACKAGES = tuple(
 
 
 def capture_error(error: Exception, model: Any, loss_fn: Callable[..., Any], doing: str) -> CaptureError:
-    """A CaptureError for what was raised while `doing` something, with file, line and source of the user's code."""
+    """A CaptureError for `error`, raised while `doing` something, with file, line and source of the user's code."""
     place = _place(error.__traceback__, model) or _start(loss_fn)
     reason = _reason(error)
     if place is None:
@@ -44,7 +44,7 @@ def capture_error(error: Exception, model: Any, loss_fn: Callable[..., Any], doi
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame, from `frame` outwards, that is none of torch's and plait's own dispatch of a call."""
+    """The innermost frame, from `frame` outwards, that is not part of the dispatch of a call in torch or plait."""
     while frame is not None:
         code = frame.f_code
         if not code.co_filename.startswith((_PLAIT, *_DISPATCH)) and code.co_name != "__torch_function__":
@@ -54,7 +54,7 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def source_line(frame: FrameType) -> str:
-    """file:line: "source" of a frame, or of the code outside torch that called it."""
+    """`file:line: "source"` of a frame, or of the code outside torch that called it."""
     at: FrameType | None = frame
     while at is not None and at.f_code.co_filename.startswith((_TORCH, _PLAIT)):
         at = at.f_back
@@ -73,7 +73,7 @@ def _place(trace: TracebackType | None, model: Any) -> tuple[str, int] | None:
 
 
 def _home(model: Any) -> set[str]:
-    """Files in which the classes of the model's modules are written."""
+    """The files that define the classes of the model's modules."""
     found = set()
     for kind in {type(module) for module in model.modules()}:
         try:
@@ -84,7 +84,7 @@ def _home(model: Any) -> set[str]:
 
 
 def is_library(file: str) -> bool:
-    """Whether a file of Python code is not the user's own, but torch's, plait's, or that of another library."""
+    """Whether a Python file belongs to torch, plait, another library or Python itself, and not to the user."""
     return file.startswith((_TORCH, _PLAIT)) or _library(file)
 
 

@@ -1,11 +1,11 @@
-"""Clean-ups of a captured graph: what autograd and tracing leave behind that computes nothing.
+"""Clean up a captured graph: remove what autograd and tracing leave behind and what computes nothing.
 
-Every node is kept functional; nothing here moves a computation, so values live no longer than before but for views.
+The graph stays functional. No computation is moved, so that only views may live longer than before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 def clean(graph: Graph) -> Graph:
-    """Clean up in place, and return the graph."""
+    """Clean up `graph` in place, and return it."""
     graph.eliminate_dead_code()
     _each(graph, _normal_name)
     _each(graph, _shorter)
@@ -36,15 +36,30 @@ def clean(graph: Graph) -> Graph:
     return graph
 
 
+def copy_inputs(graph: Graph, indices: Collection[int]) -> None:
+    """Copy those outputs that are views of inputs, which may change later. Changes `graph`."""
+    end = output_node(graph)
+    outputs = list(end.args[0])  # type: ignore[arg-type]
+    for index in indices:
+        base = node = outputs[index]
+        while base.op == "call_function" and is_view(base):
+            base = base.all_input_nodes[0]
+        if base.op == "placeholder":
+            with graph.inserting_before(end):
+                outputs[index] = graph.call_function(torch.ops.aten.clone.default, (node,))
+            outputs[index].meta = {"val": node.meta["val"].clone(), "module": "", "phase": "forward"}
+    end.args = (tuple(outputs),)
+
+
 def _each(graph: Graph, replace: Callable[[Node], Node | None]) -> None:
-    """Put another node in the place of each for which `replace` gives one."""
+    """Replace each node for which `replace` returns another node."""
     end = output_node(graph)
     replaced: dict[Node, Node] = {}
     for node in list(graph.nodes):
         if node.op == "call_function":
             other = replace(node)
             if other is not None and other is not node:
-                # Of a deep model thousands of values leave the graph: the output is written once, at the end.
+                # Thousands of values leave the graph of a deep model: the output is rewritten once, at the end.
                 node.replace_all_uses_with(other, delete_user_cb=lambda user: user is not end)
                 replaced[node] = other
 
@@ -59,19 +74,19 @@ def _each(graph: Graph, replace: Callable[[Node], Node | None]) -> None:
 
 
 def _normal_name(node: Node) -> None:
-    """One name where ATen has two for the same op."""
+    """Rename ops for which ATen has two names to one of them."""
     if node.target is aten._unsafe_view.default:
         node.target = aten.view.default
     elif node.target is aten.zero.default:
         node.target = aten.zeros_like.default
-    elif node.target is aten._efficientzerotensor.default:  # forward-mode gradients: nothing may be written into it
+    elif node.target is aten._efficientzerotensor.default:  # from forward-mode AD: it cannot be written to
         node.target = aten.zeros.default
     elif node.target is aten.fill.Scalar:
         node.target = aten.full_like.default
 
 
 def _shorter(node: Node) -> Node | None:
-    """A node that has the value of `node` already; or `node` changed to take its input from further up."""
+    """A node that already has the value of `node`; or `node`, changed to take an earlier input."""
     row = op_spec_of(node)
     if row.view is View.ALIAS:
         return _first(node)
@@ -101,7 +116,7 @@ def _shorter(node: Node) -> Node | None:
 
 
 def _share(graph: Graph) -> None:
-    """Common subexpressions. From forward to backward only views are shared: their base lives that long anyway."""
+    """Eliminate common subexpressions. Backward shares only views with forward, whose base lives that long anyway."""
     seen: dict[Any, Node] = {}
 
     def earlier(node: Node) -> Node | None:
@@ -135,7 +150,7 @@ def _same(node: Node, other: Any) -> bool:
 
 
 def _joined(node: Node) -> Node | None:
-    """The gradients of slices that make up a whole dim, each put among zeros and added up, are joined instead."""
+    """Replace a sum of gradients of slices that make up a whole dim, each padded with zeros, by their concatenation."""
     if node.target is not aten.add.Tensor:
         return None
     terms = _summands(node)
@@ -157,7 +172,7 @@ def _joined(node: Node) -> Node | None:
 
 
 def _summands(node: Node) -> list[Node]:
-    """What a sum of sums adds up, as far as the inner ones are read by it alone."""
+    """The summands of nested sums, as far as only this sum reads the inner ones."""
     found: list[Node] = []
     for arg in node.args:
         if not isinstance(arg, Node):

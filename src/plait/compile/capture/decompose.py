@@ -1,4 +1,4 @@
-"""Replace one node by the simpler ops that compute the same."""
+"""Replace one node by simpler ops that compute the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _one_at_a_time = threading.Lock()  # make_fx changes torch itself while it trace
 
 
 def decompose_node(node: Node, function: Callable[..., Any]) -> Node:
-    """Write the ops of `function` in place of `node`; return the first node to visit next."""
+    """Write the ops of `function` in place of `node`. Returns the first node to visit next."""
     graph = node.graph
     sources: list[Node] = []
 
@@ -30,7 +30,7 @@ def decompose_node(node: Node, function: Callable[..., Any]) -> Node:
         return arg
 
     map_arg((node.args, node.kwargs), collect)
-    # Tracing tells inputs apart by identity, and nodes of one geometry may share a value.
+    # Tracing tells inputs apart by identity, and nodes of equal shape may share one value.
     values = [fake_of(spec_of(source.meta["val"]), source.meta["val"].fake_mode) for source in sources]
     traced = _trace(node, function, sources, values)
     inner: dict[Node, Any] = {}

@@ -1,4 +1,4 @@
-"""A short text that tells captured steps apart: what ranks compare before they run their graphs together."""
+"""A short text that distinguishes captured steps, which ranks compare before they run their graphs together."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch.fx.node import map_arg
 
 from plait.compile.capture.capture import Captured
 
-_MOST_BYTES = 1 << 20  # of each constant that are read
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function or an object, which every process has elsewhere
-_known: WeakKeyDictionary[GraphModule, str] = WeakKeyDictionary()  # ranks that are threads share their captures
+_MOST_BYTES = 1 << 20  # bytes read of each constant
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function or an object, which differs between processes
+_known: WeakKeyDictionary[GraphModule, str] = WeakKeyDictionary()  # ranks that are threads share captures
 
 
 def captured_digest(captured: Captured) -> str:
-    """Number of calls, and a checksum of them, of their shapes and of the constants that they read."""
+    """The number of calls, and a checksum of the calls, their shapes and the constants that they read."""
     found = _known.get(captured.graph)
     if found is None:
         sums = hashlib.sha256()
         num_calls = 0
-        places: dict[Node, str] = {}  # names count also what was dropped, such as a number that one rank printed
+        places: dict[Node, str] = {}  # not names, which also count removed nodes, such as a number that one rank prints
         for node in captured.graph.graph.nodes:
             num_calls += node.op == "call_function"
             places[node] = f"%{len(places)}"

@@ -1,4 +1,4 @@
-"""Eager code with the random numbers of the captured step, and dropout as ops of which capture sees the numbers."""
+"""Run eager code with the random numbers of the captured step, and show dropout inside attention to a capture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plait.compile.ops.random import check_random
 
 
 class VisibleDropout(TorchFunctionMode):
-    """Sends attention with dropout through plain ops, so that its dropout is an op of its own."""
+    """Runs attention with dropout as plain ops, so that its dropout is an op of its own."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -28,7 +28,7 @@ class VisibleDropout(TorchFunctionMode):
 
 
 class GlobalRandom(TorchDispatchMode):
-    """Runs eager code with the numbers that the captured graph draws: the same ops, in the same order, under `key`."""
+    """Runs eager code with the random numbers of the captured graph: the same ops, in the same order, under `key`."""
 
     def __init__(self, key: int) -> None:
         super().__init__()

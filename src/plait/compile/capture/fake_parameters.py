@@ -1,8 +1,8 @@
-"""Fake tensors that stand for real ones while a step is captured.
+"""Fake tensors in place of the real ones while a step is captured.
 
-Those of parameters and buffers are put in their places in the model's modules for a while, and what was there is put
-back. A real tensor that reaches an op by another way, through a closure, a list or a plain attribute, is exchanged
-for its stand-in above autograd.
+Fake parameters and buffers are put into the model's modules for the time of a capture, and the real ones are put back.
+A real tensor that reaches an op in another way, through a closure, a list or a plain attribute, is exchanged for its
+fake tensor above autograd.
 """
 
 from __future__ import annotations
@@ -26,20 +26,42 @@ _PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 @dataclass
-class StandIns:
-    """Fake tensors by name; `tied` maps a further name of a tensor to its first one."""
+class FakeParameters:
+    """The fake tensors of a model.
+
+    Attributes:
+        parameters: by name.
+        buffers: by name.
+        tied: from a further name of a tensor to its first name.
+        places: for each buffer its module and its key there.
+        made: fake tensors by the id of the real tensor.
+        names: names by the id of the real or the fake tensor.
+    """
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
-    places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)  # of buffers: whose, under which key
-    made: dict[int, Tensor] = field(default_factory=dict)  # by the id of the real tensor
-    names: dict[int, str] = field(default_factory=dict)  # by the id of the real tensor
+    places: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
+    made: dict[int, Tensor] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
 
     def replaced_buffers(self) -> dict[str, Tensor]:
-        """Buffers that the forward has put another tensor in the place of: `self.ema = 0.9 * self.ema + ...`."""
-        now = {name: module._buffers.get(key) for name, (module, key) in self.places.items()}
-        return {name: new for name, new in now.items() if new is not None and new is not self.buffers[name]}
+        """New values of buffers that the forward has assigned: `self.ema = 0.9 * self.ema + ...`.
+
+        Raises CaptureError for a value of another dtype or shape.
+        """
+        found: dict[str, Tensor] = {}
+        for name, (module, key) in self.places.items():
+            old, new = self.buffers[name], module._buffers.get(key)
+            if new is None or new is old:
+                continue
+            if (new.shape, new.dtype) != (old.shape, old.dtype):
+                raise CaptureError(
+                    f"the step replaces the buffer {name}, {old.dtype} of shape {list(old.shape)}, by a tensor of"
+                    f" {new.dtype} and shape {list(new.shape)}; a buffer keeps its type and shape"
+                )
+            found[name] = new
+        return found
 
 
 def refuse_without_shape(model: nn.Module) -> None:
@@ -53,7 +75,7 @@ def refuse_without_shape(model: nn.Module) -> None:
 
 
 def refuse_scripted(model: nn.Module) -> None:
-    """Raise CaptureError for a model with modules of TorchScript."""
+    """Raise CaptureError for a model with TorchScript modules."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
@@ -63,22 +85,22 @@ def refuse_scripted(model: nn.Module) -> None:
 
 
 @contextmanager
-def standing_in(
+def fake_parameters(
     model: nn.Module, fake_mode: FakeTensorMode, device: torch.device, train: bool, move: bool = False
-) -> Iterator[StandIns]:
-    """Stand-ins for the model's tensors while the context lasts; a tensor on the meta device gets one on `device`,
-    with `move` every tensor does.
+) -> Iterator[FakeParameters]:
+    """Put fake tensors in place of the model's tensors within the context.
 
-    Nothing of the model's size is allocated, and parameters, buffers, submodules and modes are put back. A model that
-    is in the mode asked for, training or not, keeps the mode of each submodule; another is switched as a whole.
+    A fake tensor is on the real tensor's device; on `device` for a tensor on the meta device, and with `move` for all.
+    Nothing of the model's size is allocated. Parameters, buffers, submodules and training modes are put back. A model
+    whose own mode is `train` keeps the mode of each submodule; any other is switched as a whole.
     """
     refuse_without_shape(model)
     modules = list(model.modules())
     dicts = [getattr(module, key) for module in modules for key in ("_parameters", "_buffers", "_modules")]
     before = [(own, dict(own)) for own in dicts]
     modes = [(module, module.training) for module in modules]
-    found = StandIns()
-    seen: dict[int, Tensor] = {}  # real tensors and stand-ins by their ids
+    found = FakeParameters()
+    seen: dict[int, Tensor] = {}  # real and fake tensors by their ids
     try:
         for prefix, module in list(model.named_modules(remove_duplicate=False)):
             for own, where in ((module._parameters, found.parameters), (module._buffers, found.buffers)):
@@ -91,7 +113,7 @@ def standing_in(
                             found.tied[name] = found.names[id(real)]
                         own[key] = found.made.get(id(real), real)
                         continue
-                    fake = stand_in(real, fake_mode, device if move or real.is_meta else real.device)
+                    fake = fake_like(real, fake_mode, device if move or real.is_meta else real.device)
                     own[key] = where[name] = fake  # type: ignore[assignment]
                     if own is module._buffers:
                         found.places[name] = (module, key)
@@ -114,8 +136,8 @@ def _put_back(own: dict[str, Any], content: dict[str, Any]) -> None:
     own.update(content)
 
 
-def stand_in(real: Tensor, fake_mode: FakeTensorMode, device: torch.device) -> Tensor:
-    """A fake tensor of the same form, with the same hooks if it is a parameter."""
+def fake_like(real: Tensor, fake_mode: FakeTensorMode, device: torch.device) -> Tensor:
+    """A fake tensor of the same shape, strides and dtype; for a parameter also with the same hooks."""
     with fake_mode:
         fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
     if not isinstance(real, nn.Parameter):
@@ -133,10 +155,10 @@ def stand_in(real: Tensor, fake_mode: FakeTensorMode, device: torch.device) -> T
 
 
 class Exchange(TorchFunctionMode):
-    """Exchanges real tensors for their stand-ins in what torch's functions are called with; unless `plain`, what is
-    assigned to `tensor.data` is copied into it.
+    """Exchanges real tensors for fake ones in the arguments of torch's functions.
 
-    `known` has stand-ins by the ids of real tensors; `outside` makes those of others.
+    `known` has fake tensors by the ids of real ones, and `outside` makes those of others. Unless `plain`, an assignment
+    to `tensor.data` is a copy into the tensor.
     """
 
     def __init__(self, known: dict[int, Tensor], outside: Callable[[Tensor], Tensor], plain: bool = False) -> None:
@@ -179,6 +201,5 @@ class Exchange(TorchFunctionMode):
 
 
 def is_real(value: Tensor) -> bool:
-    """Whether it is a tensor with numbers, rather than a fake one, one of a class that knows better, or one that a
-    transform of torch.func has wrapped."""
+    """Whether it is a plain tensor with values: not fake, not of a tensor subclass, not wrapped by torch.func."""
     return type(value) in _PLAIN_TENSORS and not is_functorch_wrapped_tensor(value)

@@ -1,4 +1,4 @@
-"""The second pass, for a step that changes views in place: the same graph without mutation."""
+"""The second pass of a capture, for a step that changes views in place: the same graph without mutation."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from plait.compile.ops.draw import draw
 
 
 def functionalise(graph: Graph, fake_mode: FakeTensorMode) -> Graph:
-    """A graph of the same inputs and outputs in which no op changes its arguments."""
+    """A graph with the same inputs and outputs in which no op changes its arguments."""
     recorder = GraphRecorder(fake_mode, functionalised=True)
-    inner: dict[Node, Any] = {}  # what the recorder sees of an input, or of random numbers, which need no input
+    inner: dict[Node, Any] = {}  # the recorder's values of inputs, and of random numbers, which depend on no input
     key: Node | None = None
     for node in graph.nodes:
         if node.op != "placeholder" and node.target is not draw:

@@ -1,4 +1,4 @@
-"""Objects in which values can be exchanged for others: dicts, lists, the attributes of objects, cells of closures."""
+"""Objects whose values can be replaced: dicts, lists, attributes of objects, cells of closures."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 
 
 class Holder:
-    """An object in which values can be exchanged for others, with those that it had when `note` was last called."""
+    """An object whose values can be replaced, with the values that it had when this was created."""
 
     __slots__ = ("before", "keys", "of", "place")
 
     def __init__(self, place: str, of: Any, keys: list[Any] | None = None) -> None:
         self.place = place
         self.of = of
-        self.keys = keys  # of those that are looked at, None for all
+        self.keys = keys  # the keys to look at, None for all
         self.before: dict[Any, Any] = self.now()
 
     def now(self) -> dict[Any, Any]:
@@ -29,16 +29,16 @@ class Holder:
         raise NotImplementedError
 
     def put(self, key: Any, value: Any) -> None:
-        """Exchange one value; MISSING takes it out."""
+        """Set one value; MISSING removes it."""
         raise NotImplementedError
 
     def is_same(self) -> bool:
-        """Whether every value is the object that it was."""
+        """Whether every value is still the same object."""
         now = self.now()
         return len(now) == len(self.before) and all(map(is_, now.values(), self.before.values()))
 
     def put_back(self) -> None:
-        """Let it hold what it held."""
+        """Restore the values that the object had."""
         now = self.now()
         for key in now.keys() | self.before.keys():
             if now.get(key, MISSING) is not self.before.get(key, MISSING):
@@ -49,7 +49,7 @@ class Holder:
 
 
 class DictHolder(Holder):
-    """A dict, whole."""
+    """A whole dict."""
 
     __slots__ = ()
 
@@ -68,7 +68,7 @@ class DictHolder(Holder):
     def put_back(self) -> None:
         if list(self.of) == list(self.before):
             super().put_back()
-        else:  # in the order that it had
+        else:  # restores the order of the keys too
             self.of.clear()
             self.of.update(self.before)
 
@@ -105,7 +105,7 @@ class ListHolder(Holder):
 
 
 class SetHolder(Holder):
-    """A set of plain values, which has them under themselves."""
+    """A set of plain values, each of which is its own key."""
 
     __slots__ = ()
 
@@ -120,7 +120,7 @@ class SetHolder(Holder):
 
 
 class NamesHolder(Holder):
-    """Some names of globals, of a class, or of an object with slots; the content of a closure's cell."""
+    """Some names of globals, of a class, or of an object with slots; or the content of a closure's cell."""
 
     __slots__ = ()
 
@@ -156,7 +156,7 @@ class NamesHolder(Holder):
 
 
 class ProxyHolder(DictHolder):
-    """A dict that can be read only, over one that may change."""
+    """A read-only view of a dict that may change."""
 
     __slots__ = ()
 
@@ -164,11 +164,11 @@ class ProxyHolder(DictHolder):
         raise AssertionError("a mapping proxy takes no values")
 
     def put_back(self) -> None:
-        """Nothing: who has the dict puts it back."""
+        """Does nothing: the holder of the dict restores it."""
 
 
 class ContextHolder(Holder):
-    """What a ContextVar holds."""
+    """The value of a ContextVar."""
 
     __slots__ = ()
     of: contextvars.ContextVar[Any]
@@ -185,7 +185,7 @@ class ContextHolder(Holder):
 
 
 class Buffer:
-    """A bytearray, memoryview or array.array, as far as an array of numpy is asked for."""
+    """A bytearray, memoryview or array.array, with the interface of a numpy array that is needed here."""
 
     def __init__(self, of: Any) -> None:
         self.of = of
@@ -209,7 +209,7 @@ class Buffer:
 
 
 def put_bytes_back(values: Any, before: bytes) -> None:
-    """Let an array, or a Buffer, hold what it held."""
+    """Restore the content of an array or a Buffer."""
     if values.tobytes() == before:
         return
     if isinstance(values, Buffer):

@@ -1,9 +1,9 @@
-"""What Python reads of a tensor while a step is captured, when the tensor has no numbers yet.
+"""What Python reads of a tensor during capture, when the tensor has no value yet.
 
-A value that follows from constants alone is worked out at once. Otherwise `loss.item()` becomes a `LateNumber`, which
-computes as tensors do and prints as a question mark; and a branch of which one side only raises (an assertion, the
-argument checks of torch.distributions) takes the other side, and the condition is checked when the step runs: where it
-does not hold, the loss is NaN, and the error of that names the line.
+A value that depends on constants only is computed at once. Otherwise `loss.item()` returns a `LateNumber`, which
+computes as tensors do and prints as a question mark. A branch of which one side only raises (an assertion, the argument
+checks of torch.distributions) takes the other side, and the condition is checked when the step runs: if it does not
+hold, the loss is NaN, and the error for that names the line.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from plait.compile.capture.capture_errors import source_line, users_frame
 from plait.compile.capture.shown import branch_without_output, is_shown
 from plait.compile.ops.ctc import with_lengths
 
-UNKNOWN = "?"  # what a number prints as that is known only when the step runs
-_MAX_STEPS = 400  # instructions that are followed to find out whether a branch only raises
+UNKNOWN = "?"  # how a number prints that is known only when the step runs
+_MAX_STEPS = 400  # instructions to follow in order to decide whether a branch only raises
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,11 @@ class LateCheck:
 
 
 class LateValues(TorchFunctionMode):
-    """While entered, answers what Python asks of tensors without numbers; `known` gives the value of those that follow
-    from constants alone, None of others. `forward` says whether the forward pass is what runs."""
+    """While entered, answers what Python asks of tensors without values.
+
+    `known` returns the value of a tensor that depends on constants only, and None for others. `forward` says whether
+    the forward pass is running.
+    """
 
     def __init__(self, known: Callable[[Tensor], Tensor | None], forward: Callable[[], bool]) -> None:
         super().__init__()
@@ -81,7 +84,7 @@ class LateValues(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def checked(self, loss: Tensor) -> Tensor:
-        """The loss, or NaN where one of the checks fails when the step runs."""
+        """The loss, or NaN if one of the checks fails when the step runs."""
         if not self.checks:
             return loss
         with torch.no_grad():
@@ -90,7 +93,7 @@ class LateValues(TorchFunctionMode):
         return torch.where(every, loss, torch.full_like(loss, float("nan")))
 
     def warn(self) -> None:
-        """Say once what was read of tensors for the eye alone."""
+        """Warn once about numbers of tensors that the step reads only to show them."""
         for number in self._numbers:
             if not number.computes and number.place:
                 self._shown[number.place] = None
@@ -104,8 +107,10 @@ class LateValues(TorchFunctionMode):
             )
 
     def truth(self, tensor: Tensor, error: Exception) -> bool:
-        """Whether a condition is taken to hold, which is checked when the step runs; raises `error` if that cannot be
-        told."""
+        """The truth value that a condition is assumed to have; it is checked when the step runs.
+
+        Raises `error` if no branch can be assumed.
+        """
         frame = users_frame(sys._getframe(1))
         if frame is None or not self._forward() or not self._open:
             raise error
@@ -120,14 +125,14 @@ class LateValues(TorchFunctionMode):
         return expected
 
     def number(self, tensor: Tensor, *sources: LateNumber) -> LateNumber:
-        """The number of a 0-d tensor, which was computed from those of others or asked for by Python."""
+        """The number of a 0-d tensor, computed from `sources` or asked for by Python."""
         frame = None if sources else users_frame(sys._getframe(1))
         made = LateNumber(tensor, self, sources, "" if frame is None else source_line(frame))
         self._numbers.append(made)
         return made
 
     def scalar(self, tensor: Tensor) -> Any:
-        """The number that Python asks of a fake tensor; raises torch's own error where it cannot be told."""
+        """The number that Python asks of a fake tensor. Raises torch's own error if it cannot be known."""
         known = self._known(tensor)
         if known is None:
             return self.truth(tensor, _needed())
@@ -171,7 +176,7 @@ class LateValues(TorchFunctionMode):
 
 _PRINTED = frozenset({Tensor.__float__, Tensor.__int__, Tensor.__format__, Tensor.tolist})
 _IN_PRINT: dict[Any, Any] = {Tensor.__int__: 0, Tensor.tolist: UNKNOWN}
-_ALL = {torch._is_all_true: torch.all, torch._is_any_true: torch.any}  # as distributions check their arguments
+_ALL = {torch._is_all_true: torch.all, torch._is_any_true: torch.any}  # in argument checks of distributions
 _CTC = frozenset({torch.nn.functional.ctc_loss, torch.ctc_loss})
 _EQUAL = frozenset({torch.equal, Tensor.equal})
 
@@ -179,21 +184,21 @@ _EQUAL = frozenset({torch.equal, Tensor.equal})
 class LateNumber:
     """The number that a 0-d tensor will hold when the step runs.
 
-    Arithmetic gives late numbers, or tensors with tensors; printing shows a question mark. What needs the number itself
-    raises what `item()` would have.
+    Arithmetic returns late numbers, or tensors where the other operand is a tensor; it prints as a question mark. What
+    needs the number itself raises the error that `item()` would have raised.
     """
 
     def __init__(self, tensor: Tensor, owner: LateValues, sources: tuple[LateNumber, ...], place: str) -> None:
-        # As a Python number is: an int, a bool or a double.
+        # The types of Python's numbers: an int, a bool or a double.
         self._held = tensor.double() if tensor.dtype.is_floating_point else tensor
         self._owner = owner
         self._sources = sources
-        self.place = place  # where Python asked for it; '' of one that was computed from others
+        self.place = place  # where Python asked for it; '' if it was computed from others
         self.computes = False  # whether a tensor or a condition of the step was computed from it
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """In a torch function the number is a 0-d tensor that leaves the dtype of the result as a number would."""
+        """In a torch function it is a 0-d tensor that affects the dtype of the result as a Python number would."""
         tensors: list[Tensor] = []
         both = (args, kwargs or {})
         map_aggregate(both, lambda v: tensors.append(v) if isinstance(v, Tensor) else None)
@@ -204,14 +209,14 @@ class LateNumber:
             raise _needed() from None
 
     def _beside(self, tensors: list[Tensor]) -> Tensor:
-        """As an operand beside tensors."""
+        """The tensor as an operand of `tensors`."""
         self._mark()
         dtype = self._dtype_beside(tensors, 1.0 if self._floating else 1)
         return self._tensor if dtype is None else self._tensor.to(dtype)
 
     def _dtype_beside(self, tensors: list[Tensor], kind: float) -> torch.dtype | None:
-        """The dtype that an operand of this kind needs in order to leave that of the result as a number would; None
-        where a double, or an integer, does."""
+        """The dtype that an operand of this kind needs in order to affect the result's dtype as a number would; None if
+        a double, or an integer, does so."""
         if not tensors or any(t.ndim for t in tensors if t.dtype.is_floating_point or not self._floating):
             return None
         dtype = torch.result_type(tensors[0], kind)
@@ -292,7 +297,7 @@ class LateNumber:
         return self._owner.number(self._tensor.round(decimals=digits), self)
 
     def item(self) -> Any:
-        """As of a numpy number."""
+        """Returns itself, as a numpy number does."""
         return self
 
 
@@ -316,7 +321,7 @@ setattr(LateNumber, "__rtruediv__", _operator(lambda a, b: operator.truediv(a, b
 
 
 class LateArray:
-    """What `tensor.numpy()` will hold when the step runs: it has a shape, and prints as a question mark."""
+    """What `tensor.numpy()` will return when the step runs: it has a shape, and prints as a question mark."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape = tuple(tensor.shape)
@@ -349,7 +354,7 @@ def _holds_late(value: Any) -> bool:
 
 
 def _built(value: Any, kwargs: dict[str, Any]) -> Tensor:
-    """torch.tensor of late numbers."""
+    """torch.tensor of a nesting of late numbers."""
     if isinstance(value, (list, tuple)):
         return torch.stack([_built(v, kwargs) for v in value])
     if not isinstance(value, LateNumber):
@@ -363,7 +368,7 @@ def _built(value: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 def forced_branch(frame: FrameType) -> bool | None:
-    """The truth value with which the frame goes on where with the other it only raises; None where it does neither.
+    """The truth value with which the frame continues, if with the other one it only raises; else None.
 
     The frame must be about to branch on a value: `assert x`, `if x: raise ...`, and chains of `and` and `or` in them.
     """
@@ -388,7 +393,7 @@ def _instructions(code: CodeType) -> list[dis.Instruction]:
 
 
 def _targets(code: list[dis.Instruction], at: int) -> tuple[int, int] | None:
-    """Where a conditional jump goes if its condition is true, and if it is false."""
+    """The instructions at which a conditional jump continues if its condition is true, and if it is false."""
     name = code[at].opname
     if "JUMP" not in name or ("IF_TRUE" not in name and "IF_FALSE" not in name):
         return None
@@ -398,7 +403,7 @@ def _targets(code: list[dis.Instruction], at: int) -> tuple[int, int] | None:
 
 
 def _caught(code: CodeType, instructions: list[dis.Instruction]) -> list[tuple[int, int]]:
-    """Ranges of offsets of which an exception is handled in the same function, other than by leaving a `with`."""
+    """Ranges of offsets whose exceptions the function handles itself, other than by leaving a `with`."""
     found = []
     for entry in dis._parse_exception_table(code):  # type: ignore[attr-defined]
         handler = [each.opname for each in instructions if each.offset >= entry.target][:2]
@@ -408,7 +413,7 @@ def _caught(code: CodeType, instructions: list[dis.Instruction]) -> list[tuple[i
 
 
 def _only_raises(code: list[dis.Instruction], start: int, caught: list[tuple[int, int]]) -> bool:
-    """Whether whatever comes from there on ends by raising, and changes local variables at most on the way."""
+    """Whether every path from `start` ends by raising, and at most assigns local variables before that."""
     todo, seen = [start], set()
     while todo:
         at = todo.pop()
@@ -442,7 +447,7 @@ def _only_raises(code: list[dis.Instruction], start: int, caught: list[tuple[int
 
 
 def _formats(frame: FrameType) -> bool:
-    """Whether the frame is in the middle of `"..." % value`."""
+    """Whether the frame is evaluating `"..." % value`."""
     now = next((each for each in _instructions(frame.f_code) if each.offset == frame.f_lasti), None)
     return now is not None and now.opname == "BINARY_OP" and now.argrepr in ("%", "%=")
 
@@ -459,9 +464,9 @@ def _ancestors(node: Node) -> Iterator[Node]:
 
 
 def known_value(node: Node, constants: dict[str, Tensor]) -> Tensor | None:
-    """The value of a node of the graph that follows from constants alone; None where it does not.
+    """The value of a node that depends on constants only, else None.
 
-    `constants` are the values of those placeholders that are constants, by the name of their node.
+    `constants` are values of placeholders by the names of their nodes.
     """
     needed = set()
     for one in _ancestors(node):

@@ -1,4 +1,4 @@
-"""What a loss function returns: a mean, or a Weighted, and beside it named outputs."""
+"""What a loss function returns: a mean or a Weighted, and beside it named outputs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ FORMS = (
 
 
 class Weighted(NamedTuple):
-    """A loss normalised by a count, such as unmasked tokens: the loss of several parts is the sum of their sums over
-    the sum of their weights. Among the outputs beside a loss it is a ratio of such sums.
+    """A loss normalized by a count, such as that of unmasked tokens.
+
+    The loss of several parts of a batch is the sum of their sums over the sum of their weights. As an output beside a
+    loss it is a ratio of such sums.
 
     >>> Weighted(torch.tensor(6.0), 4).mean
     tensor(1.5000)
@@ -38,25 +40,25 @@ class Weighted(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """An output beside the loss, and how those of several microbatches or batches make one, element by element."""
+    """An output beside the loss, and how its values for several microbatches or batches are combined, elementwise."""
 
     value: Tensor
 
 
 class Sum(Reduction):
-    """An output that is added up, such as a number of correct rows."""
+    """An output whose values are summed, such as a number of correct rows."""
 
 
 class Mean(Reduction):
-    """An output of which the mean is taken, weighted by rows; what a scalar without a mark is."""
+    """An output whose values are averaged, weighted by rows; the default for a scalar."""
 
 
 class Max(Reduction):
-    """An output of which the largest is taken."""
+    """An output of whose values the largest is taken."""
 
 
 class Min(Reduction):
-    """An output of which the smallest is taken."""
+    """An output of whose values the smallest is taken."""
 
 
 ROWS, RATIO = "rows", "ratio"
@@ -65,10 +67,12 @@ _KINDS: dict[type[Reduction], str] = {Sum: "sum", Mean: "mean", Max: "max", Min:
 
 @dataclass(frozen=True, eq=False)
 class LossPart:
-    """An output beside the loss, of one microbatch or of several put together.
+    """An output beside the loss, of one microbatch or of several combined.
 
-    kind: rows (a row of it for each row of the batch), sum, mean, max, min, or ratio, whose value is a sum. `weight` is
-    the number of rows of a mean, and what a ratio's sum is divided by.
+    Attributes:
+        kind: rows (a row for each row of the batch), sum, mean, max, min or ratio.
+        value: the value; of a ratio its numerator.
+        weight: the number of rows of a mean, or the denominator of a ratio.
     """
 
     kind: str
@@ -76,6 +80,7 @@ class LossPart:
     weight: Tensor | float = 1.0
 
     def result(self) -> Tensor:
+        """The value that a user sees."""
         return self.value / self.weight if self.kind == RATIO else self.value
 
 
@@ -84,8 +89,13 @@ Outputs = dict[str, LossPart]
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """What a loss function returned. `weight` is None of a mean, which `total` is then; `outputs` is None where there
-    was no dict of them."""
+    """What a loss function returned.
+
+    Attributes:
+        total: the sum of a Weighted, or the mean.
+        weight: the weight of a Weighted; None for a mean.
+        outputs: the outputs beside the loss; None if there was no dict of them.
+    """
 
     total: Tensor
     weight: Tensor | None
@@ -93,6 +103,7 @@ class Loss:
 
     @property
     def mean(self) -> Tensor:
+        """The loss."""
         return self.total if self.weight is None else self.total / self.weight
 
     @property
@@ -102,7 +113,7 @@ class Loss:
 
 
 def read_loss(value: Any, rows: int) -> Loss:
-    """What a loss function returned for a batch of so many rows. LossError for what is none of the FORMS."""
+    """Read what a loss function returned for a batch of `rows`. Raises LossError for anything but the FORMS."""
     outputs: Outputs | None = None
     if isinstance(value, (tuple, list)) and not isinstance(value, Weighted):
         if len(value) != 2:
@@ -122,7 +133,7 @@ def read_loss(value: Any, rows: int) -> Loss:
 
 
 def join_outputs(parts: Sequence[Outputs]) -> Outputs:
-    """The outputs of several microbatches or batches, in their order, as those of all of them."""
+    """Combine the outputs of several microbatches or batches, in their order. Raises LossError if they differ."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -136,16 +147,17 @@ def join_outputs(parts: Sequence[Outputs]) -> Outputs:
 
 
 def copied(outputs: Outputs) -> Outputs:
-    """The outputs in memory of their own: one may be a view of the batch, or of a parameter that changes."""
+    """The outputs in new memory: one may be a view of the batch, or of a parameter that changes."""
     return {name: LossPart(part.kind, part.value.clone(), part.weight) for name, part in outputs.items()}
 
 
 def results(outputs: Outputs) -> dict[str, Tensor]:
+    """The values of outputs that a user sees, by name."""
     return {name: part.result() for name, part in outputs.items()}
 
 
 def loss_and_aux(result: Any) -> tuple[Any, dict[str, Tensor]]:
-    """What Trainer.step or evaluate returned, with no outputs where the loss came with none."""
+    """Split what Trainer.step or evaluate returned into the loss and its outputs, {} if there are none."""
     return result if isinstance(result, tuple) else (result, {})
 
 

@@ -1,4 +1,4 @@
-"""What is known of a model before its step is captured, as plain values."""
+"""The facts of a model that are known before its step is captured, as plain values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from plait.plan.step_facts import ParameterFacts, StepFacts
 
 
 def model_facts(model: nn.Module) -> StepFacts:
-    """Its parameters and the names of its modules."""
+    """The facts of a model: its parameters, and the names of its modules."""
     parameters = {
         name: ParameterFacts(tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad)
         for name, p in model.named_parameters()

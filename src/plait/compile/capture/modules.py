@@ -1,4 +1,4 @@
-"""Which module made a node: hooks that tell the recorder where the forward is, and the backward of what it runs."""
+"""Which module a node comes from: hooks that tell the recorder whose forward runs, or whose backward."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ForwardModules:
             hook.remove()
 
     def at(self, number: int) -> str:
-        """The module that ran when autograd made the node of this sequence number."""
+        """The module that was running when autograd made the node with this sequence number."""
         i = bisect.bisect_right(self._numbers, number) - 1
         return self._modules[i] if i >= 0 else ""
 
@@ -60,7 +60,7 @@ class ForwardModules:
 
 class BackwardModules:
     """While entered, sets `recorder.module` to the module of the forward op whose backward runs, and `recorder.at` to
-    its place."""
+    the place of that op."""
 
     def __init__(self, loss: Tensor, forward: ForwardModules, recorder: GraphRecorder) -> None:
         self._forward = forward

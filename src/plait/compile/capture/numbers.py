@@ -1,9 +1,9 @@
-"""Python numbers of a batch, such as an epoch or the weight of a term: inputs of the captured step.
+"""Python numbers of a batch, such as an epoch or the weight of a loss term, as inputs of the captured step.
 
-While a step is captured a `BatchNumber` stands for each. What Python computes with it alone is noted as an expression,
-and worked out by Python again at each step; where such a number meets a tensor, it is a 0-d tensor that the step takes
-in. Where Python needs to know a number, for a shape or a branch, it is told, and that is noted in `NumberAsked`: the
-graph then stands for those batches that give the same answers.
+During capture a `BatchNumber` takes the place of each. What Python computes from it is recorded as an expression, which
+Python evaluates again at each step. Where such a number meets a tensor, it becomes a 0-d tensor, an input of the graph.
+Where Python needs the number itself, for a shape or a branch, it gets it, and `NumberAsked` records that: the graph is
+then valid for batches with the same answers.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from plait.compile.capture.shown import is_shown
 from plait.compile.capture.tracked import Tracked
 
 Number = int | float
-_LONGEST = 1000  # text of an expression that is noted; what is computed further is told to Python
+_LONGEST = 1000  # characters of an expression; longer ones are evaluated for Python at once
 _DTYPES = {"float": torch.float64, "int": torch.int64, "bool": torch.bool}
 
 
 @dataclass(frozen=True, eq=False)
 class Expression:
-    """What Python computes of numbers of the batch. Two of the same `text` compute the same."""
+    """What Python computes from numbers of the batch. Two expressions with the same `text` compute the same."""
 
     text: str
     function: Callable[..., Any]
     operands: tuple[Any, ...] = ()
 
     def value(self, numbers: Mapping[str, Number]) -> Any:
-        """The result with these numbers of the batch."""
+        """The result for these numbers of the batch."""
         found: dict[int, Any] = {}
 
         def of(one: Any) -> Any:
@@ -52,7 +52,7 @@ class Expression:
         return _python(of(self))
 
     def answer(self, numbers: Mapping[str, Number]) -> str:
-        """The result as text, of another one if its type differs; the error, if there is one."""
+        """The result as text, with its type unless that is plain; or the error, if there is one."""
         try:
             found = self.value(numbers)
         except Exception as error:
@@ -62,19 +62,19 @@ class Expression:
 
 @dataclass
 class NumberAsked:
-    """What Python was told of a batch's numbers while a step was captured: expressions, and how they came out."""
+    """What Python was told of a batch's numbers during a capture: expressions and their answers."""
 
-    answers: dict[str, tuple[Expression, str]] = field(default_factory=dict)  # by the text of the expression
+    answers: dict[str, tuple[Expression, str]] = field(default_factory=dict)  # by the expression's text
 
     def note(self, expression: Expression, numbers: Mapping[str, Number]) -> None:
         self.answers[expression.text] = (expression, expression.answer(numbers))
 
     def fits(self, numbers: Mapping[str, Number]) -> bool:
-        """Whether the answers are the same with other numbers."""
+        """Whether other numbers give the same answers."""
         return all(expression.answer(numbers) == answer for expression, answer in self.answers.values())
 
     def difference(self, other: NumberAsked) -> str:
-        """How it came out here and there, of the first expression that differs; '' where none does."""
+        """The first expression whose answers differ, with both answers, as text; '' if none differs."""
         for text, (_, answer) in self.answers.items():
             before = other.answers.get(text, (None, answer))[1]
             if before != answer:
@@ -88,7 +88,7 @@ class NumberAsked:
 
 @dataclass(frozen=True)
 class Fed:
-    """A 0-d tensor that the step takes in: the result of an expression."""
+    """A 0-d tensor that is an input of the step: the result of an expression."""
 
     expression: Expression
     dtype: torch.dtype
@@ -98,8 +98,8 @@ class Fed:
 
 
 class BatchNumbers:
-    """Those of one batch, while a step is captured on it. `fed` are the tensors that the step takes in, by their names,
-    `nodes` the graph's inputs for them."""
+    """The numbers of one batch, during a capture on it. `fed` are the 0-d tensors that are inputs of the step, by name,
+    and `nodes` their placeholders."""
 
     def __init__(
         self,
@@ -119,19 +119,19 @@ class BatchNumbers:
         self.nodes: dict[str, Any] = {}
         self._fakes: dict[str, Tensor] = {}
 
-    def stand_in(self, name: str, leaf: Any) -> Any:
-        """What the step gets in the place of a leaf of the batch."""
+    def in_place_of(self, name: str, leaf: Any) -> Any:
+        """What the step gets in place of a leaf of the batch."""
         if name not in self._values:
             return leaf
         number = BatchNumber(Expression(name, operator.itemgetter(name)), self._values[name], self)
         return number if name in self._inputs else number.plain()
 
     def need(self, expression: Expression) -> None:
-        """Note that Python was told how this comes out."""
+        """Record that Python was told the value of an expression."""
         self.asked.note(expression, self._values)
 
     def feed(self, expression: Expression, dtype: torch.dtype) -> Tensor:
-        """The stand-in of a 0-d tensor of this expression. It is on the CPU, where a scalar is for any device."""
+        """The fake 0-d tensor of an expression. It is on the CPU, where ops on any device accept a scalar."""
         name = f"{expression.text} as {str(dtype).removeprefix('torch.')}"
         if name not in self._fakes:
             self.need(Expression(f"kind({expression.text})", _kind, (expression,)))
@@ -144,7 +144,7 @@ class BatchNumbers:
 
     @contextmanager
     def seen_by_math(self) -> Iterator[None]:
-        """Let the functions of `math` compute with such numbers meanwhile."""
+        """Make the functions of `math` compute with such numbers within the context."""
         before = {name: getattr(math, name) for name in _MATH}
         for name, function in before.items():
             setattr(math, name, _of_math(function))
@@ -156,7 +156,7 @@ class BatchNumbers:
 
 
 class BatchNumber(LateNumber):
-    """Stands for a number of the batch, or for one that Python computed from such numbers alone."""
+    """Takes the place of a number of the batch, or of one that Python computed from such numbers only."""
 
     def __init__(self, expression: Expression, value: Any, numbers: BatchNumbers) -> None:
         self.expression = expression
@@ -172,7 +172,7 @@ class BatchNumber(LateNumber):
         return type(self.value)
 
     def plain(self) -> Any:
-        """The number itself; the graph is then of batches in which it is the same."""
+        """The number itself; the graph is then valid for batches in which it is the same."""
         self._numbers.need(self.expression)
         return self.value
 
@@ -200,7 +200,7 @@ class BatchNumber(LateNumber):
             now, named = map_aggregate(both, lambda v: v._beside(tensors) if isinstance(v, LateNumber) else v)
             try:
                 return func(*now, **named)
-            except (TypeError, RuntimeError):  # it takes numbers, or tensors of one dtype
+            except (TypeError, RuntimeError):  # the function takes numbers only, or tensors of one dtype
                 pass
         args, kwargs = plain_numbers(both)
         return func(*args, **kwargs)
@@ -276,12 +276,12 @@ class BatchNumber(LateNumber):
             raise AttributeError(name)
         return getattr(self.plain(), name)
 
-    def __reduce__(self) -> Any:  # of a copy
+    def __reduce__(self) -> Any:  # copies hold the number itself
         return _same, (self.plain(),)
 
 
 def computed(function: Callable[..., Any], *operands: Any) -> Any:
-    """function(*operands) of numbers of which some are a batch's."""
+    """function(*operands), where some operands are numbers of the batch."""
     owner = next(one._numbers for one in operands if isinstance(one, BatchNumber))
     shown = [one.expression.text if isinstance(one, BatchNumber) else repr(one) for one in operands]
     text = f"{_named(function)}({', '.join(shown)})"
@@ -299,7 +299,7 @@ def _named(function: Any) -> str:
 
 
 def plain_numbers(values: Any) -> Any:
-    """Nested values, with numbers of the batch as they are."""
+    """Nested values, with numbers of the batch replaced by the numbers themselves."""
     return map_aggregate(values, _plain)
 
 
@@ -314,7 +314,7 @@ def _python(value: Any) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """What the tensor depends on that a number is put into; the number itself where there is none for it."""
+    """What the dtype of a number's tensor depends on: its type, or the number itself if no dtype can hold it."""
     if type(value).__name__ not in _DTYPES or (type(value) is int and not -(2**63) <= value < 2**63):
         return repr(value)
     return type(value).__name__
@@ -358,7 +358,7 @@ for _name in ("and_", "or_", "xor", "lshift", "rshift"):
     setattr(BatchNumber, f"__{_name.rstrip('_')}__", _operator(getattr(operator, _name), False))
     setattr(BatchNumber, f"__r{_name.rstrip('_')}__", _operator(getattr(operator, _name), True))
 
-_BY_INDEX = frozenset({"__getitem__", "__setitem__"})  # an index is told to Python
+_BY_INDEX = frozenset({"__getitem__", "__setitem__"})  # Python is told the value of an index
 _MATH = tuple(
     name
     for name in (

@@ -1,5 +1,7 @@
-"""Tensors that a step reads beside its parameters, buffers and batch: closed over by the loss, or held by the model in
-attributes. Each becomes an input of the graph under the name of its place."""
+"""Tensors from outside: those that a step reads besides parameters, buffers and batch, in closures or attributes.
+
+Each becomes an input of the graph, named by its place.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from plait.compile.capture.fake_parameters import StandIns, stand_in
+from plait.compile.capture.fake_parameters import FakeParameters, fake_like
 from plait.compile.capture.reach import Reached
 from plait.compile.capture.record import GraphRecorder
 from plait.errors import CaptureError
 
-_MOST_COMPARED = 1 << 16  # elements of a tensor of which Python reads numbers
+_MOST_COMPARED = 1 << 16  # elements of a tensor whose numbers Python may read
 _NOWHERE = (
     "the step changes in place a tensor that is neither parameter nor buffer and that plait cannot find again; make it"
     " a buffer with register_buffer, so that its new value is kept"
@@ -22,19 +24,19 @@ _NOWHERE = (
 
 
 class Outside:
-    """The tensors from outside that one capture has met so far."""
+    """The tensors from outside that a capture has met so far."""
 
     def __init__(
         self,
         reached: Reached,
-        stand: StandIns,
+        model_fakes: FakeParameters,
         recorder: GraphRecorder,
         fake_mode: FakeTensorMode,
         device: torch.device,
         move: bool,
     ) -> None:
         self._reached = reached
-        self._stand = stand
+        self._model_fakes = model_fakes
         self._recorder = recorder
         self._fake_mode = fake_mode
         self._device = device
@@ -42,29 +44,29 @@ class Outside:
         self.nodes: dict[Node, str] = {}
         self.reals: dict[str, Tensor] = {}
         self.fakes: dict[str, Tensor] = {}
-        self.compared: set[str] = set()  # of which Python has read numbers
-        self.differentiable: list[str] = []  # to which autograd would give gradients
+        self.compared: set[str] = set()  # places of tensors whose numbers Python has read
+        self.differentiable: list[str] = []  # places of tensors to which autograd would give gradients
         self._by_id: dict[int, Tensor] = {}
         self._kept: list[Tensor] = []  # ids stay unique while these live
         self._storages: dict[int, str] = {}
-        for real_id, name in stand.names.items():
+        for real_id, name in model_fakes.names.items():
             real = reached.own.get(real_id)
             if real is not None and not real.is_meta:
                 self._storages[_storage(real)] = name
 
-    def stand_in(self, real: Tensor) -> Tensor:
-        """What stands for a real tensor that the step has come upon."""
-        known = self._stand.made.get(id(real), self._by_id.get(id(real)))
+    def fake_of(self, real: Tensor) -> Tensor:
+        """The fake tensor for a real tensor that the step reads. Raises CaptureError for a view of a parameter."""
+        known = self._model_fakes.made.get(id(real), self._by_id.get(id(real)))
         if known is None and id(real) in self._reached.earlier:
             own = self._reached.earlier[id(real)]
-            known = self._stand.parameters.get(own, self._stand.buffers.get(own))
+            known = self._model_fakes.parameters.get(own, self._model_fakes.buffers.get(own))
         if known is not None:
             return known
         name = self._reached.places.get(id(real))
         with _disable_current_modes():
             shared = None if real.is_meta or not real.numel() else self._storages.get(_storage(real))
-        if shared is not None and shared in self._stand.parameters | self._stand.buffers:
-            mine = (self._stand.parameters | self._stand.buffers)[shared]
+        if shared is not None and shared in self._model_fakes.parameters | self._model_fakes.buffers:
+            mine = (self._model_fakes.parameters | self._model_fakes.buffers)[shared]
             if (mine.shape, mine.stride(), mine.dtype) == (real.shape, real.stride(), real.dtype):
                 self._by_id[id(real)] = found = mine.detach()
                 self._kept.append(real)
@@ -75,7 +77,7 @@ class Outside:
             )
         place = name or f"tensor {len(self.fakes)}"
         with _disable_current_modes():
-            fake = stand_in(real, self._fake_mode, self._device if self._move or real.is_meta else real.device)
+            fake = fake_like(real, self._fake_mode, self._device if self._move or real.is_meta else real.device)
             if real.requires_grad and not fake.requires_grad:
                 fake.requires_grad_()
         node = self._recorder.placeholder("outside_" + "".join(c if c.isalnum() else "_" for c in place), fake)
@@ -92,16 +94,18 @@ class Outside:
         return fake
 
     def name_of(self, real: Tensor) -> str | None:
-        """The name of a parameter, or the place of another tensor."""
-        return self._stand.names.get(id(real)) or self._reached.places.get(id(real))
+        """The name of a parameter or buffer, or the place of another tensor."""
+        return self._model_fakes.names.get(id(real)) or self._reached.places.get(id(real))
 
     def written(self) -> dict[str, Tensor]:
-        """Those that the step has changed in place, as they are now."""
+        """The tensors that the step has changed in place, with their new values."""
         return {name: fake for name, fake in self.fakes.items() if self._recorder.was_written(fake)}
 
     def numbers(self, node: Node) -> dict[str, Tensor]:
-        """The tensors from outside that a node is computed from, by the names of their nodes, if the rest is known too.
-        What Python reads of it is then compared with what they are."""
+        """The tensors from outside that a node depends on, by the names of their nodes; {} if it depends on others too.
+
+        Python will read the node's value, so these tensors are compared at every step.
+        """
         roots = _roots(node)
         constants = set(self._recorder.constant_nodes)
         if any(root not in self.nodes and root not in constants for root in roots):
@@ -114,7 +118,7 @@ class Outside:
 
 
 def _roots(node: Node) -> list[Node]:
-    """The inputs that a node is computed from."""
+    """The placeholders that a node depends on."""
     seen, stack = {node}, [node]
     while stack:
         for source in stack.pop().all_input_nodes:

@@ -1,6 +1,6 @@
-"""Mixed precision as PyTorch does it: products in half precision by autocast, weights and sums in float32.
+"""Mixed precision by PyTorch's autocast: matrix products in half precision, weights and sums in float32.
 
-(Micikevicius et al. 2018, "Mixed Precision Training".) Modules that a pattern names have a precision of their own.
+(Micikevicius et al. 2018, "Mixed Precision Training".) Modules that match a pattern have a precision of their own.
 """
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Precision:
-    """`name` is fp32, bf16 or fp16; `exceptions` are (pattern of module names, name), of which the first that fits
-    decides."""
+    """`name` is fp32, bf16 or fp16. `exceptions` are (pattern of module names, name); the first match decides."""
 
     name: str = "fp32"
     exceptions: tuple[tuple[str, str], ...] = ()
 
     @property
     def scaled(self) -> bool:
-        """Whether gradients could underflow, so that the loss is to be scaled."""
+        """Whether gradients could underflow, so that the loss must be scaled."""
         return "fp16" in (self.name, *(name for _, name in self.exceptions))
 
     def refusal(self, error: Exception, module: str, op: str = "") -> PlanError | None:
-        """What to say of an op that has no kernel in half precision, or none for weights in another one; None for any
+        """The PlanError for an op without a kernel in half precision, or for weights of another dtype; None for any
         other error."""
         said = (str(error).splitlines() or [""])[0]
         if self == FULL:
@@ -58,7 +57,7 @@ class Precision:
 
     @contextmanager
     def computing(self, model: nn.Module, device: str) -> Iterator[None]:
-        """Run the model's forward and the loss in this precision. PlanError for a pattern that fits no module."""
+        """Run the model's forward and the loss in this precision. PlanError for a pattern that matches no module."""
         with ExitStack() as stack:
             for module, name in self._exceptional(model):
                 stack.enter_context(_hooked(module, name, device))
@@ -97,7 +96,7 @@ def _hooked(module: nn.Module, name: str, device: str) -> Iterator[None]:
     def after(module: nn.Module, args: Any, result: Any) -> Any:
         context, others = inside.pop()
         context.__exit__(None, None, None)
-        return result if others or halves else pytree.tree_map(cast, result)  # others take no half precision
+        return result if others or halves else pytree.tree_map(cast, result)  # modules outside expect float32
 
     handles = [
         module.register_forward_pre_hook(before, with_kwargs=True),
@@ -111,13 +110,13 @@ def _hooked(module: nn.Module, name: str, device: str) -> Iterator[None]:
 
 
 def narrowest(graph: Graph) -> list[float]:
-    """Of each output of a graph the coarsest rounding on the way to it: the largest `torch.finfo(dtype).eps` of a value
-    in half precision that it comes from, 0.0 of an output that comes from none."""
+    """For each output of a graph, the coarsest rounding on its way: the largest `torch.finfo(dtype).eps` of a value in
+    half precision that it depends on, or 0.0."""
     coarsest: dict[Node, float] = {}
     for node in graph.nodes:
         if node.op == "output":
             return [coarsest[result] if isinstance(result, Node) else 0.0 for result in node.args[0]]
-        if op_spec_of(node).reads == "shape":  # the gradient of the loss is 1
+        if op_spec_of(node).reads == "shape":  # such as the gradient of the loss, which is 1
             coarsest[node] = 0.0
             continue
         values = node.meta["val"] if isinstance(node.meta.get("val"), (tuple, list)) else (node.meta.get("val"),)

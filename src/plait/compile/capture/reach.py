@@ -1,8 +1,8 @@
-"""What a step can read beside its parameters, buffers and batch: all that loss_fn and the model reach in Python.
+"""What a step can read besides its parameters, buffers and batch: all that loss_fn and the model reach in Python.
 
-The walk goes through closures, defaults, globals that the user's code names, partial arguments, bound objects, the
+The search goes through closures, defaults, globals that the user's code names, arguments of partials, bound objects,
 attributes of modules, objects and classes, and the containers in them. Every value that can change has a place, such as
-`loss_fn:state['w']`; `Holder`s are the objects in which values can be exchanged for others.
+`loss_fn:state['w']`. A `Holder` is an object whose values can be replaced.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ PLAIN = (
     bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,
     torch.memory_format, range, slice, np.generic,
 )  # fmt: skip
-_MOST_ELEMENTS = 4096  # of a container that is looked into
-_MOST_BYTES = 1 << 16  # of an array whose values are compared
-_MOST_VALUES = 1 << 18
+_MOST_ELEMENTS = 4096  # larger containers are not searched
+_MOST_BYTES = 1 << 16  # values of larger arrays are not compared
+_MOST_VALUES = 1 << 18  # values at which the search ends
 _BUFFERS = (bytearray, memoryview, array.array)
 _OF_COLLECTIONS = (collections.UserDict, collections.UserList, collections.ChainMap)
 _BY_KEYS = ("__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__qualname__", "__firstlineno__")
@@ -55,20 +55,20 @@ _CLOSED = {"torch", "plait", "numpy", "builtins", *sys.stdlib_module_names} - {"
 
 
 class Reached:
-    """All that a step can read: `holders`; `values` that are plain and `tensors` outside the model, by their places."""
+    """All that a step can read: `holders`, and by their places plain `values` and `tensors` outside the model."""
 
     def __init__(self, model: nn.Module, loss_fn: Any, earlier: Mapping[int, str] | None = None) -> None:
-        self.earlier = dict(earlier or {})  # names of tensors that the model's parameters and buffers were, by id
+        self.earlier = dict(earlier or {})  # names of the model's former parameters and buffers, by id
         self.values: dict[str, Any] = {}
         self.tensors: dict[str, Tensor] = {}
         self.places: dict[int, str] = {}  # of tensors, by id
-        self.slots: dict[str, tuple[Holder, Any]] = {}  # of what a holder holds itself, by place
-        self.structure: dict[str, Any] = {}  # what a place holds that is neither plain nor a tensor
+        self.slots: dict[str, tuple[Holder, Any]] = {}  # holder and key of a value that a holder has, by place
+        self.structure: dict[str, Any] = {}  # what must not change of values that are neither plain nor tensors
         self.holders: list[Holder] = []
-        self.empty: list[Any] = []  # containers that hold nothing
+        self.empty: list[Any] = []  # containers that are empty
         self.empty_places: list[str] = []
-        self.arrays: list[tuple[str, Any, bytes]] = []  # of numpy, and Buffers
-        self.sources: list[tuple[str, Any]] = []  # of random numbers
+        self.arrays: list[tuple[str, Any, bytes]] = []  # numpy arrays and Buffers, with place and content
+        self.sources: list[tuple[str, Any]] = []  # random number generators, with place
         self.iterators: list[tuple[str, Any]] = []
         self.parameters: list[tuple[str, dict[str, nn.Parameter | None], str]] = []  # of the model
         self._kept: list[Any] = []  # ids stay unique while these live
@@ -200,7 +200,7 @@ class Reached:
         names = [name for name in sorted(known) if name in found]
         plain = [name for name in names if not isinstance(found[name], types.ModuleType)]
         modules = {name: found[name] for name in names if name not in plain}
-        # Those that the function imports itself.
+        # Modules that the function imports itself.
         modules |= {n: m for n in known - {*names} if isinstance(m := sys.modules.get(n), types.ModuleType)}
         for name, module in modules.items():
             if not is_library(getattr(module, "__file__", None) or sys.executable):
@@ -241,12 +241,12 @@ class Reached:
         self._later(place, value())
 
     def _builtin(self, place: str, value: Any) -> None:
-        """A method of a dict, list, ContextVar...; of a function its module."""
+        """The object of a bound method (of a dict, list, ContextVar...), unless it is a module or a class."""
         if not isinstance(value.__self__, (types.ModuleType, type)):
             self._later(place, value.__self__)
 
     def _environment(self, place: str, code: types.CodeType) -> None:
-        """The variables of the environment that a function reads, by names that stand in it."""
+        """The environment variables whose names are string constants of a function that reads the environment."""
         variables: Any = os.environ
         keys = [variables.encodekey(one) for one in sorted(_strings(code))]
         self._some(f"{_root(place)}os.environ.", variables._data, keys)
@@ -266,7 +266,7 @@ class Reached:
             self._seen.add(id(each))
             members = dict(each.__dict__)
             keys = [k for k, v in members.items() if not k.startswith("__") and not _is_code(v)]
-            if not is_library(_file(each)):  # of which methods may be exchanged
+            if not is_library(_file(each)):  # methods of the user's own classes may be replaced
                 keys += [k for k, v in members.items() if isinstance(v, types.FunctionType)]
             if keys:
                 self._hold(NamesHolder(f"{_root(place)}{each.__qualname__}", each, keys))
@@ -279,21 +279,21 @@ class Reached:
                 if isinstance(function, types.FunctionType):
                     self._later(f"{_root(place)}{each.__qualname__}.{key}", function)
 
-    # later
+    # later queries
 
     def filled(self) -> list[str]:
-        """Places of containers that held nothing and do now."""
+        """Places of containers that were empty and no longer are."""
         return (
             [place for place, one in zip(self.empty_places, self.empty, strict=True) if one] if any(self.empty) else []
         )
 
     def moved(self, place: str, tensor: Tensor) -> None:
-        """Another tensor is at this place now."""
+        """Record that another tensor is at this place now."""
         self.tensors[place] = tensor
         self.places[id(tensor)] = place
 
     def is_same(self) -> bool:
-        """Whether every holder holds the objects that it did, and arrays have their values."""
+        """Whether every holder holds the same objects, and arrays have the same content."""
         return (
             all(holder.is_same() for holder in self.holders)
             and not any(self.empty)
@@ -301,12 +301,13 @@ class Reached:
         )
 
     def _optimizer(self, place: str, optimizer: torch.optim.Optimizer) -> None:
-        """Its options, such as the learning rate; not its state."""
+        """Its options, such as the learning rate, without its state."""
         for number, group in enumerate(optimizer.param_groups):
             self._later(f"{place}.param_groups[{number}]", group)
 
     def changes(self) -> Iterator[tuple[Holder, Any, Any, Any]]:
-        """Of what holders hold: (holder, key, before, now), where it is another object; tensors in what was empty."""
+        """(holder, key, before, now) for every value that is now another object, and for tensors in containers that
+        were empty."""
         for holder in self.holders:
             if not holder.is_same():
                 now = holder.now()
@@ -321,7 +322,7 @@ class Reached:
                 yield from ((filled, key, MISSING, value) for key, value in now.items() if isinstance(value, Tensor))
 
     def put_back(self) -> None:
-        """Let every holder hold what it held."""
+        """Restore what every holder, container and array held."""
         for holder in self.holders:
             if not holder.is_same():
                 holder.put_back()
@@ -351,7 +352,7 @@ _VISITS: list[tuple[Callable[[Reached, str, Any], None], Any]] = [
 
 
 def _root(place: str) -> str:
-    """`loss_fn:` of `loss_fn:outer.inner`: names of a function stand beside it."""
+    """`loss_fn:` for `loss_fn:outer.inner`, because names that a function reads are written without its own name."""
     return place.partition(":")[0] + ":"
 
 
@@ -363,14 +364,14 @@ def _names(code: types.CodeType) -> frozenset[str]:
 
 @functools.cache
 def _strings(code: types.CodeType) -> frozenset[str]:
-    """The texts that stand in a function."""
+    """The string constants of a function and of those inside it."""
     inner = [_strings(one) for one in code.co_consts if isinstance(one, types.CodeType)]
     return frozenset(one for one in code.co_consts if isinstance(one, str)).union(*inner)
 
 
 @functools.cache
 def _is_open(kind: type) -> bool:
-    """Whether objects of the class are looked into: of the user's own code, and of most libraries."""
+    """Whether attributes of the class's objects are searched: those of the user's code and of most libraries are."""
     return kind.__module__.partition(".")[0] not in _CLOSED
 
 

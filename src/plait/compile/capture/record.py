@@ -1,8 +1,8 @@
 """The recorder: a dispatch mode below autograd that writes every op it sees into a graph.
 
-Tensors are fake: shapes flow, no memory is taken. An op that changes a tensor in place is written in its functional
-form where no other view of that tensor exists. Where one does, it is written as it is, `mutating` is set, and
-`functional.py` goes over the graph once more.
+Tensors are fake: shapes are computed, and no memory is allocated. An op that changes a tensor in place is written in
+its functional form if no other view of that tensor exists. Otherwise it is written as it is, `mutating` is set, and
+`functional.py` makes the graph functional in a second pass.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _PLAIN_ATTRIBUTE = (
 
 
 class NodeLookup(Protocol):
-    """Tensors from outside the step (compile/capture/outside.py)."""
+    """Knows the tensors from outside the step (compile/capture/outside.py)."""
 
-    def stand_in(self, real: Tensor) -> Tensor: ...
+    def fake_of(self, real: Tensor) -> Tensor: ...
     def numbers(self, node: Node) -> dict[str, Tensor]: ...
 
 
 class GraphRecorder(TorchDispatchMode):
-    """Write into `graph` while the mode is entered, innermost but for the fake mode.
+    """Write every op into `graph` while the mode is entered; only the fake mode is further inside.
 
-    `module`, `phase` and `at` go into the record of each node; whoever drives the recorder sets them. `at` is the place
-    of a forward call in the order of the program, and of a backward call that of the forward call which it
-    differentiates; while it is not set, calls are counted. With `functionalised`
-    only an input may still change, at the end, when nobody reads a view of its old value.
+    `module`, `phase` and `at`, which whoever drives the recorder sets, go into the NodeInfo of each node. `at` is the
+    place in program order of a forward call, and for a backward call that of the forward call that it differentiates;
+    if it is None, calls are counted. With `functionalised` only inputs may still change, at the end, when no view of
+    their old values is read any more.
     """
 
     def __init__(self, fake_mode: FakeTensorMode, functionalised: bool = False) -> None:
@@ -63,28 +63,28 @@ class GraphRecorder(TorchDispatchMode):
         self._numbers: list[int] = []  # autograd's sequence number after each forward call, and the call's place
         self._places: list[int] = []
         self.mutating = False
-        self.scalar: Callable[[Tensor], Any] | None = None  # what Python gets that asks for the number in a fake tensor
+        self.scalar: Callable[[Tensor], Any] | None = None  # answers Python when it asks a fake tensor for its number
         self.constants: dict[str, Tensor] = {}
         self.constant_nodes: list[Node] = []
         self.key: Node | None = None
-        self.outside: NodeLookup | None = None  # knows the tensors that are neither parameters, buffers nor the batch
+        self.outside: NodeLookup | None = None  # the tensors that are neither parameters, buffers nor the batch's
         self._fake_mode = fake_mode
         self._memo = ShapeMemo()
-        self._values: dict[Any, FakeTensor] = {}  # by geometry: what nodes carry as their value
+        self._values: dict[Any, FakeTensor] = {}  # the `val` of nodes, by shape, strides and dtype
         self._draws = 0
         self.nodes: dict[int, Node] = {}
         self._kept: list[Tensor] = []  # ids stay unique while the tensors live
-        self._group_of: dict[int, int] = {}  # tensors of one group are views of one another
+        self._group_of: dict[int, int] = {}  # by tensor id; tensors of one group are views of one another
         self._groups: list[list[Tensor]] = []
-        self._written: set[int] = set()  # groups
-        self._protected: dict[int, str] = {}  # groups
+        self._written: set[int] = set()  # groups that an op has changed in place
+        self._protected: dict[int, str] = {}  # groups that no op may change, with the reason
         self._lifted: dict[int, tuple[Tensor, Tensor]] = {}
         self._head: Node | None = None  # the last placeholder
 
     # what the driver calls
 
     def placeholder(self, name: str, value: Any) -> Node:
-        """An input of the graph. Placeholders come in the order of the calls, before everything else."""
+        """Add an input. Placeholders come in the order of the calls, before all other nodes."""
         first = self._head.next if self._head is not None else next(iter(self.graph.nodes), None)
         with self.graph.inserting_before(first) if first is not None else self.graph.inserting_before():
             node = self.graph.placeholder(name)
@@ -96,11 +96,11 @@ class GraphRecorder(TorchDispatchMode):
         return node
 
     def protect(self, tensor: Tensor, reason: str) -> None:
-        """From now on an op that changes the tensor in place raises CaptureError with the reason."""
+        """Make ops that change the tensor in place raise CaptureError with this reason from now on."""
         self._protected[self._group_of[id(tensor)]] = reason
 
     def bind(self, tensor: Tensor, node: Node, group: int | None = None) -> None:
-        """From now on `tensor` is the value of `node`; with a group, it is a view of that group's tensors."""
+        """Make `tensor` the value of `node`; with `group`, it is a view of that group's tensors."""
         if id(tensor) not in self._group_of:
             self._kept.append(tensor)
             if group is None:
@@ -120,7 +120,7 @@ class GraphRecorder(TorchDispatchMode):
         return self._group_of[id(tensor)] in self._written
 
     def known_value(self, tensor: Tensor) -> Tensor | None:
-        """The value of a tensor that follows from constants and tensors from outside alone; None of others."""
+        """The value of a tensor that depends only on constants and tensors from outside; None for others."""
         node = self.nodes.get(id(tensor))
         if node is None or self.mutating:
             return None
@@ -130,7 +130,7 @@ class GraphRecorder(TorchDispatchMode):
             return known_value(node, {**constants, **outside})
 
     def place_of(self, number: int) -> int:
-        """The place of the forward call for which autograd made the node of this sequence number."""
+        """The place of the forward call for which autograd made the node with this sequence number."""
         i = bisect.bisect_right(self._numbers, number)
         return self._places[min(i, len(self._places) - 1)]
 
@@ -141,7 +141,7 @@ class GraphRecorder(TorchDispatchMode):
         return node
 
     def output(self, values: list[Tensor]) -> None:
-        """End the graph: it returns the tuple of these values."""
+        """End the graph, which returns the tuple of these values."""
         self.module = ""
         nodes = tuple(self.node_of(value) for value in values)
         self._describe(self.graph.output(nodes), tuple(values))
@@ -149,7 +149,7 @@ class GraphRecorder(TorchDispatchMode):
     def draw(
         self, shape: Any, dtype: torch.dtype, device: torch.device, kind: str, params: tuple[float, ...]
     ) -> Tensor:
-        """Random numbers as a call of `draw`; see random.py."""
+        """Record random numbers as a call of `draw`; see ops/random.py. Raises CaptureError in the backward pass."""
         if self.phase == "backward":
             raise CaptureError(
                 "the backward pass draws random numbers anew, as activation checkpointing inside the model does with"
@@ -185,10 +185,10 @@ class GraphRecorder(TorchDispatchMode):
                     return args[0].item()
             if self.scalar is not None and args[0].constant is None:
                 return self.scalar(args[0])
-        if func.namespace == "prim":  # asks for the device
+        if func.namespace == "prim":  # only asks for the device
             return func(*args, **kwargs)
         if _composite(func):
-            with self:  # seen only where autograd is off altogether: inference mode
+            with self:  # reached only where autograd is off altogether: in inference mode
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -216,7 +216,7 @@ class GraphRecorder(TorchDispatchMode):
                 self.bind(part, self.call(operator.getitem, (node, i), {}, part), group)
 
     def _viewed(self, func: Any, args: Any) -> int | None:
-        """The group that the results of a view op belong to."""
+        """The group of the results of a view op; None for other ops."""
         returns = func._schema.returns
         if not returns or returns[0].alias_info is None:
             return None
@@ -240,7 +240,7 @@ class GraphRecorder(TorchDispatchMode):
         self._written |= groups
         if functional is None or target is None or target is not args[0]:
             return self._as_it_is(func, args, kwargs)
-        if torch.Tag.inplace_view in func.tags:  # another view of the same numbers: unsqueeze_, t_
+        if torch.Tag.inplace_view in func.tags:  # changes shape or strides only: unsqueeze_, t_
             node_args, node_kwargs = map_aggregate((args, kwargs), self._node)
             result = func(*args, **kwargs)
             self.bind(target, self.call(functional, node_args, node_kwargs, target))
@@ -280,13 +280,13 @@ class GraphRecorder(TorchDispatchMode):
         return self.node_of(value) if isinstance(value, Tensor) else value
 
     def _lift(self, value: Any) -> Any:
-        """A real tensor that the model's code holds on to becomes a constant of the graph."""
+        """Make an input or a constant of a real tensor that the model's code holds."""
         if not isinstance(value, Tensor) or id(value) in self.nodes:
             return value
         if isinstance(value, FakeTensor):
             return value
         if self.outside is not None and is_real(value):
-            return self.outside.stand_in(value)
+            return self.outside.fake_of(value)
         if id(value) not in self._lifted:
             fake = self._constant(value, self._fake_mode.from_tensor(value, static_shapes=True))
             self.protect(fake, _PLAIN_ATTRIBUTE)
@@ -307,7 +307,7 @@ class GraphRecorder(TorchDispatchMode):
         return fake
 
     def place_at(self, info: NodeInfo) -> None:
-        """Write the next calls as of the same module, phase and position as a node."""
+        """Give the next calls the module, phase and position of a node."""
         self.module, self.phase, self.at = info.module, info.phase, info.position
 
     def _describe(self, node: Node, value: Any) -> None:
@@ -323,7 +323,7 @@ class GraphRecorder(TorchDispatchMode):
             self._places.append(position)
 
     def _copy(self, value: Any) -> Any:
-        """A fake tensor like `value`, which itself may hold on to autograd's graph, or change in place."""
+        """A fake tensor like `value`, which itself may keep autograd's graph alive, or change in place."""
         if not isinstance(value, Tensor):
             return value
         spec = spec_of(value)
@@ -335,7 +335,7 @@ class GraphRecorder(TorchDispatchMode):
 def _batch_norm(
     x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
 ) -> Any:
-    """The functional forms; the op itself changes the running statistics without saying so in its schema."""
+    """Batch norm in its functional forms; the op itself changes running statistics without saying so in its schema."""
     if not training:
         return aten._native_batch_norm_legit_no_training.default(x, weight, bias, mean, var, momentum, eps)
     if mean is None:
@@ -350,8 +350,10 @@ def _batch_norm(
 
 @functools.cache
 def _composite(func: Any) -> bool:
-    """Whether an op is only written by simpler ones. One that has a rule has kernels too, which round once (the
-    backward of SiLU and of Mish)."""
+    """Whether an op is only a composition of simpler ones.
+
+    An op with a rule is not: it has kernels too, which round once (the backward of SiLU and of Mish).
+    """
     return not op_spec(func).known and bool(
         torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     )
@@ -359,7 +361,7 @@ def _composite(func: Any) -> bool:
 
 @functools.cache
 def _functional_form(func: Any) -> Any:
-    """aten.add.Tensor for aten.add_.Tensor; None where there is none."""
+    """aten.add.Tensor for aten.add_.Tensor; None if there is no functional form."""
     namespace, _, name = func._schema.name.partition("::")
     if namespace != "aten" or not name.endswith("_") or name.startswith("__"):
         return None

@@ -13,7 +13,7 @@ from plait.compile.ir.node_info import info_of
 
 
 def same_step(one: Captured, other: Captured) -> bool:
-    """Whether two graphs compute the same of the same inputs."""
+    """Whether two graphs compute the same from the same inputs."""
     if (one.inputs, one.outputs, one.tied, one.unused, one.frozen, one.changing, one.row_dims) != (
         other.inputs, other.outputs, other.tied, other.unused, other.frozen, other.changing, other.row_dims,
     ):  # fmt: skip
@@ -37,7 +37,7 @@ def same_step(one: Captured, other: Captured) -> bool:
 
 
 def _plain(args: Any, numbers: dict[Node, int]) -> str:
-    """Arguments, with a node as its number; as text, for which 1, 1.0 and True differ."""
+    """Arguments with each node replaced by its number, as text, in which 1, 1.0 and True differ."""
     return repr(map_aggregate(args, lambda a: _Number(numbers[a]) if isinstance(a, Node) else a))  # type: ignore[arg-type,return-value]
 
 

@@ -1,4 +1,4 @@
-"""A selection: rows of which it is known only when the step runs which of them count."""
+"""Rows selected by a mask: which of them count is known only when the step runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.fx.node import map_aggregate
 
 from plait.compile.capture.late import LateValues
 
-_FILL = 0.5  # of rows that do not count: log, sqrt, 1/x, asin and their gradients are finite there
+_FILL = 0.5  # in rows that do not count: log, sqrt, 1/x, asin and their gradients are finite there
 
-# What a torch function does with selections, by its name without the underscores of methods; selected_ops.py fills it.
+# What a torch function does with selections, by its name without leading or trailing underscores (selected_ops.py).
 HANDLERS: dict[str, Callable[..., Any]] = {}
 
 
 class Owner(Protocol):
-    """Who makes selections."""
+    """Makes selections."""
 
     late: LateValues
 
@@ -28,8 +28,8 @@ class Owner(Protocol):
 
 
 class Selected:
-    """Rows of `values` of which those count where `keep`, one bool a row, holds. With `positions` the values are the
-    places of the rows themselves."""
+    """Rows of `values`, of which those with a true `keep`, one bool per row, count. With `positions` the values are the
+    indices of the rows themselves."""
 
     def __init__(self, values: Tensor, keep: Tensor, owner: Owner, positions: bool = False) -> None:
         self.values = values
@@ -39,16 +39,16 @@ class Selected:
 
     @classmethod
     def of(cls, rows: Tensor, mask: Tensor, owner: Owner) -> Selected:
-        """Those of the rows that the mask, one bool a row in any shape, selects."""
+        """The rows that the mask, one bool per row in any shape, selects."""
         empty = cls(rows, owner.mask(mask), owner)
         return empty.like(empty.filled(rows))
 
     def like(self, values: Tensor) -> Selected:
-        """Other values of the same rows."""
+        """Other values for the same rows."""
         return Selected(values, self.keep, self.owner)
 
     def filled(self, values: Tensor, fill: float | None = None) -> Tensor:
-        """The values, and a constant in the rows that do not count."""
+        """The values, with a constant in the rows that do not count."""
         if fill is None:
             fill = _FILL if values.dtype.is_floating_point or values.dtype.is_complex else 0
         wide = self.keep.reshape(self.keep.shape + (1,) * (values.ndim - 1))
@@ -56,10 +56,10 @@ class Selected:
 
     @property
     def count(self) -> Tensor:
-        """How many rows count, a 0-d tensor."""
+        """How many rows count, as a 0-d tensor."""
         return self.keep.sum()
 
-    # what a tensor has
+    # attributes of a tensor
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -106,7 +106,7 @@ def dynamic() -> DynamicOutputShapeException:
 
 
 def same_rows(values: Any) -> list[Selected]:
-    """The selections among nested values; raises where they are not of the same rows."""
+    """The selections among nested values. Raises unless all are of the same rows."""
     found: list[Selected] = []
     map_aggregate(values, lambda v: found.append(v) if isinstance(v, Selected) else None)
     if any(one.keep is not found[0].keep for one in found):
@@ -119,6 +119,6 @@ def plain(values: Any) -> Any:
 
 
 def rows_of(values: Sequence[Any], compute: Callable[..., Tensor]) -> Selected:
-    """What `compute` makes of the values, row by row."""
+    """Apply `compute` to the values row by row."""
     first = same_rows(list(values))[0]
     return first.like(compute(*plain(list(values))))

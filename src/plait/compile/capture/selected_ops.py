@@ -1,4 +1,4 @@
-"""What torch functions do with selected rows: each row by itself, or over those rows that count."""
+"""What torch functions do with selected rows: each row by itself, or a reduction over the rows that count."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.fx.node import map_aggregate
 from plait.compile.capture.late import LateNumber
 from plait.compile.capture.selected import HANDLERS, Selected, dynamic, plain, rows_of, same_rows
 
-_IGNORED = -100  # the class that cross_entropy and nll_loss leave out, where the call names none
+_IGNORED = -100  # the class that cross_entropy and nll_loss ignore by default
 
 # ---- what works on each row by itself ----
 
 
 def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Selected:
-    """Each element by itself; tensors beside the selection must not run along its rows."""
+    """Each element by itself; tensors among the arguments must not vary along the selection's rows."""
     first = same_rows((args, kwargs))[0]
     ndim = max(one.ndim for one in same_rows((args, kwargs)))
 

@@ -1,9 +1,9 @@
 """Rows that a boolean mask selects, in a graph of fixed shapes: `logits[mask]`, `torch.where(mask)`, `mask.nonzero()`.
 
-How many rows a mask selects is known only when the step runs; that they are at most all rows is known before. So a
-selection keeps all rows, beside which of them count: what works on each row by itself works on all, and a sum, mean or
-loss over the rows leaves out those that do not count. Rows that do not count hold a harmless constant, so that what is
-computed from them is finite and has no gradient. What needs the number of rows as a shape raises torch's own error.
+How many rows a mask selects is known only when the step runs, but there are never more than all rows. A selection
+therefore keeps all rows, and which of them count. An op that works on each row by itself works on all rows; a sum, mean
+or loss over rows leaves out those that do not count. These hold a harmless constant, so that what is computed from them
+is finite and has no gradient. What needs the number of rows as a shape raises torch's own error.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from plait.compile.ops.draw import draw
 
 
 class Selections(TorchFunctionMode):
-    """While entered, selecting by a mask whose numbers are not known yet gives a `Selected`.
+    """While entered, indexing with a mask whose values are not known yet returns a `Selected`.
 
-    `node_of` gives the node of the graph that computes a tensor.
+    `node_of` returns the node of the graph that computes a tensor.
     """
 
     def __init__(self, late: LateValues, node_of: Callable[[Tensor], Node]) -> None:
@@ -37,7 +37,7 @@ class Selections(TorchFunctionMode):
         self._masks: list[tuple[Node, Tensor]] = []
 
     def mask(self, keep: Tensor) -> Tensor:
-        """The mask, or an earlier one that is computed in the same way: rows that both select are the same rows."""
+        """The mask, or an earlier one that is computed in the same way, so that both select the same rows."""
         keep = keep.reshape(-1)
         node = self._node_of(keep)
         for earlier, found in self._masks:

@@ -1,6 +1,6 @@
-"""Whether what a line of Python computes is only shown: printed or logged, with nothing of the step following from it.
+"""Whether a line of Python only shows what it computes: it prints or logs it, and the step does not depend on it.
 
-Told from the source of the line. Where there is none, such as in a console, nothing is only shown.
+The answer comes from the line's source. Where there is no source, as in a console, it is always no.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Path = list[ast.AST]  # from the module down to a node
 
 
 def is_shown(frame: FrameType | None = None) -> bool:
-    """Whether the value that the user's code computes now goes into a line of output, and nowhere else."""
+    """Whether the value that the user's code computes now is only printed or logged."""
     at = frame or sys._getframe(1)
     while at is not None and at.f_code.co_filename != logging.__file__:
         at = at.f_back  # type: ignore[assignment]
@@ -38,8 +38,8 @@ def is_shown(frame: FrameType | None = None) -> bool:
 
 
 def branch_without_output(frame: FrameType) -> bool | None:
-    """The truth value with which a condition leads past what is only shown, `if x.isnan().any(): print(...)`; None
-    where either branch does more."""
+    """The truth value of a condition with which the branch that only shows something is skipped, as in
+    `if x.isnan().any(): print(...)`; None if both branches do more."""
     path = _path_of(frame)
     at = next((i for i in reversed(range(len(path))) if isinstance(path[i], ast.stmt)), None)
     statement = None if at is None else path[at]
@@ -79,7 +79,7 @@ def _only_shows(statement: ast.AST, function: ast.AST | None) -> bool:
 
 
 def _read_to_be_shown(name: str, function: ast.AST) -> bool:
-    """Whether a local variable is assigned once, and read by statements alone that show something."""
+    """Whether a local variable is assigned once, and read only by statements that show something."""
     stored, todo = 0, [(function, False)]
     while todo:
         node, shown = todo.pop()
@@ -105,13 +105,13 @@ def _function(path: _Path) -> ast.AST | None:
 
 
 def _path_of(frame: FrameType | None) -> _Path:
-    """The nodes around what a frame computes now, from the outermost one to it."""
+    """The AST nodes around what a frame computes now, outermost first."""
     if frame is None:
         return []
     calls = [one for one in dis.get_instructions(frame.f_code) if one.opname not in ("CACHE", "EXTENDED_ARG")]
     at = next((i for i, one in enumerate(calls) if one.offset == frame.f_lasti), 0)
     if at and ("JUMP" in calls[at].opname or calls[at].opname == "TO_BOOL"):
-        at -= 1  # what has put the condition there: a jump itself has no certain place
+        at -= 1  # the instruction that made the condition: the position of a jump is not reliable
     where = calls[at].positions
     first, last, column, end = (None,) * 4 if where is None else where
     node: ast.AST | None = _tree(frame.f_code.co_filename)
@@ -128,7 +128,7 @@ def _path_of(frame: FrameType | None) -> _Path:
 
 
 def _children(node: ast.AST) -> list[ast.AST]:
-    """Those that have a place in the source; such that have none by their own."""
+    """The children that have a position in the source; for a child without one, its children."""
     found: list[ast.AST] = []
     for child in ast.iter_child_nodes(node):
         found += [child] if hasattr(child, "lineno") else _children(child)

@@ -1,4 +1,4 @@
-"""Sources of random numbers and iterators that a step may take from: their state, and where they stand."""
+"""Random number generators and iterators that a step may take from, and the states of both."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_source(value: Any) -> bool:
 
 
 def state_of(source: Any) -> Any:
-    """The state of a source of random numbers."""
+    """The state of a random number generator."""
     if isinstance(source, random.Random):
         return source.getstate()
     if isinstance(source, np.random.Generator):
@@ -43,7 +43,7 @@ def set_state(source: Any, state: Any) -> None:
 
 
 def position(iterator: Any) -> Any:
-    """What changes when an item is taken from an iterator, as far as it can be seen."""
+    """A value that changes when an item is taken from an iterator, as far as that can be seen."""
     if hasattr(iterator, "gi_frame"):
         frame = iterator.gi_frame
         return None if frame is None else (frame.f_lasti, frame.f_lineno)
@@ -53,8 +53,9 @@ def position(iterator: Any) -> Any:
 
 @contextmanager
 def nothing_drawn(sources: Sequence[tuple[str, Any]], iterators: Sequence[tuple[str, Any]]) -> Iterator[None]:
-    """Raise CaptureError where random numbers are drawn meanwhile, of Python's, numpy's or these sources, given with
-    their places; their state is put back. PlanError where an item is taken from one of these iterators."""
+    """Raise CaptureError if random numbers are drawn within the context from Python's, numpy's or one of the given
+    generators, whose states are restored; raise PlanError if an item is taken from one of the iterators. Both are given
+    with their places."""
     states = random.getstate(), np.random.get_state(legacy=False)
     own = [(place, source, state_of(source)) for place, source in sources]
     drawn: list[str] = []
@@ -78,7 +79,7 @@ def nothing_drawn(sources: Sequence[tuple[str, Any]], iterators: Sequence[tuple[
                 drawn.append(place)
     for place, iterator, before in begun:
         if position(iterator) != before:
-            raise PlanError(  # no CaptureError, after which the model would run as it is: an item is gone
+            raise PlanError(  # no CaptureError, after which the model would run uncaptured: an item is gone
                 f"the step takes an item from the iterator {place}, and a graph would have the same item at every step;"
                 " take it in the training loop and put it into the batch"
             )
@@ -92,7 +93,7 @@ def nothing_drawn(sources: Sequence[tuple[str, Any]], iterators: Sequence[tuple[
 
 @contextmanager
 def _noticed(module: Any, name: str, drawn: list[str]) -> Iterator[None]:
-    """Note when this thread asks the system for random bytes, as uuid4, secrets and SystemRandom do."""
+    """Record when this thread asks the system for random bytes, as uuid4, secrets and SystemRandom do."""
     function, thread = getattr(module, name), threading.get_ident()
 
     def called(*args: Any) -> Any:
@@ -108,7 +109,7 @@ def _noticed(module: Any, name: str, drawn: list[str]) -> Iterator[None]:
 
 
 def _importing() -> bool:
-    """Whether a module is being imported: some ask for random bytes as they begin, multiprocessing for one."""
+    """Whether a module is being imported: some, such as multiprocessing, ask for random bytes then."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):

@@ -1,4 +1,4 @@
-"""Numbers that know what Python asks of them: whether a capture depends on a counter, and how."""
+"""Numbers that record what Python asks of them: whether a capture depends on a counter, and how."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ Number = int | float
 
 @dataclass
 class Asked:
-    """What was asked of one number: conditions on it with their answers, or (`used`) the number itself."""
+    """What was asked of one number: conditions on it with their answers, or, with `used`, the number itself."""
 
     used: bool = False
     conditions: list[tuple[Callable[[Number], bool], bool]] = field(default_factory=list)
 
     def answers(self, value: Number) -> tuple[bool, ...]:
-        """The conditions of another value."""
+        """The answers to the conditions for another value."""
         return tuple(condition(value) for condition, _ in self.conditions)
 
 
 class Tracked:
-    """Stands for an int or float of the user's while a step is captured. Sums, products and remainders of it are
-    tracked too; to compare it asks a condition, and whoever wants the number itself uses it."""
+    """Takes the place of a user's int or float during a capture.
+
+    Its sums, products and remainders are tracked too. A comparison records a condition; anything else uses the number.
+    """
 
     __slots__ = ("asked", "of", "value")
 
     def __init__(self, value: Number, asked: Asked, of: Callable[[Number], Any] = lambda value: value) -> None:
         self.value = value
         self.asked = asked
-        self.of = of  # from the number at the beginning to this one
+        self.of = of  # computes this number from the one that the capture began with
 
     def plain(self) -> Number:
         self.asked.used = True
@@ -74,7 +76,7 @@ class Tracked:
     def __hash__(self) -> int:
         return hash(self.plain())
 
-    def __repr__(self) -> str:  # to be printed changes nothing
+    def __repr__(self) -> str:  # printing a number does not use it
         return repr(self.value)
 
     def __format__(self, spec: str) -> str:
@@ -101,5 +103,5 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
 
 
 def untracked(value: Any) -> Any:
-    """The number itself, of a tracked one."""
+    """The number itself of a tracked one; any other value unchanged."""
     return value.plain() if isinstance(value, Tracked) else value
