@@ -1,10 +1,10 @@
-"""Op rules, one file a family. A new op is one row in the file of its family; `op_spec` finds it."""
+"""The op table: one file per family of ops, one row per op, and `op_spec` to find a row."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from plait.compile.ops import (  # noqa: F401  (each registers its rules)
+from plait.compile.ops import (  # noqa: F401  (each registers its rows)
     attention,
     batch_norm,
     cell,
@@ -51,7 +51,7 @@ from plait.compile.ops.base import (
     strategies_of,
 )
 
-# Ops of other libraries, by name: they are not there before the library is imported.
+# Ops of other libraries, by name, because they do not exist before the library is imported.
 NAMED: dict[str, OpSpec] = {
     "transformers.grouped_mm_fallback.default": matmul.GROUPED,
     "transformers.grouped_mm_fallback_backward.default": matmul.GROUPED_BACKWARD,
@@ -59,7 +59,7 @@ NAMED: dict[str, OpSpec] = {
 
 
 def op_spec(op: Any) -> OpSpec:
-    """The row of an op; of one that has none, one that is not `known`: such an op runs on whole inputs."""
+    """The row of an op; for an op without one, a row that is not `known`, so that it runs on whole inputs."""
     row = OP_SPECS.get(op)
     return row if row is not None else NAMED.get(str(op), NO_OP_SPEC)
 

@@ -1,6 +1,6 @@
-"""Fused attention, forward and backward: over samples and heads, and over queries where no causal mask orders them.
+"""Fused attention, forward and backward: sharded over samples and heads, and over queries if there is no causal mask.
 
-Each op is a row that names its tensors. Fewer key-value heads than heads (grouped queries) are cut alongside.
+Each op is a row that names its tensors. With grouped queries the key-value heads, which are fewer, are sharded too.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from plait.compile.ops.dims import blocks_of, broadcast_dim, first_operand, over
 from plait.spec.layout import Blocks
 
 SAMPLES, HEADS, QUERIES = 0, 1, 2
-# How a tensor looks: [B, H, S, D] of queries, [B, H, T, D] of keys, [B, H, S], mask over [B, H, S, T], or none of it.
+# The dims of a tensor: [B, H, S, D] of queries, [B, H, T, D] of keys, [B, H, S], a mask over [B, H, S, T], or others.
 Q, K, LSE, MASK, OTHER = "q", "k", "lse", "mask", "other"
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Arguments by position or name, what each looks like, and likewise outputs."""
+    """Arguments by position or name with the dims of each, and likewise outputs."""
 
     inputs: Sequence[tuple[int | str, str]]
     outputs: Sequence[str]
@@ -42,7 +42,7 @@ class Signature:
 
 
 def _placement(spec: TensorSpec, look: str, factor: int, blocks: Blocks, scores: tuple[int, ...]) -> Placement | None:
-    """None for a tensor that lacks the factor."""
+    """The placement of a tensor for a sharded factor; None for a tensor without the factor."""
     dim: int | None
     match look:
         case "q" | "lse":

@@ -1,9 +1,8 @@
-"""What an op rule is. A rule speaks of ONE mesh axis; the engine applies it axis by axis.
+"""What an op rule is. A rule describes one mesh axis; propagation applies it axis by axis.
 
 A rule names the **factors** of an op: index ranges that run through its tensors. In einsum notation
-`m k, k n -> m n` has three. Sharding a factor shards every tensor dim that it runs through; one that is missing from
-the output leaves a partial sum there. A factor that cannot be cut is simply not named (or written in capitals:
-`softmax: m N -> m N`).
+`m k, k n -> m n` has three. Sharding a factor shards every tensor dim that it runs through, and leaves a partial sum in
+an output without it. A factor that cannot be sharded is not named, or is written in capitals (`softmax: m N -> m N`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from plait.spec.layout import REPLICATE, Blocks, Partial, Placement, Replicate, 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of one tensor that goes into an op or comes out; `index` is its place among the inputs."""
+    """Shape and dtype of one input or output of an op; `index` is its position among the inputs."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -34,19 +33,24 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an op: `args` and `kwargs` as in the graph, each tensor replaced by its TensorSpec.
+    """One call of an op.
 
-    `inputs` are those Specs in the order of args, then kwargs (lists and tuples flattened, None skipped).
+    Attributes:
+        op: the op.
+        args: as in the graph, with each tensor replaced by its TensorSpec.
+        kwargs: the same.
+        inputs: these specs in the order of args, then kwargs; lists and tuples are flattened, None is skipped.
+        outputs: the spec of each output, None for an output that is not a tensor.
     """
 
     op: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec | None, ...]  # None for an output that is not a tensor
+    outputs: tuple[TensorSpec | None, ...]
 
     def arg(self, position: int, name: str = "", default: Any = None) -> Any:
-        """Argument by position, or by name, or the default: schemas allow each."""
+        """The argument at `position`, or by `name`, or the default: schemas allow each."""
         if position < len(self.args):
             return self.args[position]
         return self.kwargs.get(name, default)
@@ -54,54 +58,55 @@ class Call:
 
 @dataclass(frozen=True)
 class Factor:
-    """One index range: the dim it is in each input and each output (None: not in it), and how absence adds up."""
+    """One index range: its dim in each input and each output (None if it has none), and how its terms are reduced."""
 
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
-    reduce: str = "sum"  # the Partial op of an output that lacks the factor
+    reduce: str = "sum"  # the op of Partial, for an output without the factor
 
 
 class Builder(Protocol):
-    """Writes the nodes of the graph that one rank runs. Shapes in it are local."""
+    """Writes the nodes of the graph that one rank runs; shapes in it are local. `size` is the axis's number of
+    ranks."""
 
     axis: str
-    size: int  # number of ranks along the axis
+    size: int
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
-        """Append a call and return its node; its local value is worked out at once, so `shape` knows it."""
+        """Append a call and return its node, whose local value is computed at once, for `shape`."""
 
     def collective(self, op: Any, tensor: Node, shape: tuple[int, ...], *args: Any, axis: str = "") -> Node:
-        """Append a call `op(tensor, axis, *args)` of ops.comm_ops, whose result has this local shape; the axis
-        is the builder's own where none is named."""
+        """Append a call `op(tensor, axis, *args)` of ops.comm_ops, whose result has this local shape. By default it is
+        along the builder's own axis."""
 
     def shape(self, node: Node) -> tuple[int, ...]: ...
 
     def dtype(self, node: Node) -> torch.dtype: ...
 
     def coordinate(self) -> Node:
-        """This rank's index along the axis: an int when the graph runs, to be used in `call(operator.mul, ...)`."""
+        """This rank's index along the axis: an int when the graph runs, for use in `call(operator.mul, ...)`."""
 
 
-# Writes the local op(s): (builder, call, strategy, args, kwargs), the args with tensors replaced by local nodes,
-# each already in the placement that the strategy asks for. Returns one node (a tuple-valued one for several outputs)
-# or a tuple of nodes, one an output.
+# Writes the local op or ops: (builder, call, strategy, args, kwargs). Tensors in the args are local nodes, already in
+# the placements that the strategy asks for. Returns one node (with a tuple as its value if there are several outputs),
+# or a tuple with a node for each output.
 Emit = Callable[["Builder", "Call", "Strategy", tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to run an op on one axis: what each input must be, and what each output then is."""
+    """One way to run an op along one axis: the placement that each input must have, and that of each output."""
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
-    emit: Emit | None = None  # None: the rule's own, or the same op on local tensors
+    emit: Emit | None = None  # by default the rule's own, or the same op on local tensors
 
 
 Placements = tuple[Placement, ...]
 
 
 def by_number(blocks: Blocks) -> tuple[int, ...]:
-    """The order in which blocks are tried: those that are equal first."""
+    """A sort key for the order in which blocks are tried: equal ones first."""
     return (0, blocks) if isinstance(blocks, int) else (1, *blocks)
 
 
@@ -114,21 +119,21 @@ def no_groups(call: Call) -> Sequence[tuple[int, ...]]:
 
 
 class View(enum.Enum):
-    """What a view shows of its first input."""
+    """How a view relates to its first input."""
 
-    ALIAS = "the input itself: tracing leaves it behind, and it can go"
-    RESHAPE = "the same numbers in the same order; of a rank's local tensor it may have to copy"
-    WHOLE = "each number once: what is written to one is written to the other"
-    PART = "some of the numbers, or some of them several times"
+    ALIAS = "the input itself; a view that tracing leaves behind and that can be removed"
+    RESHAPE = "the same elements in the same order; on a rank's local tensor it may have to copy"
+    WHOLE = "each element once: a write to one is a write to the other"
+    PART = "some of the elements, or some of them several times"
 
     @property
     def is_whole(self) -> bool:
-        """Whether the view shows all of what it views, each number once."""
+        """Whether the view has every element of its input once."""
         return self is not View.PART
 
 
 class CollectiveKind(enum.Enum):
-    """What ranks do together, and how often the (N-1)/N of the whole tensor travel round the ring."""
+    """A collective, and how often it sends (N-1)/N of the whole tensor by a ring algorithm."""
 
     ALL_REDUCE = "all_reduce", 2.0
     ALL_GATHER = "all_gather", 1.0
@@ -141,20 +146,21 @@ class CollectiveKind(enum.Enum):
         self._ways = ways
 
     def sent_bytes(self, held: int, size: int) -> float:
-        """What each of `size` ranks sends by the ring formula, if each gives a tensor of `held` bytes."""
+        """Bytes that each of `size` ranks sends by the ring formula, if its input has `held` bytes."""
         whole = held * size if self is CollectiveKind.ALL_GATHER else held
         return self._ways * whole * (size - 1) / size
 
 
 @dataclass(frozen=True)
 class Communication:
-    """The collective that a call is, begins or ends.
+    """The collective that a call does, starts or ends.
 
-    kind    the collective; of a `wait` that ends several kinds, any
-    part    whether the call is the whole of it, its start or its end
-    tensor  position of the tensor
-    axis    position of the axis's name, or of several: the result is then all-reduced over the further ones
-    counted whether the node's record says how many bytes go in (NodeInfo.num_bytes), else the tensor does
+    Attributes:
+        kind: the collective; for a `wait` that ends several kinds, any of them.
+        part: whether the call is the whole collective, its start or its end.
+        tensor: position of the tensor.
+        axis: position of the axis's name, or of several names; the result is then all-reduced over the further ones.
+        counted: whether NodeInfo.num_bytes has the bytes of its input; else the tensor does.
     """
 
     kind: CollectiveKind
@@ -166,7 +172,7 @@ class Communication:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The class of the memory that a call makes, and of what it gives back once it is done (cost.memory_model)."""
+    """The class of memory (cost.memory_model) that a call allocates, and of that which it frees when it is done."""
 
     makes: str
     gives: str = ""
@@ -178,36 +184,36 @@ Reads = Literal["values", "shape", "memory"]
 
 @dataclass(frozen=True)
 class OpSpec:
-    """Every fact of one op that anybody needs. How it behaves under sharding along one axis:
+    """All facts about one op that passes use.
 
-    known       whether the row says so; False: the op runs on whole inputs, and the user is told
-    factors     index ranges that may be sharded
-    linear      groups of inputs in which the op is jointly linear: if all inputs of a group are partial sums and the
-                others whole, so is each output (add: ((0, 1),); mul: ((0,), (1,)); a view: ((0,),))
-    strategies  further ways that factors cannot say, given the placements that the inputs have now and the number of
-                ranks
-    sizes       position of an argument that holds the output's shape, to be made local
-    emit        how the local op is written, when it is not the same op with the same arguments
-    formats     whether the kernel relies on its inputs' memory: each comes in its format at capture
-                (compile/sharding/formats.py)
-    decompose   a function of the op's arguments that computes the same from simpler ops, used when an input is sharded
-                along a dim that no factor names
-    weighted    whether the op is a sum that an operand, such as a model's weight, weighs
-    role        what the search for a layout looks for: a lookup of rows of a table, a softmax that may lead to a loss,
-                a loss over classes, a norm (whose sums over a cut dim are small)
-    batch_statistics   whether the op, in training, works out or reads statistics of the whole batch
+    Sharding along one axis:
+        known: whether there is a row; without one the op runs on whole inputs, and the user is told.
+        factors: index ranges that may be sharded.
+        linear: groups of inputs in which the op is jointly linear: if all inputs of a group are partial sums and the
+            others whole, each output is a partial sum (add: ((0, 1),); mul: ((0,), (1,)); a view: ((0,),)).
+        strategies: further strategies, which factors cannot express, from the inputs' present placements and the number
+            of ranks.
+        sizes: position of an argument with the output's shape, which must be made local.
+        emit: writes the local op, if it is not the same op with the same arguments.
+        formats: whether the kernel relies on its inputs' memory formats, which are then those at capture
+            (compile/sharding/formats.py).
+        decompose: a function of the op's arguments that computes the same by simpler ops, used if an input is sharded
+            along a dim that no factor names.
+        weighted: whether the op is a sum weighted by an operand, such as a model's weight.
+        role: what auto sharding looks for: a lookup in a table, a softmax that may lead to a loss, a loss over classes,
+            or a norm (whose sums over a sharded dim are small).
+        batch_statistics: whether the op, in training, computes or reads statistics of the whole batch.
 
-    What it gives, and what it reads:
-
-    view        what it shows of its first input, where its result has no memory of its own
-    copies      position of the argument whose numbers the result has, in memory of its own or in another dtype
-    moves       whether it only brings its tensor to where that is read: other ranks, another layout
-    reads       of its tensors: their values, only their shape and dtype, or memory as it lies (strides and offsets)
-    fake        works out a result on fake tensors, where the op's own shape function is wrong
-    random      the op in terms of `draw(shape, dtype, device, kind, params)`, the first argument (ops/random.py)
-    dropout     position of the rate of an op that is random only where that is not 0; its name is dropout_p
-    communicates   what it sends to other ranks
-    memory      the class of its memory, where that is not an activation
+    Results and inputs:
+        view: how its result relates to its first input, if the result has no memory of its own.
+        copies: position of the argument that the result copies, possibly in another dtype.
+        moves: whether it only brings its tensor to other ranks or into another layout.
+        reads: what it reads of its tensors: values, shape and dtype only, or memory with its strides and offsets.
+        fake: computes the result on fake tensors, if the op's own shape function is wrong.
+        random: the op in terms of `draw(shape, dtype, device, kind, params)`, its first argument (ops/random.py).
+        dropout: position of the rate (dropout_p) of an op that is random only if the rate is not 0.
+        communicates: its collective.
+        memory: the class of its memory, if that is not activations.
     """
 
     known: bool = True
@@ -232,25 +238,27 @@ class OpSpec:
     memory: MemoryUse | None = None
 
 
-NO_OP_SPEC = OpSpec(known=False)  # of an op without a row
+NO_OP_SPEC = OpSpec(known=False)  # for an op without a row
 OP_SPECS: dict[Any, OpSpec] = {}
 
 
 def register(*ops: Any, spec: OpSpec) -> None:
+    """Make `spec` the row of these ops, which must not have one."""
     for op in ops:
         assert op not in OP_SPECS, f"{op} has two rows"
         OP_SPECS[op] = spec
 
 
 def state(*ops: Any, **facts: Any) -> None:
-    """Write facts into the rows of ops, or into new ones that say nothing of sharding. Only where a family registers
-    many ops at once."""
+    """Add facts to the rows of ops. An op without a row gets one that is not `known`. Only for facts that several
+    families share."""
     for op in ops:
         OP_SPECS[op] = replace(OP_SPECS.get(op, NO_OP_SPEC), **facts)
 
 
 def einsum(text: str) -> Callable[[Call], Sequence[Factor]]:
-    """Factors from einsum notation: `m k, k n -> m n`. Names in capitals stay whole. Several outputs: `-> m n, m`."""
+    """Factors from einsum notation: `m k, k n -> m n`. Names in capitals stay whole; several outputs are `-> m n,
+    m`."""
     left, _, right = text.partition("->")
     inputs = [part.split() for part in left.split(",")]
     outputs = [part.split() for part in right.split(",")]
@@ -264,9 +272,9 @@ def einsum(text: str) -> Callable[[Call], Sequence[Factor]]:
 
 
 def strategies_of(rule: OpSpec, call: Call, given: Placements, size: int) -> list[Strategy]:
-    """Every way to run `call` along one axis of `size` ranks, the fully replicated one first.
+    """All strategies for `call` along one axis of `size` ranks, the fully replicated one first.
 
-    `given` are the placements that the inputs have now; they say which numbers of blocks are worth trying.
+    `given` are the inputs' present placements, which decide the numbers of blocks that are tried.
     """
     found = [Strategy((REPLICATE,) * len(call.inputs), (REPLICATE,) * len(call.outputs))]
     for factor in rule.factors(call):

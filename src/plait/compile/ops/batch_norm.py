@@ -1,5 +1,6 @@
-"""Batch norm of every kind. Channels are free. In training the statistics are those of the whole batch, so where a
-batch or spatial dim is cut, the op is rewritten as sums over it; in evaluation every dim is free."""
+"""Batch norm of every kind. Channels can always be sharded. In training the statistics are those of the whole batch:
+if a
+batch or spatial dim is sharded, the op is rewritten as sums over it. In evaluation every dim can be sharded."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from plait.spec.layout import Blocks
 
 
 def _channel(spec: TensorSpec | None, x: TensorSpec, blocks: Blocks) -> Placement:
-    """Of a tensor of x's shape, of one value a channel, or of neither (an empty one)."""
+    """The placement, for sharded channels, of a tensor of x's shape, of one value per channel, or of an empty one."""
     if spec is None or spec.shape not in (x.shape, x.shape[1:2]):
         return REPLICATE
     return Shard(spec.ndim and min(spec.ndim - 1, 1), blocks)
@@ -60,7 +61,7 @@ def _strategies(is_training: Callable[[Call], bool]) -> Callable[[Call, Placemen
 
 
 def _sample(spec: TensorSpec | None, x: TensorSpec, part: Shard, call: Call) -> Placement:
-    """In evaluation: x's gradient is cut like x, those of weight and bias are terms, statistics pass through."""
+    """In evaluation: x's gradient is sharded like x, those of weight and bias are partial, statistics stay whole."""
     if spec is None or spec.shape == x.shape:
         return REPLICATE if spec is None else part
     backward = sum(s.shape == x.shape for s in call.inputs) > 1
@@ -69,7 +70,7 @@ def _sample(spec: TensorSpec | None, x: TensorSpec, part: Shard, call: Call) -> 
 
 @dataclass(frozen=True)
 class Normalized:
-    """What a forward pass gives; the running statistics are the new ones."""
+    """The results of a forward pass; the running statistics are the new ones."""
 
     out: Tensor
     mean: Tensor
@@ -125,7 +126,7 @@ def normalize(
 def normalize_backward(
     grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor, training: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias."""
+    """The gradients of x, weight and bias."""
     wide, dims = widened(grad), _dims(x)
     count = math.prod(x.shape[d] for d in dims)
     normal = (widened(x) - _over_channels(mean, x)) * _over_channels(invstd, x)

@@ -1,4 +1,4 @@
-"""Fused recurrent cells and gates: samples are free; gates lie in blocks along the features."""
+"""Fused recurrent cells and gates: samples can be sharded; gates are blocks of the feature dim."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from plait.compile.ops.dims import blocks_of, equal_blocks_of, first_operand, ov
 
 
 def _samples(call: Call, given: Placements, size: int) -> list[Strategy]:
-    """Tensors of two dims have a row a sample; biases have none, and their gradients add up."""
+    """Tensors of two dims have a row per sample. Biases have none, and their gradients are partial sums."""
     inputs = [0 if s.ndim > 1 else None for s in call.inputs]
     outputs = [0 if s is not None and s.ndim > 1 else None for s in call.outputs]
     return [sharded_strategy(call, inputs, outputs, b, Partial()) for b in blocks_of(given, inputs)]
@@ -23,7 +23,7 @@ register(
 
 
 def _halves(call: Call, given: Placements, size: int) -> list[Strategy]:
-    """glu(x, dim) and its backward (grad, x, dim): the two halves of dim are cut alike."""
+    """glu(x, dim) and its backward (grad, x, dim): both halves of dim are sharded alike."""
     backward = len(call.inputs) > 1
     x = call.inputs[-1]
     dim = positive(call.arg(2 if backward else 1, "dim", -1), x.ndim)
@@ -37,7 +37,7 @@ def _halves(call: Call, given: Placements, size: int) -> list[Strategy]:
 
 
 def _half_blocks(placement: object, dim: int, backward: bool) -> list[int]:
-    """Blocks of one half, from those that the half (backward) or the whole (forward) has now."""
+    """Blocks of one half to try, from those that the half (backward) or the whole (forward) has."""
     if not isinstance(placement, Shard) or placement.dim != dim:
         return [1]
     if not isinstance(placement.blocks, int):

@@ -1,5 +1,5 @@
-"""Rows of the calls in comm_ops. A later mesh axis cuts the other dims of what the collectives of an earlier one cut or
-join; a rule may write collectives of its own (`Builder.collective`)."""
+"""Rows of the collectives in comm_ops, for partition by a later mesh axis, which shards other dims of their tensors. A
+rule may itself write collectives (`Builder.collective`)."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from plait.compile.ops.dims import first_operand
 from plait.cost.memory_model import ACTIVATIONS, BUFFERS, GRADIENTS
 from plait.spec.layout import local_shape
 
-_ARRIVES = MemoryUse(BUFFERS, ACTIVATIONS)  # through a buffer of the transport
+_ARRIVES = MemoryUse(BUFFERS, ACTIVATIONS)  # a buffer of the transport is allocated, an activation is freed
 
 
 def _factors(*positions: int) -> Callable[[Call], Sequence[Factor]]:
-    """Every dim is free but those that the arguments at these positions name."""
+    """Every dim can be sharded except those that the arguments at these positions name."""
 
     def factors(call: Call) -> Sequence[Factor]:
         busy = {call.args[position] for position in positions}
@@ -44,7 +44,7 @@ def _summed(call: Call) -> Sequence[tuple[int, ...]]:
 
 
 def _emit(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-    """The same collective of the earlier axis, on what this axis leaves of the tensor."""
+    """The same collective along the earlier axis, on this rank's part of the tensor along the later one."""
     (out,) = call.outputs
     assert out is not None
     tensor, axis, *rest = args

@@ -1,9 +1,9 @@
 """The calls that plait adds to a graph: collectives along one mesh axis, and changes of memory format.
 
-A collective is a `CommOp`: a graph names it, and a backend carries it out. Each takes one tensor and gives one, both
-local to a rank; `blocks` is as in `spec.layout.Shard`, and a `cut` is (shape, dim, size): a tensor of that shape, cut
-along a dim into so many parts as `spec.layout.part_bounds` says. What comes out is dense, as the values of one device
-are: some kernels read an input's memory without asking for its strides.
+A collective is a `CommOp`, which a graph names and a backend executes. Each has one tensor as input and one as output,
+both local to a rank. `blocks` is as in `spec.layout.Shard`. A `cut` is (shape, dim, size): a tensor of that shape, cut
+along a dim into `size` parts by `spec.layout.part_bounds`. Results are dense, as the values of one device are, because
+some kernels read an input's memory without regard to its strides.
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ all_gather = CommOp("all_gather")  # (tensor, axis, dim, blocks): Shard(dim, blo
 reduce_scatter = CommOp("reduce_scatter")  # (tensor, axis, dim, blocks): partial sums -> Shard(dim, blocks)
 shard = CommOp("shard")  # (tensor, axis, dim, blocks): whole -> Shard(dim, blocks), this rank's part; nothing is sent
 all_to_all = CommOp("all_to_all")  # (tensor, axis, dim, blocks, to_dim, to_blocks): Shard -> Shard on another dim
-broadcast = CommOp("broadcast")  # (tensor, axis, root): Only(root) -> whole; other ranks give any tensor of the shape
+broadcast = CommOp("broadcast")  # (tensor, axis, root): Only(root) -> whole; other ranks pass any tensor of the shape
 gather_part = CommOp("gather_part")  # (part, axis, cut): each rank's part -> whole
 scatter_part = CommOp("scatter_part")  # (tensor, axis, cut): partial sums -> this rank's part of the sum
 take_part = CommOp("take_part")  # (tensor, axis, cut): whole -> this rank's part; nothing is sent
 
 
 def in_format(tensor: Tensor, order: Sequence[int], dense: bool) -> Tensor:
-    """The same numbers, their dims in this order in memory, from the widest stride to the narrowest: the tensor itself,
-    or a copy. What is not to be `dense` may have holes, but not between the numbers of the last dim."""
+    """The same tensor with its dims in this order in memory, from the widest stride to the narrowest: itself or a copy.
+
+    If it need not be `dense` it may have holes, but not within its last dim.
+    """
     laid_out = tensor.permute(*order)
     if laid_out.stride() == _dense(laid_out.shape) or (not dense and _ordered(laid_out)):
         return tensor

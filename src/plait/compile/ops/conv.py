@@ -1,4 +1,4 @@
-"""Convolution, forward and backward: over samples, filters, input channels and groups."""
+"""Convolution, forward and backward: sharded over samples, filters, input channels and groups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DIMS = {BATCH: (0, None, 0), FILTERS: (None, 0, 1), CHANNELS: (1, 1, None), GRO
 
 
 def _dims(kind: str, transposed: bool) -> tuple[int | None, int | None, int | None]:
-    """The weight of a transposed convolution is [channels, filters, ...]."""
+    """The dims of a factor. The weight of a transposed convolution is [channels, filters, ...]."""
     x, weight, out = _DIMS[kind]
     return x, (1 - weight if transposed and weight is not None and kind != GROUPS else weight), out
 
@@ -62,7 +62,7 @@ def _emit_of(kind: str) -> Any:
 
 
 def _emit_terms(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
-    """The bias counts once."""
+    """Partial sums over input channels; the bias is divided among the ranks, so that it counts once."""
     if args[2] is not None:
         args = put(args, 2, builder.call(aten.div.Scalar, args[2], builder.size))
     return builder.call(call.op, *args)
@@ -73,7 +73,7 @@ def _emit_groups(builder: Builder, call: Call, strategy: Strategy, args: Any, kw
 
 
 def _groups_linear(call: Call) -> list[tuple[int, ...]]:
-    """With a bias: linear in it and either operand together."""
+    """With a bias, linear in the bias and either operand jointly."""
     return [(0, 2), (1, 2)] if len(call.inputs) == 3 else [(0,), (1,)]
 
 
@@ -84,7 +84,7 @@ def _backward(call: Call, given: Placements, size: int) -> list[Strategy]:
     for b in sorted({1} | {p.blocks for p in given if isinstance(p, Shard)}, key=by_number):
         for kind in _kinds(groups, size, b):
             x, weight, out = _dims(kind, transposed)
-            # What lacks the factor is a sum over it, but for the bias, which knows nothing of the input's channels.
+            # A gradient without the factor is a sum over it, except the bias's, which does not depend on channels.
             dx = Partial() if x is None else Shard(x, b)
             dw = Partial() if weight is None else Shard(weight, b)
             db: Placement = Partial() if kind == BATCH else _part(None if kind == CHANNELS else 0, b)

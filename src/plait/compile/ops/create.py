@@ -1,4 +1,4 @@
-"""Ops that make tensors: whole for those who want them whole, and in parts for those who want parts."""
+"""Ops that create tensors: whole or in parts, as their readers want."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def _parts(shape: Sequence[int], size: int) -> list[Shard]:
 
 
 def _constant(call: Call, given: Placements, size: int) -> list[Strategy]:
-    """full, zeros: every part is like the whole."""
+    """full, zeros: a part is like the whole."""
     out = call.outputs[0]
     assert out is not None
     return [Strategy((), (part,)) for part in _parts(out.shape, size)]
 
 
 def _new(call: Call, given: Placements, size: int) -> list[Strategy]:
-    """new_zeros(x, sizes): x is only looked at for its dtype. A dim of x's size goes the way of x's."""
+    """new_zeros(x, sizes): x gives only its dtype. A dim of x's size is sharded like x's."""
     out = call.outputs[0]
     assert out is not None
     have = given[0]
@@ -59,7 +59,7 @@ def _emit_new(builder: Builder, call: Call, strategy: Strategy, args: Any, kwarg
 
 
 def _emit_new_strided(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
-    """new_empty_strided(x, sizes, strides): a part lies in the same order of dims, without holes."""
+    """new_empty_strided(x, sizes, strides): a part has the same order of dims in memory, without holes."""
     (out,) = strategy.outputs
     part = out.dim if isinstance(out, Shard) else None
     sizes = [n // builder.size if d == part else n for d, n in enumerate(args[1])]
@@ -71,7 +71,7 @@ def _emit_new_strided(builder: Builder, call: Call, strategy: Strategy, args: An
 
 
 def _arange_bounds(call: Call) -> tuple[Any, Any]:
-    """Start and step."""
+    """The arguments start and step."""
     if call.op is aten.arange.default:
         return 0, 1
     step = call.arg(2, "step", 1) if call.op is aten.arange.start_step else 1
@@ -112,7 +112,7 @@ def _anything(call: Call, given: Placements, size: int) -> list[Strategy]:
 
 
 def _emit_assert(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
-    """Only the dtype is the same for a part."""
+    """Only the dtype of a part equals that of the whole."""
     return builder.call(call.op, args[0], None, None, call.arg(3, "dtype"))
 
 

@@ -1,7 +1,7 @@
 """Connectionist temporal classification (Graves et al. 2006) as an op that reads lengths from tensors.
 
-PyTorch's ctc_loss turns the lengths into Python numbers, which a graph has not got. These ops keep them as tensors, and
-what they return has the shapes that the longest possible target would give.
+PyTorch's ctc_loss turns the lengths into Python numbers, which a graph does not have. These ops keep them as tensors,
+and their results have the shapes for the longest possible target.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def ctc_loss_backward(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
-    """The gradient of the log-probabilities, [T, N, C], of the `loss` and `alpha` that ctc_loss gave."""
+    """The gradient of the log-probabilities, [T, N, C], from the `loss` and `alpha` of ctc_loss."""
     width = 2 * int(target_lengths.max()) + 1 if target_lengths.numel() else 1
     return aten._ctc_loss_backward.Tensor(  # type: ignore[no-any-return]
         grad, log_probs, targets, input_lengths, target_lengths, loss, alpha[:, :, :width].contiguous(), blank,
@@ -88,8 +88,8 @@ def with_lengths(
     reduction: str | int = "mean",
     zero_infinity: bool = False,
 ) -> Any:
-    """torch.nn.functional.ctc_loss of padded targets [N, S]; NotImplemented where lengths are numbers and targets lie
-    in a row without padding. CaptureError where they do and lengths are tensors."""
+    """torch.nn.functional.ctc_loss for padded targets [N, S]. Returns NotImplemented if lengths are numbers and targets
+    are concatenated without padding; raises CaptureError if targets are so and lengths are tensors."""
     if targets.ndim != 2 or log_probs.ndim != 3:
         if isinstance(target_lengths, Tensor) and targets.ndim == 1 and log_probs.ndim == 3:
             raise CaptureError(

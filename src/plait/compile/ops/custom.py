@@ -1,4 +1,4 @@
-"""`op_rule`: a row for an op of the user's own, from einsum text."""
+"""`op_rule`: a row for a user's own op, from einsum notation."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from plait.errors import LayoutError
 
 Part = tuple[str, ...]  # the names of one tensor's dims
 _TENSORS = ("Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]")
-_texts: dict[OpOverload, str] = {}  # of the ops that have a row from here
+_texts: dict[OpOverload, str] = {}  # by op, for rows that are made here
 
 
 def op_rule(op: Any, text: str) -> None:
-    """Say which dims of a custom op may be split, so that it runs on parts of its tensors instead of whole ones.
+    """Declare which dims of a custom op may be sharded, so that it runs on parts of its tensors instead of whole ones.
 
-    `op` is what `torch.library.custom_op` or `torch.library.triton_op` returns, an op of `torch.ops`, or its name,
-    such as "mylib::rotate". `text` names the dims of every tensor that goes in, in the order of the op's schema, and of
-    every tensor that comes out:
+    Args:
+        op: what `torch.library.custom_op` or `torch.library.triton_op` returns, an op of `torch.ops`, or its name, such
+            as "mylib::rotate".
+        text: the dims of every input tensor, in the order of the op's schema, and of every output tensor:
 
-        plait.op_rule(rotate, "b h s d, S D -> b h s d")
+            plait.op_rule(rotate, "b h s d, S D -> b h s d")
 
-    A dim named in lower case may be split, and is one dim wherever the name stands: run on a part of it, the op gives
-    that part of its result. One that is missing from an output is added up by the op: the parts' results are terms of
-    a sum. A dim in capitals stays whole: one that the op normalises, sorts or looks up, one that is broadcast, and one
-    whose size the op is told by a number, as numbers among the arguments stay as they are. The op's backward is an op
-    of its own if it is a custom op, with a rule of its own.
+    A lower-case name may be sharded, and is the same dim wherever it stands: the op on a part of it returns that part
+    of the result. An output without the name is a sum over it: the results on the parts are its terms. A name in
+    capitals stays whole. Write so a dim that the op normalizes, sorts or looks up, one that is broadcast, and one whose
+    size is a number among the arguments, because numbers are passed unchanged. A custom op's backward is an op of its
+    own, with a rule of its own.
 
     Call it after the op is defined, in every process. Raises LayoutError for a text that does not fit the op's schema,
-    for an op that writes into its arguments or gives a view of them, and for an op that has a rule already.
+    for an op that writes to its arguments or returns a view of them, and for an op that already has a rule.
     """
-    from plait.compile.ops import op_spec  # which imports this file
+    from plait.compile.ops import op_spec  # a late import, because it imports this file
 
     found = _overload(op)
     if _texts.get(found) == text:
-        return  # defined anew, as in a notebook
+        return  # the op was defined again, as in a notebook
     if op_spec(found).known or op_spec(found).random is not None:
         raise LayoutError(f"op_rule: {found} has a rule already" + (f", {_texts[found]!r}" if found in _texts else ""))
     register(found, spec=OpSpec(factors=_factors(found, text), formats=True))
@@ -46,12 +47,12 @@ def op_rule(op: Any, text: str) -> None:
 
 
 def _overload(op: Any) -> OpOverload:
-    """The one overload that is meant."""
+    """The overload that `op` means. Raises LayoutError if there is none, or if there are several."""
     given = op
     if isinstance(op, str):
         namespace, _, name = op.partition("::")
         op = getattr(getattr(torch.ops, namespace), name, None) if name else None
-    op = getattr(op, "_opoverload", op)  # of torch.library.custom_op
+    op = getattr(op, "_opoverload", op)  # the result of torch.library.custom_op
     if isinstance(op, OpOverloadPacket):
         if len(op.overloads()) > 1:
             names = ", ".join(f"{op}.{name}" for name in op.overloads())
@@ -66,7 +67,7 @@ def _overload(op: Any) -> OpOverload:
 
 
 def _factors(op: OpOverload, text: str) -> Callable[[Call], Sequence[Factor]]:
-    """The factors that the text names. LayoutError where it does not fit the schema."""
+    """The factors that the text names. Raises LayoutError if it does not fit the schema."""
     schema = op._schema
     takes = [(i, a.name) for i, a in enumerate(schema.arguments) if str(a.type) in _TENSORS]
     if schema.is_mutable or any(r.alias_info is not None for r in schema.returns):
@@ -98,7 +99,7 @@ def _factors(op: OpOverload, text: str) -> Callable[[Call], Sequence[Factor]]:
         return [
             Factor(tuple(_place(name, part) for part in before), tuple(_place(name, part) for part in outputs))
             for name in names
-            if any(name in part for part in before)  # an optional tensor may not be there
+            if any(name in part for part in before)  # an optional tensor may be missing
         ]
 
     return factors
@@ -128,7 +129,7 @@ def _check_names(op: OpOverload, text: str, inputs: list[Part], outputs: list[Pa
 
 
 def _check_shapes(op: OpOverload, text: str, tensors: Sequence[tuple[Part, TensorSpec | None]]) -> None:
-    """LayoutError where a call of the op has tensors that the text does not fit."""
+    """Raise LayoutError if the tensors of a call do not fit the text."""
     sizes: dict[str, int] = {}
     for part, spec in tensors:
         if spec is None:

@@ -1,4 +1,4 @@
-"""Dims and placements: what the rule families share."""
+"""Dims and placements: what the families of rules share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def overloads(*names: str) -> list[Any]:
-    """ATen overloads by name (`add.Tensor`; `.default` may be left out), less those that this torch does not have."""
+    """ATen overloads by name (`add.Tensor`; `.default` may be left out), without those that this torch lacks."""
     found = []
     for name in names:
         packet, _, overload = name.partition(".")
@@ -37,13 +37,13 @@ def dims_of(dims: Any, ndim: int) -> tuple[int, ...]:
 
 
 def broadcast_dim(shape: Sequence[int], dim: int, out: Sequence[int]) -> int | None:
-    """The dim of an operand of `shape` that runs along `dim` of the result `out`, None where it is broadcast."""
+    """The dim of an operand of `shape` that corresponds to `dim` of the result `out`; None if it is broadcast."""
     own = dim - len(out) + len(shape)
     return own if own >= 0 and shape[own] == out[dim] else None
 
 
 def broadcast_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape of tensors broadcast together; unlike torch's own function cheap enough to call for every node."""
+    """The shape of tensors broadcast together; cheaper than torch's own function, as it is called for every node."""
     if len(shapes) == 1:
         return shapes[0]
     padded = [(1,) * (max(map(len, shapes)) - len(shape)) + shape for shape in shapes]
@@ -51,7 +51,7 @@ def broadcast_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def pointwise_factors(call: Call) -> list[Factor]:
-    """One factor a dim of the output; operands are broadcast."""
+    """One factor per dim of the output; operands are broadcast."""
     first = call.outputs[0]
     assert first is not None
     out = first.shape
@@ -63,7 +63,7 @@ def pointwise_factors(call: Call) -> list[Factor]:
 
 
 def placed(spec: TensorSpec | None, dim: int | None, blocks: Blocks, absent: Placement = REPLICATE) -> Placement:
-    """Shard(dim, blocks) of a tensor, `absent` where it lacks the dim, whole where there is no tensor."""
+    """Shard(dim, blocks); `absent` for a tensor without the dim; Replicate if there is no tensor."""
     if spec is None:
         return REPLICATE
     return absent if dim is None else Shard(dim, blocks)
@@ -76,7 +76,7 @@ def sharded_strategy(
     blocks: Blocks = 1,
     absent: Placement = REPLICATE,
 ) -> Strategy:
-    """Shards by dim as a factor does; outputs that lack the dim are `absent`, those that are not there whole."""
+    """A strategy that shards one factor, given by its dims; outputs without it are `absent`."""
     return Strategy(
         tuple([placed(s, d, blocks) for s, d in zip(call.inputs, inputs, strict=True)]),
         tuple([placed(s, d, blocks, absent) for s, d in zip(call.outputs, outputs, strict=True)]),
@@ -84,28 +84,28 @@ def sharded_strategy(
 
 
 def blocks_of(given: Sequence[Placement], dims: Sequence[int | None]) -> list[Blocks]:
-    """Blocks worth trying: 1 and those that the inputs have on these dims."""
+    """Blocks to try: 1, and those that the inputs have on these dims."""
     found = {p.blocks for p, d in zip(given, dims, strict=True) if isinstance(p, Shard) and p.dim == d}
     return sorted({1} | found, key=by_number)
 
 
 def equal_blocks_of(given: Sequence[Placement], dims: Sequence[int | None]) -> list[int]:
-    """Those of them that are equal."""
+    """Of the blocks to try, the numbers of equal blocks."""
     return [b for b in blocks_of(given, dims) if isinstance(b, int)]
 
 
 def first_operand(call: Call) -> list[tuple[int, ...]]:
-    """The linear group of an op that is linear in its first tensor, the others being held."""
+    """The linear group of an op that is linear in its first tensor for fixed others."""
     return [(0,)]
 
 
 def each_operand(call: Call) -> list[tuple[int, ...]]:
-    """The linear groups of a product: linear in each tensor alone."""
+    """The linear groups of a product: linear in each tensor for fixed others."""
     return [(i,) for i in range(len(call.inputs))]
 
 
 def all_operands(call: Call) -> list[tuple[int, ...]]:
-    """The linear group of a sum or a join: linear in all tensors together."""
+    """The linear group of a sum or a concatenation: linear in all tensors jointly."""
     return [tuple(range(len(call.inputs)))] if call.inputs else []
 
 
@@ -119,5 +119,5 @@ def is_floating(spec: TensorSpec | None) -> bool:
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:
-    """In the precision in which sums are kept."""
+    """The tensor in the precision in which sums are accumulated."""
     return x.float() if x.dtype in HALF else x

@@ -1,7 +1,7 @@
-"""Random numbers by global position: whatever the plan, an element of a tensor gets the same number.
+"""Random numbers by global position: an element of a tensor gets the same number under every plan.
 
 A global tensor is divided into chunks along its leading dims. Each chunk has a generator of its own, seeded by
-(key, index of the random op in the step, chunk), so a rank draws just the chunks that its part touches.
+(key, index of the random op in the step, chunk), so that a rank draws only the chunks that its part touches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from plait.compile.ops.comm_ops import take
 from plait.spec.layout import Blocks
 
-CHUNK = 1 << 16  # elements; small enough that a part wastes little, large enough that seeding costs nothing
+CHUNK = 1 << 16  # elements: few enough that a part wastes little, enough that seeding costs little
 _MASK = (1 << 64) - 1
 _local = threading.local()
 
@@ -36,11 +36,19 @@ def draw(
     params: tuple[float, ...],
     cuts: tuple[Cut, ...] = (),
 ) -> Tensor:
-    """The part that `cuts` leave of random tensor number `index` of the step `key`, whose global shape is `shape`.
+    """Draw a rank's part of a random tensor.
 
-    kind and params: `bernoulli` (p,), `uniform` (low, high), `normal` (mean, std), `randint` (low, high: excluded),
-    `exponential` (rate,), `geometric` (p,), `cauchy` (median, sigma), `log_normal` (mean, std).
-    cuts: (coordinate, size, dim, blocks), applied in order, each as `ops.take` does.
+    Args:
+        key: the step's key.
+        index: number of the random op in the step.
+        shape: the global shape.
+        dtype: of the result.
+        device: of the result.
+        kind: the distribution, with its params: `bernoulli` (p,), `uniform` (low, high), `normal` (mean, std),
+            `randint` (low, high exclusive), `exponential` (rate,), `geometric` (p,), `cauchy` (median, sigma),
+            `log_normal` (mean, std).
+        params: see `kind`.
+        cuts: (coordinate, size, dim, blocks), applied in order, each as `comm_ops.take` does.
     """
     local = list(shape)
     for _, size, dim, _ in cuts:
@@ -87,7 +95,7 @@ def draw(
 
 
 def chunking(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(lead, rows): a chunk is up to `rows` neighbours along dim `lead` and all of the dims after it."""
+    """(lead, rows): a chunk has up to `rows` indices along dim `lead`, and all of the dims after it."""
     for lead in range(len(shape)):
         inner = math.prod(shape[lead + 1 :])
         if inner <= CHUNK:
@@ -96,7 +104,7 @@ def chunking(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _spans(shape: tuple[int, ...], lead: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Where each chunk begins and ends in the flat tensor."""
+    """The range of each chunk in the flat tensor."""
     if not shape:
         yield 0, 1
         return
@@ -108,7 +116,7 @@ def _spans(shape: tuple[int, ...], lead: int, rows: int) -> Iterator[tuple[int, 
 
 
 def _runs(wanted: list[int], rows: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    """For each chunk that ascending `wanted` rows touch: its number, and the range of places in `wanted`."""
+    """For each chunk that the ascending `wanted` rows touch: its number, and the range of positions in `wanted`."""
     start = 0
     while start < len(wanted):
         block, stop = wanted[start] // rows, start
@@ -119,7 +127,7 @@ def _runs(wanted: list[int], rows: int) -> Iterator[tuple[int, tuple[int, int]]]
 
 
 def _mix(x: int) -> int:
-    """The finaliser of splitmix64: neighbours in, unrelated 64-bit numbers out."""
+    """The finalizer of splitmix64: similar inputs give unrelated 64-bit numbers."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -147,5 +155,5 @@ _FILL: dict[str, Callable[[Tensor, torch.Generator, tuple[float, ...]], Any]] = 
 
 
 def micro_key(key: int, index: int) -> int:
-    """The key of the random draws of a step's microbatch; the first one's is the step's."""
+    """The key of a microbatch's random draws; that of the first is the step's key."""
     return (key + index * 0x9E3779B97F4A7C15) & ((1 << 62) - 1)

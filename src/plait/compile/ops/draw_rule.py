@@ -1,4 +1,4 @@
-"""The rule of `draw`: random numbers may be drawn in any part, as every element has its own by global position."""
+"""The rule of `draw`: a rank can draw any part, because an element's number depends on its global position only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _parts(call: Call, given: Placements, size: int) -> Sequence[Strategy]:
 
 
 def emit_draw(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-    """The same draw with one cut more."""
+    """The same draw with one more cut."""
     (placement,) = strategy.outputs
     *head, cuts = args if len(args) == 8 else (*args, ())
     if isinstance(placement, Shard):

@@ -1,7 +1,7 @@
 """Lookups and writes by index.
 
-Along a dim that is cut, every rank works on the indices that fall into its part: a lookup gives zeros for the others,
-so that what the ranks hold are terms of a sum; a write sends the others to a spare row that is cut off again.
+Along a sharded dim every rank handles the indices that fall into its part. A lookup gives zeros for the others, so that
+the ranks' results are partial sums. A write sends the others to a spare row, which is dropped.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from plait.spec.layout import Blocks
 
 
 def local_index(builder: Builder, index: Node, length: int, blocks: Blocks) -> tuple[Node, Node]:
-    """Global indices into a dim of `length`, as indices into this rank's part, and where they are not in it.
+    """Global indices into a dim of `length` as indices into this rank's part, and a mask of those outside the part.
 
-    The indices that are not in it may be anything: see `masked`.
+    Local indices outside the part may be anything: see `masked`.
     """
-    assert isinstance(blocks, int)  # unequal ones are not tried: see `equal_blocks_of`
+    assert isinstance(blocks, int)  # strategies try equal blocks only: see `equal_blocks_of`
     width = length // (blocks * builder.size)
     start = builder.call(operator.mul, builder.coordinate(), width)
     if blocks == 1:
@@ -55,12 +55,12 @@ def masked(builder: Builder, index: Node, outside: Node, value: int) -> Node:
 
 
 def counted_once(builder: Builder, tensor: Node) -> Node:
-    """A whole tensor as the ranks' terms of a sum."""
+    """A whole tensor as terms of a sum over the ranks."""
     return builder.call(aten.div.Scalar, tensor, builder.size)
 
 
 def with_spare_row(builder: Builder, tensor: Node, dim: int, write: Callable[[Node], Node]) -> Node:
-    """`write` on the tensor with one more row at the end of `dim`, which is dropped afterwards."""
+    """Apply `write` to the tensor with one more row at the end of `dim`, and drop that row."""
     shape = builder.shape(tensor)
     padded = builder.call(aten.constant_pad_nd.default, tensor, [0, 0] * (len(shape) - 1 - dim) + [0, 1])
     return builder.call(aten.slice.Tensor, write(padded), dim, 0, shape[dim])
@@ -96,7 +96,7 @@ register(
 
 
 def _embedding_backward_factors(call: Call) -> list[Factor]:
-    """(grad, ids, num_weights, padding_idx, scale_grad_by_freq): tokens add up, unless they are counted."""
+    """(grad, ids, num_weights, padding_idx, scale_grad_by_freq): a sum over tokens, unless they are counted."""
     ids = call.inputs[1].ndim
     tokens = [] if call.args[4] else [Factor((d, d), (None,)) for d in range(ids)]
     return [Factor((ids, None), (1,)), *tokens]
@@ -172,7 +172,7 @@ _ADDING = frozenset(overloads("scatter_add", "index_add"))
 
 
 def _scatter_factors(call: Call) -> list[Factor]:
-    """(x, dim, index, src or value): dims in which all are of one size."""
+    """(x, dim, index, src or value): the dims in which all have one size."""
     x = call.inputs[0]
     dim = positive(call.args[1], x.ndim)
     return [
@@ -183,7 +183,7 @@ def _scatter_factors(call: Call) -> list[Factor]:
 
 
 def _index_add_factors(call: Call) -> list[Factor]:
-    """(x, dim, index, source): the index is of one dim."""
+    """(x, dim, index, source): the index has one dim."""
     x = call.inputs[0]
     dim = positive(call.args[1], x.ndim)
     return [Factor((d, None, d), (d,)) for d in range(x.ndim) if d != dim]
@@ -222,7 +222,7 @@ def _emit_add_terms(builder: Builder, call: Call, strategy: Strategy, args: Any,
 
 
 def _written(call: Call) -> list[tuple[int, ...]]:
-    """Linear in what is written to and what is written, together."""
+    """Linear in the tensor that is written to and the one that is written, jointly."""
     if len(call.inputs) == 3:
         return [(0, 2)]
     return [(0,)] if call.args[3] == 0 else []
@@ -240,7 +240,7 @@ register(
 
 
 def _buckets(call: Call) -> Sequence[Factor]:
-    """bucketize(values, boundaries): one answer a value."""
+    """bucketize(values, boundaries): one result per value."""
     return [Factor((d, None), (d,)) for d in range(call.inputs[0].ndim)]
 
 

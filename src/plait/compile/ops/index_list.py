@@ -1,4 +1,4 @@
-"""x[a, :, b] and x[a, :, b] = values: one index tensor a dim, or none, the index tensors being broadcast together."""
+"""x[a, :, b] and x[a, :, b] = values: one index tensor or none per dim; index tensors are broadcast together."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from plait.compile.ops.index import counted_once, local_index, masked, with_spar
 
 @dataclass(frozen=True)
 class Access:
-    """Which dims of x are indexed, and where the others and the index's own dims lie in the result."""
+    """Which dims of x are indexed, and where the other dims and the index's own dims are in the result."""
 
     indexed: tuple[int, ...]  # dims of x, in order; the index tensors are inputs 1, 2, ...
-    index_shape: tuple[int, ...]  # of the index tensors together
-    first: int  # dim of the result at which index_shape begins
+    index_shape: tuple[int, ...]  # of the index tensors broadcast together
+    first: int  # the dim of the result at which index_shape begins
     kept: dict[int, int]  # other dims of x -> dims of the result
 
 
 def _access(call: Call) -> Access | None:
-    """None for masks, whose result has a size that depends on data."""
+    """How a call indexes x; None for masks, whose result has a size that depends on data."""
     x, indices = call.inputs[0], call.args[1]
     if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
         return None
@@ -60,7 +60,7 @@ def _access(call: Call) -> Access | None:
 
 
 def _index_dims(call: Call, access: Access, dim: int) -> tuple[int | None, ...]:
-    """For each index tensor its dim along `dim` of them all."""
+    """For each index tensor, its dim that corresponds to `dim` of the broadcast index."""
     return tuple(broadcast_dim(call.inputs[1 + k].shape, dim, access.index_shape) for k in range(len(access.indexed)))
 
 
@@ -79,7 +79,7 @@ def _factors(call: Call) -> list[Factor]:
 
 
 def _along(call: Call, given: Placements, size: int) -> list[Strategy]:
-    """x cut along an indexed dim."""
+    """Strategies with x sharded along an indexed dim."""
     access, x = _access(call), call.inputs[0]
     if access is None or x.dtype is torch.bool:
         return []
@@ -92,7 +92,7 @@ def _along(call: Call, given: Placements, size: int) -> list[Strategy]:
 
 
 def _localised(builder: Builder, call: Call, args: Any, part: Shard, spare: int) -> tuple[list[Any], Node]:
-    """The index list with the indices of the dim that is cut made local, those outside set to `spare`."""
+    """The index list with the indices of the sharded dim made local; those outside become `spare`."""
     length = call.inputs[0].shape[part.dim]
     index = builder.call(aten.remainder.Scalar, args[1][part.dim], length)  # counted from the left
     local, outside = local_index(builder, index, length, part.blocks)

@@ -1,4 +1,4 @@
-"""Losses. Reduction 0 is none, 1 mean, 2 sum, as ATen counts them."""
+"""Losses. As in ATen, reduction 0 is none, 1 mean and 2 sum."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MEAN = 1
 
 
 def _loss_factors(at: int) -> Callable[[Call], Sequence[Factor]]:
-    """`at`: position of the reduction among the arguments."""
+    """Factors of a loss; `at` is the position of the reduction among the arguments."""
 
     def factors(call: Call) -> Sequence[Factor]:
         if call.arg(at, "reduction", MEAN) == 0:
@@ -71,7 +71,7 @@ def _emit_mean(at: int) -> Any:
 
 
 def _loss_backward_factors(call: Call) -> list[Factor]:
-    """(grad, self, target, ...): the gradient of a mean or sum is one number."""
+    """(grad, self, target, ...): the gradient of a mean or sum is a scalar."""
     out = call.outputs[0]
     assert out is not None
     dims = range(out.ndim) if all(s.shape in ((), out.shape) for s in call.inputs) else ()
@@ -96,13 +96,14 @@ def _class_dim(call: Call, x: int) -> int:
 
 
 def _target_dims(call: Call, x: int) -> list[tuple[int, int]]:
-    """Dims that scores and target share: (of the scores, of the target)."""
+    """Pairs of dims that scores and target share: (of the scores, of the target)."""
     ndim = call.inputs[x].ndim
     return [(d, d - (d > 1)) for d in range(ndim) if d != 1] if ndim > 1 else []
 
 
 def _nll_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
-    """Over the batch: a term, but for the mean, which needs the sum of weights first. Over classes: a term."""
+    """Sharded over the batch a partial sum, except that a mean needs the sum of weights first; over classes a partial
+    sum."""
     classes, reduction = _class_dim(call, 0), call.args[3]
     weight = (REPLICATE,) * (len(call.inputs) - 2)
     found = []
@@ -118,13 +119,13 @@ def _nll_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
 
 
 def _emit_nll_classes(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
-    """Every rank looks up the targets that are among its classes; what others have counts zero here."""
+    """Every rank looks up the targets among its classes; other targets count zero on it."""
     scores, target, weight, reduction, ignore = args
     counts, index, nothing, dim = _targets_here(builder, call, strategy, 0, (scores, target, weight, ignore))
     index = builder.call(aten.unsqueeze.default, index, dim)
     picked = builder.call(aten.squeeze.dim, builder.call(aten.gather.default, scores, dim, index), dim)
     dtype = builder.dtype(scores)
-    if dtype in (torch.float16, torch.bfloat16):  # as the kernel does: sums in float32, rounded once
+    if dtype in (torch.float16, torch.bfloat16):  # the kernel too sums in float32 and rounds once
         picked, counts = (builder.call(aten._to_copy.default, v, dtype=torch.float32) for v in (picked, counts))
     loss = builder.call(aten.neg.default, builder.call(aten.mul.Tensor, picked, counts))
     loss = builder.call(aten.masked_fill.Scalar, loss, nothing, 0)
@@ -144,10 +145,10 @@ def _rounded(builder: Builder, value: Node, dtype: torch.dtype) -> Node:
 def _targets_here(
     builder: Builder, call: Call, strategy: Strategy, x: int, given: tuple[Node, Node, Node | None, int]
 ) -> tuple[Node, Node, Node, int]:
-    """Where input `x`, the scores, is cut by classes, given (scores, target, weight, ignore_index).
+    """The targets among this rank's classes, if input `x`, the scores, is sharded over classes.
 
-    Returns what each target counts, its index among this rank's classes (0 where it is none of them or ignored), where
-    that is so, and the dim of the classes.
+    `given` is (scores, target, weight, ignore_index). Returns the weight of each target, its index among this rank's
+    classes (0 if it is none of them or ignored), a mask of those targets, and the dim of the classes.
     """
     scores, target, weight, ignore = given
     part = strategy.inputs[x]
@@ -160,7 +161,7 @@ def _targets_here(
 
 
 def _weights(builder: Builder, target: Node, weight: Node | None, ignored: Node, dtype: torch.dtype) -> Node:
-    """What each target counts: its class's weight or 1, and 0 where it is ignored."""
+    """The weight of each target: its class's weight or 1, and 0 if it is ignored."""
     if weight is None:
         return builder.call(aten._to_copy.default, builder.call(aten.logical_not.default, ignored), dtype=dtype)
     found = builder.call(aten.index.Tensor, weight, [masked(builder, target, ignored, 0)])
@@ -181,7 +182,7 @@ def _nll(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignor
 
 
 def _nll_backward_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
-    """(grad, self, target, weight, reduction, ignore_index, total_weight): self is only looked at for its shape."""
+    """(grad, self, target, weight, reduction, ignore_index, total_weight): self gives only its shape."""
     classes = _class_dim(call, 1)
     whole: Placement = REPLICATE
     rest = (whole,) * (len(call.inputs) - 3)

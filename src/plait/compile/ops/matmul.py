@@ -1,4 +1,4 @@
-"""Products of matrices. Where the sum over k is cut, a bias is divided by the number of ranks: it counts once."""
+"""Matrix products. If the sum over k is sharded, a bias is divided by the number of ranks, so that it counts once."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ for _name, _text in _PRODUCTS.items():
 
 
 def _with_bias(product: str) -> OpSpec:
-    """beta * bias + alpha * product, the bias being broadcast: addmm, baddbmm, addmv."""
+    """beta * bias + alpha * product with a broadcast bias: addmm, baddbmm, addmv."""
     base = OP_SPECS[getattr(aten, product).default]
 
     def parts(call: Call) -> tuple[list[Factor], list[Factor]]:
-        """Factors of the product with the bias put before: those that its output has, and those that are summed."""
+        """Factors of the product with the bias as first input: those in its output, and those that are summed."""
         bias, out = call.inputs[0], call.outputs[0]
         assert out is not None
         kept, summed = [], []
@@ -119,7 +119,7 @@ register(
 
 
 def _matmul_factors(call: Call) -> list[Factor]:
-    """matmul of operands of two dims or more: batch dims broadcast."""
+    """matmul of operands of two dims or more, whose batch dims are broadcast."""
     a, b = call.inputs
     out = call.outputs[0]
     assert out is not None
@@ -143,7 +143,7 @@ register(*overloads("matmul"), spec=OpSpec(factors=_matmul_factors, linear=each_
 
 
 def _trilinear_factors(call: Call) -> list[Factor]:
-    """Operands are given dims of size 1 (expand1..3), multiplied with broadcasting, and summed over some dims."""
+    """Operands get dims of size 1 (expand1..3), are multiplied with broadcasting, and summed over some dims."""
     expands: list[Sequence[int]] = [call.args[3], call.args[4], call.args[5]]
     ndim = call.inputs[0].ndim + len(expands[0])
     summed = {positive(d, ndim) for d in call.args[6]}
@@ -162,7 +162,7 @@ register(*overloads("_trilinear"), spec=OpSpec(factors=_trilinear_factors, linea
 
 
 def _grouped_factors(call: Call) -> list[Factor]:
-    """Rows in groups, each with its own matrix: `m k, e k n, e -> m n`. Rows and groups stay whole."""
+    """Groups of rows, each with a matrix of its own: `m k, e k n, e -> m n`. Rows and groups stay whole."""
     a, b = call.inputs[:2]
     rest = (None,) * (len(call.inputs) - 2)
     if (a.ndim, b.ndim) == (2, 3):
@@ -177,11 +177,11 @@ def _grouped_backward_factors(call: Call) -> list[Factor]:
     return [Factor((1, 1, None, None), (1, 1)), Factor((None, 2, None, 1), (None, 2))]
 
 
-_ALIGNED = 16  # bytes of which aten._grouped_mm wants each row to be a multiple
+_ALIGNED = 16  # aten._grouped_mm needs rows whose bytes are a multiple of this
 
 
 def _grouped_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
-    """By the factors of a grouped product, where the rows of each part are still aligned."""
+    """Strategies by the factors of a grouped product, if the rows of each part stay aligned."""
 
     def aligned(dims: Sequence[int | None], specs: Sequence[TensorSpec | None]) -> bool:
         pairs = [(s, d) for s, d in zip(specs, dims, strict=True) if s is not None and d is not None]
@@ -200,7 +200,7 @@ GROUPED_BACKWARD = OpSpec(factors=_grouped_backward_factors, linear=lambda call:
 
 
 def _fake_grouped(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
-    """The op's own shape function knows bfloat16 only."""
+    """Shapes of the grouped product; the op's own shape function supports bfloat16 only."""
     if a.ndim == 2 and b.ndim == 2:
         shape: tuple[int, ...] = (offs.shape[0], a.shape[0], b.shape[1])
     elif a.ndim == 3 and b.ndim == 3:

@@ -1,4 +1,4 @@
-"""Normalisation over a sample's own dims: layer, RMS and group norm, forward and backward."""
+"""Normalization over a sample's own dims: layer, RMS and group norm, forward and backward."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from plait.compile.ops.dims import HALF, aten, blocks_of, first_operand, overloa
 
 
 def statistics_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
-    """Of means and inverse deviations: a CPU keeps them like x, unless the weights are wider."""
+    """The dtype of means and inverse deviations: on a CPU that of x, unless the weights are wider."""
     like = x.device.type == "cpu" and (weight is None or weight.dtype == x.dtype)
     return x.dtype if like or x.dtype.itemsize != 2 else torch.float32
 
 
 def mixed_statistics(op: Any, weights: slice) -> Callable[..., Any]:
-    """The shapes of a norm of a half-precision tensor by float32 weights, as autocast has it: on a CPU its statistics
-    are float32, which its own shape function does not know. `weights` are the places of weight and bias."""
+    """Shapes of a norm of a half-precision tensor with float32 weights, as under autocast. On a CPU its statistics are
+    float32, which the op's own shape function does not know. `weights` are the positions of weight and bias."""
 
     def fake(*args: Any) -> Any:
         found = op(*args)
@@ -31,7 +31,7 @@ def mixed_statistics(op: Any, weights: slice) -> Callable[..., Any]:
 
 
 def _row_strategies(call: Call, given: Placements, size: int, normalized: Sequence[int]) -> list[Strategy]:
-    """Rows are the dims before the normalised ones: tensors that have them are cut, the others' gradients add up."""
+    """Strategies over rows, the dims before the normalized ones: tensors without them get partial gradients."""
     ndim = max(s.ndim for s in call.inputs)
     found = []
     for d in range(ndim - len(normalized)):
@@ -140,7 +140,7 @@ register(
 
 
 def _group_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
-    """Samples, and channels in whole groups. Per-channel tensors have one dim."""
+    """Strategies over samples, and over channels in whole groups. Per-channel tensors have one dim."""
     found = []
     for d in (0, 1):
         inputs = [d if s.ndim > 1 else (0 if d else None) for s in call.inputs]
@@ -211,7 +211,7 @@ register(
 
 
 def _fake_group_backward(grad: Tensor, x: Tensor, *args: Any) -> Any:
-    """The op's own shape function gives the input's gradient the dtype of the statistics."""
+    """Shapes of the backward; the op's own shape function gives the input's gradient the dtype of the statistics."""
     found = aten.native_group_norm_backward.default(grad, x, *args)
     return (None if found[0] is None else found[0].to(x.dtype), *found[1:])
 

@@ -1,7 +1,7 @@
-"""Ops that cut a dim into pieces or join pieces along one: slice, split, cat, stack, and the backward ones.
+"""Ops that split a dim into pieces or join pieces along one: slice, split, cat, stack, and their backward ops.
 
-A dim in blocks can be cut between blocks without moving anything: a fused q, k, v of Shard(dim, 3) splits into three
-tensors of Shard(dim, 1), and cat puts them back.
+A dim in blocks can be split between blocks without communication: a fused q, k, v of Shard(dim, 3) splits into three
+tensors of Shard(dim, 1), and cat joins them again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from plait.spec.layout import Blocks, block_lengths, blocks_of_lengths, num_unit
 
 
 def _others(position: int) -> Callable[[Call], Sequence[Factor]]:
-    """Factors of all dims but the one that an argument names."""
+    """Factors of all dims except the one that an argument names."""
 
     def factors(call: Call) -> list[Factor]:
         ndim = call.inputs[0].ndim
@@ -45,7 +45,7 @@ def _span(length: int, start: int | None, end: int | None, step: int) -> tuple[i
 
 
 def _covered(length: int, blocks: Blocks, first: int, last: int) -> Blocks | None:
-    """The blocks of a dim that lie from `first` to `last`, if they are whole there; None if the ends cut any."""
+    """The blocks of a dim that lie between `first` and `last`; None if one of them lies there only in part."""
     if length % num_units(blocks):
         return None
     inner = []
@@ -75,7 +75,7 @@ def _slice_strategies(call: Call, given: Placements, size: int) -> list[Strategy
 
 
 def _every(length: int, first: int, last: int, step: int, parts: int) -> bool:
-    """Whether every `step`-th element of the whole dim is taken, and of each part alike."""
+    """Whether every `step`-th element of the whole dim is taken, and alike in each part."""
     return step > 1 and first < step and last == length and length % (step * parts) == 0
 
 
@@ -93,7 +93,7 @@ register(
 
 
 def _split_strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
-    """Blocks that the pieces hold whole: those that the input has, or, as a reader may want, each piece a block."""
+    """Strategies with blocks that lie whole in the pieces: the input's blocks, or each piece as a block."""
     spec = call.inputs[0]
     dim = positive(call.arg(2, "dim", 0), spec.ndim)
     widths = [o.shape[dim] for o in call.outputs if o is not None]
@@ -109,7 +109,7 @@ def _split_strategies(call: Call, given: Placements, size: int) -> list[Strategy
 
 
 def _pieces(length: int, dim: int, blocks: Blocks, widths: list[int]) -> tuple[Placement, ...] | None:
-    """Placements of the pieces of a dim that is cut so; a piece of no width is whole."""
+    """Placements of the pieces of a dim that is sharded in these blocks; an empty piece is whole."""
     found: list[Placement] = []
     end = 0
     for width in widths:
@@ -148,7 +148,7 @@ def _cat_factors(call: Call) -> list[Factor]:
     out = call.outputs[0]
     assert out is not None
     dim = positive(call.arg(1, "dim", 0), out.ndim)
-    # An empty tensor of one dim may stand among the others: it has nothing to cut.
+    # An empty tensor of one dim may be among the others: it has nothing to shard.
     return [
         Factor(tuple(d if s.ndim == out.ndim else None for s in call.inputs), (d,)) for d in range(out.ndim) if d != dim
     ]
@@ -158,7 +158,7 @@ def _cat_strategies(call: Call, given: Sequence[Placement], size: int) -> list[S
     out = call.outputs[0]
     assert out is not None
     dim = positive(call.arg(1, "dim", 0), out.ndim)
-    # What has no width there, such as a piece of none, stays whole beside the others.
+    # Tensors without elements along the dim stay whole.
     some = [s.ndim == out.ndim and s.shape[dim] > 0 for s in call.inputs]
     widths = [s.shape[dim] for s, counts in zip(call.inputs, some, strict=True) if counts]
     given = [p for p, counts in zip(given, some, strict=True) if counts]
@@ -178,7 +178,7 @@ def _cat_strategies(call: Call, given: Sequence[Placement], size: int) -> list[S
         for width in sorted(blocks or {math.gcd(*widths)} - {0})
         if all(w % width == 0 for w in widths)
     ]
-    if widths and all(w % num_units(b) == 0 for w, b in zip(widths, have, strict=True)):  # each as it is, end to end
+    if widths and all(w % num_units(b) == 0 for w, b in zip(widths, have, strict=True)):  # keep each one's blocks
         lengths = [n for w, b in zip(widths, have, strict=True) for n in block_lengths(w, b)]
         found.append(Strategy(with_empty([Shard(dim, b) for b in have]), (Shard(dim, blocks_of_lengths(lengths)),)))
     return found
@@ -254,7 +254,7 @@ def _diagonal_backward_factors(call: Call) -> list[Factor]:
 
 
 def _unfold_backward_factors(call: Call) -> list[Factor]:
-    """(grad, input_sizes, dim, size, step): windows along dim, their elements in the gradient's last dim."""
+    """(grad, input_sizes, dim, size, step): windows along dim, whose elements are in the gradient's last dim."""
     ndim = len(call.args[1])
     dim = positive(call.args[2], ndim)
     return [Factor((d,), (d,)) for d in range(ndim) if d != dim]
@@ -267,7 +267,7 @@ register(*overloads("unfold_backward"), spec=OpSpec(factors=_unfold_backward_fac
 
 
 def _slice_scatter_factors(call: Call) -> list[Factor]:
-    """(x, src, dim, start, end, step): src takes the place of a slice of x."""
+    """(x, src, dim, start, end, step): src replaces a slice of x."""
     ndim = call.inputs[0].ndim
     dim = positive(call.arg(2, "dim", 0), ndim)
     return [Factor((d, d), (d,)) for d in range(ndim) if d != dim]

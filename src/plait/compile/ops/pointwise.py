@@ -1,4 +1,4 @@
-"""Pointwise ops: every dim of the output may be cut; operands broadcast. The list is torch's own, by its tag."""
+"""Pointwise ops: every dim of the output may be sharded, and operands are broadcast. Torch's tag lists them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _makes_tensors(op: Any) -> bool:
 
 
 def _sum_groups(call: Call) -> list[tuple[int, ...]]:
-    """add, sub: linear in both operands together. A number that is added would be added once a rank."""
+    """add, sub: linear in both operands jointly. Not with a number, which would be added once per rank."""
     out = call.outputs[0]
     linear = len(call.inputs) == 2 and out is not None and out.dtype is not torch.bool
     return [(0, 1)] if linear else []
@@ -65,7 +65,7 @@ def _quotient_groups(call: Call) -> list[tuple[int, ...]]:
 
 
 def _cast_groups(call: Call) -> list[tuple[int, ...]]:
-    """A cast may come before the sum if it loses nothing."""
+    """A cast may come before the sum if it loses no precision."""
     (source,), out = call.inputs, call.outputs[0]
     assert out is not None
     if source.dtype == out.dtype:
@@ -105,7 +105,7 @@ _LINEAR: dict[Any, Any] = {
     **dict.fromkeys(overloads("_to_copy"), _cast_groups),
 }  # fmt: skip
 
-# Pointwise too, though torch does not tag them.
+# Pointwise ops that torch does not tag.
 _EXTRAS = overloads(
     "_to_copy", "alias", "detach", "lift_fresh_copy", "copy", "fill.Tensor", "fill.Scalar", "masked_fill.Tensor",
     "floor_divide", "floor_divide.Scalar", "elu_backward", "hardswish", "hardswish_backward", "hardsigmoid_backward",
@@ -126,7 +126,7 @@ def _log_sigmoid(call: Call, given: Placements, size: int) -> list[Strategy]:
 
 
 def _like(call: Call, given: Placements, size: int) -> list[Strategy]:
-    """zeros_like and its kind read only the shape: terms of a sum will do."""
+    """zeros_like and similar ops read only the shape, so that the input may be partial."""
     return [Strategy(given, (REPLICATE,))] if isinstance(given[0], Partial) else []
 
 
@@ -136,7 +136,7 @@ for _op in OPS:
 state(*overloads("alias", "detach", "lift_fresh", "lift_fresh_copy", "positive"), view=View.ALIAS)
 state(*overloads("_to_copy", "clone", "contiguous"), copies=0)
 state(*overloads("copy"), copies=1)
-state(*overloads("mish_backward"), fake=aten.mul.Tensor)  # the op's own shape function lacks the dtypes
+state(*overloads("mish_backward"), fake=aten.mul.Tensor)  # the op's own shape function gives wrong dtypes
 register(*overloads("_prelu_kernel_backward"), spec=OpSpec(factors=pointwise_factors, linear=first_operand))
 register(
     *overloads("zeros_like", "ones_like", "empty_like", "full_like"),

@@ -1,4 +1,4 @@
-"""Pooling, resampling and other ops on planes: samples and channels are free, the last dims stay whole."""
+"""Pooling, resampling and other ops on planes: samples and channels can be sharded, the last dims stay whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from plait.compile.ops.dims import aten, first_operand, overloads
 
 
 def _planes(num_dims: int) -> Callable[[Call], Sequence[Factor]]:
-    """All dims before the last `num_dims`, the same in every tensor."""
+    """Factors of all dims before the last `num_dims`, the same in every tensor."""
 
     def factors(call: Call) -> list[Factor]:
         tensors = len(call.inputs), len(call.outputs)
@@ -31,7 +31,7 @@ for _n, _modes in _UPSAMPLE.items():
     for _mode in _modes:
         _name = f"_upsample{_mode}" if _mode.startswith("_") else f"upsample_{_mode}"
         register(*overloads(_name, f"{_name}.vec"), spec=OpSpec(factors=_planes(_n), linear=first_operand))
-        # (grad, output_size, input_size, ...): the last is that of the result, all dims of it.
+        # (grad, output_size, input_size, ...): input_size is the whole shape of the result.
         register(*overloads(f"{_name}_backward"), spec=OpSpec(factors=_planes(_n), linear=first_operand, sizes=2))
 
 for _n in (2, 3):
@@ -54,7 +54,7 @@ register(*overloads("pixel_shuffle", "pixel_unshuffle"), spec=OpSpec(factors=_pl
 
 
 def _spectrum(call: Call) -> list[Factor]:
-    """Fourier transforms: the dims that are not transformed."""
+    """Fourier transforms: factors of the dims that are not transformed."""
     busy = {d % call.inputs[0].ndim for d in call.args[1]}
     return [Factor((d,), (d,)) for d in range(call.inputs[0].ndim) if d not in busy]
 

@@ -1,6 +1,6 @@
 """Every random ATen op in terms of one function, `draw(shape, dtype, device, kind, params) -> Tensor`.
 
-One way for the captured graph and for eager code, so that both draw the same numbers.
+The captured graph and eager code both use it, so that they draw the same numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Draw = Callable[..., Tensor]
 
 
 def check_random(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise CaptureError for an op that draws random numbers and no row says how to draw."""
+    """Raise CaptureError for an op that draws random numbers without a row that says how."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return
     if (position := OP_SPECS.get(op, NO_OP_SPEC).dropout) is not None:
@@ -43,7 +43,7 @@ def _fill(kind: str, *defaults: float) -> Callable[..., Tensor]:
 
 
 def _functional(kind: str, *defaults: float) -> Callable[..., Tensor]:
-    """kind(x, *params): numbers of the shape of x"""
+    """kind(x, *params): random numbers in the shape of x"""
 
     def functional(draw: Draw, x: Tensor, *params: float, generator: Any = None, **named: float) -> Tensor:
         values = (*params, *named.values(), *defaults[len(params) + len(named) :])
@@ -154,7 +154,7 @@ def _randperm(draw: Draw, n: int, *, dtype: Any = None, device: Any = None, **_:
 def _multinomial(
     draw: Draw, p: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None
 ) -> Tensor:
-    """Without replacement by an exponential race (Efraimidis and Spirakis 2006), with it by the inverse of the sums."""
+    """Without replacement by an exponential race (Efraimidis and Spirakis 2006), with it by inverting the sums."""
     if not replacement or num_samples == 1:
         arrivals = draw(p.shape, p.dtype, p.device, "exponential", (1.0,))
         return torch.topk(p / arrivals, num_samples, dim=-1).indices

@@ -1,4 +1,4 @@
-"""Reductions and scans over dims: sums and extrema become partial, means are divided, the rest is decomposed."""
+"""Reductions and scans over dims: sums and extrema become partial, means are scaled, others are decomposed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def _dim_position(op: Any) -> int | None:
 
 
 def _reduced(call: Call) -> tuple[int, ...]:
-    """Dims that the call reduces; ops without a dim argument reduce all."""
+    """The dims that the call reduces; an op without a dim argument reduces all."""
     position = _dim_position(call.op)
     return dims_of(None if position is None else call.arg(position, "dim"), call.inputs[0].ndim)
 
 
 def _kept(call: Call) -> dict[int, int]:
-    """Input dim -> output dim of the dims that are not reduced."""
+    """Input dim -> output dim, for dims that are not reduced."""
     ndim, reduced = call.inputs[0].ndim, set(_reduced(call))
     out = next(o for o in call.outputs if o is not None)
     if out.ndim == ndim:
@@ -47,7 +47,7 @@ def _summed(reduce: str) -> Callable[[Call], Sequence[Factor]]:
 
 
 def _emit_mean(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
-    """The parts are equal, so the mean is the mean of their means."""
+    """The parts are equal, so that the mean is the mean of their means."""
     local = builder.call(call.op, *args, **kwargs)
     return builder.call(aten.div.Scalar, local, builder.size)
 
@@ -124,7 +124,7 @@ def _logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
 
 
 def _along(position: int, default: int = -1) -> Callable[[Call], Sequence[Factor]]:
-    """Every dim but one, of an op whose outputs have the dims of its input (a scan, a sort)."""
+    """Factors of every dim except one, for an op whose outputs have its input's dims (a scan, a sort)."""
 
     def factors(call: Call) -> list[Factor]:
         ndim = call.inputs[0].ndim
@@ -135,7 +135,7 @@ def _along(position: int, default: int = -1) -> Callable[[Call], Sequence[Factor
 
 
 def _histogram(call: Call) -> list[Factor]:
-    """Counts add up, if the range of the bins is given and not that of the data."""
+    """Counts are summed, if the range of the bins is an argument and not that of the data."""
     if call.arg(2, "min", 0) == call.arg(3, "max", 0):
         return []
     return [Factor((d,), (None,)) for d in range(call.inputs[0].ndim)]

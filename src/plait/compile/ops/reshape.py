@@ -1,8 +1,8 @@
-"""view and its kind: which dim of the output a shard of an input dim becomes, and in how many blocks.
+"""view and similar ops: which dim of the output a shard of an input dim becomes, and in how many blocks.
 
 Within a group of dims that are merged and split among themselves, a Shard(dim, blocks) over N ranks reads the flat
-index as (left, N, right), left = (sizes of the dims before it in the group) * blocks. The output dim that holds those
-N is the one where left divides into (sizes before it) * (its blocks).
+index as (left, N, right), where left = (sizes of the dims before it in the group) * blocks. The output dim with these N
+is the one where left divides into (sizes before it) * (its blocks).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from plait.compile.ops.base import Call, OpSpec, Placements, Shard, Strategy, View, register, state
 from plait.compile.ops.dims import first_operand, overloads
 
-_TRIED = (1, 2, 3, 4)  # numbers of blocks that a reader may want where the input has none yet
+_TRIED = (1, 2, 3, 4)  # numbers of blocks that a reader may want, if the input has none yet
 Shape = tuple[int, ...]
 Group = tuple[range, range]  # dims of the input, dims of the output
 
 
 @functools.lru_cache(maxsize=4096)
 def view_groups(source: Shape, target: Shape) -> tuple[Group, ...]:
-    """The finest split of the two shapes into runs of dims of equal products."""
+    """The finest division of the two shapes into runs of dims with equal products."""
     groups: list[Group] = []
     i = j = 0
     while i < len(source) or j < len(target):
@@ -41,7 +41,7 @@ def view_groups(source: Shape, target: Shape) -> tuple[Group, ...]:
 
 
 def carry(source: Shape, target: Shape, shard: Shard, size: int) -> Shard | None:
-    """What a shard of `source` over `size` ranks is in the view `target`; None if no shard of it."""
+    """What a shard of `source` over `size` ranks is in the view `target`; None if it is no shard of it."""
     if math.prod(source) == 0:
         return None
     for dims, into in view_groups(source, target):

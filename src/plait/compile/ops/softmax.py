@@ -1,5 +1,6 @@
-"""Softmax and its kind: free along the other dims. Where their own dim is cut they are rewritten as extrema and sums,
-of which only the small results travel: this is what vocabulary-parallel cross-entropy rests on."""
+"""Softmax and similar ops. Other dims can be sharded. If their own dim is, they are rewritten with extrema and sums,
+and
+only these small results are communicated: vocabulary-parallel cross-entropy is built on this."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
 
 
 def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Rows of nothing but -inf become zeros."""
+    """Rows of -inf only become zeros."""
     out = x.dtype if dtype is None else dtype
     wide = widened(x.to(out))
     top = wide.amax(dim, keepdim=True)

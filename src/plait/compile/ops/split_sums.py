@@ -1,8 +1,8 @@
-"""Sums in half precision made in parts, each rounded: what ranks that have parts of a sum do to it.
+"""Sums in half precision computed in parts, each of which is rounded, as on ranks that each have a part of a sum.
 
-One device adds up in float32 and rounds once. Ranks round each its own part, by much more than the sum's own last bits
-where large parts cancel: the gradient of a bias under a loss of differences between rows is zero, and that of half of
-the rows is not.
+One device accumulates in float32 and rounds once. Each rank rounds its own part, by much more than the last bits of the
+sum where large parts cancel: the gradient of a bias under a loss of differences between rows is zero, and that of half
+of the rows is not.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ aten = torch.ops.aten
 
 
 class SplitSums(TorchDispatchMode):
-    """Makes sums over rows, columns or a batch in half precision in `num_parts`, while entered; their numbers are the
-    same but for rounding."""
+    """While entered, computes half-precision sums over rows, columns or a batch in `num_parts`; results differ by
+    rounding only."""
 
     def __init__(self, num_parts: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def _layer_norm(func: Callable[..., Any], num: int, *args: Any) -> Any:
 
 
 def _of_rows(found: Sequence[tuple[Tensor | None, ...]]) -> tuple[Tensor | None, ...]:
-    """The gradient of an input, put together from those of its rows, and those of weights, added up."""
+    """An input's gradient, concatenated from those of its rows, and weights' gradients, summed."""
     of_input, *of_weights = zip(*found, strict=True)
     return (
         None if of_input[0] is None else torch.cat(of_input),
@@ -77,7 +77,7 @@ def _of_rows(found: Sequence[tuple[Tensor | None, ...]]) -> tuple[Tensor | None,
 
 
 def _rows_of_table(func: Callable[..., Tensor], num: int, gradient: Tensor, ids: Tensor, *rest: Any) -> Tensor:
-    """An embedding's gradient; scaled by how often an id occurs it is no sum over parts."""
+    """An embedding's gradient; if it is scaled by the frequency of ids, it is no sum over parts."""
     if rest[2] or not ids.ndim:
         return func(gradient, ids, *rest)
     return _added([func(g, i, *rest) for g, i in zip(gradient.chunk(num), ids.chunk(num), strict=True)])

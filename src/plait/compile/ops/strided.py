@@ -1,6 +1,6 @@
-"""as_strided, which speaks of memory: rewritten as ops that speak of elements.
+"""as_strided, which describes memory, rewritten by ops that describe elements.
 
-On one rank the memory of a tensor need not be laid out as on one device, so they are rewritten before anything else
+The memory of a tensor on a rank may differ from that on one device, so this comes before all other rewrites
 (compile/sharding/formats.py).
 """
 
@@ -18,7 +18,7 @@ from plait.errors import CaptureError
 
 
 def _memory_order(x: Tensor) -> list[int]:
-    """Dims of x from the one of the widest stride to the narrowest. Raises CaptureError if its memory has holes."""
+    """Dims of x from the widest stride to the narrowest. Raises CaptureError if its memory has holes or overlaps."""
     order = sorted(range(x.ndim), key=lambda d: (x.stride(d), x.shape[d]), reverse=True)
     if not x.permute(order).is_contiguous():
         raise CaptureError(
@@ -29,7 +29,7 @@ def _memory_order(x: Tensor) -> list[int]:
 
 
 def _places(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Tensor:
-    """For each element of the strided view its place in memory."""
+    """The position in memory of each element of the strided view."""
     index = torch.full((), offset or 0, dtype=torch.int64, device=x.device)
     for n, step in zip(size, stride, strict=True):
         index = index.unsqueeze(-1) + torch.arange(n, device=x.device) * step

@@ -1,4 +1,4 @@
-"""Ops that rename, drop, add or repeat dims. Each is a map from the dims of its output to those of its input."""
+"""Ops that rename, drop, add or repeat dims: each maps dims of its output to dims of its input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plait.compile.ops.base import (
 )
 from plait.compile.ops.dims import blocks_of, dims_of, first_operand, overloads, positive, put
 
-DimMap = Callable[[Call], Sequence[int | None]]  # for each dim of the output the input's; None where it has none
+DimMap = Callable[[Call], Sequence[int | None]]  # for each dim of the output, the dim of the input or None
 
 
 def _mapped(dim_map: DimMap) -> OpSpec:
@@ -88,14 +88,14 @@ def _diagonal(call: Call) -> Sequence[int | None]:
 
 
 def _sliding(call: Call) -> Sequence[int | None]:
-    """unfold: windows along one dim, their elements in a new last one."""
+    """unfold: windows along one dim, with their elements in a new last dim."""
     ndim = call.inputs[0].ndim
     dim = positive(call.args[1], ndim)
     return [*(None if d == dim else d for d in range(ndim)), None]
 
 
 def _keeping(whole: Callable[[Call], Sequence[int]], exact: bool = True) -> OpSpec:
-    """An op that leaves the order of dims, and needs some of them whole. `exact`: linear."""
+    """An op that keeps the order of dims and needs some of them whole. `exact` says whether it is linear."""
 
     def factors(call: Call) -> list[Factor]:
         busy = whole(call)
@@ -128,7 +128,7 @@ for _names, _map in {
 
 
 def _existing(dim_map: DimMap) -> OpSpec:
-    """As `_mapped`, but dims that the input lacks stay whole."""
+    """As `_mapped`, but dims that the input does not have stay whole."""
 
     def factors(call: Call) -> list[Factor]:
         return [Factor((source,), (d,)) for d, source in enumerate(dim_map(call)) if source is not None]
@@ -163,13 +163,13 @@ def _to_real(call: Call) -> Sequence[int | None]:
     return [*range(call.inputs[0].ndim), None]
 
 
-# Real and imaginary parts lie in a last dim of two, which stays whole. Sums are made before: they travel as reals.
+# Real and imaginary parts are a last dim of two, which stays whole. Sums come first: they are communicated as reals.
 register(
     *overloads("view_as_complex", "view_as_complex_copy"),
     spec=OpSpec(factors=_existing(_to_complex).factors, formats=True),
 )
 register(*overloads("view_as_real", "view_as_real_copy"), spec=OpSpec(factors=_existing(_to_real).factors))
-state(*overloads("view_as_complex", "view_as_real"), view=View.PART)  # in another dtype
+state(*overloads("view_as_complex", "view_as_real"), view=View.PART)  # the dtype differs
 register(*overloads("roll"), spec=_keeping(_rolled))
 register(*overloads("tril", "triu"), spec=_keeping(_triangle))
 
@@ -200,7 +200,7 @@ register(*overloads("repeat"), spec=OpSpec(strategies=_repeat_strategies, linear
 
 
 def _padded(call: Call) -> Sequence[int]:
-    """Dims that constant_pad_nd changes: pairs of widths from the last dim on."""
+    """The dims that constant_pad_nd changes: its argument has pairs of widths from the last dim on."""
     pad, ndim = call.args[1], call.inputs[0].ndim
     return [ndim - 1 - i // 2 for i, width in enumerate(pad) if width != 0]
 
@@ -213,7 +213,7 @@ register(*overloads("constant_pad_nd"), spec=OpSpec(factors=_keeping(_padded).fa
 
 
 def _border(num_dims: int) -> OpSpec:
-    """Padding from the tensor's own border in the last dims, and its backward."""
+    """Padding with the tensor's own border in the last dims, and its backward."""
 
     def factors(call: Call) -> list[Factor]:
         return [Factor((d,) * len(call.inputs), (d,)) for d in range(call.inputs[0].ndim - num_dims)]
