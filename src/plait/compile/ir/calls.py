@@ -1,4 +1,4 @@
-"""From an fx node to the Call that op rules speak of."""
+"""From an fx node to the Call that op rules describe, and other questions about nodes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from plait.compile.ops import Call, OpSpec, TensorSpec, op_spec
 
 
 def is_tensor(node: Node) -> bool:
+    """Whether the node's value is a single tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def tensor_inputs(node: Node) -> list[Node]:
-    """The tensors that go into a node, in the order of args then kwargs; one that is given twice is listed twice."""
+    """The tensor inputs of a node, in the order of args then kwargs; one that is passed twice is listed twice."""
     found: list[Node] = []
 
     def add(arg: Node) -> Node:
@@ -31,7 +32,7 @@ def tensor_inputs(node: Node) -> list[Node]:
 
 
 def output_values(node: Node) -> tuple[Any, ...]:
-    """What the node gives: one value, or the items of a tuple."""
+    """The outputs of a node: its one value, or the items of a tuple."""
     value = node.meta.get("val")
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
@@ -57,12 +58,12 @@ def call_of(node: Node) -> Call:
 
 
 def op_spec_of(node: Node) -> OpSpec:
-    """The row of what the node calls; one that is not `known` where it has none."""
+    """The row of the op that the node calls; if there is none, a row that is not `known`."""
     return op_spec(node.target)
 
 
 def is_item(node: Node) -> bool:
-    """Whether the node only picks one output of another."""
+    """Whether the node only picks one output of another node."""
     return node.op == "call_function" and node.target is operator.getitem
 
 
@@ -79,14 +80,14 @@ def output_node(graph: Graph) -> Node:
 
 
 def settled(node: Node) -> Node:
-    """The node after which calls on it may stand: of a placeholder the last of them all."""
+    """The last node of `node`'s group of placeholders, or `node`: calls that use it may follow."""
     while node.op == "placeholder" and node.next.op == "placeholder":
         node = node.next
     return node
 
 
 def copy_graph(graph: Graph) -> Graph:
-    """A copy, whose nodes share their records and values with the original's."""
+    """A copy whose nodes share their NodeInfo and values with the original's."""
     copy = Graph()
     copy.output(copy.graph_copy(graph, {}))
     output_node(copy).meta = dict(output_node(graph).meta)

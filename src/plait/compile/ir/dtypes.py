@@ -8,7 +8,7 @@ _SHORT = {torch.float32: "f32", torch.float64: "f64", torch.float16: "f16", torc
 
 
 def torch_name(dtype: torch.dtype) -> str:
-    """The name that torch and checkpoints know it by: float32, bfloat16..."""
+    """The name in torch and in checkpoints: float32, bfloat16..."""
     return str(dtype).removeprefix("torch.")
 
 

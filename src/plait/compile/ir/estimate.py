@@ -1,4 +1,4 @@
-"""An estimate of how long a call takes, from its arithmetic and the memory it touches; only ratios are meant."""
+"""An estimate of the time of a call, from its arithmetic and the memory that it reads and writes; for ratios only."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch.utils.flop_counter import flop_registry
 from plait.compile.ir.calls import num_bytes, output_values, tensor_inputs
 from plait.compile.ir.views import is_view
 
-# Of one core with AVX-512; a GPU's are some thousand times as high, their ratio three times.
+# Of one core with AVX-512. A GPU's are about a thousand times as high, and their ratio three times.
 FLOPS_PER_SECOND = 1e11
 BYTES_PER_SECOND = 1e10
 
 
 def flops_of(node: Node) -> int:
-    """Floating-point operations of products, convolutions and attention; 0 for all else."""
+    """Floating-point operations of a matrix product, convolution or attention; 0 for other ops."""
     packet = getattr(node.target, "overloadpacket", None)
     formula = flop_registry.get(packet)
     if formula is None:
@@ -26,7 +26,7 @@ def flops_of(node: Node) -> int:
 
 
 def seconds_of(node: Node) -> float:
-    """The time of one call on local shapes."""
+    """Seconds of one call on local shapes."""
     if is_view(node) or node.op != "call_function":
         return 0.0
     moved = sum(num_bytes(i.meta["val"]) for i in tensor_inputs(node))

@@ -1,4 +1,4 @@
-"""No garbage collection while a graph is made: nothing of it is garbage, and each full collection walks all of it."""
+"""Pause garbage collection while a graph is built: no node is garbage, and each full collection visits them all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _was_enabled = False
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Also when several threads are inside: the last one out switches it on again."""
+    """Pause it within the context; if several threads are inside, until the last one leaves."""
     global _num_inside, _was_enabled
     with _lock:
         if _num_inside == 0:

@@ -1,4 +1,4 @@
-"""Shapes of results, worked out once: layers repeat, and a call on tensors of known geometry gives one already seen."""
+"""Memoized shapes of results: layers repeat, and a call on tensors of the same shapes and strides has known results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def fake_of(spec: _Spec, mode: FakeTensorMode) -> FakeTensor:
 
 
 class ShapeMemo:
-    """Remembers what calls on fake tensors give. Only for ops whose results are memory of their own."""
+    """Remembers the results of calls on fake tensors. Only for ops whose results have memory of their own."""
 
     def __init__(self) -> None:
         self._found: dict[Any, Any] = {}
@@ -33,9 +33,9 @@ class ShapeMemo:
     def call(
         self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any], mode: FakeTensorMode | None = None
     ) -> Any:
-        """`run(*args, **kwargs)`, or what it gave before on the same geometry.
+        """`run(*args, **kwargs)`, or its earlier result for tensors of the same shapes, strides and dtypes.
 
-        With a mode every call gets tensors of its own; without, calls share them, and nobody may change or bind them.
+        With `mode` every call gets new tensors. Without it calls share tensors, which must not be changed or bound.
         """
         key = (func, frozen(args, spec_of), frozen(kwargs, spec_of))
         if key not in self._found:
@@ -59,7 +59,8 @@ def _unmap(found: Any, mode: FakeTensorMode) -> Any:
 
 
 def frozen(value: Any, tensor: Callable[[Tensor], Any]) -> Any:
-    """A hashable stand-in for the arguments of a call, that tells 1 from 1.0 and True; `tensor` gives that of one."""
+    """A hashable key for the arguments of a call, which distinguishes 1 from 1.0 and True; `tensor` makes that of
+    one."""
     if isinstance(value, Tensor):
         return tensor(value)
     if isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""Which calls have memory of their own, and which give a view of their first input. Views that backward makes anew."""
+"""Which calls have memory of their own, and which return a view of their first input; copies of views for backward."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from plait.compile.ops import View, op_spec
 
 
 def view_of(node: Node) -> View | None:
-    """What the node shows of its first input, None where its result has memory of its own."""
+    """How the node's result relates to its first input; None if the result has memory of its own."""
     return op_spec(node.target).view
 
 
 def is_view(node: Node) -> bool:
-    """Whether the node's value lies in its input's memory. A reshape counts, though it may have to copy."""
+    """Whether the node's value is in its input's memory. A reshape counts, although it may have to copy."""
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, Node) and op_spec(source.target).view is not None
@@ -35,13 +35,13 @@ def may_alias(node: Node) -> bool:
 
 
 def is_whole_view(node: Node) -> bool:
-    """Whether the node shows all of its input, each number once: what is written to one is written to the other."""
+    """Whether the node has each element of its input once, so that a write to one is a write to the other."""
     view = op_spec(node.target).view
     return view is not None and view.is_whole
 
 
 def is_cast(node: Node) -> bool:
-    """Whether the node has the numbers of its one tensor in another dtype, and does not just copy them."""
+    """Whether the node converts its one tensor to another dtype, and does not only copy it."""
     if op_spec(node.target).copies != 0 or not isinstance(node.meta.get("val"), torch.Tensor):
         return False
     source = node.args[0]
@@ -49,7 +49,7 @@ def is_cast(node: Node) -> bool:
 
 
 def is_fresh(node: Node) -> bool:
-    """Whether the node's one result is memory of its own, by the op's schema."""
+    """Whether the node's one result has memory of its own, by the op's schema."""
     return _makes_memory(node.target)
 
 
@@ -57,24 +57,24 @@ def is_fresh(node: Node) -> bool:
 def _makes_memory(op: Any) -> bool:
     if not isinstance(op, OpOverload) or op_spec(op).view is not None:
         return False
-    # An op that is written by others may give its input back, whatever its schema says (conj_physical).
+    # A composite op may return its input, whatever its schema says (conj_physical).
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
     returns = op._schema.returns
     return not composite and len(returns) == 1 and str(returns[0].type) == "Tensor" and returns[0].alias_info is None
 
 
 def writes_in_place(node: Node) -> bool:
-    """Whether the op writes its result into its first argument, which is what it gives back."""
+    """Whether the op writes its result to its first argument, which it returns."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 def view_anew(graph: Graph, views: Sequence[Node], late: Callable[[Node], bool]) -> set[Node]:
-    """Have the readers that are `late` read views of their own, so that only what is viewed lives until then.
+    """Give the readers that are `late` copies of the views, so that only the views' bases live until then.
 
-    The views are in the graph's order. Returns the new ones, which belong to backward.
+    The views are in the graph's order. Returns the copies, which belong to the backward pass.
     """
     copies: set[Node] = set()
-    for view in reversed(views):  # a view before what it views
+    for view in reversed(views):  # a view before its base
         readers = [user for user in view.users if user in copies or late(user)]
         if not readers:
             continue

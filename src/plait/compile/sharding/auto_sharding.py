@@ -1,9 +1,9 @@
-"""Recipes: which parameters to shard over an axis, found in the graph's structure and not in anybody's names.
+"""Auto sharding: which parameters to shard over an axis, found from the graph's structure and not from names.
 
-From each weight the recipe follows its output dim through the forward graph. If the dim reaches another weight that
+From each weight the search follows its output dim through the forward graph. If the dim reaches another weight that
 contracts it, and nothing on the way needs it whole, the two are a column-parallel and a row-parallel weight (Shoeybi
-et al. 2019, "Megatron-LM"): an MLP, two convolutions, or attention, where what the path meets on its side (keys,
-values, biases) turns out to be wanted in sharded form too. A path that ends in a softmax loss is a vocabulary.
+et al. 2019, "Megatron-LM"): an MLP, two convolutions, or attention, where the inputs on the way (keys, values, biases)
+turn out to be wanted in sharded form too. A path that ends in a softmax loss is a vocabulary.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from plait.spec.layout import REPLICATE, Blocks, Placement, Replicate, Shard, bl
 aten = torch.ops.aten
 _BLOCKS = (1, 2, 3, 4)  # of fused weights: gate and up; query, key and value; the gates of an LSTM
 _MAX_BLOCKS = 12
-_MAX_READERS = 120  # that are looked at for splits and slices
+_MAX_READERS = 120  # readers to search for splits and slices
 _MAX_POINTS = 3
 
 
@@ -48,13 +48,13 @@ class Recipe:
         parameters = {n for n in placeholders(graph) if info_of(n).kind == "parameter"}
         self.decided: dict[Node, Placement] = {n: taken[n.name] for n in parameters if n.name in taken}
         self.decided |= {n: REPLICATE for n in parameters if among is not None and n.name not in among}
-        self.spared: set[Node] = set()  # weights that an accepted region reads whole by design (few key-value heads)
+        self.spared: set[Node] = set()  # weights that an accepted region reads whole (few key-value heads)
         self.grower = Grower(graph, size, self.decided)
-        self.gathered: set[Node] = set()  # cut values that are to be gathered for their readers
+        self.gathered: set[Node] = set()  # sharded values to gather for their readers
         self.reasons: dict[str, str] = {}  # why weights stay whole, by placeholder name
 
     def run(self) -> dict[str, Placement]:
-        """Placement of each parameter that is to be sharded, by placeholder name."""
+        """The placement of each parameter to shard, by placeholder name."""
         found: dict[Node, Placement] = {}
         for node in self.graph.nodes:
             if node.op != "call_function" or not is_forward(node):
@@ -73,7 +73,7 @@ class Recipe:
         return {node.name: placement for node, placement in found.items()}
 
     def _weights(self, node: Node) -> list[Node]:
-        """Parameters of which the node is a weighted sum or a lookup."""
+        """The parameters whose weighted sum, or whose rows looked up, the node is."""
         own, from_batch = self.grower.from_parameter, self.grower.from_batch
         if op_spec_of(node).role == "lookup":
             table, ids = tensor_inputs(node)[:2]
@@ -126,8 +126,11 @@ class Recipe:
 
 
 def _cut_points(use: Node, num: int) -> list[Blocks]:
-    """The blocks into which readers of a weighted sum take a dim of `num` apart, by splits and slices: by the first of
-    them, by the next ones too, and so on. And by the first view, whose inner dim may be the one to cut."""
+    """The blocks into which readers of a weighted sum divide a dim of length `num`.
+
+    They come from the first splits and slices, from the next ones too, and so on; and from the first view, whose inner
+    dim may be the one to shard.
+    """
     points = {0, num}
     found: list[Blocks] = []
     views: list[Blocks] = []
@@ -155,7 +158,7 @@ def _cut_points(use: Node, num: int) -> list[Blocks]:
 
 
 def _outer_of(view: Node, num: int) -> int | None:
-    """The outer of the dims into which a view takes a dim of `num` apart: each of its steps is a block."""
+    """The length of the outer dim into which a view divides a dim of length `num`: each of its indices is a block."""
     (source,) = tensor_inputs(view)
     shape: tuple[int, ...] = tuple(source.meta["val"].shape)
     target: tuple[int, ...] = tuple(view.meta["val"].shape)
@@ -166,7 +169,7 @@ def _outer_of(view: Node, num: int) -> int | None:
 
 
 def pieces_of(node: Node, num: int) -> list[tuple[Node, int, int]]:
-    """Where a split or a slice takes pieces of a dim of `num` from: (the piece, first, last)."""
+    """The pieces that a split or a slice takes of a dim of length `num`: (the piece, first, last)."""
     source = next(iter(tensor_inputs(node)), None)
     if source is None or not isinstance(source.meta.get("val"), torch.Tensor):
         return []
@@ -201,7 +204,7 @@ def _first_region(grower: Grower, parameter: Node, use: Node) -> Region | None:
             stuck = grower.stuck
             if divides(shape, seed, grower.size) and (region := grower.follow(parameter, seed, use)) is not None:
                 return region
-            if not isinstance(blocks, int):  # few key-value heads beside many of queries: whole, as apart from them
+            if not isinstance(blocks, int):  # few key-value heads besides many query heads: whole, as if separate
                 grower.stuck = stuck
         cut += [seed for blocks in (*points, 1) if divides(shape, seed := Shard(dim, blocks), grower.size)]
     if op_spec_of(use).role == "lookup":
@@ -218,8 +221,11 @@ def _first_region(grower: Grower, parameter: Node, use: Node) -> Region | None:
 def recipe(
     graph: Graph, size: int, taken: Mapping[str, Placement], axis: str, among: Collection[str] | None = None
 ) -> tuple[dict[str, Placement], dict[str, str], set[Node]]:
-    """Placements over one axis of `size` ranks for parameters that `taken` does not name, by placeholder name; of those
-    in `among` only, if given. Why others stay whole. And which cut values are to be gathered for their readers.
+    """Decide which parameters to shard over one axis of `size` ranks.
+
+    Only parameters that `taken` does not name are considered, and of these, if `among` is given, only those in it.
+    Returns placements by placeholder name, the reasons why other weights stay whole, and the sharded values that must
+    be gathered for their readers.
 
     Raises PlanError if the axis divides nothing at all, or does not divide heads that it must split.
     """

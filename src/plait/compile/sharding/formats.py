@@ -1,8 +1,8 @@
-"""Memory formats: an op that reads memory as its inputs lie at capture gets inputs that lie so.
+"""Memory formats: an op that depends on the memory format of its inputs gets inputs in their formats at capture.
 
-On one rank a tensor need not lie as on one device: what was sent to another stage, gathered, cut, read from a disk or
-made by another kernel is the same numbers in other strides. Most kernels follow the strides that they are given. The
-few that do not (`formats` of their row) have every input brought into the order of its dims in memory at capture.
+On a rank a tensor's strides may differ from those on one device, if it was sent to another stage, gathered, sharded,
+read from disk or computed by another kernel. Most kernels follow the strides of their inputs. For the few that do not
+(`formats` of their row), the dims of every input are brought into the order in memory that they had at capture.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Format:
-    """The dims of a tensor from the widest stride to the narrowest; `dense`: without holes and repetitions."""
+    """The dims of a tensor from the widest stride to the narrowest; `dense` means without holes and repetitions."""
 
     order: tuple[int, ...]
     dense: bool
 
 
 def format_of(tensor: torch.Tensor) -> Format:
-    """The format of a tensor; of one that repeats numbers, or whose inner stride is not 1, that of a contiguous one."""
+    """A tensor's format; if it repeats elements, or its inner stride is not 1, that of a contiguous tensor."""
     order = tuple(sorted(range(tensor.ndim), key=[-step for step in tensor.stride()].__getitem__))
     if tensor.permute(order).is_contiguous():
         return Format(order, dense=True)
@@ -50,7 +50,7 @@ def note_formats(graph: Graph, several: bool) -> Graph:
     node = next(iter(graph.nodes))
     while node.op != "output":
         following = node.next
-        if op_spec_of(node).reads == "memory":  # written by ops that speak of elements
+        if op_spec_of(node).reads == "memory":  # rewritten by ops on elements
             following = _by_elements(node, several)
         elif node.op == "call_function":
             _note(node)
@@ -62,7 +62,7 @@ def note_formats(graph: Graph, several: bool) -> Graph:
 
 def _reshape(node: Node) -> None:
     if op_spec_of(node).view is View.RESHAPE:
-        node.target, node.args = aten.reshape.default, node.args[:2]  # the last of _reshape_alias are strides
+        node.target, node.args = aten.reshape.default, node.args[:2]  # the third argument of _reshape_alias is strides
 
 
 def _by_elements(node: Node, several: bool) -> Node:
@@ -80,7 +80,7 @@ def _by_elements(node: Node, several: bool) -> Node:
 def _note(node: Node) -> None:
     rule = op_spec_of(node)
     if not hasattr(node.target, "_schema"):
-        return  # plait's own, and getitem
+        return  # plait's own calls, and getitem
     if not rule.known or rule.formats:
         given = [*enumerate(node.args), *node.kwargs.items()]
         tensors = [(place, value) for place, value in given if isinstance(value, Node) and is_tensor(value)]

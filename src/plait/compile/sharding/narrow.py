@@ -1,8 +1,8 @@
-"""Narrow values that are gathered: where a weight could be cut but for a few of the columns that it gives.
+"""Gathers of narrow values, where a weight could be sharded except for a few of its output columns.
 
-One weight may give the queries of many heads and the keys and values of one (Shazeer 2019, "Fast Transformer
-Decoding"): each rank then has its own queries, and keys and values are gathered. Likewise what a weight makes of a
-condition, such as scale and shift of a sample (Peebles & Xie 2022, "DiT"), is small beside what it is multiplied with.
+One weight may compute the queries of many heads and the keys and values of one (Shazeer 2019, "Fast Transformer
+Decoding"): each rank then has its own queries, and keys and values are gathered. Likewise the result of a weight on a
+condition, such as a sample's scale and shift (Peebles & Xie 2022, "DiT"), is small beside what it is multiplied with.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from plait.compile.ir.node_info import info_of, set_info
 from plait.compile.sharding.region import Grower, Region, leads_to_loss
 from plait.spec.layout import Placement, Shard, divides
 
-_MOST = 0.5  # of what the weight gives
-_WIDENED = 8  # a condition is multiplied with so many times its bytes
+_MOST = 0.5  # fraction of a weight's output that may be gathered
+_WIDENED = 8  # a condition is multiplied with values of at least this many times its bytes
 _MAX_VALUES = 12
 _MAX_WALK = 400
 
 
 def with_gathers(grower: Grower, parameter: Node, seed: Shard, use: Node) -> Region | None:
-    """The region of a weight that is cut so, where a few narrow values are gathered. None if these are not enough."""
+    """The region of a weight sharded by `seed`, with gathers of a few narrow values; None if these do not suffice."""
     budget = _MOST * _bytes_of(use)
     gathered: list[Node] = []
     while (region := grower.follow(parameter, seed, use, frozenset(gathered))) is None:
@@ -33,7 +33,7 @@ def with_gathers(grower: Grower, parameter: Node, seed: Shard, use: Node) -> Reg
             return None
         budget -= _bytes_of(value)
         gathered.append(value)
-    for value in list(gathered):  # what has turned out not to be in the way
+    for value in list(gathered):  # drop those that turned out not to be in the way
         fewer = frozenset(gathered) - {value}
         if (smaller := grower.follow(parameter, seed, use, fewer)) is not None:
             gathered.remove(value)
@@ -42,15 +42,15 @@ def with_gathers(grower: Grower, parameter: Node, seed: Shard, use: Node) -> Reg
 
 
 def condition(grower: Grower, parameter: Node, seed: Shard, use: Node) -> Region | None:
-    """The region of a weight that gives a condition, which is gathered at once. None for any other weight."""
+    """The region of a weight that computes a condition, which is gathered at once; None for any other weight."""
     if not _is_large(parameter, grower) or not _is_widened(use, grower):
         return None
     return grower.follow(parameter, seed, use, frozenset({use}))
 
 
 def by_width(grower: Grower, parameter: Node, use: Node) -> Region | None:
-    """The region of a table that lookups alone read, cut along its width: what it gives is gathered. Of a table whose
-    rows the axis does not divide."""
+    """The region of a table sharded along its width, whose lookups are gathered; None if anything else reads it. It is
+    for a table whose rows the axis does not divide."""
     readers = [user for user in parameter.users if leads_to_loss(user)]
     shape = tuple(parameter.meta["val"].shape)
     fits = len(shape) == 2 and divides(shape, Shard(1), grower.size) and _is_large(parameter, grower)
@@ -66,7 +66,7 @@ def _is_large(parameter: Node, grower: Grower) -> bool:
 
 
 def _narrowest(grower: Grower, use: Node) -> Node | None:
-    """Of the cut values between a weight's sum and the reader that stopped the last region the one of fewest bytes."""
+    """The sharded value of fewest bytes between a weight's sum and the reader that stopped the last region."""
     if grower.failed is None:
         return None
     node, region = grower.failed
@@ -83,7 +83,7 @@ def _narrowest(grower: Grower, use: Node) -> Node | None:
 
 
 def _is_widened(use: Node, grower: Grower) -> bool:
-    """Whether all that is made of a value, with no weight between, meets what has many times its bytes."""
+    """Whether everything computed from a value without another weight meets values of many times its bytes."""
     stack, seen, ends = [use], {use}, 0
     while stack:
         node = stack.pop()
@@ -105,7 +105,7 @@ def _bytes_of(node: Node) -> int:
 
 
 def mark_gathered(values: Iterable[Node], axis: str) -> None:
-    """Mark values that are cut along the axis to be gathered for all that reads them."""
+    """Mark values that are sharded along the axis to be gathered for all of their readers."""
     for value in values:
         set_info(value, gathered=(*info_of(value).gathered, axis))
 
@@ -113,8 +113,8 @@ def mark_gathered(values: Iterable[Node], axis: str) -> None:
 def gathered_of(
     graph: Graph, size: int, placements: Mapping[str, Placement], among: Iterable[str] | None = None
 ) -> set[Node]:
-    """The narrow values to gather where parameters are known to be laid out so, by placeholder name; those that the
-    ones in `among` give, or all of them."""
+    """The narrow values to gather, given the placements of parameters by placeholder name; with `among`, only those
+    computed from the parameters in it."""
     parameters = [node for node in graph.nodes if node.op == "placeholder" and info_of(node).kind == "parameter"]
     grower = Grower(graph, size, {node: placements[node.name] for node in parameters if node.name in placements})
     asked = {node for node in parameters if among is None or node.name in set(among)}

@@ -1,7 +1,7 @@
 """Propagation: a placement for every value of a graph along one mesh axis.
 
-What is fixed comes in with the placeholders (annotated parameters, the batch). Forward along the graph each op takes
-the strategy of its rule that moves the fewest bytes; then backward, a value that all its readers want in one sharded
+Placements of placeholders are given (annotated parameters, the batch). Forward through the graph, each op gets the
+strategy of its rule that communicates the fewest bytes. Then backward, a value that all its readers want in one sharded
 form is computed in that form, if that costs nothing (a mask, a table of positions, a random draw).
 """
 
@@ -29,11 +29,10 @@ from plait.compile.ir.calls import (
 from plait.compile.ir.node_info import info_of
 from plait.compile.ir.views import is_whole_view
 from plait.compile.ops import Call, OpSpec, Strategy, View, strategies_of
-from plait.compile.sharding.cost import IMPOSSIBLE, conversion_bytes
 from plait.errors import PlanError, Refusal
 from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Shard, divides
 
-# Moving a parameter that somebody sharded would undo the decision: only where nothing else works.
+# Moving a parameter that was sharded on purpose would undo the decision: only if nothing else works.
 PARAMETER_WEIGHT = 1000.0
 aten = torch.ops.aten
 
@@ -52,6 +51,7 @@ class Propagation:
     broadcast_outputs: frozenset[int] = frozenset()  # outputs that are rank 0's word (local batch norm's statistics)
 
     def placement(self, node: Node) -> Placement:
+        """The placement of a node's single output, or of the output that the node picks."""
         """Of a node's single output; of a node that picks an output, that output's."""
         if is_item(node):
             source, index = node.args
@@ -69,9 +69,9 @@ class Propagator:
         self.size = size
         self.local_statistics = local_statistics
         self.calls: dict[Node, Call] = {}
-        self.available: dict[Node, set[Placement]] = {}  # forms in which a value exists already
+        self.available: dict[Node, set[Placement]] = {}  # placements in which a value already exists
         self.from_parameter: set[Node] = set()
-        self.own: set[Node] = set()  # statistics of a rank's rows: other numbers on each rank
+        self.own: set[Node] = set()  # statistics of a rank's own rows, which differ between ranks
 
     def run(
         self, fixed: Mapping[str, Placement], origin: Mapping[str, str], required: tuple[Placement, ...]
@@ -97,7 +97,7 @@ class Propagator:
         return found
 
     def _visit(self, node: Node) -> Node:
-        """Decide for one node and return the next one to visit."""
+        """Decide for one node. Returns the next one to visit."""
         if self.own and node.op == "call_function":
             self._follow_own(node)
         if node.op != "call_function" or is_item(node):
@@ -108,7 +108,7 @@ class Propagator:
         local = self.local_statistics and row.batch_statistics
         if local and is_statistical(self.call(node)):
             self._check_rows(node, given)
-        if all(isinstance(p, Replicate) for p in given):  # by far the most common: nothing to decide
+        if all(isinstance(p, Replicate) for p in given):  # by far the most common case
             self._set(node, inputs, whole_strategy(given, node))
             return node.next
         if local and (of_rows := self._local(node, given)) is not None:
@@ -124,14 +124,16 @@ class Propagator:
         return node.next
 
     def _given(self, node: Node) -> Placement:
-        """The placement in which readers of a value have it: a narrow one that is cut is gathered for them all."""
+        """The placement in which readers have a value: a narrow one that is sharded is gathered for all of them."""
         placement = self.found.placement(node)
         gathered = isinstance(placement, Shard) and self.axis in info_of(node).gathered
         return REPLICATE if gathered else placement
 
     def _local(self, node: Node, given: tuple[Placement, ...]) -> Strategy | None:
-        """Batch norm over a rank's rows: what has rows stays as it is cut, statistics are the rank's own, gradients of
-        weights are terms. None where no rows are cut, as of instance norm, whose samples are channels."""
+        """A strategy for batch norm over a rank's own rows: values with rows stay sharded, statistics are the rank's
+        own,
+        and gradients of weights are partial. None if no rows are sharded, as for instance norm, whose samples are
+        channels."""
         call = self.call(node)
         shape = max((spec.shape for spec in call.inputs), key=len)
         rows = [p for p, spec in zip(given, call.inputs, strict=True) if spec.shape == shape and isinstance(p, Shard)]
@@ -146,7 +148,7 @@ class Propagator:
         return Strategy(inputs, tuple(part if o is not None and o.shape == shape else rest for o in call.outputs))
 
     def _check_rows(self, node: Node, given: tuple[Placement, ...]) -> None:
-        """PlanError where a rank's rows are not a part of the input of a batch norm in training, or too few."""
+        """Raise PlanError if a rank's rows are no part of the input of a batch norm in training, or are too few."""
         x, where = self.call(node).inputs[0], info_of(node).module or "the loss"
         part = given[0]
         if isinstance(part, Shard) and part.dim == 1:
@@ -167,8 +169,8 @@ class Propagator:
             raise PlanError(Refusal("batchnorm=local", why, f"{instead}, or batchnorm=global"))
 
     def _follow_own(self, node: Node) -> None:
-        """Statistics of one rank go into running statistics and into the norm's own backward. PlanError for another
-        reader, which would be given other numbers on each rank."""
+        """Allow a rank's own statistics in running statistics and in the norm's own backward. Raises PlanError for
+        another reader, whose values would differ between ranks."""
         row = op_spec_of(node)
         if (self.local_statistics and row.batch_statistics) or self.own.isdisjoint(node.all_input_nodes):
             return
@@ -188,7 +190,7 @@ class Propagator:
     def best(
         self, node: Node, rule: OpSpec, call: Call, inputs: list[Node], given: tuple[Placement, ...]
     ) -> tuple[Strategy, float, bool]:
-        """The cheapest strategy, its bytes, and whether it gives up a shard that an input has."""
+        """The cheapest strategy, its bytes, and whether it gives up a shard of an input."""
         options = [s for s in strategies_of(rule, call, given, self.size) if fits(s, call, self.size)]
         options += only_strategies(call, given)
         bytes_in = [num_bytes(i.meta["val"]) for i in inputs]
@@ -206,11 +208,11 @@ class Propagator:
         for node, have, want, size in zip(inputs, given, strategy.inputs, bytes_in, strict=True):
             if have == want or want in self.available.get(node, ()):
                 continue
-            cost = conversion_bytes(have, want, size, self.size)
+            cost = _conversion_bytes(have, want, size, self.size)
             if isinstance(have, Partial) and isinstance(want, Shard) and not any_shard:
-                cost *= 2.02  # nothing else is cut here: what a reduce-scatter saves, a gather soon costs
+                cost *= 2.02  # nothing else is sharded here: a gather soon costs what a reduce-scatter saves
             if REPLICATE in self.available.get(node, ()):
-                cost = min(cost, conversion_bytes(REPLICATE, want, size, self.size))
+                cost = min(cost, _conversion_bytes(REPLICATE, want, size, self.size))
             total += cost * (PARAMETER_WEIGHT if node in self.from_parameter else 1.0)
         return total
 
@@ -225,8 +227,8 @@ class Propagator:
         cost = self._move(strategy, inputs, given, bytes_in)
         terms = sum(isinstance(p, Partial) for p in strategy.inputs)
         if terms:
-            # The sum that is put off still has to be paid; a hair more where the value is read elsewhere too, so that
-            # it is summed once.
+            # A deferred sum must still be paid for; slightly more if the value has other readers too, so that it is
+            # summed once.
             put_off = 2 * bytes_out * (self.size - 1) / self.size
             again = any(
                 isinstance(p, Partial) and len(node.users) > 1 for node, p in zip(inputs, strategy.inputs, strict=True)
@@ -253,7 +255,7 @@ class Propagator:
             self.from_parameter.add(node)  # a view or cast of a parameter
 
     def _sink(self, required: tuple[Placement, ...]) -> None:
-        """Compute in sharded form what every reader wants so."""
+        """Compute in sharded form each value that all its readers want so."""
         found = self.found
         wanted: dict[Node, set[Placement]] = {}
         (results,) = output_node(found.graph).args
@@ -287,15 +289,17 @@ class Propagator:
         for strategy in strategies_of(rule, call, given, self.size):
             if strategy.outputs == (want,) and fits(strategy, call, self.size):
                 sizes = [num_bytes(i.meta["val"]) for i in inputs]
-                moves = map(conversion_bytes, given, strategy.inputs, sizes, [self.size] * len(sizes))
+                moves = map(_conversion_bytes, given, strategy.inputs, sizes, [self.size] * len(sizes))
                 if sum(moves) == 0:
                     return strategy
         return None
 
 
 def only_leaves(node: Node) -> bool:
-    """Whether the node is only added to others and leaves the step: its sum can wait for the end, where a term that was
-    widened is sent as it was before."""
+    """Whether the node is only added to others and leaves the step.
+
+    Its sum over ranks can then wait for the end, where a term that was cast to a wider dtype is sent as it was before.
+    """
     return all(
         user.op == "output"
         or ((is_whole_view(user) or user.target is aten.add.Tensor) and len(user.users) == 1 and only_leaves(user))
@@ -308,7 +312,7 @@ def whole_strategy(given: tuple[Placement, ...], node: Node) -> Strategy:
 
 
 def only_strategies(call: Call, given: tuple[Placement, ...]) -> list[Strategy]:
-    """Run where an input lies, all of them if they lie in one place."""
+    """A strategy that runs on the ranks that have an input, if all inputs are in one place."""
     places = {p for p in given if isinstance(p, Only)}
     if len(places) != 1:
         return []
@@ -317,12 +321,12 @@ def only_strategies(call: Call, given: tuple[Placement, ...]) -> list[Strategy]:
 
 
 def is_statistical(call: Call) -> bool:
-    """Whether a batch norm works out statistics of its input: the forward pass, in training."""
+    """Whether a batch norm computes statistics of its input: a forward pass in training."""
     return sum(spec.shape == call.inputs[0].shape for spec in call.inputs) == 1
 
 
 def fits(strategy: Strategy, call: Call, size: int) -> bool:
-    """Whether every shard of the strategy divides evenly."""
+    """Whether every shard of the strategy divides its dim evenly."""
     return all(
         not isinstance(p, Shard) or (spec is not None and divides(spec.shape, p, size))
         for spec, p in (
@@ -341,12 +345,42 @@ def propagate(
     local_statistics: bool = False,
     axis: str = "",
 ) -> Propagation:
-    """Placements along one axis of `size` ranks.
+    """Find placements along one axis of `size` ranks.
 
-    `fixed`: placement of placeholders by node name (others are whole). `required`: of each output of the graph.
-    `graph` may be changed: an op that is sharded where its rule cannot go is replaced by simpler ones.
+    Args:
+        graph: may be changed: an op that is sharded where its rule does not allow it is replaced by simpler ones.
+        size: the number of ranks.
+        fixed: placements of placeholders by node name; others are whole.
+        required: the placement of each output of the graph.
     """
     return Propagator(graph, size, local_statistics, axis).run(fixed, origin or {}, required)
 
 
-__all__ = ["IMPOSSIBLE", "Propagation", "Propagator", "fits", "propagate"]
+def _conversion_bytes(have: Placement, want: Placement, num_bytes: int, size: int) -> float:
+    """Bytes that each of `size` ranks sends to change a placement, by ring algorithms; infinite if it cannot be done.
+
+    `num_bytes` are those of the whole tensor.
+    """
+    if have == want:
+        return 0.0
+    share = num_bytes * (size - 1) / size
+    match have, want:
+        case Replicate(), Shard() | Only():
+            return 0.0
+        case Only(), Partial(op="sum"):
+            return 0.0
+        case _, Partial():
+            return math.inf
+        case Partial(), Shard():
+            return share
+        case Partial(), _:
+            return 2 * share
+        case Shard(dim=a), Shard(dim=b):
+            return share / size if a != b else share
+        case Only(), _:
+            return float(num_bytes)
+        case _:
+            return share
+
+
+__all__ = ["Propagation", "Propagator", "fits", "propagate"]

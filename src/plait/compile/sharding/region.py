@@ -1,8 +1,8 @@
-"""Regions: what must be cut with a weight if the weight is, from where it is used to where its cut dim is summed.
+"""Regions: what must be sharded along with a weight, from where it is used to where its sharded dim is summed.
 
-A region grows from one weight. Forward, each reader of a cut value runs as its op's rule allows; where the reader wants
-another input cut too, that input is traced back to weights, with everything else that reads what lies between. A value
-that cannot be had in cut form is left whole, and each rank takes its part of it.
+A region grows from one weight. Forward, each reader of a sharded value runs as its op's rule allows. If the reader
+wants another input sharded too, that input is traced back to weights, with everything else that reads the values in
+between. A value that cannot be computed in sharded form stays whole, and each rank takes its part of it.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from plait.compile.sharding.propagate import fits
 from plait.spec.layout import REPLICATE, Partial, Placement, Replicate, Shard, divides
 
 _MAX_REGION = 2000
-_MAX_BRANCH = 400  # values that are cut because one reader wants one more input cut
-_SMALL = 8  # a sum, or a value to be gathered, is small if what it comes from has so many times its bytes
+_MAX_BRANCH = 400  # values that are sharded because one reader wants one more sharded input
+_SMALL = 8  # a sum or a gathered value is small if its source has at least this many times its bytes
 
 
 @dataclass
 class Region:
-    """What grew so far: a placement for every value that is cut, the parameters among them, the calls after which a
-    value is whole again, and how often the cut dim was summed: by weights, and in sums that are small."""
+    """What has grown so far: a placement for every sharded value, parameters included, the calls after which a value is
+    whole again, and how often the sharded dim was summed, by weights and in small sums."""
 
     placements: dict[Node, Placement] = field(default_factory=dict)
     parameters: dict[Node, Placement] = field(default_factory=dict)
     whole: dict[Node, None] = field(default_factory=dict)
-    spared: set[Node] = field(default_factory=set)  # weights that are read whole, though a part would do
-    gathered: frozenset[Node] = frozenset()  # cut values that their readers have whole
+    spared: set[Node] = field(default_factory=set)  # weights that are read whole although a part would do
+    gathered: frozenset[Node] = frozenset()  # sharded values that are gathered for their readers
     ends: int = 0
     contractions: int = 0
     sums: int = 0
@@ -46,7 +46,7 @@ class Region:
         )  # fmt: skip
 
     def undo(self, mark: tuple[int, ...]) -> None:
-        """As it was at the mark, but for what was spared."""
+        """Restore the state at the mark, except `spared`."""
         grown: tuple[dict[Any, Any], ...] = (self.placements, self.parameters, self.whole)
         for found, num in zip(grown, mark, strict=False):
             while len(found) > num:
@@ -64,8 +64,8 @@ class Grower:
         self.size = size
         self.decided = decided
         self.stuck: tuple[Node, int] | None = None  # where a path ended only because the size does not divide a dim
-        self.halted: Node | None = None  # the reader furthest on that needed a cut value whole
-        self.failed: tuple[Node, Region] | None = None  # the reader at which the last region ended, and that region
+        self.halted: Node | None = None  # the furthest reader that needed a sharded value whole
+        self.failed: tuple[Node, Region] | None = None  # the last region that failed, and the reader at which it did
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.parameters = {n for n in placeholders(graph) if info_of(n).kind == "parameter"}
         self.from_parameter: dict[Node, Node] = {n: n for n in self.parameters}
@@ -80,7 +80,8 @@ class Grower:
                 self.from_batch.add(node)
 
     def follow(self, parameter: Node, seed: Shard, use: Node, gathered: frozenset[Node] = frozenset()) -> Region | None:
-        """The region of a weight that is cut so, None if something needs a cut value whole that is not `gathered`."""
+        """The region of a weight sharded by `seed`; None if a reader needs a sharded value whole that is not
+        `gathered`."""
         region = Region(gathered=gathered)
         self.failed = None
         if not self._grow([(parameter, seed)], region, _MAX_REGION):
@@ -90,11 +91,11 @@ class Grower:
         return region if (region.ends or use in gathered) and seeded else None
 
     def weighted(self, node: Node) -> bool:
-        """Whether the node is a sum that weights can weigh: a product of matrices, a convolution."""
+        """Whether the node is a sum weighted by an operand: a matrix product, a convolution."""
         return op_spec_of(node).weighted
 
     def _grow(self, new: list[tuple[Node, Placement]], region: Region, limit: int) -> bool:
-        """Cut these values, what they are made of, and all that follows; False if a reader needs one of them whole."""
+        """Shard these values, their sources and all that follows. Returns whether no reader needs one of them whole."""
         limit += len(region.placements)
         queue: list[tuple[int, Node]] = []
         queued: set[Node] = set()
@@ -136,12 +137,12 @@ class Grower:
         return True
 
     def _cut_otherwise(self, source: Node) -> bool:
-        """Whether it is a weight that is known to be cut in another way than a reader wants: no part of it will do."""
+        """Whether it is a weight that is known to be sharded otherwise than a reader wants, so that it has no part."""
         parameter = self.from_parameter.get(source)
         return parameter is not None and isinstance(self.decided.get(parameter), Shard)
 
     def _absorb(self, source: Node, want: Placement, region: Region) -> bool:
-        """Have an input that is wanted cut made so, if that is possible."""
+        """Shard an input that a reader wants sharded. Returns whether that is possible."""
         mark, stuck = region.mark(), self.stuck
         if source in region.placements or self._grow([(source, want)], region, _MAX_BRANCH):
             return True
@@ -151,7 +152,7 @@ class Grower:
         return False
 
     def _back(self, node: Node, want: Placement, region: Region, put: Callable[[Node, Placement], None]) -> bool:
-        """From a value that is to be cut back to the weights that it is made of."""
+        """Trace a value that is to be sharded back to the weights that it is computed from."""
         stack = [(node, want)]
         while stack:
             node, want = stack.pop()
@@ -186,13 +187,13 @@ class Grower:
                 if isinstance(need, Shard)
             ]
             if not needs and tensor_inputs(maker):
-                return False  # a part of what every rank has: no reason to cut anything
+                return False  # a part of what every rank has is no reason to shard anything
             stack += needs
         return True
 
     def _step(self, node: Node, region: Region, count: bool) -> Placement | None:
-        """Placement of the node's output, REPLICATE where the path ends in a sum, None where it cannot go on. `count`
-        where it ends."""
+        """The placement of the node's output, REPLICATE if the path ends in a sum, None if it cannot continue. With
+        `count` its end is counted."""
         if is_item(node):
             source = node.args[0]
             if (part := _normalised(source, region)) is not None:  # type: ignore[arg-type]
@@ -202,7 +203,7 @@ class Grower:
         inputs = tensor_inputs(node)
         given = _given(node, region)
         if op_spec_of(node).role == "softmax" and isinstance(given[0], Shard) and given[0].dim == _softmax_dim(node):
-            return given[0]  # worked out with two small sums over the axis
+            return given[0]  # computed with two small sums over the axis
         if op_spec_of(node).role == "class loss" and isinstance(given[0], Shard) and given[0].dim == 1:
             region.ends += count
             return REPLICATE
@@ -220,10 +221,10 @@ class Grower:
         return REPLICATE if all(isinstance(p, Replicate) for p in strategy.outputs) else Shard(-1)
 
     def _may_sum(self, node: Node, inputs: list[Node], region: Region, count: bool) -> bool:
-        """Whether the cut dim may be summed here: by a weight, in a lookup, or where the sum is small.
+        """Whether the sharded dim may be summed here: by a weight, in a lookup, or if the sum is small.
 
-        Norms are small sums. A region with any has one weight that sums, and that gives no more than it gets: else a
-        whole model could be cut along its width, with sums of activations everywhere.
+        Norms are small sums. A region with any of them has one weight that sums, and whose output is not larger than
+        its input: otherwise a whole model could be sharded along its width, with sums of activations everywhere.
         """
         cut = [i for i in inputs if i in region.placements and i not in region.gathered]
         if all(i in self.from_parameter for i in cut) and op_spec_of(node).role != "lookup":
@@ -239,7 +240,7 @@ class Grower:
         return bytes_out * _SMALL <= bytes_in and region.contractions <= 1
 
     def _note_stuck(self, node: Node, region: Region) -> None:
-        """Remember if a smaller axis, one that divides this one, could go on here."""
+        """Note if a smaller axis, whose size divides this one's, could continue here."""
         if view_of(node) is not View.RESHAPE:
             return
         given = _given(node, region)
@@ -257,7 +258,7 @@ class Grower:
         return self._calls[node]
 
     def _strategy(self, node: Node, region: Region) -> Strategy | None:
-        """The one that keeps every shard that the inputs have; what is whole may be cut."""
+        """The strategy that keeps every shard of the inputs; whole inputs may be sharded."""
         given = _given(node, region)
         key = (node, given)
         if key not in self._strategies:
@@ -279,7 +280,7 @@ class Grower:
         return None
 
     def _wanted(self, node: Node, region: Region) -> list[tuple[Node, Placement]]:
-        """Inputs that the node wants cut and that are whole."""
+        """The whole inputs that the node wants sharded."""
         if is_item(node) or op_spec_of(node).role == "softmax" or op_spec_of(node).role == "class loss":
             return []
         strategy = self._strategy(node, region)
@@ -292,14 +293,14 @@ class Grower:
         ]
 
     def _producing(self, node: Node, index: int, want: Placement, region: Region) -> Strategy | None:
-        """A strategy that gives one output in this form, and sums nothing."""
+        """A strategy whose output `index` has this placement, and that sums nothing."""
         rule = op_spec_of(node)
         if not rule.known or not isinstance(want, Shard):
             return None
         call = self._call(node)
         whole = _given(node, region)
         ways = [whole]
-        if want.blocks != 1:  # rules try the blocks that inputs have
+        if want.blocks != 1:  # rules try the blocks of their inputs
             ways += [
                 (Shard(d, want.blocks),) * len(whole) for d in range(max((s.ndim for s in call.inputs), default=0))
             ]
@@ -311,7 +312,7 @@ class Grower:
         return None
 
     def _behind(self, node: Node) -> set[Node]:
-        """The weights from which a value is made, up to the last sum that weights weigh."""
+        """The weights that a value is computed from, back to the last weighted sum."""
         found: set[Node] = set()
         stack, seen = [node], {node}
         while stack and len(seen) < 100:
@@ -327,7 +328,7 @@ class Grower:
 
 
 def _given(node: Node, region: Region) -> tuple[Placement, ...]:
-    """Placements of the inputs as the node has them."""
+    """Placements of the inputs as the node gets them."""
     cut = region.placements
     return tuple(REPLICATE if i in region.gathered else cut.get(i, REPLICATE) for i in tensor_inputs(node))
 
@@ -338,7 +339,7 @@ def leads_to_loss(node: Node) -> bool:
 
 
 def _normalised(node: Node, region: Region) -> Shard | None:
-    """The shard of a norm's input, if what the norm sums is cut."""
+    """The shard of a norm's input, if the dim that the norm sums is sharded."""
     if op_spec_of(node).role != "norm":
         return None
     part, normalised = _given(node, region)[0], node.args[1]

@@ -1,4 +1,4 @@
-"""How much of a step an axis that splits weights does split, and what stays whole on every rank."""
+"""How much of a step is split by an axis that splits weights, and what stays whole on every rank."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.fx import Graph
 from plait.compile.ir.estimate import flops_of
 from plait.spec.layout import Layout, Replicate
 
-_NAMED = 3  # of the weights that stay whole, so many are named
-_WORTH_NAMING = 0.002  # of all parameters
+_NAMED = 3  # how many of the weights that stay whole are named
+_WORTH_NAMING = 0.002  # a fraction of all parameters
 
 
 @dataclass(frozen=True)
 class WholeParameter:
-    """Weights of one kind that every rank of the axis has all of; of several layers, `name` has * for the number."""
+    """Weights of one kind that every rank of the axis has whole. For several layers, `name` has * for the number."""
 
     name: str
     num: int
@@ -28,7 +28,7 @@ class WholeParameter:
 
 @dataclass(frozen=True)
 class SplitShare:
-    """Of the model's parameters, and of the step's floating-point operations, what `axis` splits: between 0 and 1."""
+    """The fractions of the model's parameters, and of the step's floating-point operations, that `axis` splits."""
 
     axis: str
     size: int
@@ -52,15 +52,15 @@ class SplitShare:
 
 
 def step_flops(graph: Graph) -> int:
-    """Floating-point operations of products, convolutions and attention in one run of the graph."""
+    """Floating-point operations of matrix products, convolutions and attention in one run of the graph."""
     return sum(flops_of(node) for node in graph.nodes if node.op == "call_function")
 
 
 def split_share(
     layouts: Mapping[str, Layout], axis: str, size: int, before: int, after: int, reasons: Mapping[str, str]
 ) -> SplitShare:
-    """From the layouts of parameters, the step's operations before and after the axis was split, and why weights stayed
-    whole, by name."""
+    """The share that an axis splits, from layouts of parameters, the step's operations before and after the axis was
+    split, and the reasons, by name, why weights stay whole."""
     total = sum(map(_num_elements, layouts.values()))
     whole: dict[str, list[str]] = defaultdict(list)
     for name, layout in layouts.items():

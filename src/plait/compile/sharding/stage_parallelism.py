@@ -1,8 +1,8 @@
-"""Stages that are spread differently: one mesh axis along which some stages split weights and others the batch.
+"""Stages that use an axis differently: one mesh axis along which some stages split weights and others the batch.
 
-The step is laid out twice along the axis, as if all stages split weights and as if all split the batch, and each call
-is taken from the one that its stage asks for. What changes its layout between two stages becomes a collective, or the
-slice of what every rank has, like any other change.
+Placements are propagated twice along the axis, as if all stages split weights and as if all split the batch. Each call
+takes the placement that its stage asks for. A value that changes its placement between two stages gets a collective, or
+the slice of a value that every rank has, like any other change.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from plait.spec.layout import REPLICATE, Partial, Placement, Replicate
 
 
 def give_roles(graph: Graph, roles: Sequence[str]) -> None:
-    """Keep with each call the kind of axis that its stage's ranks are; what any stage repeats has none, and counts as
-    split by weights: a view of a weight must lie as the weight does, and what comes from the whole batch alone can be
-    cut for nothing."""
+    """Set the role of each call: how the ranks of its stage use the axis.
+
+    Calls that any stage repeats have no role, and count as split by weights: a view of a weight must be sharded as the
+    weight is, and what depends on the whole batch alone can be sharded for nothing.
+    """
     for node in graph.nodes:
         if node.op == "call_function":
             stage = info_of(node).stage
@@ -29,7 +31,7 @@ def give_roles(graph: Graph, roles: Sequence[str]) -> None:
 
 
 def weights_role(stages: Sequence[tuple[str, int]]) -> str:
-    """The word with which the plan has a stage split weights."""
+    """The word in the plan that makes a stage split weights."""
     named = (name for name, _ in stages if axis_kind(name).cuts_weights)
     return next(named, next(kind.name for kind in axes_in_order() if kind.cuts_weights))
 
@@ -39,12 +41,12 @@ def _splits_rows(node: Node) -> bool:
 
 
 def split_by_weights(graph: Graph) -> set[str]:
-    """Parameters, by placeholder name, that only stages read which split weights."""
+    """The parameters, by placeholder name, that only stages read which split weights."""
     return {node.name for node in placeholders(graph) if _only_split(node)}
 
 
 def _only_split(node: Node) -> bool:
-    """Whether all that reads a value, also through what any stage repeats, splits weights."""
+    """Whether all readers of a value, also through calls that any stage repeats, split weights."""
     readers = [user for user in node.users if user.op == "call_function"]
     return all(not _splits_rows(user) for user in readers) and all(
         _only_split(user) for user in readers if len(tensor_inputs(user)) == 1 and not is_item(user)
@@ -66,7 +68,7 @@ def propagate_by_role(
         known = len(graph.nodes)
         by_rows = propagate(graph, size, rows, (REPLICATE,) * len(required))
         by_weights = propagate(graph, size, weights, required, origin, axis=axis)
-        if len(graph.nodes) == known:  # neither has replaced a call by simpler ones
+        if len(graph.nodes) == known:  # neither propagation has replaced a call by simpler ones
             break
     found = Propagation(graph, size, required=required)
     found.without_rule = by_rows.without_rule | by_weights.without_rule
@@ -79,7 +81,7 @@ def propagate_by_role(
             strategy = side.strategies[node]
             given = [found.placement(i) for i in inputs]
             if any(isinstance(w, Partial) and w != have for have, w in zip(given, strategy.inputs, strict=True)):
-                strategy = whole_strategy(tuple(given), node)  # terms that the other layout would have had
+                strategy = whole_strategy(tuple(given), node)  # partial sums of the other propagation
             found.strategies[node], found.placements[node] = strategy, strategy.outputs
         if node in side.origin:
             found.origin[node] = side.origin[node]
