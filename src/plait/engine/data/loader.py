@@ -258,14 +258,14 @@ def loader(
     batch_size      rows of the GLOBAL batch; the plan's batch axes (data, replica) and micro must divide it
     shuffle         a new order each epoch, which depends on (seed, epoch) alone, not on the number of ranks. The
                     default is True for items by index. An iterable shuffles itself, seeded alike on every rank, and is
-                    requested the epoch if it has `set_epoch`
+                    told the epoch if it has `set_epoch`
     plan            by default the command line's, or data parallel over all processes, as in the Trainer
     world           the rank's world, if ranks are threads; give `plan` too if it has micro
     num_workers     reading processes, as in a DataLoader; 0: this process reads, in a thread
     prefetch        batches that are prepared on the device ahead of the step, also those of the next epoch; 0: each
                     batch is read on request, by the thread that requests it
-    collate         list of items -> a batch's tree of tensors, with the rows as dim 0, or as the plan's `batch_spec`
-                    says
+    collate         list of items -> a batch's tree of tensors, with the rows as dim 0, or where the batch's attribute
+                    `batch_spec` says
     batch_sampler   in place of batch_size and shuffle: yields the indices of each GLOBAL batch, equal on every rank
     drop_last       whether a short last batch is dropped; if not, the plan must divide it, or `row_weights` pads it
     row_weights     the key of a new entry of the batch, [rows] float32: a short batch is padded to a size that the plan
