@@ -1,7 +1,7 @@
 """The order of everything: the passes that turn a captured step into the program of a plan's ranks. Start reading here.
 
     captured step -> sharded over the mesh -> cut into the cells of a pipeline -> parameters gathered for their use
-                  -> repeated over microbatches -> gradients scattered over the ranks that keep parts of them
+                  -> gradients scattered over the ranks that keep parts of them -> repeated over microbatches
 
 A pass is a function that changes a Draft (compile/draft.py). It says which facts it requires and which it provides.
 What a backend makes of the program has a list of its own, such as EAGER_PASSES of backends/eager/passes.py.
@@ -18,7 +18,7 @@ from plait.compile.ir.calls import copy_graph, placeholders
 from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.ir.node_info import set_info
 from plait.compile.pass_order import Pass, Watcher, run_passes
-from plait.compile.passes.accumulation import add_parts, by_turn, narrowed
+from plait.compile.passes.accumulation import by_turn, narrowed
 from plait.compile.passes.aside import mark_aside
 from plait.compile.passes.gather import gather_parameters
 from plait.compile.passes.owning import own_gradients
@@ -91,26 +91,19 @@ def _gather_parameters(draft: Draft) -> None:
         part.graph = gather_parameters(part.graph, cuts, draft.plan.sharding.axis)
 
 
+def _scatter_gradients(draft: Draft) -> None:
+    cuts = draft.cuts
+    for part in draft.parts.values():
+        kept = {i: cuts[name] for i, name in part.gradients.items() if name in cuts}
+        part.graph = scatter_gradients(part.graph, kept, draft.plan.sharding.axis)
+
+
 def _accumulate(draft: Draft) -> None:
     parts = {}
     for name, part in draft.parts.items():
         for turn, graph in by_turn(part, draft.plan.sharding.sums_each_microbatch).items():
             parts[f"{name}.{turn}" if name else turn] = replace(part, graph=graph, turn=turn)
     draft.parts = parts
-
-
-def _scatter_gradients(draft: Draft) -> None:
-    cuts = draft.cuts
-    for part in draft.parts.values():
-        if part.turn not in ("first", "middle"):  # whose gradients are not summed over ranks
-            kept = {i: cuts[name] for i, name in part.gradients.items() if name in cuts}
-            part.graph = scatter_gradients(part.graph, kept, draft.plan.sharding.axis)
-
-
-def _add_parts(draft: Draft) -> None:
-    for part in draft.parts.values():
-        if part.turn == "more":
-            part.graph = add_parts(part.graph, part.gradients)
 
 
 def _is_piped(draft: Draft) -> bool:
@@ -147,12 +140,10 @@ PASSES = (
          ["state layouts"]),
     Pass("gather-parameters", "gathers parameters before their use", _gather_parameters, ["state layouts"],
          when=_cuts_parameters),
-    Pass("accumulate", "makes the graphs of the first, middle and last microbatches", _accumulate,
-         ["state layouts", "cells"], ["turns"]),
     Pass("scatter-gradients", "scatters the sums of gradients of which a rank keeps a part", _scatter_gradients,
-         ["turns"], ["scattered gradients"], when=lambda draft: bool(draft.plan.sharding.axis)),
-    Pass("add-parts", "adds the parts of gradients that a rank keeps to those of earlier microbatches", _add_parts,
-         ["turns", "scattered gradients"], when=lambda draft: draft.plan.sharding.sums_each_microbatch),
+         ["state layouts", "cells"], ["scattered gradients"], when=lambda draft: bool(draft.plan.sharding.axis)),
+    Pass("accumulate", "makes the graphs of the first, middle and last microbatches", _accumulate,
+         ["state layouts", "cells", "scattered gradients"]),
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from plait.compile.capture.batch import batch_form, batch_leaves, batch_numbers
 from plait.compile.capture.capture import Captured
 from plait.compile.capture.digest import captured_digest
 from plait.compile.compiled import Compiled
+from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.rank_program import RankProgram
 from plait.engine.compiler import Compiler, Recent
 from plait.engine.effects import Changes
@@ -146,12 +147,13 @@ class RankExecutor:
                 remedy = "change what loss_fn and model read in Python on all ranks alike, before the same step"
                 agree(self.world, captured_digest(captured), "step, captured anew", remedy=remedy)
             self._check_kinds(captured)
-            compiled = attempt(
-                self.world, lambda: self.compiler.compiled_from(captured, train, num_micro), "laying out the step"
-            )
-            if not self._executables:
-                self.compiled = compiled
-            self._executables[key] = self._backend.build(compiled.program, self.world, self._recorder)
+            with collection_paused():  # once for both
+                compiled = attempt(
+                    self.world, lambda: self.compiler.compiled_from(captured, train, num_micro), "laying out the step"
+                )
+                if not self._executables:
+                    self.compiled = compiled
+                self._executables[key] = self._backend.build(compiled.program, self.world, self._recorder)
         return self._executables[key]
 
     def _check_kinds(self, captured: Captured) -> None:

@@ -22,7 +22,7 @@ from plait.compile.ir.calls import copy_graph, output_node, placeholders
 from plait.compile.ir.node_info import NodeInfo, describe, info_of
 from plait.compile.ir.views import is_fresh
 from plait.compile.passes.gather import narrow_parameters
-from plait.compile.passes.scatter import is_sum
+from plait.compile.passes.scatter import gives_part, is_sum
 from plait.compile.rank_program import StepGraph
 from plait.compile.sharding.flat_shards import cuts_of
 from plait.plan.plan import Plan
@@ -58,7 +58,7 @@ def by_turn(part: StepGraph, keeps_parts: bool) -> dict[str, Graph]:
     if most == 1 or 1 in part.num_micro or not gradients or keeps_parts:
         found["alone"] = graph if most == 1 or not gradients else copy_graph(graph)
     if most > 1 and gradients and keeps_parts:
-        found["more"] = graph
+        found["more"] = _add_parts(graph, gradients)
     elif most > 1 and gradients:
         found["first"] = _unsummed(copy_graph(graph), gradients, add=False)
         if most > 2:
@@ -68,9 +68,9 @@ def by_turn(part: StepGraph, keeps_parts: bool) -> dict[str, Graph]:
 
 
 def _term(result: Node) -> Node:
-    """What goes into the sums over ranks that only make this output."""
+    """What goes into the sums over ranks that only make this output, before this rank takes its part."""
     node = result
-    while is_sum(node) and len(node.users) == 1:
+    while (is_sum(node) or gives_part(node)) and len(node.users) == 1:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -98,6 +98,7 @@ def _add_to(graph: Graph, gradients: Mapping[int, str]) -> Graph:
     as another cell that it is handed to, still gets this microbatch's own."""
     end = output_node(graph)
     results = list(end.args[0])  # type: ignore[arg-type]
+    terms: list[Node] = []
     for index, name in gradients.items():
         if not isinstance(node := results[index], Node):
             continue
@@ -111,12 +112,15 @@ def _add_to(graph: Graph, gradients: Mapping[int, str]) -> Graph:
             results[index] = total
         else:
             reader.replace_input_with(term, total)
+        terms.append(term)
     end.args = (tuple(results),)
-    graph.eliminate_dead_code()
+    for term in terms:
+        if not term.users and term.op == "call_function":  # a product that adds to the sum so far as it is made
+            graph.erase_node(term)
     return graph
 
 
-def add_parts(graph: Graph, gradients: Mapping[int, str]) -> Graph:
+def _add_parts(graph: Graph, gradients: Mapping[int, str]) -> Graph:
     """Add each gradient, as it leaves the graph, to the sum so far."""
     end = output_node(graph)
     results = list(end.args[0])  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ def scatter_gradients(graph: Graph, cuts: Mapping[int, Cut], axis: str) -> Graph
     """
     end = output_node(graph)
     results = list(end.args[0])  # type: ignore[arg-type]
+    replaced: list[Node] = []
     for index, cut in cuts.items():
         if isinstance(result := results[index], Node):
             sums = sums_before(result, end)
@@ -28,12 +29,15 @@ def scatter_gradients(graph: Graph, cuts: Mapping[int, Cut], axis: str) -> Graph
             if axis in summed_over:
                 others = [other for other in summed_over if other != axis]
                 results[index] = _scattered(graph, sums, axis, others, cut)
+                replaced += sums[::-1]
             else:
                 with graph.inserting_before(end):
                     results[index] = graph.call_function(comm_ops.take_part, (result, axis, cut.plain))
                 describe(results[index], info_of(result), result.meta["val"].new_empty(cut.part_shape(0)))
     end.args = (tuple(results),)
-    graph.eliminate_dead_code()
+    for node in replaced:
+        if not node.users:  # two outputs may be one sum
+            graph.erase_node(node)
     return graph
 
 
@@ -48,6 +52,11 @@ def sums_before(result: Any, reader: Node) -> list[Node]:
 
 def is_sum(node: Node) -> bool:
     return node.target is comm_ops.all_reduce and node.args[2] == "sum"
+
+
+def gives_part(node: Node) -> bool:
+    """Whether a call gives this rank its part, of a sum or of a tensor."""
+    return node.target in (comm_ops.scatter_part, comm_ops.take_part)
 
 
 def _scattered(graph: Graph, sums: Sequence[Node], axis: str, others: Sequence[str], cut: Cut) -> Node:

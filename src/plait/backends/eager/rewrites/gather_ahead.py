@@ -106,7 +106,6 @@ def bucket_gathers(graph: Graph, bucket_bytes: int) -> Graph:
         graph.erase_node(node)
         if cast is not parts[node]:
             graph.erase_node(cast)
-    graph.lint()
     return graph
 
 
