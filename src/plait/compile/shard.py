@@ -10,7 +10,7 @@ from torch.fx import Graph
 from plait.compile.draft import Draft
 from plait.compile.ir.calls import placeholders
 from plait.compile.ir.dtypes import dtype_name
-from plait.compile.sharding.auto_sharding import recipe
+from plait.compile.sharding.auto_sharding import auto_sharding
 from plait.compile.sharding.narrow import gathered_of, mark_gathered
 from plait.compile.sharding.partition import partition
 from plait.compile.sharding.propagate import propagate
@@ -125,9 +125,9 @@ def _choose_parameters(
             if kind.per_stage:
                 among = split_by_weights(graph)
                 role = weights_role(plan.stages)
-                found, why, gathered = recipe(graph, size, fixed, role, among) if among else ({}, {}, set())
+                found, why, gathered = auto_sharding(graph, size, fixed, role, among) if among else ({}, {}, set())
             else:
-                found, why, gathered = recipe(graph, size, fixed, axis)
+                found, why, gathered = auto_sharding(graph, size, fixed, axis)
             mark_gathered(gathered | (gathered_of(graph, size, fixed | found, list(fixed)) if fixed else set()), axis)
             reasons |= {names[node]: reason for node, reason in why.items() if node not in found}
             reasons |= {name: "layouts= says so" for name, on in annotated.items() if axis in on}

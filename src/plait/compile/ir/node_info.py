@@ -1,4 +1,4 @@
-"""What plait knows of a node of a graph, beside its op and its value: one typed record on each."""
+"""NodeInfo: what plait knows of a node of a graph besides its op and its value, as one typed record on each node."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class NodeInfo:
     role: str = ""  # how its stage is spread, where stages differ in that
     owner: Mapping[str, int] = field(default_factory=dict)  # coordinates of the ranks that have the value; empty: all
 
-    # of a value that is cut along some axes
-    gathered: tuple[str, ...] = ()  # those along which all that reads it has it whole (narrow.py)
+    # of a value that is sharded along some axes
+    gathered: tuple[str, ...] = ()  # axes along which it is gathered for all of its readers (narrow.py)
 
     # for what is shown to users
     global_shape: tuple[int, ...] | None = None
@@ -64,7 +64,7 @@ def set_info(node: Node, **changes: Any) -> None:
 
 
 def describe(node: Node, info: NodeInfo, value: Any) -> None:
-    """Give a new node its record and its value, a fake tensor or several."""
+    """Set the record and the value, one or several fake tensors, of a new node."""
     node.meta = {"val": value, _KEY: info}
 
 

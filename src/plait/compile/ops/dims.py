@@ -90,7 +90,7 @@ def blocks_of(given: Sequence[Placement], dims: Sequence[int | None]) -> list[Bl
 
 
 def equal_blocks_of(given: Sequence[Placement], dims: Sequence[int | None]) -> list[int]:
-    """Of the blocks to try, the numbers of equal blocks."""
+    """The numbers of equal blocks to try."""
     return [b for b in blocks_of(given, dims) if isinstance(b, int)]
 
 

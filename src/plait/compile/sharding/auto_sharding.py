@@ -33,7 +33,9 @@ _MAX_READERS = 120  # readers to search for splits and slices
 _MAX_POINTS = 3
 
 
-class Recipe:
+class AutoSharding:
+    """The search for parameters to shard along one axis; `auto_sharding` runs it."""
+
     def __init__(
         self,
         graph: Graph,
@@ -218,7 +220,7 @@ def _first_region(grower: Grower, parameter: Node, use: Node) -> Region | None:
     return None
 
 
-def recipe(
+def auto_sharding(
     graph: Graph, size: int, taken: Mapping[str, Placement], axis: str, among: Collection[str] | None = None
 ) -> tuple[dict[str, Placement], dict[str, str], set[Node]]:
     """Decide which parameters to shard over one axis of `size` ranks.
@@ -229,7 +231,7 @@ def recipe(
 
     Raises PlanError if the axis divides nothing at all, or does not divide heads that it must split.
     """
-    made = Recipe(graph, size, taken, axis, among)
+    made = AutoSharding(graph, size, taken, axis, among)
     found = made.run()
     if not found and not any(not isinstance(p, Replicate) for p in taken.values()):
         raise PlanError(

@@ -3,7 +3,7 @@
     rank 0 | part 0 of a | part 0 of b | part 0 of c |
     rank 1 | part 1 of a | part 1 of b | part 1 of c |
 
-All rows are as long as the first, which holds the largest parts; what is left over at the end of a row is not read.
+All rows are as long as the first, which has the largest parts; the unused end of a row is not read.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class Cut:
 
     @property
     def plain(self) -> PlainCut:
-        """As plain values, which code can be written of."""
+        """The same as plain values, which can be written into code."""
         return self.shape, self.dim, self.size
 
 
 def cut_of(layout: Layout, state: Layout, sharding: ShardingPlan) -> Cut | None:
-    """How a rank's tensor of `layout` is cut to become the `state`; None where it is not."""
+    """How a rank's tensor of layout `layout` is cut into the parts of `state`; None if it is not cut."""
     dim = sharding.cut_dim(layout, state)
     return None if dim is None else Cut(layout.local_shape(sharding.mesh), dim, sharding.num_parts)
 
 
 def cuts_of(layouts: Mapping[str, Layout], states: Mapping[str, Layout], sharding: ShardingPlan) -> dict[str, Cut]:
-    """How each parameter is cut of which a rank has a part, by name."""
+    """How each parameter is cut of which a rank has only a part, by name."""
     pairs = {name: cut_of(layouts[name], state, sharding) for name, state in states.items()}
     return {name: cut for name, cut in pairs.items() if cut is not None}
 
@@ -75,7 +75,7 @@ class FlatShards:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each member begins in a row, and the length of a row at the end."""
+        """The offset of each member in a row, and at the end the length of a row."""
         found = [0]
         for cut in self.cuts:
             found.append(found[-1] + math.prod(cut.part_shape(0)))
@@ -87,7 +87,7 @@ class FlatShards:
 
     @property
     def plain(self) -> PlainRows:
-        """As plain values, which code can be written of."""
+        """The same as plain values, which can be written into code."""
         return tuple(cut.plain for cut in self.cuts)
 
     def put(self, buffer: Tensor, index: int, whole: Tensor) -> None:
@@ -108,7 +108,7 @@ class FlatShards:
         return row.narrow(0, self.offsets[index], math.prod(shape)).view(shape)
 
     def take(self, row: Tensor, rank: int, wholes: list[Tensor]) -> None:
-        """Write a rank's row into the whole tensors, where its parts belong."""
+        """Copy a rank's row into the whole tensors, at the places of its parts."""
         for index, (cut, whole) in enumerate(zip(self.cuts, wholes, strict=True)):
             cut.part(whole, rank).copy_(self.place(row, index, rank))
 

@@ -1,7 +1,7 @@
-"""Partition: from the graph of a whole axis to the graph that one of its ranks runs.
+"""Partition: turn the graph of all ranks of an axis into the graph that one of them runs.
 
-Shapes become local and every change of placement becomes an explicit collective from `graph.ops`. The result is again
-a graph, so the next mesh axis is partitioned in the same way; what the earlier axis inserted are ops like any other.
+Shapes become local, and every change of placement becomes an explicit collective of ops.comm_ops. The result is again a
+graph, so that the next mesh axis is partitioned in the same way: collectives of an earlier axis are ops like any other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Sh
 
 
 class LocalBuilder:
-    """Appends local nodes to `graph`, working out each value on fake tensors as it goes (see ops.base.Builder)."""
+    """Appends local nodes to `graph`, and computes their values on fake tensors (see ops.base.Builder)."""
 
     def __init__(self, axis: str, size: int) -> None:
         self.graph = Graph()
@@ -66,7 +66,7 @@ class LocalBuilder:
         return self._coordinate
 
     def convert(self, node: Node, have: Placement, want: Placement) -> Node:
-        """Bring a value of one placement to another."""
+        """Change a value's placement along the axis."""
         axis, size = self.axis, self.size
 
         def emit(op: Any, shape: tuple[int, ...], *args: Any) -> Node:
@@ -77,7 +77,7 @@ class LocalBuilder:
             case Replicate(), Only():
                 return node
             case Only(), Partial(op="sum"):
-                return node  # the other ranks, which do not have it, put in zeros: see specialise
+                return node  # ranks that do not have it use zeros: see stages/specialise.py
             case Replicate(), Shard(dim=dim, blocks=blocks):
                 return emit(comm_ops.shard, local_shape(shape, want, size), dim, blocks)
             case Partial(op="sum"), Shard(dim=dim, blocks=blocks):
@@ -147,7 +147,7 @@ class Partitioner:
         self.local[node] = new
 
     def form(self, node: Node, want: Placement) -> Node:
-        """The local node for an old node's value in the placement wanted."""
+        """The local node for an old node's value in the placement `want`."""
         have = self.found.placement(node)
         local: Node = self.local[node]
         if have == want:
@@ -206,7 +206,7 @@ class Partitioner:
         self.local[node] = result
 
     def _remember_layout(self, node: Node) -> None:
-        """Keep the global shape and the placements so far with the local node, for `explain`."""
+        """Record the global shape and the placements so far on the local node, for `explain`."""
         local, value = self.local[node], node.meta["val"]
         if isinstance(local, Node) and isinstance(value, torch.Tensor):
             known, placement = info_of(local), self.found.placement(node)
@@ -223,7 +223,7 @@ def _localise_sizes(call: Call, strategy: Strategy, args: Any, position: int, si
 
 
 def partition(found: Propagation, axis: str) -> Graph:
-    """The local graph for the axis that `found` speaks of."""
+    """The local graph for one rank of the axis that `found` is for."""
     graph = Partitioner(found, axis).run()
     graph.eliminate_dead_code()
     graph.lint()

@@ -52,7 +52,6 @@ class Propagation:
 
     def placement(self, node: Node) -> Placement:
         """The placement of a node's single output, or of the output that the node picks."""
-        """Of a node's single output; of a node that picks an output, that output's."""
         if is_item(node):
             source, index = node.args
             return self.placements[source][index]  # type: ignore[index]
