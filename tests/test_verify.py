@@ -229,6 +229,20 @@ def test_gradients_that_are_zero_but_for_rounding_may_differ() -> None:
     assert not compare(run(0.0, 1e-9), run(5e-8, 3e-9), [run(0.0, 2e-9)], plait.Plan.parse("data=2"), 1e-4).ok
 
 
+def test_a_precision_that_kernels_do_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a grouped matrix product of rows that are no multiple of 16 bytes: fake tensors do not know."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("strides should be multiple of 16 bytes")
+
+    monkeypatch.setattr("plait.api.verify.one_device_step", refuse)
+    given = (nn.Linear(8, 4), lambda m, x: m(x).pow(2).mean(), torch.randn(4, 8))
+    with pytest.raises(PlanError, match=r"precision=bf16: on one device the model does not run in it \(strides should"):
+        plait.verify(*given, "data=2 precision=bf16")
+    with pytest.raises(RuntimeError, match="^strides should"):
+        plait.verify(*given, "data=2")
+
+
 @pytest.mark.filterwarnings("ignore:std")
 def test_a_buffer_that_is_nan_on_one_device_is_nan_under_a_plan() -> None:
     class Spread(nn.Module):

@@ -29,7 +29,7 @@ from plait.engine.microbatch import step_key
 from plait.engine.optimizers import OptimizerFactory, make_optimizer
 from plait.engine.scaling import FIRST_SCALE
 from plait.engine.twin import Twin, preserved
-from plait.errors import CaptureError, LossError, PlanError
+from plait.errors import CaptureError, LossError, PlaitError, PlanError, Refusal
 from plait.integrations.servers.verifying import ServedCheck
 from plait.optim.several import Several
 from plait.plan.annotation import Annotations
@@ -184,6 +184,14 @@ class Verifier:
         of the weights), `draw` (which random change) and `wide` (whether to compute half precision in float32).
         """
         run, levels = self._as_it_was(program), sorted({*bits.values()})
+        try:
+            reference = run(plan)
+        except (RuntimeError, NotImplementedError) as error:
+            if isinstance(error, PlaitError) or not in_half(plan):
+                raise
+            name = next(n for n in (plan.precision, *dict(plan.exceptions).values()) if n != "fp32")
+            what, why = f"precision={name}", f"on one device the model does not run in it ({error})"
+            raise PlanError(Refusal(what, why, "keep the module in fp32, with precision.NAME=fp32")) from error
         again = [replace(run(plan, rounding=level), rounding=level) for level in levels]
         if levels[-1] > LAST_BITS["fp32"] and not in_half(plan):
             # The model computes in half precision by itself. One run may, by chance, show nothing of a value that is
@@ -201,7 +209,7 @@ class Verifier:
             again += [run(plan, rounding=last_bits(plan), draw=draw) for draw in (1, 2, 3)]
         if in_half(plan):
             again.append(run(replace(plan, precision="fp32", exceptions=())))
-        return _comparable(run(plan)), again
+        return _comparable(reference), again
 
     def _run_one_device(
         self,

@@ -47,7 +47,7 @@ def _views_of(graph: Graph, source: Node) -> list[Node]:
     for node in graph.nodes:
         if node.op != "call_function" or is_backward(node) or not may_alias(node):
             continue
-        if tensor_inputs(node)[0] in found:
+        if not found.keys().isdisjoint(node.all_input_nodes):
             found[node] = None
     return [*found][1:]
 
