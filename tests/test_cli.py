@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+from metrics_file import read_metrics
 from typer.testing import CliRunner
 
 from plait.api.cli import app
-from plait.api.job.metrics import read_metrics
 from plait.comm.launch import first_to_fail
 
 SMALL = """

@@ -175,6 +175,7 @@ DECIDE_ELSEWHERE = {
     "integrations/servers/prepare.py": "what servers hold, and tables, which plan/ does not know",
     "integrations/servers/optimizer_shard.py": "how a user's optimizer groups what a server holds",
     "integrations/servers/verifying.py": "what verify can run in one process",
+    "api/verify.py": "which precision kernels take, a run on one device shows",
 }
 
 # Files with errors that are none of a plan for a model: of an argument or a file (argument), or of a job that runs and
@@ -183,7 +184,7 @@ NO_REFUSAL = {
     "api/cli.py": "argument", "api/job/memory_command.py": "argument", "api/job/report_command.py": "argument",
     "api/memory.py": "argument", "api/verify.py": "argument", "comm/algorithms.py": "argument",
     "compile/capture/capture.py": "model", "compile/capture/fake_parameters.py": "model",
-    "compile/capture/sources.py": "model", "compile/pass_order.py": "argument", "compile/stages/assign.py": "job",
+    "compile/capture/sources.py": "model", "compile/one_pass.py": "argument", "compile/stages/assign.py": "job",
     "compile/stages/split.py": "argument", "cost/simulate.py": "argument", "engine/average.py": "argument",
     "engine/checks.py": "argument", "engine/data/loader.py": "argument", "engine/dry_run.py": "argument",
     "engine/eager.py": "argument", "engine/engine.py": "job", "engine/gathered.py": "argument",

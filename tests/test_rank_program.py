@@ -14,10 +14,10 @@ from torch.fx import Graph, GraphModule, Interpreter
 from torch.nn import functional as F
 
 import plait
+from plait.backends.backend import Executable, StepResult, Update
 from plait.backends.eager import passes
 from plait.backends.eager.collectives import function_of
 from plait.backends.eager.passes import EAGER_PASSES, make_eager
-from plait.backends.executable import Executable, StepResult, Update
 from plait.comm.protocol import World
 from plait.compile.ir.calls import op_spec_of, output_values, placeholders
 from plait.compile.ir.node_info import info_of

@@ -12,18 +12,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_verify import gpt, gpt_batch
 from torch import Tensor, nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 import plait
 from plait.api.job.gpt import loss_fn
 from plait.backends.eager.collectives import all_reduce, all_reduce_start
 from plait.backends.eager.passes import eager_graphs
-from plait.compile.ir.node_info import info_of
-from plait.compile.passes.recomputation import saved_bytes
+from plait.compile.ir.calls import num_bytes
+from plait.compile.ir.node_info import info_of, is_backward, is_forward
+from plait.compile.ir.views import is_view
 from plait.engine.compiler import Captures, Compiler
 from plait.errors import PlanError
 from plait.plan.plan import Plan
 from plait.schedule.keep import KeptValue, choose_kept
+
+
+def saved_bytes(graph: Graph) -> int:
+    """Bytes of forward values that the backward pass of a local graph reads, each memory counted once."""
+    return sum(num_bytes(node.meta["val"]) for node in saved_nodes(graph))
+
+
+def saved_nodes(graph: Graph) -> set[Node]:
+    """The forward nodes whose memory the backward pass reads."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or not is_backward(node):
+            continue
+        for source in node.all_input_nodes:
+            while source.op == "call_function" and is_view(source):
+                source = source.all_input_nodes[0]
+            tensor = hasattr(source.meta.get("val"), "numel")
+            if source.op == "call_function" and is_forward(source) and tensor:
+                found.add(source)
+    return found
 
 
 def seconds_again(values: list[KeptValue], kept: set[int]) -> float:

@@ -70,7 +70,6 @@ WORDS = [
     ("W0", Action("W", 0)),
     ("SEND:F3.1>2", Action("SEND", 3, 1, 2, "F")),
     ("RECV:B3<0", Action("RECV", 3, 0, 0, "B")),
-    ("GATHER", Action("GATHER")),
     ("REDUCE.1", Action("REDUCE", chunk=1)),
     ("STEP", Action("STEP")),
     ("STEP7", Action("STEP", 7)),

@@ -7,10 +7,10 @@ import signal
 from pathlib import Path
 
 import pytest
+from metrics_file import read_metrics
 
 from plait.api.job import serving
 from plait.api.job.config import Config, load_config
-from plait.api.job.metrics import read_metrics
 from plait.api.job.setup import AUTO, Resume, check_job
 from plait.api.job.training import Outcome, run_job
 from plait.engine.checkpoint import write

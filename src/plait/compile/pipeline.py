@@ -17,7 +17,7 @@ from plait.compile.draft import Draft
 from plait.compile.ir.calls import copy_graph, placeholders
 from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.ir.node_info import set_info
-from plait.compile.pass_order import Pass, Watcher, run_passes
+from plait.compile.one_pass import Pass, Watcher, run_passes
 from plait.compile.passes.accumulation import by_turn, narrowed
 from plait.compile.passes.aside import mark_aside
 from plait.compile.passes.gather import gather_parameters

@@ -2,7 +2,7 @@
 
 A graph takes tensors and gives tensors: nothing is written in place, and a collective is one call from a tensor to a
 tensor (compile/ops/comm_ops.py). When a collective begins, which of them travel together, and where tensors are kept
-between two uses is for a backend to say (backends/executable.py).
+between two uses is for a backend to say (backends/backend.py).
 """
 
 from __future__ import annotations

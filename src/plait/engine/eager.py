@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from plait.backends.executable import StepResult, Update
+from plait.backends.backend import StepResult, Update
 from plait.comm.device import random_devices
 from plait.comm.process import device_mesh
 from plait.comm.protocol import World

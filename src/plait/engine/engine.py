@@ -22,8 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from plait.backends.backend import Backend, StepResult
 from plait.backends.eager.offload.store import Offload
-from plait.backends.executable import Backend, StepResult
 from plait.backends.recorder import TraceRecorder
 from plait.comm.agree import attempt
 from plait.comm.protocol import World

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from plait.spec.layout import Layout
 
 if TYPE_CHECKING:  # a parameter server, which runs no step, starts in half the time without these imports
-    from plait.backends.executable import StepResult
+    from plait.backends.backend import StepResult
     from plait.compile.compiled import Compiled
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.backends.executable import StepResult
+from plait.backends.backend import StepResult
 from plait.compile.capture.batch import take_rows
 from plait.engine.local_batch import LocalBatch, num_rows
 from plait.errors import UnevenBatchError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.backends.executable import StepResult
+from plait.backends.backend import StepResult
 from plait.comm.protocol import Comm
 from plait.compile.capture.loss_values import RATIO, ROWS, LossPart, Outputs
 from plait.engine.local_batch import LocalBatch

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.backends.backend import Backend, Executable, StepResult, Update
 from plait.backends.eager.eager_backend import EagerBackend
 from plait.backends.eager.offload.store import Offload
-from plait.backends.executable import Backend, Executable, StepResult, Update
 from plait.backends.recorder import TraceRecorder
 from plait.comm.agree import agree, attempt
 from plait.comm.device import is_host

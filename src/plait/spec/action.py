@@ -4,7 +4,6 @@ F3.1          forward of microbatch 3 through this rank's chunk 1; `.chunk` is l
 B3  W3        backward; where a rank also has W3, B3 computes the gradients of inputs and W3 those of weights
 SEND:F3.1>2   send the result of this rank's F3.1 to rank 2
 RECV:F3.1<0   receive the result of F3.1 from rank 0; the chunk is counted on rank 0
-GATHER.1      all-gather the parameters of chunk 1
 REDUCE.1      sum the gradients of chunk 1 with those of other stages or replicas that have the same parameters
 STEP  STEP3   update the parameters; with a number, once the backwards of all microbatches up to it are done
 """
@@ -16,13 +15,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 FORWARD, BACKWARD, WEIGHT = "F", "B", "W"
-SEND, RECV, GATHER, REDUCE, STEP = "SEND", "RECV", "GATHER", "REDUCE", "STEP"
+SEND, RECV, REDUCE, STEP = "SEND", "RECV", "REDUCE", "STEP"
 COMPUTE = (FORWARD, BACKWARD, WEIGHT)
 TRANSFER = (SEND, RECV)
 
 _COMPUTE = re.compile(r"(?P<kind>[FBW])(?P<micro>\d+)(\.(?P<chunk>\d+))?")
 _TRANSFER = re.compile(r"(SEND|RECV):(?P<of>[FBW])(?P<micro>\d+)(\.(?P<chunk>\d+))?(?P<arrow>[<>])(?P<peer>\d+)")
-_CHUNK = re.compile(r"(?P<kind>GATHER|REDUCE)(\.(?P<chunk>\d+))?")
+_REDUCE = re.compile(r"REDUCE(\.(?P<chunk>\d+))?")
 _STEP = re.compile(r"STEP(?P<micro>\d+)?")
 
 
@@ -31,7 +30,7 @@ class Action:
     """One action of one rank: its kind, its microbatch, its chunk, and for a transfer the other rank.
 
     Attributes:
-        kind: one of F, B, W, SEND, RECV, GATHER, REDUCE and STEP.
+        kind: one of F, B, W, SEND, RECV, REDUCE and STEP.
         micro: the microbatch, from 0; None where the action is not about one.
         chunk: the chunk; of a transfer, as the rank that computes the value counts its chunks.
         peer: of a transfer, the other rank.
@@ -50,7 +49,7 @@ class Action:
     of: str | None = None
 
     def __post_init__(self) -> None:
-        transfer, known = self.kind in TRANSFER, (*COMPUTE, *TRANSFER, GATHER, REDUCE, STEP)
+        transfer, known = self.kind in TRANSFER, (*COMPUTE, *TRANSFER, REDUCE, STEP)
         if self.kind not in known:
             raise ValueError(f"unknown kind {self.kind!r}; it is one of {', '.join(known)}")
         if (self.peer is None) == transfer or (self.of is None) == transfer:
@@ -69,11 +68,11 @@ class Action:
             return cls(found["kind"], int(found["micro"]), int(found["chunk"] or 0))
         if (found := _TRANSFER.fullmatch(word)) and (found["arrow"] == ">") == (found[1] == SEND):
             return cls(found[1], int(found["micro"]), int(found["chunk"] or 0), int(found["peer"]), found["of"])
-        if found := _CHUNK.fullmatch(word):
-            return cls(found["kind"], chunk=int(found["chunk"] or 0))
+        if found := _REDUCE.fullmatch(word):
+            return cls(REDUCE, chunk=int(found["chunk"] or 0))
         if found := _STEP.fullmatch(word):
             return cls(STEP, None if found["micro"] is None else int(found["micro"]))
-        raise ValueError("an action looks like F3, B3.1, W3, SEND:F3>1, RECV:F3<0, GATHER.1, REDUCE.1 or STEP")
+        raise ValueError("an action looks like F3, B3.1, W3, SEND:F3>1, RECV:F3<0, REDUCE.1 or STEP")
 
     def __str__(self) -> str:
         micro = "" if self.micro is None else self.micro

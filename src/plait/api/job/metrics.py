@@ -71,11 +71,6 @@ class MetricsLog:
             self._tensorboard.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All lines of a metrics file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def read_steps(path: Path) -> list[dict[str, Any]]:
     """The lines of steps that can be read: a run may be killed while it writes one. None for a file that is missing.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch.fx import Graph
 
+from plait.backends.backend import Executable
 from plait.backends.eager.offload.store import Offload
 from plait.backends.eager.passes import eager_graphs
 from plait.backends.eager.pipeline_program import PipelineProgram
 from plait.backends.eager.program import Program
-from plait.backends.executable import Executable
 from plait.backends.recorder import TraceRecorder
 from plait.comm.protocol import World
 from plait.compile.rank_program import RankProgram

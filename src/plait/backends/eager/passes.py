@@ -4,7 +4,7 @@
                       -> collectives in buckets, begun early and waited for late -> sums written in place
                       -> parameters fetched from their home, gradients sent there
 
-The passes change an EagerDraft; what a pass is says compile/pass_order.py.
+The passes change an EagerDraft; what a pass is says compile/one_pass.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from plait.backends.eager.rewrites.stash import stash_activations
 from plait.backends.eager.rewrites.take_values import take_values
 from plait.compile.ir.calls import copy_graph, output_values
 from plait.compile.ir.gc_paused import collection_paused
-from plait.compile.pass_order import Pass, Watcher, run_passes
+from plait.compile.one_pass import Pass, Watcher, run_passes
 from plait.compile.rank_program import RankProgram, StepGraph
 from plait.plan.legality import activations_away, gradients_away, parameters_away
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
+from plait.backends.backend import StepResult, Update
 from plait.backends.eager.cell_runner import CellRunner
 from plait.backends.eager.execute import Executor
 from plait.backends.eager.offload.between import Between
@@ -16,7 +17,6 @@ from plait.backends.eager.offload.store import Offload
 from plait.backends.eager.program import Program, outputs_of
 from plait.backends.eager.rewrites.offload_ops import large
 from plait.backends.eager.stale_cells import StaleRunner
-from plait.backends.executable import StepResult, Update
 from plait.backends.recorder import TraceRecorder
 from plait.comm.protocol import World
 from plait.compile.capture.loss_values import Outputs

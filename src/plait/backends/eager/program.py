@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
+from plait.backends.backend import StepResult, Update
 from plait.backends.eager.collectives import WORLD, world_of
 from plait.backends.eager.offload.store import Offload
 from plait.backends.eager.rewrites.stash import stashed_bytes
 from plait.backends.eager.unsupported import missing_kernel
-from plait.backends.executable import StepResult, Update
 from plait.backends.recorder import TraceRecorder
 from plait.comm.protocol import World
 from plait.compile.capture.capture import Captured, Output

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.backends.backend import Update
 from plait.backends.eager.cell_runner import CellRunner
 from plait.backends.eager.execute import Box
-from plait.backends.executable import Update
 from plait.schedule.readiness import Cell
 from plait.spec.action import BACKWARD
 from plait.spec.schedule import Schedule

@@ -45,11 +45,6 @@ def recompute(graph: Graph, how: Recompute) -> Graph:
     return graph
 
 
-def saved_bytes(graph: Graph) -> int:
-    """Bytes of forward values that the backward pass of a local graph reads, each memory counted once."""
-    return sum(num_bytes(node.meta["val"]) for node in saved_nodes(graph))
-
-
 def _layers(forward: list[Node], how: Recompute) -> dict[Node, Layer]:
     """The layer of each forward node that is in one. Of a layer that a pipeline cuts, each stage's part is one."""
     if refusal := no_layer(how, {info_of(n).module for n in forward}):
@@ -79,21 +74,6 @@ def _read_in_another_stage(graph: Graph) -> set[Node]:
     for node in graph.nodes:
         if node.op == "call_function" and is_backward(node) and info_of(node).stage is not None:
             found |= {s for s in node.all_input_nodes if info_of(s).stage not in (None, info_of(node).stage)}
-    return found
-
-
-def saved_nodes(graph: Graph) -> set[Node]:
-    """The forward nodes whose memory the backward pass reads."""
-    found: set[Node] = set()
-    for node in graph.nodes:
-        if node.op != "call_function" or not is_backward(node):
-            continue
-        for source in node.all_input_nodes:
-            while source.op == "call_function" and is_view(source):
-                source = source.all_input_nodes[0]
-            tensor = hasattr(source.meta.get("val"), "numel")
-            if source.op == "call_function" and is_forward(source) and tensor:
-                found.add(source)
     return found
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from plait.backends.executable import StepResult
+from plait.backends.backend import StepResult
 from plait.comm.protocol import World
 from plait.compile.capture.loss_values import ROWS, LossPart, Outputs, join_outputs
 from plait.engine.executor import StepExecutor
