@@ -196,16 +196,16 @@ def test_sums_in_half_precision_that_stand_still_are_rounding() -> None:
 @pytest.mark.parametrize("plan", ["data=2 precision=bf16", "data=2 zero=2 micro=2 precision=bf16"])
 def test_a_small_error_is_found_in_half_precision(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of gradients over ranks that are 12% too large."""
-    from plait.comm import meeting
+    from plait.comm import thread_transport
 
     verifier = plait.Verifier(gpt(), loss_fn, gpt_batch())
     assert verifier.verify(plan).ok
-    reduce = meeting.reduce_terms
+    reduce = thread_transport.reduce_terms
 
     def wrong(terms: list[Tensor], op: str) -> Tensor:
         return reduce(terms, op) * (1.12 if terms[0].numel() > 8 else 1)
 
-    monkeypatch.setattr(meeting, "reduce_terms", wrong)
+    monkeypatch.setattr(thread_transport, "reduce_terms", wrong)
     assert not verifier.verify(plan).ok
 
 
