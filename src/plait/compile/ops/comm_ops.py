@@ -50,9 +50,11 @@ def in_format(tensor: Tensor, order: Sequence[int], dense: bool) -> Tensor:
 
     If it need not be `dense` it may have holes, but not within its last dim.
     """
-    laid_out = tensor.permute(*order)
-    if laid_out.stride() == _dense(laid_out.shape) or (not dense and _ordered(laid_out)):
+    sizes, steps = tensor.shape, tensor.stride()
+    shape, strides = [sizes[d] for d in order], tuple(steps[d] for d in order)  # no view: this runs in every step
+    if strides == _dense(shape) or (not dense and _ordered(shape, strides)):
         return tensor
+    laid_out = tensor.permute(*order)
     back = sorted(range(len(order)), key=order.__getitem__)
     # Through one dim, after which dims of size 1 have the stride that kernels expect of them.
     return laid_out.contiguous().view(-1).view(laid_out.shape).permute(*back)
@@ -65,9 +67,9 @@ def _dense(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _ordered(tensor: Tensor) -> bool:
-    strides = [step for step, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
-    return strides[-1] == 1 and strides == sorted(strides, reverse=True)
+def _ordered(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    steps = [step for step, n in zip(strides, shape, strict=True) if n > 1]
+    return steps[-1] == 1 and steps == sorted(steps, reverse=True)
 
 
 def take(tensor: Tensor, rank: int, size: int, dim: int, blocks: Blocks) -> Tensor:

@@ -134,10 +134,11 @@ def _add_parts(graph: Graph, gradients: Mapping[int, str]) -> Graph:
 def _added(graph: Graph, term: Node, name: str) -> Node:
     """The term added to the sum so far, right after it is there."""
     value = term.meta["val"]
+    contiguous = value if value.is_contiguous() else value.new_empty(value.shape)
     head = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(head):
         given = graph.placeholder(SUM + "".join(c if c.isalnum() else "_" for c in name))
-    describe(given, NodeInfo(kind="sum", name=name, owner=info_of(term).owner), value.new_empty(value.shape))
+    describe(given, NodeInfo(kind="sum", name=name, owner=info_of(term).owner), contiguous)
     after = given if term.op == "placeholder" else term
     with graph.inserting_after(after):
         if term.target is aten.mm.default and len(term.users) == 1:  # a product adds to the sum as it is made

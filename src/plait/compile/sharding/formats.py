@@ -32,13 +32,23 @@ class Format:
 
 def format_of(tensor: torch.Tensor) -> Format:
     """A tensor's format; if it repeats elements, or its inner stride is not 1, that of a contiguous tensor."""
-    order = tuple(sorted(range(tensor.ndim), key=[-step for step in tensor.stride()].__getitem__))
-    if tensor.permute(order).is_contiguous():
+    shape, strides = tensor.shape, tensor.stride()
+    order = tuple(sorted(range(len(shape)), key=[-step for step in strides].__getitem__))
+    if _is_dense([(shape[d], strides[d]) for d in order]):
         return Format(order, dense=True)
-    strides = [tensor.stride(d) for d in range(tensor.ndim) if tensor.shape[d] > 1]
-    if min(strides) != 1:
+    if min(step for n, step in zip(shape, strides, strict=True) if n > 1) != 1:
         return Format(tuple(range(tensor.ndim)), dense=True)
     return Format(order, dense=False)
+
+
+def _is_dense(dims: list[tuple[int, int]]) -> bool:
+    """Whether a tensor of these (size, stride), in this order, is contiguous."""
+    expected = 1
+    for n, step in reversed(dims):
+        if n != 1 and step != expected:
+            return any(n == 0 for n, _ in dims)
+        expected *= n
+    return True
 
 
 def note_formats(graph: Graph, several: bool) -> Graph:
