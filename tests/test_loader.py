@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from metrics_file import read_metrics
 from torch import Tensor, nn
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import plait
 from plait.api.job.config import Config
-from plait.api.job.metrics import read_metrics
 from plait.api.job.training import run_job
 from plait.api.trainer import Trainer
 from plait.comm.protocol import World

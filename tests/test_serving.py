@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 from intruder import attack, below, is_loopback, listening, needs_proc, needs_root
+from metrics_file import read_metrics
 from test_train_job import JOB
 
 from plait.api.job.config import Config, load_config
-from plait.api.job.metrics import read_metrics
 from plait.api.job.serving import run_served, served_job
 from plait.api.job.setup import GO_ON
 from plait.api.job.training import run_job
