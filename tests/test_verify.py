@@ -226,6 +226,9 @@ def test_gradients_that_are_zero_but_for_rounding_may_differ() -> None:
     # Where all gradients are, the bias on one device exactly, and in its repetition.
     noise = compare(run(0.0, 1e-9), run(5e-9, 3e-9), [run(0.0, 2e-9)], plait.Plan.parse("data=2"), 1e-4)
     assert noise.ok
+    # Not where some are more than rounding: then one that is zero on one device is zero.
+    solid = compare(run(0.0), run(1e-8), [run(0.0, 1e-3 * (1 + 1e-6))], plait.Plan.parse("data=2"), 1e-4)
+    assert not solid.ok
     assert not compare(run(0.0, 1e-9), run(5e-8, 3e-9), [run(0.0, 2e-9)], plait.Plan.parse("data=2"), 1e-4).ok
 
 

@@ -242,7 +242,9 @@ def _differences(
         own = of(name)
         rounding = rounding_of(name)
         if kind == "gradients" and not largest:
-            rounding = max(map(rounding_of, reference))  # all gradients may be zero but for rounding
+            noise = max(map(rounding_of, reference))
+            if noise >= own.margin * overall / 2:  # then all gradients are zero but for rounding
+                rounding = noise
         last_place = max(max(own.ulp, code, _ulp(eps / 4)) * largest, zero_sum)
         found.append(Difference(name, _relative(apart, largest, rounding, last_place, tolerance)))
     found += [Difference(name, math.inf) for name in mine if name not in reference and _largest(mine[name]) > 0]
