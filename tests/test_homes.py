@@ -28,6 +28,7 @@ from plait.engine import update
 from plait.engine.compiler import Captures, Compiler
 from plait.errors import HomeError
 from plait.optim import Lamb
+from plait.plan import sharding_plan
 
 pytestmark = pytest.mark.xdist_group("homes")  # plans share what is captured
 
@@ -38,7 +39,7 @@ ADAMW_EXACT = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)  # where r
 @pytest.fixture(autouse=True)
 def _all_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """What tests train is small, and would stay in memory."""
-    monkeypatch.setattr(offload_ops, "SMALL", 1)
+    monkeypatch.setattr(sharding_plan, "SMALL", 1)
     monkeypatch.setattr(update, "_CHUNK_BYTES", 1 << 14)
 
 

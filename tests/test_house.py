@@ -186,7 +186,7 @@ def _axes_in(path: Path) -> set[object]:
 
 
 def test_only_the_plan_knows_what_its_keys_mean() -> None:
-    """Below it, they ask `plan.sharding` what zero= and central= are, and the mesh how many ranks an axis has."""
+    """Below it, the sharding plan says what zero= and central= are, and the mesh how many ranks an axis has."""
     below = [path for path in SOURCES if _folder(path) not in ("plan", "spec")]
     nodes = [node for path in below for node in ast.walk(_tree(path)) if isinstance(node, ast.Attribute)]
     read = [ast.unparse(node) for node in nodes if node.attr in ("zero", "zero_stage", "central")]

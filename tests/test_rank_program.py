@@ -19,16 +19,19 @@ from plait.backends.eager import passes
 from plait.backends.eager.collectives import function_of
 from plait.backends.eager.passes import EAGER_PASSES, make_eager
 from plait.comm.protocol import World
-from plait.compile.ir.calls import op_spec_of, output_values, placeholders
+from plait.compile.ir.calls import op_spec_of, output_node, output_values, placeholders
 from plait.compile.ir.node_info import info_of
 from plait.compile.ir.views import writes_in_place
+from plait.compile.ops import comm_ops
 from plait.compile.ops.comm_ops import CommOp
+from plait.compile.passes.scatter import gives_part, is_sum
 from plait.compile.rank_program import RankProgram, StepGraph
 from plait.compile.stages.specialise import specialise
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.microbatch import microbatches
 from plait.engine.rank_executor import RankExecutor
 from plait.errors import PlanError
+from plait.plan.axes import stage_axis
 from plait.plan.plan import Plan
 
 
@@ -106,6 +109,28 @@ def assert_functional(part: StepGraph) -> None:
         assert "plait.backends" not in str(getattr(node.target, "__module__", "")), node
         assert does is None or (does.part == "whole" and isinstance(node.target, CommOp)), node
         assert all(isinstance(value, (Tensor, int, float)) for value in output_values(node)), node
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["", "data=2", "data=2 tensor=2 zero=1", "replica=2 data=2 zero=3", "tensor=2", "data=2 zero=2 micro=4",
+     "pipeline=2 data=2 micro=4", "pipeline=2 data=2 zero=3 micro=4"],
+)  # fmt: skip
+def test_the_sharding_plan_has_the_axes_of_the_sums_in_the_graphs(plan: str) -> None:
+    program = program_of(plan)
+    parameters = program.sharding.parameters
+    expected = {name: {*each.reduce_axes} - {stage_axis()} for name, each in parameters.items()}
+    found = {}
+    for part in program.graphs.values():
+        results: Any = output_node(part.graph).args[0]
+        for index, name in part.gradients.items() if part.turn in ("alone", "last") else ():
+            found[name], node = set[str](), results[index]
+            while is_sum(node) or gives_part(node):
+                found[name] |= {node.args[1]} if is_sum(node) or node.target is comm_ops.scatter_part else set()
+                node = node.args[0]
+    assert found == expected
+    tied = [name for name, each in parameters.items() if stage_axis() in each.reduce_axes]
+    assert tied == (["table.weight"] if program.pipeline else [])
 
 
 class _OnRank(Interpreter):

@@ -62,8 +62,8 @@ def _batch_of_worker(batch: Any, plan: Plan) -> Any:
 
 def _service(plan: Plan, program: RankProgram) -> str:
     """What workers and servers do besides the step that is shown, and the bytes that a worker moves for it."""
-    names = [name for name in program.states if name not in program.captured.frozen]
-    held = sum(math.prod(program.states[name].shape) * program.dtype_of(name).itemsize for name in names)
+    trained = [(n, each.state) for n, each in program.sharding.parameters.items() if not each.frozen]
+    held = sum(math.prod(layout.shape) * program.dtype_of(name).itemsize for name, layout in trained)
     servers = f"{plan.servers} server{'s' * (plan.servers != 1)}"
     what = "its gradient" if plan.sync == 1 else f"what {plan.sync} steps of its own have changed"
     how = f"through compress={plan.compress}" if plan.compress.kind != "none" else f"{human_bytes(held)}"
@@ -79,9 +79,9 @@ def _agreement(plan: Plan, program: RankProgram) -> str:
     num = plan.mesh.axis_size(plan.relaxed_axis)
     mesh = plan.inner_plan.mesh
     sent = 0.0
-    for name, layout in program.states.items():
-        if name not in program.captured.frozen:
-            shape = layout.local_shape(mesh, mesh.coordinates(0))
+    for name, each in program.sharding.parameters.items():
+        if not each.frozen:
+            shape = each.state.local_shape(mesh, mesh.coordinates(0))
             plain = any(fnmatch.fnmatchcase(name, pattern) for pattern in plan.exempt)
             sent += bytes_exchanged(shape, NO_COMPRESSION if plain else plan.compress, num)
     what = "gradients at every step" if plan.sync == 1 else f"weights (sync={Interval().show(plan.sync)})"

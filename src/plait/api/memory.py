@@ -111,7 +111,7 @@ class Estimator:
                 each = each.with_more(OPTIMIZER, kept * each.updated)
                 found[kind] = ([], each if self._built else each.without_start())
             found[kind][0].append(number)
-        num_parameters = sum(math.prod(layout.shape) for layout in program.states.values())
+        num_parameters = sum(math.prod(layout.shape) for layout in program.sharding.states.values())
         return MemoryEstimate(given, num_parameters, tuple((tuple(ranks), each) for ranks, each in found.values()))
 
     def _program(self, batch: Any, plan: Plan) -> RankProgram:
@@ -151,7 +151,7 @@ def _kind(program: RankProgram, rank: int) -> Any:
     """A key that is equal for ranks that take the same memory: the shapes of their parts, and which graphs they run."""
     mesh = program.plan.mesh
     here = mesh.coordinates(rank)
-    shapes = tuple(layout.local_shape(mesh, here) for layout in program.states.values())
+    shapes = tuple(layout.local_shape(mesh, here) for layout in program.sharding.states.values())
     only = {axis for layout in program.layouts.values() for axis, p in layout.placements if isinstance(p, Only)}
     only |= {stage_axis()} if program.pipeline is not None else set()
     return shapes, tuple(here[axis] for axis in sorted(only))

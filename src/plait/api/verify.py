@@ -280,7 +280,8 @@ class Verifier:
             twin.widen()
         batch = _widened(self.batch) if wide else self.batch
         optimizers = [make_optimizer(self.optimizer, _trained(twin)) for twin in twins]
-        states = {n: program.states[n] for n, _ in self.captures.model.named_parameters() if n in program.states}
+        held = program.sharding.states
+        states = {n: held[n] for n, _ in self.captures.model.named_parameters() if n in held}
         serial = SerialReplicas(plan, twins, optimizers, states, self.captures.changing, stale, scale)
         losses, gradients, outputs = list[float](), dict[str, Tensor](), list[dict[str, Tensor]]()
         for step in range(self.steps):

@@ -37,8 +37,7 @@ class Settled:
         """What is known once this step is compiled."""
         if self.layouts is not None:
             return self
-        parameters = {i.name for i in program.captured.inputs if i.kind == "parameter"}
-        layouts = {name: program.layouts[name] for name in parameters}
+        layouts = {name: each.compute for name, each in program.sharding.parameters.items()}
         stages = None if program.pipeline is None else program.pipeline.stages
         return Settled(layouts, stages, program.captured.frozen)
 

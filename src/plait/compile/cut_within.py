@@ -55,7 +55,7 @@ def cut_within(
             readers = [user for user in node.users if info_of(user).position is not None]
             if info_of(node).kind == "parameter" and readers and name not in seen:
                 seen.add(name)
-                layout = program.states[name]
+                layout = program.sharding.states[name]
                 size = math.prod(layout.local_shape(program.plan.mesh, here)) * dtype_named(layout.dtype).itemsize
                 held[item(readers[0])] += int(size * states)
         for value in pipeline.cells.values:

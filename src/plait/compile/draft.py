@@ -9,11 +9,12 @@ from torch.fx import Graph
 from plait.compile.capture.capture import Captured
 from plait.compile.compiled import Settled
 from plait.compile.rank_program import StepGraph
-from plait.compile.sharding.flat_shards import Cut, cuts_of
+from plait.compile.sharding.flat_shards import Cut
 from plait.compile.sharding.split_share import SplitShare
 from plait.compile.stages.split import Pipeline
 from plait.plan.annotation import Annotations
 from plait.plan.plan import Plan
+from plait.plan.sharding_plan import ShardingPlan
 from plait.spec.layout import Layout, Placement
 
 
@@ -32,6 +33,7 @@ class Draft:
     reasons: dict[str, str] = field(default_factory=dict)  # why parameters are whole, by name
     layouts: dict[str, Layout] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    reduce_axes: dict[str, tuple[str, ...]] = field(default_factory=dict)  # over which gradients are summed, by name
     without_rule: set[str] = field(default_factory=set)
     share: SplitShare | None = None
 
@@ -39,9 +41,9 @@ class Draft:
     begins: list[float] | None = None  # positions with which its stages begin
     pipeline: Pipeline | None = None
 
-    # what ZeRO decides
-    states: dict[str, Layout] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
+    # how ranks hold parameters
+    sharding: ShardingPlan = field(init=False)
+    cuts: dict[str, Cut] = field(default_factory=dict)  # of which ranks have parts, by name
 
     @property
     def graph(self) -> Graph:
@@ -53,8 +55,3 @@ class Draft:
     def graph(self, graph: Graph) -> None:
         (part,) = self.parts.values()
         part.graph = graph
-
-    @property
-    def cuts(self) -> dict[str, Cut]:
-        """How ZeRO cuts parameters, by name."""
-        return cuts_of(self.layouts, self.states, self.plan.sharding)

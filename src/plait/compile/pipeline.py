@@ -1,7 +1,7 @@
 """The order of everything: the passes that turn a captured step into the program of a plan's ranks. Start reading here.
 
-    captured step -> sharded over the mesh -> cut into the cells of a pipeline -> parameters gathered for their use
-                  -> gradients scattered over the ranks that keep parts of them -> repeated over microbatches
+    captured step -> sharded over the mesh -> cut into the cells of a pipeline -> the sharding plan of its parameters
+                  -> parameters gathered for their use -> gradients scattered -> repeated over microbatches
 
 A pass is a function that changes a Draft (compile/draft.py). It says which facts it requires and which it provides.
 What a backend makes of the program has a list of its own, such as EAGER_PASSES of backends/eager/passes.py.
@@ -14,7 +14,7 @@ from dataclasses import replace
 from plait.compile.capture.capture import Captured
 from plait.compile.compiled import NOTHING_SETTLED, Compiled, Settled
 from plait.compile.draft import Draft
-from plait.compile.ir.calls import copy_graph, placeholders
+from plait.compile.ir.calls import copy_graph, device_type, placeholders
 from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.ir.node_info import set_info
 from plait.compile.one_pass import Pass, Watcher, run_passes
@@ -26,10 +26,13 @@ from plait.compile.passes.recomputation import recompute
 from plait.compile.passes.scatter import scatter_gradients
 from plait.compile.rank_program import RankProgram, StepGraph, cell_name
 from plait.compile.shard import assign_roles, check_batch, choose_layouts, shard
+from plait.compile.sharding.flat_shards import cuts_of
 from plait.compile.sharding.formats import keep_formats, note_formats
 from plait.compile.stages.split import cut_in_stages, split_in_cells
 from plait.plan.annotation import Annotations
+from plait.plan.axes import stage_axis
 from plait.plan.plan import Plan
+from plait.plan.sharding_plan import Gather, sharding_plan
 
 
 def _name_inputs(draft: Draft) -> None:
@@ -68,40 +71,47 @@ def _recompute(draft: Draft) -> None:
 def _split_in_cells(draft: Draft) -> None:
     found = draft.pipeline = split_in_cells(draft.graph, draft.captured, draft.plan, draft.settled.stages)
     draft.layouts |= {name: found.placed(name, draft.layouts[name]) for name in found.stages}
+    draft.reduce_axes |= {
+        name: (*axes, stage_axis()) for name, axes in draft.reduce_axes.items() if len(found.ranks_of(name)) > 1
+    }
     draft.parts = {
         cell_name(cell): StepGraph(each.graph, each.outputs, found.num_micro(cell), cell)
         for cell, each in found.cells.graphs.items()
     }
 
 
-def _lay_out_states(draft: Draft) -> None:
-    frozen = draft.captured.frozen if draft.settled.frozen is None else draft.settled.frozen
-    parameters = {i.name: draft.layouts[i.name] for i in draft.captured.inputs if i.kind == "parameter"}
-    draft.states = draft.plan.sharding.state_layouts(parameters, frozen)
+def _plan_sharding(draft: Draft) -> None:
+    captured = draft.captured
+    frozen = captured.frozen if draft.settled.frozen is None else draft.settled.frozen
+    parameters = {i.name: draft.layouts[i.name] for i in captured.inputs if i.kind == "parameter"}
+    device = device_type(captured.graph.graph)
+    draft.sharding = sharding_plan(draft.plan, parameters, frozen=frozen, reduce_axes=draft.reduce_axes, device=device)
+    draft.cuts = cuts_of(draft.sharding)
 
 
 def _narrow_parameters(draft: Draft) -> None:
-    graphs = [part.graph for part in draft.parts.values()]
-    draft.dtypes = narrowed(graphs, draft.plan, draft.layouts, draft.states)
+    graphs, parameters = [part.graph for part in draft.parts.values()], draft.sharding.parameters
+    # The parts that ranks gather for each use are cast as they leave.
+    names = [name for name in draft.cuts if parameters[name].gather is not Gather.USE]
+    draft.sharding = draft.sharding.read_as(narrowed(graphs, names))
 
 
 def _gather_parameters(draft: Draft) -> None:
-    cuts = draft.cuts
     for part in draft.parts.values():
-        part.graph = gather_parameters(part.graph, cuts, draft.plan.sharding.axis)
+        part.graph = gather_parameters(part.graph, draft.cuts, draft.sharding.axis)
 
 
 def _scatter_gradients(draft: Draft) -> None:
     cuts = draft.cuts
     for part in draft.parts.values():
         kept = {i: cuts[name] for i, name in part.gradients.items() if name in cuts}
-        part.graph = scatter_gradients(part.graph, kept, draft.plan.sharding.axis)
+        part.graph = scatter_gradients(part.graph, kept, draft.sharding.axis)
 
 
 def _accumulate(draft: Draft) -> None:
     parts = {}
     for name, part in draft.parts.items():
-        for turn, graph in by_turn(part, draft.plan.sharding.sums_each_microbatch).items():
+        for turn, graph in by_turn(part, draft.sharding.sums_each_microbatch).items():
             parts[f"{name}.{turn}" if name else turn] = replace(part, graph=graph, turn=turn)
     draft.parts = parts
 
@@ -110,8 +120,8 @@ def _is_piped(draft: Draft) -> bool:
     return len(draft.plan.copies) > 1
 
 
-def _cuts_parameters(draft: Draft) -> bool:
-    return draft.plan.sharding.cuts_parameters
+def _gathers_for_use(draft: Draft) -> bool:
+    return bool(draft.sharding.gathered(Gather.USE))
 
 
 PASSES = (
@@ -134,16 +144,16 @@ PASSES = (
          when=lambda draft: draft.plan.recompute.kind != "none"),
     Pass("split-in-cells", "splits the step into forward and backward of each stage", _split_in_cells,
          ["stages"], ["cells"], when=_is_piped),
-    Pass("lay-out-states", "splits what the optimizer holds over data", _lay_out_states, ["layouts", "cells"],
-         ["state layouts"]),
+    Pass("plan-sharding", "decides how ranks hold each parameter, its gradient and its state", _plan_sharding,
+         ["layouts", "cells"], ["sharding plan"]),
     Pass("narrow-parameters", "reads parameters in the dtype in which they are used", _narrow_parameters,
-         ["state layouts"]),
-    Pass("gather-parameters", "gathers parameters before their use", _gather_parameters, ["state layouts"],
-         when=_cuts_parameters),
+         ["sharding plan"]),
+    Pass("gather-parameters", "gathers parameters before their use", _gather_parameters, ["sharding plan"],
+         when=_gathers_for_use),
     Pass("scatter-gradients", "scatters the sums of gradients of which a rank keeps a part", _scatter_gradients,
-         ["state layouts", "cells"], ["scattered gradients"], when=lambda draft: bool(draft.plan.sharding.axis)),
+         ["sharding plan", "cells"], ["scattered gradients"], when=lambda draft: bool(draft.sharding.axis)),
     Pass("accumulate", "makes the graphs of the first, middle and last microbatches", _accumulate,
-         ["state layouts", "cells", "scattered gradients"]),
+         ["sharding plan", "cells", "scattered gradients"]),
 )  # fmt: skip
 
 
@@ -163,5 +173,6 @@ def compile(
     whole = StepGraph(captured.graph.graph, tuple(captured.outputs), frozenset({plan.micro}))
     draft = Draft(captured, plan, annotations or {}, settled, {"": whole})
     run_passes(PASSES, draft, watcher)
-    program = RankProgram(draft.parts, captured, plan, draft.layouts, draft.states, draft.dtypes, draft.pipeline)
+    layouts = draft.layouts | {name: each.compute for name, each in draft.sharding.parameters.items()}
+    program = RankProgram(draft.parts, captured, plan, layouts, draft.sharding, draft.cuts, draft.pipeline)
     return Compiled(program, draft.origins, frozenset(draft.without_rule), draft.share)

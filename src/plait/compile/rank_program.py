@@ -15,9 +15,10 @@ from torch.fx import Graph
 
 from plait.compile.capture.capture import Captured, Output
 from plait.compile.ir.dtypes import dtype_named
-from plait.compile.sharding.flat_shards import Cut, cuts_of
+from plait.compile.sharding.flat_shards import Cut
 from plait.compile.stages.split import Pipeline
 from plait.plan.plan import Plan
+from plait.plan.sharding_plan import ShardingPlan
 from plait.schedule.readiness import Cell
 from plait.spec.layout import Layout
 
@@ -43,28 +44,23 @@ class RankProgram:
     """The graphs of a step, which are the same for all ranks but for parallel branches (compile/stages/specialise.py),
     and what the values are that go in and come out.
 
-    graphs   by turn of accumulation (turns_of), or with a pipeline by cell and turn: F0.alone, B0.first...
-    layouts  of parameters, buffers, constants and batch leaves, by name, as the graphs read them
-    states   of parameters, as the optimizer holds them
-    dtypes   in which the graphs read parameters, where that is not their own
+    graphs    by turn of accumulation (turns_of), or with a pipeline by cell and turn: F0.alone, B0.first...
+    layouts   of parameters, buffers, constants and batch leaves, by name, as the graphs read them
+    sharding  how the ranks hold each parameter
+    cuts      how parameters are cut of which a rank keeps a part, by name
     """
 
     graphs: dict[str, StepGraph]
     captured: Captured
     plan: Plan
     layouts: dict[str, Layout]
-    states: dict[str, Layout]
-    dtypes: dict[str, str]
+    sharding: ShardingPlan
+    cuts: dict[str, Cut]
     pipeline: Pipeline | None = None
-
-    @property
-    def cuts(self) -> dict[str, Cut]:
-        """How parameters are cut of which this rank keeps a part, by name."""
-        return cuts_of(self.layouts, self.states, self.plan.sharding)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Of a parameter, as the model has it."""
-        return dtype_named(self.layouts[name].dtype)
+        return dtype_named(self.sharding.parameters[name].state.dtype)
 
     @property
     def turns(self) -> tuple[str, ...]:

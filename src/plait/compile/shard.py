@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
+from plait.compile.capture.capture import Output
 from plait.compile.draft import Draft
-from plait.compile.ir.calls import placeholders
+from plait.compile.ir.calls import output_node, placeholders
 from plait.compile.ir.dtypes import dtype_name
 from plait.compile.sharding.auto_sharding import auto_sharding
 from plait.compile.sharding.narrow import gathered_of, mark_gathered
 from plait.compile.sharding.partition import partition
-from plait.compile.sharding.propagate import propagate
+from plait.compile.sharding.propagate import Propagation, propagate
 from plait.compile.sharding.split_share import split_share, step_flops
 from plait.compile.sharding.stage_parallelism import give_roles, propagate_by_role, split_by_weights, weights_role
 from plait.compile.stages.split import cut_in_stages
@@ -22,7 +23,7 @@ from plait.plan.annotation import resolve_annotations
 from plait.plan.axes import AxisKind, axes_in_order, axis_kind
 from plait.plan.plan import Plan
 from plait.plan.step_refusals import uneven_parts
-from plait.spec.layout import REPLICATE, Layout, Placement, Replicate, Shard
+from plait.spec.layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard
 
 
 def check_batch(draft: Draft) -> None:
@@ -61,6 +62,7 @@ def shard(draft: Draft) -> None:
     even = captured.rows % plan.num_batch_parts == 0
     leaves = {i.name for i in captured.inputs if i.kind == "batch"} if even else set[str]()
     split = {name: Shard(dim) for name, dim in captured.row_dims.items() if name in leaves}
+    draft.reduce_axes = {o.name: () for o in captured.outputs if o.kind == "gradient"}
     flops: dict[str, tuple[int, int]] = {}  # by axis that splits weights: before it does, and after
     for kind in axes_in_order():
         axis, size = kind.name, plan.mesh.axis_size(kind.name)
@@ -78,6 +80,8 @@ def shard(draft: Draft) -> None:
             laid_out = propagate_by_role(graph, size, fixed, rows, wanted, origin, axis)
         else:
             laid_out = propagate(graph, size, fixed, wanted, origin, _local_norm(plan, kind), axis)
+        for name in _summed(laid_out, captured.outputs):
+            draft.reduce_axes[name] += (axis,)
         before = step_flops(graph) if kind.cuts_weights else 0
         graph = partition(laid_out, axis)
         if kind.cuts_weights:
@@ -135,6 +139,16 @@ def _choose_parameters(
             fixed |= found
         chosen[axis] = (fixed, origin)
     return chosen, reasons
+
+
+def _summed(laid_out: Propagation, outputs: Sequence[Output]) -> list[str]:
+    """The parameters of whose gradients each rank along the axis makes one term."""
+    (results,) = output_node(laid_out.graph).args
+    return [
+        output.name
+        for output, result in zip(outputs, results, strict=True)  # type: ignore[arg-type]
+        if output.kind == "gradient" and isinstance(result, Node) and isinstance(laid_out.placement(result), Partial)
+    ]
 
 
 def _local_norm(plan: Plan, kind: AxisKind) -> bool:

@@ -6,14 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch.fx import Graph, Node
 
 from plait.compile.ir.calls import num_bytes, op_spec_of
+from plait.compile.ir.dtypes import dtype_named
 from plait.compile.ir.node_info import NodeInfo, info_of
 from plait.compile.ops import CollectiveKind, Communication
 from plait.compile.rank_program import RankProgram
 from plait.compile.stages.split import Pipeline
+from plait.plan.sharding_plan import Gather
 from plait.schedule.readiness import Cell
 
 
@@ -47,17 +48,16 @@ def step_collectives(program: RankProgram, graphs: Mapping[str, Graph]) -> list[
     that has it. `graphs` are what a backend runs for those of the program."""
     sizes = dict(program.plan.mesh.axes)
     by_turn = {turn: collectives(graph, sizes) for turn, graph in graphs.items()}
-    cuts = program.cuts
-    gathers = cuts and program.plan.sharding.gathers_updates
+    gathered = program.sharding.gathered(Gather.UPDATE)
     if program.pipeline is None:
         found = [one for turn in program.turns for one in by_turn[turn]]
-        return found + ([_gather_of_parts(program, list(cuts), sizes)] if gathers else [])
+        return found + ([_gather_of_parts(program, gathered, sizes)] if gathered else [])
     found = []
     for cell in program.pipeline.cells.graphs:
         turns = [turn for num in _runs(program.pipeline, cell) for turn in program.turns_of_cell(cell, num)]
         found += [replace(one, stage=cell[1]) for turn in turns for one in by_turn[turn]]
-    for stage in range(program.pipeline.cells.num_stages) if gathers else ():
-        names = [name for name in cuts if stage in program.pipeline.stages[name]]
+    for stage in range(program.pipeline.cells.num_stages) if gathered else ():
+        names = [name for name in gathered if stage in program.pipeline.stages[name]]
         found += [replace(_gather_of_parts(program, names, sizes), stage=stage)] if names else []
     return found
 
@@ -71,14 +71,13 @@ def _runs(pipeline: Pipeline, cell: Cell) -> list[int]:
 
 def _gather_of_parts(program: RankProgram, names: Sequence[str], sizes: Mapping[str, int]) -> Collective:
     """After an update every rank gets the parameters of which it has updated a part."""
-    held = 0
-    for name in names:
-        dtype = getattr(torch, program.dtypes[name]) if name in program.dtypes else program.dtype_of(name)
-        held += math.prod(program.cuts[name].part_shape(0)) * dtype.itemsize
-    info = NodeInfo(phase="update", origin="zero")
-    return _collective(
-        CollectiveKind.ALL_GATHER, program.plan.sharding.axis, held, sizes, info, f"{len(names)} parameters"
+    sharding = program.sharding
+    held = sum(
+        math.prod(program.cuts[name].part_shape(0)) * dtype_named(sharding.parameters[name].compute.dtype).itemsize
+        for name in names
     )
+    info = NodeInfo(phase="update", origin="zero")
+    return _collective(CollectiveKind.ALL_GATHER, sharding.axis, held, sizes, info, f"{len(names)} parameters")
 
 
 def _sent_by(node: Node, does: Communication, sizes: Mapping[str, int]) -> list[Collective]:

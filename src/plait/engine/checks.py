@@ -92,10 +92,9 @@ def check_step(
     facts = check_captured(compiler, plan, captured, clip_norm)
     compiled = compiler.compiled_from(captured)
     if optimizer is not None:
-        mesh = plan.inner_plan.mesh
-        refuse(
-            plan, replace(facts, optimizer=facts_of_optimizer(optimizer, compiler.model, compiled.program.states, mesh))
-        )
+        sharding = compiled.program.sharding
+        trials = facts_of_optimizer(optimizer, compiler.model, sharding.states, sharding.mesh)
+        refuse(plan, replace(facts, optimizer=trials))
     return compiled
 
 

@@ -40,6 +40,7 @@ from plait.errors import CaptureError, LossError, PlanError, Refusal
 from plait.plan.axes import ddp_axis
 from plait.plan.legality import refusals
 from plait.plan.plan import Plan
+from plait.plan.sharding_plan import ParameterSharding, ShardingPlan
 from plait.plan.step_facts import StepFacts
 from plait.spec.layout import Layout
 
@@ -122,6 +123,8 @@ class EagerExecutor:
         self.layouts = {n: Layout(torch_name(p.dtype), tuple(p.shape)) for n, p in self.parameters.items()}
         self._num_runs = 0  # training steps
         self._axis, self._num = ddp_axis(), _num_ranks(plan)
+        whole = {name: ParameterSharding(layout, layout) for name, layout in self.layouts.items()}
+        self.sharding = ShardingPlan(plan.mesh, "", whole)
         self._checks = self._num > 1 and LOCAL_LOSS not in allow
         if self._checks:
             _refuse_batch_norm(model, plan)

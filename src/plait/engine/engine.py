@@ -197,7 +197,7 @@ class Engine:
             lambda made: describe_optimizer(made[0]),
             "give every rank the same optimizer",
         )
-        state.update = Update(state.optimizer, executor.parameters, executor.layouts, world, self.homes)
+        state.update = Update(state.optimizer, executor.parameters, executor.sharding, world, self.homes)
 
     def rows_here(self, batch: Any) -> Any:
         """The rows of a global batch that this rank's replica trains on."""
@@ -331,7 +331,7 @@ class Engine:
         assert state.optimizer is not None
         given = (state.optimizer, make, executor.parameters, absent, executor.frozen, self._trained, self.plan)
         if follow_frozen(*given):
-            state.update = Update(state.optimizer, executor.parameters, executor.layouts, self.world, self.homes)
+            state.update = Update(state.optimizer, executor.parameters, executor.sharding, self.world, self.homes)
             note_absent(state.optimizer, absent)
             self._trained |= executor.layouts.keys() - {*executor.frozen}
         self._frozen = executor.frozen

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
+from plait.plan.sharding_plan import ShardingPlan
 from plait.spec.layout import Layout
 
 if TYPE_CHECKING:  # a parameter server, which runs no step, starts in half the time without these imports
@@ -71,6 +72,11 @@ class StepExecutor(ModelParts, Protocol):
     @property
     def compiled(self) -> Compiled | None:
         """The compiled step of the first batch; None for a model that is not captured."""
+        ...
+
+    @property
+    def sharding(self) -> ShardingPlan:
+        """How the ranks hold each parameter."""
         ...
 
     @property

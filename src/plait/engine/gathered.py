@@ -104,7 +104,7 @@ class _Lending:
         own = dict(model.named_parameters())
         # Parameters that are in the model already, whole. None with replicas, which must see what changes.
         mine = self._parts.parameters if run.replicas is None else {}
-        shared = run.plan.sharding.shares_parameters  # several ranks would write to one tensor
+        shared = run.plan.shares_parameters  # several ranks would write to one tensor
         self._live = {name for name in self._parts.layouts if mine.get(name) is own[name] and not shared}
         self.changed: dict[str, Tensor] = {}
 

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map
 
 from plait.errors import ModelError
 from plait.plan.plan import Plan
-from plait.spec.layout import Layout, Only, Shard
+from plait.plan.sharding_plan import DEVICE, ParameterSharding
+from plait.spec.layout import Only, Shard
 
 Fetch = Callable[[str], Tensor]
 
@@ -157,13 +158,13 @@ def put_back(before: list[tuple[nn.Module, dict[str, Any]]]) -> None:
         _put(module, parameters)
 
 
-def where(name: str, layout: Layout, plan: Plan, is_away: bool) -> str:
+def where(parameter: ParameterSharding, plan: Plan) -> str:
     """Where the values of a parameter are, and how the user gets them, as a sentence."""
-    cut = [axis for axis, p in layout.placements if isinstance(p, Shard)]
-    only = [axis for axis, p in layout.placements if isinstance(p, Only)]
+    cut = [axis for axis, p in parameter.state.placements if isinstance(p, Shard)]
+    only = [axis for axis, p in parameter.state.placements if isinstance(p, Only)]
     at = f"the ranks of {' and '.join(cut)} have a part of it each" if cut else "the trainer has it"
     at += f", on some ranks of {only[0]} only" if only else ""
-    at += f", on the {plan.home_parameters}" if is_away else ""
+    at += f", on the {parameter.memory}" if parameter.memory != DEVICE else ""
     return (
         f"under the plan {plan.title!r} {at}. Use the model within `with trainer.gathered():`, or take"
         " trainer.full_state_dict()"

@@ -72,7 +72,8 @@ class RankExecutor:
         model = compiler.model
         program = self.executable(first_microbatch(batch, compiler.plan.micro)).program
         own = {name: p for name, p in model.named_parameters() if name not in program.captured.changing}
-        self.layouts: dict[str, Layout] = {name: program.states[name] for name in own}
+        self.sharding = program.sharding
+        self.layouts: dict[str, Layout] = {name: self.sharding.states[name] for name in own}
         self.dtypes = {name: p.dtype for name, p in own.items()}
         self.variables = Variables(model, program, world, self.homes, seed, adopt)
         self._lent: set[str] = set()  # parameters whose memory is that of the values they were last given
@@ -89,7 +90,7 @@ class RankExecutor:
             for key in module._buffers
             if (name := f"{prefix}.{key}" if prefix else key) in buffers
         ]
-        held = {} if compiler.plan.sharding.shares_parameters or not adopt else self.variables.parameters
+        held = {} if compiler.plan.shares_parameters or not adopt else self.variables.parameters
         self._held = [
             (name, module, key, p)
             for prefix, module in model.named_modules()
@@ -99,7 +100,7 @@ class RankExecutor:
 
     def release(self) -> None:
         """Free the model's own copies of parameters that are stored elsewhere."""
-        self.variables.release(self.layouts)
+        self.variables.release()
 
     @property
     def model(self) -> nn.Module:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from plait.comm.protocol import World
+from plait.compile.ir.dtypes import dtype_named
 from plait.compile.rank_program import RankProgram
 from plait.compile.sharding.flat_shards import Cut
-from plait.engine.state import lies_here
 from plait.errors import PlanError
 from plait.plan.legality import no_common_memory
 
@@ -46,21 +46,17 @@ def shared_parameters(program: RankProgram, world: World) -> dict[str, SharedPar
 
     Raises PlanError if the data ranks cannot share memory.
     """
-    sharding = program.plan.sharding
-    if not sharding.shares_parameters:
+    sharding = program.sharding
+    shared = {name: each for name, each in sharding.parameters.items() if each.shared}
+    if not shared:
         return {}
-    cuts = program.cuts
     forms: dict[str, tuple[Tensor, Cut | None, bool]] = {}
     here = world.mesh.coordinates(world.rank)
-    for name in program.states:
-        layout = program.layouts[name]
-        cut = cuts.get(name)
-        if not lies_here(layout, world) or (cut is None and (layout.placements or name not in program.captured.frozen)):
-            continue
-        narrow = program.dtypes.get(name)
-        dtype = program.dtype_of(name) if narrow is None else getattr(torch, narrow)
-        shape = layout.local_shape(world.mesh, here)
-        forms[name] = (_form(shape, dtype, cut if narrow is None else None), cut, narrow is not None)
+    for name, each in shared.items():
+        if each.compute.lies_at(here):
+            cut, shape = program.cuts.get(name), each.compute.local_shape(world.mesh, here)
+            form = _form(shape, dtype_named(each.compute.dtype), cut if each.narrow is None else None)
+            forms[name] = form, cut, each.narrow is not None
     sizes = [-(-form.nbytes // _ALIGN) * _ALIGN for form, _, _ in forms.values()]
     memory = _memory(sum(sizes), world, sharding.axis)
     pieces = memory.split(sizes)

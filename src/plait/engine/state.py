@@ -15,8 +15,7 @@ from plait.spec.layout import Layout, Only, Replicate, Shard, part_bounds
 
 def lies_here(layout: Layout, world: World) -> bool:
     """Whether this rank holds any part of the tensor."""
-    here = world.mesh.coordinates(world.rank)
-    return all(here[axis] in p.ranks for axis, p in layout.placements if isinstance(p, Only))
+    return layout.lies_at(world.mesh.coordinates(world.rank))
 
 
 def counts_here(layout: Layout, world: World) -> bool:

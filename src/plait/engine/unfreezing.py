@@ -65,7 +65,7 @@ def follow_frozen(
 def _refuse(name: str, plan: Plan) -> None:
     """Raise PlanError if the plan cannot start to train the parameter midway."""
     why = {
-        "central=host keeps what does not train in memory that no rank updates": plan.sharding.shares_parameters,
+        "central=host keeps what does not train in memory that no rank updates": plan.shares_parameters,
         "room on disk is set aside when training begins": plan.uses_disk,
         f"replicas that agree under sync={plan.sync} exchange what trained when training began": bool(
             plan.relaxed_axis

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from plait.backends.eager.offload.disk import DiskPlace, Transfer
 from plait.backends.eager.offload.store import Offload, hollow
 from plait.backends.eager.page_memory import page_memory
-from plait.backends.eager.rewrites.offload_ops import is_large
 from plait.comm.device import synchronize
 from plait.comm.protocol import World
 from plait.cost.memory_model import padded
 from plait.engine.optimizers import refuse_some_at_a_time
 from plait.engine.trying import tried
 from plait.optim.several import each_parameter
-from plait.spec.layout import Layout, Shard
+from plait.plan.sharding_plan import DEVICE, ShardingPlan, is_large
+from plait.spec.layout import Shard
 
 _CHUNK_BYTES = 16 << 20
 _NUM_BUFFERS = 3
@@ -82,14 +82,14 @@ class _Buffer:
 class Update:
     """Steps an optimizer over a rank's `parameters`. State on disk is represented by tensors without memory.
 
-    `layouts` decide the chunks, so that they are equal on every rank: an optimizer may sum over ranks.
+    `sharding` decides the chunks, so that they are equal on every rank: an optimizer may sum over ranks.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         parameters: Mapping[str, nn.Parameter],
-        layouts: Mapping[str, Layout],
+        sharding: ShardingPlan,
         world: World,
         offload: Offload,
     ) -> None:
@@ -100,12 +100,13 @@ class Update:
         self._chunks: list[list[nn.Parameter]] = []
         self._buffers = [_Buffer() for _ in range(_NUM_BUFFERS)]
         self._next_buffer = 0
-        self._shared_by = world if offload.plan.sharding.shares_parameters else None
+        self._sharding = sharding
+        self._shared_by = world if offload.plan.shares_parameters else None
         if not offload.plan.uses_disk:
             return
         refuse_some_at_a_time(optimizer, offload.plan)
         estimate = StateEstimate(optimizer)
-        self._chunks = self._cut(estimate, layouts, world)
+        self._chunks = self._cut(estimate, world)
         if offload.plan.home_optimizer != "disk":
             return
         needed = 0
@@ -159,7 +160,7 @@ class Update:
     def _wait_for_readers(self, world: World) -> None:
         """Wait until no rank reads the shared parameters any more."""
         synchronize(world.device)
-        world.comm(self._offload.plan.sharding.axis).barrier()
+        world.comm(self._sharding.axis).barrier()
 
     @contextmanager
     def _set_aside(self) -> Iterator[tuple[dict[nn.Parameter, Tensor], list[list[nn.Parameter]]]]:
@@ -255,15 +256,16 @@ class Update:
             state[key] = place.form
         return transfers
 
-    def _cut(self, estimate: StateEstimate, layouts: Mapping[str, Layout], world: World) -> list[list[nn.Parameter]]:
+    def _cut(self, estimate: StateEstimate, world: World) -> list[list[nn.Parameter]]:
         """The parameters in the optimizer's order, in chunks whose tensors on disk fit a buffer."""
         found: list[list[nn.Parameter]] = []
         held = 0
         for group, p in self._own():
-            layout = layouts[self._names[p]]
+            each = self._sharding.parameters[self._names[p]]
+            layout = each.state
             axes = [axis for axis, where in layout.placements if isinstance(where, Shard)]
             size = sum(estimate.state_bytes(group, layout.shape, p.dtype))
-            size += 2 * math.prod(layout.shape) * p.dtype.itemsize if self._offload.fetches_parameters else 0
+            size += 2 * math.prod(layout.shape) * p.dtype.itemsize if each.memory != DEVICE else 0
             size //= math.prod(world.mesh.axis_size(axis) for axis in axes)
             if not found or held + size > _CHUNK_BYTES:
                 found.append([])

@@ -16,24 +16,24 @@ optimizer has copies in host memory, which are copied to the device after it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from plait.backends.eager.offload.store import Offload, hollow
 from plait.backends.eager.rewrites.gather_ahead import Gathering
-from plait.backends.eager.rewrites.offload_ops import large
 from plait.comm.protocol import World
+from plait.compile.ir.dtypes import dtype_named
 from plait.compile.rank_program import RankProgram
 from plait.compile.sharding.flat_shards import Cut, FlatShards
 from plait.cost.memory_model import padded
 from plait.engine.initialise import initial_parameters
 from plait.engine.model_weights import release, where
 from plait.engine.shared_parameters import shared_parameters
-from plait.engine.state import is_whole, lies_here
+from plait.engine.state import is_whole
+from plait.plan.sharding_plan import DISK, Gather
 from plait.schedule.buckets import bucket_limit, split_buckets
-from plait.spec.layout import Layout
 
 
 class Variables:
@@ -50,11 +50,11 @@ class Variables:
     def __init__(
         self, model: nn.Module, program: RankProgram, world: World, offload: Offload, seed: int, adopt: bool
     ) -> None:
-        sharding = program.plan.sharding
+        sharding = self._sharding = program.sharding
         self._world = world
         self._axis = sharding.axis
         self._offload = offload
-        self._away = large(program.states) if offload.fetches_parameters else frozenset()
+        self._away = sharding.away
         self._shared = shared_parameters(program, world)
         self._bucket_bytes = program.plan.bucket_bytes
         # For parameters that are gathered after an update: how they are cut, and meta tensors of the graph's inputs.
@@ -65,9 +65,9 @@ class Variables:
         own = dict(model.named_parameters())
         changing = program.captured.changing
         self.changing: dict[str, Tensor] = {}
-        states = program.layouts | (program.states if sharding.cuts_parameters else {})
-        held = {name: states[name] for name in own}
-        cuts = program.cuts if sharding.gathers_updates else {}
+        stored = program.layouts | {name: each.held for name, each in sharding.parameters.items()}
+        held = {name: stored[name] for name in own}
+        cuts = {name: program.cuts[name] for name in sharding.gathered(Gather.UPDATE)}
         adopted: set[str] = set()
         self._reserve_disk(program)
         for name, value in initial_parameters(model, held, world, seed):
@@ -79,7 +79,7 @@ class Variables:
                 can_adopt = adopt and is_whole(held[name]) and not own[name].is_meta
                 if can_adopt and value.data_ptr() != own[name].data_ptr():
                     own[name].data = value  # the value of rank 0
-                if self._store(name, value, own[name], cuts.get(name), program.dtypes.get(name), can_adopt):
+                if self._store(name, value, own[name], cuts.get(name), sharding.parameters[name].narrow, can_adopt):
                     adopted.add(name)
         self._buckets = list(self._make_buckets())
         if self._shared:
@@ -87,11 +87,11 @@ class Variables:
         self._released = own.keys() - adopted if adopt else set()
         self._model = model
 
-    def release(self, states: Mapping[str, Layout]) -> None:
+    def release(self) -> None:
         """Free the model's own copies of parameters that are stored elsewhere. Before this, a failed start leaves
         the model as it was."""
         plan = self._offload.plan
-        whys = {name: where(name, states[name], plan, name in self._away) for name in self._released}
+        whys = {name: where(self._sharding.parameters[name], plan) for name in self._released}
         release(self._model, self._released, whys)
 
     def _store(
@@ -101,7 +101,7 @@ class Variables:
         device = self._world.device
         if name in self._shared:
             return self._share(name, value, own, adopt)
-        if name in self._away or self._offload.updates_on_host:
+        if name in self._away or self._sharding.updates_on_host:
             self._store_offloaded(name, value.to(device), cut, narrow, own.requires_grad)
             return False
         if cut is not None:
@@ -117,7 +117,7 @@ class Variables:
         part = cut.part(whole, self._world.comm(self._axis).rank)
         if narrow is not None:
             part = part.clone(memory_format=torch.contiguous_format)
-            whole = whole.to(getattr(torch, narrow))
+            whole = whole.to(dtype_named(narrow))
         self._cuts[name] = cut
         self.inputs[name] = whole
         self._wholes[name] = torch.empty_like(whole, device="meta")
@@ -133,13 +133,13 @@ class Variables:
             part.copy_(mine)
         if shared.narrow:
             part = mine.to("cpu").clone(memory_format=torch.contiguous_format)
-        if offload.fetches_parameters or offload.updates_on_host:
+        if name in self._away or self._sharding.updates_on_host:
             offload.forms[name] = torch.empty_like(part, device="meta")
         self.parameters[name] = nn.Parameter(part, requires_grad=own.requires_grad)
         if name in self._away:
             offload.lend(f"parameter/{name}", part)
             offload.lend(f"input/{name}", shared.whole)
-        elif offload.updates_on_host:
+        elif self._sharding.updates_on_host:
             self.inputs[name] = value.to(shared.whole.dtype)
         else:
             self.inputs[name] = shared.whole
@@ -153,7 +153,7 @@ class Variables:
         offload = self._offload
         part = value if cut is None else cut.part(value, self._world.comm(self._axis).rank).contiguous()
         offload.forms[name] = torch.empty_like(part, device="meta")
-        whole = value if narrow is None else value.to(getattr(torch, narrow))
+        whole = value if narrow is None else value.to(dtype_named(narrow))
         if cut is not None:
             self._cuts[name] = cut
             self._wholes[name] = torch.empty_like(whole, device="meta")
@@ -172,19 +172,19 @@ class Variables:
 
     def _reserve_disk(self, program: RankProgram) -> None:
         """Reserve disk space for offloaded parameters and gradients, before anything is written."""
-        plan, here = program.plan, self._world.mesh.coordinates(self._world.rank)
-        sharding, cuts = plan.sharding, program.cuts
-        if not self._away or plan.home_parameters != "disk":
+        mesh, here = self._world.mesh, self._world.mesh.coordinates(self._world.rank)
+        on_disk = {name: each for name, each in self._sharding.parameters.items() if each.memory == DISK}
+        if not on_disk:
             return
         num_bytes = 0
-        for name in self._away:
-            if not lies_here(program.states[name], self._world):
+        for name, each in on_disk.items():
+            if not each.state.lies_at(here):
                 continue
             size = program.dtype_of(name).itemsize
-            part = padded(math.prod(program.states[name].local_shape(self._world.mesh, here)) * size)
-            whole = padded(math.prod(program.layouts[name].local_shape(self._world.mesh, here)) * size)
-            num_bytes += 2 * part + (whole if name in cuts and sharding.gathers_updates else 0)
-            num_bytes += whole if plan.micro > 1 and not sharding.sums_each_microbatch else 0
+            part = padded(math.prod(each.state.local_shape(mesh, here)) * size)
+            whole = padded(math.prod(each.compute.local_shape(mesh, here)) * size)
+            num_bytes += 2 * part + (whole if each.gather is Gather.UPDATE else 0)
+            num_bytes += whole if program.plan.micro > 1 and not self._sharding.sums_each_microbatch else 0
         self._offload.file.promise(num_bytes, "parameters and gradients")
 
     def _make_buckets(self) -> Iterator[tuple[FlatShards, list[str]]]:
@@ -216,7 +216,7 @@ class Variables:
     def updated(self) -> None:
         """Gather the parts that the optimizer has changed, so that the graph reads the new values."""
         self._update_shared()
-        if self._offload.updates_on_host:
+        if self._sharding.updates_on_host:
             for name in self.inputs.keys() - self._cuts.keys() - self._shared.keys():
                 self.inputs[name].copy_(self.parameters[name].detach(), non_blocking=True)
         ahead: list[tuple[Gathering, list[str]]] = []
@@ -236,7 +236,7 @@ class Variables:
                 shared.part(comm.rank).copy_(self.parameters[name].detach())
         comm.barrier()  # no rank reads before all ranks have updated
         for name, shared in self._shared.items():
-            if self._offload.updates_on_host and name in self.inputs:
+            if self._sharding.updates_on_host and name in self.inputs:
                 self.inputs[name].copy_(shared.whole)
 
     def _start_gather(self, rows: FlatShards, names: list[str]) -> Gathering:

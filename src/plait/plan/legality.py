@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from plait.errors import Refusal
 from plait.plan.plan import Plan
+from plait.plan.sharding_plan import parameters_away, updates_on_host
 from plait.plan.step_facts import Place, StepFacts
 from plait.plan.step_refusals import of_changes, of_graph, of_modules, of_optimizer, of_rows, of_wrappers
 
@@ -28,26 +29,6 @@ def refusals(plan: Plan, facts: StepFacts, place: Place | None = None) -> tuple[
         found += _of_homes(plan.inner_plan, place)
         found += _of_common_memory(plan, place)
     return tuple(found)
-
-
-def parameters_away(plan: Plan, device: str) -> bool:
-    """Whether parameters are fetched for each use, on a type of device."""
-    return plan.home_parameters == "disk" or (device != "cpu" and plan.home_parameters == "host")
-
-
-def gradients_away(plan: Plan, device: str) -> bool:
-    """Whether gradients leave the device, because they are read elsewhere."""
-    return parameters_away(plan, device) or updates_on_host(plan, device)
-
-
-def updates_on_host(plan: Plan, device: str) -> bool:
-    """Whether the optimizer's step runs on the host beside a device that computes."""
-    return device != "cpu" and (plan.home_optimizer != "device" or plan.central == "host")
-
-
-def activations_away(plan: Plan, device: str) -> bool:
-    """Whether values of the forward pass leave the device until the backward pass."""
-    return plan.home_activations == "disk" or (device != "cpu" and plan.home_activations == "host")
 
 
 def no_common_memory(num_ranks: int) -> Refusal:

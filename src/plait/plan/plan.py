@@ -11,7 +11,6 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
-from functools import cached_property
 from typing import Any, cast
 
 from plait.errors import PlanError
@@ -37,7 +36,6 @@ from plait.plan.kinds import (
 )
 from plait.plan.recompute import NO_RECOMPUTE, Recompute
 from plait.plan.refusals import OF_AGREEMENT, names_not_yet, refuse_key, refused_together
-from plait.plan.sharding_plan import ShardingPlan
 from plait.spec.mesh import Mesh
 
 _OTHER_AXES = "axes."  # stands for the keys of axes that have a row in plan/axes.py and no field below
@@ -205,10 +203,10 @@ class Plan:
         """Whether anything has its home on disk."""
         return "disk" in (self.home_optimizer, self.home_parameters, self.home_activations)
 
-    @cached_property
-    def sharding(self) -> ShardingPlan:
-        """What each rank keeps of parameters, gradients and optimizer state."""
-        return ShardingPlan.make(self.mesh, self.zero, self.central)
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether several ranks have parameters in memory in common, of which each updates its part."""
+        return self.central == "host" and self.mesh.axis_size(axes.zero_axis()) > 1
 
     def with_own_parameters(self) -> Plan:
         """The plan that cuts the same where no memory is in common: each rank has parameters of its own."""

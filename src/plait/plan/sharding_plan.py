@@ -1,88 +1,224 @@
-"""What zero= and central= mean, in facts: who keeps which part of a parameter, its gradient and its optimizer state.
+"""The sharding plan: for every parameter its layouts, the sums of its gradient, and the memory that keeps it.
 
-zero=1  the optimizer's state is cut; each rank updates its part of a parameter and the parts are gathered after that
-zero=2  gradients too: each microbatch's are reduce-scattered as they come, and only the part is kept
-zero=3  parameters too: a rank holds its part, and gathers the whole for each use (compile/passes/gather.py)
+    plan, layouts in which the graph reads parameters, facts -> sharding_plan -> ShardingPlan
 
-central=host cuts as zero=2 does; nothing is gathered, because all update their parts of the same tensors.
-(Rajbhandari et al. 2020, "ZeRO".)
+It is made once, when a step is compiled. Passes, backends and the engine read it, and none of them asks for keys of the
+plan again:
+
+zero=1        the optimizer's state is cut; each rank updates its part of a parameter, and the parts are gathered
+zero=2        gradients too: each microbatch's are reduce-scattered as they come, and only the part is kept
+zero=3        parameters too: a rank holds its part, and gathers the whole for each use (compile/passes/gather.py)
+central=host  cuts as zero=2 does; nothing is gathered, because all update their parts of the same tensors
+home.*        large parameters, and their gradients, are kept on the host or on disk between their uses
+
+(Rajbhandari et al. 2020, "ZeRO"; Rajbhandari et al. 2021, "ZeRO-Infinity".)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
 
 from plait.plan.axes import axis_kind, zero_axis
+from plait.plan.plan import Plan
 from plait.spec.layout import Layout, Only, Replicate, Shard
 from plait.spec.mesh import Mesh
+
+DEVICE, HOST, DISK = "device", "host", "disk"  # kinds of memory, as home.* names them
+SMALL = 1 << 14  # elements; a smaller tensor stays where it is: moving it takes as long as moving one of this size
+
+
+class Gather(Enum):
+    """When the ranks that hold parts of a parameter gather the whole."""
+
+    NEVER = "never"
+    USE = "for each use"
+    UPDATE = "after each update"
+
+
+@dataclass(frozen=True)
+class ParameterSharding:
+    """How the ranks hold one parameter.
+
+    compute          the layout in which the graph reads it, once it is gathered
+    state            the layout in which the optimizer holds it, its gradient and its optimizer state
+    cut_dim          the dim along which a rank's tensor of `compute` is cut to become that of `state`; None: it is not
+    gather           when the parts are gathered
+    reduce_axes      the axes over which ranks sum their terms of its gradient
+    frozen           whether it did not train when training began
+    shared           whether its ranks have the tensor of `compute` in common, in host memory
+    memory           the kind of memory that keeps it between its uses
+    gradient_memory  the kind of memory that keeps its gradient until the update
+    """
+
+    compute: Layout
+    state: Layout
+    cut_dim: int | None = None
+    gather: Gather = Gather.NEVER
+    reduce_axes: tuple[str, ...] = ()
+    frozen: bool = False
+    shared: bool = False
+    memory: str = DEVICE
+    gradient_memory: str = DEVICE
+
+    @property
+    def held(self) -> Layout:
+        """The layout of what a rank stores from one step to the next."""
+        return self.state if self.gather is Gather.USE else self.compute
+
+    @property
+    def narrow(self) -> str | None:
+        """The dtype in which the graph reads it, if the optimizer has a wider one."""
+        return None if self.compute.dtype == self.state.dtype else self.compute.dtype
+
+    def __str__(self) -> str:
+        facts = {
+            "state": "" if self.state == self.compute else str(self.state),
+            "gathered": "" if self.gather is Gather.NEVER else self.gather.value,
+            "summed over": ", ".join(self.reduce_axes),
+            "on": "" if self.memory == DEVICE else self.memory,
+            "gradient on": "" if self.gradient_memory == DEVICE else self.gradient_memory,
+        }
+        words = [f"{key} {value}" for key, value in facts.items() if value]
+        words += ["shared"] * self.shared + ["frozen"] * self.frozen
+        return "; ".join([str(self.compute), *words])
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """From the layout in which the graph reads a parameter to the one in which the optimizer holds it.
+    """How the ranks of a plan hold the parameters of a step.
 
-    axis                  the axis over whose ranks optimizer state is cut; empty where each has all of it
-    sums_each_microbatch  gradients are summed over ranks at every microbatch, and a rank keeps its part of the sums
-    cuts_parameters       a rank holds its part of parameters, and the graph gathers the whole for each use
-    gathers_updates       a rank holds parameters whole and updates its part; the parts are gathered after an update
-    shares_parameters     the ranks of the axis have whole parameters in memory in common, and each updates its part
-    narrows_parameters    whole parameters may be of a narrower dtype than the part that the optimizer has
+    mesh                  the plan's mesh
+    axis                  the axis over whose ranks states are cut; empty where each rank has all of them
+    parameters            by name, in the order of the step's inputs
+    sums_each_microbatch  whether gradients are summed over ranks at every microbatch, and a rank keeps its part
+    updates_on_host       whether the optimizer's step runs on the host beside a device that computes
     """
 
     mesh: Mesh
-    axis: str = ""
+    axis: str
+    parameters: Mapping[str, ParameterSharding]
     sums_each_microbatch: bool = False
-    cuts_parameters: bool = False
-    gathers_updates: bool = False
-    shares_parameters: bool = False
-    narrows_parameters: bool = False
-
-    @classmethod
-    def make(cls, mesh: Mesh, zero: int, central: str) -> ShardingPlan:
-        """That of a plan with this mesh and these values of `zero` and `central`."""
-        shares = central == "host"
-        stage = 2 if shares else zero
-        axis = zero_axis()
-        several = mesh.axis_size(axis) > 1
-        return cls(
-            mesh,
-            axis if stage and several else "",
-            sums_each_microbatch=stage >= 2,
-            cuts_parameters=stage == 3,
-            gathers_updates=not shares and stage in (1, 2),
-            shares_parameters=shares and several,
-            narrows_parameters=stage in (1, 2),
-        )
+    updates_on_host: bool = False
 
     @property
     def num_parts(self) -> int:
         """Into how many parts states are cut."""
         return self.mesh.axis_size(self.axis) if self.axis else 1
 
-    def state_layouts(self, layouts: Mapping[str, Layout], frozen: Collection[str]) -> dict[str, Layout]:
-        """The layout in which the optimizer holds each parameter, by name. `frozen` are those that do not train."""
-        whole = () if self.cuts_parameters else frozen
-        return {name: each if name in whole else self.state_layout(each) for name, each in layouts.items()}
+    @cached_property
+    def states(self) -> dict[str, Layout]:
+        """The layout in which the optimizer holds each parameter, by name."""
+        return {name: each.state for name, each in self.parameters.items()}
 
-    def state_layout(self, layout: Layout) -> Layout:
-        """The layout with one more dim cut over the axis: the first that divides evenly, or else the longest.
+    @cached_property
+    def away(self) -> frozenset[str]:
+        """The names of parameters that are fetched for each use."""
+        return frozenset(name for name, each in self.parameters.items() if each.memory != DEVICE)
 
-        Scalars stay whole, and so does what lies on one rank of an axis only, and a dim that another axis cuts.
-        """
-        if not self.axis:
-            return layout
-        taken = {p.dim for _, p in layout.placements if isinstance(p, Shard)}
-        free = [dim for dim, n in enumerate(layout.shape) if dim not in taken and n > 1]
-        on_one = any(isinstance(p, Only) and not axis_kind(axis).has_stages for axis, p in layout.placements)
-        if not free or on_one or not isinstance(layout.on(self.axis), Replicate):
-            return layout
-        even = (dim for dim in free if layout.shape[dim] % self.num_parts == 0)
-        dim = next(even, max(free, key=lambda each: layout.shape[each]))
-        others = tuple((axis, p) for axis, p in layout.placements if axis != self.axis)
-        return Layout(layout.dtype, layout.shape, (*others, (self.axis, Shard(dim))))
+    @cached_property
+    def gradients_away(self) -> frozenset[str]:
+        """The names of parameters whose gradients leave the device."""
+        return frozenset(name for name, each in self.parameters.items() if each.gradient_memory != DEVICE)
 
-    def cut_dim(self, layout: Layout, state: Layout) -> int | None:
-        """The dim along which a rank's tensor of `layout` is cut to become the `state`; None where it is not."""
-        placement = state.on(self.axis)
-        return placement.dim if layout != state and isinstance(placement, Shard) else None
+    def gathered(self, when: Gather) -> list[str]:
+        """The names of parameters that are gathered then."""
+        return [name for name, each in self.parameters.items() if each.gather is when]
+
+    def read_as(self, dtypes: Mapping[str, str]) -> ShardingPlan:
+        """The same for graphs that read these parameters, by name, in dtypes of their own."""
+        found = dict(self.parameters)
+        for name, dtype in dtypes.items():
+            found[name] = replace(found[name], compute=replace(found[name].compute, dtype=dtype))
+        return replace(self, parameters=found)
+
+    def __str__(self) -> str:
+        width = max(map(len, self.parameters), default=0)
+        return "\n".join(f"{name:{width}}  {each}" for name, each in self.parameters.items())
+
+
+def sharding_plan(
+    plan: Plan,
+    layouts: Mapping[str, Layout],
+    *,
+    frozen: Collection[str] = (),
+    reduce_axes: Mapping[str, tuple[str, ...]] | None = None,
+    device: str = "cpu",
+) -> ShardingPlan:
+    """How the ranks of a plan hold the parameters of a step.
+
+    Args:
+        plan: the plan of ranks that agree at every step.
+        layouts: the layout in which the graph reads each parameter, by name.
+        frozen: the names of parameters that do not train.
+        reduce_axes: by name, the axes over which the terms of a gradient are summed.
+        device: the type of device that computes.
+    """
+    stage = 2 if plan.central == "host" else plan.zero
+    axis = zero_axis() if stage and plan.mesh.axis_size(zero_axis()) > 1 else ""
+    shares = plan.shares_parameters
+    gather = Gather.NEVER if shares else Gather.USE if stage == 3 else Gather.UPDATE
+    on_host = updates_on_host(plan, device)
+    memory = plan.home_parameters if parameters_away(plan, device) else DEVICE
+    gradient_memory = HOST if on_host and memory == DEVICE else memory
+    found = {}
+    for name, compute in layouts.items():
+        is_frozen, large = name in frozen, is_large(math.prod(compute.shape))
+        cut_dim = None if is_frozen and stage != 3 else state_dim(compute, plan.mesh, axis)
+        found[name] = ParameterSharding(
+            compute,
+            compute if cut_dim is None else _cut(compute, axis, cut_dim),
+            cut_dim,
+            Gather.NEVER if cut_dim is None else gather,
+            (reduce_axes or {}).get(name, ()),
+            is_frozen,
+            shares and (cut_dim is not None or (is_frozen and not compute.placements)),
+            memory if large else DEVICE,
+            gradient_memory if large else DEVICE,
+        )
+    return ShardingPlan(plan.mesh, axis, found, stage >= 2, on_host)
+
+
+def state_dim(layout: Layout, mesh: Mesh, axis: str) -> int | None:
+    """The dim of a parameter that is cut over the axis: the first that divides evenly, or else the longest.
+
+    None without an axis. Scalars stay whole, and so does what lies on one rank of an axis only, and a dim that another
+    axis cuts.
+    """
+    if not axis or not isinstance(layout.on(axis), Replicate):
+        return None
+    taken = {p.dim for _, p in layout.placements if isinstance(p, Shard)}
+    free = [dim for dim, n in enumerate(layout.shape) if dim not in taken and n > 1]
+    on_one = any(isinstance(p, Only) and not axis_kind(axis).has_stages for axis, p in layout.placements)
+    if not free or on_one:
+        return None
+    even = (dim for dim in free if layout.shape[dim] % mesh.axis_size(axis) == 0)
+    return next(even, max(free, key=lambda each: layout.shape[each]))
+
+
+def _cut(layout: Layout, axis: str, dim: int) -> Layout:
+    others = tuple((other, p) for other, p in layout.placements if other != axis)
+    return replace(layout, placements=(*others, (axis, Shard(dim))))
+
+
+def is_large(num_elements: int) -> bool:
+    """Whether a tensor is worth moving to another kind of memory and back."""
+    return num_elements >= SMALL
+
+
+def parameters_away(plan: Plan, device: str) -> bool:
+    """Whether large parameters are fetched for each use, on a type of device. Host memory is the memory of a CPU."""
+    return plan.home_parameters == DISK or (device != "cpu" and plan.home_parameters == HOST)
+
+
+def updates_on_host(plan: Plan, device: str) -> bool:
+    """Whether the optimizer's step runs on the host beside a device that computes."""
+    return device != "cpu" and (plan.home_optimizer != DEVICE or plan.central == "host")
+
+
+def activations_away(plan: Plan, device: str) -> bool:
+    """Whether values of the forward pass leave the device until the backward pass."""
+    return plan.home_activations == DISK or (device != "cpu" and plan.home_activations == HOST)

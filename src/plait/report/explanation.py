@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,8 @@ from plait.compile.rank_program import RankProgram
 from plait.compile.wire_bytes import Collective, step_collectives
 from plait.errors import LayoutError
 from plait.plan.annotation import Annotations
-from plait.plan.axes import zero_axis
+from plait.plan.axes import stage_axis, zero_axis
+from plait.plan.sharding_plan import DEVICE, Gather, ParameterSharding
 from plait.report.bytes import human_bytes
 from plait.report.pass_table import pass_diff, pass_table
 from plait.report.stages import describe_stages
@@ -134,10 +136,10 @@ class Explanation:
         ]
         modules = sorted({info_of(user).module or "the loss" for user in readers})
         lines.append(f"  read by   {', '.join(modules) or 'nothing'}")
-        ways = list(dict.fromkeys(_way_of_gradient(each) for each in self._gradients(name)))
-        lines += [f"  gradient  {way}" for way in ways]
-        if len(program.pipeline.ranks_of(name) if program.pipeline and name in program.pipeline.stages else ()) > 1:
-            lines.append("  gradient  added up over the ranks of the pipeline that have it")
+        if (parameter := program.sharding.parameters.get(name)) is not None:
+            within = [axis for axis in parameter.reduce_axes if axis != stage_axis()]
+            ways = list(dict.fromkeys(_way_of_gradient(each, within) for each in self._gradients(name)))
+            lines += [*(f"  gradient  {way}" for way in ways), *_as_held(parameter)]
         related = [c for c in self.collectives if name in c.value or name in c.origin]
         return "\n".join([*lines, *(f"  {_row(item)}" for item in related)])
 
@@ -201,6 +203,19 @@ def explanation(compiled: Compiled) -> Explanation:
     return Explanation(compiled, tuple(step_collectives(program, eager_graphs(program))))
 
 
+def _as_held(parameter: ParameterSharding) -> list[str]:
+    """Lines about how the ranks hold a parameter."""
+    lines = []
+    if stage_axis() in parameter.reduce_axes:
+        lines.append("  gradient  added up over the ranks of the pipeline that have it")
+    if parameter.cut_dim is not None:
+        how = f"gathered {parameter.gather.value}" if parameter.gather is not Gather.NEVER else "in common memory"
+        lines.append(f"  state     {parameter.state}, {how}")
+    if parameter.memory != DEVICE:
+        lines.append(f"  memory    {parameter.memory}")
+    return lines
+
+
 def _row(item: Collective) -> str:
     place = f" in {item.module}" if item.module else ""
     if item.stage is not None:
@@ -231,17 +246,16 @@ def _readers(node: Node) -> list[Node]:
     return found
 
 
-def _way_of_gradient(node: Any) -> str:
-    """How a gradient is summed over ranks, from the node that leaves the graph."""
+def _way_of_gradient(node: Any, axes: Sequence[str]) -> str:
+    """How a gradient is summed over ranks along these axes, from the node that leaves the graph."""
     done = node.args[0] if isinstance(node, Node) and is_item(node) else None
     if isinstance(done, Node) and done.target in {bucket_wait, rows_wait}:
         start = done.args[1]
         assert isinstance(start, Node)
-        axes = " and ".join(start.args[2])  # type: ignore[arg-type]
         kept = ", of which each rank keeps its part" if start.target is rows_start else ""
         held = human_bytes(info_of(start).num_bytes)
-        return f"summed over {axes} in a bucket of {info_of(start).what}, {held}{kept}"
-    return "made on each rank, not summed over any axis"
+        return f"summed over {' and '.join(axes)} in a bucket of {info_of(start).what}, {held}{kept}"
+    return f"summed over {' and '.join(axes)}" if axes else "made on each rank, not summed over any axis"
 
 
 def _describe(node: Node) -> str:

@@ -14,7 +14,7 @@ from plait.cost.memory_model import (
     changed_words,
     model_state_bytes,
 )
-from plait.plan.axes import stage_axis
+from plait.plan.axes import stage_axis, zero_axis
 from plait.plan.plan import Plan
 from plait.report.bytes import human_bytes
 
@@ -70,10 +70,11 @@ class MemoryEstimate:
                     f"{who}before the first step the whole model lies beside this rank's parts: {_bytes(each.start)};"
                     " build it on the meta device to save that"
                 )
-        if (sharding := self.plan.sharding).shares_parameters:
+        if self.plan.shares_parameters:
+            num = self.plan.mesh.axis_size(zero_axis())
             lines.append(
-                f"of parameters in memory that {sharding.axis}={sharding.num_parts} ranks have in common each is"
-                f" counted its part: 1 / {sharding.num_parts}"
+                f"of parameters in memory that {zero_axis()}={num} ranks have in common each is"
+                f" counted its part: 1 / {num}"
             )
         elsewhere = [word for word in str(self.plan).split() if word.startswith("home.")]
         if elsewhere:

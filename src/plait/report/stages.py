@@ -6,7 +6,6 @@ import math
 from collections import Counter
 
 from plait.backends.eager.passes import eager_graphs
-from plait.compile.ir.dtypes import dtype_named
 from plait.compile.ir.node_info import info_of
 from plait.compile.ir.views import is_view
 from plait.compile.rank_program import RankProgram
@@ -27,9 +26,7 @@ def describe_stages(program: RankProgram) -> list[str]:
     lines = ["stages (their share of the cost as estimated; the parameters that lie there)"]
     for stage in range(num):
         names = [name for name, on in pipeline.stages.items() if stage in on]
-        held = sum(
-            math.prod(program.layouts[name].shape) * dtype_named(program.layouts[name].dtype).itemsize for name in names
-        )
+        held = sum(math.prod(program.sharding.states[name].shape) * program.dtype_of(name).itemsize for name in names)
         ranks = ",".join(str(rank) for rank, _ in pipeline.schedule.holders(stage))
         first, last = stage_modules(program, stage)
         where = first if first == last else f"{first} .. {last}"

@@ -162,6 +162,10 @@ class Layout:
     def on(self, axis: str) -> Placement:
         return dict(self.placements).get(axis, REPLICATE)
 
+    def lies_at(self, coordinates: Mapping[str, int]) -> bool:
+        """Whether the rank at these coordinates holds any part of the tensor."""
+        return all(coordinates[axis] in p.ranks for axis, p in self.placements if isinstance(p, Only))
+
     def local_shape(self, mesh: Mesh, coordinates: Mapping[str, int] | None = None) -> tuple[int, ...]:
         """The shape of the part at these coordinates. Without coordinates all parts must be equal, else LayoutError."""
         shape = self.shape

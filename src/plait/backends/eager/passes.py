@@ -13,22 +13,20 @@ import threading
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
-import torch
 from torch.fx import Graph
 
 from plait.backends.eager.collectives import bind_world
-from plait.backends.eager.rewrites import offload_ops
 from plait.backends.eager.rewrites.bucket import bucket_gradients, overlap
 from plait.backends.eager.rewrites.fetch import fetch_parameters, fetch_sums, leave_early
 from plait.backends.eager.rewrites.gather_ahead import bucket_gathers
 from plait.backends.eager.rewrites.inplace import reuse_dead_operands
 from plait.backends.eager.rewrites.stash import stash_activations
 from plait.backends.eager.rewrites.take_values import take_values
-from plait.compile.ir.calls import copy_graph, output_values
+from plait.compile.ir.calls import copy_graph, device_type
 from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.one_pass import Pass, Watcher, run_passes
 from plait.compile.rank_program import RankProgram, StepGraph
-from plait.plan.legality import activations_away, gradients_away, parameters_away
+from plait.plan.sharding_plan import Gather, activations_away
 
 
 @dataclass
@@ -41,8 +39,7 @@ class EagerDraft:
     @property
     def device(self) -> str:
         """The type of device that the step runs on."""
-        values = (value for part in self.parts.values() for node in part.graph.nodes for value in output_values(node))
-        return next((value.device.type for value in values if isinstance(value, torch.Tensor)), "cpu")
+        return device_type(self.program.captured.graph.graph)
 
     @property
     def bucket_bytes(self) -> int:
@@ -92,19 +89,19 @@ def _reuse_operands(draft: EagerDraft) -> None:
 
 
 def _fetch_parameters(draft: EagerDraft) -> None:
-    large = offload_ops.large(draft.program.states)
+    away = draft.program.sharding.away
     for part in draft.parts.values():
-        part.graph = fetch_parameters(part.graph, large, draft.bucket_bytes)
+        part.graph = fetch_parameters(part.graph, away, draft.bucket_bytes)
 
 
 def _send_gradients(draft: EagerDraft) -> None:
     pipeline = draft.program.pipeline
-    large = offload_ops.large(draft.program.states).difference(pipeline.added_up if pipeline is not None else ())
+    away = draft.program.sharding.gradients_away.difference(pipeline.added_up if pipeline is not None else ())
     for part in draft.parts.values():
         kind = "sum" if part.turn in ("first", "middle") else "gradient"
-        part.graph = leave_early(part.graph, kind, part.gradients, large)
+        part.graph = leave_early(part.graph, kind, part.gradients, away)
         given = "gradient" if part.turn == "more" else "sum"
-        part.graph = fetch_sums(part.graph, given, large, draft.bucket_bytes)
+        part.graph = fetch_sums(part.graph, given, away, draft.bucket_bytes)
 
 
 def _is_piped(draft: EagerDraft) -> bool:
@@ -119,16 +116,16 @@ EAGER_PASSES = (
          ["bound collectives"],
          when=lambda draft: activations_away(draft.program.plan, draft.device) and not _is_piped(draft)),
     Pass("bucket-gathers", "gathers parameters in buckets, one ahead of its use", _bucket_gathers,
-         ["bound collectives"], when=lambda draft: draft.program.plan.sharding.cuts_parameters),
+         ["bound collectives"], when=lambda draft: bool(draft.program.sharding.gathered(Gather.USE))),
     Pass("bucket-gradients", "sums gradients in buckets while backward runs", _bucket_gradients,
          ["bound collectives", "taken values"], ["buckets"]),
     Pass("overlap", "starts collectives early and waits for them late", _overlap, ["buckets"]),
     Pass("reuse-operands", "adds in place where nobody reads the operand again", _reuse_operands, ["buckets"],
          ["sums in place"]),
     Pass("fetch-parameters", "fetches parameters from their home before their use", _fetch_parameters, ["buckets"],
-         when=lambda draft: parameters_away(draft.program.plan, draft.device)),
+         when=lambda draft: bool(draft.program.sharding.away)),
     Pass("send-gradients", "sends gradients to their home as they are made", _send_gradients,
-         ["buckets", "sums in place"], when=lambda draft: gradients_away(draft.program.plan, draft.device)),
+         ["buckets", "sums in place"], when=lambda draft: bool(draft.program.sharding.gradients_away)),
 )  # fmt: skip
 
 _made: WeakKeyDictionary[RankProgram, dict[str, Graph]] = WeakKeyDictionary()  # ranks that are threads share them

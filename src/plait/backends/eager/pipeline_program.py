@@ -15,7 +15,6 @@ from plait.backends.eager.execute import Executor
 from plait.backends.eager.offload.between import Between
 from plait.backends.eager.offload.store import Offload
 from plait.backends.eager.program import Program, outputs_of
-from plait.backends.eager.rewrites.offload_ops import large
 from plait.backends.eager.stale_cells import StaleRunner
 from plait.backends.recorder import TraceRecorder
 from plait.comm.protocol import World
@@ -23,8 +22,7 @@ from plait.compile.capture.loss_values import Outputs
 from plait.compile.ir.calls import output_node
 from plait.compile.rank_program import RankProgram
 from plait.plan.axes import stage_axis
-from plait.plan.legality import activations_away, gradients_away
-from plait.spec.layout import Only
+from plait.plan.sharding_plan import activations_away
 
 
 class PipelineProgram:
@@ -45,15 +43,15 @@ class PipelineProgram:
         self._cells = Program(program, graphs, world, homes)
         self.comm = world.comm(stage_axis())
         self._homes = homes
-        away = large(program.states) if gradients_away(program.plan, world.device.type) else frozenset[str]()
-        self._leaving = away & self.pipeline.added_up  # gradients that leave the device once they are added up
+        # Gradients that leave the device once they are added up.
+        self._leaving = program.sharding.gradients_away & self.pipeline.added_up
         cells, schedule = self.pipeline.cells, self.pipeline.schedule
-        coordinates = world.mesh.coordinates(world.rank)
+        self._here = world.mesh.coordinates(world.rank)
         keeper = None
         if activations_away(program.plan, world.device.type):
             keeper = Between(homes, schedule, self.comm.rank, cells.values)
         self._executor = Executor(
-            schedule, cells.values, list(cells.graphs), self.comm, coordinates, recorder, world.device, keeper
+            schedule, cells.values, list(cells.graphs), self.comm, self._here, recorder, world.device, keeper
         )
         chunks = schedule.stages[self.comm.rank]
         self._turns = {
@@ -80,7 +78,8 @@ class PipelineProgram:
             if output.kind in ("aux", "aux_weight")
         }
         self.most_versions = 1  # of the weights that this rank has held at a time
-        self._shared = [n for n in self.pipeline.stages if len(self.pipeline.ranks_of(n)) > 1]
+        parameters = program.sharding.parameters
+        self._shared = [name for name, each in parameters.items() if stage_axis() in each.reduce_axes]
 
     def run(
         self,
@@ -113,7 +112,7 @@ class PipelineProgram:
         works = []
         for number, name in enumerate(self._shared):
             ranks = self.pipeline.ranks_of(name)
-            if mine in ranks and self._lies_here(name):
+            if mine in ranks and self.program.sharding.states[name].lies_at(self._here):
                 makers = [rank for rank in ranks if rank in self._makers["gradient", name]]
                 if mine in makers:
                     for peer in ranks:
@@ -129,16 +128,8 @@ class PipelineProgram:
                 for rank in makers[1:]:
                     total.add_(terms[rank])
 
-    def _lies_here(self, name: str) -> bool:
-        """Whether this rank has the parameter, which may lie on one rank of another axis only."""
-        here = self.world.mesh.coordinates(self.world.rank)
-        placements = self.program.states[name].placements
-        return all(here[axis] in placement.ranks for axis, placement in placements if isinstance(placement, Only))
-
     def _receive(self, name: str, rank: int, tag: int) -> Tensor:
-        layout = self.program.states[name]
-        here = self.world.mesh.coordinates(self.world.rank)
-        shape = layout.local_shape(self.world.mesh, here)
+        shape = self.program.sharding.states[name].local_shape(self.world.mesh, self._here)
         like = torch.empty(shape, dtype=self.program.dtype_of(name), device=self.world.device)
         return self.comm.recv(like, rank, tag).wait()
 

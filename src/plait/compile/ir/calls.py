@@ -86,6 +86,12 @@ def settled(node: Node) -> Node:
     return node
 
 
+def device_type(graph: Graph) -> str:
+    """The type of device that a graph's tensors are on; cpu without any."""
+    values = (value for node in graph.nodes for value in output_values(node))
+    return next((value.device.type for value in values if isinstance(value, torch.Tensor)), "cpu")
+
+
 def copy_graph(graph: Graph) -> Graph:
     """A copy whose nodes share their NodeInfo and values with the original's."""
     copy = Graph()

@@ -13,40 +13,30 @@ part of the sums, so each microbatch's gradients are summed over ranks as they c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch.fx import Graph, Node
 
 from plait.compile.ir.calls import copy_graph, output_node, placeholders
+from plait.compile.ir.dtypes import dtype_name
 from plait.compile.ir.node_info import NodeInfo, describe, info_of
 from plait.compile.ir.views import is_fresh
 from plait.compile.passes.gather import narrow_parameters
 from plait.compile.passes.scatter import gives_part, is_sum
 from plait.compile.rank_program import StepGraph
-from plait.compile.sharding.flat_shards import cuts_of
-from plait.plan.plan import Plan
-from plait.spec.layout import Layout
 
 aten = torch.ops.aten
 SUM = "sum_of_"  # name of a placeholder that brings the sum so far of a gradient
 
 
-def narrowed(
-    graphs: Iterable[Graph], plan: Plan, layouts: Mapping[str, Layout], states: Mapping[str, Layout]
-) -> dict[str, str]:
-    """In which dtype the graphs read parameters, where that is not the parameters' own; from here on they do."""
-    if not plan.sharding.narrows_parameters:  # the parts that ranks gather for each use are cast as they leave
-        return {}
-    cuts = cuts_of(layouts, states, plan.sharding)
+def narrowed(graphs: Iterable[Graph], names: Collection[str]) -> dict[str, str]:
+    """The dtypes in which graphs read those parameters, by name, where they are not the parameters' own. Changes the
+    graphs: from here on they do."""
     parameters = [node for graph in graphs for node in placeholders(graph) if info_of(node).kind == "parameter"]
-    parameters = [n for n in parameters if info_of(n).name in cuts]
+    parameters = [n for n in parameters if info_of(n).name in names]
     narrow_parameters(parameters)
-    return {
-        info_of(n).name: str(n.meta["val"].dtype).removeprefix("torch.")
-        for n in parameters
-        if info_of(n).stored_dtype is not None
-    }
+    return {info_of(n).name: dtype_name(n.meta["val"].dtype) for n in parameters if info_of(n).stored_dtype is not None}
 
 
 def by_turn(part: StepGraph, keeps_parts: bool) -> dict[str, Graph]:

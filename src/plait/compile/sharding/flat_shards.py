@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from plait.compile.ops.comm_ops import PlainCut
 from plait.plan.sharding_plan import ShardingPlan
-from plait.spec.layout import Layout, part_bounds
+from plait.spec.layout import part_bounds
 
 
 @dataclass(frozen=True)
@@ -48,16 +47,13 @@ class Cut:
         return self.shape, self.dim, self.size
 
 
-def cut_of(layout: Layout, state: Layout, sharding: ShardingPlan) -> Cut | None:
-    """How a rank's tensor of layout `layout` is cut into the parts of `state`; None if it is not cut."""
-    dim = sharding.cut_dim(layout, state)
-    return None if dim is None else Cut(layout.local_shape(sharding.mesh), dim, sharding.num_parts)
-
-
-def cuts_of(layouts: Mapping[str, Layout], states: Mapping[str, Layout], sharding: ShardingPlan) -> dict[str, Cut]:
+def cuts_of(sharding: ShardingPlan) -> dict[str, Cut]:
     """How each parameter is cut of which a rank has only a part, by name."""
-    pairs = {name: cut_of(layouts[name], state, sharding) for name, state in states.items()}
-    return {name: cut for name, cut in pairs.items() if cut is not None}
+    return {
+        name: Cut(each.compute.local_shape(sharding.mesh), each.cut_dim, sharding.num_parts)
+        for name, each in sharding.parameters.items()
+        if each.cut_dim is not None
+    }
 
 
 PlainRows = tuple[PlainCut, ...]  # of each member

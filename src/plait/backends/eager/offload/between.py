@@ -12,9 +12,10 @@ from typing import Any
 
 from plait.backends.eager.execute import Box
 from plait.backends.eager.offload.store import Offload
-from plait.backends.eager.rewrites.offload_ops import Coming, is_large
+from plait.backends.eager.rewrites.offload_ops import Coming
 from plait.compile.stages.stage_graphs import Value
 from plait.cost.memory_model import padded
+from plait.plan.sharding_plan import is_large
 from plait.spec.action import BACKWARD, FORWARD
 from plait.spec.schedule import Schedule
 

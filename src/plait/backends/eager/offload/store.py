@@ -17,7 +17,6 @@ from plait.backends.eager.offload.scratch import scratch_folder, warn_of_memory
 from plait.backends.eager.page_memory import page_memory
 from plait.comm.protocol import World
 from plait.cost.memory_model import padded
-from plait.plan.legality import parameters_away, updates_on_host
 from plait.plan.plan import Plan
 
 _UNDER_WAY = 32 << 20  # bytes that may wait to be written
@@ -53,11 +52,8 @@ class Offload:
     def __init__(
         self, plan: Plan, world: World, scratch: str | Path | None = None, file: DiskFile | None = None
     ) -> None:
-        device = world.device.type
         self.plan = plan
         self.world = world
-        self.fetches_parameters = parameters_away(plan, device)
-        self.updates_on_host = updates_on_host(plan, device)
         self.lane = HostCopies(world.device)
         self.forms: dict[str, Tensor] = {}  # of parameters that are updated elsewhere, by name
         self.norms: dict[str, Tensor] = {}  # of the gradients that have left in this step, by name

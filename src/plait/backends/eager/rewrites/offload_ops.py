@@ -10,8 +10,7 @@ On CPU host memory is the device's memory, so that a home on the host is none of
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -21,10 +20,8 @@ from plait.backends.eager.collectives import WORLD
 from plait.compile.ir.calls import placeholders
 from plait.compile.ir.node_info import NodeInfo, describe
 from plait.compile.ops import OpSpec, register
-from plait.spec.layout import Layout
 
 HOMES = "homes"  # name of the placeholder that stands for the rank's homes
-SMALL = 1 << 14  # elements; a smaller tensor stays where it is: moving it takes as long as moving one of this size
 
 
 class Coming(Protocol):
@@ -48,16 +45,6 @@ class OffloadStore(Protocol):
 
     def unstash(self, stashed: Sequence[Any]) -> Coming:
         """Begin to bring back what was stashed."""
-
-
-def is_large(num_elements: int) -> bool:
-    """Whether a tensor is worth moving."""
-    return num_elements >= SMALL
-
-
-def large(layouts: Mapping[str, Layout]) -> frozenset[str]:
-    """The names of those that are worth moving, the same on every rank."""
-    return frozenset(name for name, layout in layouts.items() if is_large(math.prod(layout.shape)))
 
 
 def homes_of(graph: Graph) -> Node:

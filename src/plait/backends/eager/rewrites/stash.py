@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from torch.fx import Graph, Node
 
-from plait.backends.eager.rewrites.offload_ops import homes_of, is_large, stash, unstash_start
+from plait.backends.eager.rewrites.offload_ops import homes_of, stash, unstash_start
 from plait.backends.eager.rewrites.read_ahead import in_buckets, read_ahead
 from plait.compile.ir.calls import is_tensor, num_bytes
 from plait.compile.ir.node_info import NodeInfo, describe, info_of, is_backward
 from plait.compile.ir.views import is_view, view_anew
 from plait.cost.memory_model import padded
+from plait.plan.sharding_plan import is_large
 
 
 def stash_activations(graph: Graph, bucket_bytes: int) -> Graph:
