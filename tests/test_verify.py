@@ -14,7 +14,7 @@ from zoo import ZOO
 import plait
 from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.errors import LayoutError, LossError, PlanError, RankFailed
-from plait.reference.differences import Report, RunResult, compare
+from plait.reference.differences import LAST_BITS, Report, RunResult, compare
 
 SHARED = pytest.mark.xdist_group("verify")  # plans share what is captured; families are apart
 PLANS = ["data=2", "tensor=2", "data=2 tensor=2", "data=3"]
@@ -230,6 +230,23 @@ def test_gradients_that_are_zero_but_for_rounding_may_differ() -> None:
     solid = compare(run(0.0), run(1e-8), [run(0.0, 1e-3 * (1 + 1e-6))], plait.Plan.parse("data=2"), 1e-4)
     assert not solid.ok
     assert not compare(run(0.0, 1e-9), run(5e-8, 3e-9), [run(0.0, 2e-9)], plait.Plan.parse("data=2"), 1e-4).ok
+
+
+def test_what_rounds_a_gradient_rounds_all_that_comes_after_an_update() -> None:
+    """A running mean before experts in bf16: their rounding reaches it by the weights, from the second step on."""
+
+    def run(mean: float, steps: int, rounding: float = 0.0) -> RunResult:
+        ones, buffers = {"weight": torch.ones(4)}, {"mean": torch.tensor([mean])}
+        return RunResult([1.0] * steps, ones, ones, buffers, rounding=rounding)
+
+    def found(mean: float, steps: int) -> Report:
+        again = [run(0.1, steps, LAST_BITS["fp32"]), run(0.11, steps, LAST_BITS["bf16"])]
+        bits = {"weight": LAST_BITS["bf16"], "mean": LAST_BITS["fp32"]}
+        return compare(run(0.1, steps), run(mean, steps), again, plait.Plan.parse("data=2"), 1e-4, bits=bits)
+
+    assert found(0.102, steps=2).ok
+    assert not found(0.102, steps=1).ok
+    assert not found(0.5, steps=2).ok
 
 
 def test_a_precision_that_kernels_do_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,8 @@ def compare(
     by_name = {} if bits is None else bits
     coarsest = max(by_name.values(), default=last_bits(plan))
     of = functools.partial(_Rounding.of, again=again, otherwise=coarsest, bits=by_name)
+    # After an update every value depends on every gradient, and so on the coarsest precision that one passed through.
+    updated = functools.partial(of, bits={}) if len(mine.losses) > 1 else of
     loss = of("loss")
     code = _CODE_STEPS.get(plan.compress.kind, 0.0) if plan.inner_plan.num_processes > 1 else 0.0
     return Report(
@@ -186,8 +188,8 @@ def compare(
             )
         ),
         gradients=_differences("gradients", reference, mine, of, tolerance, code),
-        parameters=_differences("parameters", reference, mine, of, tolerance),
-        buffers=_differences("buffers", reference, mine, of, tolerance),
+        parameters=_differences("parameters", reference, mine, updated, tolerance),
+        buffers=_differences("buffers", reference, mine, updated, tolerance),
         without_rule=tuple(without_rule),
         outputs=_differences("outputs", reference, mine, of, tolerance),
     )
