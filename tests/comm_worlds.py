@@ -16,7 +16,18 @@ from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
 from plait.spec.mesh import Mesh
 
-TRANSPORTS = ["threads", "threads-ring", "threads-naive", "gloo", "shm", "shm-ring", "shm-naive"]
+TRANSPORTS = [
+    "threads",
+    "threads-ring",
+    "threads-naive",
+    "strict",
+    "strict-ring",
+    "strict-naive",
+    "gloo",
+    "shm",
+    "shm-ring",
+    "shm-naive",
+]
 
 Fn = Callable[[World], Any]
 
@@ -26,8 +37,8 @@ def run(transport: str, num_ranks: int | Mesh, fn: Fn) -> list[Any]:
     mesh = num_ranks if isinstance(num_ranks, Mesh) else Mesh((("data", num_ranks),))
     kind, _, algorithm = transport.partition("-")
     algorithm = algorithm or "backend"
-    if kind == "threads":
-        return run_ranks(mesh, fn, algorithm=algorithm)
+    if kind in ("threads", "strict"):
+        return run_ranks(mesh, fn, algorithm=algorithm, strict=kind == "strict")
     context = _forkserver()
     port = free_port()
     pipes, processes = [], []

@@ -153,7 +153,7 @@ class Verifier:
             return RunResult(losses, gradients, parameters, replica.buffers, outputs=outputs[0])
 
         with self._preserved():
-            return run_ranks(plan.mesh, rank, algorithm=plan.allreduce)[0]
+            return run_ranks(plan.mesh, rank, algorithm=plan.allreduce, strict=True)[0]
 
     def _reference(self, plan: Plan, program: RankProgram) -> tuple[RunResult, list[RunResult]]:
         """The run on one device and its repetitions with other rounding.

@@ -50,6 +50,7 @@ def make_current(device: torch.device) -> None:
     """Make the device current for this thread."""
     if device.type == _ACCELERATOR:
         torch.cuda.set_device(device)
+        torch.cuda.init()  # or DeviceMesh would choose a device itself
 
 
 def process_group_backend(device: torch.device) -> str:

@@ -51,7 +51,7 @@ class DryRunWorld:
         if axis in self._shared:
             self._shared[axis].arena_bytes = max(self._shared[axis].arena_bytes, num_bytes)
 
-    def comm(self, axis: str) -> Comm:
+    def comm(self, axis: str, channel: str = "") -> Comm:
         return self._comms[axis]
 
     def everyone(self) -> Comm:

@@ -29,13 +29,14 @@ from plait.comm.key_value_store import KeyValueStore, LocalStore
 from plait.comm.launch import SOCKET, ranks_folder
 from plait.comm.monitor import Monitor, timeout
 from plait.comm.process_group_transport import ProcessGroupComm
-from plait.comm.protocol import Comm, World
+from plait.comm.protocol import CHANNELS, Comm, World, channel_key
 from plait.comm.rendezvous import join
 from plait.comm.segment import Segment
 from plait.comm.shared_memory_transport import SharedMemoryComm
 from plait.comm.sharing import host_name
 from plait.comm.socket_store import SocketStore
 from plait.errors import WorldError
+from plait.plan.axes import axis_kind
 from plait.spec.mesh import Mesh
 
 _ROOM = 1 << 26  # bytes of free memory, per rank and group, below which shared memory is not used
@@ -60,9 +61,10 @@ class ProcessWorld:
         self._device_mesh: DeviceMesh | None = None
         self._owns_group = owns_group
 
-    def comm(self, axis: str) -> Comm:
+    def comm(self, axis: str, channel: str = "") -> Comm:
         self.mesh.axis_size(axis)  # raises for an unknown axis
-        return self._comms[axis]
+        comm = self._comms[axis]
+        return self._comms.get(channel_key(axis, channel), comm) if channel else comm
 
     def everyone(self) -> Comm:
         return self._everyone
@@ -114,6 +116,8 @@ def process_world(
         return world
     if not started:
         join(where)
+    elif (bound := getattr(dist.group.WORLD, "bound_device_id", None)) is not None:
+        _check_messages(mesh, bound)
     rank = dist.get_rank()
     _num_worlds += 1
     world = ProcessWorld(mesh, rank, where, _store(str(_num_worlds)), owns_group=not started)
@@ -134,12 +138,38 @@ def process_world(
         else:
             group = device_mesh(world).get_group(axis) if axis else dist.group.WORLD
             _allow_time(group)
-            comm = choose(ProcessGroupComm(ranks, ranks.index(rank), group, where, world.monitor), algorithm)
+            own = ProcessGroupComm(ranks, ranks.index(rank), group, where, world.monitor)
+            if axis:
+                own.message_groups = (_new_group(ranks), _new_group(ranks))
+                for channel in CHANNELS:
+                    world._comms[channel_key(axis, channel)] = own.channel(_new_group(ranks))
+            comm = choose(own, algorithm)
         if axis:
             world._comms[axis] = comm
         else:
             world._everyone = comm
     return world
+
+
+def _check_messages(mesh: Mesh, bound: torch.device) -> None:
+    """Raise WorldError if stages exchange messages through groups that are bound to a device."""
+    if any(axis_kind(axis).has_stages and mesh.axis_size(axis) > 1 for axis in mesh.names):
+        raise WorldError(
+            f"torch.distributed was started with device_id={bound}, with which messages of a group run one after the"
+            " other and stages of a pipeline wait for each other; call init_process_group without device_id, or leave"
+            " it to plait"
+        )
+
+
+def _new_group(ranks: tuple[int, ...]) -> Any:
+    """A process group of these ranks besides that of their axis. They alone call it, all in the same order.
+
+    NCCL makes the communicators of a group when they are first used: one for its collectives, and one for each pair of
+    its ranks that exchange messages.
+    """
+    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    _allow_time(group)
+    return group
 
 
 def _allow_time(group: Any) -> None:

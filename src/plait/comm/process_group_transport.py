@@ -70,7 +70,12 @@ class ProcessGroupWork:
 
 
 class ProcessGroupComm(GroupComm):
-    """One process group of torch.distributed. Empty tensors are not sent."""
+    """A process group of torch.distributed for collectives, and two for messages. Empty tensors are not sent.
+
+    Over NCCL a message waits, with all that its group does later, until both ranks have called it. So messages have
+    groups of their own, `message_groups`: one for those to lower ranks, and one for those to higher ranks. In a group
+    that is not bound to a device, each pair of ranks has a communicator to itself.
+    """
 
     def __init__(
         self, ranks: tuple[int, ...], rank: int, group: Any, device: torch.device, monitor: Monitor | None = None
@@ -80,6 +85,13 @@ class ProcessGroupComm(GroupComm):
         self._num_received: Counter[str] = Counter()  # receives posted, by pair of ranks
         self._group = group
         self._device = device
+        self.message_groups = (group, group)
+
+    def channel(self, group: Any) -> ProcessGroupComm:
+        """The collectives of these ranks through another process group. Counts bytes with this one's."""
+        found = ProcessGroupComm(self.ranks, self.rank, group, self._device, self._monitor)
+        found.links = self.links
+        return found
 
     def shared(self, num_bytes: int) -> torch.Tensor | None:
         return share_file(self, num_bytes, self._device)
@@ -148,7 +160,8 @@ class ProcessGroupComm(GroupComm):
         self.links.count(self.ranks[to], tensor.nbytes)
         data = tensor.detach()
         pair = f"{self.ranks[self.rank]}>{self.ranks[to]}"
-        return self._run("send", data, lambda: dist.isend(data, self.ranks[to], self._group, tag), pair=pair)
+        group = self.message_groups[to > self.rank]
+        return self._run("send", data, lambda: dist.isend(data, self.ranks[to], group, tag), pair=pair)
 
     def recv(self, like: torch.Tensor, source: int, tag: int = 0) -> Work:
         result = torch.empty_like(like)
@@ -159,10 +172,12 @@ class ProcessGroupComm(GroupComm):
         def late() -> list[int]:
             return [] if self._monitor is None else self._monitor.behind(pair, number, [self.ranks[source]])
 
-        return self._run("recv", result, lambda: dist.irecv(result, self.ranks[source], self._group, tag), late=late)
+        group = self.message_groups[source < self.rank]
+        return self._run("recv", result, lambda: dist.irecv(result, self.ranks[source], group, tag), late=late)
 
     def barrier(self) -> None:
-        self._started("barrier", lambda: dist.barrier(self._group, async_op=True), torch.empty(0)).wait()
+        flag = torch.zeros(1)  # on the host, which is to wait: an accelerator's collective would block its stream alone
+        self._started("barrier", lambda: dist.all_reduce(flag, group=self._group, async_op=True), flag).wait()
 
     def _rounds(self, tensor: torch.Tensor, op: str) -> bool:
         """Whether Gloo would round the sum more than once. NCCL sums half precision in its own way, at its own

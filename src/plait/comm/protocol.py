@@ -89,7 +89,8 @@ class Comm(Protocol):
         """The root's tensor, on every rank. Other ranks pass one of the same shape and dtype."""
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
-        """Send a tensor to rank `to` of the group."""
+        """Send a tensor to rank `to` of the group. Messages to one rank are received in the order in which they are
+        sent: NCCL has no tags, other transports use them to tell messages apart."""
 
     def recv(self, like: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Receive a tensor of the shape and dtype of `like`, which is not written to, from rank `source` of the
@@ -120,8 +121,20 @@ class RankMonitor(Protocol):
         """The ranks that have begun fewer than `step` steps."""
 
 
+REDUCTIONS = "reductions"  # the channel of reduce-scatters of gradients, beside which parameters are gathered
+CHANNELS = (REDUCTIONS,)
+
+
+def channel_key(axis: str, channel: str) -> str:
+    """The name of a channel of an axis among the groups of a world."""
+    return f"{axis}, {channel}"
+
+
 class World(Protocol):
     """This rank's view of all ranks. `comm` works for an axis of size 1 too, and then sends nothing.
+
+    Where a group runs its collectives one after the other, those of a `channel`, one of CHANNELS, run beside the others
+    through a communicator of their own. Where it does not, as in shared memory, a channel is the same Comm.
 
     `store` holds short texts that ranks leave for each other, outside collectives.
     """
@@ -135,7 +148,7 @@ class World(Protocol):
     def monitor(self) -> RankMonitor | None:
         """Watches over other ranks; None if there are none."""
 
-    def comm(self, axis: str) -> Comm: ...
+    def comm(self, axis: str, channel: str = "") -> Comm: ...
 
     def everyone(self) -> Comm:
         """The group of all ranks of the mesh, for communication outside the step."""

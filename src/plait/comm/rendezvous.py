@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
-from plait.comm.device import is_host, process_group_backend
+from plait.comm.device import process_group_backend
 from plait.comm.launch import STORE, ranks_folder
 from plait.comm.monitor import notice_after, timeout
 from plait.errors import WorldError
@@ -45,7 +45,7 @@ def join(where: torch.device) -> None:
     notice_after()  # raises for a wrong value
     at: dict[str, Any] = {"timeout": timedelta(seconds=timeout())}
     at |= {} if store is None else {"store": store, "rank": rank, "world_size": size}
-    at |= {} if is_host(where) else {"device_id": where}
+    # Without a device_id, which would give each group one communicator for everything: messages would wait for others.
     dist.init_process_group(process_group_backend(where), **at)
 
 

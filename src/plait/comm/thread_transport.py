@@ -1,4 +1,4 @@
-"""The transport between ranks that are threads: one `_Meeting` per collective, and the Comm that uses them."""
+"""The transport between ranks that are threads: one `Meeting` per collective, and the Comm that uses them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ import torch
 from plait.comm.group import Done, GroupComm, reduce_terms
 from plait.comm.key_value_store import LocalStore
 from plait.comm.monitor import ranks_text, timeout
-from plait.comm.protocol import Take
+from plait.comm.protocol import Take, Work
 from plait.errors import RankFailed, WorldError
 
 Call = tuple[Any, ...]  # name, detail, dtype, shape: equal on all ranks of a collective
 Combine = Callable[[list[torch.Tensor]], torch.Tensor]
 Own = Callable[[torch.Tensor], torch.Tensor]
 
-_LOOK_AROUND = 2.0  # seconds that a rank waits before it checks for a deadlock
 
-
-class _Meeting:
+class Meeting:
     """One collective: the input of each rank, and the result."""
 
     __slots__ = ("brought", "call", "done", "error", "here", "late", "num_left", "ranks", "result", "since")
@@ -54,6 +52,8 @@ class _Meeting:
 class Meetings:
     """All collectives in flight among the ranks of one process, and the first failure."""
 
+    look_around = 2.0  # seconds that a rank waits before it checks for a deadlock
+
     def __init__(self, num_ranks: int) -> None:
         self.store = LocalStore()
         self.failure: RankFailed | None = None
@@ -61,9 +61,9 @@ class Meetings:
         self.cause: BaseException | None = None
         self._num_ranks = num_ranks
         self._lock = threading.Lock()
-        self._open: dict[Any, _Meeting] = {}
+        self._open: dict[Any, Meeting] = {}
         self._left: set[int] = set()
-        self._waiting: dict[int, _Meeting] = {}
+        self._waiting: dict[int, Meeting] = {}
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Record the first failure and wake all ranks."""
@@ -85,17 +85,19 @@ class Meetings:
                 self._check_absent(meeting)
 
     def bring(self, key: Any, call: Call, ranks: tuple[int, ...], index: int, tensor: torch.Tensor,
-              combine: Combine) -> _Meeting:  # fmt: skip
+              combine: Combine) -> Meeting:  # fmt: skip
         """Join a meeting with a tensor. The last rank to join computes the result."""
         with self._lock:
             meeting = self._open.get(key)
             if meeting is None:
-                meeting = self._open[key] = _Meeting(call, ranks)
+                meeting = self._open[key] = Meeting(call, ranks)
             if self.failure is not None:
                 raise self.failure
             if meeting.call != call:
                 other = min(meeting.here)
-                meeting.break_up(f"rank {other} called {_text(meeting.call)}, rank {ranks[index]} {_text(call)}")
+                meeting.break_up(
+                    f"rank {other} called {call_text(meeting.call)}, rank {ranks[index]} {call_text(call)}"
+                )
             if meeting.error is not None:
                 raise meeting.error
             meeting.brought[index] = tensor
@@ -108,11 +110,11 @@ class Meetings:
             meeting.done.set()
         return meeting
 
-    def take(self, key: Any, meeting: _Meeting, rank: int, own: Own = torch.clone) -> torch.Tensor:
+    def take(self, key: Any, meeting: Meeting, rank: int, own: Own = torch.clone) -> torch.Tensor:
         """Wait for the result. `own` makes from it a tensor that this rank may change, before others change theirs."""
         if not meeting.done.is_set():
             self._waiting[rank] = meeting
-            while not meeting.done.wait(_LOOK_AROUND):
+            while not meeting.done.wait(self.look_around):
                 self._check_deadlock(rank)
             self._waiting.pop(rank, None)
         if meeting.error is not None:
@@ -126,7 +128,7 @@ class Meetings:
         self.let_go(key, meeting)
         return result
 
-    def let_go(self, key: Any, meeting: _Meeting) -> None:
+    def let_go(self, key: Any, meeting: Meeting) -> None:
         """Note that one rank less needs the result."""
         with self._lock:
             meeting.num_left -= 1
@@ -136,7 +138,7 @@ class Meetings:
     @contextmanager
     def waiting(self, rank: int, what: str, late: Callable[[], Sequence[int]]) -> Iterator[NotesWait]:
         """Within the context a rank waits for notes of others in the key-value store."""
-        meeting = _Meeting((what,), (rank,))
+        meeting = Meeting((what,), (rank,))
         meeting.late = late
         self._waiting[rank] = meeting
         try:
@@ -144,7 +146,7 @@ class Meetings:
         finally:
             self._waiting.pop(rank, None)
 
-    def check_notes(self, rank: int, meeting: _Meeting) -> None:
+    def check_notes(self, rank: int, meeting: Meeting) -> None:
         """Raise if a wait for notes cannot end, or has timed out."""
         if meeting.error is not None:
             raise meeting.error
@@ -152,16 +154,18 @@ class Meetings:
         if gone := [other for other in absent if other in self._left]:
             if not [other for other in meeting.absent() if other in gone]:
                 return  # it left its note before it finished
-            raise WorldError(f"{ranks_text(gone)} finished while rank {rank} waited in {_text(meeting.call)}")
-        if time.monotonic() - meeting.since > _LOOK_AROUND:
+            raise WorldError(f"{ranks_text(gone)} finished while rank {rank} waited in {call_text(meeting.call)}")
+        if time.monotonic() - meeting.since > self.look_around:
             self._check_deadlock(rank)
         if time.monotonic() - meeting.since > timeout():
-            raise WorldError(f"rank {rank} waited {timeout():.0f} s for {ranks_text(absent)} in {_text(meeting.call)}")
+            raise WorldError(
+                f"rank {rank} waited {timeout():.0f} s for {ranks_text(absent)} in {call_text(meeting.call)}"
+            )
 
-    def _check_absent(self, meeting: _Meeting) -> None:
+    def _check_absent(self, meeting: Meeting) -> None:
         if gone := [rank for rank in meeting.absent() if rank in self._left]:
             here = ranks_text(sorted(meeting.here))
-            meeting.break_up(f"{ranks_text(gone)} finished while {here} waited in {_text(meeting.call)}")
+            meeting.break_up(f"{ranks_text(gone)} finished while {here} waited in {call_text(meeting.call)}")
 
     def _check_deadlock(self, rank: int) -> None:
         with self._lock:
@@ -171,7 +175,7 @@ class Meetings:
             if any(not m.absent() for m in waiting.values()):
                 return
             lines = "; ".join(
-                f"rank {r} in {_text(m.call)} for {ranks_text(m.absent())}" for r, m in sorted(waiting.items())
+                f"rank {r} in {call_text(m.call)} for {ranks_text(m.absent())}" for r, m in sorted(waiting.items())
             )
             waiting[rank].break_up(f"all ranks wait for each other: {lines}")
 
@@ -179,7 +183,7 @@ class Meetings:
 class NotesWait:
     """A rank's wait for notes of other ranks."""
 
-    def __init__(self, meetings: Meetings, rank: int, meeting: _Meeting) -> None:
+    def __init__(self, meetings: Meetings, rank: int, meeting: Meeting) -> None:
         self._meetings, self._rank, self._meeting = meetings, rank, meeting
 
     def check(self) -> None:
@@ -265,7 +269,7 @@ class ThreadComm(GroupComm):
         self.count_broadcast(tensor, root)
         return self._meet("broadcast", f"root {root}", tensor, lambda tensors: tensors[root].clone())
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Done:
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         self.links.count(self.ranks[to], tensor.nbytes)
         self._pass(tensor.detach().clone(), self.rank, to, tag)
         return Done(tensor)
@@ -300,7 +304,7 @@ class ThreadComm(GroupComm):
 
         return ThreadWork(finish)
 
-    def _pass(self, tensor: torch.Tensor, source: int, to: int, tag: int) -> tuple[Any, _Meeting]:
+    def _pass(self, tensor: torch.Tensor, source: int, to: int, tag: int) -> tuple[Any, Meeting]:
         """Join the meeting of a message with its key; only the sender's tensor counts."""
         pair = (source, to, tag)
         key = (self.ranks, self._axis, pair, self._num_calls[pair])
@@ -318,7 +322,7 @@ def _as_it_is(result: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _text(call: Call) -> str:
+def call_text(call: Call) -> str:
     if len(call) == 1:
         return str(call[0])
     name, detail, axis, dtype, shape = call

@@ -17,7 +17,8 @@ from plait.comm.algorithms import choose
 from plait.comm.device import make_current
 from plait.comm.group import AloneComm
 from plait.comm.key_value_store import KeyValueStore
-from plait.comm.protocol import Comm, RankMonitor
+from plait.comm.protocol import CHANNELS, Comm, RankMonitor, channel_key
+from plait.comm.strict_transport import Queues, StrictComm
 from plait.comm.thread_transport import Meetings, ThreadComm, ThreadWatch
 from plait.errors import RankFailed
 from plait.spec.mesh import Mesh
@@ -35,11 +36,18 @@ class ThreadWorld:
         self.store: KeyValueStore = meetings.store
         self.monitor: RankMonitor | None = ThreadWatch(meetings, rank) if mesh.size > 1 else None
         self._comms = {axis: _comm(mesh.group(rank, axis), rank, axis, meetings, algorithm) for axis in mesh.names}
+        for axis, comm in list(self._comms.items()):
+            if isinstance(meetings, Queues) and comm.size > 1:
+                ranks = mesh.group(rank, axis)
+                for name in (channel_key(axis, channel) for channel in CHANNELS):
+                    own = self._comms[name] = StrictComm(ranks, ranks.index(rank), name, meetings)
+                    own.links = comm.links
         self._everyone = _comm(tuple(range(mesh.size)), rank, "", meetings, algorithm)
 
-    def comm(self, axis: str) -> Comm:
+    def comm(self, axis: str, channel: str = "") -> Comm:
         self.mesh.axis_size(axis)  # raises for an unknown axis
-        return self._comms[axis]
+        comm = self._comms[axis]
+        return self._comms.get(channel_key(axis, channel), comm) if channel else comm
 
     def everyone(self) -> Comm:
         return self._everyone
@@ -51,7 +59,10 @@ class ThreadWorld:
 def _comm(ranks: tuple[int, ...], rank: int, axis: str, meetings: Meetings, algorithm: str) -> Comm:
     if len(ranks) == 1:
         return AloneComm(rank)
-    return choose(ThreadComm(ranks, ranks.index(rank), axis, meetings), algorithm)
+    index = ranks.index(rank)
+    if isinstance(meetings, Queues):
+        return choose(StrictComm(ranks, index, axis, meetings), algorithm)
+    return choose(ThreadComm(ranks, index, axis, meetings), algorithm)
 
 
 def run_ranks(
@@ -60,15 +71,17 @@ def run_ranks(
     *,
     device: str | torch.device = "cpu",
     algorithm: str = "backend",
+    strict: bool = False,
 ) -> list[T]:
     """Run `fn(world)` on every rank of the mesh, each in a thread of its own. Returns the results in rank order.
 
+    With `strict` the ranks communicate as over NCCL (comm/strict_transport.py): what would deadlock on GPUs raises.
     The first rank that raises stops all others in their present or next collective. Threads start with the caller's
     grad mode and context variables. Torch's compute threads are divided among the ranks while they run.
 
     Raises RankFailed, from the exception of the first rank that raised.
     """
-    meetings = Meetings(mesh.size)
+    meetings = Queues(mesh.size) if strict else Meetings(mesh.size)
     where = torch.device(device)
     worlds = [ThreadWorld(mesh, rank, where, meetings, algorithm) for rank in range(mesh.size)]
     results: list[T | None] = [None] * mesh.size

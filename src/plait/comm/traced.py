@@ -79,9 +79,9 @@ class _TracedWork:
 def trace_comms(world: World, spans: Spans) -> None:
     """Record the collectives of every axis with several ranks from now on. Changes `world`."""
     comms: dict[str, Comm] = world._comms  # type: ignore[attr-defined]  # all worlds have it
-    for axis, comm in comms.items():
+    for name, comm in comms.items():
         if comm.size > 1:
-            comms[axis] = TracedComm(comm, axis, spans)
+            comms[name] = TracedComm(comm, name.partition(",")[0], spans)
 
 
 def untrace_comms(world: World) -> None:

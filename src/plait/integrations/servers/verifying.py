@@ -65,7 +65,7 @@ class ServedCheck:
                 found = run_in_one_process(job, self._order, computing)
                 return RunResult(list(found.losses), {}, found.values, {})
 
-            return run_ranks(self.job.plan.inner_plan.mesh, rank, algorithm=self.job.plan.allreduce)[0]
+            return run_ranks(self.job.plan.inner_plan.mesh, rank, algorithm=self.job.plan.allreduce, strict=True)[0]
 
     def serial(self, twin: nn.Module, plan: Plan, batch: Any) -> RunResult:
         """The serial run on one device, from the values of `twin`, a copy of the model; `plan` gives the precision."""

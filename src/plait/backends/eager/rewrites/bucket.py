@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 
 from plait.backends.eager.collectives import all_reduce, all_reduce_start, take_part, wait
 from plait.backends.eager.rewrites.pending_reductions import PendingReduction, finishing, leaving
+from plait.comm.protocol import REDUCTIONS
 from plait.compile.ir.calls import num_bytes, output_node, settled
 from plait.compile.ir.node_info import describe, info_of
 from plait.compile.ir.views import is_whole_view
@@ -65,7 +66,7 @@ def rows_put(flat: Tensor, plain: PlainRows, index: int, tensor: Tensor) -> Tens
 
 def rows_start(world: Any, flat: Tensor, axes: Sequence[str]) -> Any:
     """Begin the sum of a full buffer of rows, of which each rank gets its own."""
-    comm = world.comm(axes[0])
+    comm = world.comm(axes[0], REDUCTIONS)
     return comm.reduce_scatter(flat.view(comm.size, -1), consume=True)
 
 

@@ -1,0 +1,171 @@
+"""The transport that is as strict as NCCL: one queue a communicator, and messages that meet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from comm_worlds import run
+from torch import Tensor
+
+from plait.backends.eager.execute import Executor
+from plait.comm.protocol import REDUCTIONS, World
+from plait.comm.threads import run_ranks
+from plait.compile.stages.stage_graphs import Value
+from plait.errors import RankFailed
+from plait.schedule.families import FAMILIES, make_schedule
+from plait.schedule.readiness import chain
+from plait.schedule.transfers import add_transfers, add_updates
+from plait.spec.mesh import Mesh
+
+ONE = torch.ones(1)
+
+
+def stopped(fn: Callable[[World], object], num_ranks: int = 2) -> str:
+    """What the ranks are stopped with, within a second."""
+    began = time.monotonic()
+    with pytest.raises(RankFailed) as error:
+        run_ranks(Mesh((("pipeline", num_ranks),)), fn, strict=True)
+    assert time.monotonic() - began < 5  # a second on an idle machine
+    return str(error.value)
+
+
+def test_a_cycle_is_a_deadlock_with_the_queue_of_every_rank() -> None:
+    def fn(world: World) -> None:
+        comm = world.comm("pipeline")
+        other = 1 - comm.rank
+        if comm.rank == 0:
+            comm.all_reduce(ONE)
+            comm.recv(ONE, other, tag=7).wait()
+        else:
+            comm.all_reduce(ONE).wait()
+            comm.broadcast(ONE, 0).wait()
+            comm.send(ONE, other, tag=7)
+
+    text = stopped(fn)
+    assert "deadlock: no rank can go on" in text
+    assert "rank 0 waits in send/recv(tag 7) over pipeline of float32[1] (queues: send/recv(tag 7)" in text
+    assert "of float32[1] from rank 1)" in text
+    assert "rank 1 waits in broadcast(root 0) over pipeline of float32[1] (queues: broadcast(root 0)" in text
+
+
+def test_messages_of_a_pair_are_received_in_the_order_in_which_they_are_sent() -> None:
+    def fn(world: World) -> None:
+        comm = world.comm("pipeline")
+        if comm.rank == 0:
+            for work in [comm.send(ONE, 1, tag) for tag in (1, 2)]:
+                work.wait()
+        else:
+            for work in [comm.recv(ONE, 0, tag) for tag in (2, 1)]:
+                work.wait()
+
+    text = stopped(fn)
+    assert "rank 0 called send/recv(tag 1) over pipeline" in text
+    assert "rank 1 send/recv(tag 2) over pipeline" in text
+
+
+def test_a_send_is_not_buffered() -> None:
+    def fn(world: World) -> None:
+        comm = world.comm("pipeline")
+        comm.send(ONE, 1 - comm.rank).wait()
+        comm.recv(ONE, 1 - comm.rank).wait()
+
+    assert "deadlock" in stopped(fn)
+
+
+def test_two_directions_do_not_wait_for_each_other() -> None:
+    def fn(world: World) -> float:
+        comm = world.comm("pipeline")
+        sent = comm.send(torch.full((1,), float(comm.rank)), 1 - comm.rank)
+        received = comm.recv(ONE, 1 - comm.rank).wait()
+        sent.wait()
+        return received.item()
+
+    assert run("strict", Mesh((("pipeline", 2),)), fn) == [1.0, 0.0]
+
+
+def test_a_rank_that_has_finished_is_waited_for_in_vain() -> None:
+    def fn(world: World) -> None:
+        if world.rank == 1:
+            world.comm("pipeline").barrier()
+
+    text = stopped(fn)
+    assert "rank 1 waits in barrier" in text and "rank 0 finished" in text
+
+
+def test_what_a_rank_has_called_before_it_finished_is_still_carried_out() -> None:
+    def fn(world: World) -> float:
+        comm = world.comm("pipeline")
+        if comm.rank == 0:
+            comm.send(ONE, 1)
+            return 1.0
+        time.sleep(0.1)
+        return comm.recv(ONE, 0).wait().item()
+
+    assert run("strict", Mesh((("pipeline", 2),)), fn) == [1.0, 1.0]
+
+
+def test_a_channel_does_not_wait_for_the_collectives_of_its_axis() -> None:
+    """A gather of parameters that rank 1 calls late does not hold up the sum of gradients."""
+
+    def fn(world: World, channel: str = REDUCTIONS) -> float:
+        comm, sums = world.comm("pipeline"), world.comm("pipeline", channel)
+        assert sums.links is comm.links
+        if comm.rank == 0:
+            gathered = comm.all_gather(ONE)
+        total = sums.reduce_scatter(torch.ones(2, 1)).wait().item()
+        if comm.rank == 1:
+            gathered = comm.all_gather(ONE)
+        return total + gathered.wait().sum().item()
+
+    assert run("strict", Mesh((("pipeline", 2),)), fn) == [4.0, 4.0]
+    assert "rank 0 called all_gather" in stopped(lambda world: fn(world, ""))
+
+
+class Chain:
+    """A Runner whose cells count how far a microbatch has come, in place of activations and gradients."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, int, int], float] = {}  # by kind, stage and microbatch
+
+    def run_cell(self, cell: tuple[str, int], micro: int, box: dict[str, Tensor]) -> dict[str, Tensor]:
+        kind, stage = cell
+        before = box.pop(f"{kind}{stage - 1 if kind == 'F' else stage + 1}", None)
+        now = torch.full((1,), 100.0 * micro) if before is None else before + 1
+        self.found[kind, stage, micro] = now.item()
+        return {f"{kind}{stage}": now}
+
+    def reduce(self) -> None:
+        pass
+
+    def update(self, micro: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_schedule_deadlocks(name: str, num_ranks: int) -> None:
+    plain = make_schedule(name, num_ranks, 1 if name == "naive" else 2 * num_ranks, None)
+    edges = chain(plain.num_stages)
+    schedule = add_updates(add_transfers(plain, edges), edges)
+    last = schedule.num_stages - 1
+    values = [Value(f"F{s}", ("F", s), (("F", s + 1),), ONE) for s in range(last)]
+    if not schedule.forward_only:
+        values += [Value(f"B{s}", ("B", s), (("B", s - 1),), ONE) for s in range(last, 0, -1)]
+    kinds = "F" if schedule.forward_only else "FB"
+    cells = [(kind, stage) for kind in kinds for stage in range(last + 1)]
+
+    def fn(world: World) -> dict[tuple[str, int, int], float]:
+        comm, runner = world.comm("pipeline"), Chain()
+        Executor(schedule, values, cells, comm, {"pipeline": comm.rank}).run(runner)
+        return runner.found
+
+    found = run_ranks(Mesh((("pipeline", num_ranks),)), fn, strict=True)
+    seen = {key: value for each in found for key, value in each.items()}
+    assert seen == {
+        (kind, stage, micro): 100.0 * micro + (stage if kind == "F" else last - stage)
+        for kind, stage in cells
+        for micro in range(schedule.num_micro)
+    }
