@@ -19,7 +19,7 @@ from plait.backends.eager import passes
 from plait.backends.eager.collectives import function_of
 from plait.backends.eager.passes import EAGER_PASSES, make_eager
 from plait.comm.protocol import World
-from plait.compile.ir.calls import op_spec_of, output_node, output_values, placeholders
+from plait.compile.ir.calls import copy_graph, op_spec_of, output_node, output_values, placeholders
 from plait.compile.ir.node_info import info_of
 from plait.compile.ir.views import writes_in_place
 from plait.compile.ops import comm_ops
@@ -27,6 +27,7 @@ from plait.compile.ops.comm_ops import CommOp
 from plait.compile.passes.scatter import gives_part, is_sum
 from plait.compile.rank_program import RankProgram, StepGraph
 from plait.compile.stages.specialise import specialise
+from plait.compile.wire_bytes import collective_order
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.microbatch import microbatches
 from plait.engine.rank_executor import RankExecutor
@@ -156,6 +157,10 @@ class _PlainStep:
     def __init__(self, program: RankProgram, world: World) -> None:
         self.program, self._world = program, world
 
+    @property
+    def collective_order(self) -> str:
+        return collective_order({name: each.graph for name, each in self.program.graphs.items()})
+
     def run(
         self,
         key: int,
@@ -227,6 +232,24 @@ def test_a_program_run_as_it_stands_gives_the_numbers_of_one_device(plan: str) -
     torch.testing.assert_close(loss, expected.detach())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+class OneOrderARank(Plain):
+    """A Backend that puts the collectives of rank 1 in another order."""
+
+    def build(self, program: RankProgram, world: World, recorder: object = None) -> Executable:
+        graphs = {name: replace(each, graph=copy_graph(each.graph)) for name, each in program.graphs.items()}
+        *_, first, second = (node for node in graphs["alone"].graph.nodes if is_sum(node))
+        if world.rank == 1:
+            first.prepend(second)
+        return _PlainStep(replace(program, graphs=graphs), world)
+
+
+def test_ranks_compare_the_order_of_their_collectives_before_they_run() -> None:
+    with pytest.raises(
+        plait.RankFailed, match=r"do not agree on the result of laying out the step: rank 0: 8 collectives, checksum"
+    ):
+        step("data=2", OneOrderARank)
 
 
 _NEEDED = ("bind-world", "take-values")

@@ -35,6 +35,10 @@ class Executable(Protocol):
     @property
     def program(self) -> RankProgram: ...
 
+    @property
+    def collective_order(self) -> str:
+        """A short text, equal on ranks that make the same collectives in the same order."""
+
     def run(
         self,
         key: int,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from torch import Tensor
 from torch.fx import Graph, Node
 
-from plait.compile.ir.calls import num_bytes, op_spec_of
+from plait.compile.ir.calls import num_bytes, op_spec_of, output_values
 from plait.compile.ir.dtypes import dtype_named
 from plait.compile.ir.node_info import NodeInfo, info_of
 from plait.compile.ops import CollectiveKind, Communication
@@ -60,6 +62,31 @@ def step_collectives(program: RankProgram, graphs: Mapping[str, Graph]) -> list[
         names = [name for name in gathered if stage in program.pipeline.stages[name]]
         found += [replace(_gather_of_parts(program, names, sizes), stage=stage)] if names else []
     return found
+
+
+def collective_order(graphs: Mapping[str, Graph], pipeline: Pipeline | None = None) -> str:
+    """How many collectives graphs have, and a checksum of their order, axes and sizes, and of a pipeline's transfers.
+
+    Ranks whose texts differ would wait for each other, or exchange the wrong tensors.
+    """
+    sums, num_calls = hashlib.sha256(), 0
+    for name, graph in graphs.items():
+        sums.update(f"{name}\n".encode())
+        for node in graph.nodes:
+            does = op_spec_of(node).communicates
+            if does is not None:
+                num_calls += does.part != "wait"
+                info = info_of(node)
+                axes = "" if does.part == "wait" else node.args[does.axis]
+                shapes = [
+                    (value.dtype, tuple(value.shape)) for value in output_values(node) if isinstance(value, Tensor)
+                ]
+                text = f"{does.kind.title} {does.part} {axes} {info.num_bytes} {sorted(info.owner.items())} {shapes}\n"
+                sums.update(text.encode())
+    if pipeline is not None:
+        values = [(value.name, value.source, value.users, tuple(value.like.shape)) for value in pipeline.cells.values]
+        sums.update(f"{pipeline.schedule}\n{values}\n{sorted(pipeline.stages.items())}".encode())
+    return f"{num_calls} collectives, checksum {sums.hexdigest()[:8]}"
 
 
 def _runs(pipeline: Pipeline, cell: Cell) -> list[int]:

@@ -149,13 +149,21 @@ class RankExecutor:
                 agree(self.world, captured_digest(captured), "step, captured anew", remedy=remedy)
             self._check_kinds(captured)
             with collection_paused():  # once for both
-                compiled = attempt(
-                    self.world, lambda: self.compiler.compiled_from(captured, train, num_micro), "laying out the step"
+                compiled, executable = attempt(
+                    self.world,
+                    lambda: self._build(captured, train, num_micro),
+                    "laying out the step",
+                    lambda built: built[1].collective_order,
+                    _SAME_CODE,
                 )
-                if not self._executables:
-                    self.compiled = compiled
-                self._executables[key] = self._backend.build(compiled.program, self.world, self._recorder)
+            if not self._executables:
+                self.compiled = compiled
+            self._executables[key] = executable
         return self._executables[key]
+
+    def _build(self, captured: Captured, train: bool, num_micro: int) -> tuple[Compiled, Executable]:
+        compiled = self.compiler.compiled_from(captured, train, num_micro)
+        return compiled, self._backend.build(compiled.program, self.world, self._recorder)
 
     def _check_kinds(self, captured: Captured) -> None:
         """Raise PlanError if a later step changes parameters that the first step did not."""

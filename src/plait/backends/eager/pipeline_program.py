@@ -81,6 +81,11 @@ class PipelineProgram:
         parameters = program.sharding.parameters
         self._shared = [name for name, each in parameters.items() if stage_axis() in each.reduce_axes]
 
+    @property
+    def collective_order(self) -> str:
+        """As that of Executable."""
+        return self._cells.collective_order
+
     def run(
         self,
         key: int,

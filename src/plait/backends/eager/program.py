@@ -27,6 +27,7 @@ from plait.compile.ir.node_info import info_of
 from plait.compile.ops.draw import micro_key
 from plait.compile.rank_program import RankProgram
 from plait.compile.stages.specialise import specialise
+from plait.compile.wire_bytes import collective_order
 
 _NAMED = ("parameter", "buffer", "batch", "constant", "sum")
 _RESULTS = ("loss", "sum", "weight", "aux", "aux_weight", "gradient", "buffer", "value")
@@ -55,6 +56,11 @@ class Program:
         self._constants = {name: value.to(world.device) for name, value in captured.constants.items()}
         self._coordinates = world.mesh.coordinates(world.rank)
         self._turns: dict[str, tuple[Any, Graph, list[tuple[str, str]]]] = {}
+
+    @property
+    def collective_order(self) -> str:
+        """As that of Executable."""
+        return collective_order(self._graphs, self.program.pipeline)
 
     def run(
         self,
