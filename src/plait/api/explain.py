@@ -10,10 +10,11 @@ from typing import Any
 from torch import nn
 
 from plait.compile.capture.batch import take_rows
+from plait.compile.capture.capture import LossFn
 from plait.compile.rank_program import RankProgram
 from plait.cost.compressed_bytes import bytes_exchanged
 from plait.engine.checks import check_plan, check_step
-from plait.engine.compiler import Captures, Compiler, LossFn
+from plait.engine.compiler import Captures, Compiler
 from plait.engine.local_batch import num_rows
 from plait.errors import BatchError
 from plait.plan.annotation import Annotations

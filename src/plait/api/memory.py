@@ -12,10 +12,11 @@ from torch import nn
 
 from plait.backends.eager.passes import eager_graphs
 from plait.comm.device import default_kind, is_host
+from plait.compile.capture.capture import LossFn
 from plait.compile.cut_within import cut_within
 from plait.compile.rank_program import RankProgram
 from plait.cost.memory_model import GRADIENTS, OPTIMIZER, PARAMETERS, RankMemory, single_changes
-from plait.engine.compiler import Captures, Compiler, LossFn
+from plait.engine.compiler import Captures, Compiler
 from plait.engine.dry_run import dry_run
 from plait.engine.local_batch import num_rows
 from plait.engine.local_sgd.replica_batch import batch_of_replica

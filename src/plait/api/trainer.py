@@ -17,12 +17,13 @@ from plait.backends.recorder import TraceRecorder
 from plait.comm.device import is_host
 from plait.comm.process import process_world
 from plait.comm.protocol import World
+from plait.compile.capture.capture import LossFn
 from plait.compile.sharding.split_share import SplitShare
 from plait.engine.average import MovingAverage
 from plait.engine.checkpoint import collect, load, snapshot
 from plait.engine.checkpoint.saver import Saver
 from plait.engine.checks import check_given, check_plan, place_here
-from plait.engine.compiler import Captures, Compiler, LossFn
+from plait.engine.compiler import Captures, Compiler
 from plait.engine.eager import check_allowed
 from plait.engine.engine import Engine, StepLoss
 from plait.engine.environment import resolve_plan, resolve_trace

@@ -16,6 +16,7 @@ from plait.api.trainer import Trainer
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
 from plait.compile.capture.batch import map_batch
+from plait.compile.capture.capture import LossFn
 from plait.compile.capture.loss_values import loss_and_aux, results
 from plait.compile.capture.precision import Precision, narrowest
 from plait.compile.compiled import Compiled
@@ -24,7 +25,7 @@ from plait.compile.ops.split_sums import SplitSums
 from plait.compile.rank_program import RankProgram
 from plait.compile.stages.split import Pipeline
 from plait.engine.checks import check_given, check_plan, check_step
-from plait.engine.compiler import Captures, Compiler, LossFn
+from plait.engine.compiler import Captures, Compiler
 from plait.engine.microbatch import step_key
 from plait.engine.optimizers import OptimizerFactory, make_optimizer
 from plait.engine.scaling import FIRST_SCALE

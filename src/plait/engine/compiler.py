@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.compile.capture.batch import batch_form, batch_numbers
-from plait.compile.capture.capture import Captured, capture, one_at_a_time
+from plait.compile.capture.capture import Captured, LossFn, capture, one_at_a_time
 from plait.compile.capture.precision import FULL, Precision
 from plait.compile.capture.reach import Reached
 from plait.compile.capture.same import same_step
@@ -31,7 +30,6 @@ from plait.engine.watch import PythonWatch, Variant, is_flag
 from plait.plan.annotation import Annotations
 from plait.plan.plan import Plan
 
-LossFn = Callable[[Any, Any], Any]
 MOST_KEPT = 64  # largest number of captures, and of their lowered steps, that are kept
 _MANY = 8  # number of captures after which a warning says why there are so many
 _Kind = tuple[str, bool, Precision, bool]

@@ -28,11 +28,12 @@ from plait.comm.device import random_devices
 from plait.comm.process import device_mesh
 from plait.comm.protocol import World
 from plait.compile.capture.batch import take_rows
+from plait.compile.capture.capture import LossFn
 from plait.compile.capture.loss_values import Outputs, copied, join_outputs, read_loss
 from plait.compile.compiled import Compiled
 from plait.compile.ir.dtypes import torch_name
 from plait.engine.boundary import has_process_group
-from plait.engine.compiler import Compiler, LossFn
+from plait.engine.compiler import Compiler
 from plait.engine.local_batch import LocalBatch, batch_part, num_rows
 from plait.engine.outputs import gather_outputs
 from plait.engine.twin import preserved

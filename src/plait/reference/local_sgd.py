@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plait.compile.capture.batch import join_rows, take_rows
+from plait.compile.capture.capture import LossFn
 from plait.compile.capture.loss_values import ROWS, LossPart, Outputs, join_outputs, results
 from plait.compile.stages.split import Pipeline
 from plait.cost.compressed_bytes import is_smaller, num_kept, num_owned
@@ -150,7 +151,7 @@ class SerialReplicas:
         }
 
     def step(
-        self, loss_fn: Callable[[Any, Any], Any], batch: Any, key: int, step: int, clip_norm: float | None
+        self, loss_fn: LossFn, batch: Any, key: int, step: int, clip_norm: float | None
     ) -> tuple[float, Named, Named]:
         """Run step `step`, counted from 1. Returns loss, gradients and outputs as a trainer of the first replica does.
 

@@ -21,6 +21,7 @@ from plait.api.job.gpt import bytes_gpt
 from plait.api.job.refer import call, check_arguments, import_reference, is_reference
 from plait.api.job.text import ByteText, read_text, split_text
 from plait.backends.eager.offload.scratch import scratch_folder
+from plait.compile.capture.capture import LossFn
 from plait.engine.checkpoint.fitting import refuse_tables
 from plait.engine.checkpoint.integrity import check_files
 from plait.engine.checkpoint.places import INSIDE, checkpoint_of, checkpoints, newest, older_than
@@ -37,7 +38,6 @@ from plait.plan.axes import axis_kind
 from plait.plan.plan import Plan
 from plait.plan.recompute import NO_RECOMPUTE
 
-LossFn = Callable[[nn.Module, Any], Any]
 _MODELS = {"bytes_gpt": bytes_gpt}
 
 

@@ -28,7 +28,7 @@ from plait.schedule.balance import Piece, Variable
 from plait.schedule.consistency import Consistency
 
 if TYPE_CHECKING:  # the compiler is only needed by workers, and takes seconds to import
-    from plait.engine.compiler import LossFn
+    from plait.compile.capture.capture import LossFn
 
 
 class NoLog:

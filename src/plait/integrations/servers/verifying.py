@@ -12,7 +12,8 @@ from torch import nn
 
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
-from plait.engine.compiler import Compiler, LossFn
+from plait.compile.capture.capture import LossFn
+from plait.engine.compiler import Compiler
 from plait.engine.local_batch import num_rows
 from plait.errors import PlanError, Refusal
 from plait.integrations.servers.feed import BatchFeed
