@@ -15,7 +15,7 @@ from plait.cost.costs import Costs, read_costs
 from plait.cost.simulate import simulate
 from plait.errors import ConfigError, PlanError, ScheduleError
 from plait.schedule.families import FAMILIES, make_replicated, make_schedule
-from plait.schedule.in_flight import most_bytes_in_flight
+from plait.schedule.in_flight import microbatches_in_flight, most_bytes_in_flight, most_microbatches_in_flight
 from plait.schedule.readiness import chain, needs
 from plait.schedule.transfers import add_transfers, add_updates
 from plait.spec.schedule import Schedule
@@ -119,6 +119,23 @@ def test_microbatches_in_flight(num_ranks: int, num_micro: int) -> None:
     # Chunks of half a stage: the memory of 1f1b, and one microbatch more for the cut-in-half DualPipe.
     assert max(peaks("zb-v")) <= 2 * num_ranks
     assert max(peaks("dualpipe-v")) <= 2 * num_ranks + 1
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
+def test_one_count_of_microbatches_in_flight(name: str) -> None:
+    """What the order of actions says is what a simulation sees; a split backward keeps fewer up to its first part."""
+    schedule = make_schedule(name, 4, 8)
+    trace = simulate(schedule, ONES(schedule.num_stages))
+    for rank, chunks in enumerate(schedule.stages):
+        changes = [change for _, change in microbatches_in_flight(schedule, rank)]
+        assert max(itertools.accumulate(changes)) == trace.peak_in_flight(rank) and sum(changes) == 0
+        for chunk in range(len(chunks)):
+            first = most_microbatches_in_flight(schedule, rank, chunk, last="B")
+            assert 1 <= first <= most_microbatches_in_flight(schedule, rank, chunk) <= trace.peak_in_flight(rank)
+    if name == "1f1b":
+        assert [most_microbatches_in_flight(schedule, rank, 0) for rank in range(4)] == [4, 3, 2, 1]
+    if name == "zb-h1":
+        assert [most_microbatches_in_flight(schedule, rank, 0, last="B") for rank in range(4)] == [4, 3, 2, 1]
 
 
 @settings(max_examples=25, deadline=None)

@@ -15,9 +15,9 @@ from plait.compile.ir.estimate import seconds_of
 from plait.compile.ir.node_info import info_of, position_of
 from plait.compile.rank_program import RankProgram
 from plait.schedule.cut import Item, Memory, choose_cut
+from plait.schedule.in_flight import most_microbatches_in_flight
 from plait.schedule.readiness import Cell
-from plait.spec.action import BACKWARD, FORWARD, WEIGHT
-from plait.spec.schedule import Schedule
+from plait.spec.action import FORWARD
 
 
 def cut_within(
@@ -66,13 +66,17 @@ def cut_within(
             ):
                 kept[item(named[value.name])] += value.num_bytes
     items = [Item(seconds[i], held[i], kept[i]) for i in range(len(places))]
-    in_flight = tuple(_in_flight(pipeline.schedule, stage) for stage in range(pipeline.schedule.num_stages))
+    schedule = pipeline.schedule
+    in_flight = tuple(
+        max(most_microbatches_in_flight(schedule, *place) for place in schedule.holders(stage))
+        for stage in range(schedule.num_stages)
+    )
     if len(items) < len(in_flight):
         return None
     used: Counter[int] = Counter()
     for one, stage in zip(items, stage_of, strict=True):
         used[stage] += one.state_bytes + one.activation_bytes * in_flight[stage]
-    rest = max(peak - used[pipeline.schedule.stages[rank][0]] for rank, peak in peaks.items())
+    rest = max(peak - used[schedule.stages[rank][0]] for rank, peak in peaks.items())
     found = choose_cut(items, [], len(in_flight), memory=Memory(limit - max(rest, 0), in_flight))
     return None if found is None else tuple(begins[places[i]] for i in found)
 
@@ -91,19 +95,3 @@ def _module_begins(program: RankProgram) -> dict[int, str]:
     for path in sorted(first, key=len):
         found.setdefault(first[path], path)
     return found
-
-
-def _in_flight(schedule: Schedule, stage: int) -> int:
-    """The most microbatches of which a rank keeps a stage's activations at a time."""
-    most = 0
-    for rank, chunk in schedule.holders(stage):
-        count = 0
-        for action in schedule.ranks[rank]:
-            if action.chunk != chunk or not action.computes:
-                continue
-            if action.kind == FORWARD:
-                count += 1
-            elif action.kind == WEIGHT or (action.kind == BACKWARD and not schedule.splits(rank, action)):
-                count -= 1
-            most = max(most, count)
-    return most

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from plait.cost.costs import Costs
 from plait.errors import PlanError
 from plait.schedule.check import check_runs
+from plait.schedule.in_flight import microbatches_in_flight
 from plait.schedule.readiness import Edges, Place, chain
 from plait.schedule.topological_order import TopologicalOrder, start_times, topological_order
 from plait.spec.action import BACKWARD, FORWARD, REDUCE, SEND, STEP, WEIGHT, Action
@@ -96,31 +97,25 @@ def held(
     memory: list[Sample] = []
     in_flight: list[Sample] = []
     for rank in range(schedule.num_ranks) if ranks is None else ranks:
-        actions = schedule.ranks[rank]
         num_bytes = int(sum(costs.of("state_bytes", stage) for stage in schedule.stages[rank]))
         count = 0
         memory.append(Sample(rank, 0.0, num_bytes))
         in_flight.append(Sample(rank, 0.0, 0))
-        for action in actions:
-            if not action.computes:
-                continue
+        for action, change in microbatches_in_flight(schedule, rank):
             stage = schedule.stages[rank][action.chunk]
             whole, kept = int(costs.of("activation_bytes", stage)), costs.kept_for_weight(stage)
             start, end = times[rank, action]
-            time, complete = end, True
+            time, count = end, count + change
             if action.kind == FORWARD:
-                num_bytes, count, time = num_bytes + whole, count + 1, start
+                num_bytes, time = num_bytes + whole, start
                 if schedule.forward_only:  # activations live only while the forward runs
                     memory.append(Sample(rank, start, num_bytes))
                     in_flight.append(Sample(rank, start, count))
                     num_bytes, count, time = num_bytes - whole, count - 1, end
             elif action.kind == BACKWARD:
-                complete = not schedule.splits(rank, action)
-                num_bytes -= whole if complete else whole - kept
+                num_bytes -= whole if change else whole - kept
             else:
                 num_bytes -= kept
-            if action.kind != FORWARD and complete:
-                count -= 1
             memory.append(Sample(rank, time, num_bytes))
             in_flight.append(Sample(rank, time, count))
     return tuple(memory), tuple(in_flight)

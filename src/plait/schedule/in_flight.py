@@ -1,17 +1,39 @@
-"""How many messages may be in flight: sent by a rank, and not certain to be received.
+"""What is in flight on a rank: microbatches, and messages.
 
-Which receives are certain to be complete when a rank comes to an action follows from the order of actions and
-transfers, whatever the speed of the ranks (Lamport's happened-before relation, CACM 1978, by vector clocks).
+A microbatch is in flight in a chunk from its forward to the end of its backward, of both parts where it is split. A
+message is in flight from its SEND until it is certain to be received. Which receives are certain to be complete when a
+rank comes to an action follows from the order of actions and transfers, whatever the speed of the ranks (Lamport's
+happened-before relation, CACM 1978, by vector clocks).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from plait.schedule.readiness import Edges, Place
 from plait.schedule.topological_order import topological_order
-from plait.spec.action import SEND, Action
+from plait.spec.action import BACKWARD, FORWARD, SEND, WEIGHT, Action
 from plait.spec.schedule import Schedule
+
+
+def microbatches_in_flight(schedule: Schedule, rank: int, last: str = WEIGHT) -> Iterator[tuple[Action, int]]:
+    """Yield every F, B and W of a rank, and by how many it changes the number of microbatches in flight: 1, 0 or -1.
+
+    With `last` B, they are in flight until the first part of a backward that is split.
+    """
+    for action in schedule.ranks[rank]:
+        if action.computes:
+            end = last if schedule.splits(rank, action) else BACKWARD
+            yield action, (action.kind == FORWARD) - (action.kind == end)
+
+
+def most_microbatches_in_flight(schedule: Schedule, rank: int, chunk: int, last: str = WEIGHT) -> int:
+    """The most microbatches in flight in a chunk of a rank at a time; `last` as above."""
+    now = most = 0
+    for action, change in microbatches_in_flight(schedule, rank, last):
+        now += change if action.chunk == chunk else 0
+        most = max(most, now)
+    return most
 
 
 def completed_sends(schedule: Schedule, edges: Edges, rank: int) -> dict[Action, tuple[Action, ...]]:

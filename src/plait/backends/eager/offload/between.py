@@ -16,6 +16,7 @@ from plait.backends.eager.rewrites.offload_ops import Coming
 from plait.compile.stages.stage_graphs import Value
 from plait.cost.memory_model import padded
 from plait.plan.sharding_plan import is_large
+from plait.schedule.in_flight import most_microbatches_in_flight
 from plait.spec.action import BACKWARD, FORWARD
 from plait.spec.schedule import Schedule
 
@@ -49,7 +50,7 @@ class Between:
                         if tensor is not None and is_large(tensor.numel()):
                             offsets.setdefault(value.name, {})[index] = size
                             size += padded(tensor.numel() * tensor.itemsize)
-            num = _most_in_flight(schedule, rank, chunk)
+            num = most_microbatches_in_flight(schedule, rank, chunk, last=BACKWARD)
             self._offsets[stage] = offsets
             self._slots[stage] = [total + slot * size for slot in range(num)]
             total += num * size
@@ -92,13 +93,3 @@ class Between:
 def _tensors(value: Any) -> list[Any]:
     """Of a value that is one tensor, or several."""
     return list(value) if isinstance(value, (tuple, list)) else [value]
-
-
-def _most_in_flight(schedule: Schedule, rank: int, chunk: int) -> int:
-    """The most microbatches that have been forward and not yet backward through a chunk."""
-    now = most = 0
-    for action in schedule.ranks[rank]:
-        if action.chunk == chunk and action.kind in (FORWARD, BACKWARD):
-            now += 1 if action.kind == FORWARD else -1
-            most = max(most, now)
-    return most
