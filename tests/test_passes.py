@@ -67,7 +67,7 @@ def test_explain_lists_the_passes_that_ran_in_their_order(plan: str) -> None:
 
 def test_explain_counts_what_a_pass_changes() -> None:
     rows = {line.split()[0]: line.split() for line in explained("tensor=2").passes().splitlines()}
-    assert rows["mark-aside"][2] != "+0" and not rows["mark-aside"][2].startswith("+")
+    assert rows["mark-auxiliary"][2] != "+0" and not rows["mark-auxiliary"][2].startswith("+")
     assert rows["shard"][2].startswith("+")  # collectives
 
 
@@ -77,7 +77,7 @@ def test_explain_shows_the_graphs_before_and_after_a_pass() -> None:
     assert "--- step before" in diff and "+++ step after" in diff
     assert "+gather_part = gather_part(" in diff and "world" not in diff
     assert "+gather_start = gather_start(world, data" in found.diff("bucket-gathers")
-    assert found.diff("mark-aside") == "the pass mark-aside changes nothing"
+    assert found.diff("mark-auxiliary") == "the pass mark-auxiliary changes nothing"
     assert found.diff("split-in-cells") == "the pass split-in-cells does not run under this plan"
 
 

@@ -315,11 +315,11 @@ def test_a_stage_without_parameters_trains_and_is_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ("pipeline=16 micro=2", r"the step has \d+ places where it can be cut.*16 stages"),
+        ("pipeline=16 micro=2", r"the step has \d+ calls that a stage can begin with, and 16 stages"),
         ("pipeline=2 micro=2 cut=thrid", "cut=thrid: the model calls no module of this name; did you mean third"),
         ("pipeline=2 micro=2 cut=first", "cut=first leaves a stage empty"),
         ("pipeline=3 micro=2 cut=second", "names 1 module, but 3 stages begin with 2 besides the first"),
-        ("pipeline=3 micro=2 cut=third,second", "its modules do not run in this order"),
+        ("pipeline=3 micro=2 cut=third,second", "names modules in another order than they run"),
         ("pipeline=2 micro=2 chunks=3", "chunks=3: the schedule 1f1b has 1 on each rank"),
         ("pipeline=2 micro=2 schedule=/nowhere/mine.txt", "cannot read the file: No such file"),
     ],

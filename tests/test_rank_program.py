@@ -24,9 +24,8 @@ from plait.compile.ir.node_info import info_of
 from plait.compile.ir.views import writes_in_place
 from plait.compile.ops import comm_ops
 from plait.compile.ops.comm_ops import CommOp
-from plait.compile.passes.scatter import gives_part, is_sum
-from plait.compile.rank_program import RankProgram, StepGraph
-from plait.compile.stages.specialise import specialise
+from plait.compile.passes.zero import gives_part, is_sum
+from plait.compile.rank_program import RankProgram, StepGraph, graph_of_rank
 from plait.compile.wire_bytes import collective_order
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.microbatch import microbatches
@@ -176,7 +175,7 @@ class _PlainStep:
             part = self.program.graphs[turn]
             given = {"parameter": parameters, "buffer": buffers, "batch": batch, "sum": sums}
             given |= {"constant": captured.constants, "key": {"key": key}, "scale": {"scale": scale}}
-            graph = specialise(part.graph, self._world.mesh.coordinates(self._world.rank))
+            graph = graph_of_rank(part.graph, self._world.mesh.coordinates(self._world.rank))
             named = [nodes.get(n.name) or (info_of(n).kind, info_of(n).name) for n in placeholders(graph)]
             with torch.no_grad():
                 made = _OnRank(graph, self._world).run(*(given[kind][name or kind] for kind, name in named))

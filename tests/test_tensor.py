@@ -462,4 +462,4 @@ def test_the_user_is_told_what_stays_whole_and_why() -> None:
     page = str(plait.explain(Decoder(Unsplit(), Attention(4)), loss_fn, text(4), "tensor=2"))
     line = next(line for line in page.splitlines() if line.startswith("tensor=2 splits"))
     assert "% of the parameters and " in line and "blocks.0.wide.weight (" in line
-    assert "aten.sort.default in blocks.0 needs what it gives whole" in line
+    assert "aten.sort.default in blocks.0 needs its whole output" in line

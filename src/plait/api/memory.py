@@ -13,8 +13,8 @@ from torch import nn
 from plait.backends.eager.passes import eager_graphs
 from plait.comm.device import default_kind, is_host
 from plait.compile.capture.capture import LossFn
-from plait.compile.cut_within import cut_within
 from plait.compile.rank_program import RankProgram
+from plait.compile.stage_costs import cut_within
 from plait.cost.memory_model import GRADIENTS, OPTIMIZER, PARAMETERS, RankMemory, single_changes
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.dry_run import dry_run

@@ -1,22 +1,30 @@
-"""What compiling a captured step under a plan gives: the program of its ranks, and what users are told of it."""
+"""A step before, during and after its compilation: what is settled already, the draft, and the result."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from plait.compile.rank_program import RankProgram
+from torch.fx import Graph
+
+from plait.compile.capture.capture import Captured
+from plait.compile.rank_program import RankProgram, StepGraph
+from plait.compile.sharding.flat_shards import Cut
 from plait.compile.sharding.split_share import SplitShare
-from plait.spec.layout import Layout
+from plait.compile.stages.split import Pipeline
+from plait.plan.annotation import Annotations
+from plait.plan.plan import Plan
+from plait.plan.sharding_plan import ShardingPlan
+from plait.spec.layout import Layout, Placement
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """The program that ranks run, and how it came to be.
+    """The program that ranks run, and the choices that `explain` shows.
 
-    origins       of parameters that are sharded: the annotation or recipe, by name
-    without_rule  ops that run on whole inputs for lack of a rule
-    share         of an axis that splits weights: how much it does
+    origins       the annotation or search that sharded each parameter, by name
+    without_rule  ops that run on whole inputs because they have no rule
+    share         how much of the step an axis that splits weights splits; None without such an axis
     """
 
     program: RankProgram
@@ -27,14 +35,14 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Settled:
-    """What the first batch of a model has decided, and is kept for batches of other shapes. None: not decided yet."""
+    """Decisions of the first batch that batches of other shapes keep. A field is None until it is decided."""
 
     layouts: Mapping[str, Layout] | None = None  # of parameters
-    stages: Mapping[str, tuple[int, ...]] | None = None  # of a pipeline, by parameter
+    stages: Mapping[str, tuple[int, ...]] | None = None  # of each parameter, with a pipeline
     frozen: Collection[str] | None = None  # parameters that did not train
 
     def after(self, program: RankProgram) -> Settled:
-        """What is known once this step is compiled."""
+        """The decisions after a step is compiled to `program`."""
         if self.layouts is not None:
             return self
         layouts = {name: each.compute for name, each in program.sharding.parameters.items()}
@@ -43,3 +51,42 @@ class Settled:
 
 
 NOTHING_SETTLED = Settled()
+
+
+@dataclass
+class Draft:
+    """A step between the captured graph and the graphs that ranks run. Passes change it."""
+
+    captured: Captured
+    plan: Plan
+    annotations: Annotations
+    settled: Settled
+    parts: dict[str, StepGraph]  # one named "" at first, then by cell, then by cell and turn
+
+    # what sharding decides
+    chosen: dict[str, tuple[dict[str, Placement], dict[str, str]]] = field(default_factory=dict)  # by axis
+    reasons: dict[str, str] = field(default_factory=dict)  # why parameters are whole, by name
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    reduce_axes: dict[str, tuple[str, ...]] = field(default_factory=dict)  # over which gradients are summed, by name
+    without_rule: set[str] = field(default_factory=set)
+    share: SplitShare | None = None
+
+    # what a pipeline decides
+    begins: list[float] | None = None  # positions with which its stages begin
+    pipeline: Pipeline | None = None
+
+    # how ranks hold parameters
+    sharding: ShardingPlan = field(init=False)
+    cuts: dict[str, Cut] = field(default_factory=dict)  # of parameters of which ranks have parts, by name
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of the step, as long as it is the only one."""
+        (part,) = self.parts.values()
+        return part.graph
+
+    @graph.setter
+    def graph(self, graph: Graph) -> None:
+        (part,) = self.parts.values()
+        part.graph = graph

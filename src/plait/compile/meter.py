@@ -1,9 +1,8 @@
-"""The bytes that live while a rank's graph runs: each memory once, from where it is made to its last reader.
+"""The bytes of memory that live while a rank runs its program. Each storage counts once, until it is freed.
 
-Nothing is worked out from a table of ops: the program itself runs on tensors without memory (`FakeTensorMode`), and a
-meter counts what each call makes and what Python lets go. Views keep their base, a bucket is one buffer, an update in
-place makes nothing, and a new op or collective is counted without a line here. What a kernel takes inside itself is
-not seen.
+The program itself runs on tensors without memory (`FakeTensorMode`). A meter counts each storage that a call allocates,
+and subtracts it when Python frees it. So views, buckets and updates in place are counted as they are, and a new op
+needs no line here. The workspace of a kernel is not counted.
 
     meter = Meter(device)
     world.meter = meter                    # any World with this attribute
@@ -32,22 +31,22 @@ aten = torch.ops.aten
 
 
 class Meter(TorchDispatchMode):
-    """Counts the bytes of tensors on one kind of device while the mode is on, by class (decide.memory.CLASSES).
+    """Counts the bytes of tensors on one type of device while the mode is on, by class (cost/memory_model.py).
 
-    Numbers that a program reads out of tensors without memory are made up: 0.5, or 0 of whole numbers.
+    A number that the program reads from a tensor without memory is 0.5, or 0 for integers.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
-        self.label = PARAMETERS  # the class of what is made next
+        self.label = PARAMETERS  # the class of tensors from now on
         self.moment = ""
         self.live: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
         self.at_peak: dict[str, int] = {}
         self.peak = 0
         self.peak_moment = ""
-        self.saved = 0  # activations that lived when backward began
+        self.saved = 0  # bytes of activations when backward began
         self.total = 0
         self._counting = True
         self._held: dict[int, tuple[int, str, Any]] = {}  # storage -> (bytes, class, weak reference)
@@ -62,13 +61,13 @@ class Meter(TorchDispatchMode):
         return result
 
     def at(self, moment: str, label: str) -> None:
-        """From here on: when it is, and the class of what is made."""
+        """Set the moment (such as "forward 0") and the class of tensors from now on."""
         if moment.startswith("backward") and self.moment.startswith("forward"):
             self.saved = max(self.saved, self.live[ACTIVATIONS])
         self.moment, self.label = moment, label
 
     def claim(self, values: Any, label: str) -> None:
-        """What these tensors lie in is of that class from now on."""
+        """Count the storages of these tensors under the class `label` from now on."""
         for value in pytree.tree_leaves(values):
             if isinstance(value, Tensor):
                 key = value.untyped_storage()._cdata
@@ -79,20 +78,20 @@ class Meter(TorchDispatchMode):
                     self._add(label, num_bytes)
 
     def count(self, values: Any, label: str) -> None:
-        """Count these tensors, of that class, also if they were made while the mode was off."""
+        """Count these tensors under the class `label`, also if they were made while the mode was off."""
         for value in pytree.tree_leaves(values):
             if isinstance(value, Tensor):
                 self._count(value)
         self.claim(values, label)
 
     def claim_all(self, label: str) -> None:
-        """All that lives is of that class from now on."""
+        """Count all that lives under the class `label` from now on."""
         self._held = {key: (num_bytes, label, reference) for key, (num_bytes, _, reference) in self._held.items()}
         self.live = Counter({label: self.total})
 
     @contextmanager
     def labelled(self, label: str) -> Iterator[None]:
-        """What is made meanwhile is of that class."""
+        """Count what is made in the context under the class `label`."""
         before, self.label = self.label, label
         try:
             yield
@@ -101,7 +100,7 @@ class Meter(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is made meanwhile is never counted."""
+        """Do not count what is made in the context."""
         self._counting = False
         try:
             yield
@@ -109,7 +108,7 @@ class Meter(TorchDispatchMode):
             self._counting = True
 
     def begin(self) -> None:
-        """Forget what was most: it is what lives now."""
+        """Begin to measure peaks anew, from what lives now."""
         self.most, self.at_peak = Counter(self.live), dict(self.live)
         self.peak, self.peak_moment, self.saved = self.total, self.moment, 0
 

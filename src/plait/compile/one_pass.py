@@ -1,4 +1,4 @@
-"""What a pass is, and lists of passes: their order, and what each of them changes."""
+"""Passes: one transformation each, lists of them that are run in order, and reports of what each changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plait.errors import PlanError
 
 
 class HasParts(Protocol):
-    """What passes change."""
+    """The object that passes change: a Draft, or the eager backend's own."""
 
     parts: dict[str, StepGraph]  # the graphs of the step
 
@@ -28,9 +28,14 @@ D = TypeVar("D", bound=HasParts)
 
 @dataclass(frozen=True)
 class Pass(Generic[D]):
-    """One transformation of a step, by the name that `plait explain --diff` takes.
+    """One transformation of a step.
 
-    `requires` and `provides` are facts, in words; a test holds the order of all passes against them.
+    name      what `plait explain --diff` takes
+    about     what the pass does, for `plait explain --passes`
+    run       changes the draft
+    requires  facts, in words, that passes before it must provide
+    provides  facts that hold after it
+    when      whether the pass runs for a draft
     """
 
     name: str
@@ -42,7 +47,7 @@ class Pass(Generic[D]):
 
 
 def check_order(passes: Sequence[Pass[Any]]) -> None:
-    """Raise PlanError for a pass that comes before one that provides what it requires."""
+    """Raise PlanError for a pass that requires a fact which no pass before it provides."""
     known: set[str] = set()
     for each in passes:
         if missing := sorted({*each.requires} - known):
@@ -51,7 +56,7 @@ def check_order(passes: Sequence[Pass[Any]]) -> None:
 
 
 def run_passes(passes: Sequence[Pass[D]], draft: D, watcher: Watcher | None = None) -> None:
-    """Run the passes whose `when` holds for the draft, one after the other; `watcher` sees each."""
+    """Run the passes, in order, whose `when` is true for the draft. The `watcher` sees each of them."""
     for each in passes:
         if not each.when(draft):
             continue
@@ -63,17 +68,17 @@ def run_passes(passes: Sequence[Pass[D]], draft: D, watcher: Watcher | None = No
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass has changed: calls, and bytes of the tensors that they make, over all graphs of the step."""
+    """What one pass has changed: the calls of all graphs of the step, and the bytes of the tensors that they return."""
 
     name: str
     about: str
-    num_calls: tuple[int, int]  # before and after
+    num_calls: tuple[int, int]  # before the pass and after it
     num_bytes: tuple[int, int]
-    diff: str = ""  # of the graphs as text, where it was asked for
+    diff: str = ""  # a unified diff of the graphs as text, if it was asked for
 
 
 class Watcher:
-    """Sees passes as they run. `diff` names the one whose graphs are compared as text."""
+    """Reports on passes as they run. `diff` names the pass whose graphs are compared as text."""
 
     def __init__(self, diff: str = "") -> None:
         self.reports: list[PassReport] = []
@@ -111,7 +116,7 @@ def _line(node: Node) -> str:
 
 
 def _difference(before: Mapping[str, list[str]], after: Mapping[str, list[str]]) -> str:
-    """Of each graph with what it was made from."""
+    """A unified diff of each graph and the one that it was made from."""
     found: list[str] = []
     for name, lines in after.items():
         old = before.get(name, before.get(name.rpartition(".")[0], before.get("", [])))

@@ -1,10 +1,10 @@
 """The order of everything: the passes that turn a captured step into the program of a plan's ranks. Start reading here.
 
-    captured step -> sharded over the mesh -> cut into the cells of a pipeline -> the sharding plan of its parameters
-                  -> parameters gathered for their use -> gradients scattered -> repeated over microbatches
+    captured step -> sharded over the mesh -> split into the cells of a pipeline -> the sharding plan of its parameters
+                  -> parameters gathered for their use -> gradients reduce-scattered -> repeated over microbatches
 
-A pass is a function that changes a Draft (compile/draft.py). It says which facts it requires and which it provides.
-What a backend makes of the program has a list of its own, such as EAGER_PASSES of backends/eager/passes.py.
+A pass is a function that changes a Draft (compile/compiled.py). It names the facts that it requires and provides.
+A backend has a list of passes of its own, such as EAGER_PASSES of backends/eager/passes.py.
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from plait.compile.capture.capture import Captured
-from plait.compile.compiled import NOTHING_SETTLED, Compiled, Settled
-from plait.compile.draft import Draft
+from plait.compile.compiled import NOTHING_SETTLED, Compiled, Draft, Settled
 from plait.compile.ir.calls import copy_graph, device_type, placeholders
 from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.ir.node_info import set_info
 from plait.compile.one_pass import Pass, Watcher, run_passes
-from plait.compile.passes.accumulation import by_turn, narrowed
-from plait.compile.passes.aside import mark_aside
-from plait.compile.passes.gather import gather_parameters
-from plait.compile.passes.owning import own_gradients
+from plait.compile.passes.accumulation import graphs_by_turn, narrow_dtypes, own_gradients
+from plait.compile.passes.auxiliary import mark_auxiliary
 from plait.compile.passes.recomputation import recompute
-from plait.compile.passes.scatter import scatter_gradients
+from plait.compile.passes.zero import gather_parameters, scatter_gradients
 from plait.compile.rank_program import RankProgram, StepGraph, cell_name
 from plait.compile.shard import assign_roles, check_batch, choose_layouts, shard
 from plait.compile.sharding.flat_shards import cuts_of
@@ -47,8 +44,8 @@ def _note_formats(draft: Draft) -> None:
     draft.graph = note_formats(draft.graph, draft.plan.num_processes > 1)
 
 
-def _mark_aside(draft: Draft) -> None:
-    mark_aside(draft.graph, draft.captured)
+def _mark_auxiliary(draft: Draft) -> None:
+    mark_auxiliary(draft.graph, draft.captured)
 
 
 def _own_gradients(draft: Draft) -> None:
@@ -91,9 +88,9 @@ def _plan_sharding(draft: Draft) -> None:
 
 def _narrow_parameters(draft: Draft) -> None:
     graphs, parameters = [part.graph for part in draft.parts.values()], draft.sharding.parameters
-    # The parts that ranks gather for each use are cast as they leave.
+    # A part that is gathered for each use is cast before it is gathered.
     names = [name for name in draft.cuts if parameters[name].gather is not Gather.USE]
-    draft.sharding = draft.sharding.read_as(narrowed(graphs, names))
+    draft.sharding = draft.sharding.read_as(narrow_dtypes(graphs, names))
 
 
 def _gather_parameters(draft: Draft) -> None:
@@ -111,7 +108,7 @@ def _scatter_gradients(draft: Draft) -> None:
 def _accumulate(draft: Draft) -> None:
     parts = {}
     for name, part in draft.parts.items():
-        for turn, graph in by_turn(part, draft.sharding.sums_each_microbatch).items():
+        for turn, graph in graphs_by_turn(part, draft.sharding.sums_each_microbatch).items():
             parts[f"{name}.{turn}" if name else turn] = replace(part, graph=graph, turn=turn)
     draft.parts = parts
 
@@ -126,33 +123,35 @@ def _gathers_for_use(draft: Draft) -> bool:
 
 PASSES = (
     Pass("name-inputs", "copies the captured graph and names its inputs", _name_inputs, provides=["named inputs"]),
-    Pass("note-formats", "notes the memory formats that kernels rely on", _note_formats, ["named inputs"], ["formats"]),
-    Pass("mark-aside", "marks what neither loss nor gradients need", _mark_aside, ["named inputs"], ["asides"]),
+    Pass("note-formats", "records the memory formats that kernels rely on", _note_formats, ["named inputs"],
+         ["formats"]),
+    Pass("mark-auxiliary", "marks calls that no loss depends on", _mark_auxiliary, ["named inputs"],
+         ["auxiliary calls"]),
     Pass("own-gradients", "gives gradients memory of their own", _own_gradients, ["formats"], ["own gradients"]),
     Pass("check-batch", "checks that the plan divides the batch", check_batch, provides=["even batch"]),
-    Pass("assign-roles", "finds the stages that split weights and those that split the batch", assign_roles,
+    Pass("assign-roles", "finds the stages that split weights and the stages that split the batch", assign_roles,
          ["own gradients", "even batch"], when=lambda draft: bool(draft.plan.stages)),
-    Pass("choose-layouts", "chooses which parameters are split along each axis", choose_layouts,
-         ["own gradients", "asides"], ["choices"]),
+    Pass("choose-layouts", "chooses which parameters are sharded over each axis", choose_layouts,
+         ["own gradients", "auxiliary calls"], ["choices"]),
     Pass("shard", "propagates placements and writes the graph of one rank", shard,
          ["choices", "even batch"], ["local graph", "layouts"]),
-    Pass("keep-formats", "brings inputs of kernels into the formats they rely on", _keep_formats,
+    Pass("keep-formats", "converts inputs of kernels to the formats they rely on", _keep_formats,
          ["local graph", "formats"]),
-    Pass("assign-stages", "gives every call its stage of the pipeline", _assign_stages,
+    Pass("assign-stages", "assigns a stage of the pipeline to every call", _assign_stages,
          ["local graph"], ["stages"], when=_is_piped),
-    Pass("recompute", "works activations out again in backward", _recompute, ["local graph", "stages"],
+    Pass("recompute", "recomputes activations in backward", _recompute, ["local graph", "stages"],
          when=lambda draft: draft.plan.recompute.kind != "none"),
-    Pass("split-in-cells", "splits the step into forward and backward of each stage", _split_in_cells,
+    Pass("split-in-cells", "splits the step into the forward and backward of each stage", _split_in_cells,
          ["stages"], ["cells"], when=_is_piped),
     Pass("plan-sharding", "decides how ranks hold each parameter, its gradient and its state", _plan_sharding,
          ["layouts", "cells"], ["sharding plan"]),
-    Pass("narrow-parameters", "reads parameters in the dtype in which they are used", _narrow_parameters,
+    Pass("narrow-parameters", "narrows parameters to the dtype in which they are used", _narrow_parameters,
          ["sharding plan"]),
     Pass("gather-parameters", "gathers parameters before their use", _gather_parameters, ["sharding plan"],
          when=_gathers_for_use),
-    Pass("scatter-gradients", "scatters the sums of gradients of which a rank keeps a part", _scatter_gradients,
+    Pass("scatter-gradients", "reduce-scatters gradients of which a rank keeps a part", _scatter_gradients,
          ["sharding plan", "cells"], ["scattered gradients"], when=lambda draft: bool(draft.sharding.axis)),
-    Pass("accumulate", "makes the graphs of the first, middle and last microbatches", _accumulate,
+    Pass("accumulate", "writes the graphs of the first, middle and last microbatches", _accumulate,
          ["sharding plan", "cells", "scattered gradients"]),
 )  # fmt: skip
 
@@ -167,8 +166,14 @@ def compile(
 ) -> Compiled:
     """Turn a captured step into the program that the ranks of a plan run.
 
-    What is `settled` is kept as an earlier capture of the same model decided it; `watcher` sees every pass. Raises
-    PlanError where an axis does not divide what it must split, LayoutError for a bad annotation.
+    Args:
+        annotations: layouts of parameters by name pattern, as `Trainer(layouts=)` takes them.
+        settled: decisions of an earlier batch of the same model, which are kept.
+        watcher: sees every pass as it runs.
+
+    Raises:
+        PlanError: the plan does not fit the step; for example, an axis does not divide what it must split.
+        LayoutError: an annotation is wrong.
     """
     whole = StepGraph(captured.graph.graph, tuple(captured.outputs), frozenset({plan.micro}))
     draft = Draft(captured, plan, annotations or {}, settled, {"": whole})

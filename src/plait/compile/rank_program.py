@@ -1,8 +1,8 @@
-"""A rank program: what the ranks of a plan run in a step, as functional graphs of tensors.
+"""Rank programs: what the ranks of a plan run in a step, as functional graphs of tensors.
 
-A graph takes tensors and gives tensors: nothing is written in place, and a collective is one call from a tensor to a
-tensor (compile/ops/comm_ops.py). When a collective begins, which of them travel together, and where tensors are kept
-between two uses is for a backend to say (backends/backend.py).
+A graph takes tensors and returns tensors. Nothing is written in place, and a collective is one call that takes a tensor
+and returns one (compile/ops/comm_ops.py). A backend decides when a collective starts, which collectives share a bucket,
+and where tensors are kept between two uses (backends/backend.py).
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from plait.compile.capture.capture import Captured, Output
+from plait.compile.ir.calls import is_tensor, output_node
 from plait.compile.ir.dtypes import dtype_named
+from plait.compile.ir.node_info import NodeInfo, describe, info_of
 from plait.compile.sharding.flat_shards import Cut
 from plait.compile.stages.split import Pipeline
 from plait.plan.plan import Plan
@@ -25,29 +27,30 @@ from plait.spec.layout import Layout
 
 @dataclass
 class StepGraph:
-    """One of the graphs of a step: all of it, a cell of its pipeline, or what a cell runs for some microbatches."""
+    """One of the graphs of a step: the whole step, a cell of its pipeline, or either of them for some microbatches."""
 
     graph: Graph
     outputs: tuple[Output, ...]
-    num_micro: frozenset[int]  # on how many microbatches ranks run it in a step
-    cell: Cell | None = None  # of a pipeline
-    turn: str = ""  # which of them, once the step is repeated
+    num_micro: frozenset[int]  # numbers of microbatches that ranks run it on in a step
+    cell: Cell | None = None  # the cell of the pipeline, if the step is split
+    turn: str = ""  # the microbatches that it is for, once the step is repeated (compile/passes/accumulation.py)
 
     @property
     def gradients(self) -> dict[int, str]:
-        """The parameters whose gradients the graph makes, by its outputs."""
+        """The parameters whose gradients the graph returns, by index of the output."""
         return {i: output.name for i, output in enumerate(self.outputs) if output.kind == "gradient"}
 
 
 @dataclass(frozen=True, eq=False)
 class RankProgram:
-    """The graphs of a step, which are the same for all ranks but for parallel branches (compile/stages/specialise.py),
-    and what the values are that go in and come out.
+    """The graphs of a step, and the layouts of the values that they take and return.
 
-    graphs    by turn of accumulation (turns_of), or with a pipeline by cell and turn: F0.alone, B0.first...
-    layouts   of parameters, buffers, constants and batch leaves, by name, as the graphs read them
+    All ranks have the same graphs, except for parallel branches (`graph_of_rank`).
+
+    graphs    by turn of accumulation (`turns_of`), or with a pipeline by cell and turn: F0.alone, B0.first...
+    layouts   of the parameters, buffers, constants and batch leaves that the graphs read, by name
     sharding  how the ranks hold each parameter
-    cuts      how parameters are cut of which a rank keeps a part, by name
+    cuts      how each parameter is cut of which a rank keeps only a part, by name
     """
 
     graphs: dict[str, StepGraph]
@@ -59,28 +62,29 @@ class RankProgram:
     pipeline: Pipeline | None = None
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Of a parameter, as the model has it."""
+        """The dtype that a parameter has in the model."""
         return dtype_named(self.sharding.parameters[name].state.dtype)
 
     @property
     def turns(self) -> tuple[str, ...]:
-        """Which graph runs each microbatch of a step, in order."""
+        """The turns of the graphs that run the microbatches of a step, in order."""
         return turns_of(self.plan.micro, self.graphs.keys())
 
     def turns_of_cell(self, cell: Cell, num_micro: int) -> tuple[str, ...]:
-        """Which graph runs each of so many microbatches that come to a cell of the pipeline on one rank, in order."""
+        """The names of the graphs that run `num_micro` microbatches of a cell on one rank, in order."""
         turns = {each.turn for each in self.graphs.values() if each.cell == cell}
         return tuple(f"{cell_name(cell)}.{turn}" for turn in turns_of(num_micro, turns))
 
     def of_cells(self, graphs: Mapping[str, Graph]) -> dict[Cell, Graph]:
-        """Of graphs by the names of the program's own, those of each cell's last microbatch."""
+        """The graph of each cell's last microbatch, among `graphs` by the names that they have in the program."""
         assert self.pipeline is not None
         cells = [(cell, max(self.pipeline.num_micro(cell), default=0)) for cell in self.pipeline.cells.graphs]
         return {cell: graphs[self.turns_of_cell(cell, num)[-1]] for cell, num in cells}
 
 
 def turns_of(num_micro: int, graphs: Collection[str]) -> tuple[str, ...]:
-    """The graph of each microbatch in turn, of those that there are (compile/passes/accumulation.py)."""
+    """The turn of each of `num_micro` microbatches, given the turns that have a graph
+    (compile/passes/accumulation.py)."""
     if "first" not in graphs or num_micro == 1:
         return ("alone", *["more" if "more" in graphs else "alone"] * (num_micro - 1))
     return ("first", *["middle"] * (num_micro - 2), "last")
@@ -88,3 +92,42 @@ def turns_of(num_micro: int, graphs: Collection[str]) -> tuple[str, ...]:
 
 def cell_name(cell: Cell) -> str:
     return f"{cell[0]}{cell[1]}"
+
+
+def runs_on(node: Node, coordinates: Mapping[str, int]) -> bool:
+    """Whether the rank at `coordinates` runs the node."""
+    return all(coordinates[axis] == index for axis, index in info_of(node).owner.items())
+
+
+def graph_of_rank(graph: Graph, coordinates: Mapping[str, int]) -> Graph:
+    """The graph that the rank at `coordinates` runs.
+
+    It differs from the graph of all ranks only if the user put parameters on one rank of an axis (parallel branches).
+    Other ranks leave that branch out, and read zeros where it joins the rest. An output that they lack is None.
+    """
+    if not any(info_of(node).owner for node in graph.nodes):
+        return graph
+    copy = Graph()
+    copied: dict[Node, Node] = {}
+    result = copy.graph_copy(graph, copied)
+    copy.output(result)
+    elsewhere = [n for n in copy.nodes if n.op != "output" and not runs_on(n, coordinates)]
+    end = output_node(copy)
+    (results,) = end.args
+    end.args = (tuple(None if r in elsewhere else r for r in results),)  # type: ignore[union-attr]
+    for node in reversed(elsewhere):
+        readers = [user for user in node.users if user not in elsewhere]
+        if readers and is_tensor(node):
+            value = node.meta["val"]
+            with copy.inserting_after(node):
+                zeros = copy.call_function(
+                    torch.ops.aten.zeros.default, (list(value.shape),), {"dtype": value.dtype, "device": value.device}
+                )
+            describe(zeros, NodeInfo(), value)
+            for reader in readers:
+                reader.replace_input_with(node, zeros)
+    for node in reversed(elsewhere):
+        if node.op != "placeholder" and not node.users:
+            copy.erase_node(node)
+    copy.lint()
+    return copy

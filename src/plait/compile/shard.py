@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from plait.compile.capture.capture import Output
-from plait.compile.draft import Draft
+from plait.compile.compiled import Draft
 from plait.compile.ir.calls import output_node, placeholders
 from plait.compile.ir.dtypes import dtype_name
 from plait.compile.sharding.auto_sharding import auto_sharding

@@ -1,4 +1,4 @@
-"""What a local graph sends: its collectives, with the bytes that each rank puts on the wire."""
+"""The collectives of a step, with the bytes that each rank sends in them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from plait.schedule.readiness import Cell
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a step. `sent_bytes` is what one rank sends, by the ring formula."""
+    """One collective of a step. `sent_bytes` are those that one rank sends with a ring algorithm."""
 
     kind: str
     axis: str
@@ -36,7 +36,7 @@ class Collective:
 
 
 def collectives(graph: Graph, sizes: Mapping[str, int]) -> list[Collective]:
-    """Every collective of the graph in order. `sizes`: ranks along each axis."""
+    """Every collective of the graph, in order. `sizes` are the numbers of ranks along each axis."""
     found: list[Collective] = []
     for node in graph.nodes:
         does = op_spec_of(node).communicates
@@ -46,8 +46,11 @@ def collectives(graph: Graph, sizes: Mapping[str, int]) -> list[Collective]:
 
 
 def step_collectives(program: RankProgram, graphs: Mapping[str, Graph]) -> list[Collective]:
-    """Every collective of a step: of all its microbatches, and of the update. Of a pipeline's stage those of one rank
-    that has it. `graphs` are what a backend runs for those of the program."""
+    """Every collective of all microbatches of a step and of its update.
+
+    For a stage of a pipeline they are those of one rank. `graphs` are those that a backend runs, by their names in the
+    program.
+    """
     sizes = dict(program.plan.mesh.axes)
     by_turn = {turn: collectives(graph, sizes) for turn, graph in graphs.items()}
     gathered = program.sharding.gathered(Gather.UPDATE)
@@ -90,14 +93,14 @@ def collective_order(graphs: Mapping[str, Graph], pipeline: Pipeline | None = No
 
 
 def _runs(pipeline: Pipeline, cell: Cell) -> list[int]:
-    """How many microbatches a rank runs a cell on, update after update."""
+    """The number of microbatches on which a rank runs a cell before each update of a step."""
     if pipeline.schedule.asynchronous:
         return [num for _, num in sorted(set(pipeline.groups.values()))]
     return [max(pipeline.num_micro(cell), default=0)]
 
 
 def _gather_of_parts(program: RankProgram, names: Sequence[str], sizes: Mapping[str, int]) -> Collective:
-    """After an update every rank gets the parameters of which it has updated a part."""
+    """The all-gather of parameters after an update in which each rank has updated a part of them."""
     sharding = program.sharding
     held = sum(
         math.prod(program.cuts[name].part_shape(0)) * dtype_named(sharding.parameters[name].compute.dtype).itemsize
@@ -108,7 +111,7 @@ def _gather_of_parts(program: RankProgram, names: Sequence[str], sizes: Mapping[
 
 
 def _sent_by(node: Node, does: Communication, sizes: Mapping[str, int]) -> list[Collective]:
-    """What a call sends: its collective over the first of its axes, and all-reduces over the others."""
+    """The collectives of a call: its own over the first of its axes, and all-reduces over the others."""
     info = info_of(node)
     axes = node.args[does.axis]
     first, *others = [axes] if isinstance(axes, str) else [str(axis) for axis in axes]  # type: ignore[union-attr]

@@ -18,8 +18,8 @@ from plait.comm.sharing import can_share
 from plait.compile.capture.capture import Captured
 from plait.compile.capture.fake_parameters import refuse_without_shape
 from plait.compile.capture.model_facts import model_facts
-from plait.compile.captured_facts import captured_facts
 from plait.compile.compiled import Compiled
+from plait.compile.ir.node_info import info_of, is_forward
 from plait.compile.stages.split import num_stages, updates_within
 from plait.engine.compiler import Compiler
 from plait.engine.local_batch import num_rows
@@ -144,3 +144,12 @@ def _described(model: nn.Module) -> str:
 def named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The parameters and buffers by name."""
     return [*model.named_parameters(), *model.named_buffers()]
+
+
+def captured_facts(facts: StepFacts, captured: Captured) -> StepFacts:
+    """The facts of a model with those of its captured step added."""
+    forward = [node for node in captured.graph.graph.nodes if node.op == "call_function" and is_forward(node)]
+    changed = sorted(o.name for o in captured.outputs if o.kind == "buffer" and o.name in captured.outside)
+    return replace(
+        facts, called=tuple(dict.fromkeys(info_of(node).module for node in forward)), changed_outside=tuple(changed)
+    )

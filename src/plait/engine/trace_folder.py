@@ -20,7 +20,7 @@ from plait.backends.eager.passes import eager_graphs
 from plait.backends.recorder import TraceRecorder
 from plait.comm.protocol import World
 from plait.compile.compiled import Compiled
-from plait.compile.stages.stage_costs import estimate_costs
+from plait.compile.stage_costs import estimate_costs
 from plait.cost.costs import Costs, read_costs
 from plait.errors import DataError, PlaitError, PlanError
 from plait.plan.axes import stage_axis

@@ -7,7 +7,7 @@ plan again:
 
 zero=1        the optimizer's state is cut; each rank updates its part of a parameter, and the parts are gathered
 zero=2        gradients too: each microbatch's are reduce-scattered as they come, and only the part is kept
-zero=3        parameters too: a rank holds its part, and gathers the whole for each use (compile/passes/gather.py)
+zero=3        parameters too: a rank holds its part, and gathers the whole for each use (compile/passes/zero.py)
 central=host  cuts as zero=2 does; nothing is gathered, because all update their parts of the same tensors
 home.*        large parameters, and their gradients, are kept on the host or on disk between their uses
 

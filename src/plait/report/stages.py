@@ -9,7 +9,7 @@ from plait.backends.eager.passes import eager_graphs
 from plait.compile.ir.node_info import info_of
 from plait.compile.ir.views import is_view
 from plait.compile.rank_program import RankProgram
-from plait.compile.stages.stage_costs import estimate_costs
+from plait.compile.stage_costs import estimate_costs
 from plait.report.bytes import human_bytes
 from plait.spec.action import BACKWARD, FORWARD
 

@@ -25,8 +25,7 @@ from plait.compile.capture.precision import Precision
 from plait.compile.ir.calls import placeholders
 from plait.compile.ir.node_info import info_of
 from plait.compile.ops.draw import micro_key
-from plait.compile.rank_program import RankProgram
-from plait.compile.stages.specialise import specialise
+from plait.compile.rank_program import RankProgram, graph_of_rank
 from plait.compile.wire_bytes import collective_order
 
 _NAMED = ("parameter", "buffer", "batch", "constant", "sum")
@@ -116,7 +115,7 @@ class Program:
     def _turn(self, turn: str) -> tuple[Any, Graph, list[tuple[str, str]]]:
         """The turn's function, its graph, and (kind, name) of what it takes after the world."""
         if turn not in self._turns:
-            graph = specialise(self._graphs[turn], self._coordinates)
+            graph = graph_of_rank(self._graphs[turn], self._coordinates)
             if self._recorder is not None and self.program.pipeline is None:
                 graph = self._recorder.marked(graph)
             captured = {i.node: (i.kind, i.name) for i in self.program.captured.inputs}

@@ -28,7 +28,7 @@ class NodeInfo:
     module: str = ""  # path of the module that made it; empty for the loss
     position: int | None = None  # among the calls of the captured step; a backward call has that of its forward call
     recomputed: bool = False  # in the backward pass, by a copy of the forward call
-    aside: bool = False  # whether neither loss nor gradients need it
+    auxiliary: bool = False  # whether neither the loss nor a gradient depends on it
     formats: tuple[Any, Mapping[int, Any]] | None = None  # the op, and the memory formats of its inputs at capture
 
     # of a call, where it runs

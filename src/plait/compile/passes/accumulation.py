@@ -1,14 +1,14 @@
-"""The graphs of a step's microbatches: the first begins the sums of gradients, the others add to them.
+"""Gradient accumulation: the graphs of a step's microbatches, which add up gradients from one to the next.
 
-    turn     gradients that it returns                           runs
-    alone    summed over ranks (zero 2 and 3: parts of them)     the only one; with zero 2 and 3 the first
-    more     the same, added to those given                      with zero 2 and 3 all others
-    first    this rank's own, not yet summed                     the first of several
-    middle   the same, added to those given                      all between
-    last     added to those given, then summed over ranks        the last
+    turn     microbatch                                 gradients that its graph returns
+    alone    the only one; the first with zero=2 and 3  summed over ranks (with zero=2 and 3, a part of the sum)
+    more     all others with zero=2 and 3               as alone, added to the sums that it is given
+    first    the first of several                       of this rank, not summed over ranks
+    middle   those between                              as first, added to the sums that it is given
+    last     the last of several                        added to the sums that it is given, then summed over ranks
 
-With zero=0 and 1 gradients are so summed over ranks once a step. With zero=2 and 3 a rank never holds more than its
-part of the sums, so each microbatch's gradients are summed over ranks as they come, and the parts are added up.
+With zero=0 and 1, gradients are summed over ranks once a step. With zero=2 and 3 a rank holds only its part of the
+sums, so gradients are summed over ranks in every microbatch.
 """
 
 from __future__ import annotations
@@ -21,27 +21,30 @@ from torch.fx import Graph, Node
 from plait.compile.ir.calls import copy_graph, output_node, placeholders
 from plait.compile.ir.dtypes import dtype_name
 from plait.compile.ir.node_info import NodeInfo, describe, info_of
-from plait.compile.ir.views import is_fresh
-from plait.compile.passes.gather import narrow_parameters
-from plait.compile.passes.scatter import gives_part, is_sum
+from plait.compile.ir.views import is_fresh, is_whole_view
+from plait.compile.passes.zero import gives_part, is_sum, narrow_parameters
 from plait.compile.rank_program import StepGraph
 
 aten = torch.ops.aten
-SUM = "sum_of_"  # name of a placeholder that brings the sum so far of a gradient
+SUM = "sum_of_"  # prefix of the placeholders of gradients of earlier microbatches
 
 
-def narrowed(graphs: Iterable[Graph], names: Collection[str]) -> dict[str, str]:
-    """The dtypes in which graphs read those parameters, by name, where they are not the parameters' own. Changes the
-    graphs: from here on they do."""
+def narrow_dtypes(graphs: Iterable[Graph], names: Collection[str]) -> dict[str, str]:
+    """Let graphs read the named parameters in the narrower dtype to which every reader casts them.
+
+    Changes the graphs. Returns the new dtypes by name of parameter.
+    """
     parameters = [node for graph in graphs for node in placeholders(graph) if info_of(node).kind == "parameter"]
     parameters = [n for n in parameters if info_of(n).name in names]
     narrow_parameters(parameters)
     return {info_of(n).name: dtype_name(n.meta["val"].dtype) for n in parameters if info_of(n).stored_dtype is not None}
 
 
-def by_turn(part: StepGraph, keeps_parts: bool) -> dict[str, Graph]:
-    """The graphs by turn. With `keeps_parts` a rank sums gradients over ranks at every microbatch, of which it keeps
-    its part."""
+def graphs_by_turn(part: StepGraph, keeps_parts: bool) -> dict[str, Graph]:
+    """The graphs of a step or a cell for its microbatches, by turn.
+
+    With `keeps_parts` (zero=2 and 3) gradients are summed over ranks in every microbatch, and a rank keeps its part.
+    """
     graph, gradients = part.graph, part.gradients
     most = max(part.num_micro, default=1)
     found: dict[str, Graph] = {}
@@ -58,7 +61,7 @@ def by_turn(part: StepGraph, keeps_parts: bool) -> dict[str, Graph]:
 
 
 def _term(result: Node) -> Node:
-    """What goes into the sums over ranks that only make this output, before this rank takes its part."""
+    """The gradient of this rank, before the sums over ranks and the cuts that lead to this output."""
     node = result
     while (is_sum(node) or gives_part(node)) and len(node.users) == 1:
         node = node.args[0]  # type: ignore[assignment]
@@ -66,7 +69,10 @@ def _term(result: Node) -> Node:
 
 
 def _unsummed(graph: Graph, gradients: Mapping[int, str], add: bool) -> Graph:
-    """Let the gradients leave as this rank's own terms, added to those given or in memory of their own."""
+    """Let the graph return this rank's gradients, before sums over ranks.
+
+    With `add` they are added to those of earlier microbatches; else they are in memory of their own.
+    """
     end = output_node(graph)
     results = list(end.args[0])  # type: ignore[arg-type]
     terms = {i: _term(results[i]) for i in gradients if isinstance(results[i], Node)}
@@ -84,8 +90,10 @@ def _unsummed(graph: Graph, gradients: Mapping[int, str], add: bool) -> Graph:
 
 
 def _add_to(graph: Graph, gradients: Mapping[int, str]) -> Graph:
-    """Add the sums so far to each gradient's term, before it is summed over ranks. Whatever else reads the term, such
-    as another cell that it is handed to, still gets this microbatch's own."""
+    """Add the gradients of earlier microbatches before gradients are summed over ranks.
+
+    Any other reader of a gradient, such as another cell, still reads that of this microbatch.
+    """
     end = output_node(graph)
     results = list(end.args[0])  # type: ignore[arg-type]
     terms: list[Node] = []
@@ -105,13 +113,13 @@ def _add_to(graph: Graph, gradients: Mapping[int, str]) -> Graph:
         terms.append(term)
     end.args = (tuple(results),)
     for term in terms:
-        if not term.users and term.op == "call_function":  # a product that adds to the sum so far as it is made
+        if not term.users and term.op == "call_function":  # addmm took its place
             graph.erase_node(term)
     return graph
 
 
 def _add_parts(graph: Graph, gradients: Mapping[int, str]) -> Graph:
-    """Add each gradient, as it leaves the graph, to the sum so far."""
+    """Add the gradients of earlier microbatches to what the graph returns."""
     end = output_node(graph)
     results = list(end.args[0])  # type: ignore[arg-type]
     for index, name in gradients.items():
@@ -122,7 +130,7 @@ def _add_parts(graph: Graph, gradients: Mapping[int, str]) -> Graph:
 
 
 def _added(graph: Graph, term: Node, name: str) -> Node:
-    """The term added to the sum so far, right after it is there."""
+    """Add a gradient to that of earlier microbatches, right after it is computed."""
     value = term.meta["val"]
     contiguous = value if value.is_contiguous() else value.new_empty(value.shape)
     head = next(n for n in graph.nodes if n.op != "placeholder")
@@ -131,7 +139,7 @@ def _added(graph: Graph, term: Node, name: str) -> Node:
     describe(given, NodeInfo(kind="sum", name=name, owner=info_of(term).owner), contiguous)
     after = given if term.op == "placeholder" else term
     with graph.inserting_after(after):
-        if term.target is aten.mm.default and len(term.users) == 1:  # a product adds to the sum as it is made
+        if term.target is aten.mm.default and len(term.users) == 1:  # one kernel multiplies and adds
             total = graph.call_function(aten.addmm.default, (given, *term.args))
         else:
             total = graph.call_function(aten.add.Tensor, (given, term))
@@ -144,3 +152,30 @@ def _own(graph: Graph, term: Node) -> Node:
         copy = graph.call_function(aten.clone.default, (term,), {"memory_format": torch.contiguous_format})
     copy.meta = dict(term.meta)
     return copy
+
+
+aten = torch.ops.aten
+
+
+def own_gradients(graph: Graph, gradients: Iterable[int]) -> Graph:
+    """Give every gradient memory of its own, so that it can be updated in place. Changes `graph` and returns it.
+
+    `gradients` are the indices of outputs. A gradient is copied if it is an input or an expanded tensor, or shares its
+    memory with an earlier one: two parameters that are added have the same gradient.
+    """
+    end = output_node(graph)
+    results = list(end.args[0])  # type: ignore[arg-type]
+    seen: set[Node] = set()
+    for index in gradients:
+        node = base = results[index]
+        while is_whole_view(base):
+            base = base.args[0]
+        if base in seen or base.op == "placeholder" or base.target is aten.expand.default:
+            with graph.inserting_before(end):
+                copy = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+            copy.meta = dict(node.meta)
+            copy.meta["val"] = node.meta["val"].contiguous()
+            results[index] = copy
+        seen.add(base)
+    end.args = (tuple(results),)
+    return graph

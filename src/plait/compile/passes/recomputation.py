@@ -1,10 +1,10 @@
-"""Recompute: which values of the forward pass live on until the backward pass, and which are worked out again there.
+"""Activation recomputation: forward values that are dropped after forward and recomputed in backward.
 
-Within a layer the values that backward reads may be dropped; what a layer hands to others is always kept, so that what
-is worked out again at a time is no more than one layer (Chen et al. 2016, "Training Deep Nets with Sublinear Memory
-Cost"). With a budget, the tensors to keep are the solution of an integer program: least time spent again within so
-many bytes (as in Checkmate, Jain et al. 2020, with each value worked out again at most once). Sums over ranks are kept
-and never sent again. Dropout masks are the same the second time, because they follow from the step's key.
+Values within a layer may be dropped. The outputs of a layer are kept, so that at most one layer is recomputed at a time
+(Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"). With a budget, an integer program chooses the
+values to keep: it minimises the time of recomputation within so many bytes (as in Checkmate, Jain et al. 2020, with
+each value recomputed at most once). Results of collectives are kept, so that nothing is sent twice. Dropout masks are
+the same the second time, because they depend on the key of the step only.
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ from plait.plan.recompute import Recompute
 from plait.plan.step_refusals import layer_of, no_layer
 from plait.schedule.keep import KeptValue, choose_kept
 
-Layer = tuple[str, int | None]  # its module's name, and which stage of a pipeline's
+Layer = tuple[str, int | None]  # name of the module, and stage of the pipeline
 
 
 def recompute(graph: Graph, how: Recompute) -> Graph:
-    """Drop values of the forward pass as the plan says. Changes the local graph of a step and returns it.
+    """Recompute activations in backward, as `recompute=` of the plan says. Changes the local graph and returns it.
 
-    PlanError where there is no layer, or where a budget cannot be met (with the least that can).
+    Raises:
+        PlanError: the model has no layer that `how` names, or the budget is smaller than what must be kept.
     """
     if how.kind == "none":
         return graph
     forward = [n for n in graph.nodes if n.op == "call_function" and is_forward(n)]
     layers = _layers(forward, how)
-    kept_anyway = _handed_on(forward, layers) | _read_in_another_stage(graph)
+    kept_anyway = _layer_outputs(forward, layers) | _read_in_another_stage(graph)
     dropped = {n for n in forward if n in layers and n not in kept_anyway and not op_spec_of(n).communicates}
     if how.kind == "budget":
         dropped -= _kept_within(forward, dropped, how)
-    _work_out_again(graph, dropped)
+    _recompute_in_backward(graph, dropped)
     graph.eliminate_dead_code()
     graph.lint()
     return graph
 
 
 def _layers(forward: list[Node], how: Recompute) -> dict[Node, Layer]:
-    """The layer of each forward node that is in one. Of a layer that a pipeline cuts, each stage's part is one."""
+    """The layer of each forward node that is in one. A layer that the pipeline cuts counts as one layer per stage."""
     if refusal := no_layer(how, {info_of(n).module for n in forward}):
         raise PlanError(refusal)
     found = {node: (layer, info_of(node).stage) for node in forward if (layer := layer_of(info_of(node).module, how))}
-    if not found:  # a budget is of the model as a whole then
+    if not found:  # a model without layers is one layer for a budget
         found = {node: ("model", info_of(node).stage) for node in forward}
     return found
 
 
-def _handed_on(forward: list[Node], layers: dict[Node, Layer]) -> set[Node]:
-    """What a layer's nodes give to forward nodes outside of it, and the memory which that is a view of."""
+def _layer_outputs(forward: list[Node], layers: dict[Node, Layer]) -> set[Node]:
+    """The values that forward nodes outside of their layer read, and the bases of those that are views."""
     found: set[Node] = set()
     for node in forward:
         for source in node.all_input_nodes:
@@ -69,7 +70,7 @@ def _handed_on(forward: list[Node], layers: dict[Node, Layer]) -> set[Node]:
 
 
 def _read_in_another_stage(graph: Graph) -> set[Node]:
-    """What backward reads in another stage than made it: that one's backward would come too late to make it again."""
+    """The values that backward reads on another stage than theirs, whose own backward runs later."""
     found: set[Node] = set()
     for node in graph.nodes:
         if node.op == "call_function" and is_backward(node) and info_of(node).stage is not None:
@@ -78,7 +79,7 @@ def _read_in_another_stage(graph: Graph) -> set[Node]:
 
 
 def _kept_within(forward: list[Node], droppable: set[Node], how: Recompute) -> set[Node]:
-    """Which of the droppable nodes to keep so that all that is saved fits the budget."""
+    """The droppable nodes to keep so that all that is saved for backward fits the budget."""
     needed = {n for n in forward if any(is_backward(u) for u in n.users)}
     fixed = {n for n in forward if n not in droppable and not is_view(n)}
     wanted = _with_sources(needed, set(forward), fixed)
@@ -102,22 +103,22 @@ def _kept_within(forward: list[Node], droppable: set[Node], how: Recompute) -> s
         least = sum(values[i].bytes for i in choose_kept(values, None) or ())
         raise PlanError(
             Refusal(
-                f"recompute=budget={Bytes().show(how.budget_bytes)} cannot be met", "with all that can be dropped"
-                f" worked out again, {_rounded_up(least)} of activations stay from forward to backward",
-                "give that much, a smaller batch, or more of data, tensor or micro",
+                f"recompute=budget={Bytes().show(how.budget_bytes)} cannot be met", f"{_rounded_up(least)} of"
+                " activations stay from forward to backward even if all others are recomputed",
+                "give that much, a smaller batch, or a larger data=, tensor= or micro=",
             )
         )  # fmt: skip
     return {order[i] for i in chosen} & droppable
 
 
 def _rounded_up(num_bytes: int) -> str:
-    """A size that a plan can name: no smaller, of few digits."""
+    """A size of few digits that a plan can name, not smaller than `num_bytes`."""
     unit = 2**20 if num_bytes >= 2**26 else 2**10
     return Bytes().show(-(-num_bytes // unit) * unit)
 
 
 def _with_sources(nodes: Iterable[Node], within: Collection[Node], ends: Collection[Node] = ()) -> set[Node]:
-    """The nodes, and what they come from as far as it lies within; of `ends` not what they come from."""
+    """The nodes and all their sources that are in `within`. Sources of `ends` are not followed."""
     found: set[Node] = set()
     stack = list(nodes)
     while stack:
@@ -128,8 +129,8 @@ def _with_sources(nodes: Iterable[Node], within: Collection[Node], ends: Collect
     return found
 
 
-def _work_out_again(graph: Graph, dropped: set[Node]) -> None:
-    """Where backward reads a dropped value, work it out again just before its first reader."""
+def _recompute_in_backward(graph: Graph, dropped: set[Node]) -> None:
+    """Recompute each dropped value that backward reads, right before its first reader."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     again: dict[Node, Node] = {}
     for reader in [n for n in graph.nodes if n.op == "call_function" and is_backward(n)]:

@@ -1,9 +1,9 @@
 """Auto sharding: which parameters to shard over an axis, found from the graph's structure and not from names.
 
-From each weight the search follows its output dim through the forward graph. If the dim reaches another weight that
-contracts it, and nothing on the way needs it whole, the two are a column-parallel and a row-parallel weight (Shoeybi
-et al. 2019, "Megatron-LM"): an MLP, two convolutions, or attention, where the inputs on the way (keys, values, biases)
-turn out to be wanted in sharded form too. A path that ends in a softmax loss is a vocabulary.
+The search follows the output dim of each weight through the forward graph. If the dim reaches another weight that
+contracts it, and no op on the way needs it whole, the two are a column-parallel and a row-parallel weight (Shoeybi et
+al. 2019, "Megatron-LM"). Examples are an MLP, two convolutions, and attention, where the other inputs on the way (keys,
+values, biases) are sharded too. A weight whose path ends in a softmax loss is that of a vocabulary.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from plait.compile.ops import View
 from plait.compile.ops.reshape import view_groups
 from plait.compile.sharding.narrow import by_width, condition, with_gathers
 from plait.compile.sharding.region import Grower, Region, leads_to_loss
+from plait.compile.sharding.split_share import NO_PARTNER
 from plait.errors import PlanError, Refusal
 from plait.spec.layout import REPLICATE, Blocks, Placement, Replicate, Shard, blocks_of_lengths, divides
 
 aten = torch.ops.aten
-_BLOCKS = (1, 2, 3, 4)  # of fused weights: gate and up; query, key and value; the gates of an LSTM
+_BLOCKS = (1, 2, 3, 4)  # numbers of fused weights: gate and up; query, key and value; the gates of an LSTM
 _MAX_BLOCKS = 12
 _MAX_READERS = 120  # readers to search for splits and slices
 _MAX_POINTS = 3
@@ -50,10 +51,10 @@ class AutoSharding:
         parameters = {n for n in placeholders(graph) if info_of(n).kind == "parameter"}
         self.decided: dict[Node, Placement] = {n: taken[n.name] for n in parameters if n.name in taken}
         self.decided |= {n: REPLICATE for n in parameters if among is not None and n.name not in among}
-        self.spared: set[Node] = set()  # weights that an accepted region reads whole (few key-value heads)
+        self.spared: set[Node] = set()  # weights that an accepted region reads whole (a few key-value heads)
         self.grower = Grower(graph, size, self.decided)
         self.gathered: set[Node] = set()  # sharded values to gather for their readers
-        self.reasons: dict[str, str] = {}  # why weights stay whole, by placeholder name
+        self.reasons: dict[str, str] = {}  # why a weight stays whole, by placeholder name
 
     def run(self) -> dict[str, Placement]:
         """The placement of each parameter to shard, by placeholder name."""
@@ -75,7 +76,7 @@ class AutoSharding:
         return {node.name: placement for node, placement in found.items()}
 
     def _weights(self, node: Node) -> list[Node]:
-        """The parameters whose weighted sum, or whose rows looked up, the node is."""
+        """The parameters with which the node multiplies, or the table in which it looks up rows."""
         own, from_batch = self.grower.from_parameter, self.grower.from_batch
         if op_spec_of(node).role == "lookup":
             table, ids = tensor_inputs(node)[:2]
@@ -100,19 +101,17 @@ class AutoSharding:
         if parameter in self.spared and self.grower.stuck is not None:
             return f"{cut} does not divide its heads"
         if len(shape) < 2:
-            return "what it goes with is whole"
+            return "it has one dim, and the values that it is combined with are whole"
         if all(n % self.size for n in shape):
             return f"{cut} divides no dim of its shape {list(shape)}"
         if op_spec_of(use).role == "lookup":
-            return (
-                f"{cut} does not divide its {shape[0]} rows" if shape[0] % self.size else "no weight sums what it gives"
-            )
+            return f"{cut} does not divide its {shape[0]} rows" if shape[0] % self.size else NO_PARTNER
         if halted is None:
-            return "no weight sums what it gives"
+            return NO_PARTNER
         module = info_of(halted).module or "the loss"
         if view_of(halted) is View.RESHAPE:
-            return f"{cut} does not divide what it gives as {module} views it, {list(halted.meta['val'].shape)}"
-        return f"{halted.target} in {module} needs what it gives whole"
+            return f"{cut} does not divide its output as {module} views it, {list(halted.meta['val'].shape)}"
+        return f"{halted.target} in {module} needs its whole output"
 
     def _refuse(self, parameter: Node, node: Node, works: int) -> None:
         size = self.size
@@ -120,7 +119,7 @@ class AutoSharding:
         name = info_of(parameter).name
         raise PlanError(
             Refusal(
-                f"{self.axis}={size} does not divide the dim that {name} is split into (such as heads)",
+                f"{self.axis}={size} does not divide the dim into which the output of {name} is viewed (such as heads)",
                 f"shape {shape} in {info_of(node).module or 'the model'}",
                 f"use {self.axis}={works}, or leave the weight whole with layouts={{{name!r}: '-'}}",
             )
@@ -128,10 +127,10 @@ class AutoSharding:
 
 
 def _cut_points(use: Node, num: int) -> list[Blocks]:
-    """The blocks into which readers of a weighted sum divide a dim of length `num`.
+    """The blocks into which the readers of a weight's output divide a dim of length `num`.
 
-    They come from the first splits and slices, from the next ones too, and so on; and from the first view, whose inner
-    dim may be the one to shard.
+    A choice of blocks comes from the first splits and slices, one from these and the next ones, and so on. One more
+    comes from the first view, whose inner dim may be the one to shard.
     """
     points = {0, num}
     found: list[Blocks] = []
@@ -160,7 +159,7 @@ def _cut_points(use: Node, num: int) -> list[Blocks]:
 
 
 def _outer_of(view: Node, num: int) -> int | None:
-    """The length of the outer dim into which a view divides a dim of length `num`: each of its indices is a block."""
+    """The length of the outer dim into which a view divides a dim of length `num`, which is the number of blocks."""
     (source,) = tensor_inputs(view)
     shape: tuple[int, ...] = tuple(source.meta["val"].shape)
     target: tuple[int, ...] = tuple(view.meta["val"].shape)
@@ -171,7 +170,7 @@ def _outer_of(view: Node, num: int) -> int | None:
 
 
 def pieces_of(node: Node, num: int) -> list[tuple[Node, int, int]]:
-    """The pieces that a split or a slice takes of a dim of length `num`: (the piece, first, last)."""
+    """The pieces that a split or a slice makes of a dim of length `num`: the node of each, its start and its end."""
     source = next(iter(tensor_inputs(node)), None)
     if source is None or not isinstance(source.meta.get("val"), torch.Tensor):
         return []
@@ -206,7 +205,9 @@ def _first_region(grower: Grower, parameter: Node, use: Node) -> Region | None:
             stuck = grower.stuck
             if divides(shape, seed, grower.size) and (region := grower.follow(parameter, seed, use)) is not None:
                 return region
-            if not isinstance(blocks, int):  # few key-value heads besides many query heads: whole, as if separate
+            if not isinstance(
+                blocks, int
+            ):  # fused weights with few key-value heads: these are read whole, as separate weights are
                 grower.stuck = stuck
         cut += [seed for blocks in (*points, 1) if divides(shape, seed := Shard(dim, blocks), grower.size)]
     if op_spec_of(use).role == "lookup":
@@ -223,13 +224,20 @@ def _first_region(grower: Grower, parameter: Node, use: Node) -> Region | None:
 def auto_sharding(
     graph: Graph, size: int, taken: Mapping[str, Placement], axis: str, among: Collection[str] | None = None
 ) -> tuple[dict[str, Placement], dict[str, str], set[Node]]:
-    """Decide which parameters to shard over one axis of `size` ranks.
+    """Choose which parameters to shard over one axis of `size` ranks.
 
-    Only parameters that `taken` does not name are considered, and of these, if `among` is given, only those in it.
-    Returns placements by placeholder name, the reasons why other weights stay whole, and the sharded values that must
-    be gathered for their readers.
+    Args:
+        graph: the captured graph.
+        taken: placements of parameters that are decided already, by placeholder name.
+        axis: the name of the axis, for messages.
+        among: the parameters to choose from, by placeholder name; None for all that are not taken.
 
-    Raises PlanError if the axis divides nothing at all, or does not divide heads that it must split.
+    Returns:
+        The placements of the parameters to shard, the reasons why other weights stay whole, both by placeholder name,
+        and the sharded values to gather for their readers.
+
+    Raises:
+        PlanError: the axis divides no parameter, or not the heads that it must split.
     """
     made = AutoSharding(graph, size, taken, axis, among)
     found = made.run()
@@ -237,10 +245,10 @@ def auto_sharding(
         raise PlanError(
             Refusal(
                 f"{axis}={size} splits no pair of weights of this model",
-                f"no weight has an output dim that {size} divides and that reaches a weight which sums it with nothing"
-                " on the way that needs it whole",
-                "choose a size that divides its heads and widths, say by layouts={...} what to split, or leave"
-                f" {axis} out of the plan",
+                f"no weight has an output dim that {size} divides and that another weight contracts, without an op"
+                " between them that needs it whole",
+                "choose a size that divides its heads and widths, name the weights to split with layouts={...}, or"
+                f" leave {axis} out of the plan",
             )
         )
     return found, made.reasons, made.gathered

@@ -1,9 +1,9 @@
-"""Flat shard buffers: several tensors, each cut over the ranks of an axis, that one collective moves.
+"""Flat shard buffers: one collective moves several tensors, each of which is cut over the ranks of an axis.
 
     rank 0 | part 0 of a | part 0 of b | part 0 of c |
     rank 1 | part 1 of a | part 1 of b | part 1 of c |
 
-All rows are as long as the first, which has the largest parts; the unused end of a row is not read.
+All rows are as long as the first, whose parts are the largest. The unused end of a row is not read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plait.spec.layout import part_bounds
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor of `shape`, cut along `dim` into `size` parts (see spec.layout.part_bounds)."""
+    """How a tensor of `shape` is cut along `dim` into `size` parts, one per rank (see `spec.layout.part_bounds`)."""
 
     shape: tuple[int, ...]
     dim: int
@@ -33,7 +33,7 @@ class Cut:
         return (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
-        """The view of a whole tensor that is part `rank`."""
+        """Part `rank` of a whole tensor, as a view."""
         start, stop = part_bounds(self.shape[self.dim], self.size, rank)
         return whole.narrow(self.dim, start, stop - start)
 
@@ -43,7 +43,7 @@ class Cut:
 
     @property
     def plain(self) -> PlainCut:
-        """The same as plain values, which can be written into code."""
+        """The same as tuples of numbers, which can be arguments of a call in a graph."""
         return self.shape, self.dim, self.size
 
 
@@ -56,12 +56,12 @@ def cuts_of(sharding: ShardingPlan) -> dict[str, Cut]:
     }
 
 
-PlainRows = tuple[PlainCut, ...]  # of each member
+PlainRows = tuple[PlainCut, ...]  # one for each member of a buffer
 
 
 @dataclass(frozen=True)
 class FlatShards:
-    """The members of one buffer, in order."""
+    """The layout of one buffer [ranks, length]: the cuts of its members, in order."""
 
     cuts: tuple[Cut, ...]
 
@@ -83,11 +83,11 @@ class FlatShards:
 
     @property
     def plain(self) -> PlainRows:
-        """The same as plain values, which can be written into code."""
+        """The same as tuples of numbers, which can be arguments of a call in a graph."""
         return tuple(cut.plain for cut in self.cuts)
 
     def put(self, buffer: Tensor, index: int, whole: Tensor) -> None:
-        """Write every part of member `index` into the buffer [ranks, length]."""
+        """Write every part of the whole tensor `index` into the buffer [ranks, length]."""
         cut, offset = self.cuts[index], self.offsets[index]
         if cut.dim == 0 and cut.even:
             num = self.offsets[index + 1] - offset
@@ -99,12 +99,12 @@ class FlatShards:
             self.place(buffer[rank], index, rank).copy_(cut.part(whole, rank))
 
     def place(self, row: Tensor, index: int, rank: int) -> Tensor:
-        """Part `rank` of member `index`, as a view of that rank's row."""
+        """Part `rank` of tensor `index`, as a view of that rank's row [length]."""
         shape = self.cuts[index].part_shape(rank)
         return row.narrow(0, self.offsets[index], math.prod(shape)).view(shape)
 
     def take(self, row: Tensor, rank: int, wholes: list[Tensor]) -> None:
-        """Copy a rank's row into the whole tensors, at the places of its parts."""
+        """Copy the parts in the row [length] of a rank into the whole tensors."""
         for index, (cut, whole) in enumerate(zip(self.cuts, wholes, strict=True)):
             cut.part(whole, rank).copy_(self.place(row, index, rank))
 

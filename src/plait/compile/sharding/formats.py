@@ -1,8 +1,8 @@
-"""Memory formats: an op that depends on the memory format of its inputs gets inputs in their formats at capture.
+"""Memory formats: ops that depend on the strides of their inputs get inputs in the formats that they had at capture.
 
-On a rank a tensor's strides may differ from those on one device, if it was sent to another stage, gathered, sharded,
-read from disk or computed by another kernel. Most kernels follow the strides of their inputs. For the few that do not
-(`formats` of their row), the dims of every input are brought into the order in memory that they had at capture.
+On a rank the strides of a tensor may differ from those on one device, because it was sent to another stage, gathered,
+sharded, read from disk or computed by another kernel. Most kernels follow the strides of their inputs. For the few that
+do not (`formats` of their OpSpec), every input is converted to its format at capture.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Format:
-    """The dims of a tensor from the widest stride to the narrowest; `dense` means without holes and repetitions."""
+    """The order of a tensor's dims by stride, the largest first; `dense` means without gaps and repeated elements."""
 
     order: tuple[int, ...]
     dense: bool
 
 
 def format_of(tensor: torch.Tensor) -> Format:
-    """A tensor's format; if it repeats elements, or its inner stride is not 1, that of a contiguous tensor."""
+    """The format of a tensor; that of a contiguous tensor if elements repeat or the smallest stride is not 1."""
     shape, strides = tensor.shape, tensor.stride()
     order = tuple(sorted(range(len(shape)), key=[-step for step in strides].__getitem__))
     if _is_dense([(shape[d], strides[d]) for d in order]):
@@ -42,7 +42,7 @@ def format_of(tensor: torch.Tensor) -> Format:
 
 
 def _is_dense(dims: list[tuple[int, int]]) -> bool:
-    """Whether a tensor of these (size, stride), in this order, is contiguous."""
+    """Whether a tensor with dims of these (size, stride), in this order, is contiguous."""
     expected = 1
     for n, step in reversed(dims):
         if n != 1 and step != expected:
@@ -52,16 +52,18 @@ def _is_dense(dims: list[tuple[int, int]]) -> bool:
 
 
 def note_formats(graph: Graph, several: bool) -> Graph:
-    """Let every call whose kernel asks for it know the formats of its inputs, and no view rely on strides. Changes a
-    graph as it was captured.
+    """Record the formats of the inputs of every call whose kernel depends on them. Changes the captured graph.
 
-    With `several` ranks CaptureError for as_strided of a tensor whose memory has holes.
+    Views that depend on strides are rewritten as ops on elements.
+
+    Raises:
+        CaptureError: with `several` ranks, as_strided reads a tensor whose memory has gaps.
     """
     node = next(iter(graph.nodes))
     while node.op != "output":
         following = node.next
         if op_spec_of(node).reads == "memory":  # rewritten by ops on elements
-            following = _by_elements(node, several)
+            following = _decompose(node, several)
         elif node.op == "call_function":
             _note(node)
         node = following
@@ -75,7 +77,7 @@ def _reshape(node: Node) -> None:
         node.target, node.args = aten.reshape.default, node.args[:2]  # the third argument of _reshape_alias is strides
 
 
-def _by_elements(node: Node, several: bool) -> Node:
+def _decompose(node: Node, several: bool) -> Node:
     rule = op_spec_of(node)
     assert rule.decompose is not None
     following = node.next
@@ -99,11 +101,13 @@ def _note(node: Node) -> None:
 
 
 def keep_formats(graph: Graph) -> Graph:
-    """Bring inputs into the formats that `note_formats` has noted, and let views that rules wrote copy where they must.
-    Changes a local graph."""
+    """Convert inputs to the formats that `note_formats` has recorded. Changes a local graph and returns it.
+
+    Views that rules have written become reshapes, which copy if they must.
+    """
     made: dict[tuple[Node, Format], Node] = {}
 
-    def brought(node: Node, value: Any, wanted: Format | None) -> Any:
+    def converted(node: Node, value: Any, wanted: Format | None) -> Any:
         if wanted is None or not isinstance(value, Node) or value.meta["val"].ndim != len(wanted.order):
             return value
         if (value, wanted) not in made:
@@ -122,6 +126,6 @@ def keep_formats(graph: Graph) -> Graph:
         _reshape(node)
         target, formats = info_of(node).formats or (None, {})
         if target is node.target and node.op == "call_function":
-            node.args = tuple(brought(node, value, formats.get(place)) for place, value in enumerate(node.args))
-            node.kwargs = {name: brought(node, value, formats.get(name)) for name, value in node.kwargs.items()}
+            node.args = tuple(converted(node, value, formats.get(place)) for place, value in enumerate(node.args))
+            node.kwargs = {name: converted(node, value, formats.get(name)) for name, value in node.kwargs.items()}
     return graph

@@ -1,8 +1,9 @@
-"""Gathers of narrow values, where a weight could be sharded except for a few of its output columns.
+"""Gathers of narrow values: a weight is sharded although a few columns of its output are needed whole.
 
-One weight may compute the queries of many heads and the keys and values of one (Shazeer 2019, "Fast Transformer
-Decoding"): each rank then has its own queries, and keys and values are gathered. Likewise the result of a weight on a
-condition, such as a sample's scale and shift (Peebles & Xie 2022, "DiT"), is small beside what it is multiplied with.
+One weight may compute the queries of many heads and the keys and values of one head (Shazeer 2019, "Fast Transformer
+Decoding"). Each rank then keeps its own queries, and keys and values are gathered. Another example is a weight that is
+applied to a condition: its output, such as a scale and a shift per sample (Peebles & Xie 2022, "DiT"), is much smaller
+than the values that it is multiplied with.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _MAX_WALK = 400
 
 
 def with_gathers(grower: Grower, parameter: Node, seed: Shard, use: Node) -> Region | None:
-    """The region of a weight sharded by `seed`, with gathers of a few narrow values; None if these do not suffice."""
+    """The region of a weight that is sharded as `seed` says, with gathers of a few narrow values; None if there is
+    none."""
     budget = _MOST * _bytes_of(use)
     gathered: list[Node] = []
     while (region := grower.follow(parameter, seed, use, frozenset(gathered))) is None:
@@ -33,7 +35,7 @@ def with_gathers(grower: Grower, parameter: Node, seed: Shard, use: Node) -> Reg
             return None
         budget -= _bytes_of(value)
         gathered.append(value)
-    for value in list(gathered):  # drop those that turned out not to be in the way
+    for value in list(gathered):  # leave out gathers that are not needed
         fewer = frozenset(gathered) - {value}
         if (smaller := grower.follow(parameter, seed, use, fewer)) is not None:
             gathered.remove(value)
@@ -42,15 +44,17 @@ def with_gathers(grower: Grower, parameter: Node, seed: Shard, use: Node) -> Reg
 
 
 def condition(grower: Grower, parameter: Node, seed: Shard, use: Node) -> Region | None:
-    """The region of a weight that computes a condition, which is gathered at once; None for any other weight."""
+    """The region of a weight whose output is a condition, which is gathered; None for any other weight."""
     if not _is_large(parameter, grower) or not _is_widened(use, grower):
         return None
     return grower.follow(parameter, seed, use, frozenset({use}))
 
 
 def by_width(grower: Grower, parameter: Node, use: Node) -> Region | None:
-    """The region of a table sharded along its width, whose lookups are gathered; None if anything else reads it. It is
-    for a table whose rows the axis does not divide."""
+    """The region of an embedding table that is sharded along its width, with lookups gathered; None if there is none.
+
+    It is for a table whose number of rows the axis does not divide, and that only lookups read.
+    """
     readers = [user for user in parameter.users if leads_to_loss(user)]
     shape = tuple(parameter.meta["val"].shape)
     fits = len(shape) == 2 and divides(shape, Shard(1), grower.size) and _is_large(parameter, grower)
@@ -60,13 +64,14 @@ def by_width(grower: Grower, parameter: Node, use: Node) -> Region | None:
 
 
 def _is_large(parameter: Node, grower: Grower) -> bool:
-    """Whether a weight is worth a gather: not much smaller than the mean matrix of the model."""
+    """Whether a weight is worth a gather: it has at least a quarter of the elements of the model's mean matrix."""
     sizes = [node.meta["val"].numel() for node in grower.parameters if node.meta["val"].ndim > 1]
     return bool(parameter.meta["val"].numel() * 4 * len(sizes) >= sum(sizes))
 
 
 def _narrowest(grower: Grower, use: Node) -> Node | None:
-    """The sharded value of fewest bytes between a weight's sum and the reader that stopped the last region."""
+    """The smallest sharded value, in bytes, between the output of a weight and the op at which the last region
+    failed."""
     if grower.failed is None:
         return None
     node, region = grower.failed
@@ -83,7 +88,7 @@ def _narrowest(grower: Grower, use: Node) -> Node | None:
 
 
 def _is_widened(use: Node, grower: Grower) -> bool:
-    """Whether everything computed from a value without another weight meets values of many times its bytes."""
+    """Whether all that is computed from a value, before the next weight, is combined with much larger values."""
     stack, seen, ends = [use], {use}, 0
     while stack:
         node = stack.pop()
@@ -105,7 +110,7 @@ def _bytes_of(node: Node) -> int:
 
 
 def mark_gathered(values: Iterable[Node], axis: str) -> None:
-    """Mark values that are sharded along the axis to be gathered for all of their readers."""
+    """Mark sharded values to be gathered along the axis for all of their readers. Changes their `gathered`."""
     for value in values:
         set_info(value, gathered=(*info_of(value).gathered, axis))
 
@@ -113,8 +118,10 @@ def mark_gathered(values: Iterable[Node], axis: str) -> None:
 def gathered_of(
     graph: Graph, size: int, placements: Mapping[str, Placement], among: Iterable[str] | None = None
 ) -> set[Node]:
-    """The narrow values to gather, given the placements of parameters by placeholder name; with `among`, only those
-    computed from the parameters in it."""
+    """The narrow values to gather, given the placements of parameters by placeholder name.
+
+    `among` are the parameters, by placeholder name, whose outputs are considered; None for all.
+    """
     parameters = [node for node in graph.nodes if node.op == "placeholder" and info_of(node).kind == "parameter"]
     grower = Grower(graph, size, {node: placements[node.name] for node in parameters if node.name in placements})
     asked = {node for node in parameters if among is None or node.name in set(among)}

@@ -1,7 +1,7 @@
-"""Partition: turn the graph of all ranks of an axis into the graph that one of them runs.
+"""Partition: turn the graph of all ranks of an axis into the graph that each of them runs.
 
-Shapes become local, and every change of placement becomes an explicit collective of ops.comm_ops. The result is again a
-graph, so that the next mesh axis is partitioned in the same way: collectives of an earlier axis are ops like any other.
+Shapes become local, and every change of placement becomes a collective of compile/ops/comm_ops.py. The result is a
+graph that the next mesh axis partitions in the same way; collectives of earlier axes are ops like any other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Sh
 
 
 class LocalBuilder:
-    """Appends local nodes to `graph`, and computes their values on fake tensors (see ops.base.Builder)."""
+    """Appends local nodes to `graph` and computes their values on fake tensors (see `ops.base.Builder`)."""
 
     def __init__(self, axis: str, size: int) -> None:
         self.graph = Graph()
@@ -66,7 +66,7 @@ class LocalBuilder:
         return self._coordinate
 
     def convert(self, node: Node, have: Placement, want: Placement) -> Node:
-        """Change a value's placement along the axis."""
+        """Append the collectives that change the placement of a value along the axis. Returns the new value."""
         axis, size = self.axis, self.size
 
         def emit(op: Any, shape: tuple[int, ...], *args: Any) -> Node:
@@ -77,7 +77,7 @@ class LocalBuilder:
             case Replicate(), Only():
                 return node
             case Only(), Partial(op="sum"):
-                return node  # ranks that do not have it use zeros: see stages/specialise.py
+                return node  # ranks that do not have it use zeros: see graph_of_rank
             case Replicate(), Shard(dim=dim, blocks=blocks):
                 return emit(comm_ops.shard, local_shape(shape, want, size), dim, blocks)
             case Partial(op="sum"), Shard(dim=dim, blocks=blocks):
@@ -86,7 +86,7 @@ class LocalBuilder:
                 return emit(comm_ops.all_reduce, shape, op)
             case Only(index=root), Replicate():
                 owner = {a: index for a, index in self.info.owner.items() if a != axis}
-                self.info = replace(self.info, owner=owner)  # every rank of the axis has it, and what is made of it
+                self.info = replace(self.info, owner=owner)  # every rank of the axis has the result
                 return emit(comm_ops.broadcast, shape, root)
             case Shard(dim=dim, blocks=blocks), Replicate():
                 return emit(comm_ops.all_gather, _whole_shape(shape, have, size), dim, blocks)
@@ -103,6 +103,8 @@ def _whole_shape(shape: tuple[int, ...], placement: Shard, size: int) -> tuple[i
 
 
 class Partitioner:
+    """Writes the local graph of one rank from the placements that propagation has found."""
+
     def __init__(self, found: Propagation, axis: str) -> None:
         self.found = found
         self.axis = axis
@@ -147,7 +149,7 @@ class Partitioner:
         self.local[node] = new
 
     def form(self, node: Node, want: Placement) -> Node:
-        """The local node for an old node's value in the placement `want`."""
+        """The local node that has the value of the global `node` in the placement `want`."""
         have = self.found.placement(node)
         local: Node = self.local[node]
         if have == want:
@@ -206,7 +208,7 @@ class Partitioner:
         self.local[node] = result
 
     def _remember_layout(self, node: Node) -> None:
-        """Record the global shape and the placements so far on the local node, for `explain`."""
+        """Record the global shape and the placements on the local node, for `explain`."""
         local, value = self.local[node], node.meta["val"]
         if isinstance(local, Node) and isinstance(value, torch.Tensor):
             known, placement = info_of(local), self.found.placement(node)
@@ -223,7 +225,7 @@ def _localise_sizes(call: Call, strategy: Strategy, args: Any, position: int, si
 
 
 def partition(found: Propagation, axis: str) -> Graph:
-    """The local graph for one rank of the axis that `found` is for."""
+    """Write the graph of one rank from the placements `found` along an axis."""
     graph = Partitioner(found, axis).run()
     graph.eliminate_dead_code()
     graph.lint()

@@ -1,8 +1,8 @@
-"""Propagation: a placement for every value of a graph along one mesh axis.
+"""Propagation: choose a placement for every value of a graph along one mesh axis.
 
-Placements of placeholders are given (annotated parameters, the batch). Forward through the graph, each op gets the
-strategy of its rule that communicates the fewest bytes. Then backward, a value that all its readers want in one sharded
-form is computed in that form, if that costs nothing (a mask, a table of positions, a random draw).
+The placements of placeholders are given (annotated parameters, the batch). In the order of the graph, each op gets the
+strategy of its rule that communicates the fewest bytes. Then, in reverse order, a value that all readers want in the
+same sharded form is computed in that form if this needs no communication (a mask, a table of positions, a random draw).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from plait.compile.ops import Call, OpSpec, Strategy, View, strategies_of
 from plait.errors import PlanError, Refusal
 from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Shard, divides
 
-# Moving a parameter that was sharded on purpose would undo the decision: only if nothing else works.
+# A collective on a parameter costs this many times its bytes: it would undo a decision to shard the parameter.
 PARAMETER_WEIGHT = 1000.0
 aten = torch.ops.aten
 
@@ -44,14 +44,16 @@ class Propagation:
     graph: Graph
     size: int
     strategies: dict[Node, Strategy] = field(default_factory=dict)
-    placements: dict[Node, tuple[Placement, ...]] = field(default_factory=dict)  # one an output
-    required: tuple[Placement, ...] = ()  # of the graph's outputs
-    origin: dict[Node, str] = field(default_factory=dict)  # which annotation a placement came from
+    placements: dict[Node, tuple[Placement, ...]] = field(default_factory=dict)  # one for each output
+    required: tuple[Placement, ...] = ()  # placements of the graph's outputs
+    origin: dict[Node, str] = field(default_factory=dict)  # the annotation or search that a placement comes from
     without_rule: set[str] = field(default_factory=set)
-    broadcast_outputs: frozenset[int] = frozenset()  # outputs that are rank 0's word (local batch norm's statistics)
+    broadcast_outputs: frozenset[int] = (
+        frozenset()
+    )  # outputs that all ranks take from rank 0 (statistics of batchnorm=local)
 
     def placement(self, node: Node) -> Placement:
-        """The placement of a node's single output, or of the output that the node picks."""
+        """The placement of the value of a node with a single output, or of the item that it takes from another node."""
         if is_item(node):
             source, index = node.args
             return self.placements[source][index]  # type: ignore[index]
@@ -59,8 +61,8 @@ class Propagation:
 
 
 class Propagator:
-    """One walk over a graph. With `local_statistics` those of batch norms are each rank's own by the user's wish
-    (batchnorm=local)."""
+    """One propagation over a graph. With `local_statistics` (batchnorm=local) each rank has batch statistics of its
+    own."""
 
     def __init__(self, graph: Graph, size: int, local_statistics: bool = False, axis: str = "") -> None:
         self.axis = axis
@@ -68,9 +70,9 @@ class Propagator:
         self.size = size
         self.local_statistics = local_statistics
         self.calls: dict[Node, Call] = {}
-        self.available: dict[Node, set[Placement]] = {}  # placements in which a value already exists
+        self.available: dict[Node, set[Placement]] = {}  # placements in which a value exists already
         self.from_parameter: set[Node] = set()
-        self.own: set[Node] = set()  # statistics of a rank's own rows, which differ between ranks
+        self.own: set[Node] = set()  # statistics of local rows, which differ between ranks
 
     def run(
         self, fixed: Mapping[str, Placement], origin: Mapping[str, str], required: tuple[Placement, ...]
@@ -96,7 +98,7 @@ class Propagator:
         return found
 
     def _visit(self, node: Node) -> Node:
-        """Decide for one node. Returns the next one to visit."""
+        """Choose the strategy of one node. Returns the next node to visit."""
         if self.own and node.op == "call_function":
             self._follow_own(node)
         if node.op != "call_function" or is_item(node):
@@ -107,7 +109,7 @@ class Propagator:
         local = self.local_statistics and row.batch_statistics
         if local and is_statistical(self.call(node)):
             self._check_rows(node, given)
-        if all(isinstance(p, Replicate) for p in given):  # by far the most common case
+        if all(isinstance(p, Replicate) for p in given):  # the most common case
             self._set(node, inputs, whole_strategy(given, node))
             return node.next
         if local and (of_rows := self._local(node, given)) is not None:
@@ -123,16 +125,17 @@ class Propagator:
         return node.next
 
     def _given(self, node: Node) -> Placement:
-        """The placement in which readers have a value: a narrow one that is sharded is gathered for all of them."""
+        """The placement in which readers get a value: one that is marked as gathered along the axis is whole."""
         placement = self.found.placement(node)
         gathered = isinstance(placement, Shard) and self.axis in info_of(node).gathered
         return REPLICATE if gathered else placement
 
     def _local(self, node: Node, given: tuple[Placement, ...]) -> Strategy | None:
-        """A strategy for batch norm over a rank's own rows: values with rows stay sharded, statistics are the rank's
-        own,
-        and gradients of weights are partial. None if no rows are sharded, as for instance norm, whose samples are
-        channels."""
+        """A strategy for batch norm over local rows: values with rows stay sharded, and gradients of weights are
+        partial.
+
+        None if no rows are sharded, and for instance norm, which views samples as channels.
+        """
         call = self.call(node)
         shape = max((spec.shape for spec in call.inputs), key=len)
         rows = [p for p, spec in zip(given, call.inputs, strict=True) if spec.shape == shape and isinstance(p, Shard)]
@@ -147,36 +150,38 @@ class Propagator:
         return Strategy(inputs, tuple(part if o is not None and o.shape == shape else rest for o in call.outputs))
 
     def _check_rows(self, node: Node, given: tuple[Placement, ...]) -> None:
-        """Raise PlanError if a rank's rows are no part of the input of a batch norm in training, or are too few."""
+        """Raise PlanError if the input of a batch norm in training has no local rows, or too few for statistics."""
         x, where = self.call(node).inputs[0], info_of(node).module or "the loss"
         part = given[0]
         if isinstance(part, Shard) and part.dim == 1:
             return  # instance norm
         if not isinstance(part, Shard) or part.dim != 0 or part.blocks != 1:
             why = (
-                f"the input of the batch norm {where}, of shape {list(x.shape)}, does not have a rank's rows one after"
-                f" the other in its first dim (its layout is {part})"
+                f"the input of the batch norm {where}, of shape {list(x.shape)}, is not cut into contiguous rows along"
+                f" its first dim (its placement is {part})"
             )
             raise PlanError(Refusal("batchnorm=local", why, "take batchnorm=global"))
         count = math.prod(x.shape) // (x.shape[1] * self.size)
         if count < 2:
             why = (
-                f"a rank has {count} value per channel for the batch norm {where}, whose input has shape"
-                f" {list(x.shape)} before it is cut over {self.size} ranks, and statistics need 2"
+                f"a rank has {count} value per channel for the batch norm {where}, whose input of shape"
+                f" {list(x.shape)} is cut over {self.size} ranks, but a variance needs 2"
             )
-            instead = "give more rows, fewer ranks along the axes that cut the batch, less of micro"
+            instead = "use a larger batch, fewer ranks along the axes that cut the batch, a smaller micro="
             raise PlanError(Refusal("batchnorm=local", why, f"{instead}, or batchnorm=global"))
 
     def _follow_own(self, node: Node) -> None:
-        """Allow a rank's own statistics in running statistics and in the norm's own backward. Raises PlanError for
-        another reader, whose values would differ between ranks."""
+        """Raise PlanError if the node reads local batch statistics, so that its value would differ between ranks.
+
+        Running statistics and the backward of the batch norm may read them.
+        """
         row = op_spec_of(node)
         if (self.local_statistics and row.batch_statistics) or self.own.isdisjoint(node.all_input_nodes):
             return
         if row.copies is None and row.view is not View.ALIAS:
             why = (
-                f"{node.target} in {info_of(node).module or 'the loss'} reads statistics of a batch norm, which are"
-                " other numbers on each rank"
+                f"{node.target} in {info_of(node).module or 'the loss'} reads statistics of a batch norm, which differ"
+                " between ranks"
             )
             raise PlanError(Refusal("batchnorm=local", why, "take batchnorm=global"))
         self.own.add(node)
@@ -189,7 +194,7 @@ class Propagator:
     def best(
         self, node: Node, rule: OpSpec, call: Call, inputs: list[Node], given: tuple[Placement, ...]
     ) -> tuple[Strategy, float, bool]:
-        """The cheapest strategy, its bytes, and whether it gives up a shard of an input."""
+        """The cheapest strategy, the bytes that it moves, and whether it changes the placement of a sharded input."""
         options = [s for s in strategies_of(rule, call, given, self.size) if fits(s, call, self.size)]
         options += only_strategies(call, given)
         bytes_in = [num_bytes(i.meta["val"]) for i in inputs]
@@ -209,7 +214,9 @@ class Propagator:
                 continue
             cost = _conversion_bytes(have, want, size, self.size)
             if isinstance(have, Partial) and isinstance(want, Shard) and not any_shard:
-                cost *= 2.02  # nothing else is sharded here: a gather soon costs what a reduce-scatter saves
+                cost *= (
+                    2.02  # no other input is sharded: a gather would follow, which costs what a reduce-scatter saves
+                )
             if REPLICATE in self.available.get(node, ()):
                 cost = min(cost, _conversion_bytes(REPLICATE, want, size, self.size))
             total += cost * (PARAMETER_WEIGHT if node in self.from_parameter else 1.0)
@@ -226,8 +233,8 @@ class Propagator:
         cost = self._move(strategy, inputs, given, bytes_in)
         terms = sum(isinstance(p, Partial) for p in strategy.inputs)
         if terms:
-            # A deferred sum must still be paid for; slightly more if the value has other readers too, so that it is
-            # summed once.
+            # A sum that is deferred has to be paid later. It counts slightly more if the value has other readers, so
+            # that the value is summed once for all of them.
             put_off = 2 * bytes_out * (self.size - 1) / self.size
             again = any(
                 isinstance(p, Partial) and len(node.users) > 1 for node, p in zip(inputs, strategy.inputs, strict=True)
@@ -251,10 +258,10 @@ class Propagator:
             and num_bytes(sources[0].meta["val"])
             == sum(num_bytes(v) for v in output_values(node) if hasattr(v, "numel"))
         ):
-            self.from_parameter.add(node)  # a view or cast of a parameter
+            self.from_parameter.add(node)  # a view or a cast of a parameter
 
     def _sink(self, required: tuple[Placement, ...]) -> None:
-        """Compute in sharded form each value that all its readers want so."""
+        """Compute values in the sharded form that all of their readers want."""
         found = self.found
         wanted: dict[Node, set[Placement]] = {}
         (results,) = output_node(found.graph).args
@@ -278,7 +285,7 @@ class Propagator:
                 wanted.setdefault(source, set()).add(placement)
 
     def _free(self, node: Node, inputs: list[Node], wanted: set[Placement]) -> Strategy | None:
-        """A strategy for the one sharded form that all readers want, if its inputs cost nothing."""
+        """A strategy that gives the one sharded form that all readers want, if its inputs need no communication."""
         want = next(iter(wanted), REPLICATE)
         rule = op_spec_of(node)
         if not rule.known or len(wanted) != 1 or not isinstance(want, Shard):
@@ -295,9 +302,9 @@ class Propagator:
 
 
 def only_leaves(node: Node) -> bool:
-    """Whether the node is only added to others and leaves the step.
+    """Whether all readers of the node add it to other values that leave the step.
 
-    Its sum over ranks can then wait for the end, where a term that was cast to a wider dtype is sent as it was before.
+    The sum over ranks can then come last, where a term that was cast to a wider dtype is sent in the narrower one.
     """
     return all(
         user.op == "output"
@@ -307,11 +314,12 @@ def only_leaves(node: Node) -> bool:
 
 
 def whole_strategy(given: tuple[Placement, ...], node: Node) -> Strategy:
+    """The strategy with whole inputs and outputs."""
     return Strategy((REPLICATE,) * len(given), (REPLICATE,) * len(output_values(node)))
 
 
 def only_strategies(call: Call, given: tuple[Placement, ...]) -> list[Strategy]:
-    """A strategy that runs on the ranks that have an input, if all inputs are in one place."""
+    """A strategy that runs where the inputs are, if some are on one rank only and all of these on the same one."""
     places = {p for p in given if isinstance(p, Only)}
     if len(places) != 1:
         return []
@@ -325,7 +333,7 @@ def is_statistical(call: Call) -> bool:
 
 
 def fits(strategy: Strategy, call: Call, size: int) -> bool:
-    """Whether every shard of the strategy divides its dim evenly."""
+    """Whether every dim that the strategy shards is divisible by the number of ranks."""
     return all(
         not isinstance(p, Shard) or (spec is not None and divides(spec.shape, p, size))
         for spec, p in (
@@ -344,19 +352,24 @@ def propagate(
     local_statistics: bool = False,
     axis: str = "",
 ) -> Propagation:
-    """Find placements along one axis of `size` ranks.
+    """Choose placements along one axis of `size` ranks.
 
     Args:
-        graph: may be changed: an op that is sharded where its rule does not allow it is replaced by simpler ones.
-        size: the number of ranks.
+        graph: the graph. It changes if an op is replaced by simpler ones that can be sharded.
         fixed: placements of placeholders by node name; others are whole.
         required: the placement of each output of the graph.
+        origin: the annotations or searches that `fixed` comes from, by node name.
+        local_statistics: whether each rank has batch statistics of its own (batchnorm=local).
+        axis: the name of the axis.
+
+    Raises:
+        PlanError: local statistics cannot be had.
     """
     return Propagator(graph, size, local_statistics, axis).run(fixed, origin or {}, required)
 
 
 def _conversion_bytes(have: Placement, want: Placement, num_bytes: int, size: int) -> float:
-    """Bytes that each of `size` ranks sends to change a placement, by ring algorithms; infinite if it cannot be done.
+    """The bytes that each of `size` ranks sends to change a placement, with ring algorithms; infinite if impossible.
 
     `num_bytes` are those of the whole tensor.
     """
@@ -380,6 +393,3 @@ def _conversion_bytes(have: Placement, want: Placement, num_bytes: int, size: in
             return float(num_bytes)
         case _:
             return share
-
-
-__all__ = ["Propagation", "Propagator", "fits", "propagate"]

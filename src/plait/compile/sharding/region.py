@@ -1,8 +1,9 @@
-"""Regions: what must be sharded along with a weight, from where it is used to where its sharded dim is summed.
+"""Regions: the values that are sharded together with a weight, from its use to where the sharded dim is summed.
 
-A region grows from one weight. Forward, each reader of a sharded value runs as its op's rule allows. If the reader
-wants another input sharded too, that input is traced back to weights, with everything else that reads the values in
-between. A value that cannot be computed in sharded form stays whole, and each rank takes its part of it.
+A region grows from one weight. The search follows the readers of each sharded value, which run as the rules of their
+ops allow. If a reader wants another input sharded too, the search traces that input back to weights, and follows all
+readers of the values in between. An input that cannot be computed in sharded form stays whole, and each rank takes its
+part of it.
 """
 
 from __future__ import annotations
@@ -22,31 +23,41 @@ from plait.compile.sharding.propagate import fits
 from plait.spec.layout import REPLICATE, Partial, Placement, Replicate, Shard, divides
 
 _MAX_REGION = 2000
-_MAX_BRANCH = 400  # values that are sharded because one reader wants one more sharded input
-_SMALL = 8  # a sum or a gathered value is small if its source has at least this many times its bytes
+_MAX_BRANCH = 400  # values that may be sharded because a reader wants one more sharded input
+_SMALL = 8  # a sum is small if its input has at least this many times its bytes
 
 
 @dataclass
 class Region:
-    """What has grown so far: a placement for every sharded value, parameters included, the calls after which a value is
-    whole again, and how often the sharded dim was summed, by weights and in small sums."""
+    """A region as far as it has grown.
+
+    placements    of every sharded value, with those of parameters
+    parameters    placements of the parameters that the region decides
+    whole         calls after which a value is whole again
+    spared        weights that are read whole although a part would do
+    gathered      sharded values that are gathered for their readers
+    ends          how often the sharded dim is summed by a weight, a lookup or a loss
+    contractions  how often by a weight
+    sums          how often in a small sum, such as that of a norm
+    """
 
     placements: dict[Node, Placement] = field(default_factory=dict)
     parameters: dict[Node, Placement] = field(default_factory=dict)
     whole: dict[Node, None] = field(default_factory=dict)
-    spared: set[Node] = field(default_factory=set)  # weights that are read whole although a part would do
-    gathered: frozenset[Node] = frozenset()  # sharded values that are gathered for their readers
+    spared: set[Node] = field(default_factory=set)
+    gathered: frozenset[Node] = frozenset()
     ends: int = 0
     contractions: int = 0
     sums: int = 0
 
     def mark(self) -> tuple[int, ...]:
+        """The state of the region, for `undo`."""
         return (
             len(self.placements), len(self.parameters), len(self.whole), self.ends, self.contractions, self.sums
         )  # fmt: skip
 
     def undo(self, mark: tuple[int, ...]) -> None:
-        """Restore the state at the mark, except `spared`."""
+        """Restore the state at the mark, except for `spared`."""
         grown: tuple[dict[Any, Any], ...] = (self.placements, self.parameters, self.whole)
         for found, num in zip(grown, mark, strict=False):
             while len(found) > num:
@@ -57,13 +68,15 @@ class Region:
 class Grower:
     """Grows regions in one graph along one axis of `size` ranks.
 
-    `decided` are placements of parameters that a region may rely on, and must not change.
+    `decided` are placements of parameters that a region may rely on but not change.
     """
 
     def __init__(self, graph: Graph, size: int, decided: Mapping[Node, Placement]) -> None:
         self.size = size
         self.decided = decided
-        self.stuck: tuple[Node, int] | None = None  # where a path ended only because the size does not divide a dim
+        self.stuck: tuple[Node, int] | None = (
+            None  # where a path ended because the size does not divide a dim, and a size that does
+        )
         self.halted: Node | None = None  # the furthest reader that needed a sharded value whole
         self.failed: tuple[Node, Region] | None = None  # the last region that failed, and the reader at which it did
         self.order = {node: i for i, node in enumerate(graph.nodes)}
@@ -80,8 +93,10 @@ class Grower:
                 self.from_batch.add(node)
 
     def follow(self, parameter: Node, seed: Shard, use: Node, gathered: frozenset[Node] = frozenset()) -> Region | None:
-        """The region of a weight sharded by `seed`; None if a reader needs a sharded value whole that is not
-        `gathered`."""
+        """The region of a weight that is sharded as `seed` says; None if an op needs a sharded value whole.
+
+        Values that are `gathered` are whole for their readers. `use` is the call that reads the weight.
+        """
         region = Region(gathered=gathered)
         self.failed = None
         if not self._grow([(parameter, seed)], region, _MAX_REGION):
@@ -91,11 +106,11 @@ class Grower:
         return region if (region.ends or use in gathered) and seeded else None
 
     def weighted(self, node: Node) -> bool:
-        """Whether the node is a sum weighted by an operand: a matrix product, a convolution."""
+        """Whether the node multiplies with a weight and sums, as a matrix product or a convolution does."""
         return op_spec_of(node).weighted
 
     def _grow(self, new: list[tuple[Node, Placement]], region: Region, limit: int) -> bool:
-        """Shard these values, their sources and all that follows. Returns whether no reader needs one of them whole."""
+        """Shard these values with their sources and readers. Returns False if a reader needs one of them whole."""
         limit += len(region.placements)
         queue: list[tuple[int, Node]] = []
         queued: set[Node] = set()
@@ -137,12 +152,12 @@ class Grower:
         return True
 
     def _cut_otherwise(self, source: Node) -> bool:
-        """Whether it is a weight that is known to be sharded otherwise than a reader wants, so that it has no part."""
+        """Whether the value is a weight that is decided to be sharded in another way than a reader wants."""
         parameter = self.from_parameter.get(source)
         return parameter is not None and isinstance(self.decided.get(parameter), Shard)
 
     def _absorb(self, source: Node, want: Placement, region: Region) -> bool:
-        """Shard an input that a reader wants sharded. Returns whether that is possible."""
+        """Shard an input that a reader wants sharded. Returns False if that is not possible."""
         mark, stuck = region.mark(), self.stuck
         if source in region.placements or self._grow([(source, want)], region, _MAX_BRANCH):
             return True
@@ -152,7 +167,8 @@ class Grower:
         return False
 
     def _back(self, node: Node, want: Placement, region: Region, put: Callable[[Node, Placement], None]) -> bool:
-        """Trace a value that is to be sharded back to the weights that it is computed from."""
+        """Shard a value, and trace it back to the weights that it is computed from. Returns False if that is not
+        possible."""
         stack = [(node, want)]
         while stack:
             node, want = stack.pop()
@@ -187,13 +203,15 @@ class Grower:
                 if isinstance(need, Shard)
             ]
             if not needs and tensor_inputs(maker):
-                return False  # a part of what every rank has is no reason to shard anything
+                return False  # each rank takes its part of a whole value: nothing else needs to be sharded
             stack += needs
         return True
 
     def _step(self, node: Node, region: Region, count: bool) -> Placement | None:
-        """The placement of the node's output, REPLICATE if the path ends in a sum, None if it cannot continue. With
-        `count` its end is counted."""
+        """The placement of the node's output; REPLICATE if the path ends in a sum, None if it cannot continue.
+
+        With `count`, the sum is counted in the region.
+        """
         if is_item(node):
             source = node.args[0]
             if (part := _normalised(source, region)) is not None:  # type: ignore[arg-type]
@@ -203,7 +221,7 @@ class Grower:
         inputs = tensor_inputs(node)
         given = _given(node, region)
         if op_spec_of(node).role == "softmax" and isinstance(given[0], Shard) and given[0].dim == _softmax_dim(node):
-            return given[0]  # computed with two small sums over the axis
+            return given[0]  # its rule needs two small sums over the axis
         if op_spec_of(node).role == "class loss" and isinstance(given[0], Shard) and given[0].dim == 1:
             region.ends += count
             return REPLICATE
@@ -221,14 +239,14 @@ class Grower:
         return REPLICATE if all(isinstance(p, Replicate) for p in strategy.outputs) else Shard(-1)
 
     def _may_sum(self, node: Node, inputs: list[Node], region: Region, count: bool) -> bool:
-        """Whether the sharded dim may be summed here: by a weight, in a lookup, or if the sum is small.
+        """Whether the sharded dim may be summed here: by a weight, in a lookup, or in a small sum.
 
-        Norms are small sums. A region with any of them has one weight that sums, and whose output is not larger than
-        its input: otherwise a whole model could be sharded along its width, with sums of activations everywhere.
+        Norms are small sums. A region with small sums has a single weight that sums, with an output not much larger
+        than its input. Otherwise a whole model could be sharded along its width, with sums of activations everywhere.
         """
         cut = [i for i in inputs if i in region.placements and i not in region.gathered]
         if all(i in self.from_parameter for i in cut) and op_spec_of(node).role != "lookup":
-            return True  # a penalty on the weight, or its norm
+            return True  # such as the norm of a weight, or a penalty on it
         bytes_in = max(num_bytes(i.meta["val"]) for i in cut)
         bytes_out = sum(num_bytes(v) for v in output_values(node) if hasattr(v, "numel"))
         by_weight = self.weighted(node) and any(i in self.from_parameter for i in inputs)
@@ -240,7 +258,7 @@ class Grower:
         return bytes_out * _SMALL <= bytes_in and region.contractions <= 1
 
     def _note_stuck(self, node: Node, region: Region) -> None:
-        """Note if a smaller axis, whose size divides this one's, could continue here."""
+        """Set `stuck` if an axis with fewer ranks, a divisor of this number, could continue here."""
         if view_of(node) is not View.RESHAPE:
             return
         given = _given(node, region)
@@ -258,7 +276,7 @@ class Grower:
         return self._calls[node]
 
     def _strategy(self, node: Node, region: Region) -> Strategy | None:
-        """The strategy that keeps every shard of the inputs; whole inputs may be sharded."""
+        """The strategy that keeps the placements of all sharded inputs. It may shard inputs that are whole."""
         given = _given(node, region)
         key = (node, given)
         if key not in self._strategies:
@@ -293,14 +311,14 @@ class Grower:
         ]
 
     def _producing(self, node: Node, index: int, want: Placement, region: Region) -> Strategy | None:
-        """A strategy whose output `index` has this placement, and that sums nothing."""
+        """A strategy without sums whose output `index` has the placement `want`."""
         rule = op_spec_of(node)
         if not rule.known or not isinstance(want, Shard):
             return None
         call = self._call(node)
         whole = _given(node, region)
         ways = [whole]
-        if want.blocks != 1:  # rules try the blocks of their inputs
+        if want.blocks != 1:  # rules take blocks from the placements of their inputs
             ways += [
                 (Shard(d, want.blocks),) * len(whole) for d in range(max((s.ndim for s in call.inputs), default=0))
             ]
@@ -312,7 +330,7 @@ class Grower:
         return None
 
     def _behind(self, node: Node) -> set[Node]:
-        """The weights that a value is computed from, back to the last weighted sum."""
+        """The weights that a value is computed from, traced back to the last product with a weight."""
         found: set[Node] = set()
         stack, seen = [node], {node}
         while stack and len(seen) < 100:
@@ -328,18 +346,18 @@ class Grower:
 
 
 def _given(node: Node, region: Region) -> tuple[Placement, ...]:
-    """Placements of the inputs as the node gets them."""
+    """The placements in which the node gets its inputs."""
     cut = region.placements
     return tuple(REPLICATE if i in region.gathered else cut.get(i, REPLICATE) for i in tensor_inputs(node))
 
 
 def leads_to_loss(node: Node) -> bool:
-    """Whether it is a forward call on the way to the loss, and not one aside (lower.py)."""
-    return node.op == "call_function" and is_forward(node) and not info_of(node).aside
+    """Whether the node is a forward call on the way to the loss, and not an auxiliary one."""
+    return node.op == "call_function" and is_forward(node) and not info_of(node).auxiliary
 
 
 def _normalised(node: Node, region: Region) -> Shard | None:
-    """The shard of a norm's input, if the dim that the norm sums is sharded."""
+    """The placement of a norm's input, if a dim that the norm sums over is sharded."""
     if op_spec_of(node).role != "norm":
         return None
     part, normalised = _given(node, region)[0], node.args[1]

@@ -1,4 +1,4 @@
-"""How much of a step is split by an axis that splits weights, and what stays whole on every rank."""
+"""The fraction of a step that an axis splits which splits weights, and the weights that stay whole."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from plait.spec.layout import Layout, Replicate
 
 _NAMED = 3  # how many of the weights that stay whole are named
 _WORTH_NAMING = 0.002  # a fraction of all parameters
+NO_PARTNER = "no other weight contracts its output"  # the reason why most weights stay whole
 
 
 @dataclass(frozen=True)
 class WholeParameter:
-    """Weights of one kind that every rank of the axis has whole. For several layers, `name` has * for the number."""
+    """Weights of one kind that every rank has whole. If several layers have them, `name` has * for the layer's
+    number."""
 
     name: str
     num: int
-    share: float  # of all parameters
+    share: float  # fraction of the elements of all parameters
     why: str
 
 
@@ -59,8 +61,15 @@ def step_flops(graph: Graph) -> int:
 def split_share(
     layouts: Mapping[str, Layout], axis: str, size: int, before: int, after: int, reasons: Mapping[str, str]
 ) -> SplitShare:
-    """The share that an axis splits, from layouts of parameters, the step's operations before and after the axis was
-    split, and the reasons, by name, why weights stay whole."""
+    """The fraction of a step that an axis splits.
+
+    Args:
+        layouts: the layouts of all parameters, by name.
+        axis: the name of the axis, of `size` ranks.
+        before: floating-point operations of the step on all ranks of the axis together.
+        after: floating-point operations of the step on one rank.
+        reasons: why weights stay whole, by name.
+    """
     total = sum(map(_num_elements, layouts.values()))
     whole: dict[str, list[str]] = defaultdict(list)
     for name, layout in layouts.items():
@@ -71,7 +80,7 @@ def split_share(
     for kind, names in whole.items():
         num = sum(_num_elements(layouts[name]) for name in names)
         kept += num
-        why = next((reasons[name] for name in names if name in reasons), "no weight sums what it gives")
+        why = next((reasons[name] for name in names if name in reasons), NO_PARTNER)
         kinds.append(WholeParameter(kind if len(names) > 1 else names[0], len(names), num / max(total, 1), why))
     kinds.sort(key=lambda each: -each.share)
     flops = (1 - after / before) / (1 - 1 / size) if before else 0.0

@@ -1,8 +1,8 @@
-"""Stages that use an axis differently: one mesh axis along which some stages split weights and others the batch.
+"""Parallelism by stage: a mesh axis over which some stages of a pipeline split weights and others split the batch.
 
-Placements are propagated twice along the axis, as if all stages split weights and as if all split the batch. Each call
-takes the placement that its stage asks for. A value that changes its placement between two stages gets a collective, or
-the slice of a value that every rank has, like any other change.
+Placements are propagated twice: as if all stages split weights, and as if all split the batch. Each call takes the
+placement of the way in which its stage uses the axis. A value whose placement changes between two stages is converted
+as after any other change, by a collective or a slice.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from plait.spec.layout import REPLICATE, Partial, Placement, Replicate
 
 
 def give_roles(graph: Graph, roles: Sequence[str]) -> None:
-    """Set the role of each call: how the ranks of its stage use the axis.
+    """Set the `role` of each call to the way in which its stage uses the axis. Changes `graph`.
 
-    Calls that any stage repeats have no role, and count as split by weights: a view of a weight must be sharded as the
-    weight is, and what depends on the whole batch alone can be sharded for nothing.
+    Args:
+        roles: for each stage, the name of the axis kind, such as data or tensor.
+
+    Calls that each stage repeats have no role, and count as splitting weights: a view of a weight is sharded as the
+    weight is, and sharding a call on the batch alone costs nothing.
     """
     for node in graph.nodes:
         if node.op == "call_function":
@@ -31,7 +34,7 @@ def give_roles(graph: Graph, roles: Sequence[str]) -> None:
 
 
 def weights_role(stages: Sequence[tuple[str, int]]) -> str:
-    """The word in the plan that makes a stage split weights."""
+    """The name in `stages=` of the axis kind that splits weights."""
     named = (name for name, _ in stages if axis_kind(name).cuts_weights)
     return next(named, next(kind.name for kind in axes_in_order() if kind.cuts_weights))
 
@@ -41,12 +44,12 @@ def _splits_rows(node: Node) -> bool:
 
 
 def split_by_weights(graph: Graph) -> set[str]:
-    """The parameters, by placeholder name, that only stages read which split weights."""
+    """The parameters, by placeholder name, that are read only by stages that split weights."""
     return {node.name for node in placeholders(graph) if _only_split(node)}
 
 
 def _only_split(node: Node) -> bool:
-    """Whether all readers of a value, also through calls that any stage repeats, split weights."""
+    """Whether all readers of a value split weights, also those behind views and other calls on it alone."""
     readers = [user for user in node.users if user.op == "call_function"]
     return all(not _splits_rows(user) for user in readers) and all(
         _only_split(user) for user in readers if len(tensor_inputs(user)) == 1 and not is_item(user)
@@ -62,13 +65,20 @@ def propagate_by_role(
     origin: Mapping[str, str],
     axis: str,
 ) -> Propagation:
-    """As `propagate`, each call by the role that its stage has. `weights` are placements of parameters; placeholders in
-    `rows` are whole on every rank, and cut so by the stages that split the batch. May change the graph."""
+    """Propagate placements along an axis that stages use differently. May change `graph`.
+
+    Args:
+        size: the number of ranks of the axis.
+        weights: placements of parameters by node name, for stages that split weights.
+        rows: placements of batch leaves by node name, for stages that split the batch. Every rank has the leaves whole.
+        required: the placement of each output of the graph.
+        origin: the annotations or searches that `weights` comes from, by node name.
+    """
     while True:
         known = len(graph.nodes)
         by_rows = propagate(graph, size, rows, (REPLICATE,) * len(required))
         by_weights = propagate(graph, size, weights, required, origin, axis=axis)
-        if len(graph.nodes) == known:  # neither propagation has replaced a call by simpler ones
+        if len(graph.nodes) == known:  # no propagation has replaced a call by simpler ones
             break
     found = Propagation(graph, size, required=required)
     found.without_rule = by_rows.without_rule | by_weights.without_rule
@@ -81,7 +91,7 @@ def propagate_by_role(
             strategy = side.strategies[node]
             given = [found.placement(i) for i in inputs]
             if any(isinstance(w, Partial) and w != have for have, w in zip(given, strategy.inputs, strict=True)):
-                strategy = whole_strategy(tuple(given), node)  # partial sums of the other propagation
+                strategy = whole_strategy(tuple(given), node)  # the input is a partial sum in one propagation only
             found.strategies[node], found.placements[node] = strategy, strategy.outputs
         if node in side.origin:
             found.origin[node] = side.origin[node]

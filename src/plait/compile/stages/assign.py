@@ -1,8 +1,8 @@
-"""Stages: which part of a pipeline each call of a step belongs to.
+"""Assign a stage of the pipeline to each call of a step.
 
-A call of the forward pass has a place in the order of the program, and a call of the backward pass the place of what it
-differentiates (compile/capture/record.py), so places cut the step into stages, forward and backward at once. Calls are
-weighed on the local graph; where to cut is decided by schedule/cut.py.
+A forward call has a position in the order of the program. A backward call has the position of the forward call that it
+differentiates (compile/capture/record.py). So a list of positions cuts forward and backward into stages at once. The
+costs of calls come from the local graph; schedule/cut.py decides where to cut.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from plait.plan.step_refusals import no_module_to_cut, wrong_number_of_cuts
 from plait.schedule.cut import Flow, Item, choose_cut
 
 aten = torch.ops.aten
-LINK_BYTES_PER_SECOND = 2.5e9  # between two processes of one host, copied in and out; of the unit of estimate.py
-_MOST_ITEMS = 1200  # what the search for a cut, quadratic in it, looks at
+LINK_BYTES_PER_SECOND = 2.5e9  # between two processes of one host; in the units of compile/ir/estimate.py
+_MOST_ITEMS = 1200  # the search for a cut is quadratic in their number
 
 
 def place_in_stages(
@@ -40,41 +40,51 @@ def place_in_stages(
     outputs: Sequence[Output],
     settled: Mapping[str, tuple[int, ...]] | None = None,
 ) -> list[float]:
-    """Give every call but those that any stage repeats its `stage` in its meta. Changes the graph of a step.
+    """Choose where to cut a step, and set the `stage` of its calls. Changes `graph`.
 
-    Returns the places with which the stages but the first begin. `copies` is how many ranks share each stage's
-    microbatches, `settled` are the stages on which an earlier batch put each parameter. What reads a buffer that the
-    step changes stays with what changes it, so that the next microbatch finds it there.
+    A call that reads a buffer is on the same stage as the call that changes it, so that the next microbatch reads the
+    new value.
 
-    PlanError where the step has fewer calls than stages, or a name in `cut` is of no module.
+    Args:
+        copies: for each stage, the number of ranks that share its microbatches.
+        anywhere: calls that each stage repeats for itself. They get no stage.
+        outputs: the outputs of the step, one for each result of the graph.
+        settled: the stages of parameters, as an earlier batch decided them.
+
+    Returns:
+        The positions at which the stages begin, without the first stage.
+
+    Raises:
+        PlanError: the step has fewer calls than stages, `cut=` names no module or leaves a stage empty, or parameters
+            cannot stay on their `settled` stages.
     """
     num_stages = len(copies)
     items, first_places = _items(graph)
     flows = _flows(graph, anywhere, first_places)
     if len(items) < num_stages:
         sizes = f"pipeline={len(plan.copies)} x chunks={num_stages // len(plan.copies)}"
-        what = f"the step has {len(items)} places where it can be cut into {num_stages} stages ({sizes})"
-        raise PlanError(Refusal(what, "", f"give {len(items)} or less"))
+        what = f"the step has {len(items)} calls that a stage can begin with, and {num_stages} stages ({sizes})"
+        raise PlanError(Refusal(what, "", f"use {len(items)} stages or fewer"))
     allowed = _allowed(graph, plan, num_stages, first_places, settled)
     whole = _whole_items(graph, outputs, first_places)
     free = [i for i in range(1, len(items)) if i not in whole]
     if len(free) < num_stages - 1:
-        what = f"the step can be cut at {len(free)} places, not into {num_stages} stages"
-        why = "what reads a buffer and what changes it must be in one"
-        raise PlanError(Refusal(what, why, f"give {len(free) + 1} stages or less"))
+        what = f"the step can be cut at {len(free)} positions, which is too few for {num_stages} stages"
+        why = "the calls that read a buffer must be on the stage that changes it"
+        raise PlanError(Refusal(what, why, f"use {len(free) + 1} stages or fewer"))
     if whole:
         allowed = [free if each is None else sorted({*each} - whole) for each in allowed or [None] * (num_stages - 1)]
     found = choose_cut(items, flows, num_stages, allowed, copies=copies)
     if found is None and plan.cut and settled is None:
-        what = f"cut={','.join(plan.cut)} leaves a stage empty, or its modules do not run in this order"
+        what = f"cut={','.join(plan.cut)} leaves a stage empty, or names modules in another order than they run"
         instead = f"name {num_stages - 1} modules in the order in which the model calls them, none of them the first"
         raise PlanError(Refusal(what, "", instead))
     if found is None and settled is not None and allowed is not None:
         found = _with_empty_stages(allowed)
     if found is None:
         raise PlanError(
-            "a batch of this shape does other work than the first batch, and cannot be cut so that each parameter stays"
-            " on its stage; begin with the batch that uses most of the model"
+            "a batch of this shape runs other parts of the model than the first batch did, and no cut leaves each"
+            " parameter on its stage; begin with a batch that runs most of the model"
         )
     begins = [first_places[i] if i < len(first_places) else math.inf for i in found]
     stages_from(graph, begins, anywhere)
@@ -82,7 +92,7 @@ def place_in_stages(
 
 
 def stages_from(graph: Graph, begins: Sequence[float], anywhere: Collection[Node]) -> None:
-    """Give calls their stages where it is known with which places these begin."""
+    """Set the `stage` of calls, given the positions at which stages begin. Changes `graph`."""
     for node in graph.nodes:
         if node.op == "call_function" and node not in anywhere:
             set_info(node, stage=bisect.bisect_right(begins, position_of(node)))
@@ -91,8 +101,10 @@ def stages_from(graph: Graph, begins: Sequence[float], anywhere: Collection[Node
 
 
 def complete_places(graph: Graph) -> None:
-    """A place for calls that have none, those of collectives at the end: with what they read. A sum of gradients that
-    came from several places stands where the sum is read, so that each goes there directly."""
+    """Set the position of calls that have none, such as collectives: that of what they read. Changes `graph`.
+
+    A sum of gradients from several positions gets that of its reader, so that each term is sent there directly.
+    """
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -117,15 +129,15 @@ def complete_places(graph: Graph) -> None:
 
 
 def _moment(node: Node) -> tuple[bool, int]:
-    """When a call runs: places in order forward, then backward the other way."""
+    """A key that sorts calls by when they run: forward by rising position, then backward by falling position."""
     return is_backward(node), -_place(node) if is_backward(node) else _place(node)
 
 
 def repeatable(graph: Graph, written: Collection[str]) -> set[Node]:
-    """Calls that any stage makes for itself rather than being sent their result, or keeping it.
+    """The calls that each stage repeats for itself, so that their results are neither sent nor kept.
 
-    Views, parts and casts of parameters, and whatever cheap comes from the batch alone, such as masks and positions;
-    not what comes from `written` buffers, which change from microbatch to microbatch.
+    They are views, parts and casts of parameters, and cheap calls on the batch alone, such as masks and positions.
+    Calls that read `written` buffers, which change with every microbatch, are not among them.
     """
     found: set[Node] = set()
     of_parameters: set[Node] = set()
@@ -152,8 +164,10 @@ def repeatable(graph: Graph, written: Collection[str]) -> set[Node]:
 
 
 def follow_readers(graph: Graph, anywhere: Collection[Node]) -> None:
-    """Let a view or a cast of a weight stand where it is read first, and with it its backward, which makes the weight's
-    gradient: a cut between the two would part a weight from its gradient."""
+    """Move views and casts of weights, and their backward, to the position of their first reader. Changes `graph`.
+
+    Their backward makes the gradient of the weight: a cut in between would part a weight from its gradient.
+    """
     reader: dict[Node, int] = {}
     moved: dict[int, int] = {}
     for node in reversed(graph.nodes):
@@ -171,7 +185,8 @@ def follow_readers(graph: Graph, anywhere: Collection[Node]) -> None:
 
 
 def base_of(node: Node, anywhere: Collection[Node] = ()) -> Node:
-    """The value that must be at hand for a view of it to be made: the smallest memory that it looks into."""
+    """The value to send or keep so that a stage can make the view `node`: the smallest one that the view is a part
+    of."""
     while node.op == "call_function" and node not in anywhere and is_view(node) and is_tensor(node):
         source = node.all_input_nodes[0]
         if not is_tensor(source) or num_bytes(source.meta["val"]) > num_bytes(node.meta["val"]):
@@ -187,7 +202,8 @@ def _place(node: Node) -> int:
 
 
 def _items(graph: Graph) -> tuple[list[Item], list[int]]:
-    """The work at each place, forward and backward, and the first place of each item."""
+    """The time of forward and backward at each position, with neighbours joined, and the first position of each
+    item."""
     seconds: dict[int, float] = defaultdict(float)
     forward = set()
     for node in graph.nodes:
@@ -209,7 +225,7 @@ def _items(graph: Graph) -> tuple[list[Item], list[int]]:
 
 
 def _flows(graph: Graph, anywhere: Collection[Node], first_places: Sequence[int]) -> list[Flow]:
-    """The values of the forward pass that later places read, each with the gradient that comes back."""
+    """The forward values that later items read: for each, the seconds to send it and its gradient."""
 
     def item(node: Node) -> int:
         return max(bisect.bisect_right(first_places, _place(node)) - 1, 0)
@@ -238,7 +254,7 @@ def _allowed(
     first_places: Sequence[int],
     settled: Mapping[str, tuple[int, ...]] | None,
 ) -> list[Collection[int] | None] | None:
-    """Which items each stage but the first may begin with."""
+    """The items with which each stage but the first may begin; None where any may."""
     if settled is not None:
         return _as_settled(graph, num_stages, first_places, settled)
     if not plan.cut:
@@ -249,7 +265,7 @@ def _allowed(
 
 
 def _with_empty_stages(allowed: Sequence[Collection[int] | None]) -> tuple[int, ...] | None:
-    """Where each stage may begin, where some have nothing to do: evaluation makes fewer calls than training."""
+    """The item with which each stage begins, if stages may be empty: evaluation has fewer calls than training."""
     found: list[int] = []
     for places in allowed:
         later = [place for place in places or () if not found or place >= found[-1]]
@@ -260,7 +276,8 @@ def _with_empty_stages(allowed: Sequence[Collection[int] | None]) -> tuple[int, 
 
 
 def _whole_items(graph: Graph, outputs: Sequence[Output], first_places: Sequence[int]) -> set[int]:
-    """Items with which no stage may begin: those between the first reader of a buffer and what changes it."""
+    """The items with which no stage may begin: those between the first reader of a buffer and the call that changes
+    it."""
     found: set[int] = set()
     (results,) = output_node(graph).args
     written = {o.name: r for o, r in zip(outputs, results, strict=True) if o.kind == "buffer"}  # type: ignore[arg-type]
@@ -287,7 +304,7 @@ def _begin_of(graph: Graph, name: str) -> int:
 def _as_settled(
     graph: Graph, num_stages: int, first_places: Sequence[int], settled: Mapping[str, tuple[int, ...]]
 ) -> list[Collection[int] | None]:
-    """Cuts that leave every parameter on the stages where it is."""
+    """For each stage but the first, the items with which it may begin so that every parameter stays on its stage."""
     low, high = [0] * num_stages, [len(first_places)] * num_stages
     for node in placeholders(graph):
         stages = settled.get(info_of(node).name)
@@ -306,7 +323,7 @@ def _as_settled(
 
 
 def _readers(node: Node) -> list[Node]:
-    """The forward calls that compute with a parameter, also through views and casts of it."""
+    """The forward calls that read a parameter, directly or through views and casts of it."""
     found, stack = [], [node]
     while stack:
         for user in stack.pop().users:
@@ -320,7 +337,7 @@ def _readers(node: Node) -> list[Node]:
 
 
 def _add_where_made(graph: Graph) -> None:
-    """Let gradients that one stage makes be added up there, so that it sends their sum."""
+    """Move sums of gradients of one stage to that stage, so that it sends the sum only."""
     for node in graph.nodes:
         if node.target is aten.add.Tensor and is_backward(node) and info_of(node).stage is not None:
             stages = {info_of(s).stage for s in node.all_input_nodes if s.op == "call_function"}
@@ -329,7 +346,7 @@ def _add_where_made(graph: Graph) -> None:
 
 
 def _keep_order(graph: Graph, anywhere: Collection[Node]) -> None:
-    """No forward call stands before a stage that it reads, no backward call after one."""
+    """Move forward calls to the latest stage that they read, and backward calls to the earliest."""
     for node in graph.nodes:
         if node.op != "call_function" or node in anywhere:
             continue

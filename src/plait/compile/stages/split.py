@@ -1,19 +1,20 @@
-"""From the local graph of a whole step to the cells of a pipeline, and where parameters lie then."""
+"""Pipelines: the local graph of a step is split into cells, and each parameter gets the ranks of its stages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from torch.fx import Graph
+import torch
+from torch.fx import Graph, Node
 
 from plait.compile.capture.capture import Captured
-from plait.compile.ir.calls import placeholders
-from plait.compile.ir.node_info import info_of
+from plait.compile.ir.calls import is_tensor, placeholders
+from plait.compile.ir.node_info import describe, info_of, is_backward
+from plait.compile.ir.views import may_alias, view_anew
 from plait.compile.stages.assign import complete_places, follow_readers, place_in_stages, repeatable, stages_from
-from plait.compile.stages.shared import keep_written_buffers
 from plait.compile.stages.stage_graphs import StageGraphs, split_cells
 from plait.errors import PlanError, Refusal
 from plait.plan.axes import stage_axis
@@ -27,38 +28,40 @@ from plait.spec.action import FORWARD, WEIGHT, Action
 from plait.spec.layout import Layout, Only, Placement
 from plait.spec.schedule import Schedule
 
+aten = torch.ops.aten
+
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A step in cells, and the order in which ranks along the axis `pipeline` run them."""
+    """A step that is split into cells, and the schedule by which the ranks of the pipeline axis run them."""
 
     cells: StageGraphs
     schedule: Schedule
-    stages: Mapping[str, tuple[int, ...]]  # of every parameter
+    stages: Mapping[str, tuple[int, ...]]  # of each parameter, by name
 
     @cached_property
     def groups(self) -> Mapping[int, tuple[int, int]]:
-        """Schedule.groups of an asynchronous schedule."""
+        """The groups of microbatches between two updates, for an asynchronous schedule (see `Schedule.groups`)."""
         return self.schedule.groups()
 
     @cached_property
     def added_up(self) -> frozenset[str]:
-        """Parameters of whose gradients several cells, or several ranks, make a term."""
+        """The parameters whose gradient is a sum over several cells or several ranks of the pipeline axis."""
         return self.cells.added_up | {name for name in self.stages if len(self.ranks_of(name)) > 1}
 
     def num_micro(self, cell: Cell) -> frozenset[int]:
-        """On how many microbatches the ranks that have a cell run it."""
+        """The numbers of microbatches on which ranks run a cell; ranks that share a stage may have different ones."""
         if self.schedule.asynchronous:
             return frozenset(num for _, num in self.groups.values())
         return frozenset(self.schedule.num_micro_of(rank, chunk) for rank, chunk in self.schedule.holders(cell[1]))
 
     def ranks_of(self, name: str) -> tuple[int, ...]:
-        """The ranks along the axis that have a parameter."""
+        """The ranks along the pipeline axis that have the parameter."""
         found = {rank for stage in self.stages[name] for rank, _ in self.schedule.holders(stage)}
         return tuple(sorted(found))
 
     def placed(self, name: str, layout: Layout) -> Layout:
-        """The layout of a parameter, with where it lies along the pipeline."""
+        """The layout of a parameter, with its placement along the pipeline axis added."""
         first, *others = self.ranks_of(name)
         if len(others) + 1 == self.schedule.num_ranks:
             return layout
@@ -67,9 +70,11 @@ class Pipeline:
 
 
 def schedule_of(plan: Plan, train: bool = True) -> Schedule:
-    """The schedule that a plan names, without transfers: of training, or of the forward passes alone.
+    """The schedule that a plan names, without transfers: for training, or with forward passes only.
 
-    PlanError or ScheduleError for one that cannot be.
+    Raises:
+        PlanError: the file cannot be read, or its schedule is for another number of ranks or microbatches.
+        ScheduleError: the schedule is not valid for these ranks and microbatches.
     """
     named = not ScheduleName.is_file(plan.schedule)
     found = _named(plan) if named else _from_file(plan.schedule)
@@ -94,7 +99,9 @@ def _from_file(path: str) -> Schedule:
     try:
         return Schedule.parse(Path(path).read_text())
     except OSError as error:
-        raise PlanError(f"schedule={path}: cannot read the file: {error.strerror}") from None
+        raise PlanError(
+            f"schedule={path}: cannot read the file: {error.strerror}; give the path of a schedule"
+        ) from None
 
 
 def _micro(action: Action) -> int:
@@ -109,9 +116,11 @@ def cut_in_stages(
     settled: Mapping[str, tuple[int, ...]] | None = None,
     begins: list[float] | None = None,
 ) -> tuple[Schedule, list[float]]:
-    """Give the calls of a step their stages. The schedule that these are for, and the places with which they begin.
+    """Assign a stage to each call of a step. Returns the schedule, and the positions at which stages begin.
 
-    `settled` are the stages of parameters as an earlier batch decided them; `begins` are places that are known already.
+    Args:
+        settled: the stages of parameters, as an earlier batch decided them.
+        begins: the positions at which stages begin, if they are known already.
     """
     train = any(output.kind == "gradient" for output in captured.outputs)
     schedule = schedule_of(plan, train)
@@ -132,17 +141,54 @@ def _written(captured: Captured) -> set[str]:
     return {output.name for output in captured.outputs if output.kind == "buffer"}
 
 
+def keep_written_buffers(graph: Graph, written: Collection[str]) -> None:
+    """Let backward read a copy of each written buffer, made when forward reads the buffer first. Changes `graph`.
+
+    Forward of this microbatch and of later ones changes the buffer before this backward runs. Backward also gets its
+    own copies of views of the buffer, because a view that forward passes on shares the buffer's memory.
+    """
+    for node in placeholders(graph):
+        if info_of(node).kind != "buffer" or info_of(node).name not in written or not is_tensor(node):
+            continue
+        view_anew(graph, _views_of(graph, node), is_backward)
+        users = [u for u in node.users if u.op == "call_function"]
+        if not any(is_backward(u) for u in users):
+            continue
+        first = next(u for u in graph.nodes if u in node.users)
+        with graph.inserting_before(first):
+            copy = graph.call_function(aten.clone.default, (node,))
+        describe(copy, replace(info_of(first), phase="forward", owner={}), node.meta["val"])
+        for user in users:
+            if is_backward(user):
+                user.replace_input_with(node, copy)
+
+
+def _views_of(graph: Graph, source: Node) -> list[Node]:
+    """The views of a value in forward, in the order of the graph; views of views too."""
+    found = {source: None}
+    for node in graph.nodes:
+        if node.op != "call_function" or is_backward(node) or not may_alias(node):
+            continue
+        if not found.keys().isdisjoint(node.all_input_nodes):
+            found[node] = None
+    return [*found][1:]
+
+
 def split_in_cells(
     graph: Graph, captured: Captured, plan: Plan, settled: Mapping[str, tuple[int, ...]] | None = None
 ) -> Pipeline:
-    """Split the local graph of a step, whose calls know their stages, into cells. Changes `graph`.
+    """Split the local graph of a step, whose calls have a stage, into cells. Changes `graph`.
 
-    `settled` are the stages of parameters as an earlier batch decided them. PlanError for a pipeline that cannot be.
+    Args:
+        settled: the stages of parameters, as an earlier batch decided them.
+
+    Raises:
+        PlanError: the schedule does not allow a buffer or a shared parameter that the step has.
     """
     schedule = schedule_of(plan, train=any(output.kind == "gradient" for output in captured.outputs))
     num_stages, written = schedule.num_stages, _written(captured)
     copies = [len(schedule.holders(stage)) for stage in range(num_stages)]
-    keep_written_buffers(graph, written)  # of which backward may by now read some that forward alone did
+    keep_written_buffers(graph, written)  # recomputation may have let backward read more of them
     anywhere = repeatable(graph, written)
     weights = any(action.kind == WEIGHT for _, action in schedule.cells())
     cells = split_cells(graph, captured.outputs, num_stages, anywhere, weights)
@@ -169,14 +215,14 @@ def updates_within(plan: Plan) -> bool:
 
 
 def num_stages(plan: Plan) -> int:
-    """Into how many stages the plan's schedule cuts the step; 1 without a pipeline."""
+    """The number of stages of the plan's schedule; 1 without a pipeline."""
     return schedule_of(plan).num_stages if len(plan.copies) > 1 else 1
 
 
 def _refuse_shared(schedule: Schedule, cells: StageGraphs, copies: Sequence[int]) -> None:
-    """What an asynchronous schedule cannot share between ranks that update at different times."""
+    """Raise PlanError if ranks that update at different times share a stage or a parameter."""
     if max(copies) > 1:
-        what = f"schedule={schedule.name} with stages on several ranks would update their copies at different times"
+        what = f"schedule={schedule.name} updates each rank at its own time, so the copies of a stage would differ"
         raise PlanError(Refusal(what, "", "give each stage one rank"))
     for name, on in cells.parameters.items():
         if len({schedule.where(stage)[0] for stage in on}) > 1:
@@ -187,18 +233,18 @@ def _refuse_shared(schedule: Schedule, cells: StageGraphs, copies: Sequence[int]
 
 
 def _refuse_copied_buffers(cells: StageGraphs, copies: Sequence[int]) -> None:
-    """Running statistics follow every microbatch in turn, and each copy of a stage sees only some."""
+    """Raise PlanError if a stage on several ranks changes a buffer: each rank sees some of the microbatches only."""
     for (_, stage), each in cells.graphs.items():
         name = next((output.name for output in each.outputs if output.kind == "buffer"), None)
         if name is not None and copies[stage] > 1:
-            turns = f"stage {stage} is on {copies[stage]} ranks that take turns"
-            what = f"{turns}, but each microbatch changes its buffer {name}"
+            what = f"stage {stage} is on {copies[stage]} ranks that share its microbatches, but each microbatch changes"
+            what += f" its buffer {name}"
             instead = "give that stage one rank, or let cut= put the module elsewhere"
             raise PlanError(Refusal(what, "", instead))
 
 
 def _refuse_another_order(schedule: Schedule, cells: StageGraphs) -> None:
-    """Buffers follow the microbatches in their order, which a schedule of the user's own may change."""
+    """Raise PlanError if a schedule runs microbatches out of order on a stage that changes a buffer."""
     for (kind, stage), each in cells.graphs.items():
         name = next((output.name for output in each.outputs if output.kind == "buffer"), None)
         for rank, chunk in schedule.holders(stage) if name is not None else ():
@@ -206,12 +252,12 @@ def _refuse_another_order(schedule: Schedule, cells: StageGraphs) -> None:
             if micros != sorted(micros):  # type: ignore[type-var]
                 order = ", ".join(f"{kind}{micro}" for micro in micros)
                 what = f"the schedule {schedule.name} has stage {stage} take microbatches as {order}"
-                instead = "let that stage take them in order, or put the module elsewhere with cut="
+                instead = "let that stage take them in order, or move the module to another stage with cut="
                 raise PlanError(Refusal(f"{what}, and each of them changes its buffer {name}", "", instead))
 
 
 def _refuse_changed_late(cells: StageGraphs) -> None:
-    """A buffer that backward changes, before the forward of the next microbatch reads it: there they overlap."""
+    """Raise PlanError if backward changes a buffer that the forward of the next microbatch reads before."""
     for cell, each in cells.graphs.items():
         for name in (o.name for o in each.outputs if o.kind == "buffer" and cell[0] != FORWARD):
             for other, found in cells.graphs.items():
@@ -219,8 +265,8 @@ def _refuse_changed_late(cells: StageGraphs) -> None:
                 if other != cell and any(info.kind == "buffer" and info.name == name for info in infos):
                     raise PlanError(
                         Refusal(
-                            f"the backward pass changes the buffer {name}, as activation checkpointing does that runs"
-                            " the forward again, and with pipeline= the forward of the next microbatch comes before it",
-                            "", "leave checkpointing to recompute=layer, or leave micro= out",
+                            f"the backward pass changes the buffer {name}, as activation checkpointing does when it"
+                            " runs forward again, but with pipeline= the forward of the next microbatch runs before",
+                            "", "use recompute=layer in place of checkpointing, or leave micro= out",
                         )
                     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Stage graphs: the graphs that a pipeline's step consists of, and the values that go from one to another.
+"""Stage graphs: the graphs of the cells of a pipeline, and the values that one cell makes and others read.
 
-A cell is the forward (F) or the backward (B) of a stage; where the schedule wants it, the weight part (W) of a backward
-is a cell of its own, which holds all that no other stage waits for (Qi et al. 2024, "Zero Bubble Pipeline
-Parallelism"). A value goes straight from the cell that makes it to every stage that reads it, however far. It is an
-output of the one graph, and an input of the others.
+A cell is the forward (F) or the backward (B) of a stage. If the schedule asks for it, the weight part (W) of a backward
+is a cell of its own: it holds the calls that no other stage waits for (Qi et al. 2024, "Zero Bubble Pipeline
+Parallelism"). A value is an output of the graph that makes it and an input of each graph that reads it. It is sent from
+its stage directly to every stage that reads it, also if these are not neighbours.
 """
 
 from __future__ import annotations
@@ -18,10 +18,19 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from plait.compile.capture.capture import Output
-from plait.compile.ir.calls import is_item, num_bytes, output_node, placeholders
-from plait.compile.ir.node_info import describe, info_of, is_backward, stage_of
+from plait.compile.ir.calls import (
+    call_of,
+    is_item,
+    is_tensor,
+    num_bytes,
+    op_spec_of,
+    output_node,
+    placeholders,
+    tensor_inputs,
+)
+from plait.compile.ir.node_info import describe, info_of, is_backward, set_info, stage_of
+from plait.compile.ops import CollectiveKind
 from plait.compile.stages.assign import base_of
-from plait.compile.stages.shared import apart
 from plait.schedule.readiness import Cell, Edges
 
 aten = torch.ops.aten
@@ -29,26 +38,26 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Value:
-    """What one cell makes and others read: a local tensor of this shape."""
+    """A local tensor that one cell makes and other cells read."""
 
     name: str
     source: Cell
-    users: tuple[Cell, ...]  # in the order in which they run; the source is not among them
-    like: Tensor = field(compare=False)  # fake
-    only: Mapping[str, int] = field(default_factory=dict)  # coordinates of the ranks that have it, if not all have
+    users: tuple[Cell, ...]  # in the order in which they run, without the source
+    like: Tensor = field(compare=False)  # a fake tensor of its shape and dtype
+    only: Mapping[str, int] = field(default_factory=dict)  # coordinates of the ranks that have it; empty: all ranks
 
     @property
     def num_bytes(self) -> int:
         return num_bytes(self.like)
 
     def stages(self) -> tuple[int, ...]:
-        """The other stages that it is sent to."""
+        """The stages that the value is sent to."""
         return tuple(dict.fromkeys(stage for _, stage in self.users if stage != self.source[1]))
 
 
 @dataclass(frozen=True)
 class StageGraph:
-    """The graph of a cell. `outputs` are those of the step that it makes, then the values that it hands on."""
+    """The graph of a cell. Its `outputs` are first outputs of the step, then the values that other cells read."""
 
     graph: Graph
     outputs: tuple[Output, ...]
@@ -56,7 +65,7 @@ class StageGraph:
 
 @dataclass(frozen=True)
 class StageGraphs:
-    """A step in cells."""
+    """A step that is split into cells."""
 
     graphs: dict[Cell, StageGraph]
     values: tuple[Value, ...]
@@ -65,7 +74,7 @@ class StageGraphs:
 
     @property
     def added_up(self) -> frozenset[str]:
-        """Parameters of whose gradients several cells make a term."""
+        """The parameters whose gradient is a sum over several cells."""
         made = Counter(o.name for each in self.graphs.values() for o in each.outputs if o.kind == "gradient")
         return frozenset(name for name, count in made.items() if count > 1)
 
@@ -74,7 +83,7 @@ class StageGraphs:
 
 
 def edges_of(values: Iterable[Value]) -> Edges:
-    """Which cell waits for which: for each value the first reader on every stage."""
+    """The pairs of cells of which the second waits for the first: for each value, its first reader on every stage."""
     found = set()
     for value in values:
         for stage in {stage for _, stage in value.users}:
@@ -85,9 +94,15 @@ def edges_of(values: Iterable[Value]) -> Edges:
 def split_cells(
     graph: Graph, outputs: Sequence[Output], num_stages: int, anywhere: Collection[Node], weights: bool
 ) -> StageGraphs:
-    """The graphs of all cells, from a local graph whose calls know their stage. `weights` asks for cells W."""
+    """Split a local graph, whose calls have a stage, into the graphs of its cells. Changes `graph`.
+
+    Args:
+        outputs: the outputs of the step, one for each result of the graph.
+        anywhere: calls that each stage repeats for itself, so that their results are not sent.
+        weights: whether the weight part of each backward is a cell of its own.
+    """
     anywhere = set(anywhere)
-    ends = apart(graph, outputs)
+    ends = _split_gradients(graph, outputs)
     order = {node: i for i, node in enumerate(graph.nodes)}
     cell_of = _assign(graph, ends, num_stages, anywhere, weights)
     turn = {cell: i for i, cell in enumerate(_in_order(num_stages, weights))}
@@ -136,8 +151,76 @@ def split_cells(
     return StageGraphs(graphs, tuple(values), num_stages, {n: tuple(sorted(s)) for n, s in parameters.items()})
 
 
+def _split_gradients(graph: Graph, outputs: Sequence[Output]) -> list[tuple[Output, Any]]:
+    """The outputs of the step with their nodes. A gradient that several stages add to becomes one term per stage.
+
+    Changes `graph`.
+    """
+    (results,) = output_node(graph).args
+    found: list[tuple[Output, Any]] = []
+    for output, result in zip(outputs, results, strict=True):  # type: ignore[arg-type]
+        if output.kind != "gradient" or not isinstance(result, Node):
+            found.append((output, result))
+            continue
+        terms = _terms(graph, result)
+        by_stage: dict[int, list[Node]] = {}
+        for term in terms:
+            by_stage.setdefault(info_of(term).stage or 0, []).append(term)
+        for members in by_stage.values():
+            total = members[0]
+            for other in members[1:]:
+                with graph.inserting_before(output_node(graph)):
+                    both = graph.call_function(aten.add.Tensor, (total, other))
+                both.meta = dict(total.meta)
+                total = both
+            found.append((output, total))
+    return found
+
+
+def _terms(graph: Graph, result: Node) -> list[Node]:
+    """The terms of a gradient that is a sum over several stages; the gradient itself if it is not."""
+    chain: list[Node] = []
+    node = result
+    while node.op == "call_function" and _is_linear(node):
+        chain.append(node)
+        (node,) = tensor_inputs(node)
+    if node.target is not aten.add.Tensor or len(node.args) != 2 or node.kwargs:
+        return [result]
+    sides = [a for a in node.args if isinstance(a, Node)]
+    terms = [t for side in sides for t in _terms(graph, side)]
+    stages = {info_of(t).stage for t in terms}
+    if len(sides) < 2 or len(stages) == 1 or (chain and None in stages):
+        return [result]
+    found = []
+    for term in terms:
+        for step in reversed(chain):
+            (source,) = tensor_inputs(step)
+            with graph.inserting_before(output_node(graph)):
+                copy = graph.node_copy(step)
+            copy.replace_input_with(source, term)
+            set_info(copy, stage=info_of(term).stage)
+            term = copy
+        found.append(term)
+    return found
+
+
+def _is_linear(node: Node) -> bool:
+    """Whether the node is a view or a copy of one tensor, or a sum of it over ranks.
+
+    Such a node can be applied to each term of a sum. Any other linear op would be computed once per stage.
+    """
+    row, sources = op_spec_of(node), tensor_inputs(node)
+    if len(sources) != 1 or not is_tensor(node) or node.meta["val"].numel() < sources[0].meta["val"].numel():
+        return False
+    does = row.communicates
+    if does is not None:  # any other collective would send more bytes if it came first
+        sums = does.kind is CollectiveKind.ALL_REDUCE and does.part == "whole"
+        return sums and (0,) in row.linear(call_of(node))
+    return row.view is not None or row.copies == 0
+
+
 def _own(graph: Graph, gradient: Node) -> Node:
-    """A copy of a gradient, to which others are added in place, where another cell reads the same memory."""
+    """Copy a gradient whose memory another cell reads: later gradients are added to it in place."""
     with graph.inserting_before(output_node(graph)):
         copy = graph.call_function(aten.clone.default, (gradient,), {"memory_format": torch.contiguous_format})
     copy.meta = {**gradient.meta, "val": gradient.meta["val"].contiguous()}
@@ -145,7 +228,7 @@ def _own(graph: Graph, gradient: Node) -> Node:
 
 
 def _in_order(num_stages: int, weights: bool) -> list[Cell]:
-    """All cells in an order in which one rank alone could run them."""
+    """All cells, in an order in which a single rank can run them."""
     found: list[Cell] = [("F", stage) for stage in range(num_stages)]
     for stage in reversed(range(num_stages)):
         found += [("B", stage), ("W", stage)] if weights else [("B", stage)]
@@ -153,7 +236,7 @@ def _in_order(num_stages: int, weights: bool) -> list[Cell]:
 
 
 def _sources(node: Node, anywhere: Collection[Node]) -> Iterable[Node]:
-    """The values that must be at hand to make the node, once what is repeated is."""
+    """The values that a stage needs in order to compute the node, besides the calls that it repeats."""
     for source in node.all_input_nodes:
         base = base_of(source, anywhere)
         if base not in anywhere:
@@ -163,7 +246,7 @@ def _sources(node: Node, anywhere: Collection[Node]) -> Iterable[Node]:
 def _assign(
     graph: Graph, ends: Sequence[tuple[Output, Any]], num_stages: int, anywhere: set[Node], weights: bool
 ) -> dict[Node, Cell]:
-    """The cell of every call that something needs."""
+    """The cell of every call that an output of the step depends on."""
     needed: set[Node] = set()
     stack = [result for _, result in ends if isinstance(result, Node)]
     while stack:
@@ -184,7 +267,7 @@ def _assign(
 
 
 def _waited_for(cell_of: Mapping[Node, Cell], anywhere: Collection[Node]) -> set[Node]:
-    """Backward calls that another stage's backward waits for, and all that they need of their own stage."""
+    """The backward calls that the backward of another stage waits for, and what they need of their own stage."""
     stack = [
         source
         for node, cell in cell_of.items()
@@ -206,12 +289,12 @@ def _cell_of_output(
 ) -> Cell:
     if isinstance(result, Node) and result in cell_of:
         return cell_of[result]
-    last = num_stages - 1  # what needs no stage, such as a weight that counts the batch's tokens
+    last = num_stages - 1  # an output that no stage computes, such as the number of tokens in the batch
     return ("B", last) if output.kind == "gradient" else ("F", last)
 
 
 class _CellBuilder:
-    """Writes the graph of a cell, node after node: `inside` are its own calls."""
+    """Builds the graph of one cell, node by node. `inside` are the calls of the cell."""
 
     def __init__(self, cell: Cell, whole: Graph, inside: Collection[Node], anywhere: Collection[Node]) -> None:
         self._cell = cell
@@ -225,7 +308,8 @@ class _CellBuilder:
         self._last_input = self._copies[placeholders(whole)[-1]]
 
     def copy(self, node: Node) -> Node:
-        """The node in this graph: one of its own, repeated here, or handed on by another cell."""
+        """The node of this graph for a node of the whole one: a call of the cell, a repeated call, or an input from
+        another cell."""
         if node not in self._copies:
             if node in self._inside:
                 made = self._graph.node_copy(node, self.copy)
@@ -248,7 +332,7 @@ class _CellBuilder:
         return StageGraph(self._graph, tuple(output for output, _ in found))
 
     def _repeated(self, node: Node) -> Node:
-        for source in node.all_input_nodes:  # before the copy, not within it
+        for source in node.all_input_nodes:  # a copy must not begin while another node is copied
             self.copy(source)
         return self._graph.node_copy(node, self.copy)
 

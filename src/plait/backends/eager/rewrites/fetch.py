@@ -18,7 +18,7 @@ from plait.backends.eager.rewrites.offload_ops import fetch_start, homes_of, lea
 from plait.backends.eager.rewrites.read_ahead import in_buckets, read_ahead
 from plait.compile.ir.calls import output_node, placeholders, settled
 from plait.compile.ir.node_info import NodeInfo, describe, info_of
-from plait.compile.passes.gather import readers_in, repeat_views
+from plait.compile.passes.zero import readers_in, repeat_views
 
 aten = torch.ops.aten
 

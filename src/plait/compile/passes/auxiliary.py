@@ -1,4 +1,4 @@
-"""What neither loss nor gradients need: no weight stays whole for its sake."""
+"""Auxiliary calls, on which neither the loss nor a gradient depends: auto sharding keeps no weight whole for them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from plait.compile.ir.calls import output_node
 from plait.compile.ir.node_info import info_of, set_info
 
 
-def mark_aside(graph: Graph, captured: Captured) -> None:
-    """Mark the calls that only outputs beside the loss need, and those that keep buffers up. Changes `graph`."""
-    _mark_upkeep(graph, [i for i, o in enumerate(captured.outputs) if o.kind == "buffer"])
+def mark_auxiliary(graph: Graph, captured: Captured) -> None:
+    """Mark calls that only outputs beside the loss need, and updates of buffers from weights. Changes `graph`."""
+    _mark_buffer_updates(graph, [i for i, o in enumerate(captured.outputs) if o.kind == "buffer"])
     results = output_node(graph).args[0]
     stack = [
         result
@@ -26,12 +26,11 @@ def mark_aside(graph: Graph, captured: Captured) -> None:
                 stack.append(source)
     for node in graph.nodes:
         if node.op == "call_function" and node not in needed:
-            set_info(node, aside=True)
+            set_info(node, auxiliary=True)
 
 
-def _mark_upkeep(graph: Graph, outputs: list[int]) -> None:
-    """Mark as aside what follows buffers and parameters alone and ends in a buffer's new value, such as a mean of
-    weights: no weight stays whole for its sake."""
+def _mark_buffer_updates(graph: Graph, outputs: list[int]) -> None:
+    """Mark calls on buffers and parameters alone that compute a buffer's new value, such as a mean of weights."""
     from_batch: set[Node] = set()
     for node in graph.nodes:
         if info_of(node).kind == "batch" or any(source in from_batch for source in node.all_input_nodes):
@@ -42,6 +41,6 @@ def _mark_upkeep(graph: Graph, outputs: list[int]) -> None:
     while stack:
         node = stack.pop()
         if isinstance(node, Node) and node.op == "call_function" and node not in from_batch | marked:
-            set_info(node, aside=True)
+            set_info(node, auxiliary=True)
             marked.add(node)
             stack += node.all_input_nodes

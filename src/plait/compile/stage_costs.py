@@ -1,4 +1,4 @@
-"""A cut of a pipeline whose stages stay within so much memory, named by the modules with which stages begin."""
+"""Costs of the cells of a pipeline, estimated from their graphs, and a cut of the layers that fits into memory."""
 
 from __future__ import annotations
 
@@ -14,20 +14,29 @@ from plait.compile.ir.dtypes import dtype_named
 from plait.compile.ir.estimate import seconds_of
 from plait.compile.ir.node_info import info_of, position_of
 from plait.compile.rank_program import RankProgram
+from plait.compile.stages.assign import LINK_BYTES_PER_SECOND
+from plait.compile.stages.stage_graphs import StageGraphs
+from plait.cost.costs import Costs
 from plait.schedule.cut import Item, Memory, choose_cut
 from plait.schedule.in_flight import most_microbatches_in_flight
 from plait.schedule.readiness import Cell
-from plait.spec.action import FORWARD
+from plait.spec.action import BACKWARD, FORWARD, WEIGHT
 
 
 def cut_within(
     program: RankProgram, graphs: Mapping[Cell, Graph], peaks: Mapping[int, int], states: float, limit: int
 ) -> tuple[str, ...] | None:
-    """Modules for `cut=`, or None where there is no such cut or the schedule gives a rank several stages.
+    """Find a cut whose stages each take at most `limit` bytes of memory.
 
-    `graphs` are what a backend runs for the cells; `peaks` are the bytes that each rank along the pipeline takes now;
-    `states` says how many bytes of parameters, gradients and optimizer state there are to each byte of parameters.
-    What else a rank takes is left room for.
+    Args:
+        program: a program with a pipeline; else there is no cut.
+        graphs: the graphs that a backend runs for the cells.
+        peaks: the bytes that each rank along the pipeline takes at most now.
+        states: bytes of parameters, gradients and optimizer state for each byte of parameters.
+        limit: bytes that a rank may take. What a rank takes besides states and activations is subtracted from it.
+
+    Returns:
+        The modules to name in `cut=`; None if no cut fits, or if the schedule gives a rank several stages.
     """
     pipeline = program.pipeline
     if pipeline is None or any(len(stages) > 1 for stages in pipeline.schedule.stages):
@@ -82,7 +91,7 @@ def cut_within(
 
 
 def _module_begins(program: RankProgram) -> dict[int, str]:
-    """The place of the first call of each module, of those that begin at one place the outermost."""
+    """The module that begins at each position; the outermost if several do."""
     assert program.pipeline is not None
     first: dict[str, int] = {}
     for (kind, _), each in program.pipeline.cells.graphs.items():
@@ -95,3 +104,35 @@ def _module_begins(program: RankProgram) -> dict[int, str]:
     for path in sorted(first, key=len):
         found.setdefault(first[path], path)
     return found
+
+
+def estimate_costs(cells: StageGraphs, graphs: Mapping[Cell, Graph]) -> Costs:
+    """Estimate the costs of stages, for a simulation before anything is measured.
+
+    Seconds are meaningful as ratios only (compile/ir/estimate.py). `graphs` are those that a backend runs for the
+    cells.
+    """
+    seconds: defaultdict[Cell, float] = defaultdict(float)
+    for cell, graph in graphs.items():
+        seconds[cell] += sum(seconds_of(node) for node in graph.nodes)
+    crossing: Counter[tuple[str, int, int]] = Counter()
+    kept, for_weight = Counter[int](), Counter[int]()
+    for value in cells.values:
+        kind, stage = value.source
+        for other in value.stages():
+            crossing[kind, min(stage, other), max(stage, other)] += value.num_bytes
+        for reader in {reader for kind_of, reader in value.users if kind_of != FORWARD}:
+            if kind == FORWARD:
+                kept[reader] += value.num_bytes
+                for_weight[reader] += value.num_bytes if (WEIGHT, reader) in value.users else 0
+    pairs = {(a, b) for _, a, b in crossing}
+    stages = range(cells.num_stages)
+    return Costs(
+        tuple(float(seconds[FORWARD, stage]) for stage in stages),
+        tuple(float(seconds[BACKWARD, stage]) for stage in stages),
+        tuple(float(seconds[WEIGHT, stage]) for stage in stages),
+        bytes_per_second=LINK_BYTES_PER_SECOND,
+        crossing={(a, b): max(crossing[kind, a, b] for kind in (FORWARD, BACKWARD)) for a, b in sorted(pairs)},
+        activation_bytes=tuple(kept[stage] for stage in stages),
+        weight_activation_bytes=tuple(for_weight[stage] for stage in stages),
+    )
