@@ -163,11 +163,9 @@ def test_products_are_the_last_to_be_worked_out_again() -> None:
 
 
 def test_a_budget_that_cannot_be_met_says_the_least_that_can() -> None:
-    with pytest.raises(
-        PlanError, match=r"recompute=budget=1KiB cannot be met: .* again, \d+KiB of activations"
-    ) as error:
+    with pytest.raises(PlanError, match=r"recompute=budget=1KiB cannot be met: \d+KiB of activations stay") as error:
         eager_graph("data=2 recompute=budget=1KiB")
-    least = str(error.value).partition("again, ")[2].partition(" ")[0]
+    least = str(error.value).partition("met: ")[2].partition(" ")[0]
     kept = saved_bytes(eager_graph(f"data=2 recompute=budget={least}"))
     assert 0 <= Plan.parse(f"recompute=budget={least}").recompute.budget_bytes - kept < 1024
 
