@@ -123,7 +123,7 @@ def test_state_on_disk_beside_parameters_in_common(tmp_path: Path) -> None:
 
 def test_where_ranks_have_no_memory_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadComm, "shared", lambda self, num_bytes: None)
-    with pytest.raises(PlanError, match=r"ranks of data=2 share, and they have none.*replica=HOSTS.*zero=2"):
+    with pytest.raises(PlanError, match=r"ranks of data=2 share, but they share none.*replica=HOSTS.*zero=2"):
         on("data=2 central=host", lambda world: trainer_of("data=2 central=host", world))
 
 

@@ -111,7 +111,7 @@ def test_annotations() -> None:
         ("tensor", "1 dims but w has shape"),
         ("model, -", "names the axis 'model'"),
         ("-, tensor", r"tensor=4 does not divide dim 1 of w: 6"),
-        ("tensor, tensor", "two dims over one axis"),
+        ("tensor, tensor", "two dims over the axis"),
         ("only:tensor=4", "only 4 ranks"),
         ("tensor/x, -", "not a number of blocks"),
         ("tensor/2+0, -", "not a number of blocks"),

@@ -85,7 +85,7 @@ APART = OptimizerFacts(together=(("Mixing", "mixes"),), scattered=("pipeline", 2
         ("pipeline=2 cut=layer.1", CALLED, ["cut=layer.1: the model calls no module of this name; did you mean"]),
         ("pipeline=2 cut=layers,head", CALLED, ["cut=layers,head names 2 modules, but 2 stages begin with 1 besides"]),
         ("precision.layers=bf16", CALLED, []),
-        ("precision.tail=bf16", CALLED, ["precision.tail=bf16 fits no module of the model; it has layers, head"]),
+        ("precision.tail=bf16", CALLED, ["precision.tail=bf16 matches no module of the model; it has layers, head"]),
         ("precision.head=fp16", HALVES, []),
         ("precision.head=bf16", HALVES, ["precision.head=bf16 says how products of float32 weights are computed"]),
         ("data=2 sync=2", StepFacts(changed_outside=("mean",)), ["the step changes mean, a tensor outside"]),
@@ -95,7 +95,7 @@ APART = OptimizerFacts(together=(("Mixing", "mixes"),), scattered=("pipeline", 2
         ("data=2", StepFacts(uncaptured="a branch", nearest="data=2"), []),
         ("tensor=2", StepFacts(uncaptured="a branch", nearest="data=2"), ["the plan 'tensor=2' needs the graph of"]),
         ("data=2", StepFacts(optimizer=MIXING), ["Mixing mixes, so its result might change with the cut of head"]),
-        ("pipeline=2", StepFacts(optimizer=APART), ["Mixing mixes, and with pipeline=2 a rank has some of them"]),
+        ("pipeline=2", StepFacts(optimizer=APART), ["Mixing mixes, and with pipeline=2 a rank has only some of them"]),
         ("home.optimizer=disk", StepFacts(optimizer=OptimizerFacts(wrappers=("Both",))), ["Both steps several"]),
     ],
 )  # fmt: skip

@@ -114,8 +114,8 @@ def test_running_statistics_are_the_first_ranks() -> None:
     ("module", "plan", "text"),
     [
         (nn.BatchNorm1d(8), "data=24 batchnorm=local", "a rank has 1 value per channel for the batch norm middle.0"),
-        (nn.BatchNorm1d(8), "data=2 micro=12 batchnorm=local", "less of micro, or batchnorm=global"),
-        (Reshaped("time first"), "data=2 batchnorm=local", "rows one after the other in its first dim"),
+        (nn.BatchNorm1d(8), "data=2 micro=12 batchnorm=local", "a smaller micro=, or batchnorm=global"),
+        (Reshaped("time first"), "data=2 batchnorm=local", "is not cut into contiguous rows along its first dim"),
         (Reading(8), "data=2 batchnorm=local", "mean.default in middle.0 reads statistics"),
     ],
 )

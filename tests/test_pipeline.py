@@ -332,9 +332,9 @@ def test_what_a_pipeline_cannot_be(plan: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ("cut=third", "cut=third says how a pipeline is made, and the plan has none; give pipeline=N"),
-        ("data=2 chunks=2", "chunks=2 says how a pipeline is made"),
-        ("micro=2 schedule=gpipe", "schedule=gpipe says how a pipeline is made"),
+        ("cut=third", "cut=third configures a pipeline, and the plan has none; give pipeline=N"),
+        ("data=2 chunks=2", "chunks=2 configures a pipeline"),
+        ("micro=2 schedule=gpipe", "schedule=gpipe configures a pipeline"),
     ],
 )
 def test_plans_that_say_what_they_do_not_have(plan: str, message: str) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import PlanError
+from plait.plan.kinds import Recompute
 from plait.plan.plan import Plan, describe_keys
-from plait.plan.recompute import Recompute
 from plait.plan.refusals import NOT_YET
 from plait.spec.mesh import Mesh
 
@@ -136,15 +136,15 @@ def test_what_each_replica_or_worker_trains_by(text: str, within: str) -> None:
         ("data=2 sync=8..4", "begins with the smaller number"),
         ("sync=8", "sync=8 is about replicas, and the plan has one; add data=N"),
         ("compress=int8", "compress=int8 is about replicas, and the plan has one"),
-        ("data=2 staleness=3", "staleness=3 is about parameter servers, and the plan has no workers"),
+        ("data=2 staleness=3", "staleness=3 configures parameter servers, and the plan has no workers"),
         ("data=2 outer=sgd", "outer=sgd is about replicas that agree every n steps, and this plan agrees at each"),
         ("data=2 sync=8 zero=1", "sync=8 does not go with zero=1 over the same ranks"),
         ("data=2 sync=8 central=host", "sync=8 does not go with central=host over the same ranks"),
         ("data=2 sync=8 streaming=2", "streaming=2 needs an outer optimizer"),
-        ("data=2 sync=8 outer.lr=0.5", "outer.lr=0.5 is about an outer optimizer, and the plan has none"),
-        ("pipeline=[1,2", "or the ranks of each stage like [1,2,1]"),
+        ("data=2 sync=8 outer.lr=0.5", "outer.lr=0.5 configures an outer optimizer, and the plan has none"),
+        ("pipeline=[1,2", "or the number of ranks of each stage like [1,2,1]"),
         ("data=2 sync=8 outer=sgd streaming=9", "streaming=9 parts cannot each have a step of their own"),
-        ("data=2 sync=8 outer=sgd overlap=8", "overlap=8 steps of exchange do not end before the next"),
+        ("data=2 sync=8 outer=sgd overlap=8", "an exchange over overlap=8 steps does not end before the next"),
         ("data=2 sync=8 home.parameters=disk", "replicas exchange what is in memory"),
         ("data=2 compress.*.bias=none", "names an exception, and the plan compresses nothing"),
         ("data=2 compress=topk:2", "more than 0 and at most 1"),

@@ -183,7 +183,7 @@ class Unnumbered(nn.Module):
     ("plan", "message"),
     [
         ("recompute=*.mlq", r"recompute=\*\.mlq matches no module of the model; it has .*body"),
-        ("recompute=layer", "recompute=layer needs numbered layers, .* and this model has modules body"),
+        ("recompute=layer", "recompute=layer needs numbered layers, .* but this model has modules body"),
     ],
 )
 def test_refusals_of_what_is_not_there(plan: str, message: str) -> None:

@@ -30,13 +30,13 @@ def test_the_plan() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("stages=[tensor=2|data=4]", "its stages have 2, 4 ranks, and must have as many each.*pipeline=.1,2,1."),
+        ("stages=[tensor=2|data=4]", "its stages have 2, 4 ranks, but all must have the same number.*pipeline=.1,2,1."),
         ("stages=[tensor=2]", "two stages or more"),
         ("stages=[tensor=1|data=1]", "one rank each; use pipeline=2"),
         ("stages=[tensor=2|zero=2]", "stage 1 is 'zero=2', and a stage is tensor=N or data=N"),
         ("stages=[tensor=2|]", "stage 1 is 'empty'"),
         ("stages=[tensor=2 | data=2", r"between brackets"),
-        ("stages=[tensor=2|data=2] pipeline=3", r"are 2, and the plan has pipeline=3; make them agree"),
+        ("stages=[tensor=2|data=2] pipeline=3", r"has 2 stages, but the plan has pipeline=3; make them agree"),
         ("stages=[tensor=2|data=2] tensor=2", "write tensor=N within the brackets"),
     ],
 )

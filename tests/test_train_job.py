@@ -61,7 +61,7 @@ def config(*changes: str) -> Config:
     [
         ("pipeline=2 micro=4 schedule=pipedream precision=fp16", ["train.clip_norm=null"], "loss scale of fp16"),
         ("pipeline=2 micro=4 schedule=pipedream", [], "clip_norm=1.0 needs the norm of all gradients"),
-        ("data=2 compress=int8 compress.nope=none", [], "compress.nope=none: no parameter has such a name"),
+        ("data=2 compress=int8 compress.nope=none", [], "compress.nope=none: no parameter has a name that matches"),
         ("pipeline=2 micro=2 cut=nowhere", [], "cut=nowhere: the model calls no module of this name"),
         ("data=2", ["optimizer.name=LBFGS"], "LBFGS runs the model several times a step"),
     ],

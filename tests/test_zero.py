@@ -190,7 +190,7 @@ def test_an_op_without_a_kernel_in_half_precision(tail: nn.Module, op: str) -> N
     [
         ("micro=5", BatchError, "micro=5 does not divide the batch of 24 rows; give a multiple of 5, such as 20"),
         ("data=2 micro=8", PlanError, "data=2 does not divide a microbatch of 3; give a batch .* multiple of 16"),
-        ("precision.hed=bf16", PlanError, r"precision\.hed=bf16 fits no module of the model; it has stem, frozen"),
+        ("precision.hed=bf16", PlanError, r"precision\.hed=bf16 matches no module of the model; it has stem, frozen"),
         ("recompute=hed.*", PlanError, r"recompute=hed\.\* matches no module of the model; it has .*batch_norm"),
     ],
 )

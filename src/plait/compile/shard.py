@@ -21,8 +21,8 @@ from plait.compile.stages.split import cut_in_stages
 from plait.errors import UnevenBatchError
 from plait.plan.annotation import resolve_annotations
 from plait.plan.axes import AxisKind, axes_in_order, axis_kind
+from plait.plan.legality import uneven_parts
 from plait.plan.plan import Plan
-from plait.plan.step_refusals import uneven_parts
 from plait.spec.layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard
 
 

@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from plait.plan.kinds import Recompute
 from plait.plan.plan import Plan
-from plait.plan.recompute import Recompute
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, BUFFERS = "activations", "buffers"

@@ -27,10 +27,9 @@ from plait.engine.local_sgd.replica_batch import batch_of_replica
 from plait.engine.microbatch import microbatches
 from plait.engine.optimizers import OptimizerFactory, check_patterns, facts_of_optimizer
 from plait.errors import PlanError, UnevenBatchError
-from plait.plan.legality import refusals
+from plait.plan.legality import of_rows, refusals
 from plait.plan.plan import Plan
 from plait.plan.step_facts import Place, StepFacts
-from plait.plan.step_refusals import of_rows
 
 
 def check_given(model: Any, loss_fn: Any, optimizer: Any, clip_norm: float | None) -> None:

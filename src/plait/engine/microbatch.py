@@ -13,7 +13,7 @@ from plait.backends.backend import StepResult
 from plait.compile.capture.batch import take_rows
 from plait.engine.local_batch import LocalBatch, num_rows
 from plait.errors import UnevenBatchError
-from plait.plan.step_refusals import uneven_micro
+from plait.plan.legality import uneven_micro
 
 
 def microbatches(batch: Any, num: int) -> list[Any]:

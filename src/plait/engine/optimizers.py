@@ -24,9 +24,9 @@ from plait.engine.trying import EXACT, depends_on_others, depends_on_the_cut, no
 from plait.engine.tuning import prefer_fused
 from plait.errors import PlanError, Refusal
 from plait.optim.several import Several, optimizers_within, title_of
+from plait.plan.legality import of_optimizer, of_wrappers
 from plait.plan.plan import Plan
 from plait.plan.step_facts import CutTrial, OptimizerFacts
-from plait.plan.step_refusals import of_optimizer, of_wrappers
 from plait.spec.layout import Layout, Only, Shard
 from plait.spec.mesh import Mesh
 

@@ -1,10 +1,10 @@
-"""Annotations: what a user says of parameters, by name pattern and by dim.
+"""Annotations: the layouts of parameters that a user asks for, by pattern of their names.
 
     {"*.q_proj.weight": "tensor, -", "*.c_attn.weight": "-, tensor/3", "branch1.*": "only:tensor=1", "*.norm.*": "-"}
 
-An entry has one word a dim: an axis, an axis with blocks (`tensor/3`; unequal ones as `tensor/4+1+1`), or `-` for
-whole. A lone `-` leaves a parameter of any rank whole; `only:axis=i` puts it on one rank. The first pattern that
-matches a parameter decides.
+A text has one word for each dim: an axis, an axis with a number of blocks (`tensor/3`, or `tensor/4+1+1` for unequal
+blocks), or `-` for a dim that is not sharded. A single `-` replicates a parameter of any number of dims, and
+`only:axis=i` puts it on one rank of the axis. The first pattern that matches a parameter counts.
 """
 
 from __future__ import annotations
@@ -19,22 +19,28 @@ from plait.spec.layout import REPLICATE, Only, Placement, Shard, check_shard, pa
 from plait.spec.mesh import Mesh
 
 Annotations = Mapping[str, str]
-Placements = dict[str, Placement]  # axis -> placement
+Placements = dict[str, Placement]  # by axis
 
 
 def parse_annotation(text: str, shape: tuple[int, ...], mesh: Mesh, name: str) -> Placements:
-    """Placement along each mesh axis that `text` names, for a parameter of `shape` called `name`."""
+    """The placement along each axis of the mesh that an annotation gives a parameter of `shape` called `name`.
+
+    Raises:
+        LayoutError: the text cannot be read, or does not fit the shape or the mesh.
+    """
     if found := re.fullmatch(r"\s*only:(\w+)=(\d+)\s*", text):
         axis, index = found[1], int(found[2])
         _check_axis(axis, mesh, text, name)
         if index >= mesh.axis_size(axis):
-            raise LayoutError(f"{text!r} for {name}: axis {axis} has only {mesh.axis_size(axis)} ranks, counted from 0")
+            raise LayoutError(f"{text!r} for {name}: axis {axis} has ranks 0 to {mesh.axis_size(axis) - 1}")
         return {axis: Only(index)}
     words = [word.strip() for word in text.split(",")]
     if words == ["-"]:
         return dict.fromkeys(mesh.names, REPLICATE)
     if len(words) != len(shape):
-        raise LayoutError(f"{text!r} has {len(words)} dims but {name} has shape {list(shape)}; give one word a dim")
+        raise LayoutError(
+            f"{text!r} has {len(words)} dims but {name} has shape {list(shape)}; give one word for each dim"
+        )
     found_placements: Placements = dict.fromkeys(mesh.names, REPLICATE)
     left = shape
     for dim, word in enumerate(words):
@@ -45,10 +51,11 @@ def parse_annotation(text: str, shape: tuple[int, ...], mesh: Mesh, name: str) -
         parsed = parse_blocks(blocks or "1")
         if parsed is None:
             raise LayoutError(
-                f"{text!r} for {name}: {blocks!r} is not a number of blocks; write 3 for equal ones, 4+1+1 for others"
+                f"{text!r} for {name}: {blocks!r} is not a number of blocks; write 3 for three equal blocks, 4+1+1 for"
+                f" unequal ones"
             )
         if found_placements[axis] != REPLICATE:
-            raise LayoutError(f"{text!r} for {name} shards two dims over one axis, {axis}")
+            raise LayoutError(f"{text!r} for {name} shards two dims over the axis {axis}; name it for one of them")
         placement = Shard(dim, parsed)
         size = mesh.axis_size(axis)
         check_shard(left, placement, size, axis, name)
@@ -60,7 +67,11 @@ def parse_annotation(text: str, shape: tuple[int, ...], mesh: Mesh, name: str) -
 def resolve_annotations(
     annotations: Annotations, shapes: Mapping[str, tuple[int, ...]], mesh: Mesh
 ) -> dict[str, Placements]:
-    """Placements of every parameter that a pattern names; a pattern that names none is an error with near matches."""
+    """The placements of every parameter that a pattern matches, by name.
+
+    Raises:
+        LayoutError: a pattern matches no parameter, or its text does not fit one.
+    """
     resolved: dict[str, Placements] = {}
     for pattern, text in annotations.items():
         names = [name for name in shapes if fnmatch.fnmatchcase(name, pattern)]
@@ -75,7 +86,7 @@ def resolve_annotations(
 def _check_axis(axis: str, mesh: Mesh, text: str, name: str) -> None:
     if axis not in mesh.names:
         known = ", ".join(mesh.names) or "none"
-        raise LayoutError(f"{text!r} for {name} names the axis {axis!r}; the plan has {known}")
+        raise LayoutError(f"{text!r} for {name} names the axis {axis!r}; the axes of the plan are {known}")
 
 
 def _hint(pattern: str, names: Iterable[str]) -> str:

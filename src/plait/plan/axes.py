@@ -1,7 +1,7 @@
-"""The axes of a mesh: one row says all that the rest of plait asks of an axis. To add an axis, add its row.
+"""The axes of a mesh. Each has one row, with every fact that other files ask for. To add an axis, add a row.
 
-An axis with a row is a key of the plan (`data=2`), whether or not `Plan` has a field for it. Nobody else knows an axis
-by its name: `axis_kind(name)` answers.
+An axis with a row is a key of the plan (`data=2`), whether or not `Plan` has a field for it. Other files do not name
+axes; they ask `axis_kind(name)`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from plait.spec.mesh import Mesh
 
 @dataclass(frozen=True)
 class AxisKind:
-    """What the ranks along one axis of the mesh are to each other.
+    """What the ranks along one axis of the mesh share.
 
-    doc            what the plan's key means, for an axis without a field in `Plan`
-    order          axes are laid out in this order, the smallest first: a later one cuts the parts of an earlier one
-    cuts_rows      each rank has its part of the rows of every batch, and gradients are summed over the axis
-    cuts_weights   each rank has its part of weights, which a search chooses
-    cuts_states    ZeRO cuts states over the axis, and central storage is what its ranks have in common
-    has_stages     each rank has its stages of the layers
-    per_stage      the ranks are those of one stage; the plan says for each stage which kind they are to each other
-    without_graph  PyTorch's DDP can take the axis, for a model that cannot be captured
+    doc            the meaning of the plan's key, for an axis without a field in `Plan`
+    order          the order in which axes cut tensors, smallest first: a later axis cuts the parts of an earlier one
+    cuts_rows      each rank has a part of the rows of every batch, and gradients are summed over the axis
+    cuts_weights   each rank has a part of each weight that auto sharding chooses
+    cuts_states    ZeRO cuts optimizer states over the axis, and central storage is shared by its ranks
+    has_stages     each rank has stages of the model
+    per_stage      the ranks have the same stage, and `stages=` says for each stage which kind the axis is
+    without_graph  PyTorch's DDP supports the axis, for a model that cannot be captured
     """
 
     name: str
@@ -40,7 +40,7 @@ class AxisKind:
 
 
 # The order of the rows is that of the mesh, outermost first: ranks that differ only on the last axis are neighbours.
-# The batch is cut over `data` first: gradients, which ZeRO cuts over data, then are summed over replicas in parts.
+# The batch is cut over `data` first, so that gradients that ZeRO cuts over data are summed over replicas in parts.
 AXES: tuple[AxisKind, ...] = (
     AxisKind("pipeline", order=0, has_stages=True),
     AxisKind("replica", order=20, cuts_rows=True),
@@ -51,7 +51,7 @@ AXES: tuple[AxisKind, ...] = (
 
 
 def axis_kind(name: str) -> AxisKind:
-    """The row of an axis; PlanError for one that has none."""
+    """The row of an axis. Raises PlanError if there is none of this name."""
     for kind in AXES:
         if kind.name == name:
             return kind
@@ -59,12 +59,12 @@ def axis_kind(name: str) -> AxisKind:
 
 
 def axes_in_order() -> tuple[AxisKind, ...]:
-    """Every axis in the order in which a step is laid out along them."""
+    """All axes, in the order in which they cut tensors."""
     return tuple(sorted(AXES, key=lambda kind: kind.order))
 
 
 def batch_axes() -> tuple[str, ...]:
-    """The axes that cut the rows of the batch, the outermost cut first."""
+    """The axes that cut the rows of the batch, in the order in which they cut."""
     return tuple(kind.name for kind in axes_in_order() if kind.cuts_rows)
 
 
@@ -84,14 +84,14 @@ def ddp_axis() -> str:
 
 
 def num_batch_parts(mesh: Mesh) -> int:
-    """Into how many parts each microbatch is cut: the product of the batch axes."""
+    """The number of parts into which each microbatch is cut: the product of the sizes of the batch axes."""
     return math.prod(size for axis, size in mesh.axes if axis_kind(axis).cuts_rows)
 
 
 def parts_around(mesh: Mesh, axis: str) -> tuple[int, int]:
-    """How many parts of the batch the batch axes make that cut it before `axis` does, and how many those after it.
+    """The numbers of parts into which the axes before and after `axis` cut the batch.
 
-    Part `p` of the axis's rank `i` of `n` is part `(p // after * n + i) * after + p % after` of the whole batch.
+    Part `p` of rank `i` along the axis, of `n` ranks, is part `(p // after * n + i) * after + p % after` of the batch.
     """
     names = batch_axes()
     at = names.index(axis)
@@ -101,7 +101,7 @@ def parts_around(mesh: Mesh, axis: str) -> tuple[int, int]:
 
 
 def batch_part(mesh: Mesh, coordinates: Mapping[str, int]) -> int:
-    """Which of the parts of each microbatch the rank at these coordinates has."""
+    """The index of the part of each microbatch that the rank at `coordinates` has."""
     sizes = dict(mesh.axes)
     part = 0
     for axis in batch_axes():

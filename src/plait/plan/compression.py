@@ -1,4 +1,4 @@
-"""How what replicas exchange is made smaller on the wire."""
+"""Compression of what replicas exchange."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PLAIN = ("none", "bf16", "fp8", "int8", "int4")
 
 @dataclass(frozen=True)
 class Compression:
-    """`kind` is one of PLAIN, `topk` with the `fraction` of elements that is kept, or `powersgd` with its `rank`.
+    """A compressor: its `kind` is one of `PLAIN`, `topk` with a `fraction` of elements, or `powersgd` with a `rank`.
 
     >>> str(Compression.parse("powersgd:2"))
     'powersgd:2'
@@ -21,7 +21,7 @@ class Compression:
 
     @classmethod
     def parse(cls, word: str) -> Compression:
-        """Read a word; ValueError says what a word looks like."""
+        """Read a word of a plan. Raises ValueError with a text that says how words look."""
         kind, colon, number = word.partition(":")
         try:
             if kind == "topk" and colon:
@@ -37,7 +37,7 @@ class Compression:
         return cls(kind)
 
     def check(self) -> None:
-        """ValueError for numbers that make no sense."""
+        """Raise ValueError if the fraction or the rank is out of range."""
         if self.kind == "topk" and not 0 < self.fraction <= 1:
             raise ValueError("topk keeps a fraction of the elements, more than 0 and at most 1")
         if self.kind == "powersgd" and self.rank < 1:

@@ -1,7 +1,4 @@
-"""The kinds of a plan's values: each reads a word, checks a value and prints it.
-
-`parse` and `check` raise ValueError that says what was expected.
-"""
+"""The kinds of values of a plan's keys: each kind reads a word of the plan, checks a value and prints it."""
 
 from __future__ import annotations
 
@@ -13,18 +10,33 @@ from typing import Any
 
 from plait.plan.axes import axis_kind
 from plait.plan.compression import Compression
-from plait.plan.recompute import Recompute
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
+class Kind:
+    """A kind of value. `parse` and `check` raise ValueError with a text that says what was expected."""
+
+    def parse(self, word: str) -> Any:
+        """The value that a word of the plan means."""
+        return word
+
+    def check(self, value: Any) -> None:
+        """Raise ValueError if the value cannot be of this kind."""
+        raise NotImplementedError
+
+    def show(self, value: Any) -> str:
+        """The value as a word of the plan."""
+        return str(value)
+
+
 @dataclass(frozen=True)
-class Axis:
-    """The size of a mesh axis: 1, 2, 3... `axis` is its name on the mesh where that is not the key's."""
+class Axis(Kind):
+    """The size of a mesh axis: 1, 2, 3... `axis` is the name of the axis if it is not that of the key."""
 
     axis: str = ""
 
-    def parse(self, word: str) -> int:
+    def parse(self, word: str) -> Any:
         try:
             return int(word)
         except ValueError:
@@ -34,18 +46,16 @@ class Axis:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError("a size is a whole number, 1 or more")
 
-    def show(self, value: Any) -> str:
-        return str(value)
-
     def num_ranks(self, value: Any) -> int:
+        """The number of ranks along the axis."""
         return int(value)
 
 
 @dataclass(frozen=True)
 class Places(Axis):
-    """The places of a pipeline: how many, or of each how many ranks share its microbatches, as [1,2,1]."""
+    """The size of a pipeline: the number of its ranks, or for each place the ranks that share it, as [1,2,1]."""
 
-    def parse(self, word: str) -> int | tuple[int, ...]:  # type: ignore[override]
+    def parse(self, word: str) -> Any:
         if not word.startswith("["):
             return super().parse(word)
         try:
@@ -53,7 +63,7 @@ class Places(Axis):
                 raise ValueError(word)
             return tuple(int(part) for part in word.removeprefix("[").removesuffix("]").split(","))
         except ValueError:
-            raise ValueError("it is a whole number, or the ranks of each stage like [1,2,1]") from None
+            raise ValueError("it is a whole number, or the number of ranks of each stage like [1,2,1]") from None
 
     def check(self, value: Any) -> None:
         if not isinstance(value, tuple):
@@ -62,7 +72,7 @@ class Places(Axis):
         for each in value:
             super().check(each)
         if len(value) < 2:
-            raise ValueError("a pipeline has two places or more; to share microbatches among all ranks use data=N")
+            raise ValueError("a pipeline has two stages or more; to share microbatches among all ranks use data=N")
 
     def show(self, value: Any) -> str:
         return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
@@ -73,20 +83,21 @@ class Places(Axis):
 
 @dataclass(frozen=True)
 class StagePlans(Axis):
-    """What the ranks of each place of a pipeline are to each other, as [tensor=2|data=2]; the size is theirs."""
+    """How the ranks of each place of a pipeline split their stage, as [tensor=2|data=2]; the size is that of a
+    place."""
 
     axis: str = "inner"
 
-    def parse(self, word: str) -> tuple[tuple[str, int], ...]:  # type: ignore[override]
+    def parse(self, word: str) -> tuple[tuple[str, int], ...]:
         if not (word.startswith("[") and word.endswith("]")):
-            raise ValueError("it is the plan of each stage like [tensor=2 | data=2], between brackets")
+            raise ValueError("it is a list, in brackets, with the plan of each stage, like [tensor=2 | data=2]")
         found = []
         for number, text in enumerate(word[1:-1].split("|")):
             name, _, size = text.partition("=")
             if name not in ("tensor", "data") or not size.isdecimal():
                 raise ValueError(
-                    f"stage {number} is {text or 'empty'!r}, and a stage is tensor=N or data=N; what all stages have in"
-                    " common stands outside the brackets"
+                    f"stage {number} is {text or 'empty'!r}, but a stage is tensor=N or data=N; keys for all stages go"
+                    " outside the brackets"
                 )
             found.append((name, int(size)))
         return tuple(found)
@@ -99,8 +110,8 @@ class StagePlans(Axis):
             raise ValueError("a pipeline has two stages or more")
         if len(set(sizes)) > 1:
             raise ValueError(
-                f"its stages have {', '.join(map(str, sizes))} ranks, and must have as many each; to give a slow stage"
-                " more ranks use pipeline=[1,2,1]"
+                f"its stages have {', '.join(map(str, sizes))} ranks, but all must have the same number; to give a slow"
+                " stage more ranks use pipeline=[1,2,1]"
             )
         if 1 in sizes:
             raise ValueError(f"its stages have one rank each; use pipeline={len(value)}")
@@ -113,13 +124,13 @@ class StagePlans(Axis):
 
 
 @dataclass(frozen=True)
-class Number:
-    """A whole number from `low` to `high` that is no axis."""
+class Number(Kind):
+    """A whole number from `low` to `high`; None for no upper bound."""
 
     low: int
     high: int | None = None
 
-    def parse(self, word: str) -> int:
+    def parse(self, word: str) -> Any:
         try:
             return int(word)
         except ValueError:
@@ -129,9 +140,6 @@ class Number:
         if isinstance(value, bool) or not isinstance(value, int) or value < self.low or value > (self.high or value):
             raise ValueError(self._expected)
 
-    def show(self, value: Any) -> str:
-        return str(value)
-
     @property
     def _expected(self) -> str:
         return f"it is a whole number, {self.low} {'or more' if self.high is None else f'to {self.high}'}"
@@ -139,7 +147,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Maybe(Number):
-    """A whole number as Number has it, or None, which prints as `none`."""
+    """A `Number`, or None, which prints as `none`."""
 
     def parse(self, word: str) -> Any:
         return None if word == "none" else super().parse(word)
@@ -153,8 +161,8 @@ class Maybe(Number):
 
 
 @dataclass(frozen=True)
-class Real:
-    """A number of at least `low`, and below `below` where that is given; or None, which prints as `none`."""
+class Real(Kind):
+    """A number of at least `low` and less than `below`; or None, which prints as `none`."""
 
     low: float
     below: float = math.inf
@@ -180,8 +188,8 @@ class Real:
 
 
 @dataclass(frozen=True)
-class Interval:
-    """Steps from one agreement to the next: a number, or `4..64`, which begins with 4 and doubles up to 64."""
+class Interval(Kind):
+    """The steps between two synchronisations: a number, or `4..64`, which begins with 4 and doubles up to 64."""
 
     def parse(self, word: str) -> int | tuple[int, int]:
         first, dots, last = word.partition("..")
@@ -193,7 +201,7 @@ class Interval:
     def check(self, value: Any) -> None:
         for each in value if isinstance(value, tuple) else (value,):
             if isinstance(each, bool) or not isinstance(each, int) or each < 1:
-                raise ValueError(f"{self._expected}; sync=1 agrees at every step")
+                raise ValueError(f"{self._expected}; sync=1 synchronises at every step")
         if isinstance(value, tuple) and not (len(value) == 2 and value[0] < value[1]):
             raise ValueError("an interval that grows begins with the smaller number, like 4..64")
 
@@ -204,8 +212,8 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Compressions:
-    """A Compression."""
+class Compressions(Kind):
+    """A `Compression`."""
 
     def parse(self, word: str) -> Compression:
         return Compression.parse(word)
@@ -213,13 +221,26 @@ class Compressions:
     def check(self, value: Any) -> None:
         value.check()
 
-    def show(self, value: Any) -> str:
-        return str(value)
+
+@dataclass(frozen=True)
+class Recompute:
+    """The activations that are dropped after forward and recomputed in backward.
+
+    `kind` is `none`, `layer` (all within each layer), `budget` (as many as are needed so that the rest fits into
+    `budget_bytes`), or `pattern` (those within modules whose name matches).
+    """
+
+    kind: str = "none"
+    budget_bytes: int = 0
+    pattern: str = ""
+
+
+NO_RECOMPUTE = Recompute()
 
 
 @dataclass(frozen=True)
-class Recomputes:
-    """`none`, `layer`, `budget=4GiB`, or a pattern of module names."""
+class Recomputes(Kind):
+    """A `Recompute`: `none`, `layer`, `budget=4GiB`, or a pattern of module names."""
 
     def parse(self, word: str) -> Recompute:
         if word in ("none", "layer"):
@@ -241,23 +262,17 @@ class Recomputes:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Kind):
     """One of a few words."""
 
     words: tuple[str, ...]
-
-    def parse(self, word: str) -> str:
-        return word
 
     def check(self, value: Any) -> None:
         if value not in self.words:
             raise ValueError(f"it is one of {', '.join(self.words)}")
 
-    def show(self, value: Any) -> str:
-        return str(value)
 
-
-# Names of schedule/families, which a test compares; anything with a dot or a slash is a file.
+# The names in schedule/families, which a test compares. A word with a dot or a slash is a file.
 SCHEDULE_NAMES = (
     "naive", "gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "pipedream",
     "pipedream-vertical", "pipedream-2bw",
@@ -265,11 +280,8 @@ SCHEDULE_NAMES = (
 
 
 @dataclass(frozen=True)
-class ScheduleName:
-    """A schedule that plait has, or the path of a file with one of the user's own."""
-
-    def parse(self, word: str) -> str:
-        return word
+class ScheduleName(Kind):
+    """The name of a schedule, or the path of a file with one."""
 
     def check(self, value: Any) -> None:
         if not isinstance(value, str) or not value:
@@ -279,16 +291,14 @@ class ScheduleName:
             hint = f"did you mean {' or '.join(near)}? " if near else ""
             raise ValueError(f"{hint}the schedules are {', '.join(SCHEDULE_NAMES)}, or a file such as ./mine.txt")
 
-    def show(self, value: Any) -> str:
-        return str(value)
-
     @staticmethod
     def is_file(value: str) -> bool:
+        """Whether the value is the path of a file."""
         return "/" in value or "." in value
 
 
 @dataclass(frozen=True)
-class Names:
+class Names(Kind):
     """Names of modules, separated by commas."""
 
     def parse(self, word: str) -> tuple[str, ...]:
@@ -305,7 +315,7 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Bytes:
+class Bytes(Kind):
     """A number of bytes with its unit: 512KiB, 25MiB."""
 
     def parse(self, word: str) -> int:
@@ -323,14 +333,14 @@ class Bytes:
 
 
 @dataclass(frozen=True)
-class Family:
-    """Several keys that share a prefix, `precision.PATTERN=fp32`: pairs of what follows the prefix and a word."""
+class Family(Kind):
+    """Several keys with a common prefix, such as `precision.PATTERN=fp32`. The value is pairs of (suffix, word)."""
 
     prefix: str
     value: Choice
-    members: tuple[str, ...] = ()  # what may follow the prefix; empty: any pattern
+    members: tuple[str, ...] = ()  # the suffixes that there are; empty: any pattern
 
-    def parse(self, word: str) -> tuple[tuple[str, str], ...]:
+    def parse(self, word: str) -> tuple[tuple[str, Any], ...]:
         member, _, value = word.partition("=")
         return ((member, self.value.parse(value)),)
 
@@ -346,11 +356,11 @@ class Family:
 
 @dataclass(frozen=True)
 class AxisSizes(Family):
-    """Sizes of axes, `shelf=2`, each under its own name."""
+    """Sizes of axes that have no field in `Plan`, each under the name of the axis, as `shelf=2`."""
 
     value: Choice = Choice(())
 
-    def parse(self, word: str) -> tuple[tuple[str, int], ...]:  # type: ignore[override]
+    def parse(self, word: str) -> tuple[tuple[str, int], ...]:
         name, _, size = word.partition("=")
         return ((name, Axis().parse(size)),)
 
@@ -361,6 +371,3 @@ class AxisSizes(Family):
 
     def show(self, value: Any) -> str:
         return " ".join(f"{name}={size}" for name, size in value)
-
-
-Kind = Axis | Number | Real | Interval | Compressions | Choice | Recomputes | ScheduleName | Names | Bytes | Family

@@ -1,22 +1,40 @@
-"""What a plan cannot have with a model, on the machines that there are: every refusal that is known before a rank
-starts. Those of the plan alone are in plan/refusals.py. What only a pass can see, such as heads that an axis does not
-divide, the pass refuses: with a PlanError that has the Refusal, in the process that starts the ranks."""
+"""Refusals of a plan with a model, its batch, its optimizer and the machines, all known before a rank starts.
+
+Refusals of the keys of a plan alone are in plan/refusals.py. What only a pass can see, such as heads that an axis does
+not divide, the pass refuses with a PlanError that has the Refusal, in the process that starts the ranks. Passes use the
+functions of this file for what they know more of than was known before.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import fnmatch
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 
 from plait.errors import Refusal
+from plait.plan.axes import axis_kind, batch_axes, ddp_axis
+from plait.plan.kinds import Recompute
 from plait.plan.plan import Plan
 from plait.plan.sharding_plan import parameters_away, updates_on_host
-from plait.plan.step_facts import Place, StepFacts
-from plait.plan.step_refusals import of_changes, of_graph, of_modules, of_optimizer, of_rows, of_wrappers
+from plait.plan.step_facts import OptimizerFacts, ParameterFacts, Place, StepFacts
+
+DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # names in torch of the words of a plan
+_HALF = (DTYPE_NAMES["bf16"], DTYPE_NAMES["fp16"])
+
+# Fields of a plan that PyTorch's DDP supports, or that change speed only.
+_WITHOUT_GRAPH = (
+    "home_optimizer", "batchnorm", "allreduce", "bucket_bytes", "sync", "outer", "outer_lr", "outer_momentum",
+    "moments", "streaming", "overlap", "compress", "uncompressed",
+)  # fmt: skip
 
 
 def refusals(plan: Plan, facts: StepFacts, place: Place | None = None) -> tuple[Refusal, ...]:
-    """Why the plan cannot be had; empty where nothing is known against it. Without a `place` it may run anywhere."""
+    """Every reason, known from these facts, why the plan cannot run; empty if there is none.
+
+    Without a `place`, the plan may run on any machine.
+    """
     found = [*_of_updates_within(plan, facts), *_of_agreement(plan, facts), *of_modules(plan, facts)]
     found += [] if facts.rows is None else of_rows(plan, facts.rows)
     found += of_graph(plan, facts.uncaptured, facts.nearest) if facts.uncaptured else ()
@@ -32,26 +50,25 @@ def refusals(plan: Plan, facts: StepFacts, place: Place | None = None) -> tuple[
 
 
 def no_common_memory(num_ranks: int) -> Refusal:
-    """Of central=host, whose so many data ranks have none."""
+    """The refusal of central=host for data ranks that share no memory."""
     return Refusal(
-        f"central=host keeps the parameters in memory that the ranks of data={num_ranks} share, and they have none in"
-        " common",
+        f"central=host keeps the parameters in memory that the ranks of data={num_ranks} share, but they share none",
         "they are on several hosts, or the system lets no process open another's memory file",
         "use replica=HOSTS with the data= ranks of one host, or zero=2, which needs no common memory",
     )
 
 
 def _of_updates_within(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
-    """What needs all ranks at each update, where the plan's schedule lets each go its own way."""
+    """What needs all gradients of a step at once, with a schedule that updates stages at different times."""
     if not facts.updates_within or plan.workers:
         return
     what, instead = f"schedule={plan.schedule} updates each stage by itself", "or take schedule=1f1b"
     if facts.clip_norm is not None:
-        why = f"clip_norm={facts.clip_norm} needs the norm of all gradients, which are never there together"
+        why = f"clip_norm={facts.clip_norm} needs the norm of all gradients, which never exist at the same time"
         yield Refusal(what, why, f"leave it out, {instead}")
     if "fp16" in (plan.precision, *dict(plan.exceptions).values()):
         yield Refusal(
-            what, "the loss scale of fp16 needs all gradients together", f"take precision=bf16, {instead}"
+            what, "the loss scale of fp16 needs all gradients at the same time", f"take precision=bf16, {instead}"
         )  # fmt: skip
     if plan.central != "none" or plan.home_parameters != "device":
         why = "older versions of the weights are kept on the device"
@@ -59,11 +76,11 @@ def _of_updates_within(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
 
 
 def _of_agreement(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
-    """What replicas cannot exchange."""
+    """What replicas that synchronise less often cannot exchange."""
     if plan.relaxed_axis and plan.sync == 1 and facts.updates_within:
         yield Refusal(
-            f"compress={plan.compress} exchanges the gradients of a step, and schedule={plan.schedule} updates within"
-            " it", "", "use schedule=1f1b, or sync=N with it",
+            f"compress={plan.compress} exchanges the gradients of a whole step, but schedule={plan.schedule} updates"
+            " within it", "", "use schedule=1f1b, or sync=N with it",
         )  # fmt: skip
     if plan.moments != "kept" and plan.home_optimizer == "disk":
         yield Refusal(
@@ -76,20 +93,22 @@ def _of_agreement(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in facts.parameters):
             near = difflib.get_close_matches(pattern, facts.parameters, n=2, cutoff=0.3)
             what = f"compress.{pattern}=none"
-            instead = f"near it is {', '.join(near)}" if near else "leave it out"
-            yield Refusal(what, "no parameter has such a name", instead)
+            instead = f"did you mean {', '.join(near)}?" if near else "leave it out"
+            yield Refusal(what, "no parameter has a name that matches", instead)
 
 
 def _of_workers(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
-    """What does not go with parameter servers."""
+    """What does not work with parameter servers."""
     if plan.precision == "fp16":
         yield Refusal(
-            "precision=fp16 scales the loss by what all gradients of a step are, which workers do not wait for", "",
+            "precision=fp16 scales the loss by a factor that depends on all gradients of a step, for which workers do"
+            " not wait", "",
             "use precision=bf16 with workers=",
         )  # fmt: skip
     if facts.updates_within:
         yield Refusal(
-            f"schedule={plan.schedule} updates weights within a step, and with workers={plan.workers} servers do that",
+            f"schedule={plan.schedule} updates weights within a step, but with workers={plan.workers} only servers"
+            " update weights",
             "", "use schedule=1f1b",
         )  # fmt: skip
 
@@ -97,7 +116,7 @@ def _of_workers(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
 def _of_homes(plan: Plan, place: Place) -> Iterator[Refusal]:
     if parameters_away(plan, place.device) and place.device != "cpu" and not updates_on_host(plan, place.device):
         yield Refusal(
-            f"home.parameters={plan.home_parameters} has parameters updated on the host, and home.optimizer=device"
+            f"home.parameters={plan.home_parameters} has parameters updated on the host, but home.optimizer=device"
             f" keeps the optimizer's state on {place.device}", "", f"add home.optimizer={plan.home_parameters}",
         )  # fmt: skip
 
@@ -109,3 +128,245 @@ def _of_common_memory(plan: Plan, place: Place) -> Iterator[Refusal]:
     spans = any(group[0] // each != group[-1] // each for group in plan.mesh.groups("data"))
     if spans or not place.shares_memory:
         yield no_common_memory(plan.data)
+
+
+def of_rows(plan: Plan, rows: int) -> Iterator[Refusal]:
+    """Refusals of a global batch of so many rows: replicas, microbatches and ranks must each get the same number."""
+    if plan.workers:
+        num = plan.workers - plan.backup
+        refusal = uneven_workers(plan, rows) or uneven_batch(
+            plan.inner_plan, rows // num, f"a worker's part of the batch, {rows // num} rows,"
+        )
+        if refusal:
+            yield refusal
+        return
+    if refusal := uneven_replicas(plan, rows):
+        yield refusal
+        return
+    inner = rows // (plan.mesh.axis_size(plan.relaxed_axis) if plan.relaxed_axis else 1)
+    refusal = uneven_micro(plan.micro, inner) or uneven_parts(plan.inner_plan, inner // plan.micro)
+    if refusal:
+        yield refusal
+
+
+def uneven_replicas(plan: Plan, rows: int) -> Refusal | None:
+    """The refusal of a global batch that the replicas of `sync=` or `compress=` do not divide."""
+    num = plan.mesh.axis_size(plan.relaxed_axis) if plan.relaxed_axis else 1
+    if rows % num == 0:
+        return None
+    return Refusal(
+        f"{num} replicas do not divide the batch of {rows} rows", "", f"give a multiple of {num * plan.micro}"
+    )
+
+
+def uneven_workers(plan: Plan, rows: int) -> Refusal | None:
+    """The refusal of a global batch that the workers that a step waits for do not divide."""
+    num = plan.workers - plan.backup
+    if rows % num == 0:
+        return None
+    return Refusal(
+        f"the global batch of {rows} does not split over the {num} workers that a step waits for", "",
+        f"choose a multiple of {num}, such as {max(rows // num, 1) * num}",
+    )  # fmt: skip
+
+
+def uneven_batch(plan: Plan, rows: int, what: str) -> Refusal | None:
+    """The refusal of a batch that ranks and microbatches do not divide; `what` names the batch."""
+    num = plan.num_batch_parts * plan.micro
+    if rows % num == 0:
+        return None
+    sizes = {axis: plan.mesh.axis_size(axis) for axis in batch_axes()} | {"micro": plan.micro}
+    cuts = [f"{name}={n}" for name, n in sizes.items() if n > 1]
+    total = f" ({num} parts)" if len(cuts) > 1 else ""
+    return Refusal(
+        f"{what} does not split over {' '.join(cuts)}{total}", "",
+        f"choose a multiple of {num}, such as {max(rows // num, 1) * num}",
+    )  # fmt: skip
+
+
+def uneven_micro(num: int, rows: int, whose: str = "the batch") -> Refusal | None:
+    """The refusal of rows that `num` microbatches do not divide; `whose` names the batch."""
+    if rows % num == 0:
+        return None
+    near = max(rows // num, 1) * num
+    return Refusal(
+        f"micro={num} does not divide {whose} of {rows} rows", "", f"give a multiple of {num}, such as {near}"
+    )
+
+
+def uneven_parts(plan: Plan, rows: int, trains: bool = True) -> Refusal | None:
+    """The refusal of a microbatch that the ranks do not divide.
+
+    If the step does not train, such as for the short last batch of an evaluation, every rank may take all rows, except
+    with `stages=`.
+    """
+    parts, inner = plan.num_batch_parts, plan.num_stage_parts
+    if not (trains and rows % parts) and not (plan.stages and rows % (parts * inner)):
+        return None
+    if plan.stages:
+        return Refusal(
+            f"stages= cuts each microbatch of {rows} into {parts} x {inner} parts", "",
+            f"give a batch size that is a multiple of {parts * inner * plan.micro}, or a smaller micro=",
+        )  # fmt: skip
+    axes = " x ".join(f"{axis}={n}" for axis, n in plan.mesh.axes if axis_kind(axis).cuts_rows and n > 1)
+    return Refusal(
+        f"{axes} does not divide {'the batch' if plan.micro == 1 else 'a microbatch'} of {rows}", "",
+        f"give a batch size that is a multiple of {parts * plan.micro}, or a plan with"
+        f" data={max(d for d in range(1, parts + 1) if rows % d == 0)}",
+    )  # fmt: skip
+
+
+def of_modules(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
+    """Refusals of modules that the plan names."""
+    if facts.modules is not None:
+        for pattern, name in plan.exceptions:
+            yield from of_exception(pattern, name, facts.modules, facts.parameters or {})
+    if facts.called is None:
+        return
+    if plan.recompute.kind != "none" and (refusal := no_layer(plan.recompute, facts.called)):
+        yield refusal
+    if plan.cut and (refusal := wrong_number_of_cuts(plan, facts.num_stages)):
+        yield refusal
+        return
+    for name in plan.cut:
+        if refusal := no_module_to_cut(name, facts.called):
+            yield refusal
+
+
+def of_exception(
+    pattern: str, name: str, modules: Iterable[str], parameters: Mapping[str, ParameterFacts]
+) -> Iterator[Refusal]:
+    """Refusals of `precision.PATTERN=NAME`: no module matches, or its weights have another half precision.
+
+    A plan does not change the dtype of weights.
+    """
+    fitting = [path for path in modules if fnmatch.fnmatchcase(path, pattern)]
+    what = f"precision.{pattern}={name}"
+    if not fitting:
+        some = ", ".join([path for path in modules if path][:5])
+        yield Refusal(f"{what} matches no module of the model", "", f"it has {some}, ...")
+    for path in fitting:
+        for weight, facts in parameters.items():
+            inside = f"{weight}.".startswith(f"{path}.") or not path
+            if inside and facts.trains and facts.dtype in _HALF and facts.dtype != DTYPE_NAMES[name]:
+                whole = f"model.get_submodule({path!r})" if path else "model"
+                yield Refusal(
+                    f"{what} says how products of float32 weights are computed, but {weight} is {facts.dtype}", "",
+                    f"leave it out, or make the weights float32: {whole}.float()",
+                )  # fmt: skip
+                return
+
+
+def no_layer(how: Recompute, called: Iterable[str]) -> Refusal | None:
+    """The refusal of a `recompute=` that matches none of the called modules."""
+    known = {*called} - {""}
+    if how.kind == "budget" or any(layer_of(name, how) for name in known):
+        return None
+    some = ", ".join(sorted(known)[:5]) or "none"
+    if how.kind == "pattern":
+        return Refusal(f"recompute={how.pattern} matches no module of the model", "", f"it has {some}, ...")
+    return Refusal(
+        f"recompute=layer needs numbered layers, such as those of a ModuleList, but this model has modules {some}, ...",
+        "", "name them, as in recompute=*.mlp, or give recompute=budget=SIZE",
+    )  # fmt: skip
+
+
+def layer_of(module: str, how: Recompute) -> str:
+    """The path of the outermost layer that the module is in, or '' if it is in none."""
+    parts = module.split(".")
+    for end in range(1, len(parts) + 1):
+        path = ".".join(parts[:end])
+        if fnmatch.fnmatchcase(path, how.pattern) if how.kind == "pattern" else re.fullmatch(r"\d+", parts[end - 1]):
+            return path
+    return ""
+
+
+def wrong_number_of_cuts(plan: Plan, num_stages: int) -> Refusal | None:
+    """The refusal of a `cut=` that does not name one module for each stage but the first."""
+    num = len(plan.cut)
+    if num == num_stages - 1:
+        return None
+    return Refusal(
+        f"cut={','.join(plan.cut)} names {'1 module' if num == 1 else f'{num} modules'}, but {num_stages} stages begin"
+        f" with {num_stages - 1} besides the first", "", f"name {num_stages - 1}",
+    )  # fmt: skip
+
+
+def no_module_to_cut(name: str, called: Iterable[str]) -> Refusal | None:
+    """The refusal of a name in `cut=` that is not that of a called module."""
+    known: set[str] = set()
+    for module in called:
+        parts = module.split(".")
+        known |= {".".join(parts[: i + 1]) for i in range(len(parts))}
+    known -= {""}
+    if name in known:
+        return None
+    near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(known)[:8])}, ..."
+    return Refusal(f"cut={name}", "the model calls no module of this name", hint)
+
+
+def of_graph(plan: Plan, uncaptured: str, nearest: str) -> Iterator[Refusal]:
+    """The refusal of keys that PyTorch's DDP does not support, for a step that cannot be captured as a graph."""
+    rows = {row.name: row.default for row in dataclasses.fields(plan) if row.name not in (*_WITHOUT_GRAPH, ddp_axis())}
+    needs = {name: getattr(plan, name) for name, default in rows.items() if getattr(plan, name) != default}
+    if needs:
+        yield Refusal(
+            f"the plan {plan.title!r} needs the graph of the step for {Plan(**needs)}, but the step cannot be captured",
+            uncaptured, f"the nearest plan that works is {nearest}",
+        )  # fmt: skip
+
+
+def of_changes(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
+    """Refusals of changes that the step makes besides those of parameters and buffers of the model."""
+    if facts.changed_outside and (plan.relaxed_axis or plan.workers):
+        yield Refusal(
+            f"the step changes {facts.changed_outside[0]}, a tensor outside the model, but with {plan.title} replicas"
+            " only synchronise parameters and buffers, so each of them would keep its own", "",
+            "make it a buffer of the model with register_buffer, or take a plan whose ranks agree at every step, such"
+            f" as data={max(plan.num_processes, plan.workers)}",
+        )  # fmt: skip
+    if facts.unsteady and plan.micro > 1:
+        yield Refusal(
+            f"the step changes {facts.unsteady}, with which it is another step, but the microbatches of"
+            f" micro={plan.micro} share one graph", "", "leave micro out, or set the value before the first step",
+        )  # fmt: skip
+
+
+def of_optimizer(num_ranks: int, facts: OptimizerFacts) -> Iterator[Refusal]:
+    """Refusals of an optimizer that does not give the result of one device on `num_ranks` ranks."""
+    if facts.scattered is not None:
+        axis, size = facts.scattered
+        for name, why in facts.together:
+            yield Refusal(
+                f"{name} {why}, and with {axis}={size} a rank has only some of them", "",
+                f"use another optimizer, or the plan data={num_ranks}",
+            )  # fmt: skip
+    for trial in facts.apart:
+        cut = f"so its result might change with the cut of {trial.parameter} ({trial.layout})"
+        if trial.wraps:
+            yield Refusal(
+                f"{trial.name}, which steps several optimizers, {trial.why}, {cut}", "",
+                "give a list of (name pattern, optimizer's function) pairs in its place, or use the plan"
+                f" data={num_ranks}, which cuts no parameter",
+            )  # fmt: skip
+        else:
+            yield Refusal(
+                f"{trial.name} {trial.why}, {cut}", "",
+                "use plait.optim.Lamb, Adafactor, Muon or an elementwise optimizer such as AdamW or SGD, give it a"
+                f" method bind(parts) as plait.optim.Lamb has, or use the plan data={num_ranks}, which cuts no"
+                " parameter",
+            )  # fmt: skip
+
+
+def of_wrappers(plan: Plan, wrappers: Iterable[str]) -> Iterator[Refusal]:
+    """Refusals of objects that step all parameters at once, with a plan that steps some at a time."""
+    if not plan.uses_disk:
+        return
+    where = "optimizer" if plan.home_optimizer == "disk" else "parameters"
+    for name in wrappers:
+        yield Refusal(
+            f"{name} steps several optimizers for all parameters at once, but home.{where}=disk reads and steps some"
+            " parameters at a time", "",
+            "give a list of (name pattern, optimizer's function) pairs in its place, or keep them on the host",
+        )  # fmt: skip

@@ -2,7 +2,8 @@
 
     data=2 tensor=2 batchnorm=local allreduce=ring bucket=25MiB
 
-Each key is one row, a field of `Plan`: its kind reads, checks and prints it, and its default is left out of the text.
+Each key is a field of `Plan`. The kind of the field reads, checks and prints its value. Defaults are left out of the
+text.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from plait.errors import PlanError
 from plait.plan import axes
 from plait.plan.compression import NO_COMPRESSION, Compression
 from plait.plan.kinds import (
+    NO_RECOMPUTE,
     Axis,
     AxisSizes,
     Bytes,
@@ -30,26 +32,26 @@ from plait.plan.kinds import (
     Number,
     Places,
     Real,
+    Recompute,
     Recomputes,
     ScheduleName,
     StagePlans,
 )
-from plait.plan.recompute import NO_RECOMPUTE, Recompute
 from plait.plan.refusals import OF_AGREEMENT, names_not_yet, refuse_key, refused_together
 from plait.spec.mesh import Mesh
 
-_OTHER_AXES = "axes."  # stands for the keys of axes that have a row in plan/axes.py and no field below
+_OTHER_AXES = "axes."  # stands for the keys of axes with a row in plan/axes.py but no field below
 _HOME = Choice(("device", "host", "disk"))
 
 
 def _key(kind: Kind, default: object, doc: str, name: str = "") -> Any:
-    """A row of the table: `name` is the key's text where it is not the field's own name."""
+    """A field of the plan. `name` is the text of its key, if that is not the name of the field."""
     return field(default=default, metadata={"kind": kind, "doc": doc, "name": name})
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one training step is spread over ranks. `Plan()` is one device.
+    """How a training step is spread over ranks. `Plan()` is one device.
 
     >>> str(Plan.parse("tensor=2 data=4 bucket=25MiB"))
     'data=4 tensor=2'
@@ -62,7 +64,7 @@ class Plan:
     data: int = _key(Axis(), 1, "ranks that each take a part of the batch")
     tensor: int = _key(Axis(), 1, "ranks that each take a part of the weights")
     stages: tuple[tuple[str, int], ...] = _key(
-        StagePlans(), (), "what the ranks of each stage are to each other, as [tensor=2 | data=2]; then pipeline is 2"
+        StagePlans(), (), "how the ranks of each stage split it, as [tensor=2 | data=2], with which pipeline is 2"
     )
     other_axes: tuple[tuple[str, int], ...] = _key(AxisSizes(_OTHER_AXES), (), "sizes of axes that have no field here")
     zero: int = _key(Number(0, 3), 0, "split over data: 1 optimizer state, 2 and gradients, 3 and parameters")
@@ -70,19 +72,23 @@ class Plan:
     schedule: str = _key(ScheduleName(), "1f1b", "the order in which a pipeline's ranks take microbatches, or a file")
     chunks: int = _key(Number(1), 1, "stages that each rank of a pipeline has, where the schedule leaves it open")
     cut: tuple[str, ...] = _key(Names(), (), "modules with which the stages of a pipeline begin, but the first")
-    recompute: Recompute = _key(Recomputes(), NO_RECOMPUTE, "activations that are dropped and worked out again")
-    precision: str = _key(Choice(("fp32", "bf16", "fp16")), "fp32", "in which products are computed and sent")
+    recompute: Recompute = _key(Recomputes(), NO_RECOMPUTE, "activations that are dropped and recomputed")
+    precision: str = _key(
+        Choice(("fp32", "bf16", "fp16")), "fp32", "the precision in which products are computed and sent"
+    )
     exceptions: tuple[tuple[str, str], ...] = _key(
         Family("precision.", Choice(("fp32", "bf16", "fp16"))), (), "precision of modules, by name pattern"
     )
     home_parameters: str = _key(_HOME, "device", "where parameters and gradients are kept", name="home.parameters")
-    home_activations: str = _key(_HOME, "device", "where what backward reads is kept", name="home.activations")
+    home_activations: str = _key(_HOME, "device", "where activations are kept for backward", name="home.activations")
     home_optimizer: str = _key(_HOME, "device", "where the optimizer's state is kept", name="home.optimizer")
-    central: str = _key(Choice(("none", "host")), "none", "one copy of parameters and optimizer state, on the host")
+    central: str = _key(
+        Choice(("none", "host")), "none", "one copy of parameters and optimizer state for all data ranks of a host"
+    )
     batchnorm: str = _key(Choice(("global", "local")), "global", "batch statistics over all ranks, or over each alone")
     allreduce: str = _key(Choice(("backend", "ring", "naive")), "backend", "the algorithm that sums gradients")
     sync: int | tuple[int, int] = _key(
-        Interval(), 1, "steps from one agreement of the replicas to the next; 4..64 begins with 4 and doubles up to 64"
+        Interval(), 1, "steps between synchronisations of the replicas; 4..64 begins with 4 and doubles up to 64"
     )
     outer: str = _key(
         Choice(("none", "sgd", "nesterov")), "none", "the outer optimizer, which takes the mean change of the replicas"
@@ -94,21 +100,23 @@ class Plan:
         Real(0.0, 1.0), None, "its momentum: by default 0.9 with nesterov, none with sgd", name="outer.momentum"
     )
     moments: str = _key(
-        Choice(("kept", "averaged", "reset")), "kept", "what becomes of the optimizer's moments when replicas agree"
+        Choice(("kept", "averaged", "reset")),
+        "kept",
+        "what happens to the optimizer's moments when replicas synchronise",
     )
-    streaming: int = _key(Number(1), 1, "parts of the model that agree one after the other within an interval")
-    overlap: int = _key(Number(0), 0, "steps that go on while replicas exchange, or a worker with its servers")
-    compress: Compression = _key(Compressions(), NO_COMPRESSION, "how what replicas exchange is made smaller")
+    streaming: int = _key(Number(1), 1, "parts of the model that synchronise one after the other within an interval")
+    overlap: int = _key(Number(0), 0, "steps that run while replicas exchange, or a worker and its servers do")
+    compress: Compression = _key(Compressions(), NO_COMPRESSION, "compression of what replicas exchange")
     uncompressed: tuple[tuple[str, str], ...] = _key(
-        Family("compress.", Choice(("none",))), (), "parameters, by name pattern, that are exchanged as they are"
+        Family("compress.", Choice(("none",))), (), "parameters, by name pattern, that are not compressed"
     )
     workers: int = _key(Number(0), 0, "workers that train against parameter servers; each may be any plan itself")
-    servers: int = _key(Number(0), 0, "parameter servers, which share the variables and update them")
+    servers: int = _key(Number(0), 0, "parameter servers, each of which keeps and updates some of the variables")
     staleness: int | None = _key(
-        Maybe(0), None, "steps that a worker may be ahead of the slowest; 0 agrees at every step, none is no bound"
+        Maybe(0), None, "steps that a worker may be ahead of the slowest; 0 is synchronous, none is no bound"
     )
     backup: int = _key(Number(0), 0, "workers whose gradients a step does not wait for")
-    bucket_bytes: int = _key(Bytes(), 25 * 2**20, "gradients are summed in buckets of this size", name="bucket")
+    bucket_bytes: int = _key(Bytes(), 25 * 2**20, "size of the buckets in which gradients are summed", name="bucket")
 
     def __post_init__(self) -> None:
         for row in fields(self):
@@ -119,7 +127,7 @@ class Plan:
                 raise PlanError(f"{key_name(row)}={value}: {error}") from None
         if self.stages and self.pipeline != len(self.stages):
             raise PlanError(
-                f"stages={StagePlans().show(self.stages)} are {len(self.stages)}, and the plan has"
+                f"stages={StagePlans().show(self.stages)} has {len(self.stages)} stages, but the plan has"
                 f" pipeline={Places().show(self.pipeline)}; make them agree, or leave pipeline= out"
             )
         values = {key_name(row): _kind(row).show(getattr(self, row.name)) for row in fields(self)}
@@ -129,14 +137,18 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """Read a plan; the order of keys is free, empty text is one device. PlanError names the word and its place."""
+        """Read a plan. Keys may be in any order; an empty text is one device.
+
+        Raises:
+            PlanError: a word cannot be read, or the values do not go together.
+        """
         rows = {key_name(row): row for row in fields(cls)}
         found: dict[str, Any] = {}
         for number, word in enumerate(_split(text), start=1):
             place = f"word {number} of the plan {text!r}"
             key, equals, value = word.partition("=")
             if not equals or not key or not value:
-                raise PlanError(f"cannot read {word!r} ({place}): a plan is made of key=value, like data=2 tensor=2")
+                raise PlanError(f"cannot read {word!r} ({place}): a word of a plan is key=value, like data=2")
             if "." in key and (family := key.partition(".")[0] + ".") in rows.keys() - {_OTHER_AXES}:
                 key, value = family, word.removeprefix(family)
             elif key in _axes_without_field(cls):
@@ -166,7 +178,7 @@ class Plan:
 
     @classmethod
     def for_processes(cls, num_processes: int) -> Plan:
-        """The plan for that many processes when nobody gave one: data parallel over all of them."""
+        """The default plan for a number of processes: data parallel over all of them."""
         return cls(data=num_processes)
 
     def __str__(self) -> str:
@@ -175,12 +187,12 @@ class Plan:
 
     @property
     def title(self) -> str:
-        """The text for people to read, which names the empty plan too."""
+        """The text of the plan for messages; "one device" for the empty plan."""
         return str(self) or "one device"
 
     @property
     def mesh(self) -> Mesh:
-        """Every axis, outermost first; those of size 1 too, so that layouts may name what a plan leaves out."""
+        """The mesh with every axis, outermost first; also axes of size 1, which layouts may name."""
         sizes = {
             kind.axis or key_name(row): kind.num_ranks(getattr(self, row.name))
             for row in fields(self)
@@ -190,53 +202,53 @@ class Plan:
 
     @property
     def num_processes(self) -> int:
-        """Ranks that the plan runs on: the product of its axes."""
+        """The number of ranks: the product of the sizes of all axes."""
         return self.mesh.size
 
     @property
     def copies(self) -> tuple[int, ...]:
-        """Of each place of the pipeline the number of ranks that share its microbatches."""
+        """For each place of the pipeline, the number of ranks that share its microbatches."""
         return self.pipeline if isinstance(self.pipeline, tuple) else (1,) * self.pipeline
 
     @property
     def uses_disk(self) -> bool:
-        """Whether anything has its home on disk."""
+        """Whether anything is kept on disk."""
         return "disk" in (self.home_optimizer, self.home_parameters, self.home_activations)
 
     @property
     def shares_parameters(self) -> bool:
-        """Whether several ranks have parameters in memory in common, of which each updates its part."""
+        """Whether several ranks share the memory of parameters, of which each updates its part."""
         return self.central == "host" and self.mesh.axis_size(axes.zero_axis()) > 1
 
     def with_own_parameters(self) -> Plan:
-        """The plan that cuts the same where no memory is in common: each rank has parameters of its own."""
+        """The plan with the same cuts but without shared memory: each rank has parameters of its own."""
         return self if self.central == "none" else replace(self, central="none", zero=2)
 
     def cutting_more(self) -> list[Plan]:
-        """Plans that cut more of the states over the same ranks, in the order in which to try them."""
+        """Plans that cut more states over the same ranks, in the order in which to try them."""
         if self.mesh.axis_size(over := axes.zero_axis()) == 1 or self.central != "none" or self.relaxed_axis == over:
             return []
         return [replace(self, zero=stage) for stage in range(self.zero + 1, 4)]
 
     @property
     def num_batch_parts(self) -> int:
-        """Into how many parts each microbatch is cut: the product of the batch axes."""
+        """The number of parts into which each microbatch is cut: the product of the sizes of the batch axes."""
         return axes.num_batch_parts(self.mesh)
 
     @property
     def num_stage_parts(self) -> int:
-        """Into how many parts a stage may cut each of those again: those of its ranks, where stages= names them."""
+        """The number of parts into which a stage may cut each part of a microbatch again, with `stages=`."""
         return self.stages[0][1] if self.stages else 1
 
     def batch_part(self, coordinates: Mapping[str, int]) -> int:
-        """Which of the parts of each microbatch the rank at these coordinates has."""
+        """The index of the part of each microbatch that the rank at `coordinates` has."""
         return axes.batch_part(self.mesh, coordinates)
 
     @property
     def relaxed_axis(self) -> str:
-        """The axis whose ranks agree later than at every step, or through a compressor; empty where there is none.
+        """The axis whose ranks synchronise less often than every step, or compressed; empty if there is none.
 
-        With both, the ranks of `data` agree at every step and the replicas, on other hosts, later.
+        With several replicas it is `replica`; the ranks of `data` then synchronise at every step.
         """
         if self.workers or (self.sync == 1 and self.compress == NO_COMPRESSION):
             return ""
@@ -244,7 +256,7 @@ class Plan:
 
     @property
     def outer_rates(self) -> tuple[float, float]:
-        """Learning rate and momentum of the outer optimizer; those of DiLoCo (Douillard et al. 2023) for nesterov."""
+        """The learning rate and momentum of the outer optimizer; by default those of DiLoCo (Douillard et al. 2023)."""
         lr, momentum = (0.7, 0.9) if self.outer == "nesterov" else (1.0, 0.0)
         return (
             lr if self.outer_lr is None else self.outer_lr,
@@ -253,17 +265,17 @@ class Plan:
 
     @property
     def keeps_agreed(self) -> bool:
-        """Whether replicas keep the weights on which they last agreed: they exchange changes, not weights."""
+        """Whether replicas keep the weights of the last synchronisation, so that they exchange changes of weights."""
         return self.sync != 1 and (self.outer != "none" or self.compress != NO_COMPRESSION)
 
     @property
     def exempt(self) -> tuple[str, ...]:
-        """Patterns of the names of parameters that are not compressed."""
+        """Name patterns of the parameters that are not compressed."""
         return tuple(pattern for pattern, _ in self.uncompressed)
 
     @property
     def inner_plan(self) -> Plan:
-        """The plan by which each of those that agree later trains by itself."""
+        """The plan of one replica of `sync=` or `compress=`, or of one worker."""
         if not self.relaxed_axis and not self.workers:
             return self
         kept = {row.name: getattr(self, row.name) for row in fields(self) if key_name(row) not in OF_AGREEMENT}
@@ -283,7 +295,7 @@ class Plan:
 
 
 def _split(text: str) -> list[str]:
-    """The words of a plan; spaces between brackets do not count."""
+    """The words of a plan. Spaces within brackets do not separate words."""
     return re.sub(r"\[[^\]]*\]", lambda found: "".join(found[0].split()), text).split()
 
 
@@ -293,13 +305,13 @@ def _words(row: Field[Any], value: Any) -> str:
 
 
 def key_name(row: Field[Any]) -> str:
-    """The key's name in a plan's text."""
+    """The name of the key in the text of a plan."""
     kind = _kind(row)
     return kind.prefix if isinstance(kind, Family) else cast(str, row.metadata["name"]) or row.name
 
 
 def describe_keys() -> list[tuple[str, str, str]]:
-    """(name, default as text, what it does) of every key, in the order in which a plan prints."""
+    """(name, default as text, meaning) of every key, in the order in which a plan prints them."""
     found = []
     for row in fields(Plan):
         if isinstance(_kind(row), AxisSizes):
@@ -310,7 +322,7 @@ def describe_keys() -> list[tuple[str, str, str]]:
 
 
 def _axes_without_field(cls: type[Plan]) -> list[str]:
-    """Axes of the table that are keys of a plan though it has no field for them."""
+    """The axes that have a row in plan/axes.py but no field in `Plan`."""
     have = {kind.axis or key_name(row) for row in fields(cls) if isinstance(kind := _kind(row), Axis)}
     return [kind.name for kind in axes.AXES if kind.name not in have]
 

@@ -1,4 +1,4 @@
-"""Refusals: the one table of what a plan may name but this version of plait cannot do, and what works instead."""
+"""Refusals of the keys of a plan alone: keys that do not exist yet, and values that do not go together."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from collections.abc import Collection, Iterator, Mapping
 
 from plait.errors import PlanError, Refusal
 
-# A key ending in `.` stands for every key that starts with it.
+# By key: what it would do, and what to use instead. A key that ends in `.` stands for all keys that begin with it.
 NOT_YET: dict[str, tuple[str, str]] = {
     "expert": ("puts experts on different ranks", "use tensor=N, or a layout such as 'only:tensor=1'"),
     "sequence": ("splits the sequence between layers", "use data=N or tensor=N"),
     "context": ("splits the sequence within attention", "use data=N or tensor=N"),
 }
 
-GIVEN = "given"  # in the tables below: any value but the one that the key has where nobody gives it
+GIVEN = "given"  # in the tables below: any value but the default of the key
 
-# (key, value, other key, its values that do not go with that, why, what works instead)
+# (key, value, other key, values of the other key that do not go with it, why, what to use instead)
 NOT_TOGETHER: tuple[tuple[str, str, str, tuple[str, ...], str, str], ...] = (
     ("central", "host", "zero", ("1", "2", "3"),
-     "central=host already has each data rank keep and update its part of the optimizer's state, of parameters of which"
-     " there is one copy",
-     "leave zero= out, or central=host to have copies on every rank"),
-    ("central", "host", "home.parameters", ("disk",), "central=host keeps the parameters in memory that ranks share",
+     "with central=host there is one copy of the parameters, and each data rank already keeps and updates its part of"
+     " the optimizer's state",
+     "leave zero= out, or leave central=host out to have copies on every rank"),
+    ("central", "host", "home.parameters", ("disk",), "central=host keeps the parameters in shared memory",
      "use home.parameters=host, or leave central=host out"),
-    ("stages", GIVEN, "tensor", (GIVEN,), "stages= says which of them are split by tensor",
+    ("stages", GIVEN, "tensor", (GIVEN,), "stages= says which stages are split by tensor",
      "write tensor=N within the brackets, or leave stages= out"),
-    ("workers", GIVEN, "streaming", (GIVEN,), "a worker pushes all that its steps have changed",
+    ("workers", GIVEN, "streaming", (GIVEN,), "a worker pushes all changes of its steps at once",
      "leave streaming= out, or use data=N in place of workers="),
-    ("workers", GIVEN, "moments", ("averaged",), "each worker keeps its moments to itself",
+    ("workers", GIVEN, "moments", ("averaged",), "workers do not exchange their moments",
      "use moments=reset, or data=N in place of workers="),
     ("sync", GIVEN, "home.parameters", ("disk",), "replicas exchange what is in memory", "use home.parameters=host"),
     ("compress", GIVEN, "home.parameters", ("disk",), "replicas exchange what is in memory",
@@ -39,20 +39,20 @@ OF_LOCAL = ("outer", "outer.lr", "outer.momentum", "moments", "streaming")
 OF_SERVERS = ("servers", "staleness", "backup")
 OF_AGREEMENT = ("sync", *OF_LOCAL, "overlap", "compress", "compress.", "workers", *OF_SERVERS)
 
-# (keys that make sense only with one of the others, those, what is said of one that is given alone)
+# (keys, the keys of which one must be given with them, the message if none is)
 NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (OF_PIPELINES, ("pipeline",),
-     "{key}={value} says how a pipeline is made, and the plan has none; give pipeline=N with it, or leave {key}= out"),
+     "{key}={value} configures a pipeline, and the plan has none; give pipeline=N with it, or leave {key}= out"),
     (OF_SERVERS, ("workers",),
-     "{key}={value} is about parameter servers, and the plan has no workers; give workers=N servers=M with it, or leave"
-     " {key}= out"),
+     "{key}={value} configures parameter servers, and the plan has no workers; give workers=N servers=M with it, or"
+     " leave {key}= out"),
     (("workers",), ("servers",),
      "{key}={value} train against parameter servers, and the plan has none; add servers=1, or use data={value}"),
     (OF_LOCAL, ("sync",),
      "{key}={value} is about replicas that agree every n steps, and this plan agrees at each; give sync=N with it, N"
      " being 2 or more, or leave {key}= out"),
     (("outer.lr", "outer.momentum"), ("outer",),
-     "{key}={value} is about an outer optimizer, and the plan has none; add outer=sgd"),
+     "{key}={value} configures an outer optimizer, and the plan has none; add outer=sgd"),
     (("overlap",), ("sync", "workers"),
      "{key}={value} is about replicas that agree every n steps, or workers, and this plan has neither; give sync=N with"
      " it, N being 2 or more, or leave {key}= out"),
@@ -66,13 +66,15 @@ NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
 
 
 def names_not_yet() -> tuple[str, ...]:
-    """Every key that is known but refused, without the mark of a family."""
+    """Every key that does not exist yet, without the dot of a family of keys."""
     return tuple(key.rstrip(".") for key in NOT_YET)
 
 
 def refused_together(values: Mapping[str, str], given: Collection[str]) -> Iterator[Refusal]:
-    """Where a plan's values, by key as text, do not go together; `given` are the keys whose value is not the one that
-    they have anyway. What comes after the first may follow from it."""
+    """The values of a plan that do not go together. Refusals after the first may follow from it.
+
+    `values` has the value of every key as text; `given` are the keys whose value is not the default.
+    """
 
     def has(key: str, value: str) -> bool:
         return key in given if value == GIVEN else values[key] == value
@@ -103,7 +105,9 @@ def _of_backup(values: Mapping[str, str]) -> Iterator[Refusal]:
         )  # fmt: skip
     elif int(values["backup"]) >= int(values["workers"]):
         yield Refusal(
-            f"backup={values['backup']} leaves none of workers={values['workers']} to wait for", "", "give fewer"
+            f"backup={values['backup']} leaves none of workers={values['workers']} to wait for",
+            "",
+            f"give at most {int(values['workers']) - 1}",
         )
 
 
@@ -111,12 +115,12 @@ def _of_rounds_of_workers(values: Mapping[str, str]) -> Iterator[Refusal]:
     sync = values["sync"]
     if values["staleness"] != "0":
         yield Refusal(
-            f"sync={sync} with workers={values['workers']} takes the mean of what all workers have changed, as a"
+            f"sync={sync} with workers={values['workers']} takes the mean of the changes of all workers, which is a"
             " synchronous update", "", "add staleness=0, or leave sync= out",
         )  # fmt: skip
     if ".." in sync:
         yield Refusal(
-            f"sync={sync} grows, which workers do not do", "they come and go in the middle of it",
+            f"sync={sync} is an interval that grows, and workers need a fixed one", "they may join at any time",
             f"give one number, such as sync={sync.partition('..')[2]}",
         )  # fmt: skip
 
@@ -127,39 +131,40 @@ def _of_overlap_of_workers(values: Mapping[str, str], given: Collection[str]) ->
         waits = "the mean of all" if "sync" in given else "the update of all"
         instead = "" if "sync" in given else f", or use staleness={overlap} or none"
         yield Refusal(
-            f"overlap={overlap} has a worker compute on values that its push before is not in, and with staleness=0 it"
+            f"overlap={overlap} lets a worker compute with values that lack its last push, but with staleness=0 it"
             f" waits for {waits}", "", f"leave overlap= out{instead}",
         )  # fmt: skip
     elif staleness != "none" and int(overlap) > int(staleness):
         yield Refusal(
-            f"overlap={overlap} tasks beside the one that a worker computes put it further ahead than"
-            f" staleness={staleness} lets it be", "", f"give overlap={staleness} or staleness={overlap}",
+            f"overlap={overlap} puts a worker up to {overlap} steps ahead, but staleness={staleness} allows"
+            f" {staleness}", "", f"give overlap={staleness} or staleness={overlap}",
         )  # fmt: skip
 
 
 def _of_replicas(values: Mapping[str, str], key: str, given: Collection[str]) -> Iterator[Refusal]:
-    """What depends on the axis whose ranks agree later, because of `key`, and on how long their rounds are."""
+    """Refusals of `sync=` or `compress=`, which is `key`, over the axis of the replicas."""
     for other in ("zero", "central"):
         if other in given and "replica" not in given:
             yield Refusal(
-                f"{key}={values[key]} does not go with {other}={values[other]} over the same ranks, which then have no"
-                " whole replica each", "", f"use replica=N, which {key}= is then about, beside data=M",
+                f"{key}={values[key]} does not go with {other}={values[other]} over the same ranks, because none of"
+                " them then has a whole replica", "", f"add replica=N, over which {key}= then works",
             )  # fmt: skip
     shortest = int(values["sync"].partition("..")[0])
     if int(values["streaming"]) > shortest:
         yield Refusal(
             f"streaming={values['streaming']} parts cannot each have a step of their own within sync={values['sync']}",
-            "", "give fewer",
+            "", f"give at most {shortest}",
         )  # fmt: skip
     if int(values["overlap"]) >= shortest:
         yield Refusal(
-            f"overlap={values['overlap']} steps of exchange do not end before the next, with sync={values['sync']}",
+            f"an exchange over overlap={values['overlap']} steps does not end before the next one, with"
+            f" sync={values['sync']}",
             "", f"give at most {shortest - 1}",
         )  # fmt: skip
 
 
 def refuse_key(key: str, value: str, place: str) -> None:
-    """Raise PlanError when `key` is one that this version does not have; `place` says where it stands."""
+    """Raise PlanError if `key` is one that this version does not have. `place` says where in the plan it is."""
     family = key.partition(".")[0] + "."
     row = NOT_YET.get(key) or NOT_YET.get(family) or NOT_YET.get(key + ".")
     if row is None:

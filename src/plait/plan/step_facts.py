@@ -1,5 +1,7 @@
-"""What is known of a run beside its plan, as plain values: of the model, the batch, the captured step, the optimizer
-and the machines. `refusals` in plan/legality.py decides by them."""
+"""Facts of a run besides its plan: of the model, the batch, the captured step, the optimizer and the machines.
+
+They are plain values. `refusals` in plan/legality.py decides by them whether the plan can run.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """One parameter: its dtype by torch's name, such as float32, and whether it trains."""
+    """The shape of one parameter, its dtype by the name in torch, such as float32, and whether it trains."""
 
     shape: tuple[int, ...] = ()
     dtype: str = "float32"
@@ -18,11 +20,13 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class CutTrial:
-    """An optimizer that may update a part of a cut parameter in another way than the whole.
+    """An optimizer that may update a part of a parameter in another way than the whole parameter.
 
-    name, why   the optimizer's type, and what it does
-    parameter   the name of one that is cut, and its layout as text
-    wraps       whether it is an object that steps several optimizers at once
+    name       the type of the optimizer
+    why        what it does that depends on the whole parameter
+    parameter  the name of a parameter that is cut
+    layout     the layout of that parameter, as text
+    wraps      whether the optimizer is an object that steps several optimizers at once
     """
 
     name: str
@@ -34,11 +38,11 @@ class CutTrial:
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """What an optimizer does where parameters lie as they do, as trials on small tensors show.
+    """What the optimizers do with parameters in their layouts, as trials on small tensors show.
 
-    apart      those that do not work on parts
-    together   (type, why) of optimizers of the user's that may update a parameter by what others are
-    scattered  the axis, with its size, along which each rank has parameters of its own
+    apart      optimizers that do not work on parts of parameters
+    together   (type, why) of user-defined optimizers whose update of a parameter may depend on other parameters
+    scattered  the axis, with its size, along which each rank has different parameters
     wrappers   types of objects that step several optimizers at once
     """
 
@@ -50,20 +54,20 @@ class OptimizerFacts:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What is known of a run; what is not known yet is None, or empty, and refuses nothing.
+    """The facts of a run. A fact that is not known yet is None or empty, and no refusal depends on it.
 
-    parameters       by name
+    parameters       facts of the parameters, by name
     modules          names of all modules of the model
-    clip_norm        as a Trainer is given it
+    clip_norm        the norm to which gradients are clipped, as `Trainer` takes it
     updates_within   whether the plan's schedule updates weights within a step
-    num_stages       of the plan's schedule; 1 without a pipeline
-    rows             of the global batch
-    called           names of the modules whose forward makes calls of the step, in the order of their first call
-    uncaptured       why the step is not there as a graph, where it cannot be captured
+    num_stages       the number of stages of the plan's schedule; 1 without a pipeline
+    rows             the number of rows of the global batch
+    called           names of the modules that are called in the step, in the order of their first call
+    uncaptured       why the step cannot be captured as a graph
     nearest          the plan nearest to the given one under which the model runs without a graph
-    changed_outside  tensors outside the model that the step changes, by place
-    unsteady         a Python value that the step changes, and with which the next step is another graph
-    optimizer        once the layouts of all parameters are known
+    changed_outside  names of tensors outside the model that the step changes
+    unsteady         a Python value that the step changes, so that the next step has another graph
+    optimizer        facts of the optimizer, once the layouts of all parameters are known
     """
 
     parameters: Mapping[str, ParameterFacts] | None = None
@@ -82,9 +86,13 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks are to run: the type of their device, how many of them a host has, and whether the processes of a
-    host may open each other's memory."""
+    """Where ranks will run.
+
+    device          the type of their device
+    ranks_per_host  the number of ranks on each host; None: all on one host
+    shares_memory   whether the processes of a host may open each other's memory
+    """
 
     device: str = "cpu"
-    ranks_per_host: int | None = None  # all
+    ranks_per_host: int | None = None
     shares_memory: bool = True

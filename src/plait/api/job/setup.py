@@ -35,8 +35,8 @@ from plait.engine.optimizers import make_optimizer
 from plait.errors import BatchError, CheckpointError, ConfigError, DataError, LossError, PlanError
 from plait.plan.annotation import resolve_annotations
 from plait.plan.axes import axis_kind
+from plait.plan.kinds import NO_RECOMPUTE
 from plait.plan.plan import Plan
-from plait.plan.recompute import NO_RECOMPUTE
 
 _MODELS = {"bytes_gpt": bytes_gpt}
 

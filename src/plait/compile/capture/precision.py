@@ -21,7 +21,7 @@ from plait.compile.capture.model_facts import model_facts
 from plait.compile.ir.calls import op_spec_of
 from plait.compile.ops.dims import HALF
 from plait.errors import PlanError, Refusal
-from plait.plan.step_refusals import of_exception
+from plait.plan.legality import of_exception
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -18,9 +18,8 @@ from plait.compile.ir.estimate import seconds_of
 from plait.compile.ir.node_info import info_of, is_backward, is_forward, set_info
 from plait.compile.ir.views import is_view
 from plait.errors import PlanError, Refusal
-from plait.plan.kinds import Bytes
-from plait.plan.recompute import Recompute
-from plait.plan.step_refusals import layer_of, no_layer
+from plait.plan.kinds import Bytes, Recompute
+from plait.plan.legality import layer_of, no_layer
 from plait.schedule.keep import KeptValue, choose_kept
 
 Layer = tuple[str, int | None]  # name of the module, and stage of the pipeline

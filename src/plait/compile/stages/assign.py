@@ -23,8 +23,8 @@ from plait.compile.ir.views import is_cast, is_view, may_alias
 from plait.compile.ops import comm_ops
 from plait.compile.ops.draw import draw
 from plait.errors import PlanError, Refusal
+from plait.plan.legality import no_module_to_cut, wrong_number_of_cuts
 from plait.plan.plan import Plan
-from plait.plan.step_refusals import no_module_to_cut, wrong_number_of_cuts
 from plait.schedule.cut import Flow, Item, choose_cut
 
 aten = torch.ops.aten

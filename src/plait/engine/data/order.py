@@ -20,8 +20,8 @@ from torch.utils.data import SequentialSampler
 
 from plait.compile.capture.batch import map_batch
 from plait.errors import BatchError, DataError, UnevenBatchError
+from plait.plan.legality import uneven_batch
 from plait.plan.plan import Plan
-from plait.plan.step_refusals import uneven_batch
 
 
 @dataclass(frozen=True)

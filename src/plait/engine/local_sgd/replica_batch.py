@@ -11,8 +11,8 @@ from plait.comm.protocol import World
 from plait.compile.capture.batch import at_rows, map_rows, take_rows
 from plait.engine.local_batch import LocalBatch, num_rows
 from plait.errors import Refusal, UnevenBatchError
+from plait.plan.legality import uneven_replicas
 from plait.plan.plan import Plan
-from plait.plan.step_refusals import uneven_replicas
 
 
 def rows_of_replica(batch: Any, plan: Plan, world: World) -> LocalBatch:

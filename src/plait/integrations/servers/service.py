@@ -20,10 +20,9 @@ from plait.integrations.servers.coding import Coding
 from plait.integrations.servers.tables.module import tables_of
 from plait.integrations.servers.tables.table_shard import TableSpec
 from plait.plan.annotation import Annotations
-from plait.plan.legality import refusals
+from plait.plan.legality import of_rows, refusals
 from plait.plan.plan import Plan
 from plait.plan.step_facts import StepFacts
-from plait.plan.step_refusals import of_rows
 from plait.schedule.balance import Piece, Variable
 from plait.schedule.consistency import Consistency
 
