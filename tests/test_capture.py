@@ -18,10 +18,10 @@ from zoo import EXTRA, ZOO
 
 from plait.compile.capture.batch import batch_leaves, batch_numbers, batch_signature
 from plait.compile.capture.capture import Captured, capture
-from plait.compile.capture.eager_random import GlobalRandom
 from plait.compile.capture.loss_values import Weighted
 from plait.compile.ir.node_info import info_of
 from plait.compile.ops.draw import draw
+from plait.compile.ops.random import GlobalRandom
 from plait.errors import BatchError, CaptureError, LossError, PlanError
 
 KEY = 11

@@ -112,7 +112,7 @@ def test_annotations() -> None:
         ("model, -", "names the axis 'model'"),
         ("-, tensor", r"tensor=4 does not divide dim 1 of w: 6"),
         ("tensor, tensor", "two dims over the axis"),
-        ("only:tensor=4", "only 4 ranks"),
+        ("only:tensor=4", "axis tensor has ranks 0 to 3"),
         ("tensor/x, -", "not a number of blocks"),
         ("tensor/2+0, -", "not a number of blocks"),
     ],

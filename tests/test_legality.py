@@ -184,7 +184,7 @@ NO_REFUSAL = {
     "api/cli.py": "argument", "api/job/memory_command.py": "argument", "api/job/report_command.py": "argument",
     "api/memory.py": "argument", "api/verify.py": "argument", "comm/algorithms.py": "argument",
     "compile/capture/capture.py": "model", "compile/capture/fake_parameters.py": "model",
-    "compile/capture/sources.py": "model", "compile/one_pass.py": "argument", "compile/stages/assign.py": "job",
+    "compile/capture/random_sources.py": "model", "compile/one_pass.py": "argument", "compile/stages/assign.py": "job",
     "compile/stages/split.py": "argument", "cost/simulate.py": "argument", "engine/average.py": "argument",
     "engine/checks.py": "argument", "engine/data/loader.py": "argument", "engine/dry_run.py": "argument",
     "engine/eager.py": "argument", "engine/engine.py": "job", "engine/gathered.py": "argument",

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from plait.compile.ops import OP_SPECS, Call, TensorSpec, op_spec
-from plait.compile.ops.reshape import carry
+from plait.compile.ops.view import carry
 from plait.spec.layout import REPLICATE, Partial, Shard
 
 aten = torch.ops.aten

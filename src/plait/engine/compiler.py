@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from plait.compile.capture.batch import batch_form, batch_numbers
 from plait.compile.capture.capture import Captured, LossFn, capture, one_at_a_time
+from plait.compile.capture.compare_steps import same_step
 from plait.compile.capture.precision import FULL, Precision
-from plait.compile.capture.reach import Reached
-from plait.compile.capture.same import same_step
+from plait.compile.capture.reachable import Reached
 from plait.compile.compiled import NOTHING_SETTLED, Compiled
 from plait.compile.pipeline import compile
 from plait.compile.stages.split import updates_within

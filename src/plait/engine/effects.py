@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from plait.compile.capture.capture import Captured, Effect
-from plait.compile.capture.holders import MISSING
-from plait.compile.capture.late import LateNumber
-from plait.compile.capture.reach import PLAIN
-from plait.compile.capture.same import same_step
-from plait.compile.capture.tracked import Asked, Tracked
+from plait.compile.capture.compare_steps import same_step
+from plait.compile.capture.late_values import LateNumber
+from plait.compile.capture.python_state import MISSING
+from plait.compile.capture.reachable import PLAIN
+from plait.compile.capture.tracked_numbers import Asked, Tracked
 from plait.engine.watch import PythonWatch
 from plait.errors import CaptureError
 

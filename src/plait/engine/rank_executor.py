@@ -19,7 +19,7 @@ from plait.comm.device import is_host
 from plait.comm.protocol import World
 from plait.compile.capture.batch import batch_form, batch_leaves, batch_numbers
 from plait.compile.capture.capture import Captured
-from plait.compile.capture.digest import captured_digest
+from plait.compile.capture.compare_steps import captured_digest
 from plait.compile.compiled import Compiled
 from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.rank_program import RankProgram

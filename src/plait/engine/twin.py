@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.compile.capture.fake_parameters import Exchange
-from plait.compile.capture.reach import Reached
-from plait.compile.capture.sources import set_state, state_of
+from plait.compile.capture.random_sources import set_state, state_of
+from plait.compile.capture.reachable import Reached
 from plait.compile.ops.dims import HALF
 
 _KINDS = ("_parameters", "_buffers", "_modules")

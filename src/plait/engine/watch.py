@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from plait.compile.capture.fake_parameters import refuse_scripted
-from plait.compile.capture.holders import MISSING
-from plait.compile.capture.reach import PLAIN, Reached
-from plait.compile.capture.tracked import Asked
+from plait.compile.capture.python_state import MISSING
+from plait.compile.capture.reachable import PLAIN, Reached
+from plait.compile.capture.tracked_numbers import Asked
 from plait.errors import PlanError
 
 Variant = tuple[tuple[str, Any], ...]

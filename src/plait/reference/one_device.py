@@ -14,10 +14,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from plait.compile.capture.capture import LossFn
-from plait.compile.capture.eager_random import GlobalRandom
 from plait.compile.capture.loss_values import Loss, Outputs, copied, join_outputs, read_loss
 from plait.compile.capture.precision import Precision
 from plait.compile.ops.draw import micro_key
+from plait.compile.ops.random import GlobalRandom
 from plait.compile.stages.split import Pipeline
 from plait.engine.local_batch import num_rows
 from plait.engine.microbatch import microbatches

@@ -17,23 +17,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
 from plait.compile.capture.batch import batch_leaves, batch_numbers, count_rows, map_batch, row_dims, row_sizes
+from plait.compile.capture.batch_numbers import BatchNumber, BatchNumbers, Fed, NumberAsked, plain_numbers
 from plait.compile.capture.capture_errors import capture_error
-from plait.compile.capture.cleanup import clean, copy_inputs
-from plait.compile.capture.eager_random import VisibleDropout
+from plait.compile.capture.cleanup import clean, copy_inputs, functionalise
 from plait.compile.capture.fake_parameters import Exchange, FakeParameters, fake_parameters, is_real, refuse_scripted
-from plait.compile.capture.functional import functionalise
-from plait.compile.capture.holders import MISSING, Holder
-from plait.compile.capture.late import LateValues
+from plait.compile.capture.graph_recorder import GraphRecorder
+from plait.compile.capture.late_values import LateValues
 from plait.compile.capture.loss_values import RATIO, Loss, read_loss
-from plait.compile.capture.modules import BackwardModules, ForwardModules
-from plait.compile.capture.numbers import BatchNumber, BatchNumbers, Fed, NumberAsked, plain_numbers
-from plait.compile.capture.outside import Outside
+from plait.compile.capture.masked_indexing import Selections
+from plait.compile.capture.module_hooks import BackwardModules, ForwardModules
+from plait.compile.capture.outside_tensors import Outside
 from plait.compile.capture.precision import FULL, Precision
-from plait.compile.capture.reach import PLAIN, Reached
-from plait.compile.capture.record import GraphRecorder
-from plait.compile.capture.selection import Selections
-from plait.compile.capture.sources import nothing_drawn
+from plait.compile.capture.python_state import MISSING, Holder
+from plait.compile.capture.random_sources import nothing_drawn
+from plait.compile.capture.reachable import PLAIN, Reached
 from plait.compile.ir.gc_paused import collection_paused
+from plait.compile.ops.random import VisibleDropout
 from plait.errors import BatchError, CaptureError, LossError, PlanError
 
 LossFn = Callable[[Any, Any], Any]
@@ -172,7 +171,7 @@ def capture(
 
     A tensor that the step reads and that belongs neither to the model nor to the batch becomes an input, and an output
     too if the step changes it. So does a frozen parameter that the step changes. Python numbers of the batch become
-    inputs (see numbers.py), except those with which the capture fails.
+    inputs (see batch_numbers.py), except those with which the capture fails.
 
     Raises CaptureError, with the line of the model that stopped the capture; LossError for another form of loss;
     BatchError for a batch without tensors or rows, or with leaves that are neither tensors nor constants.

@@ -1,4 +1,4 @@
-"""Find the line of the user's code that stopped a capture, and say why in one sentence."""
+"""Errors of a capture: the line of the user's code that stopped it, and the reason in one sentence."""
 
 from __future__ import annotations
 
@@ -102,13 +102,13 @@ def _reason(error: Exception) -> str:
         return str(error)
     if isinstance(error, DataDependentOutputException):
         return (
-            f"Python needs the number that a tensor holds ({error.func}) to go on, and a graph has to be the same for"
-            " every batch; use torch.where instead, and to print or keep the number take x.item()"
+            f"Python needs a number from a tensor ({error.func}), but the graph must be the same for every batch; use"
+            " torch.where instead, and x.item() to print or keep the number"
         )
     if isinstance(error, DynamicOutputShapeException):
         return (
-            f"the shape of a result depends on the numbers in a tensor ({error.func}), and a graph has fixed shapes;"
-            " use a mask instead: (x * mask).sum() / mask.sum().clamp(min=1) needs no branch on whether there are rows"
+            f"the shape of a result depends on the numbers in a tensor ({error.func}), but a graph has fixed shapes;"
+            " use a mask instead: (x * mask).sum() / mask.sum().clamp(min=1) works also without any rows"
         )
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"

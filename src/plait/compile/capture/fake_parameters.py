@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
-from plait.compile.capture.tracked import Tracked, untracked
+from plait.compile.capture.tracked_numbers import Tracked, untracked
 from plait.errors import CaptureError, PlanError
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)

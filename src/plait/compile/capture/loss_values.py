@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plait.compile.capture.late import LateNumber
-from plait.compile.capture.selected import Selected
+from plait.compile.capture.late_values import LateNumber
+from plait.compile.capture.masked_rows import Selected
 from plait.errors import LossError
 
 FORMS = (

@@ -7,11 +7,9 @@ from typing import Any
 from plait.compile.ops import (  # noqa: F401  (each registers its rows)
     attention,
     batch_norm,
-    cell,
-    collective_rules,
+    comm_ops,
     conv,
     create,
-    draw_rule,
     index,
     index_list,
     loss,
@@ -19,12 +17,8 @@ from plait.compile.ops import (  # noqa: F401  (each registers its rows)
     norm,
     pieces,
     pointwise,
-    pool,
     random,
     reduce,
-    reshape,
-    softmax,
-    strided,
     view,
 )
 from plait.compile.ops.base import (

@@ -4,24 +4,42 @@ A collective is a `CommOp`, which a graph names and a backend executes. Each has
 both local to a rank. `blocks` is as in `spec.layout.Shard`. A `cut` is (shape, dim, size): a tensor of that shape, cut
 along a dim into `size` parts by `spec.layout.part_bounds`. Results are dense, as the values of one device are, because
 some kernels read an input's memory without regard to its strides.
+
+The rows of these calls serve partition by a later mesh axis, which shards other dims of their tensors. A rule may write
+collectives itself (`Builder.collective`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
-from plait.spec.layout import Blocks, block_lengths
+from plait.compile.ops.base import (
+    Builder,
+    Call,
+    CollectiveKind,
+    Communication,
+    Factor,
+    MemoryUse,
+    OpSpec,
+    Strategy,
+    View,
+    no_groups,
+    register,
+)
+from plait.compile.ops.dims import first_operand
+from plait.cost.memory_model import ACTIVATIONS, BUFFERS, GRADIENTS
+from plait.spec.layout import Blocks, block_lengths, local_shape
 
 PlainCut = tuple[tuple[int, ...], int, int]  # (shape, dim, size)
 
 
 class CommOp:
-    """A call that the ranks of an axis make together, by its name. Nothing runs before a backend has put its own
-    function in the place of the call."""
+    """A call that all ranks of an axis make together. A backend replaces it by its own function."""
 
     def __init__(self, name: str) -> None:
         self.__name__: Final = name
@@ -30,7 +48,7 @@ class CommOp:
         return self.__name__
 
     def __call__(self, *args: Any) -> Any:
-        raise AssertionError(f"{self.__name__} is carried out by a backend")
+        raise AssertionError(f"{self.__name__} runs only in a backend")
 
 
 coordinate = CommOp("coordinate")  # (axis) -> int: this rank's index along the axis
@@ -82,3 +100,90 @@ def take(tensor: Tensor, rank: int, size: int, dim: int, blocks: Blocks) -> Tens
         return tensor.narrow(dim, rank * step, step)
     split = tensor.unflatten(dim, (blocks, size, tensor.shape[dim] // (blocks * size)))
     return split.select(dim + 1, rank).flatten(dim, dim + 1)  # type: ignore[no-any-return]
+
+
+_ARRIVES = MemoryUse(BUFFERS, ACTIVATIONS)  # a buffer of the transport is allocated, an activation is freed
+
+
+def _factors(*positions: int) -> Callable[[Call], Sequence[Factor]]:
+    """Every dim can be sharded except those that the arguments at these positions name."""
+
+    def factors(call: Call) -> Sequence[Factor]:
+        busy = {call.args[position] for position in positions}
+        return [Factor((d,), (d,)) for d in range(call.inputs[0].ndim) if d not in busy]
+
+    return factors
+
+
+def _summed(call: Call) -> Sequence[tuple[int, ...]]:
+    return ((0,),) if call.arg(2, "op", "sum") == "sum" else no_groups(call)
+
+
+def _emit(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    """The same collective along the earlier axis, on this rank's part of the tensor along the later one."""
+    (out,) = call.outputs
+    assert out is not None
+    tensor, axis, *rest = args
+    return b.collective(call.op, tensor, local_shape(out.shape, strategy.outputs[0], b.size), *rest, axis=axis)
+
+
+register(
+    all_reduce,
+    spec=OpSpec(
+        factors=_factors(),
+        linear=_summed,
+        emit=_emit,
+        communicates=Communication(CollectiveKind.ALL_REDUCE),
+        memory=_ARRIVES,
+    ),
+)
+register(
+    broadcast,
+    spec=OpSpec(
+        factors=_factors(),
+        linear=first_operand,
+        emit=_emit,
+        moves=True,
+        copies=0,
+        communicates=Communication(CollectiveKind.BROADCAST),
+        memory=_ARRIVES,
+    ),
+)
+register(
+    all_gather,
+    spec=OpSpec(
+        factors=_factors(2),
+        linear=first_operand,
+        emit=_emit,
+        moves=True,
+        communicates=Communication(CollectiveKind.ALL_GATHER),
+        memory=_ARRIVES,
+    ),
+)
+register(
+    reduce_scatter,
+    spec=OpSpec(
+        factors=_factors(2),
+        linear=first_operand,
+        emit=_emit,
+        communicates=Communication(CollectiveKind.REDUCE_SCATTER),
+        memory=_ARRIVES,
+    ),
+)
+register(
+    all_to_all,
+    spec=OpSpec(
+        factors=_factors(2, 4),
+        linear=first_operand,
+        emit=_emit,
+        moves=True,
+        communicates=Communication(CollectiveKind.ALL_TO_ALL),
+        memory=_ARRIVES,
+    ),
+)
+register(shard, spec=OpSpec(factors=_factors(2), linear=first_operand, emit=_emit, moves=True))
+register(gather_part, spec=OpSpec(moves=True, communicates=Communication(CollectiveKind.ALL_GATHER)))
+register(scatter_part, spec=OpSpec(communicates=Communication(CollectiveKind.REDUCE_SCATTER)))
+register(take_part, spec=OpSpec(memory=MemoryUse(BUFFERS, GRADIENTS)))
+register(in_format, spec=OpSpec(view=View.PART))  # or a copy
+register(coordinate, spec=OpSpec())

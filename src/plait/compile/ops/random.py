@@ -1,17 +1,33 @@
-"""Every random ATen op in terms of one function, `draw(shape, dtype, device, kind, params) -> Tensor`.
+"""Random ops, each written with one function, `draw(shape, dtype, device, kind, params) -> Tensor`.
 
-The captured graph and eager code both use it, so that they draw the same numbers.
+The captured graph and eager code both use that function, so that they draw the same numbers. A rank can draw any part
+of a tensor, because an element's number depends on its global position only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.compile.ops.base import NO_OP_SPEC, OP_SPECS, state
+from plait.compile.ops.base import (
+    NO_OP_SPEC,
+    OP_SPECS,
+    Builder,
+    Call,
+    OpSpec,
+    Placements,
+    Shard,
+    Strategy,
+    register,
+    state,
+)
+from plait.compile.ops.draw import draw
 from plait.errors import CaptureError
 
 aten = torch.ops.aten
@@ -206,3 +222,73 @@ _RANDOM: dict[Any, Callable[..., Any]] = {
 }
 for _op, _drawn in _RANDOM.items():
     state(_op, random=_drawn)
+
+
+_BLOCKS = (1, 2, 3, 4)  # numbers of blocks that a reader may want
+
+
+def _parts(call: Call, given: Placements, size: int) -> Sequence[Strategy]:
+    """Sharded along any dim, in any number of blocks."""
+    local = list(call.arg(2))
+    for _, parts, dim, _ in call.arg(7, "cuts", ()):
+        local[dim] //= parts
+    return [Strategy((), (Shard(d, b),)) for d, n in enumerate(local) for b in _BLOCKS if n and n % (b * size) == 0]
+
+
+def emit_draw(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    """The same draw with one more cut."""
+    (placement,) = strategy.outputs
+    *head, cuts = args if len(args) == 8 else (*args, ())
+    if isinstance(placement, Shard):
+        cuts = (*cuts, (b.coordinate(), b.size, placement.dim, placement.blocks))
+    return b.call(draw, *head, cuts)
+
+
+register(draw, spec=OpSpec(strategies=_parts, emit=emit_draw))
+
+
+class VisibleDropout(TorchFunctionMode):
+    """Runs attention with dropout as plain ops, so that its dropout is an op of its own."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            rate = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+            if rate > 0:
+                with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                    return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+class GlobalRandom(TorchDispatchMode):
+    """Runs eager code with the random numbers of the captured graph: the same ops, in the same order, under `key`."""
+
+    def __init__(self, key: int) -> None:
+        super().__init__()
+        self._key = key
+        self._index = 0
+        self._visible: list[VisibleDropout] = []
+
+    def __enter__(self) -> GlobalRandom:
+        self._visible.append(VisibleDropout())
+        self._visible[-1].__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._visible.pop().__exit__(*exception)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        replace = OP_SPECS.get(func, NO_OP_SPEC).random
+        if replace is not None:
+            return replace(self._draw, *args, **kwargs)
+        check_random(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _draw(
+        self, shape: Any, dtype: torch.dtype, device: torch.device, kind: str, params: tuple[float, ...]
+    ) -> Tensor:
+        self._index += 1
+        return draw(self._key, self._index - 1, tuple(shape), dtype, device, kind, params)

@@ -1,4 +1,8 @@
-"""Reductions and scans over dims: sums and extrema become partial, means are scaled, others are decomposed."""
+"""Reductions, scans and softmax over dims. Other dims can be sharded.
+
+If the reduced dim is sharded, sums and extrema become partial, means are scaled, and other ops are decomposed: softmax
+into extrema and sums, so that only these small results are communicated (vocabulary-parallel cross-entropy).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import torch
 from torch import Tensor
 
 from plait.compile.ops.base import Builder, Call, Factor, OpSpec, Partial, Placements, Shard, Strategy, register
-from plait.compile.ops.dims import aten, blocks_of, dims_of, first_operand, overloads, positive
+from plait.compile.ops.dims import aten, blocks_of, dims_of, first_operand, overloads, positive, widened
 
 
 @functools.cache
@@ -165,3 +169,60 @@ register(*overloads("cumprod", "logcumsumexp", "cummax", "cummin", "sort", "args
 register(*overloads("sort.stable"), spec=OpSpec(factors=_along(2)))
 register(*overloads("topk"), spec=OpSpec(factors=_along(2)))
 register(*overloads("histc"), spec=OpSpec(factors=_histogram))
+
+
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    wide = widened(x)
+    shifted = wide - wide.amax(dim, keepdim=True)
+    out = shifted - shifted.exp().sum(dim, keepdim=True).log()
+    return out if half_to_float else out.to(x.dtype)
+
+
+def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    wide = widened(x)
+    grown = (wide - wide.amax(dim, keepdim=True)).exp()
+    out = grown / grown.sum(dim, keepdim=True)
+    return out if half_to_float else out.to(x.dtype)
+
+
+def _safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Rows of -inf only become zeros."""
+    out = x.dtype if dtype is None else dtype
+    wide = widened(x.to(out))
+    top = wide.amax(dim, keepdim=True)
+    empty = top == -math.inf
+    grown = (wide - torch.where(empty, 0.0, top)).exp()
+    return torch.where(empty, 0.0, grown / grown.sum(dim, keepdim=True)).to(out)
+
+
+def _log_softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    wide = widened(grad)
+    return (wide - widened(output).exp() * wide.sum(dim, keepdim=True)).to(input_dtype)
+
+
+def _softmax_backward(grad: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    product = widened(grad) * widened(output)
+    return (product - widened(output) * product.sum(dim, keepdim=True)).to(input_dtype)
+
+
+def _other_dims(position: int) -> Callable[[Call], Sequence[Factor]]:
+    def factors(call: Call) -> Sequence[Factor]:
+        ndim = call.inputs[0].ndim
+        dim = positive(call.args[position], ndim)
+        return [Factor((d,) * len(call.inputs), (d,)) for d in range(ndim) if d != dim]
+
+    return factors
+
+
+_forward, _backward = _other_dims(1), _other_dims(2)
+register(*overloads("_log_softmax"), spec=OpSpec(factors=_forward, decompose=_log_softmax, role="softmax"))
+register(*overloads("_softmax"), spec=OpSpec(factors=_forward, decompose=_softmax))
+register(*overloads("_safe_softmax"), spec=OpSpec(factors=_forward, decompose=_safe_softmax))
+register(
+    *overloads("_log_softmax_backward_data"),
+    spec=OpSpec(factors=_backward, linear=first_operand, decompose=_log_softmax_backward),
+)
+register(
+    *overloads("_softmax_backward_data"),
+    spec=OpSpec(factors=_backward, linear=first_operand, decompose=_softmax_backward),
+)

@@ -1,10 +1,22 @@
-"""Ops that rename, drop, add or repeat dims: each maps dims of its output to dims of its input."""
+"""Views: ops that rename, drop, add or repeat dims, reshapes, and as_strided.
+
+An op of the first kind maps dims of its output to dims of its input. A reshape merges and splits dims within groups:
+there a Shard(dim, blocks) over N ranks reads the flat index as (left, N, right), where left = (sizes of the dims before
+it in the group) * blocks. The output dim with these N is the one where left divides into (sizes before it) * (its
+blocks). as_strided describes memory, which may differ between a rank and one device, so it is rewritten by ops on
+elements before all other rewrites (compile/sharding/formats.py).
+"""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from plait.compile.ops.base import (
     REPLICATE,
@@ -20,6 +32,7 @@ from plait.compile.ops.base import (
     state,
 )
 from plait.compile.ops.dims import blocks_of, dims_of, first_operand, overloads, positive, put
+from plait.errors import CaptureError
 
 DimMap = Callable[[Call], Sequence[int | None]]  # for each dim of the output, the dim of the input or None
 
@@ -224,3 +237,146 @@ def _border(num_dims: int) -> OpSpec:
 for _n in (1, 2, 3):
     for _kind in ("reflection", "replication"):
         register(*overloads(f"{_kind}_pad{_n}d", f"{_kind}_pad{_n}d_backward"), spec=_border(_n))
+
+
+_TRIED = (1, 2, 3, 4)  # numbers of blocks that a reader may want, if the input has none yet
+Shape = tuple[int, ...]
+Group = tuple[range, range]  # dims of the input, dims of the output
+
+
+@functools.lru_cache(maxsize=4096)
+def view_groups(source: Shape, target: Shape) -> tuple[Group, ...]:
+    """The finest division of the two shapes into runs of dims with equal products."""
+    groups: list[Group] = []
+    i = j = 0
+    while i < len(source) or j < len(target):
+        start, begin = i, j
+        left = source[i] if i < len(source) else 1
+        right = target[j] if j < len(target) else 1
+        i, j = min(i + 1, len(source)), min(j + 1, len(target))
+        while left != right:
+            if left < right:
+                left *= source[i]
+                i += 1
+            else:
+                right *= target[j]
+                j += 1
+        groups.append((range(start, i), range(begin, j)))
+    return tuple(groups)
+
+
+def carry(source: Shape, target: Shape, shard: Shard, size: int) -> Shard | None:
+    """What a shard of `source` over `size` ranks is in the view `target`; None if it is no shard of it."""
+    if math.prod(source) == 0:
+        return None
+    for dims, into in view_groups(source, target):
+        if shard.dim not in dims:
+            continue
+        if not isinstance(shard.blocks, int):
+            return _carry_unequal(source, target, shard, size, dims, into)
+        left = math.prod(source[dims.start : shard.dim]) * shard.blocks
+        before = 1
+        for dim in into:
+            if left % before == 0 and target[dim] % (left // before * size) == 0:
+                return Shard(dim, left // before)
+            before *= target[dim]
+    return None
+
+
+def _carry_unequal(source: Shape, target: Shape, shard: Shard, size: int, dims: range, into: range) -> Shard | None:
+    """Unequal blocks stay on the first dim of the group, in the same proportions."""
+    dim = next((d for d in into if target[d] > 1), None)
+    if math.prod(source[dims.start : shard.dim]) > 1 or dim is None or target[dim] % (shard.num_units * size):
+        return None
+    return Shard(dim, shard.blocks)
+
+
+@functools.lru_cache(maxsize=65536)
+def _view_strategies(source: Shape, target: Shape, given: Shard | None, size: int) -> tuple[Strategy, ...]:
+    if given is not None:
+        shards: Sequence[Shard] = [given, *[Shard(d) for d in range(len(source)) if d != given.dim]]
+        wanted: Sequence[Shard] = []
+    else:
+        shards = [Shard(d) for d in range(len(source))]
+        wanted = [Shard(d, b) for d in range(len(target)) for b in _TRIED]
+    found: dict[tuple[Shard, Shard], Strategy] = {}
+    for shard in shards:
+        if (
+            source[shard.dim] % (shard.num_units * size) == 0
+            and (out := carry(source, target, shard, size)) is not None
+        ):
+            found[shard, out] = Strategy((shard,), (out,))
+    for out in wanted:
+        if target[out.dim] % (out.num_units * size) == 0 and (back := carry(target, source, out, size)) is not None:
+            found.setdefault((back, out), Strategy((back,), (out,)))
+    return tuple(found.values())
+
+
+def _strategies(call: Call, given: Placements, size: int) -> Sequence[Strategy]:
+    out = call.outputs[0]
+    assert out is not None
+    return _view_strategies(call.inputs[0].shape, out.shape, given[0] if isinstance(given[0], Shard) else None, size)
+
+
+register(
+    *overloads("view", "_unsafe_view", "reshape", "_reshape_alias", "_reshape_copy", "view_copy"),
+    spec=OpSpec(strategies=_strategies, linear=first_operand, sizes=1),
+)
+state(*overloads("view", "_unsafe_view", "reshape", "_reshape_alias"), view=View.RESHAPE)
+
+
+def _memory_order(x: Tensor) -> list[int]:
+    """Dims of x from the widest stride to the narrowest. Raises CaptureError if its memory has holes or overlaps."""
+    order = sorted(range(x.ndim), key=lambda d: (x.stride(d), x.shape[d]), reverse=True)
+    if not x.permute(order).is_contiguous():
+        raise CaptureError(
+            f"as_strided of a tensor of shape {list(x.shape)} and strides {list(x.stride())}, whose memory has holes or"
+            " overlaps; write it with slices or index"
+        )
+    return order
+
+
+def _places(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Tensor:
+    """The position in memory of each element of the strided view."""
+    index = torch.full((), offset or 0, dtype=torch.int64, device=x.device)
+    for n, step in zip(size, stride, strict=True):
+        index = index.unsqueeze(-1) + torch.arange(n, device=x.device) * step
+    return index
+
+
+def _same_elements(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> bool:
+    """Whether the strided view is all of x, in order."""
+    return bool(
+        not offset
+        and x.is_contiguous()
+        and math.prod(size) == x.numel()
+        and all(
+            n == 1 or step == math.prod(size[d + 1 :]) for d, (n, step) in enumerate(zip(size, stride, strict=True))
+        )
+    )
+
+
+def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tensor:
+    if _same_elements(x, size, stride, storage_offset):
+        return x.view(size)
+    memory = x.permute(_memory_order(x)).reshape(-1)
+    return memory[_places(x, size, stride, storage_offset)]
+
+
+def _as_strided_scatter(
+    x: Tensor, src: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Tensor:
+    if _same_elements(x, size, stride, storage_offset):
+        return src.reshape(x.shape)
+    order = _memory_order(x)
+    memory = x.permute(order)
+    places = _places(x, size, stride, storage_offset).reshape(-1)
+    flat = memory.reshape(-1).index_put((places,), src.reshape(-1))
+    back = [order.index(d) for d in range(x.ndim)]
+    return flat.view(memory.shape).permute(back)
+
+
+register(
+    *overloads("as_strided"), spec=OpSpec(linear=first_operand, decompose=_as_strided, reads="memory", view=View.PART)
+)
+register(*overloads("as_strided_scatter"), spec=OpSpec(decompose=_as_strided_scatter, reads="memory"))

@@ -20,7 +20,7 @@ from plait.compile.ir.calls import is_item, op_spec_of, placeholders, tensor_inp
 from plait.compile.ir.node_info import info_of, is_forward
 from plait.compile.ir.views import view_of
 from plait.compile.ops import View
-from plait.compile.ops.reshape import view_groups
+from plait.compile.ops.view import view_groups
 from plait.compile.sharding.narrow import by_width, condition, with_gathers
 from plait.compile.sharding.region import Grower, Region, leads_to_loss
 from plait.compile.sharding.split_share import NO_PARTNER

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from plait.compile.capture.decompose import decompose_node
 from plait.compile.ir.calls import is_tensor, op_spec_of
 from plait.compile.ir.node_info import NodeInfo, describe, info_of, set_info
 from plait.compile.ops import View, comm_ops
+from plait.compile.sharding.decompose import decompose_node
 from plait.errors import CaptureError
 
 aten = torch.ops.aten

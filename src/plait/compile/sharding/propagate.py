@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, Node
 
-from plait.compile.capture.decompose import decompose_node
 from plait.compile.ir.calls import (
     call_of,
     is_item,
@@ -29,6 +28,7 @@ from plait.compile.ir.calls import (
 from plait.compile.ir.node_info import info_of
 from plait.compile.ir.views import is_whole_view
 from plait.compile.ops import Call, OpSpec, Strategy, View, strategies_of
+from plait.compile.sharding.decompose import decompose_node
 from plait.errors import PlanError, Refusal
 from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Shard, divides
 

@@ -1,8 +1,8 @@
 """Assign a stage of the pipeline to each call of a step.
 
 A forward call has a position in the order of the program. A backward call has the position of the forward call that it
-differentiates (compile/capture/record.py). So a list of positions cuts forward and backward into stages at once. The
-costs of calls come from the local graph; schedule/cut.py decides where to cut.
+differentiates (compile/capture/graph_recorder.py). So a list of positions cuts forward and backward into stages at
+once. The costs of calls come from the local graph; schedule/cut.py decides where to cut.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random number generators and iterators that a step may take from, and the states of both."""
+"""Random number generators and iterators of Python that a step may use: their states, and an error if it does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SYSTEM = "the system's random bytes (uuid4, secrets, SystemRandom)"
 
 
 def is_source(value: Any) -> bool:
-    """Whether it draws random numbers from a state of its own."""
+    """Whether the value is a random number generator with a state of its own."""
     kinds = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
     return isinstance(value, kinds) and not isinstance(value, random.SystemRandom)
 
@@ -53,9 +53,15 @@ def position(iterator: Any) -> Any:
 
 @contextmanager
 def nothing_drawn(sources: Sequence[tuple[str, Any]], iterators: Sequence[tuple[str, Any]]) -> Iterator[None]:
-    """Raise CaptureError if random numbers are drawn within the context from Python's, numpy's or one of the given
-    generators, whose states are restored; raise PlanError if an item is taken from one of the iterators. Both are given
-    with their places."""
+    """Refuse that the context draws random numbers in Python or takes items of iterators.
+
+    `sources` are generators and `iterators` iterators, each with its place in the user's code. States of generators,
+    with those of Python and numpy, are restored.
+
+    Raises:
+        CaptureError: random numbers are drawn from one of the generators, Python, numpy or the system.
+        PlanError: an item is taken from one of the iterators.
+    """
     states = random.getstate(), np.random.get_state(legacy=False)
     own = [(place, source, state_of(source)) for place, source in sources]
     drawn: list[str] = []

@@ -2,7 +2,7 @@
 
 Tensors are fake: shapes are computed, and no memory is allocated. An op that changes a tensor in place is written in
 its functional form if no other view of that tensor exists. Otherwise it is written as it is, `mutating` is set, and
-`functional.py` makes the graph functional in a second pass.
+`functionalise` (cleanup.py) makes the graph functional in a second pass.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from plait.compile.capture.fake_parameters import is_real
-from plait.compile.capture.late import known_value
+from plait.compile.capture.late_values import known_value
 from plait.compile.ir.node_info import NodeInfo, describe
 from plait.compile.ir.shapes import ShapeMemo, fake_of, spec_of
 from plait.compile.ops import op_spec
@@ -37,7 +37,7 @@ _PLAIN_ATTRIBUTE = (
 
 
 class NodeLookup(Protocol):
-    """Knows the tensors from outside the step (compile/capture/outside.py)."""
+    """Knows the tensors from outside the step (compile/capture/outside_tensors.py)."""
 
     def fake_of(self, real: Tensor) -> Tensor: ...
     def numbers(self, node: Node) -> dict[str, Tensor]: ...

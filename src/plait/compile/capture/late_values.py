@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from plait.compile.capture.capture_errors import source_line, users_frame
-from plait.compile.capture.shown import branch_without_output, is_shown
+from plait.compile.capture.log_only import branch_without_output, is_shown
 from plait.compile.ops.ctc import with_lengths
 
 UNKNOWN = "?"  # how a number prints that is known only when the step runs

@@ -1,6 +1,6 @@
-"""Whether a line of Python only shows what it computes: it prints or logs it, and the step does not depend on it.
+"""Whether a line of the user's code only prints or logs what it computes, so that the step does not depend on it.
 
-The answer comes from the line's source. Where there is no source, as in a console, it is always no.
+The answer comes from the source of the line. Without source, as in a console, it is always no.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from plait.compile.capture.record import GraphRecorder
+from plait.compile.capture.graph_recorder import GraphRecorder
 
 
 class ForwardModules:

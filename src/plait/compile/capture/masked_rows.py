@@ -1,4 +1,4 @@
-"""Rows selected by a mask: which of them count is known only when the step runs."""
+"""Rows that a boolean mask selects, when the mask is known only as the step runs: all rows, and which of them count."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx.node import map_aggregate
 
-from plait.compile.capture.late import LateValues
+from plait.compile.capture.late_values import LateValues
 
 _FILL = 0.5  # in rows that do not count: log, sqrt, 1/x, asin and their gradients are finite there
 
-# What a torch function does with selections, by its name without leading or trailing underscores (selected_ops.py).
+# What a torch function does with selections, by its name without leading or trailing underscores (masked_ops.py).
 HANDLERS: dict[str, Callable[..., Any]] = {}
 
 
@@ -56,7 +56,7 @@ class Selected:
 
     @property
     def count(self) -> Tensor:
-        """How many rows count, as a 0-d tensor."""
+        """The number of rows that count, as a 0-d tensor."""
         return self.keep.sum()
 
     # attributes of a tensor

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.compile.capture.capture_errors import is_library
-from plait.compile.capture.holders import (
+from plait.compile.capture.python_state import (
     MISSING,
     AttributesHolder,
     Buffer,
@@ -39,7 +39,7 @@ from plait.compile.capture.holders import (
     SetHolder,
     put_bytes_back,
 )  # fmt: skip
-from plait.compile.capture.sources import is_source
+from plait.compile.capture.random_sources import is_source
 
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout,

@@ -1,4 +1,4 @@
-"""Numbers that record what Python asks of them: whether a capture depends on a counter, and how."""
+"""Numbers that record how Python uses them, which shows whether a capture depends on a counter."""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.fx.node import map_aggregate
 
-from plait.compile.capture.late import LateNumber, LateValues
-from plait.compile.capture.record import GraphRecorder
-from plait.compile.capture.shown import is_shown
-from plait.compile.capture.tracked import Tracked
+from plait.compile.capture.graph_recorder import GraphRecorder
+from plait.compile.capture.late_values import LateNumber, LateValues
+from plait.compile.capture.log_only import is_shown
+from plait.compile.capture.tracked_numbers import Tracked
 
 Number = int | float
 _LONGEST = 1000  # characters of an expression; longer ones are evaluated for Python at once

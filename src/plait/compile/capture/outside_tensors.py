@@ -12,8 +12,8 @@ from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from plait.compile.capture.fake_parameters import FakeParameters, fake_like
-from plait.compile.capture.reach import Reached
-from plait.compile.capture.record import GraphRecorder
+from plait.compile.capture.graph_recorder import GraphRecorder
+from plait.compile.capture.reachable import Reached
 from plait.errors import CaptureError
 
 _MOST_COMPARED = 1 << 16  # elements of a tensor whose numbers Python may read

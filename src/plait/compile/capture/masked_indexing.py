@@ -18,9 +18,9 @@ from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-import plait.compile.capture.selected_ops  # noqa: F401  (fills the table of what selections do)
-from plait.compile.capture.late import LateValues
-from plait.compile.capture.selected import Selected, dynamic, rows_of
+import plait.compile.capture.masked_ops  # noqa: F401  (fills the table of what selections do)
+from plait.compile.capture.late_values import LateValues
+from plait.compile.capture.masked_rows import Selected, dynamic, rows_of
 from plait.compile.ops.draw import draw
 
 

@@ -1,4 +1,4 @@
-"""Objects whose values can be replaced: dicts, lists, attributes of objects, cells of closures."""
+"""The mutable Python objects that a step can read, and restoring them: dicts, lists, attributes, cells of closures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "nothing"})()
 
 
 class Holder:
-    """An object whose values can be replaced, with the values that it had when this was created."""
+    """A mutable object, with the values that it had when the holder was created."""
 
     __slots__ = ("before", "keys", "of", "place")
 

@@ -1,4 +1,4 @@
-"""Replace one node by simpler ops that compute the same."""
+"""Replace a call by simpler ops that compute the same, if its rule says how."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx.node import map_aggregate
 
-from plait.compile.capture.late import LateNumber
-from plait.compile.capture.selected import HANDLERS, Selected, dynamic, plain, rows_of, same_rows
+from plait.compile.capture.late_values import LateNumber
+from plait.compile.capture.masked_rows import HANDLERS, Selected, dynamic, plain, rows_of, same_rows
 
 _IGNORED = -100  # the class that cross_entropy and nll_loss ignore by default
 
