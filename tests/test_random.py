@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from plait.compile.capture.capture import capture
-from plait.compile.ops import draw_rule as rule
+from plait.compile.ops import random as rule
 from plait.compile.ops.base import OP_SPECS, Call, Shard, Strategy, TensorSpec, strategies_of
 from plait.compile.ops.comm_ops import take
 from plait.compile.ops.draw import CHUNK, chunking, draw
