@@ -236,7 +236,7 @@ class Branches(nn.Module):
 @pytest.mark.parametrize(
     ("what", "line", "reason"),
     [
-        ("if", "return y if y.sum() > 0 else -y", "the number that a tensor holds"),
+        ("if", "return y if y.sum() > 0 else -y", "the number in a tensor"),
         ("nonzero", "return y[y > 0].median()", "the shape of a result depends on"),
         ("shape", "return y @ torch.ones(7, 7)", "RuntimeError"),
     ],

@@ -102,7 +102,7 @@ def _reason(error: Exception) -> str:
         return str(error)
     if isinstance(error, DataDependentOutputException):
         return (
-            f"Python needs a number from a tensor ({error.func}), but the graph must be the same for every batch; use"
+            f"Python needs the number in a tensor ({error.func}), but the graph must be the same for every batch; use"
             " torch.where instead, and x.item() to print or keep the number"
         )
     if isinstance(error, DynamicOutputShapeException):
