@@ -23,8 +23,8 @@ from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
 from plait.cost.compressed_bytes import BLOCK, coded_bytes
 from plait.engine.compiler import Captures, Compiler
-from plait.engine.local_sgd.codec import decode, encode
 from plait.engine.local_sgd.exchange import MeanExchange
+from plait.engine.local_sgd.tensor_compression import decode, encode
 from plait.errors import BatchError, PlanError, RankFailed
 from plait.plan.compression import Compression
 from plait.plan.plan import Plan

@@ -25,10 +25,10 @@ from checkpointing import (
 
 import plait
 from plait.comm.threads import run_ranks
-from plait.engine.checkpoint import image
+from plait.engine.checkpoint.checkpoint_folders import checkpoints, newest
 from plait.engine.checkpoint.export import export_weights
-from plait.engine.checkpoint.places import checkpoints, newest
 from plait.engine.checkpoint.storage import folder_of
+from plait.engine.checkpoint.write import Image
 from plait.errors import CheckpointError
 from plait.plan.plan import Plan
 from plait.report.checkpoint_text import describe_checkpoint, verify_checkpoints
@@ -42,7 +42,7 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: OSError | None = None) -> None:
 
         self.open, self.error = threading.Event(), error
-        original = image.Image.write
+        original = Image.write
 
         def write(*arguments: Any) -> Any:
             assert self.open.wait(30)
@@ -50,7 +50,7 @@ class Gate:
                 raise self.error
             return original(*arguments)
 
-        monkeypatch.setattr(image.Image, "write", write)
+        monkeypatch.setattr(Image, "write", write)
 
 
 def test_training_goes_on_while_a_save_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

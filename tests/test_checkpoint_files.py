@@ -22,16 +22,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plait.engine.checkpoint import write
-from plait.engine.checkpoint.holding import Holding, pieces
-from plait.engine.checkpoint.image import Image
+from plait.engine.checkpoint.checkpoint_folders import checkpoints, newest
 from plait.engine.checkpoint.integrity import check_files, damages
+from plait.engine.checkpoint.local_shards import Holding, pieces
 from plait.engine.checkpoint.manifest import BLOCK, Manifest, combine_crcs
-from plait.engine.checkpoint.places import checkpoints, newest
-from plait.engine.checkpoint.plainvalues import decode, encode
+from plait.engine.checkpoint.plain_values import decode, encode
 from plait.engine.checkpoint.safetensor import read_header
 from plait.engine.checkpoint.storage import LocalFolder, folder_of
+from plait.engine.checkpoint.write import Image
+from plait.engine.local_tensors import lies_here, local_part
 from plait.engine.slices import TensorSlice, copies, fragments
-from plait.engine.state import lies_here, local_part
 from plait.errors import CheckpointError
 from plait.report.checkpoint_text import describe_checkpoint
 from plait.spec.layout import Layout, Only, Shard

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import plait
+from plait.engine.checkpoint.checkpoint_folders import newest
 from plait.engine.checkpoint.manifest import Manifest
-from plait.engine.checkpoint.places import newest
 from plait.engine.checkpoint.storage import folder_of
 from plait.errors import CheckpointError, DataError
 from plait.report.checkpoint_text import describe_checkpoint, verify_checkpoints

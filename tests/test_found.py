@@ -14,7 +14,7 @@ import plait
 from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
 from plait.engine.local_sgd.exchange import MeanExchange
-from plait.engine.trying import depends_on_the_cut
+from plait.engine.optimizer_trials import depends_on_the_cut
 from plait.errors import CaptureError, LossError, PlanError
 from plait.integrations.servers.optimizer_shard import OptimizerShard
 from plait.plan.compression import NO_COMPRESSION

@@ -24,7 +24,7 @@ from plait.backends.eager.passes import eager_graphs
 from plait.backends.eager.rewrites import offload_ops
 from plait.backends.eager.rewrites.bucket import bucket_wait
 from plait.comm.threads import run_ranks
-from plait.engine import update
+from plait.engine import optimizer_step
 from plait.engine.compiler import Captures, Compiler
 from plait.errors import HomeError
 from plait.optim import Lamb
@@ -40,7 +40,7 @@ ADAMW_EXACT = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)  # where r
 def _all_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """What tests train is small, and would stay in memory."""
     monkeypatch.setattr(sharding_plan, "SMALL", 1)
-    monkeypatch.setattr(update, "_CHUNK_BYTES", 1 << 14)
+    monkeypatch.setattr(optimizer_step, "_CHUNK_BYTES", 1 << 14)
 
 
 def trained(plan: str, optimizer: Any = ADAMW, steps: int = 3, **options: Any) -> tuple[list[float], dict[str, Tensor]]:

@@ -25,7 +25,7 @@ SOURCES = sorted((ROOT / "src" / "plait").rglob("*.py"))
 
 # Files above comm/ that hand DTensors to, or take them from, the ecosystem: the boundary that DESIGN.md draws.
 MAY_NAME_DTENSOR = {
-    "engine/boundary.py": ("torch.distributed.tensor",),
+    "engine/dtensors.py": ("torch.distributed.tensor",),
 }
 
 

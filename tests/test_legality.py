@@ -15,7 +15,7 @@ import plait
 from plait.api.trainer import Trainer
 from plait.comm import sharing
 from plait.comm.sharing import can_share
-from plait.engine.checks import place_here
+from plait.engine.setup_checks import place_here
 from plait.errors import BatchError, PlanError, Refusal, UnevenBatchError
 from plait.plan.legality import refusals
 from plait.plan.plan import Plan
@@ -170,7 +170,7 @@ DECIDE_ELSEWHERE = {
     "compile/stages/split.py": "what stages share, the cut finds; and what a schedule's file is for",
     "compile/stages/assign.py": "where the sharded step can be cut",
     "engine/optimizers.py": "what a user's optimizer is, of which the function is called",
-    "engine/local_sgd/replica_batch.py": "rows that a rank takes of a later batch",
+    "engine/local_batch.py": "rows that a rank takes of a later batch",
     "engine/eager.py": "what modules do without a graph",
     "integrations/servers/prepare.py": "what servers hold, and tables, which plan/ does not know",
     "integrations/servers/optimizer_shard.py": "how a user's optimizer groups what a server holds",
@@ -185,13 +185,14 @@ NO_REFUSAL = {
     "api/memory.py": "argument", "api/verify.py": "argument", "comm/algorithms.py": "argument",
     "compile/capture/capture.py": "model", "compile/capture/fake_parameters.py": "model",
     "compile/capture/random_sources.py": "model", "compile/one_pass.py": "argument", "compile/stages/assign.py": "job",
-    "compile/stages/split.py": "argument", "cost/simulate.py": "argument", "engine/average.py": "argument",
-    "engine/checks.py": "argument", "engine/data/loader.py": "argument", "engine/dry_run.py": "argument",
+    "compile/stages/split.py": "argument", "cost/simulate.py": "argument", "engine/moving_average.py": "argument",
+    "engine/setup_checks.py": "argument", "engine/data/loader.py": "argument", "engine/dry_run.py": "argument",
     "engine/eager.py": "argument", "engine/engine.py": "job", "engine/gathered.py": "argument",
     "engine/local_sgd/exchange.py": "argument", "engine/optimizers.py": "argument", "engine/rank_executor.py": "job",
     "engine/trace_folder.py": "argument", "engine/train_state.py": "job", "api/trainer.py": "argument",
-    "engine/unfreezing.py": "job", "engine/watch.py": "job", "integrations/servers/cluster.py": "argument",
-    "integrations/servers/prepare.py": "model", "integrations/servers/one_process.py": "argument",
+    "engine/frozen_parameters.py": "job", "engine/python_watch.py": "job",
+    "integrations/servers/cluster.py": "argument", "integrations/servers/prepare.py": "model",
+    "integrations/servers/one_process.py": "argument",
     "integrations/servers/running.py": "job", "integrations/servers/tables/module.py": "model",
     "integrations/servers/tables/table_shard.py": "argument", "report/pass_table.py": "argument",
     "report/schedule_page.py": "argument", "report/swimlane.py": "argument", "schedule/check.py": "argument",

@@ -18,11 +18,9 @@ from torch.nn import functional as F
 import plait
 from plait.api import verify as verifying
 from plait.comm.threads import run_ranks
-from plait.engine.checks import check_captured, known_facts
 from plait.engine.compiler import Compiler
-from plait.engine.local_batch import num_rows
-from plait.engine.local_sgd.replica_batch import batch_of_replica
-from plait.engine.microbatch import microbatches
+from plait.engine.local_batch import batch_of_replica, microbatches, num_rows
+from plait.engine.setup_checks import check_captured, known_facts
 from plait.errors import CaptureError, PlanError, Refusal
 from plait.plan.legality import refusals
 from plait.plan.plan import Plan

@@ -26,8 +26,8 @@ from plait.api.job.training import run_job
 from plait.api.trainer import Trainer
 from plait.comm.protocol import World
 from plait.engine.compiler import Captures, Compiler
-from plait.engine.data.gauge import WaitGauge
 from plait.engine.data.loader import Loader, loader
+from plait.engine.data.prefetch import WaitGauge
 from plait.engine.local_batch import LocalBatch
 from plait.errors import BatchError, DataError, PlanError
 

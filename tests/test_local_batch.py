@@ -19,8 +19,7 @@ from torch.utils import _pytree as pytree
 import plait
 from plait.compile.capture.batch import batch_form, count_rows
 from plait.engine.compiler import Captures, Compiler
-from plait.engine.local_batch import LocalBatch, batch_part, global_like
-from plait.engine.microbatch import microbatches
+from plait.engine.local_batch import LocalBatch, batch_part, global_like, microbatches
 from plait.errors import BatchError
 from plait.spec.batch_spec import BatchSpec
 

@@ -19,7 +19,7 @@ from plait.compile.meter import Meter
 from plait.cost.memory_model import FULL_ADAM, RankMemory, model_state_bytes, single_changes
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.dry_run import dry_run
-from plait.engine.microbatch import microbatches
+from plait.engine.local_batch import microbatches
 from plait.plan.plan import Plan
 from plait.report.memory_table import verdict
 

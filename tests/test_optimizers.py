@@ -18,7 +18,7 @@ from plait.api.job.setup import optimizer_factory
 from plait.api.trainer import OptimizerFactory, Trainer
 from plait.comm.protocol import World
 from plait.engine.compiler import Captures, Compiler
-from plait.engine.trying import state_layouts
+from plait.engine.optimizer_trials import state_layouts
 from plait.errors import ConfigError, PlanError, RankFailed
 from plait.optim import Lamb
 from plait.optim.adafactor import Adafactor

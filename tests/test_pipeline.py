@@ -30,7 +30,7 @@ from plait.comm.protocol import World
 from plait.comm.threads import run_ranks
 from plait.compile.rank_program import RankProgram
 from plait.engine.compiler import Captures, Compiler
-from plait.engine.microbatch import microbatches
+from plait.engine.local_batch import microbatches
 from plait.engine.rank_executor import RankExecutor
 from plait.errors import BatchError, PlanError, RankFailed, ScheduleError
 from plait.plan.kinds import SCHEDULE_NAMES

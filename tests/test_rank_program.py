@@ -28,7 +28,7 @@ from plait.compile.passes.zero import gives_part, is_sum
 from plait.compile.rank_program import RankProgram, StepGraph, graph_of_rank
 from plait.compile.wire_bytes import collective_order
 from plait.engine.compiler import Captures, Compiler
-from plait.engine.microbatch import microbatches
+from plait.engine.local_batch import microbatches
 from plait.engine.rank_executor import RankExecutor
 from plait.errors import PlanError
 from plait.plan.axes import stage_axis

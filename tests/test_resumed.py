@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.engine.checkpoint import collect
+from plait.engine.checkpoint import saved_state
 from plait.engine.checkpoint.saver import Saver
 from plait.errors import CheckpointError
 from plait.integrations.servers.full_model import FullModel
@@ -55,7 +55,7 @@ def of_rounds(tmp_path: Path) -> Job:
 def resave(whole: FullModel, job: Job, extra: Extra) -> None:
     """The same checkpoint with another `extra`."""
     whole.shard.step_number += 1
-    collect.save(whole.shard, job.folder, extra, 1, Saver(), True)
+    saved_state.save(whole.shard, job.folder, extra, 1, Saver(), True)
 
 
 def extra_of(whole: FullModel) -> Extra:

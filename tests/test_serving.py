@@ -26,7 +26,7 @@ from plait.api.job.serving import run_served, served_job
 from plait.api.job.setup import GO_ON
 from plait.api.job.training import run_job
 from plait.api.trainer import Trainer
-from plait.engine.checkpoint.places import newest
+from plait.engine.checkpoint.checkpoint_folders import newest
 from plait.errors import CheckpointError
 from plait.integrations.servers.cluster import load_ray, started_here
 from plait.integrations.servers.full_model import FullModel

@@ -19,7 +19,7 @@ from plait.backends.eager.rewrites.gather_ahead import gather_start, gather_wait
 from plait.comm.protocol import World
 from plait.compile.ir.node_info import info_of
 from plait.engine.compiler import Captures, Compiler
-from plait.engine.microbatch import microbatches
+from plait.engine.local_batch import microbatches
 from plait.plan.plan import Plan
 from plait.report.explanation import Explanation, explanation
 

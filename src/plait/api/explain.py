@@ -13,9 +13,9 @@ from plait.compile.capture.batch import take_rows
 from plait.compile.capture.capture import LossFn
 from plait.compile.rank_program import RankProgram
 from plait.cost.compressed_bytes import bytes_exchanged
-from plait.engine.checks import check_plan, check_step
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.local_batch import num_rows
+from plait.engine.setup_checks import check_plan, check_step
 from plait.errors import BatchError
 from plait.plan.annotation import Annotations
 from plait.plan.compression import NO_COMPRESSION

@@ -18,10 +18,8 @@ from plait.compile.stage_costs import cut_within
 from plait.cost.memory_model import GRADIENTS, OPTIMIZER, PARAMETERS, RankMemory, single_changes
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.dry_run import dry_run
-from plait.engine.local_batch import num_rows
-from plait.engine.local_sgd.replica_batch import batch_of_replica
+from plait.engine.local_batch import batch_of_replica, microbatches, num_rows
 from plait.engine.local_sgd.replicas import bytes_kept
-from plait.engine.microbatch import microbatches
 from plait.engine.optimizers import OptimizerFactory
 from plait.errors import PlanError
 from plait.plan.annotation import Annotations

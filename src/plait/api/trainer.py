@@ -19,20 +19,20 @@ from plait.comm.process import process_world
 from plait.comm.protocol import World
 from plait.compile.capture.capture import LossFn
 from plait.compile.sharding.split_share import SplitShare
-from plait.engine.average import MovingAverage
-from plait.engine.checkpoint import collect, load, snapshot
+from plait.engine.checkpoint import load, saved_state, snapshot
 from plait.engine.checkpoint.saver import Saver
-from plait.engine.checks import check_given, check_plan, place_here
 from plait.engine.compiler import Captures, Compiler
+from plait.engine.cpu_settings import give_freed_memory_back, keep_freed_memory, warn_of_slow_precision
 from plait.engine.eager import check_allowed
 from plait.engine.engine import Engine, StepLoss
 from plait.engine.environment import resolve_plan, resolve_trace
 from plait.engine.executor import StepExecutor
 from plait.engine.gathered import gathered, not_started
+from plait.engine.moving_average import MovingAverage
 from plait.engine.optimizers import OptimizerFactory
+from plait.engine.setup_checks import check_given, check_plan, place_here
 from plait.engine.trace_folder import write_plan, write_trace
 from plait.engine.train_state import TrainState
-from plait.engine.tuning import give_freed_memory_back, keep_freed_memory, warn_of_slow_precision
 from plait.errors import CheckpointError, PlanError
 from plait.plan.annotation import Annotations
 from plait.plan.plan import Plan
@@ -364,7 +364,7 @@ class Trainer:
 
         Raises CheckpointError, which names the file that could not be written. Earlier checkpoints stay as they were.
         """
-        collect.save(self.state, path, extra or {}, keep, self._saver, wait)
+        saved_state.save(self.state, path, extra or {}, keep, self._saver, wait)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load a checkpoint, or the newest one in a folder or URL, and return its `extra`.

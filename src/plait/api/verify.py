@@ -24,12 +24,12 @@ from plait.compile.ops.dims import HALF
 from plait.compile.ops.split_sums import SplitSums
 from plait.compile.rank_program import RankProgram
 from plait.compile.stages.split import Pipeline
-from plait.engine.checks import check_given, check_plan, check_step
 from plait.engine.compiler import Captures, Compiler
-from plait.engine.microbatch import step_key
+from plait.engine.local_batch import step_key
+from plait.engine.loss_scale import FIRST_SCALE
+from plait.engine.model_copy import Twin, preserved
 from plait.engine.optimizers import OptimizerFactory, make_optimizer
-from plait.engine.scaling import FIRST_SCALE
-from plait.engine.twin import Twin, preserved
+from plait.engine.setup_checks import check_given, check_plan, check_step
 from plait.errors import CaptureError, LossError, PlaitError, PlanError, Refusal
 from plait.integrations.servers.verifying import ServedCheck
 from plait.optim.several import Several

@@ -1,8 +1,8 @@
 """Captures and compiles a step once per shape of batch. Plans share captures; ranks that are threads share a
 compiler.
 
-A step is captured anew when the Python values that it has read differ (engine/watch.py). Values that turn out not to
-affect the graph are ignored from then on.
+A step is captured anew when the Python values that it has read differ (engine/python_watch.py). Values that turn out
+not to affect the graph are ignored from then on.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from plait.compile.capture.reachable import Reached
 from plait.compile.compiled import NOTHING_SETTLED, Compiled
 from plait.compile.pipeline import compile
 from plait.compile.stages.split import updates_within
-from plait.engine.effects import Changes, examine, settled
-from plait.engine.watch import PythonWatch, Variant, is_flag
+from plait.engine.python_effects import Changes, examine, settled
+from plait.engine.python_watch import PythonWatch, Variant, is_flag
 from plait.plan.annotation import Annotations
 from plait.plan.plan import Plan
 

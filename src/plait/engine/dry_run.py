@@ -37,8 +37,8 @@ from plait.cost.memory_model import ACTIVATIONS, BUFFERS, OPTIMIZER, PARAMETERS,
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.engine import Engine
 from plait.engine.local_batch import LocalBatch, num_rows
+from plait.engine.optimizer_step import Update
 from plait.engine.optimizers import OptimizerFactory
-from plait.engine.update import Update
 from plait.errors import PlanError
 from plait.optim.several import title_of
 from plait.plan.axes import stage_axis

@@ -32,11 +32,11 @@ from plait.compile.capture.capture import LossFn
 from plait.compile.capture.loss_values import Outputs, copied, join_outputs, read_loss
 from plait.compile.compiled import Compiled
 from plait.compile.ir.dtypes import torch_name
-from plait.engine.boundary import has_process_group
 from plait.engine.compiler import Compiler
+from plait.engine.dtensors import has_process_group
 from plait.engine.local_batch import LocalBatch, batch_part, num_rows
-from plait.engine.outputs import gather_outputs
-from plait.engine.twin import preserved
+from plait.engine.model_copy import preserved
+from plait.engine.step_results import gather_outputs
 from plait.errors import CaptureError, LossError, PlanError, Refusal
 from plait.plan.axes import ddp_axis
 from plait.plan.legality import refusals

@@ -32,26 +32,23 @@ from plait.compile.capture.loss_values import join_outputs, results
 from plait.compile.capture.precision import Precision
 from plait.compile.ops.draw import micro_key
 from plait.compile.stages.split import updates_within
-from plait.engine.checks import agree_on_setup, check_captured, describe_optimizer
 from plait.engine.compiler import Compiler
 from plait.engine.eager import EagerExecutor, ddp_warning, refuse_unless_data_only
-from plait.engine.evaluating import evaluate
-from plait.engine.executor import StepExecutor
-from plait.engine.finite import check_finite, clip
-from plait.engine.local_batch import LocalBatch
-from plait.engine.local_sgd.replica_batch import replica_key, rows_of_replica
+from plait.engine.evaluation import evaluate
+from plait.engine.executor import StepExecutor, check_finite, clip
+from plait.engine.frozen_parameters import follow_frozen
+from plait.engine.local_batch import LocalBatch, replica_key, rows_of_replica, step_key
 from plait.engine.local_sgd.replicas import Replicas
-from plait.engine.microbatch import step_key
+from plait.engine.loss_scale import LossScale
 from plait.engine.model_weights import AsItWas, refuse_away
+from plait.engine.optimizer_step import Update
+from plait.engine.optimizer_trials import note_absent
 from plait.engine.optimizers import OptimizerFactory, build_both, build_optimizer
-from plait.engine.outputs import refuse_padding, without_padding
 from plait.engine.rank_executor import RankExecutor
 from plait.engine.same_batch import SameBatch
-from plait.engine.scaling import LossScale
+from plait.engine.setup_checks import agree_on_setup, check_captured, describe_optimizer
+from plait.engine.step_results import refuse_padding, without_padding
 from plait.engine.train_state import NO_BATCH_YET, TrainState
-from plait.engine.trying import note_absent
-from plait.engine.unfreezing import follow_frozen
-from plait.engine.update import Update
 from plait.errors import CaptureError, PlanError
 from plait.plan.plan import Plan
 

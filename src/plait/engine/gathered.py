@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from plait.comm.agree import agree
 from plait.comm.protocol import World
+from plait.engine.local_tensors import lies_here, local_part
 from plait.engine.model_weights import placeholders, put_back, refuse_away, replace_parameters
-from plait.engine.state import lies_here, local_part
 from plait.errors import ModelError, PlanError
 
 if TYPE_CHECKING:

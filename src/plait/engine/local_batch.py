@@ -1,7 +1,8 @@
-"""A rank's part of a global batch, as a type of its own, so that it cannot be mistaken for the whole."""
+"""Batches of a step: a rank's rows of the global batch as a type of its own, microbatches, and the rows of replicas."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.comm.protocol import World
 from plait.compile.capture.batch import (
     at_rows,
     batch_structure,
@@ -18,7 +20,9 @@ from plait.compile.capture.batch import (
     row_sizes,
     take_rows,
 )
-from plait.errors import BatchError
+from plait.errors import BatchError, Refusal, UnevenBatchError
+from plait.plan.legality import uneven_micro, uneven_replicas
+from plait.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,38 @@ def batch_part(batch: Any, index: int, count: int) -> Any:
     return take_rows(batch, rows, index * step, step)
 
 
+def microbatches(batch: Any, num: int) -> list[Any]:
+    """The batch's rows in `num` equal parts, in order; for a LocalBatch, this rank's rows of each part.
+
+    Raises BatchError if `num` does not divide the rows.
+    """
+    if num == 1:
+        return [batch]
+    local = isinstance(batch, LocalBatch)
+    tree = batch.tree if local else batch
+    rows = _num_here(batch)
+    if refusal := uneven_micro(num, rows, "each rank's part of the batch" if local else "the batch"):
+        raise UnevenBatchError(refusal)
+    step = rows // num
+    parts = []
+    for index in range(num):
+        part = take_rows(tree, rows, index * step, step)
+        if local:
+            part = dataclasses.replace(batch, tree=part, local_size=step, global_size=batch.global_size // num)
+        parts.append(part)
+    return parts
+
+
+def first_microbatch(batch: Any, num: int) -> Any:
+    """The first of `num` microbatches; the whole batch if `num` does not divide it, as may be in an evaluation."""
+    return batch if _num_here(batch) % num else microbatches(batch, num)[0]
+
+
+def step_key(seed: int, step: int) -> int:
+    """The key of a step's random draws."""
+    return (seed * 0x9E3779B1 + step) & ((1 << 62) - 1)
+
+
 def batches_of(data: Any, known: str | None) -> Iterable[Any]:
     """The batches of a loader or of a list; a batch alone gives itself. `known` is the structure of the batches so
     far.
@@ -103,3 +139,47 @@ def batches_of(data: Any, known: str | None) -> Iterable[Any]:
 def is_loader(data: Any) -> bool:
     """Whether `data` yields batches, rather than being one."""
     return isinstance(data, Iterable) and not isinstance(data, LocalBatch) and not is_container(data)
+
+
+def rows_of_replica(batch: Any, plan: Plan, world: World) -> LocalBatch:
+    """This rank's rows of a global batch, as a part of its replica's batch, microbatch after microbatch as in the
+    loader.
+
+    Raises BatchError if the ranks do not divide the batch.
+    """
+    num = plan.mesh.axis_size(plan.relaxed_axis)
+    if isinstance(batch, LocalBatch):
+        return dataclasses.replace(batch, global_size=batch.global_size // num)
+    rows, parts, micro = num_rows(batch), plan.num_batch_parts, plan.micro
+    if rows % (parts * micro):
+        what = f"{parts} parts of {micro} microbatches do not divide the batch of {rows} rows (plan {plan.title})"
+        raise UnevenBatchError(Refusal(what, "", f"give a multiple of {parts * micro}"))
+    each = rows // (parts * micro)
+    part = plan.batch_part(world.mesh.coordinates(world.rank))
+    places = torch.arange(rows).view(micro, parts, each)[:, part].reshape(-1)
+    tree = map_rows(lambda leaf, dim: at_rows(leaf, dim, places.to(leaf.device)), batch, rows)
+    return LocalBatch(tree, each * micro, rows // num)
+
+
+def batch_of_replica(batch: Any, plan: Plan) -> Any:
+    """A batch of the shapes that one replica trains on: the first rows of the global batch, or all of it without
+    replicas.
+
+    Raises BatchError if the replicas do not divide the batch.
+    """
+    if not plan.relaxed_axis:
+        return batch
+    num, rows = plan.mesh.axis_size(plan.relaxed_axis), num_rows(batch)
+    if refusal := uneven_replicas(plan, rows):
+        raise UnevenBatchError(refusal)
+    return take_rows(batch, rows, 0, rows // num)
+
+
+def replica_key(key: int, index: int) -> int:
+    """The key of a replica's random draws. The first replica's key is the step's."""
+    return (key + index * 0xD1B54A32D192ED03) & ((1 << 62) - 1)
+
+
+def _num_here(batch: Any) -> int:
+    """The number of rows on this rank."""
+    return batch.local_size if isinstance(batch, LocalBatch) else num_rows(batch)

@@ -1,9 +1,9 @@
 """The user's optimizers and scheduler, on this rank's parts of the parameters.
 
 Most optimizers work element by element, and give the same result on parts of a tensor as on the whole. One that does
-not is found by trying it on a small tensor (engine/trying.py). It is replaced by a version that knows the whole (EXACT
-there), or knows how to work on parts (`bind`, optim/parts.py), or is refused. Several optimizers, in a list or a
-wrapper, are tried one by one, and then the wrapper itself.
+not is found by trying it on a small tensor (engine/optimizer_trials.py). It is replaced by a version that knows the
+whole (EXACT there), or knows how to work on parts (`bind`, optim/parts.py), or is refused. Several optimizers, in a
+list or a wrapper, are tried one by one, and then the wrapper itself.
 """
 
 from __future__ import annotations
@@ -19,9 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm.protocol import World
-from plait.engine.parameter_parts import LaidOutParts
-from plait.engine.trying import EXACT, depends_on_others, depends_on_the_cut, note_absent, wrapper_depends_on_the_cut
-from plait.engine.tuning import prefer_fused
+from plait.engine.cpu_settings import prefer_fused
+from plait.engine.local_tensors import LaidOutParts
+from plait.engine.optimizer_trials import (
+    EXACT,
+    depends_on_others,
+    depends_on_the_cut,
+    note_absent,
+    wrapper_depends_on_the_cut,
+)
 from plait.errors import PlanError, Refusal
 from plait.optim.several import Several, optimizers_within, title_of
 from plait.plan.legality import of_optimizer, of_wrappers

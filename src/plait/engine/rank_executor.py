@@ -24,12 +24,12 @@ from plait.compile.compiled import Compiled
 from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.rank_program import RankProgram
 from plait.engine.compiler import Compiler, Recent
-from plait.engine.effects import Changes
-from plait.engine.initialise import initial_buffers
-from plait.engine.local_batch import LocalBatch, global_like, num_rows
-from plait.engine.microbatch import first_microbatch, joined, microbatches
-from plait.engine.state import counts_here, gather_whole, is_whole, local_part, summed_square_axes
-from plait.engine.variables import Variables
+from plait.engine.initial_values import initial_buffers
+from plait.engine.local_batch import LocalBatch, first_microbatch, global_like, microbatches, num_rows
+from plait.engine.local_tensors import counts_here, gather_whole, is_whole, local_part, summed_square_axes
+from plait.engine.python_effects import Changes
+from plait.engine.rank_parameters import Variables
+from plait.engine.step_results import joined
 from plait.errors import CaptureError, PlanError
 from plait.spec.layout import Layout
 

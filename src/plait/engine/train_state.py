@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from plait.comm.protocol import World
-from plait.engine.average import MovingAverage
 from plait.engine.executor import ModelParts
 from plait.engine.local_sgd.replicas import Replicas
-from plait.engine.scaling import LossScale
+from plait.engine.loss_scale import LossScale
+from plait.engine.moving_average import MovingAverage
 from plait.errors import PlanError
 from plait.plan.plan import Plan
 
@@ -23,7 +23,7 @@ class TrainState:
     """The objects that hold the state of a run. Training changes them; they are not copies.
 
     executor    the model's parameters and buffers on this rank; None before the first batch
-    update      the optimizer's step (engine/update.py), which also reads optimizer state that is offloaded
+    update      the optimizer's step (engine/optimizer_step.py), which also reads optimizer state that is offloaded
     loss_scale  the loss scale of fp16
     replicas    the replicas of a plan whose ranks synchronise less often than every step, or through a compressor
     average     a moving average of the weights

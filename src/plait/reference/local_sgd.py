@@ -19,12 +19,10 @@ from plait.compile.capture.capture import LossFn
 from plait.compile.capture.loss_values import ROWS, LossPart, Outputs, join_outputs, results
 from plait.compile.stages.split import Pipeline
 from plait.cost.compressed_bytes import is_smaller, num_kept, num_owned
-from plait.engine.local_batch import num_rows
-from plait.engine.local_sgd.codec import decode, encode
+from plait.engine.local_batch import microbatches, num_rows, replica_key
 from plait.engine.local_sgd.diloco import MIXING
-from plait.engine.local_sgd.exchange import dtype_of_mean, first_factor
-from plait.engine.local_sgd.replica_batch import replica_key
-from plait.engine.microbatch import microbatches
+from plait.engine.local_sgd.exchange import dtype_of_mean
+from plait.engine.local_sgd.tensor_compression import decode, encode, first_factor
 from plait.engine.slices import Fragment, fragments
 from plait.plan.axes import parts_around
 from plait.plan.compression import Compression

@@ -19,9 +19,8 @@ from plait.compile.capture.precision import Precision
 from plait.compile.ops.draw import micro_key
 from plait.compile.ops.random import GlobalRandom
 from plait.compile.stages.split import Pipeline
-from plait.engine.local_batch import num_rows
-from plait.engine.microbatch import microbatches
-from plait.engine.twin import Twin
+from plait.engine.local_batch import microbatches, num_rows
+from plait.engine.model_copy import Twin
 from plait.plan.plan import Plan
 
 _SIGNATURES = {  # torch.batch_norm has no Python signature

@@ -25,7 +25,7 @@ from plait.api.job.setup import (
 from plait.api.job.training import Outcome
 from plait.comm.process import process_world
 from plait.comm.stop import StopVote
-from plait.engine.checkpoint.places import has_checkpoints
+from plait.engine.checkpoint.checkpoint_folders import has_checkpoints
 from plait.engine.checkpoint.storage import folder_of
 from plait.engine.checkpoint.write import clean
 from plait.engine.trace_folder import write_plan

@@ -22,16 +22,15 @@ from plait.api.job.refer import call, check_arguments, import_reference, is_refe
 from plait.api.job.text import ByteText, read_text, split_text
 from plait.backends.eager.offload.scratch import scratch_folder
 from plait.compile.capture.capture import LossFn
-from plait.engine.checkpoint.fitting import refuse_tables
+from plait.engine.checkpoint.checkpoint_folders import INSIDE, checkpoint_of, checkpoints, newest, older_than
+from plait.engine.checkpoint.compatibility import refuse_tables
 from plait.engine.checkpoint.integrity import check_files
-from plait.engine.checkpoint.places import INSIDE, checkpoint_of, checkpoints, newest, older_than
-from plait.engine.checks import check_plan, check_step, place_here
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.data.order import check_batch_size
 from plait.engine.environment import under_launcher
-from plait.engine.local_sgd.replica_batch import batch_of_replica
-from plait.engine.microbatch import microbatches
+from plait.engine.local_batch import batch_of_replica, microbatches
 from plait.engine.optimizers import make_optimizer
+from plait.engine.setup_checks import check_plan, check_step, place_here
 from plait.errors import BatchError, CheckpointError, ConfigError, DataError, LossError, PlanError
 from plait.plan.annotation import resolve_annotations
 from plait.plan.axes import axis_kind

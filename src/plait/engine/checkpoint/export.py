@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from plait.engine.checkpoint.fitting import MODEL, saved_model
+from plait.engine.checkpoint.checkpoint_folders import newest
+from plait.engine.checkpoint.compatibility import MODEL, saved_model
 from plait.engine.checkpoint.integrity import check_files
 from plait.engine.checkpoint.manifest import Manifest
-from plait.engine.checkpoint.places import newest
 from plait.engine.checkpoint.safetensor import write_header
 from plait.engine.checkpoint.source import INDEX, SINGLE, Source, Wanted
 from plait.engine.checkpoint.storage import Folder, Location, folder_of

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from plait.comm.protocol import World
 from plait.compile.ir.dtypes import torch_name
-from plait.engine.checkpoint import randomstate, relaxed
+from plait.engine.checkpoint import random_state, replica_state
 from plait.engine.checkpoint.barrier import Barrier
-from plait.engine.checkpoint.fitting import (
+from plait.engine.checkpoint.checkpoint_folders import has_checkpoints, newest, older_than
+from plait.engine.checkpoint.compatibility import (
     EMA,
     MODEL,
     STATE,
@@ -29,11 +30,10 @@ from plait.engine.checkpoint.fitting import (
     saved_model,
     saved_state,
 )
-from plait.engine.checkpoint.holding import is_away
 from plait.engine.checkpoint.integrity import check_files
+from plait.engine.checkpoint.local_shards import is_away
 from plait.engine.checkpoint.manifest import NAME, Manifest
-from plait.engine.checkpoint.places import has_checkpoints, newest, older_than
-from plait.engine.checkpoint.plainvalues import decode, tensor_names
+from plait.engine.checkpoint.plain_values import decode, tensor_names
 from plait.engine.checkpoint.snapshot import (
     expected_state,
     persistent_buffers,
@@ -43,7 +43,7 @@ from plait.engine.checkpoint.snapshot import (
 )
 from plait.engine.checkpoint.source import Source, Wanted, whole_of
 from plait.engine.checkpoint.storage import Folder, Location, folder_of
-from plait.engine.checkpoint.strict import Count, Text, Whole, checked
+from plait.engine.checkpoint.strict_json import Count, Text, Whole, checked
 from plait.engine.slices import Fragment, fragments
 from plait.engine.train_state import TrainState
 from plait.errors import CheckpointError
@@ -161,7 +161,7 @@ class _Load:
         checked(_COMMON, self._common, f"{folder}/{NAME}: values.common")
         self._model = _wanted_model(run)
         mine = f"random/{run.world.rank}/"
-        random = [n for n in manifest.tensors if n.startswith(mine)] if randomstate.has_own(run.world) else []
+        random = [n for n in manifest.tensors if n.startswith(mine)] if random_state.has_own(run.world) else []
         self._small = {name: _empty(manifest, name) for name in (*tensor_names(self._common), *random)}
         what, optimizer = f"the checkpoint {folder}", run.optimizer
         assert optimizer is not None
@@ -225,10 +225,10 @@ class _Load:
             if run.loss_scale is not None and common["loss_scale"] is not None:
                 run.loss_scale.load_state_dict(common["loss_scale"])
         mine = f"random/{run.world.rank}"
-        if mine in own and randomstate.has_own(run.world):
+        if mine in own and random_state.has_own(run.world):
             tensors = {name.rpartition("/")[2]: t for name, t in self._small.items() if name.startswith(mine + "/")}
             with self._taking(f"own.{mine}"):
-                randomstate.restore(run.world, tensors, decode(own[mine], self._small.__getitem__))
+                random_state.restore(run.world, tensors, decode(own[mine], self._small.__getitem__))
         run.seed, run.step_number = common["seed"], common["step"]
         extra: dict[str, Any] = common["extra"]
         return extra
@@ -245,7 +245,7 @@ class _Load:
 
     def take_own(self) -> None:
         """Load the state that each replica has for itself."""
-        relaxed.restore(self._run, self._source, self._manifest)
+        replica_state.restore(self._run, self._source, self._manifest)
 
     def _state_parts(self) -> dict[str, tuple[tuple[int, ...], tuple[Fragment, ...]]]:
         """(shape of this rank's part, its fragments) of each tensor of optimizer state that belongs to this rank."""

@@ -4,7 +4,7 @@
      "loss_scale": {...}, "ema": {name: tensor}, "step": int}
 
 Optimizer state of its parameter's shape has the parameter's layout. Checkpoints do not use this dict: see
-engine/checkpoint/collect.py.
+engine/checkpoint/saved_state.py.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine.executor import ModelParts
-from plait.engine.state import gather_whole
+from plait.engine.local_tensors import gather_whole
+from plait.engine.optimizer_trials import kept_of, parameters_of, state_layouts
 from plait.engine.train_state import TrainState
-from plait.engine.trying import kept_of, parameters_of, state_layouts
 from plait.errors import CheckpointError
 from plait.optim.several import own_values, set_own_values
 from plait.spec.layout import Layout, Only
@@ -33,7 +33,7 @@ _layouts: WeakKeyDictionary[torch.optim.Optimizer, dict[str, dict[str, Layout | 
 
 def take(run: TrainState) -> dict[str, Any]:
     """The state with DTensors, or whole tensors if ranks are threads. All ranks must call it."""
-    from plait.engine.boundary import to_boundary
+    from plait.engine.dtensors import to_boundary
 
     held, world, optimizer = run.held, run.world, run.optimizer
     assert optimizer is not None
@@ -62,7 +62,7 @@ def take(run: TrainState) -> dict[str, Any]:
 def restore(run: TrainState, state: Mapping[str, Any]) -> None:
     """Load a state that was made under any plan. Raises CheckpointError for other names or shapes, before anything
     is changed."""
-    from plait.engine.boundary import from_boundary
+    from plait.engine.dtensors import from_boundary
 
     held, world = run.held, run.world
     model = state["model"]
@@ -138,7 +138,7 @@ def persistent_buffers(model: nn.Module) -> set[str]:
 
 def _optimizer_state(run: TrainState) -> dict[str, dict[str, Any]]:
     """The optimizer state by parameter name. A rank that lacks a parameter finds the keys by trying the optimizer."""
-    from plait.engine.boundary import to_boundary
+    from plait.engine.dtensors import to_boundary
 
     held, world, optimizer = run.held, run.world, run.optimizer
     assert optimizer is not None
@@ -236,7 +236,7 @@ def _own(value: Any, parameter: nn.Parameter) -> Any:
 
 
 def _restore_optimizer(run: TrainState, saved: Mapping[str, Any]) -> None:
-    from plait.engine.boundary import from_boundary
+    from plait.engine.dtensors import from_boundary
 
     held, world, optimizer = run.held, run.world, run.optimizer
     assert optimizer is not None

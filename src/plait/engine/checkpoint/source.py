@@ -21,7 +21,7 @@ from plait.engine.checkpoint.integrity import check_blocks, in_threads
 from plait.engine.checkpoint.manifest import BLOCK, FileEntry, Manifest, StoredPart
 from plait.engine.checkpoint.safetensor import item_bytes, read_header
 from plait.engine.checkpoint.storage import Folder, Location, folder_of
-from plait.engine.checkpoint.strict import FileName, Text, checked, read_json
+from plait.engine.checkpoint.strict_json import FileName, Text, checked, read_json
 from plait.engine.slices import Fragment, TensorSlice
 from plait.errors import CheckpointError
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from plait.comm.protocol import Comm, Work
 from plait.cost.compressed_bytes import as_matrix, is_smaller, num_kept, num_owned
-from plait.engine.local_sgd.codec import decode, encode
+from plait.engine.local_sgd.tensor_compression import decode, encode, first_factor
 from plait.errors import PlanError
 from plait.plan.compression import Compression
 
@@ -192,12 +192,6 @@ class MeanExchange:
             return found
 
         return Pending([second], result)
-
-
-def first_factor(name: str, num_columns: int, rank: int) -> Tensor:
-    """The initial Q of a matrix, [columns, rank], the same on every replica."""
-    generator = torch.Generator().manual_seed(sum(name.encode()) + num_columns)
-    return torch.randn(num_columns, rank, generator=generator)
 
 
 def _all_reduced(comm: Comm, tensors: Named) -> Pending:

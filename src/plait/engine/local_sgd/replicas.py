@@ -21,7 +21,7 @@ from plait.compile.capture.loss_values import ROWS, LossPart, Outputs, join_outp
 from plait.engine.executor import StepExecutor
 from plait.engine.local_sgd.diloco import LocalTraining
 from plait.engine.local_sgd.exchange import MeanExchange
-from plait.engine.outputs import gather_outputs
+from plait.engine.step_results import gather_outputs
 from plait.plan.axes import parts_around
 from plait.plan.compression import NO_COMPRESSION
 from plait.plan.plan import Plan

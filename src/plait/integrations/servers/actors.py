@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from plait.engine.cpu_settings import keep_freed_memory
 from plait.engine.optimizers import OptimizerFactory
-from plait.engine.tuning import keep_freed_memory
 from plait.integrations.servers.coding import Coding
 from plait.integrations.servers.coordinator import Coordinator
 from plait.integrations.servers.server import Server, Standing

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from plait.cost.compressed_bytes import is_smaller
-from plait.engine.local_sgd.one_way import compress, decompress, num_bytes
+from plait.engine.local_sgd.tensor_compression import compress, decompress, num_bytes
 from plait.integrations.servers.arrays import dtype_of, misfit, to_array, to_tensor, to_tensors
 from plait.plan.compression import NO_COMPRESSION, Compression
 from plait.schedule.balance import Piece

@@ -14,10 +14,10 @@ from torch import Tensor
 from plait.comm.protocol import World
 from plait.compile.capture.batch import batch_tensors
 from plait.engine.checkpoint.snapshot import persistent_buffers
-from plait.engine.checks import check_captured
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.engine import Engine
 from plait.engine.local_batch import num_rows
+from plait.engine.setup_checks import check_captured
 from plait.integrations.servers.arrays import join_pieces, to_array
 from plait.integrations.servers.feed import BatchFeed, PieceFeed
 from plait.integrations.servers.notes import Task

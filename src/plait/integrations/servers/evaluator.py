@@ -9,9 +9,9 @@ import torch
 
 from plait.comm.process import process_world
 from plait.compile.capture.loss_values import loss_and_aux
+from plait.engine.checkpoint.checkpoint_folders import newest
 from plait.engine.checkpoint.load import load_weights
 from plait.engine.checkpoint.manifest import Manifest
-from plait.engine.checkpoint.places import newest
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.data.loader import Loader
 from plait.engine.engine import Engine

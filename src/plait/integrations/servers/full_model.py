@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from plait.engine.checkpoint import collect, load
+from plait.engine.checkpoint import load, saved_state
 from plait.engine.checkpoint.saver import Saver
 from plait.errors import CheckpointError
 from plait.integrations.servers.arrays import dtype_of, packed, to_array, to_tensor, unpacked
@@ -128,7 +128,7 @@ class FullModel:
         self.shard.advance(step)
         extra: dict[str, Any] = {"data": self._data(step), "job": self.job.name}
         extra |= {name: kept for name, kept in (("tables", self.tables), ("outer", self.outer)) if kept}
-        collect.save(self.shard, self.job.folder, extra, self.job.keep, self._saver, True)
+        saved_state.save(self.shard, self.job.folder, extra, self.job.keep, self._saver, True)
 
     def join(self, states: Sequence[State]) -> None:
         """Take over the servers' states."""

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from plait.comm.protocol import World
 from plait.engine.checkpoint import load, snapshot
+from plait.engine.checkpoint.checkpoint_folders import newest
 from plait.engine.checkpoint.manifest import Manifest
-from plait.engine.checkpoint.places import newest
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.engine import Engine
-from plait.engine.state import local_part
+from plait.engine.local_tensors import local_part
 from plait.errors import CheckpointError
 from plait.integrations.servers.arrays import dtype_of, join_pieces, packed, to_array, to_tensor, views
 from plait.integrations.servers.computing import Gradient, num_tokens

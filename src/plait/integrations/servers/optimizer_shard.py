@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from plait.comm.process import process_world
 from plait.compile.ir.dtypes import torch_name
 from plait.engine.checkpoint.snapshot import persistent_buffers
+from plait.engine.optimizer_trials import EXACT, depends_on_the_cut
 from plait.engine.optimizers import OptimizerFactory, build_optimizer, build_scheduler
 from plait.engine.train_state import TrainState
-from plait.engine.trying import EXACT, depends_on_the_cut
 from plait.errors import PlanError, Refusal
 from plait.integrations.servers.arrays import offsets, views
 from plait.optim.several import Several

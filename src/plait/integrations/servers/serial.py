@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.engine.local_batch import batch_part, num_rows
-from plait.engine.local_sgd.one_way import compress
-from plait.engine.microbatch import step_key
+from plait.engine.local_batch import batch_part, num_rows, step_key
+from plait.engine.local_sgd.tensor_compression import compress
 from plait.engine.optimizers import make_optimizer
 from plait.integrations.servers.service import Job
 from plait.reference.local_sgd import norm_parts

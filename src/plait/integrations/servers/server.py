@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from plait.engine.checkpoint import collect, load
-from plait.engine.checkpoint.places import has_checkpoints
+from plait.engine.checkpoint import load, saved_state
+from plait.engine.checkpoint.checkpoint_folders import has_checkpoints
 from plait.engine.checkpoint.saver import Saver
 from plait.engine.optimizers import OptimizerFactory
 from plait.integrations.servers.arrays import dtype_of, packed, to_array, to_tensor, unpacked
@@ -221,7 +221,7 @@ class Server:
         }
         extra["tables"] = self.tables.state()
         Path(self.folder).mkdir(parents=True, exist_ok=True)
-        collect.save(self.shard, self.folder, extra, 1, self._saver, wait)
+        saved_state.save(self.shard, self.folder, extra, 1, self._saver, wait)
         self._saved_at = time.monotonic()
         self._took = self._saved_at - begun
 

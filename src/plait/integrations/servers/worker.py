@@ -20,7 +20,7 @@ import torch
 from plait.comm.launch import SOCKET, meet_in
 from plait.comm.process import process_world
 from plait.comm.socket_store import serve_store
-from plait.engine.tuning import keep_freed_memory
+from plait.engine.cpu_settings import keep_freed_memory
 from plait.integrations.servers.client import Client
 from plait.integrations.servers.cluster import OWN_FOLDER
 from plait.integrations.servers.computing import Computing

@@ -1,4 +1,4 @@
-"""The auxiliary outputs of losses on several ranks, each for its own rows, put together."""
+"""The results of steps: the losses and gradients of microbatches joined, and auxiliary outputs gathered from ranks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,33 @@ from plait.comm.protocol import Comm
 from plait.compile.capture.loss_values import RATIO, ROWS, LossPart, Outputs
 from plait.engine.local_batch import LocalBatch
 from plait.errors import LossError
+
+
+def joined(results: Sequence[StepResult], scale: Tensor | None = None) -> StepResult:
+    """The result of a step from those of its microbatches. The last one has the sums of the gradients.
+
+    `scale` is the loss scale, by which the gradients are divided.
+    """
+    last = results[-1]
+    loss, parts, factor = last.loss, last.parts, None
+    if len(results) > 1:
+        if parts is None:
+            loss = torch.stack([r.loss for r in results]).mean()
+            factor = torch.full((), 1 / len(results), dtype=torch.float64)
+        else:
+            total = torch.stack([r.parts[0] for r in results if r.parts]).sum()
+            weight = torch.stack([r.parts[1] for r in results if r.parts]).sum()
+            loss, parts, factor = total / weight, (total, weight), 1 / weight.double()
+    if scale is not None:
+        factor = (1.0 if factor is None else factor) / scale.double()
+    if factor is not None and last.gradients:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in last.gradients.values():
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        for dtype, gradients in by_dtype.items():
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device, dtype))
+    aux = None if last.aux is None else tuple(each for r in results for each in r.aux or ())
+    return StepResult(loss, parts, last.gradients, last.buffers, 1.0 if factor is None else float(factor), aux)
 
 
 def gather_outputs(comm: Comm, outputs: Outputs, rows: float, device: torch.device) -> list[Outputs]:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from plait.compile.capture.loss_values import Outputs, join_outputs, results
 from plait.engine.executor import StepExecutor
 from plait.engine.local_batch import LocalBatch, batches_of, num_rows
-from plait.engine.outputs import refuse_padding, without_padding
 from plait.engine.same_batch import SameBatch
+from plait.engine.step_results import refuse_padding, without_padding
 from plait.engine.train_state import TrainState
 from plait.errors import BatchError
 from plait.plan.plan import Plan

@@ -16,7 +16,7 @@ from plait.compile.capture.late_values import LateNumber
 from plait.compile.capture.python_state import MISSING
 from plait.compile.capture.reachable import PLAIN
 from plait.compile.capture.tracked_numbers import Asked, Tracked
-from plait.engine.watch import PythonWatch
+from plait.engine.python_watch import PythonWatch
 from plait.errors import CaptureError
 
 _NUMBERS = (int, float)

@@ -25,8 +25,8 @@ from plait.backends.eager.page_memory import page_memory
 from plait.comm.device import synchronize
 from plait.comm.protocol import World
 from plait.cost.memory_model import padded
+from plait.engine.optimizer_trials import tried
 from plait.engine.optimizers import refuse_some_at_a_time
-from plait.engine.trying import tried
 from plait.optim.several import each_parameter
 from plait.plan.sharding_plan import DEVICE, ShardingPlan, is_large
 from plait.spec.layout import Shard

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.engine.checkpoint import randomstate, relaxed, write
-from plait.engine.checkpoint.fitting import EMA, MODEL, STATE
-from plait.engine.checkpoint.holding import Holding, Kept, is_away
+from plait.engine.checkpoint import random_state, replica_state, write
+from plait.engine.checkpoint.compatibility import EMA, MODEL, STATE
+from plait.engine.checkpoint.local_shards import Holding, Kept, is_away
 from plait.engine.checkpoint.saver import Saver
 from plait.engine.checkpoint.snapshot import group_options, persistent_of, state_layout
 from plait.engine.checkpoint.storage import Location
@@ -73,8 +73,8 @@ def describe(run: TrainState, extra: Mapping[str, Any]) -> State:
     if run.average is not None:
         for name, part in run.average.tensors.items():
             tensors[EMA + name] = Holding.laid_out(part, held.layouts[name], world)
-    if randomstate.has_own(world):
-        states, own[f"random/{world.rank}"] = randomstate.take(world)
+    if random_state.has_own(world):
+        states, own[f"random/{world.rank}"] = random_state.take(world)
         tensors |= {f"random/{world.rank}/{name}": Holding.whole(tensor) for name, tensor in states.items()}
     values = {
         "step": run.step_number,
@@ -84,11 +84,11 @@ def describe(run: TrainState, extra: Mapping[str, Any]) -> State:
         "groups": group_options(run),
         "scheduler": run.scheduler.state_dict() if run.scheduler is not None else None,
         "loss_scale": run.loss_scale.state_dict() if run.loss_scale is not None else None,
-        "replicas": relaxed.values(run),
+        "replicas": replica_state.values(run),
         "extra": dict(extra),
         "model_config": config_of(held.model),
     }
-    return State(tensors | relaxed.holdings(run), values, own)
+    return State(tensors | replica_state.holdings(run), values, own)
 
 
 def config_of(model: nn.Module) -> str | None:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from plait.engine.parameter_parts import LaidOutParts
+from plait.engine.local_tensors import LaidOutParts
 from plait.optim.adafactor import Adafactor
 from plait.optim.muon import Muon
 from plait.optim.parts import WholeTensor

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from plait.engine.checkpoint.holding import Holding
+from plait.engine.checkpoint.local_shards import Holding
 from plait.engine.checkpoint.manifest import Manifest
 from plait.engine.checkpoint.snapshot import state_layout
 from plait.engine.checkpoint.source import Source, Wanted, whole_of

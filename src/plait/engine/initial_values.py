@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from plait.comm.device import random_devices
 from plait.comm.protocol import World
-from plait.engine.state import lies_here, local_part
+from plait.engine.local_tensors import lies_here, local_part
 from plait.errors import PlaitError
 from plait.spec.layout import Layout
 

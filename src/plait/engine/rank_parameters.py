@@ -4,7 +4,7 @@ zero=0        optimizer and graph have the same tensors
 zero=1, 2     the graph reads whole tensors; the optimizer has this rank's part of each, a view of the whole where that
               is possible; after an update the parts are gathered
 zero=3        both have this rank's parts, which the graph gathers
-central=host  as zero=2, but the whole tensors are in memory that the data ranks share (engine/shared_parameters.py), so
+central=host  as zero=2, but the whole tensors are in memory that the data ranks share (engine/rank_parameters.py), so
               that nothing is gathered. All ranks wait for each other before and after an update. An accelerator has
               copies of its own
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +29,11 @@ from plait.compile.ir.dtypes import dtype_named
 from plait.compile.rank_program import RankProgram
 from plait.compile.sharding.flat_shards import Cut, FlatShards
 from plait.cost.memory_model import padded
-from plait.engine.initialise import initial_parameters
+from plait.engine.initial_values import initial_parameters
+from plait.engine.local_tensors import is_whole
 from plait.engine.model_weights import release, where
-from plait.engine.shared_parameters import shared_parameters
-from plait.engine.state import is_whole
+from plait.errors import PlanError
+from plait.plan.legality import no_common_memory
 from plait.plan.sharding_plan import DISK, Gather
 from plait.schedule.buckets import bucket_limit, split_buckets
 
@@ -261,3 +263,69 @@ class Variables:
 def _unaliased(value: Tensor, own: Tensor) -> Tensor:
     """The value, in memory other than that of the model's own tensor."""
     return value.clone() if value.data_ptr() == own.data_ptr() else value
+
+
+_ALIGN = 64
+
+
+@dataclass(frozen=True)
+class SharedParameter:
+    """A shared parameter.
+
+    whole   the parameter, whole over the data ranks
+    cut     how the data ranks cut it; None if it is not trained
+    narrow  whether its dtype is narrower than the optimizer's
+    """
+
+    whole: Tensor
+    cut: Cut | None
+    narrow: bool
+
+    def part(self, rank: int) -> Tensor:
+        """The view of the part that a data rank updates; the whole if it is not trained."""
+        return self.whole if self.cut is None else self.cut.part(self.whole, rank)
+
+
+def shared_parameters(program: RankProgram, world: World) -> dict[str, SharedParameter]:
+    """The shared parameters of a plan with central=host, by name, uninitialised. All ranks must call it.
+
+    Raises PlanError if the data ranks cannot share memory.
+    """
+    sharding = program.sharding
+    shared = {name: each for name, each in sharding.parameters.items() if each.shared}
+    if not shared:
+        return {}
+    forms: dict[str, tuple[Tensor, Cut | None, bool]] = {}
+    here = world.mesh.coordinates(world.rank)
+    for name, each in shared.items():
+        if each.compute.lies_at(here):
+            cut, shape = program.cuts.get(name), each.compute.local_shape(world.mesh, here)
+            form = _form(shape, dtype_named(each.compute.dtype), cut if each.narrow is None else None)
+            forms[name] = form, cut, each.narrow is not None
+    sizes = [-(-form.nbytes // _ALIGN) * _ALIGN for form, _, _ in forms.values()]
+    memory = _memory(sum(sizes), world, sharding.axis)
+    pieces = memory.split(sizes)
+    return {
+        name: SharedParameter(_laid_in(piece, form), cut, narrow)
+        for piece, (name, (form, cut, narrow)) in zip(pieces, forms.items(), strict=True)
+    }
+
+
+def _form(shape: tuple[int, ...], dtype: torch.dtype, cut: Cut | None) -> Tensor:
+    """The memory layout of a tensor, on the meta device. The dim that is cut is outermost, so that parts are
+    contiguous, as fused optimizers need them."""
+    dim = 0 if cut is None else cut.dim
+    outermost = (*shape[dim : dim + 1], *shape[:dim], *shape[dim + 1 :])
+    form = torch.empty(outermost, dtype=dtype, device="meta")
+    return form.movedim(0, dim) if shape else form
+
+
+def _laid_in(memory: Tensor, form: Tensor) -> Tensor:
+    return memory[: form.nbytes].view(form.dtype).as_strided(form.shape, form.stride())
+
+
+def _memory(num_bytes: int, world: World, axis: str) -> Tensor:
+    memory = world.comm(axis).shared(num_bytes)
+    if memory is None:
+        raise PlanError(no_common_memory(world.mesh.axis_size(axis)))
+    return memory
