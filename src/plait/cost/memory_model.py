@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from plait.plan.kinds import Recompute
 from plait.plan.plan import Plan
+from plait.plan.sharding_plan import ZERO_STAGES
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 ACTIVATIONS, BUFFERS = "activations", "buffers"
@@ -42,11 +43,12 @@ def model_state_bytes(num_parameters: float, stage: int, num_ranks: int, each: S
 
     Raises ValueError for another stage, or for fewer ranks than one.
     """
-    if stage not in range(4) or num_ranks < 1:
+    if stage not in ZERO_STAGES or num_ranks < 1:
         raise ValueError(f"stage {stage} over {num_ranks} ranks; a stage is 0 to 3, over 1 rank or more")
-    optimizer = each.optimizer / (num_ranks if stage >= 1 else 1)
-    gradients = each.gradients / (num_ranks if stage >= 2 else 1)
-    parameters = each.parameters / (num_ranks if stage >= 3 else 1)
+    cuts = ZERO_STAGES[stage]
+    optimizer = each.optimizer / (num_ranks if cuts.optimizer else 1)
+    gradients = each.gradients / (num_ranks if cuts.gradients else 1)
+    parameters = each.parameters / (num_ranks if cuts.parameters else 1)
     return num_parameters * (parameters + gradients + optimizer)
 
 

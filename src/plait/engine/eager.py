@@ -218,7 +218,7 @@ class EagerExecutor:
                 if whole != taken(rows, num, seed=1):
                     return _ratio(*whole), 0.0, 0.0
             first, one = taken(take_rows(rows, num, 0, half), half)
-            second, two = taken(take_rows(rows, num, half, num), num - half)
+            second, two = taken(take_rows(rows, num, half, num - half), num - half)
         finally:
             for module, mode in modes:
                 module.training = mode

@@ -21,6 +21,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 from plait.plan.axes import axis_kind, zero_axis
 from plait.plan.plan import Plan
@@ -29,6 +30,17 @@ from plait.spec.mesh import Mesh
 
 DEVICE, HOST, DISK = "device", "host", "disk"  # kinds of memory, as home.* names them
 SMALL = 1 << 14  # elements; a smaller tensor stays where it is: moving it takes as long as moving one of this size
+
+
+class ZeroStage(NamedTuple):
+    """What a stage of ZeRO cuts over ranks."""
+
+    optimizer: bool = False
+    gradients: bool = False
+    parameters: bool = False
+
+
+ZERO_STAGES = {0: ZeroStage(), 1: ZeroStage(True), 2: ZeroStage(True, True), 3: ZeroStage(True, True, True)}
 
 
 class Gather(Enum):
@@ -157,17 +169,17 @@ def sharding_plan(
         reduce_axes: by name, the axes over which the terms of a gradient are summed.
         device: the type of device that computes.
     """
-    stage = 2 if plan.central == "host" else plan.zero
-    axis = zero_axis() if stage and plan.mesh.axis_size(zero_axis()) > 1 else ""
+    cuts = ZERO_STAGES[2 if plan.central == "host" else plan.zero]
+    axis = zero_axis() if cuts.optimizer and plan.mesh.axis_size(zero_axis()) > 1 else ""
     shares = plan.shares_parameters
-    gather = Gather.NEVER if shares else Gather.USE if stage == 3 else Gather.UPDATE
+    gather = Gather.NEVER if shares else Gather.USE if cuts.parameters else Gather.UPDATE
     on_host = updates_on_host(plan, device)
     memory = plan.home_parameters if parameters_away(plan, device) else DEVICE
     gradient_memory = HOST if on_host and memory == DEVICE else memory
     found = {}
     for name, compute in layouts.items():
         is_frozen, large = name in frozen, is_large(math.prod(compute.shape))
-        cut_dim = None if is_frozen and stage != 3 else state_dim(compute, plan.mesh, axis)
+        cut_dim = None if is_frozen and not cuts.parameters else state_dim(compute, plan.mesh, axis)
         found[name] = ParameterSharding(
             compute,
             compute if cut_dim is None else _cut(compute, axis, cut_dim),
@@ -179,7 +191,7 @@ def sharding_plan(
             memory if large else DEVICE,
             gradient_memory if large else DEVICE,
         )
-    return ShardingPlan(plan.mesh, axis, found, stage >= 2, on_host)
+    return ShardingPlan(plan.mesh, axis, found, cuts.gradients, on_host)
 
 
 def state_dim(layout: Layout, mesh: Mesh, axis: str) -> int | None:

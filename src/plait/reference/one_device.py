@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -74,6 +75,30 @@ def one_device_loss(model: nn.Module, loss_fn: LossFn, batch: Any, num_parts: in
     return replace(found, outputs=None if found.outputs is None else copied(found.outputs))
 
 
+def _backward(
+    model: nn.Module,
+    loss_fn: LossFn,
+    part: Any,
+    plan: Plan,
+    key: int,
+    num_parts: int,
+    objective: Callable[[Loss], Tensor],
+) -> Loss:
+    """Forward and backward of one microbatch with this key: adds the gradients of `objective` of its loss."""
+    precision = Precision(plan.precision, plan.exceptions)
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    with GlobalRandom(key):
+        try:
+            with precision.computing(model, device):
+                found = one_device_loss(model, loss_fn, part, num_parts)
+            objective(found).backward()
+        except RuntimeError as error:
+            if (refusal := precision.refusal(error, "")) is None:
+                raise
+            raise refusal from error
+    return found
+
+
 def one_device_step(
     model: nn.Module, loss_fn: LossFn, batch: Any, plan: Plan, key: int, num_parts: int = 1, scale: float = 1.0
 ) -> OneDevice:
@@ -94,24 +119,18 @@ def one_device_step(
     if isinstance(model, Twin):
         with model.installed() as own:
             return one_device_step(own, loss_fn, batch, plan, key, num_parts, scale)
-    precision = Precision(plan.precision, plan.exceptions)
-    device = next((p.device.type for p in model.parameters()), "cpu")
     totals: list[Tensor] = []
     weights: list[Tensor] = []
     outputs = []
     weighted = False
+
+    def total_of(loss: Loss) -> Tensor:
+        return _wide(loss.mean if plan.micro == 1 else loss.total)
+
     for index, part in enumerate(microbatches(batch, plan.micro)):
-        with GlobalRandom(micro_key(key, index)):
-            try:
-                with precision.computing(model, device):
-                    found = one_device_loss(model, loss_fn, part, num_parts)
-                    total = found.mean if plan.micro == 1 else found.total
-                (_wide(total) * scale).backward()
-            except RuntimeError as error:
-                if (refusal := precision.refusal(error, "")) is None:
-                    raise
-                raise refusal from error
-        totals.append(total.detach())
+        own_key = micro_key(key, index)
+        found = _backward(model, loss_fn, part, plan, own_key, num_parts, lambda loss: total_of(loss) * scale)
+        totals.append(total_of(found).detach())
         weights.append(torch.as_tensor(found.pair[1]).detach())
         outputs.append(found.outputs)
         weighted = found.weight is not None
@@ -120,7 +139,7 @@ def one_device_step(
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad /= torch.as_tensor(over * scale, dtype=parameter.grad.dtype)
-    loss = torch.stack([_wide(one) for one in totals]).sum() / over
+    loss = torch.stack(totals).sum() / over
     return OneDevice(loss, float(weight) if weighted else None, _joined(outputs))
 
 
@@ -148,9 +167,7 @@ def stale_step(
     if isinstance(model, Twin):
         with model.installed() as own:
             return stale_step(own, loss_fn, batch, plan, key, pipeline, optimizer, num_parts)
-    precision = Precision(plan.precision, plan.exceptions)
     schedule, named = pipeline.schedule, dict(model.named_parameters())
-    device = next(iter(named.values())).device.type
     history = [{name: p.detach().clone() for name, p in named.items()}]
     totals: list[Tensor] = []
     weights: list[Tensor] = []
@@ -160,10 +177,8 @@ def stale_step(
         for name, parameter in named.items():
             rank, _ = schedule.where(pipeline.stages[name][0], micro)
             parameter.data.copy_(history[schedule.version(rank, micro)][name])
-        with GlobalRandom(micro_key(key, micro)):
-            with precision.computing(model, device):
-                found = one_device_loss(model, loss_fn, part, num_parts)
-            (_wide(found.mean) / num).backward()
+        mean_of = functools.partial(_mean_over, num)
+        found = _backward(model, loss_fn, part, plan, micro_key(key, micro), num_parts, mean_of)
         total, weight = found.pair
         totals.append(_wide(total.detach()))
         weights.append(_wide(torch.as_tensor(weight).detach()))
@@ -175,6 +190,11 @@ def stale_step(
             optimizer.zero_grad(set_to_none=True)
             history.append({name: p.detach().clone() for name, p in named.items()})
     return OneDevice(torch.stack(totals).sum() / torch.stack(weights).sum(), None, _joined(outputs))
+
+
+def _mean_over(num: int, loss: Loss) -> Tensor:
+    """A microbatch's share in the mean over `num` of them."""
+    return _wide(loss.mean) / num
 
 
 def _joined(parts: Sequence[Outputs | None]) -> Outputs | None:

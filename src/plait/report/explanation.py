@@ -12,13 +12,14 @@ import torch
 from torch.fx import Graph, Node
 
 from plait.backends.eager.passes import EAGER_PASSES, eager_graphs, make_eager
-from plait.backends.eager.rewrites.bucket import bucket_wait, rows_start, rows_wait
+from plait.backends.eager.rewrites.bucket import bucket_part
 from plait.backends.eager.rewrites.gather_ahead import gather_start
 from plait.compile.compiled import Compiled
 from plait.compile.ir.calls import is_item, op_spec_of, output_node
 from plait.compile.ir.dtypes import dtype_name
 from plait.compile.ir.node_info import info_of
 from plait.compile.one_pass import Watcher
+from plait.compile.ops import CollectiveKind
 from plait.compile.pipeline import PASSES, compile
 from plait.compile.rank_program import RankProgram
 from plait.compile.wire_bytes import Collective, step_collectives
@@ -249,11 +250,12 @@ def _readers(node: Node) -> list[Node]:
 def _way_of_gradient(node: Any, axes: Sequence[str]) -> str:
     """How a gradient is summed over ranks along these axes, from the node that leaves the graph."""
     done = node.args[0] if isinstance(node, Node) and is_item(node) else None
-    if isinstance(done, Node) and done.target in {bucket_wait, rows_wait}:
+    if isinstance(done, Node) and bucket_part(done) == "wait":
         start = done.args[1]
         assert isinstance(start, Node)
-        kept = ", of which each rank keeps its part" if start.target is rows_start else ""
-        held = human_bytes(info_of(start).num_bytes)
+        does, held = op_spec_of(start).communicates, human_bytes(info_of(start).num_bytes)
+        scattered = does is not None and does.kind is CollectiveKind.REDUCE_SCATTER
+        kept = ", of which each rank keeps its part" if scattered else ""
         return f"summed over {' and '.join(axes)} in a bucket of {info_of(start).what}, {held}{kept}"
     return f"summed over {' and '.join(axes)}" if axes else "made on each rank, not summed over any axis"
 

@@ -16,6 +16,7 @@ from plait.cost.memory_model import (
 )
 from plait.plan.axes import stage_axis, zero_axis
 from plait.plan.plan import Plan
+from plait.plan.sharding_plan import ZERO_STAGES
 from plait.report.bytes import human_bytes
 
 _DEGREES = (1, 4, 16, 64, 256, 1024)  # numbers of ranks, as in the table of the ZeRO paper
@@ -85,10 +86,11 @@ class MemoryEstimate:
         """A table of parameters, gradients and optimizer state by the formula of the ZeRO paper, over N ranks."""
         each = self._state_bytes()
         said = f"({each.parameters:g} + {each.gradients:g} + {each.optimizer:.3g}) x {self.num_parameters:,} bytes"
-        lines = [f"model state of a rank by the formula of ZeRO, {said}, over N ranks of data"]
-        lines.append(_line("N", *(f"zero={stage}" for stage in (1, 2, 3))))
+        lines = [f"model state of a rank by the formula of ZeRO, {said}, over N ranks of {zero_axis()}"]
+        stages = [stage for stage, cuts in ZERO_STAGES.items() if cuts.optimizer]
+        lines.append(_line("N", *(f"zero={stage}" for stage in stages)))
         for num in _DEGREES:
-            row = (_bytes(model_state_bytes(self.num_parameters, stage, num, each)) for stage in (1, 2, 3))
+            row = (_bytes(model_state_bytes(self.num_parameters, stage, num, each)) for stage in stages)
             lines.append(_line(str(num), *row))
         return lines
 

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from plait.backends.eager.collectives import all_reduce, all_reduce_start, take_part, wait
 from plait.backends.eager.rewrites.pending_reductions import PendingReduction, finishing, leaving
 from plait.comm.protocol import REDUCTIONS
-from plait.compile.ir.calls import num_bytes, output_node, settled
+from plait.compile.ir.calls import num_bytes, op_spec_of, output_node, settled
 from plait.compile.ir.node_info import describe, info_of
 from plait.compile.ir.views import is_whole_view
 from plait.compile.ops import CollectiveKind, Communication, MemoryUse, OpSpec, register
@@ -101,6 +101,12 @@ register(
     rows_wait,
     spec=OpSpec(communicates=Communication(CollectiveKind.REDUCE_SCATTER, "wait", counted=True), memory=_GRADIENTS),
 )
+
+
+def bucket_part(node: Node) -> str:
+    """Whether a call starts the sum of a bucket, or waits for it: start, wait, or nothing."""
+    does = op_spec_of(node).communicates
+    return does.part if does is not None and does.counted and does.kind is not CollectiveKind.ALL_GATHER else ""
 
 
 def _sum_on(world: Any, flat: Tensor, axes: Sequence[str]) -> Tensor:

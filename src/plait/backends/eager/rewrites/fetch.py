@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from plait.backends.eager.collectives import take_part
-from plait.backends.eager.rewrites.bucket import bucket_start, bucket_wait, rows_start, rows_wait
+from plait.backends.eager.rewrites.bucket import bucket_part
 from plait.backends.eager.rewrites.offload_ops import fetch_start, homes_of, leave
 from plait.backends.eager.rewrites.read_ahead import in_buckets, read_ahead
 from plait.compile.ir.calls import output_node, placeholders, settled
@@ -91,8 +91,8 @@ def _fetch(
 
 def _wait_early(graph: Graph) -> None:
     """Move the wait for each bucket from the end to where the next one has left, with what reads only it."""
-    starts = [node for node in graph.nodes if node.target in (bucket_start, rows_start)]
-    waits = {node.args[1]: node for node in graph.nodes if node.target in (bucket_wait, rows_wait)}
+    starts = [node for node in graph.nodes if bucket_part(node) == "start"]
+    waits = {node.args[1]: node for node in graph.nodes if bucket_part(node) == "wait"}
     for start, after in itertools.pairwise(starts):
         wait = waits[start]
         after.append(wait)
