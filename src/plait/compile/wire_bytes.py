@@ -87,7 +87,8 @@ def collective_order(graphs: Mapping[str, Graph], pipeline: Pipeline | None = No
                 text = f"{does.kind.title} {does.part} {axes} {info.num_bytes} {sorted(info.owner.items())} {shapes}\n"
                 sums.update(text.encode())
     if pipeline is not None:
-        values = [(value.name, value.source, value.users, tuple(value.like.shape)) for value in pipeline.cells.values]
+        sent = [value for value in pipeline.cells.values if value.stages()]  # what stays on a stage may be a tuple
+        values = [(value.name, value.source, value.users, tuple(value.like.shape)) for value in sent]
         sums.update(f"{pipeline.schedule}\n{values}\n{sorted(pipeline.stages.items())}".encode())
     return f"{num_calls} collectives, checksum {sums.hexdigest()[:8]}"
 
