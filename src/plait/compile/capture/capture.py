@@ -32,6 +32,7 @@ from plait.compile.capture.python_state import MISSING, Holder
 from plait.compile.capture.random_sources import nothing_drawn
 from plait.compile.capture.reachable import PLAIN, Reached
 from plait.compile.ir.gc_paused import collection_paused
+from plait.compile.ir.shapes import StepMode
 from plait.compile.ops.random import VisibleDropout
 from plait.errors import BatchError, CaptureError, LossError, PlanError
 
@@ -228,7 +229,7 @@ def _capture(
     reached: Reached,
     inputs_of: Collection[str],
 ) -> Captured:
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode = StepMode()
     recorder = GraphRecorder(fake_mode)
     rows = count_rows(batch)
     where = device or _device(leaves)

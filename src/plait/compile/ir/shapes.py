@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule
 from torch.utils._mode_utils import no_dispatch
 
 _Spec = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
@@ -44,6 +45,19 @@ class ShapeMemo:
             return result
         found = self._found[key]
         return found if mode is None else _unmap(found, mode)
+
+
+class StepMode(FakeTensorMode):
+    """The mode of one step's fake tensors. Passes and plans of the step share what they find out about calls on them.
+
+    shapes          results of calls, which must not be changed or bound
+    decompositions  graphs of the simpler ops of a call, by the call and its arguments
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.shapes = ShapeMemo()
+        self.decompositions: dict[Any, GraphModule] = {}
 
 
 def _map(result: Any, change: Callable[[Tensor], Any]) -> Any:

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from plait.compile.ir.calls import is_item, is_tensor, output_values
-from plait.compile.ir.shapes import fake_of, spec_of
+from plait.compile.ir.shapes import StepMode, fake_of, frozen, spec_of
 from plait.compile.ir.views import view_of
 from plait.compile.ops import View
 
@@ -30,9 +30,7 @@ def decompose_node(node: Node, function: Callable[..., Any]) -> Node:
         return arg
 
     map_arg((node.args, node.kwargs), collect)
-    # Tracing tells inputs apart by identity, and nodes of equal shape may share one value.
-    values = [fake_of(spec_of(source.meta["val"]), source.meta["val"].fake_mode) for source in sources]
-    traced = _trace(node, function, sources, values)
+    traced = _traced(node, function, sources)
     inner: dict[Node, Any] = {}
     holders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     inner.update(zip(holders, sources, strict=True))
@@ -61,6 +59,21 @@ def decompose_node(node: Node, function: Callable[..., Any]) -> Node:
             graph.erase_node(user)
     graph.erase_node(node)
     return first if first is not None else follower
+
+
+def _traced(node: Node, function: Callable[..., Any], sources: list[Node]) -> torch.fx.GraphModule:
+    """The ops of `function` on the node's arguments. The same call on tensors like these has been traced only once."""
+    mode = sources[0].meta["val"].fake_mode
+    # Tracing tells inputs apart by identity, and nodes of equal shape may share one value.
+    values = [fake_of(spec_of(source.meta["val"]), mode) for source in sources]
+    if not isinstance(mode, StepMode):
+        return _trace(node, function, sources, values)
+    numbers = {source: (number, spec_of(source.meta["val"])) for number, source in enumerate(sources)}
+    args = map_arg((node.args, node.kwargs), lambda n: numbers.get(n, n))
+    key = (node.target, function, frozen(args, spec_of))
+    if key not in mode.decompositions:
+        mode.decompositions[key] = _trace(node, function, sources, values)
+    return mode.decompositions[key]
 
 
 def _trace(node: Node, function: Callable[..., Any], sources: list[Node], values: list[Any]) -> torch.fx.GraphModule:

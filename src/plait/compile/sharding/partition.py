@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 
 from plait.compile.ir.calls import call_of, is_item, op_spec_of, output_node, placeholders, tensor_inputs
 from plait.compile.ir.node_info import NodeInfo, describe, info_of, set_info
-from plait.compile.ir.shapes import ShapeMemo
+from plait.compile.ir.shapes import ShapeMemo, StepMode
 from plait.compile.ops import Call, Strategy, comm_ops, op_spec
 from plait.compile.sharding.propagate import Propagation
 from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Shard, local_shape
@@ -24,13 +24,13 @@ from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Sh
 class LocalBuilder:
     """Appends local nodes to `graph` and computes their values on fake tensors (see `ops.base.Builder`)."""
 
-    def __init__(self, axis: str, size: int) -> None:
+    def __init__(self, axis: str, size: int, memo: ShapeMemo) -> None:
         self.graph = Graph()
         self.axis = axis
         self.size = size
         self.info = NodeInfo()  # of the node being written
         self._coordinate: Node | None = None
-        self._memo = ShapeMemo()
+        self._memo = memo
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
         real = map_arg((args, kwargs), lambda n: n.meta["val"])
@@ -98,6 +98,12 @@ class LocalBuilder:
                 return self.convert(self.convert(node, have, REPLICATE), REPLICATE, want)
 
 
+def _memo_of(graph: Graph) -> ShapeMemo:
+    """The memo that all plans of a step share."""
+    modes = (getattr(node.meta["val"], "fake_mode", None) for node in placeholders(graph))
+    return next((mode.shapes for mode in modes if isinstance(mode, StepMode)), ShapeMemo())
+
+
 def _whole_shape(shape: tuple[int, ...], placement: Shard, size: int) -> tuple[int, ...]:
     return tuple(n * size if dim == placement.dim else n for dim, n in enumerate(shape))
 
@@ -108,7 +114,7 @@ class Partitioner:
     def __init__(self, found: Propagation, axis: str) -> None:
         self.found = found
         self.axis = axis
-        self.builder = LocalBuilder(axis, found.size)
+        self.builder = LocalBuilder(axis, found.size, _memo_of(found.graph))
         self.local: dict[Node, Any] = {}  # old node -> new node, or a tuple of new nodes
         self.forms: dict[tuple[Node, Placement], Node] = {}
 
