@@ -22,8 +22,7 @@ from typing import Any
 from bench import variants
 from bench.harness import Group, Variant, arguments, publish
 from bench.workloads import WORKLOADS, Workload
-from plait.engine.checkpoint.checkpoint_folders import newest
-from plait.engine.checkpoint.integrity import check_files
+from plait.engine.checkpoint.checkpoint_folders import check_files, newest
 
 PLANS = ("data=2", "data=2 zero=1", "data=2 zero=3")
 LARGE = Workload(1024)  # 102 million parameters: 1.1 GiB with the state of AdamW

@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plait.engine.checkpoint import write
-from plait.engine.checkpoint.checkpoint_folders import checkpoints, newest
-from plait.engine.checkpoint.integrity import check_files, damages
+from plait.engine.checkpoint.checkpoint_folders import check_files, checkpoints, damages, newest
 from plait.engine.checkpoint.local_shards import Holding, pieces
 from plait.engine.checkpoint.manifest import BLOCK, Manifest, combine_crcs
 from plait.engine.checkpoint.plain_values import decode, encode

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import plait
 from plait.api.job.gpt import loss_fn
 from plait.api.memory import Estimator
-from plait.compile.meter import Meter
+from plait.compile.memory_meter import Meter
 from plait.cost.memory_model import FULL_ADAM, RankMemory, model_state_bytes, single_changes
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.dry_run import dry_run

@@ -26,7 +26,7 @@ from plait.compile.ops import comm_ops
 from plait.compile.ops.comm_ops import CommOp
 from plait.compile.passes.zero import gives_part, is_sum
 from plait.compile.rank_program import RankProgram, StepGraph, graph_of_rank
-from plait.compile.wire_bytes import collective_order
+from plait.compile.step_collectives import collective_order
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.local_batch import microbatches
 from plait.engine.rank_executor import RankExecutor

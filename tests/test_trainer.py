@@ -14,7 +14,7 @@ from plait.api.trainer import Trainer
 from plait.comm.process import process_world
 from plait.comm.protocol import World
 from plait.engine.compiler import Captures, Compiler
-from plait.engine.eager import refuse_unless_data_only
+from plait.engine.ddp_fallback import refuse_unless_data_only
 from plait.engine.local_batch import LocalBatch
 from plait.errors import BatchError, CaptureError, LossError, PlanError, RankFailed
 from plait.plan.plan import Plan

@@ -18,12 +18,12 @@ from plait.comm.device import is_host
 from plait.comm.process import process_world
 from plait.comm.protocol import World
 from plait.compile.capture.capture import LossFn
-from plait.compile.sharding.split_share import SplitShare
+from plait.compile.sharding.sharded_fraction import ShardedFraction
 from plait.engine.checkpoint import load, saved_state, snapshot
 from plait.engine.checkpoint.saver import Saver
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.cpu_settings import give_freed_memory_back, keep_freed_memory, warn_of_slow_precision
-from plait.engine.eager import check_allowed
+from plait.engine.ddp_fallback import check_allowed
 from plait.engine.engine import Engine, StepLoss
 from plait.engine.environment import resolve_plan, resolve_trace
 from plait.engine.executor import StepExecutor
@@ -265,7 +265,7 @@ class Trainer:
             self.state.replicas.agree(self.step_number)
 
     @property
-    def split_share(self) -> SplitShare | None:
+    def sharded_fraction(self) -> ShardedFraction | None:
         """How much of the model is split by an axis that splits weights, such as tensor; None without such an axis."""
         compiled = self.executor.compiled
         return None if compiled is None else compiled.share

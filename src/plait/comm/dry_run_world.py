@@ -1,7 +1,7 @@
 """A world without other ranks, for dry runs on tensors without memory.
 
 Its collectives create the tensors that the transport would create, and send nothing. `meter` counts their bytes (see
-compile/meter.py).
+compile/memory_meter.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plait.comm.key_value_store import KeyValueStore, LocalStore
 from plait.comm.process_group_transport import ProcessGroupComm, ProcessGroupWork
 from plait.comm.protocol import Comm, RankMonitor, Take, Work
 from plait.comm.segment import Arena
-from plait.compile.meter import Meter
+from plait.compile.memory_meter import Meter
 from plait.cost.memory_model import ACTIVATIONS
 from plait.spec.mesh import Mesh
 

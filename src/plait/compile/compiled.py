@@ -10,7 +10,7 @@ from torch.fx import Graph
 from plait.compile.capture.capture import Captured
 from plait.compile.rank_program import RankProgram, StepGraph
 from plait.compile.sharding.flat_shards import Cut
-from plait.compile.sharding.split_share import SplitShare
+from plait.compile.sharding.sharded_fraction import ShardedFraction
 from plait.compile.stages.split import Pipeline
 from plait.plan.annotation import Annotations
 from plait.plan.plan import Plan
@@ -30,7 +30,7 @@ class Compiled:
     program: RankProgram
     origins: dict[str, str]
     without_rule: frozenset[str]
-    share: SplitShare | None = None
+    share: ShardedFraction | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Draft:
     origins: dict[str, str] = field(default_factory=dict)
     reduce_axes: dict[str, tuple[str, ...]] = field(default_factory=dict)  # over which gradients are summed, by name
     without_rule: set[str] = field(default_factory=set)
-    share: SplitShare | None = None
+    share: ShardedFraction | None = None
 
     # what a pipeline decides
     begins: list[float] | None = None  # positions with which its stages begin

@@ -12,10 +12,10 @@ from plait.compile.compiled import Draft
 from plait.compile.ir.calls import output_node, placeholders
 from plait.compile.ir.dtypes import dtype_name
 from plait.compile.sharding.auto_sharding import auto_sharding
-from plait.compile.sharding.narrow import gathered_of, mark_gathered
+from plait.compile.sharding.narrow_gathers import gathered_of, mark_gathered
 from plait.compile.sharding.partition import partition
 from plait.compile.sharding.propagate import Propagation, propagate
-from plait.compile.sharding.split_share import split_share, step_flops
+from plait.compile.sharding.sharded_fraction import sharded_fraction, step_flops
 from plait.compile.sharding.stage_parallelism import give_roles, propagate_by_role, split_by_weights, weights_role
 from plait.compile.stages.split import cut_in_stages
 from plait.errors import UnevenBatchError
@@ -99,7 +99,7 @@ def shard(draft: Draft) -> None:
     }
     parameters = {i.name: draft.layouts[i.name] for i in captured.inputs if i.kind == "parameter"}
     for axis, (before, after) in flops.items():
-        draft.share = split_share(parameters, axis, plan.mesh.axis_size(axis), before, after, draft.reasons)
+        draft.share = sharded_fraction(parameters, axis, plan.mesh.axis_size(axis), before, after, draft.reasons)
 
 
 def _choose_parameters(

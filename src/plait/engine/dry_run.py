@@ -30,7 +30,7 @@ from plait.comm.dry_run_world import DryRunWorld
 from plait.compile.capture.batch import map_batch, row_dims
 from plait.compile.capture.capture import Captured
 from plait.compile.compiled import Compiled
-from plait.compile.meter import Meter
+from plait.compile.memory_meter import Meter
 from plait.compile.rank_program import RankProgram
 from plait.compile.stages.split import Pipeline
 from plait.cost.memory_model import ACTIVATIONS, BUFFERS, OPTIMIZER, PARAMETERS, RankMemory

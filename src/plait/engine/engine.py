@@ -33,7 +33,7 @@ from plait.compile.capture.precision import Precision
 from plait.compile.ops.draw import micro_key
 from plait.compile.stages.split import updates_within
 from plait.engine.compiler import Compiler
-from plait.engine.eager import EagerExecutor, ddp_warning, refuse_unless_data_only
+from plait.engine.ddp_fallback import EagerExecutor, ddp_warning, refuse_unless_data_only
 from plait.engine.evaluation import evaluate
 from plait.engine.executor import StepExecutor, check_finite, clip
 from plait.engine.frozen_parameters import follow_frozen

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import datetime
 
-from plait.engine.checkpoint.checkpoint_folders import INSIDE, checkpoints, newest
+from plait.engine.checkpoint.checkpoint_folders import INSIDE, checkpoints, damages, newest
 from plait.engine.checkpoint.compatibility import MODEL, STATE
-from plait.engine.checkpoint.integrity import damages
 from plait.engine.checkpoint.manifest import Manifest
 from plait.engine.checkpoint.storage import Folder, folder_of
 from plait.errors import CheckpointError

@@ -18,11 +18,11 @@ from plait.compile.compiled import Compiled
 from plait.compile.ir.calls import is_item, op_spec_of, output_node
 from plait.compile.ir.dtypes import dtype_name
 from plait.compile.ir.node_info import info_of
-from plait.compile.one_pass import Watcher
 from plait.compile.ops import CollectiveKind
+from plait.compile.pass_manager import Watcher
 from plait.compile.pipeline import PASSES, compile
 from plait.compile.rank_program import RankProgram
-from plait.compile.wire_bytes import Collective, step_collectives
+from plait.compile.step_collectives import Collective, step_collectives
 from plait.errors import LayoutError
 from plait.plan.annotation import Annotations
 from plait.plan.axes import stage_axis, zero_axis

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-from plait.compile.one_pass import PassReport
+from plait.compile.pass_manager import PassReport
 from plait.errors import PlanError
 from plait.report.bytes import human_bytes
 

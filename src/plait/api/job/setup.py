@@ -22,11 +22,17 @@ from plait.api.job.refer import call, check_arguments, import_reference, is_refe
 from plait.api.job.text import ByteText, read_text, split_text
 from plait.backends.eager.offload.scratch import scratch_folder
 from plait.compile.capture.capture import LossFn
-from plait.engine.checkpoint.checkpoint_folders import INSIDE, checkpoint_of, checkpoints, newest, older_than
+from plait.engine.checkpoint.checkpoint_folders import (
+    INSIDE,
+    check_files,
+    checkpoint_of,
+    checkpoints,
+    newest,
+    older_than,
+)
 from plait.engine.checkpoint.compatibility import refuse_tables
-from plait.engine.checkpoint.integrity import check_files
 from plait.engine.compiler import Captures, Compiler
-from plait.engine.data.order import check_batch_size
+from plait.engine.data.sample_order import check_batch_size
 from plait.engine.environment import under_launcher
 from plait.engine.local_batch import batch_of_replica, microbatches
 from plait.engine.optimizers import make_optimizer

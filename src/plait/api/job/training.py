@@ -137,8 +137,8 @@ class _Job:
                 f"{parameters:,} parameters, plan {trainer.plan.title}, ready after {time.monotonic() - started:.1f} s"
                 + (f"; going on after step {first}" if place else "")
             )
-            if trainer.split_share is not None:
-                self.reporter.say(str(trainer.split_share))
+            if trainer.sharded_fraction is not None:
+                self.reporter.say(str(trainer.sharded_fraction))
         return loader
 
     def _prepare_folder(self, resume: Resume) -> str:

@@ -4,7 +4,7 @@
                       -> collectives in buckets, begun early and waited for late -> sums written in place
                       -> parameters fetched from their home, gradients sent there
 
-The passes change an EagerDraft; what a pass is says compile/one_pass.py.
+The passes change an EagerDraft; what a pass is says compile/pass_manager.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from plait.backends.eager.rewrites.stash import stash_activations
 from plait.backends.eager.rewrites.take_values import take_values
 from plait.compile.ir.calls import copy_graph, device_type
 from plait.compile.ir.gc_paused import collection_paused
-from plait.compile.one_pass import Pass, Watcher, run_passes
+from plait.compile.pass_manager import Pass, Watcher, run_passes
 from plait.compile.rank_program import RankProgram, StepGraph
 from plait.plan.sharding_plan import Gather, activations_away
 

@@ -26,7 +26,7 @@ from plait.compile.ir.calls import placeholders
 from plait.compile.ir.node_info import info_of
 from plait.compile.ops.draw import micro_key
 from plait.compile.rank_program import RankProgram, graph_of_rank
-from plait.compile.wire_bytes import collective_order
+from plait.compile.step_collectives import collective_order
 
 _NAMED = ("parameter", "buffer", "batch", "constant", "sum")
 _RESULTS = ("loss", "sum", "weight", "aux", "aux_weight", "gradient", "buffer", "value")

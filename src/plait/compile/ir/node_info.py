@@ -37,7 +37,7 @@ class NodeInfo:
     owner: Mapping[str, int] = field(default_factory=dict)  # coordinates of the ranks that have the value; empty: all
 
     # of a value that is sharded along some axes
-    gathered: tuple[str, ...] = ()  # axes along which it is gathered for all of its readers (narrow.py)
+    gathered: tuple[str, ...] = ()  # axes along which it is gathered for all of its readers (narrow_gathers.py)
 
     # for what is shown to users
     global_shape: tuple[int, ...] | None = None

@@ -11,8 +11,11 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from plait.compile.ir.calls import output_node
 from plait.compile.ir.node_info import set_info
 from plait.compile.ops import View, op_spec
+
+aten = torch.ops.aten
 
 
 def view_of(node: Node) -> View | None:
@@ -66,6 +69,14 @@ def _makes_memory(op: Any) -> bool:
 def writes_in_place(node: Node) -> bool:
     """Whether the op writes its result to its first argument, which it returns."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def own_memory(graph: Graph, node: Node) -> Node:
+    """Append a contiguous copy of a value, for a result that is changed in place. Returns the copy."""
+    with graph.inserting_before(output_node(graph)):
+        copy = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+    copy.meta = {**node.meta, "val": node.meta["val"].contiguous()}
+    return copy
 
 
 def view_anew(graph: Graph, views: Sequence[Node], late: Callable[[Node], bool]) -> set[Node]:

@@ -15,10 +15,10 @@ from plait.compile.ops import (  # noqa: F401  (each registers its rows)
     loss,
     matmul,
     norm,
-    pieces,
     pointwise,
     random,
     reduce,
+    split_cat,
     view,
 )
 from plait.compile.ops.base import (

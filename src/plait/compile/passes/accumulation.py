@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from plait.compile.ir.calls import copy_graph, output_node, placeholders
 from plait.compile.ir.dtypes import dtype_name
 from plait.compile.ir.node_info import NodeInfo, describe, info_of
-from plait.compile.ir.views import is_fresh, is_whole_view
+from plait.compile.ir.views import is_fresh, is_whole_view, own_memory
 from plait.compile.passes.zero import gives_part, is_sum, narrow_parameters
 from plait.compile.rank_program import StepGraph
 
@@ -83,7 +83,7 @@ def _unsummed(graph: Graph, gradients: Mapping[int, str], add: bool) -> Graph:
         else:
             shared = sum(r is term for r in (*terms.values(), *others)) > 1 or len(term.users) > 1
             fresh = is_fresh(term) and term.meta["val"].is_contiguous()
-            results[index] = term if fresh and not shared else _own(graph, term)
+            results[index] = term if fresh and not shared else own_memory(graph, term)
     end.args = (tuple(results),)
     graph.eliminate_dead_code()
     return graph
@@ -147,13 +147,6 @@ def _added(graph: Graph, term: Node, name: str) -> Node:
     return total
 
 
-def _own(graph: Graph, term: Node) -> Node:
-    with graph.inserting_before(output_node(graph)):
-        copy = graph.call_function(aten.clone.default, (term,), {"memory_format": torch.contiguous_format})
-    copy.meta = dict(term.meta)
-    return copy
-
-
 aten = torch.ops.aten
 
 
@@ -171,11 +164,7 @@ def own_gradients(graph: Graph, gradients: Iterable[int]) -> Graph:
         while is_whole_view(base):
             base = base.args[0]
         if base in seen or base.op == "placeholder" or base.target is aten.expand.default:
-            with graph.inserting_before(end):
-                copy = graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
-            copy.meta = dict(node.meta)
-            copy.meta["val"] = node.meta["val"].contiguous()
-            results[index] = copy
+            results[index] = own_memory(graph, node)
         seen.add(base)
     end.args = (tuple(results),)
     return graph

@@ -21,9 +21,9 @@ from plait.compile.ir.node_info import info_of, is_forward
 from plait.compile.ir.views import view_of
 from plait.compile.ops import View
 from plait.compile.ops.view import view_groups
-from plait.compile.sharding.narrow import by_width, condition, with_gathers
+from plait.compile.sharding.narrow_gathers import by_width, condition, with_gathers
 from plait.compile.sharding.region import Grower, Region, leads_to_loss
-from plait.compile.sharding.split_share import NO_PARTNER
+from plait.compile.sharding.sharded_fraction import NO_PARTNER
 from plait.errors import PlanError, Refusal
 from plait.spec.layout import REPLICATE, Blocks, Placement, Replicate, Shard, blocks_of_lengths, divides
 

@@ -29,6 +29,7 @@ from plait.compile.ir.calls import (
     tensor_inputs,
 )
 from plait.compile.ir.node_info import describe, info_of, is_backward, set_info, stage_of
+from plait.compile.ir.views import own_memory
 from plait.compile.ops import CollectiveKind
 from plait.compile.stages.assign import base_of
 from plait.schedule.readiness import Cell, Edges
@@ -127,7 +128,7 @@ def split_cells(
     for results in ending.values():
         for place, (output, result) in enumerate(results):
             if output.kind == "gradient" and result in cell_of and base_of(result).name in by_name:
-                results[place] = (output, _own(graph, result))
+                results[place] = (output, own_memory(graph, result))  # others are added to it in place
                 cell_of[results[place][1]] = cell_of[result]
                 order[results[place][1]] = len(order)
     inside: dict[Cell, dict[Node, None]] = {cell: {} for cell in turn}
@@ -217,14 +218,6 @@ def _is_linear(node: Node) -> bool:
         sums = does.kind is CollectiveKind.ALL_REDUCE and does.part == "whole"
         return sums and (0,) in row.linear(call_of(node))
     return row.view is not None or row.copies == 0
-
-
-def _own(graph: Graph, gradient: Node) -> Node:
-    """Copy a gradient whose memory another cell reads: later gradients are added to it in place."""
-    with graph.inserting_before(output_node(graph)):
-        copy = graph.call_function(aten.clone.default, (gradient,), {"memory_format": torch.contiguous_format})
-    copy.meta = {**gradient.meta, "val": gradient.meta["val"].contiguous()}
-    return copy
 
 
 def _in_order(num_stages: int, weights: bool) -> list[Cell]:

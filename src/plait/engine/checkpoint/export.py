@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from plait.engine.checkpoint.checkpoint_folders import newest
+from plait.engine.checkpoint.checkpoint_folders import check_files, newest
 from plait.engine.checkpoint.compatibility import MODEL, saved_model
-from plait.engine.checkpoint.integrity import check_files
 from plait.engine.checkpoint.manifest import Manifest
 from plait.engine.checkpoint.safetensor import write_header
 from plait.engine.checkpoint.source import INDEX, SINGLE, Source, Wanted

@@ -18,7 +18,7 @@ from plait.comm.protocol import World
 from plait.compile.ir.dtypes import torch_name
 from plait.engine.checkpoint import random_state, replica_state
 from plait.engine.checkpoint.barrier import Barrier
-from plait.engine.checkpoint.checkpoint_folders import has_checkpoints, newest, older_than
+from plait.engine.checkpoint.checkpoint_folders import check_files, has_checkpoints, newest, older_than
 from plait.engine.checkpoint.compatibility import (
     EMA,
     MODEL,
@@ -30,7 +30,6 @@ from plait.engine.checkpoint.compatibility import (
     saved_model,
     saved_state,
 )
-from plait.engine.checkpoint.integrity import check_files
 from plait.engine.checkpoint.local_shards import is_away
 from plait.engine.checkpoint.manifest import NAME, Manifest
 from plait.engine.checkpoint.plain_values import decode, tensor_names

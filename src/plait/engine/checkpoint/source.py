@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from torch import Tensor
 
 from plait.comm.device import is_host
-from plait.engine.checkpoint.integrity import check_blocks, in_threads
+from plait.engine.checkpoint.checkpoint_folders import check_blocks, in_threads
 from plait.engine.checkpoint.manifest import BLOCK, FileEntry, Manifest, StoredPart
 from plait.engine.checkpoint.safetensor import item_bytes, read_header
 from plait.engine.checkpoint.storage import Folder, Location, folder_of

@@ -16,9 +16,9 @@ from torch.utils.data import IterableDataset, default_collate
 
 from plait.comm.device import own_device
 from plait.comm.protocol import World
-from plait.engine.data.order import BatchRows, Order, Sampled, Split, Stream, check_batch_size
+from plait.engine.data.batch_reader import BatchReader
 from plait.engine.data.prefetch import Prefetcher, Waited, WaitGauge
-from plait.engine.data.reading import BatchReader
+from plait.engine.data.sample_order import BatchRows, Order, Sampled, Split, Stream, check_batch_size
 from plait.engine.environment import rank, resolve_plan
 from plait.engine.local_batch import LocalBatch
 from plait.errors import BatchError, DataError, PlanError

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from plait.comm.device import CopyStream, Event, is_host, keep_for_current_stream
 from plait.compile.capture.batch import batch_tensors, map_batch
-from plait.engine.data.order import BatchRows
-from plait.engine.data.reading import BatchReader, Failure
+from plait.engine.data.batch_reader import BatchReader, Failure
+from plait.engine.data.sample_order import BatchRows
 
 _reading = threading.Lock()  # datasets are written for one reader, so that only one loader of a process reads at a time
 

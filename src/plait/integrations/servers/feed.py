@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from plait.engine.data.order import BatchRows, Order
-from plait.engine.data.reading import BatchReader
+from plait.engine.data.batch_reader import BatchReader
+from plait.engine.data.sample_order import BatchRows, Order
 from plait.engine.local_batch import batch_part
 from plait.integrations.servers.service import Job
 

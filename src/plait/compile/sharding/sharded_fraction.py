@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ class WholeParameter:
 
 
 @dataclass(frozen=True)
-class SplitShare:
+class ShardedFraction:
     """The fractions of the model's parameters, and of the step's floating-point operations, that `axis` splits."""
 
     axis: str
@@ -58,9 +59,9 @@ def step_flops(graph: Graph) -> int:
     return sum(flops_of(node) for node in graph.nodes if node.op == "call_function")
 
 
-def split_share(
+def sharded_fraction(
     layouts: Mapping[str, Layout], axis: str, size: int, before: int, after: int, reasons: Mapping[str, str]
-) -> SplitShare:
+) -> ShardedFraction:
     """The fraction of a step that an axis splits.
 
     Args:
@@ -70,7 +71,7 @@ def split_share(
         after: floating-point operations of the step on one rank.
         reasons: why weights stay whole, by name.
     """
-    total = sum(map(_num_elements, layouts.values()))
+    total = sum(math.prod(layout.shape) for layout in layouts.values())
     whole: dict[str, list[str]] = defaultdict(list)
     for name, layout in layouts.items():
         if isinstance(layout.on(axis), Replicate):
@@ -78,20 +79,13 @@ def split_share(
     kinds = []
     kept = 0
     for kind, names in whole.items():
-        num = sum(_num_elements(layouts[name]) for name in names)
+        num = sum(math.prod(layouts[name].shape) for name in names)
         kept += num
         why = next((reasons[name] for name in names if name in reasons), NO_PARTNER)
         kinds.append(WholeParameter(kind if len(names) > 1 else names[0], len(names), num / max(total, 1), why))
     kinds.sort(key=lambda each: -each.share)
     flops = (1 - after / before) / (1 - 1 / size) if before else 0.0
-    return SplitShare(axis, size, 1 - kept / max(total, 1), min(max(flops, 0.0), 1.0), tuple(kinds))
-
-
-def _num_elements(layout: Layout) -> int:
-    num = 1
-    for n in layout.shape:
-        num *= n
-    return num
+    return ShardedFraction(axis, size, 1 - kept / max(total, 1), min(max(flops, 0.0), 1.0), tuple(kinds))
 
 
 def _percent(share: float) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from plait.engine.data.order import BatchRows
+from plait.engine.data.sample_order import BatchRows
 from plait.errors import DataError
 
 
