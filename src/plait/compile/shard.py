@@ -36,7 +36,7 @@ def check_batch(draft: Draft) -> None:
 
 
 def assign_roles(draft: Draft) -> None:
-    """Where stages are spread differently, find them in the whole graph: layouts depend on them."""
+    """Find the stages in the whole graph if they use an axis differently: layouts depend on that."""
     plan = draft.plan
     schedule, draft.begins = cut_in_stages(draft.graph, draft.captured, plan, draft.settled.stages)
     give_roles(draft.graph, [plan.stages[schedule.where(stage)[0]][0] for stage in range(schedule.num_stages)])
@@ -142,7 +142,7 @@ def _choose_parameters(
 
 
 def _summed(laid_out: Propagation, outputs: Sequence[Output]) -> list[str]:
-    """The parameters of whose gradients each rank along the axis makes one term."""
+    """The parameters whose gradient is a sum of terms of the ranks along the axis."""
     (results,) = output_node(laid_out.graph).args
     return [
         output.name

@@ -68,7 +68,8 @@ def step_collectives(program: RankProgram, graphs: Mapping[str, Graph]) -> list[
 
 
 def collective_order(graphs: Mapping[str, Graph], pipeline: Pipeline | None = None) -> str:
-    """How many collectives graphs have, and a checksum of their order, axes and sizes, and of a pipeline's transfers.
+    """The number of collectives of graphs, and a checksum of their order, axes and sizes, and of a pipeline's
+    transfers.
 
     Ranks whose texts differ would wait for each other, or exchange the wrong tensors.
     """

@@ -86,7 +86,7 @@ class Captures:
 
     @property
     def variant(self) -> Variant:
-        """How those values differ from the first capture's."""
+        """The differences of those values from those of the first capture."""
         with one_at_a_time:
             return self.watch.variant
 

@@ -93,7 +93,7 @@ def check_allowed(allow: Collection[str]) -> frozenset[str]:
 
 
 def ddp_warning(plan: Plan) -> str:
-    """What the user is told about results when a model starts to run under DDP; empty on one rank."""
+    """The warning about results when a model starts to run under DDP; empty on one rank."""
     if _num_ranks(plan.inner_plan) == 1:
         return ""
     return (

@@ -124,7 +124,7 @@ class Engine:
 
     @property
     def executor(self) -> StepExecutor:
-        """What this rank holds and runs. PlanError before the first batch."""
+        """The parameters and programs of this rank. Raises PlanError before the first batch."""
         if self._executor is None:
             raise PlanError(NO_BATCH_YET)
         return self._executor

@@ -1,5 +1,5 @@
-"""What the launcher and the command line told this process: its rank, the number of processes, and the plan. Needs
-no torch."""
+"""The rank, the number of processes and the plan that launcher and command line set for this process. Needs no
+torch."""
 
 from __future__ import annotations
 

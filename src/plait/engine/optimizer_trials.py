@@ -85,7 +85,7 @@ def kept_of(optimizer: torch.optim.Optimizer, name: str, ndim: int, step: int) -
 
 
 def _kept_by_wrappers(optimizer: torch.optim.Optimizer) -> dict[int, Mapping[str, Any]]:
-    """By the id of each parameter that a wrapper steps: the state that it and its members keep for a small tensor."""
+    """The state that wrappers and their members keep for a small tensor, by id of the parameter."""
     found: dict[int, Mapping[str, Any]] = {}
     if not isinstance(optimizer, Several):
         return found

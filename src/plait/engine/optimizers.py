@@ -124,7 +124,7 @@ def check_exact(
 def optimizer_facts(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], layouts: Mapping[str, Layout], mesh: Mesh
 ) -> OptimizerFacts:
-    """What the legality checks need to know of an optimizer, given the layouts of its parameters."""
+    """The facts of an optimizer for the legality checks, given the layouts of its parameters."""
     wrappers = _wrappers(optimizer)
     scattered = _scattered(layouts, mesh)
     return OptimizerFacts(

@@ -194,7 +194,7 @@ class PythonWatch:
 
 
 def token(value: Any) -> tuple[str, str]:
-    """What distinguishes a plain value from others: its type and how it prints."""
+    """The token of a plain value: its type, and how it prints."""
     return type(value).__qualname__, repr(value)
 
 

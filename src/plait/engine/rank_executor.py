@@ -108,7 +108,7 @@ class RankExecutor:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What the optimizer updates: this rank's part of each parameter, by name."""
+        """The tensors that the optimizer updates: this rank's part of each parameter, by name."""
         return self.variables.parameters
 
     @property
@@ -123,7 +123,7 @@ class RankExecutor:
         }
 
     def executable(self, batch: Any, train: bool = True, num_micro: int = 1) -> Executable:
-        """What runs a microbatch of this structure and shape; to evaluate, for the first of so many."""
+        """The program for a microbatch of this structure and shape; to evaluate, for the first of `num_micro`."""
         whole = global_like(batch) if isinstance(batch, LocalBatch) else batch
         signature = batch_form(whole)
         is_new = (signature, train) not in self._signatures
@@ -232,7 +232,7 @@ class RankExecutor:
             module._buffers[key] = mine
 
     def _parts_of_evaluation(self, batch: Any) -> int:
-        """As in training, so that the ranks of a pipeline work side by side; one where the rows do not allow it."""
+        """The number of microbatches of an evaluation: as in training, or one if it does not divide the rows."""
         plan = self.compiler.plan
         if self.compiled.program.pipeline is None:
             return 1

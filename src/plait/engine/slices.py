@@ -1,4 +1,4 @@
-"""Which blocks of a whole tensor a rank holds under a layout, and how many ranks hold the same."""
+"""The blocks of a whole tensor that a rank holds under a layout, and the number of ranks that hold the same."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ PLAN, COSTS, TRACE = "plan.json", "costs.json", "trace"
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run was planned to do.
+    """The plan of a run, for its report.
 
     axes      (name, size) of the mesh, outermost first
     schedule  the schedule, with a pipeline

@@ -59,7 +59,7 @@ def no_common_memory(num_ranks: int) -> Refusal:
 
 
 def _of_updates_within(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
-    """What needs all gradients of a step at once, with a schedule that updates stages at different times."""
+    """Refusals of keys that need all gradients of a step at once, with a schedule that updates stages separately."""
     if not facts.updates_within or plan.workers:
         return
     what, instead = f"schedule={plan.schedule} updates each stage by itself", "or take schedule=1f1b"
@@ -76,7 +76,7 @@ def _of_updates_within(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
 
 
 def _of_agreement(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
-    """What replicas that synchronise less often cannot exchange."""
+    """Refusals of what replicas that synchronise less often cannot exchange."""
     if plan.relaxed_axis and plan.sync == 1 and facts.updates_within:
         yield Refusal(
             f"compress={plan.compress} exchanges the gradients of a whole step, but schedule={plan.schedule} updates"
@@ -98,7 +98,7 @@ def _of_agreement(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
 
 
 def _of_workers(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
-    """What does not work with parameter servers."""
+    """Refusals of keys that do not work with parameter servers."""
     if plan.precision == "fp16":
         yield Refusal(
             "precision=fp16 scales the loss by a factor that depends on all gradients of a step, for which workers do"

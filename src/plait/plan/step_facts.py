@@ -38,7 +38,7 @@ class CutTrial:
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    """What the optimizers do with parameters in their layouts, as trials on small tensors show.
+    """How the optimizers work on parameters in their layouts, as trials on small tensors show.
 
     apart      optimizers that do not work on parts of parameters
     together   (type, why) of user-defined optimizers whose update of a parameter may depend on other parameters
@@ -86,7 +86,7 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks will run.
+    """The place where ranks will run.
 
     device          the type of their device
     ranks_per_host  the number of ranks on each host; None: all on one host

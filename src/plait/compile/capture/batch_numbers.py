@@ -62,7 +62,7 @@ class Expression:
 
 @dataclass
 class NumberAsked:
-    """What Python was told of a batch's numbers during a capture: expressions and their answers."""
+    """The expressions of a batch's numbers that Python has evaluated during a capture, with their results."""
 
     answers: dict[str, tuple[Expression, str]] = field(default_factory=dict)  # by the expression's text
 
@@ -120,7 +120,7 @@ class BatchNumbers:
         self._fakes: dict[str, Tensor] = {}
 
     def in_place_of(self, name: str, leaf: Any) -> Any:
-        """What the step gets in place of a leaf of the batch."""
+        """The value that the step gets in place of a leaf of the batch."""
         if name not in self._values:
             return leaf
         number = BatchNumber(Expression(name, operator.itemgetter(name)), self._values[name], self)
@@ -314,7 +314,7 @@ def _python(value: Any) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """What the dtype of a number's tensor depends on: its type, or the number itself if no dtype can hold it."""
+    """A key that decides the dtype of a number's tensor: its type, or the number itself if no dtype can hold it."""
     if type(value).__name__ not in _DTYPES or (type(value) is int and not -(2**63) <= value < 2**63):
         return repr(value)
     return type(value).__name__

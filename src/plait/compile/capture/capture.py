@@ -340,7 +340,8 @@ def _capture(
 
 
 def _effects(reached: Reached, outside: Outside, recorder: GraphRecorder) -> tuple[dict[str, Tensor], list[Effect]]:
-    """What the step has assigned in Python: new values of tensors that it also reads, by place, and all else."""
+    """The Python values that the step has assigned: new values of tensors that it also reads, by place, and all
+    others."""
     rebound: dict[str, Tensor] = {}
     effects: list[Effect] = []
     for holder, key, before, now in reached.changes():
@@ -383,7 +384,7 @@ def _varies(node: Node) -> bool:
 
 
 def _results(loss: Loss) -> list[tuple[Output, Tensor]]:
-    """The outputs for the loss: loss, or loss, sum and weight; and those beside it."""
+    """The outputs for the loss (the loss, or loss, sum and weight), and the auxiliary outputs."""
     found = [(Output("loss", "loss"), loss.mean)]
     if loss.weight is not None:
         found += [(Output("sum", "sum"), loss.total), (Output("weight", "weight"), loss.weight)]

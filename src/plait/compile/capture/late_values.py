@@ -1,4 +1,4 @@
-"""What Python reads of a tensor during capture, when the tensor has no value yet.
+"""Values that Python reads from tensors during a capture, before the tensors have values.
 
 A value that depends on constants only is computed at once. Otherwise `loss.item()` returns a `LateNumber`, which
 computes as tensors do and prints as a question mark. A branch of which one side only raises (an assertion, the argument
@@ -321,7 +321,7 @@ setattr(LateNumber, "__rtruediv__", _operator(lambda a, b: operator.truediv(a, b
 
 
 class LateArray:
-    """What `tensor.numpy()` will return when the step runs: it has a shape, and prints as a question mark."""
+    """The result of `tensor.numpy()` before the step runs: it has a shape, and prints as a question mark."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape = tuple(tensor.shape)

@@ -1,4 +1,4 @@
-"""What a loss function returns: a mean or a Weighted, and beside it named outputs."""
+"""The results of loss functions: a mean or a `Weighted`, and named auxiliary outputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Weighted(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Reduction:
-    """An output beside the loss, and how its values for several microbatches or batches are combined, elementwise."""
+    """An auxiliary output of a loss function; its class says how its values for several batches are combined,
+    elementwise."""
 
     value: Tensor
 
@@ -54,11 +55,11 @@ class Mean(Reduction):
 
 
 class Max(Reduction):
-    """An output of whose values the largest is taken."""
+    """An output whose values are combined by their maximum."""
 
 
 class Min(Reduction):
-    """An output of whose values the smallest is taken."""
+    """An output whose values are combined by their minimum."""
 
 
 ROWS, RATIO = "rows", "ratio"
@@ -67,7 +68,7 @@ _KINDS: dict[type[Reduction], str] = {Sum: "sum", Mean: "mean", Max: "max", Min:
 
 @dataclass(frozen=True, eq=False)
 class LossPart:
-    """An output beside the loss, of one microbatch or of several combined.
+    """An auxiliary output, of one microbatch or of several combined.
 
     Attributes:
         kind: rows (a row for each row of the batch), sum, mean, max, min or ratio.

@@ -1,4 +1,4 @@
-"""What torch functions do with selected rows: each row by itself, or a reduction over the rows that count."""
+"""Torch functions on selected rows: on each row by itself, or reductions over the rows that count."""
 
 from __future__ import annotations
 

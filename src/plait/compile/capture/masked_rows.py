@@ -28,8 +28,9 @@ class Owner(Protocol):
 
 
 class Selected:
-    """Rows of `values`, of which those with a true `keep`, one bool per row, count. With `positions` the values are the
-    indices of the rows themselves."""
+    """All rows of `values`, and `keep`, one bool per row, which says whether the row counts.
+
+    With `positions`, the values are the indices of the rows."""
 
     def __init__(self, values: Tensor, keep: Tensor, owner: Owner, positions: bool = False) -> None:
         self.values = values

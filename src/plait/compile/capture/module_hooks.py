@@ -1,4 +1,4 @@
-"""Which module a node comes from: hooks that tell the recorder whose forward runs, or whose backward."""
+"""Hooks that tell the recorder in which module's forward or backward the current op runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step can read besides its parameters, buffers and batch: all that loss_fn and the model reach in Python.
+"""The Python values that a step can read besides parameters, buffers and batch: all that loss_fn and the model reach.
 
 The search goes through closures, defaults, globals that the user's code names, arguments of partials, bound objects,
 attributes of modules, objects and classes, and the containers in them. Every value that can change has a place, such as
@@ -398,7 +398,7 @@ def _is_code(value: Any) -> bool:
 
 
 def _kind(value: Any) -> Any:
-    """What must stay the same of a value that is neither plain nor a tensor."""
+    """The facts of a value, neither plain nor a tensor, that must stay the same."""
     if isinstance(value, types.FunctionType):
         return value.__code__
     if isinstance(value, types.BuiltinFunctionType):

@@ -12,7 +12,7 @@ Number = int | float
 
 @dataclass
 class Asked:
-    """What was asked of one number: conditions on it with their answers, or, with `used`, the number itself."""
+    """The uses of one number: conditions on it with their answers; with `used`, Python has used the number itself."""
 
     used: bool = False
     conditions: list[tuple[Callable[[Number], bool], bool]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""From an fx node to the Call that op rules describe, and other questions about nodes."""
+"""Questions about fx nodes and graphs, and the `Call` of a node, which op rules take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which calls have memory of their own, and which return a view of their first input; copies of views for backward."""
+"""Views and memory: whether a call returns a view of its first input, and copies of values and views."""
 
 from __future__ import annotations
 

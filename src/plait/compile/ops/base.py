@@ -1,4 +1,4 @@
-"""What an op rule is. A rule describes one mesh axis; propagation applies it axis by axis.
+"""The rows of the op table. A rule describes one mesh axis; propagation applies it axis by axis.
 
 A rule names the **factors** of an op: index ranges that run through its tensors. In einsum notation
 `m k, k n -> m n` has three. Sharding a factor shards every tensor dim that it runs through, and leaves a partial sum in

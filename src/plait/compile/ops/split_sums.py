@@ -1,4 +1,4 @@
-"""Sums in half precision computed in parts, each of which is rounded, as on ranks that each have a part of a sum.
+"""Sums in half precision that are computed in parts and rounded part by part, as on ranks that share a sum.
 
 One device accumulates in float32 and rounds once. Each rank rounds its own part, by much more than the last bits of the
 sum where large parts cancel: the gradient of a bias under a loss of differences between rows is zero, and that of half

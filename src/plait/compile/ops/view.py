@@ -266,7 +266,7 @@ def view_groups(source: Shape, target: Shape) -> tuple[Group, ...]:
 
 
 def carry(source: Shape, target: Shape, shard: Shard, size: int) -> Shard | None:
-    """What a shard of `source` over `size` ranks is in the view `target`; None if it is no shard of it."""
+    """The shard of the view `target` that a shard of `source` over `size` ranks becomes; None if it becomes none."""
     if math.prod(source) == 0:
         return None
     for dims, into in view_groups(source, target):

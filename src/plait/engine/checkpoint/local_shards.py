@@ -1,5 +1,4 @@
-"""What a rank holds of each tensor of the state, and which of it the rank writes: every element has exactly one
-writer."""
+"""The part of each tensor that a rank holds, and the pieces of it that the rank writes: each element has one writer."""
 
 from __future__ import annotations
 

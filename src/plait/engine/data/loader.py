@@ -249,7 +249,7 @@ def loader(
     drop_last: bool = True,
     row_weights: str = "",
 ) -> Loader:
-    """Batches of a dataset, of which each rank gets its own part.
+    """The batches of a dataset. Each rank gets its own part of each batch.
 
     dataset         with a length and items by index, such as a `datasets.Dataset`: each rank reads only its own items.
                     Or an IterableDataset, or any iterable, of rows: every rank reads all rows and keeps its own, so

@@ -112,7 +112,7 @@ class Prefetcher:
             yield batch
 
     def _died(self, error: Exception, processes: Any) -> Failure:
-        """What became of the workers, from an error of DataLoader and the processes that it started."""
+        """How the workers ended, from an error of DataLoader and the processes that it started."""
         name, text = self._reader.name, str(error).strip() or type(error).__name__
         sentinels = {process.sentinel: process for process in processes}
         for sentinel in wait(sentinels, timeout=1.0):  # a dying worker stops answering before its process ends
