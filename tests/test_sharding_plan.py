@@ -130,6 +130,14 @@ def test_host_memory_is_the_memory_of_a_cpu() -> None:
     assert made("home.optimizer=disk").gradients_away == frozenset()
 
 
+@pytest.mark.parametrize(
+    ("home", "device", "memory"),
+    [("host", "cpu", "device"), ("host", "cuda", "host"), ("disk", "cpu", "disk"), ("device", "cuda", "device")],
+)
+def test_where_activations_are_kept(home: str, device: str, memory: str) -> None:
+    assert made(f"home.activations={home}", device=device).activation_memory == memory
+
+
 def test_graphs_may_read_a_narrower_dtype() -> None:
     found = made("data=2 zero=1").read_as({"up": "bf16"})
     assert str(found).splitlines()[1] == (

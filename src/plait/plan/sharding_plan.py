@@ -108,6 +108,7 @@ class ShardingPlan:
     parameters            by name, in the order of the step's inputs
     sums_each_microbatch  whether gradients are summed over ranks at every microbatch, and a rank keeps its part
     updates_on_host       whether the optimizer's step runs on the host beside a device that computes
+    activation_memory     the kind of memory that keeps large values of the forward pass until the backward pass
     """
 
     mesh: Mesh
@@ -115,6 +116,7 @@ class ShardingPlan:
     parameters: Mapping[str, ParameterSharding]
     sums_each_microbatch: bool = False
     updates_on_host: bool = False
+    activation_memory: str = DEVICE
 
     @property
     def num_parts(self) -> int:
@@ -174,7 +176,7 @@ def sharding_plan(
     shares = plan.shares_parameters
     gather = Gather.NEVER if shares else Gather.USE if cuts.parameters else Gather.UPDATE
     on_host = updates_on_host(plan, device)
-    memory = plan.home_parameters if parameters_away(plan, device) else DEVICE
+    memory = _memory(plan.home_parameters, device)
     gradient_memory = HOST if on_host and memory == DEVICE else memory
     found = {}
     for name, compute in layouts.items():
@@ -191,7 +193,8 @@ def sharding_plan(
             memory if large else DEVICE,
             gradient_memory if large else DEVICE,
         )
-    return ShardingPlan(plan.mesh, axis, found, cuts.gradients, on_host)
+    activation_memory = _memory(plan.home_activations, device)
+    return ShardingPlan(plan.mesh, axis, found, cuts.gradients, on_host, activation_memory)
 
 
 def state_dim(layout: Layout, mesh: Mesh, axis: str) -> int | None:
@@ -222,8 +225,8 @@ def is_large(num_elements: int) -> bool:
 
 
 def parameters_away(plan: Plan, device: str) -> bool:
-    """Whether large parameters are fetched for each use, on a type of device. Host memory is the memory of a CPU."""
-    return plan.home_parameters == DISK or (device != "cpu" and plan.home_parameters == HOST)
+    """Whether large parameters are fetched for each use, on a type of device."""
+    return _memory(plan.home_parameters, device) != DEVICE
 
 
 def updates_on_host(plan: Plan, device: str) -> bool:
@@ -231,6 +234,6 @@ def updates_on_host(plan: Plan, device: str) -> bool:
     return device != "cpu" and (plan.home_optimizer != DEVICE or plan.central == "host")
 
 
-def activations_away(plan: Plan, device: str) -> bool:
-    """Whether values of the forward pass leave the device until the backward pass."""
-    return plan.home_activations == DISK or (device != "cpu" and plan.home_activations == HOST)
+def _memory(home: str, device: str) -> str:
+    """The kind of memory that a home is for a type of device: the host's is the memory of a CPU."""
+    return DEVICE if home == HOST and device == "cpu" else home

@@ -22,11 +22,11 @@ from plait.backends.eager.rewrites.gather_ahead import bucket_gathers
 from plait.backends.eager.rewrites.inplace import reuse_dead_operands
 from plait.backends.eager.rewrites.stash import stash_activations
 from plait.backends.eager.rewrites.take_values import take_values
-from plait.compile.ir.calls import copy_graph, device_type
+from plait.compile.ir.calls import copy_graph
 from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.pass_manager import Pass, Watcher, run_passes
 from plait.compile.rank_program import RankProgram, StepGraph
-from plait.plan.sharding_plan import Gather, activations_away
+from plait.plan.sharding_plan import DEVICE, Gather
 
 
 @dataclass
@@ -35,11 +35,6 @@ class EagerDraft:
 
     program: RankProgram
     parts: dict[str, StepGraph]
-
-    @property
-    def device(self) -> str:
-        """The type of device that the step runs on."""
-        return device_type(self.program.captured.graph.graph)
 
     @property
     def bucket_bytes(self) -> int:
@@ -114,7 +109,7 @@ EAGER_PASSES = (
          provides=["taken values"], when=_is_piped),
     Pass("stash-activations", "sends activations away until backward reads them", _stash_activations,
          ["bound collectives"],
-         when=lambda draft: activations_away(draft.program.plan, draft.device) and not _is_piped(draft)),
+         when=lambda draft: draft.program.sharding.activation_memory != DEVICE and not _is_piped(draft)),
     Pass("bucket-gathers", "gathers parameters in buckets, one ahead of its use", _bucket_gathers,
          ["bound collectives"], when=lambda draft: bool(draft.program.sharding.gathered(Gather.USE))),
     Pass("bucket-gradients", "sums gradients in buckets while backward runs", _bucket_gradients,

@@ -22,7 +22,7 @@ from plait.compile.capture.loss_values import Outputs
 from plait.compile.ir.calls import output_node
 from plait.compile.rank_program import RankProgram
 from plait.plan.axes import stage_axis
-from plait.plan.sharding_plan import activations_away
+from plait.plan.sharding_plan import DEVICE
 
 
 class PipelineProgram:
@@ -48,7 +48,7 @@ class PipelineProgram:
         cells, schedule = self.pipeline.cells, self.pipeline.schedule
         self._here = world.mesh.coordinates(world.rank)
         keeper = None
-        if activations_away(program.plan, world.device.type):
+        if program.sharding.activation_memory != DEVICE:
             keeper = Between(homes, schedule, self.comm.rank, cells.values)
         self._executor = Executor(
             schedule, cells.values, list(cells.graphs), self.comm, self._here, recorder, world.device, keeper
