@@ -25,7 +25,7 @@ from bench.slow_links import SCRIPT, started
 from bench.staleness import batch, symbols
 from bench.workloads import GLOBAL_BATCH, SEQUENCE, WORKLOADS, loss_fn
 from plait import Plan, Trainer
-from plait.comm.process import process_world
+from plait.comm.process_world import process_world
 from plait.cost.efficiency import Curve, compare_curves
 from plait.report.comparison import comparison_page, comparison_table
 

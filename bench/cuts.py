@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from bench.harness import Variant, arguments, compare, publish
 from plait import Plan, Trainer
-from plait.comm.process import process_world
+from plait.comm.process_world import process_world
 
 WIDTH, HIDDEN, NUM_LAYERS, SLOW = 256, 1024, 8, 5
 ROWS, NUM_MICRO, ROUNDS, STEPS = 2048, 8, 9, 3

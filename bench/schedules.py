@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from bench.harness import arguments, publish
-from plait.backends.eager.execute import Box, Executor
+from plait.backends.eager.rewrites.dead_values import SavedValues
+from plait.backends.eager.schedule_executor import ScheduleExecutor
 from plait.comm.protocol import World
-from plait.comm.threads import run_ranks
+from plait.comm.thread_world import run_ranks
 from plait.compile.stages.stage_graphs import Value
 from plait.cost.costs import Costs
 from plait.cost.simulate import simulate
-from plait.schedule.families import ASYNCHRONOUS, FAMILIES, make_replicated, make_schedule
+from plait.schedule.families import FAMILIES, make_replicated, make_schedule
 from plait.schedule.readiness import Cell, chain
 from plait.schedule.transfers import add_transfers, add_updates
 from plait.spec.mesh import Mesh
@@ -27,7 +28,7 @@ from plait.spec.schedule import Schedule
 
 SECONDS = {"F": 0.08, "B": 0.08, "W": 0.08}  # of a stage; several chunks of a rank share them
 ROUNDS = 3
-NAMES = [name for name in FAMILIES if name not in ("forward-only", *ASYNCHRONOUS)]
+NAMES = [name for name in FAMILIES if name != "forward-only" and not make_schedule(name, 2, 2).asynchronous]
 TEXT = """Stages sleep 80 ms forward and 160 ms backward (80 ms for each part of it), split among the chunks of a rank.
 Measured: seconds from the first action of any rank to the last, median of {rounds} steps, over what the simulator says
 for the same schedule with free transfers; to reach: within 3%.
@@ -68,10 +69,10 @@ class Sleeper:
                 self._reads.setdefault(cell, []).append(value)
         self._number = torch.zeros(1)
 
-    def run_cell(self, cell: Cell, micro: int, box: Box) -> Mapping[str, Tensor]:
+    def run_cell(self, cell: Cell, micro: int, saved: SavedValues) -> Mapping[str, Tensor]:
         end = time.perf_counter() + SECONDS[cell[0]] * self._work[cell[1]] / self._chunks
         for value in self._reads.get(cell, ()):
-            box.pop(value.name)
+            saved.pop(value.name)
         found = {value.name: self._number for value in self._made.get(cell, ())}
         if (left := end - time.perf_counter()) > 0:
             time.sleep(left)
@@ -96,7 +97,7 @@ def measure(
 
     def rank(world: World) -> list[tuple[float, float]]:
         comm = world.comm("pipeline")
-        executor = Executor(schedule, values, cells, comm, world.mesh.coordinates(world.rank))
+        executor = ScheduleExecutor(schedule, values, cells, comm, world.mesh.coordinates(world.rank))
         runner = Sleeper(schedule, values, work or [1.0] * schedule.num_stages)
         times = []
         for step in range(1 + num_steps):

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from bench.harness import publish
-from plait.integrations.servers.cluster import load_ray, started_here
 from plait.integrations.servers.full_model import FullModel
-from plait.integrations.servers.notes import Progress
-from plait.integrations.servers.prepare import make_job
-from plait.integrations.servers.running import Running
+from plait.integrations.servers.make_job import make_job
+from plait.integrations.servers.messages import Progress
+from plait.integrations.servers.ray_cluster import load_ray, started_here
+from plait.integrations.servers.supervisor import RunSupervisor
 from plait.plan.plan import Plan
 
 STEPS_BETWEEN = 3
@@ -64,7 +64,7 @@ def make_data() -> tuple[Any, Any]:
 class Killer:
     """Kills somebody every few steps."""
 
-    def __init__(self, ray: Any, running: Running, num: int, seed: int) -> None:
+    def __init__(self, ray: Any, running: RunSupervisor, num: int, seed: int) -> None:
         self._ray, self._running, self._left = ray, running, num
         self._draw, self._mark = random.Random(seed), 0
         self.killed: collections.Counter[str] = collections.Counter()
@@ -104,7 +104,7 @@ def main() -> None:
         )  # fmt: skip
         with started_here(load_ray(), 16, 256 << 20) as ray:
             begun = time.monotonic()
-            running = Running(ray, job)
+            running = RunSupervisor(ray, job)
             try:
                 killer = Killer(ray, running, given.kills, given.seed)
                 end = running.wait(killer, killer.over)

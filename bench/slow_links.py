@@ -26,7 +26,7 @@ import torch
 from bench.harness import free_port, publish
 from bench.workloads import GLOBAL_BATCH, SEQUENCE, WORKLOADS, loss_fn, optimizer
 from plait import Plan, Trainer
-from plait.comm.process import process_world
+from plait.comm.process_world import process_world
 
 RATES = ("", "1gbit", "100mbit")
 STEPS = 4

@@ -27,10 +27,10 @@ from bench.harness import publish
 from bench.staleness import batch, symbols
 from bench.workloads import GLOBAL_BATCH, WORKLOADS, loss_fn
 from plait.api.job.metrics import METRICS, MetricsLog, read_steps
-from plait.integrations.servers.cluster import load_ray, started_here
-from plait.integrations.servers.notes import Progress
-from plait.integrations.servers.prepare import make_job
-from plait.integrations.servers.running import Running
+from plait.integrations.servers.make_job import make_job
+from plait.integrations.servers.messages import Progress
+from plait.integrations.servers.ray_cluster import load_ray, started_here
+from plait.integrations.servers.supervisor import RunSupervisor
 from plait.plan.plan import Plan
 
 MODES = {
@@ -108,7 +108,7 @@ def curve(ray: Any, plan: str, steps: int, target: float, keep: Path | None) -> 
             optimizer=functools.partial(torch.optim.AdamW, lr=3e-4), scheduler=warmed, batch_size=BATCH, out=out,
             folder=f"{out}/checkpoints", make_log=functools.partial(make_log, out),
         )  # fmt: skip
-        running = Running(ray, job)
+        running = RunSupervisor(ray, job)
         try:
             pid = ray.get(running.workers[0][0].pid.remote())
             with slowed(pid) as begin:

@@ -13,7 +13,7 @@ from typing import Any
 from bench.harness import Variant, arguments, compare, publish
 from bench.workloads import WORKLOADS, loss_fn, optimizer
 from plait.api.trainer import Trainer
-from plait.comm.process import process_world
+from plait.comm.process_world import process_world
 from plait.plan.plan import Plan
 
 PLANS = ("pipeline=2 micro=8 schedule=1f1b", "pipeline=2 micro=8 schedule=zb-h1", "tensor=2", "data=2 zero=3 micro=2")

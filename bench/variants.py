@@ -16,7 +16,7 @@ from bench.megatron import split_gpt
 from bench.stages import torch_pipeline
 from bench.workloads import WORKLOADS, loss_fn, optimizer
 from plait import Plan, Trainer
-from plait.comm.process import process_world
+from plait.comm.process_world import process_world
 
 Step = Callable[[], Any]
 

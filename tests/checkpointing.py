@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
-from plait.comm.threads import run_ranks
+from plait.comm.thread_world import run_ranks
 from plait.engine.compiler import Captures, Compiler
 from plait.errors import RankFailed
 from plait.plan.plan import Plan

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.comm.protocol import World
-from plait.comm.threads import run_ranks
+from plait.comm.thread_world import run_ranks
 from plait.spec.mesh import Mesh
 
 TRANSPORTS = [
@@ -63,7 +63,7 @@ def run(transport: str, num_ranks: int | Mesh, fn: Fn) -> list[Any]:
 def _rank(pipe: Any, rank: int, port: int, mesh: Mesh, algorithm: str, shared_memory: bool, fn: Fn) -> None:
     import torch
 
-    from plait.comm.process import process_world
+    from plait.comm.process_world import process_world
 
     torch.set_num_threads(1)
     os.environ |= environment(rank, mesh.size, port)
@@ -143,6 +143,6 @@ def _run_script(source: str, variables: dict[str, str], out: str, complaints: st
 def _forkserver() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "torch._dynamo", "plait.comm.process", "plait.comm.stop", "plait.api.trainer", "pytest"]
+        ["torch", "torch._dynamo", "plait.comm.process_world", "plait.comm.stop_vote", "plait.api.trainer", "pytest"]
     )
     return context

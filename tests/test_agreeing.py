@@ -20,7 +20,7 @@ from plait.api.job.gpt import loss_fn
 from plait.api.memory import Estimator
 from plait.api.trainer import Trainer
 from plait.comm.protocol import World
-from plait.comm.threads import run_ranks
+from plait.comm.thread_world import run_ranks
 from plait.cost.compressed_bytes import BLOCK, coded_bytes
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.local_sgd.exchange import MeanExchange
@@ -28,7 +28,7 @@ from plait.engine.local_sgd.tensor_compression import decode, encode
 from plait.errors import BatchError, PlanError, RankFailed
 from plait.plan.compression import Compression
 from plait.plan.plan import Plan
-from plait.schedule.rounds import Rounds, split_in_parts
+from plait.schedule.sync_rounds import SyncRounds, split_in_parts
 from plait.spec.mesh import Mesh
 
 pytestmark = pytest.mark.xdist_group("agreeing")  # plans share what is captured
@@ -41,7 +41,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
 def times(text: str, steps: int = 12) -> str:
-    rounds = Rounds.of(Plan.parse(f"data=2 {text}"))
+    rounds = SyncRounds.of(Plan.parse(f"data=2 {text}"))
     names = "abcdefgh"
     return " ".join(
         str(step)
@@ -66,10 +66,10 @@ def test_when_parts_of_the_model_begin_to_agree_and_are_taken_in(plan: str, expe
 
 
 def test_when_a_replica_knows_that_all_have_begun_a_step() -> None:
-    assert [Rounds(4).meeting_after(step) for step in (0, 2, 3, 4, 7)] == [4, 4, 4, 8, 8]
-    assert [Rounds(4, overlap=1).meeting_after(step) for step in (2, 3, 4)] == [5, 5, 9]
-    assert [Rounds(4, parts=2).meeting_after(step) for step in (0, 1, 2, 3)] == [2, 2, 4, 4]
-    assert Rounds((1, 4)).meeting_after(3) == 7
+    assert [SyncRounds(4).meeting_after(step) for step in (0, 2, 3, 4, 7)] == [4, 4, 4, 8, 8]
+    assert [SyncRounds(4, overlap=1).meeting_after(step) for step in (2, 3, 4)] == [5, 5, 9]
+    assert [SyncRounds(4, parts=2).meeting_after(step) for step in (0, 1, 2, 3)] == [2, 2, 4, 4]
+    assert SyncRounds((1, 4)).meeting_after(3) == 7
 
 
 def test_parts_are_neighbours_of_about_the_same_size() -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.schedule.balance import Variable, balance
 from plait.schedule.consistency import Commit, Consistency, Go, Late, Push, Refuse, may_go_on, num_needed, shares_of
-from plait.schedule.work_queue import Handout
+from plait.schedule.variable_placement import Variable, place_variables
+from plait.schedule.work_queue import WorkQueue
 
 
 def begun(num: int, **options: object) -> Consistency:
@@ -125,7 +125,7 @@ def test_a_given_order_is_kept() -> None:
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 4), st.booleans())
 def test_servers_hold_every_row_once(rows: list[int], servers: int, may_cut: bool) -> None:
     variables = [Variable(f"v{i}", (n, 4), "float32", n * 16) for i, n in enumerate(rows)]
-    shards = balance(variables, servers, may_cut)
+    shards = place_variables(variables, servers, may_cut)
     assert len(shards) == servers
     for variable in variables:
         held = sorted((p.start, p.stop) for pieces in shards for p in pieces if p.name == variable.name)
@@ -142,13 +142,13 @@ def test_servers_hold_every_row_once(rows: list[int], servers: int, may_cut: boo
 
 def test_a_number_is_a_variable_too() -> None:
     variables = [Variable("scale", (), "float32", 4), Variable("weight", (6, 2), "float32", 48)]
-    (first, second) = balance(variables, 2, True)
+    (first, second) = place_variables(variables, 2, True)
     assert [(p.name, p.own_shape) for p in first] == [("scale", ()), ("weight", (3, 2))]
     assert [p.own_shape for p in second] == [(3, 2)]
 
 
 def test_pieces_go_once_to_whoever_is_there() -> None:
-    handout = Handout()
+    handout = WorkQueue()
     assert handout.give([0, 1]) == [(0, 0, 2), (1, 1, 3)]
     handout.used(0, 0)
     assert handout.give([0]) == [(0, 2, 4)]
@@ -158,7 +158,7 @@ def test_pieces_go_once_to_whoever_is_there() -> None:
 
 
 def test_pieces_of_workers_with_several_tasks() -> None:
-    handout = Handout()
+    handout = WorkQueue()
     assert handout.give([0, 1, 0, 1]) == [(0, 0, 2), (1, 1, 3), (0, 2, 4), (1, 3, 5)]
     handout.used(0, 0)
     assert handout.give([0]) == [(0, 4, 6)] and handout.holds(0, 2) and not handout.holds(0, 0)

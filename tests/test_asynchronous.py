@@ -13,7 +13,7 @@ from plait import PlanError, RankFailed, Trainer, verify
 from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.backends.eager.pipeline_program import PipelineProgram
 from plait.comm.protocol import World
-from plait.comm.threads import run_ranks
+from plait.comm.thread_world import run_ranks
 from plait.plan.plan import Plan
 
 SGD = functools.partial(torch.optim.SGD, lr=0.3, momentum=0.9)

@@ -17,7 +17,7 @@ from plait.api.job.gpt import BytesGPT
 from plait.api.job.gpt import loss_fn as gpt_loss
 from plait.comm import sharing
 from plait.comm.thread_transport import ThreadComm
-from plait.comm.threads import run_ranks
+from plait.comm.thread_world import run_ranks
 from plait.cost.memory_model import OPTIMIZER, PARAMETERS
 from plait.errors import PlanError, RankFailed
 from plait.spec.mesh import Mesh

@@ -24,7 +24,7 @@ from checkpointing import (
 )
 
 import plait
-from plait.comm.threads import run_ranks
+from plait.comm.thread_world import run_ranks
 from plait.engine.checkpoint.checkpoint_folders import checkpoints, newest
 from plait.engine.checkpoint.export import export_weights
 from plait.engine.checkpoint.storage import folder_of

@@ -11,18 +11,18 @@ import torch
 from comm_worlds import Script, run, start_scripts
 
 from plait.comm.agree import agree
-from plait.comm.process import device_mesh, process_world
+from plait.comm.process_world import device_mesh, process_world
 from plait.comm.protocol import World
-from plait.comm.stop import StopVote
-from plait.comm.threads import run_ranks
+from plait.comm.stop_vote import StopVote
+from plait.comm.thread_world import run_ranks
 from plait.errors import PlanError, RankFailed, WorldError
 from plait.spec.mesh import Mesh
 
 _SCRIPT = """
 import os, signal, sys, time, torch
 from plait.comm.failure import guard
-from plait.comm.process import process_world
-from plait.comm.stop import StopVote
+from plait.comm.process_world import process_world
+from plait.comm.stop_vote import StopVote
 from plait.spec.mesh import Mesh
 world = process_world(Mesh((("data", int(os.environ["WORLD_SIZE"])),)), device="cpu", shared_memory={shared})
 comm = world.everyone()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from plait.api.job.config import SchedulerSection, load_config
-from plait.api.job.setup import AUTO, GO_ON, Resume, check_job, learning_rate, make_model, optimizer_factory
+from plait.api.job.from_config import AUTO, GO_ON, Resume, check_job, learning_rate, make_model, optimizer_factory
 from plait.errors import BatchError, CheckpointError, ConfigError, DataError, LayoutError, PlaitError
 from plait.plan.plan import Plan
 

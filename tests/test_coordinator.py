@@ -8,8 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from plait.integrations.servers.coordinator import Coordinator
-from plait.integrations.servers.notes import Note, Task
-from plait.integrations.servers.requests import Requests
+from plait.integrations.servers.messages import Note, Task, TaskQueue
 from plait.integrations.servers.server import Server
 from tests.served import job_of
 
@@ -66,7 +65,7 @@ def test_answers_to_pushes_come_in_the_order_of_the_pushes(tmp_path: Path) -> No
 
 def test_who_asks_first_is_given_the_first_thing() -> None:
     async def run() -> list[int | None]:
-        requests: Requests[int] = Requests()
+        requests: TaskQueue[int] = TaskQueue()
         gone, first = asyncio.create_task(requests.get()), asyncio.create_task(requests.get())
         await asyncio.sleep(0)
         gone.cancel()

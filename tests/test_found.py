@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.comm.protocol import World
-from plait.comm.threads import run_ranks
+from plait.comm.thread_world import run_ranks
 from plait.engine.local_sgd.exchange import MeanExchange
 from plait.engine.optimizer_trials import depends_on_the_cut
 from plait.errors import CaptureError, LossError, PlanError

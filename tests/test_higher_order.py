@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import plait
 from plait.plan.kinds import SCHEDULE_NAMES
-from plait.schedule.families import ASYNCHRONOUS
+from plait.schedule.families import make_schedule
 
 
 class Critic(nn.Module):
@@ -70,7 +70,9 @@ def check(loss: Callable[..., Tensor], plan: str) -> None:
     assert report.ok and report.worst_gradient.relative < 1e-12, report
 
 
-@pytest.mark.parametrize("schedule", [name for name in SCHEDULE_NAMES if name not in {*ASYNCHRONOUS, "naive"}])
+@pytest.mark.parametrize(
+    "schedule", [name for name in SCHEDULE_NAMES if name != "naive" and not make_schedule(name, 2, 2).asynchronous]
+)
 def test_an_inner_gradient_step_under_every_schedule(schedule: str) -> None:
     """An inner gradient is a term of the outer one, and other stages read it too: summing must not change it."""
     check(inner_step, f"pipeline=2 micro=4 schedule={schedule}")

@@ -19,11 +19,11 @@ import plait
 from plait.api.job.gpt import loss_fn
 from plait.api.trainer import Trainer
 from plait.backends.eager.offload.disk import DiskFile
-from plait.backends.eager.page_memory import page_memory
 from plait.backends.eager.passes import eager_graphs
 from plait.backends.eager.rewrites import offload_ops
-from plait.backends.eager.rewrites.bucket import bucket_wait
-from plait.comm.threads import run_ranks
+from plait.backends.eager.rewrites.bucket_gradients import bucket_wait
+from plait.comm.device import page_memory
+from plait.comm.thread_world import run_ranks
 from plait.engine import optimizer_step
 from plait.engine.compiler import Captures, Compiler
 from plait.errors import HomeError
@@ -232,7 +232,7 @@ def test_evaluates_from_disk() -> None:
 def test_the_host_is_the_device_on_cpu() -> None:
     plan = plait.Plan.parse("home.parameters=host home.optimizer=host home.activations=host")
     graph = eager_graphs(Compiler(Captures(gpt(), loss_fn), plan).compiled(gpt_batch()).program)["alone"]
-    assert [node for node in graph.nodes if node.name == offload_ops.HOMES] == []
+    assert [node for node in graph.nodes if node.name == offload_ops.OFFLOAD] == []
     assert_same(trained(""), trained(str(plan)))
 
 

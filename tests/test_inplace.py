@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, symbolic_trace
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import plait
-from plait.backends.eager.rewrites.inplace import reuse_dead_operands
+from plait.backends.eager.rewrites.dead_values import reuse_dead_operands
 
 aten = torch.ops.aten
 

@@ -172,16 +172,16 @@ DECIDE_ELSEWHERE = {
     "engine/optimizers.py": "what a user's optimizer is, of which the function is called",
     "engine/local_batch.py": "rows that a rank takes of a later batch",
     "engine/ddp_fallback.py": "what modules do without a graph",
-    "integrations/servers/prepare.py": "what servers hold, and tables, which plan/ does not know",
+    "integrations/servers/make_job.py": "what servers hold, and tables, which plan/ does not know",
     "integrations/servers/optimizer_shard.py": "how a user's optimizer groups what a server holds",
-    "integrations/servers/verifying.py": "what verify can run in one process",
+    "integrations/servers/served_check.py": "what verify can run in one process",
     "api/verify.py": "which precision kernels take, a run on one device shows",
 }
 
 # Files with errors that are none of a plan for a model: of an argument or a file (argument), or of a job that runs and
 # whose model, batch or data have changed (job), or the model is refused under every plan (model).
 NO_REFUSAL = {
-    "api/cli.py": "argument", "api/job/memory_command.py": "argument", "api/job/report_command.py": "argument",
+    "api/cli.py": "argument", "api/job/memory_command.py": "argument",
     "api/memory.py": "argument", "api/verify.py": "argument", "comm/algorithms.py": "argument",
     "compile/capture/capture.py": "model", "compile/capture/fake_parameters.py": "model",
     "compile/capture/random_sources.py": "model", "compile/pass_manager.py": "argument",
@@ -192,10 +192,10 @@ NO_REFUSAL = {
     "engine/local_sgd/exchange.py": "argument", "engine/optimizers.py": "argument", "engine/rank_executor.py": "job",
     "engine/trace_folder.py": "argument", "engine/train_state.py": "job", "api/trainer.py": "argument",
     "engine/frozen_parameters.py": "job", "engine/python_watch.py": "job",
-    "integrations/servers/cluster.py": "argument", "integrations/servers/prepare.py": "model",
-    "integrations/servers/one_process.py": "argument",
-    "integrations/servers/running.py": "job", "integrations/servers/tables/module.py": "model",
-    "integrations/servers/tables/table_shard.py": "argument", "report/pass_table.py": "argument",
+    "integrations/servers/ray_cluster.py": "argument", "integrations/servers/make_job.py": "model",
+    "integrations/servers/served_check.py": "argument",
+    "integrations/servers/supervisor.py": "job", "integrations/servers/tables/sparse_table.py": "model",
+    "integrations/servers/tables/table_shard.py": "argument", "report/explanation.py": "argument",
     "report/schedule_page.py": "argument", "report/swimlane.py": "argument", "schedule/check.py": "argument",
     "schedule/consistency.py": "argument", "schedule/families/__init__.py": "argument",
     "spec/mesh.py": "argument", "spec/schedule.py": "argument",

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import plait
 from plait.api import verify as verifying
-from plait.comm.threads import run_ranks
+from plait.comm.thread_world import run_ranks
 from plait.engine.compiler import Compiler
 from plait.engine.local_batch import batch_of_replica, microbatches, num_rows
 from plait.engine.setup_checks import check_captured, known_facts

@@ -13,7 +13,7 @@ import plait
 from plait.api.job.gpt import loss_fn
 from plait.backends.eager.collectives import all_reduce_start
 from plait.backends.eager.passes import eager_graphs
-from plait.backends.eager.rewrites.bucket import bucket_put, bucket_start, bucket_wait
+from plait.backends.eager.rewrites.bucket_gradients import bucket_put, bucket_start, bucket_wait
 from plait.engine.compiler import Captures, Compiler
 from plait.plan.plan import Plan
 from plait.schedule.buckets import bucket_limit, split_buckets

@@ -16,7 +16,7 @@ import plait
 from plait.api.job.gpt import loss_fn
 from plait.api.memory import Estimator
 from plait.compile.memory_meter import Meter
-from plait.cost.memory_model import FULL_ADAM, RankMemory, model_state_bytes, single_changes
+from plait.cost.memory_model import RankMemory, StateBytes, model_state_bytes, single_changes
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.dry_run import dry_run
 from plait.engine.local_batch import microbatches
@@ -26,6 +26,7 @@ from plait.report.memory_table import verdict
 pytestmark = pytest.mark.xdist_group("memory")  # plans share what is captured
 
 # Table 1 of the ZeRO paper (arXiv 1910.02054): GB of model state per device, for three models and three stages each.
+MIXED_ADAM = StateBytes(2, 2, 12)  # half-precision weights and gradients; float32 weights and two moments
 MODELS = (7.5e9, 128e9, 1e12)
 TABLE = {
     1: "120 120 120 2048 2048 2048 16000 16000 16000",
@@ -48,17 +49,17 @@ def test_the_table_has_54_cells() -> None:
 
 @pytest.mark.parametrize(("num_ranks", "size", "stage", "printed"), CELLS)
 def test_the_zero_papers_table(num_ranks: int, size: float, stage: int, printed: str) -> None:
-    found = Decimal(model_state_bytes(size, stage, num_ranks)) / 10**9
+    found = Decimal(model_state_bytes(size, stage, num_ranks, MIXED_ADAM)) / 10**9
     # The paper cuts whole numbers and rounds the others.
     cut = "." not in printed
     assert found.quantize(Decimal(printed), ROUND_DOWN if cut else ROUND_HALF_UP) == Decimal(printed)
 
 
 def test_full_precision_takes_16_bytes_a_parameter_and_bad_stages_are_refused() -> None:
-    assert model_state_bytes(10, 0, 4, FULL_ADAM) == 160
-    assert model_state_bytes(10, 3, 4, FULL_ADAM) == 40
+    assert model_state_bytes(10, 0, 4, StateBytes(4, 4, 8)) == 160
+    assert model_state_bytes(10, 3, 4, StateBytes(4, 4, 8)) == 40
     with pytest.raises(ValueError, match="stage 4 over 2 ranks"):
-        model_state_bytes(10, 4, 2)
+        model_state_bytes(10, 4, 2, MIXED_ADAM)
 
 
 def test_the_plans_to_try_when_memory_is_short() -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from comm_worlds import environment, free_port
 from intruder import attack, below, is_loopback, listening, needs_proc, needs_root
 
-from plait.comm.private import is_ours_alone, private_folder
+from plait.comm.private_folder import is_ours_alone, private_folder
 
 JOB = """
 [model]
@@ -165,7 +165,7 @@ def _state(pid: int) -> str:
 
 
 def test_a_folder_that_another_user_has_taken_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.comm.private._shared", lambda: tmp_path)
+    monkeypatch.setattr("plait.comm.private_folder._shared", lambda: tmp_path)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     own = tmp_path / f"plait-{os.geteuid()}"

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 import plait
 from plait.api.job.config import Config
-from plait.api.job.setup import optimizer_factory
-from plait.api.trainer import OptimizerFactory, Trainer
+from plait.api.job.from_config import optimizer_factory
+from plait.api.trainer import Trainer
 from plait.comm.protocol import World
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.optimizer_trials import state_layouts
+from plait.engine.optimizers import OptimizerFactory
 from plait.errors import ConfigError, PlanError, RankFailed
 from plait.optim import Lamb
 from plait.optim.adafactor import Adafactor

@@ -27,7 +27,7 @@ from plait.api.job.gpt import BytesGPT
 from plait.api.trainer import Trainer
 from plait.backends.eager.cell_runner import CellRunner
 from plait.comm.protocol import World
-from plait.comm.threads import run_ranks
+from plait.comm.thread_world import run_ranks
 from plait.compile.rank_program import RankProgram
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.local_batch import microbatches
@@ -35,12 +35,12 @@ from plait.engine.rank_executor import RankExecutor
 from plait.errors import BatchError, PlanError, RankFailed, ScheduleError
 from plait.plan.kinds import SCHEDULE_NAMES
 from plait.plan.plan import Plan
-from plait.schedule.families import ASYNCHRONOUS
+from plait.schedule.families import make_schedule
 
 pytestmark = pytest.mark.xdist_group("pipeline")  # plans share what is captured
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
-SYNCHRONOUS = [name for name in SCHEDULE_NAMES if name not in ASYNCHRONOUS]
+SYNCHRONOUS = [name for name in SCHEDULE_NAMES if not make_schedule(name, 2, 2).asynchronous]
 
 
 @functools.cache

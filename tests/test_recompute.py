@@ -24,7 +24,7 @@ from plait.compile.ir.views import is_view
 from plait.engine.compiler import Captures, Compiler
 from plait.errors import PlanError
 from plait.plan.plan import Plan
-from plait.schedule.keep import KeptValue, choose_kept
+from plait.schedule.recompute_solver import KeptValue, choose_kept
 
 
 def saved_bytes(graph: Graph) -> int:

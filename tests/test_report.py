@@ -17,22 +17,21 @@ from typer.testing import CliRunner
 from plait.api.cli import app
 from plait.api.trainer import Trainer
 from plait.backends.recorder import NUM_STEPS
-from plait.comm.threads import run_ranks
-from plait.comm.traced import TracedComm, clock_offset
+from plait.comm.thread_world import run_ranks
+from plait.comm.traced_comm import TracedComm, clock_offset
 from plait.cost.costs import Costs
-from plait.cost.nesting import flattened
 from plait.cost.predict import measure_costs, predict, with_held
 from plait.cost.simulate import simulate
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.trace_folder import RunPlan, read_plan, read_trace
 from plait.plan.plan import Plan
-from plait.report.run_page import MOST_SPANS, StepView, build_page, that_fit
+from plait.report.run_page import MOST_SPANS, StepView, build_page, steps_that_fit
 from plait.schedule.families import make_schedule
 from plait.schedule.readiness import chain
 from plait.schedule.transfers import add_transfers, add_updates
 from plait.spec.mesh import Mesh
 from plait.spec.schedule import Schedule
-from plait.spec.trace import COMPUTE_KINDS, Span, Trace
+from plait.spec.trace import COMPUTE_KINDS, Span, Trace, flattened
 
 SMALL = """
 [model]
@@ -312,5 +311,5 @@ def test_what_files_of_a_run_say_is_text_on_its_page() -> None:
 def test_a_page_holds_the_last_steps_that_fit() -> None:
     spans = tuple(Span(0, "forward", "F0", 0, 1) for _ in range(MOST_SPANS // 2))
     steps = [StepView(number, Trace(spans, 1), None) for number in range(4)]
-    assert [step.step for step in that_fit(steps)] == [2, 3]
-    assert [step.step for step in that_fit([StepView(9, Trace(spans * 3, 1), None)])] == [9]
+    assert [step.step for step in steps_that_fit(steps)] == [2, 3]
+    assert [step.step for step in steps_that_fit([StepView(9, Trace(spans * 3, 1), None)])] == [9]

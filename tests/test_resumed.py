@@ -16,7 +16,7 @@ from plait.engine.checkpoint.saver import Saver
 from plait.errors import CheckpointError
 from plait.integrations.servers.full_model import FullModel
 from plait.integrations.servers.server import Server, Standing
-from plait.integrations.servers.service import Job
+from plait.integrations.servers.server_job import Job
 from tests.served import job_of, make_click, make_clicks
 
 Extra = dict[str, Any]

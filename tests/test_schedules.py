@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from plait.errors import PlanError, ScheduleError
 from plait.schedule.check import check_schedule
 from plait.schedule.families import FAMILIES, make_replicated, make_schedule
-from plait.schedule.grid import draw_grid
 from plait.schedule.readiness import chain, needs, shared
+from plait.schedule.schedule_grid import draw_grid
 from plait.schedule.transfers import add_transfers, add_updates
 from plait.spec.action import Action
 from plait.spec.schedule import Schedule

@@ -22,17 +22,17 @@ from metrics_file import read_metrics
 from test_train_job import JOB
 
 from plait.api.job.config import Config, load_config
-from plait.api.job.serving import run_served, served_job
-from plait.api.job.setup import GO_ON
+from plait.api.job.from_config import GO_ON
+from plait.api.job.server_training import run_served, served_job
 from plait.api.job.training import run_job
 from plait.api.trainer import Trainer
 from plait.engine.checkpoint.checkpoint_folders import newest
 from plait.errors import CheckpointError
-from plait.integrations.servers.cluster import load_ray, started_here
 from plait.integrations.servers.full_model import FullModel
-from plait.integrations.servers.notes import Note, Progress, Refused
-from plait.integrations.servers.one_process import run_in_one_process
-from plait.integrations.servers.running import Running
+from plait.integrations.servers.messages import Note, Progress, Refused
+from plait.integrations.servers.ray_cluster import load_ray, started_here
+from plait.integrations.servers.served_check import run_in_one_process
+from plait.integrations.servers.supervisor import RunSupervisor
 from plait.plan.plan import Plan
 from tests.served import NUM_IDS, job_of, make_click, make_clicks, make_data, make_slow_clicks, make_slow_data
 
@@ -49,7 +49,7 @@ def ray() -> Iterator[Any]:
 class Script:
     """Acts on a run while it goes on: each act once its condition holds, one after the other; then it is stopped."""
 
-    def __init__(self, ray: Any, running: Running) -> None:
+    def __init__(self, ray: Any, running: RunSupervisor) -> None:
         self.ray, self.running = ray, running
         self.acts: list[tuple[Callable[[Progress], bool], Callable[[Progress], None]]] = []
         self.done = 0
@@ -81,7 +81,7 @@ def test_everything_is_killed_once(ray: Any, tmp_path: Path) -> None:
         "workers=2 servers=2 overlap=1", tmp_path, make_model=make_click, make_data=make_slow_clicks, steps=10**6,
         scheduler=None, save_every=10,
     )  # fmt: skip
-    running = Running(ray, job)
+    running = RunSupervisor(ray, job)
     script, coordinator = Script(ray, running), running.coordinator
     stopped: list[int] = []
 
@@ -130,7 +130,7 @@ def test_everything_is_killed_once(ray: Any, tmp_path: Path) -> None:
 def test_a_run_in_a_given_order_is_its_definition(ray: Any, tmp_path: Path, plan: str) -> None:
     order = (0, 1, 0, 0, 1, 1, 0, 1, 1, 0, 1, 0)
     job = job_of(f"workers=2 servers=2 {plan}", tmp_path, steps=6, order=order, scheduler=None)
-    running = Running(ray, job)
+    running = RunSupervisor(ray, job)
     try:
         assert running.wait().step == 6
     finally:
@@ -173,7 +173,7 @@ def test_a_run_goes_from_one_device_to_servers_and_back(ray: Any, tmp_path: Path
 def test_local_sgd_with_workers_that_come_and_go(ray: Any, tmp_path: Path) -> None:
     plan = "workers=3 servers=2 staleness=0 sync=4 outer=nesterov compress=int8"  # as many as there is room for
     job = job_of(plan, tmp_path, make_data=make_slow_data, steps=10**6, save_every=10)
-    running = Running(ray, job)
+    running = RunSupervisor(ray, job)
     script = Script(ray, running)
     try:
         script.after(8, lambda: script.kill(running.workers[0][0]))
@@ -195,7 +195,7 @@ def test_local_sgd_with_workers_that_come_and_go(ray: Any, tmp_path: Path) -> No
     assert trainer.step_number == end.step and trainer.evaluate(rows) < 10
     trainer.close()
     again = dataclasses.replace(job, make_data=make_data, resume=True, steps=end.step + 6, name="again")
-    running = Running(ray, again)
+    running = RunSupervisor(ray, again)
     try:
         assert running.first_step == end.step
         end = running.wait()
@@ -206,7 +206,7 @@ def test_local_sgd_with_workers_that_come_and_go(ray: Any, tmp_path: Path) -> No
 
 def test_a_worker_that_stands_still_is_waited_for_at_the_bound(ray: Any, tmp_path: Path) -> None:
     job = job_of("workers=2 servers=1 staleness=4", tmp_path, make_data=make_slow_data, steps=10**6)
-    running = Running(ray, job)
+    running = RunSupervisor(ray, job)
     script = Script(ray, running)
     pid = ray.get(running.workers[0][0].pid.remote())
     reached: list[int] = []
@@ -234,7 +234,7 @@ def test_a_worker_that_stands_still_is_waited_for_at_the_bound(ray: Any, tmp_pat
 def test_nobody_gets_into_ray(ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     job = job_of("workers=1 servers=1 tensor=2", tmp_path, make_data=make_slow_data, steps=10**6)
-    running = Running(ray, job)
+    running = RunSupervisor(ray, job)
     script = Script(ray, running)
     listens: list[tuple[str, int]] = []
     found: list[str] = []
@@ -283,7 +283,7 @@ def posted(port: int) -> int:
 def test_nothing_of_ray_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     source = (
         "import time\n"
-        "from plait.integrations.servers.cluster import load_ray, started_here\n"
+        "from plait.integrations.servers.ray_cluster import load_ray, started_here\n"
         "with started_here(load_ray(), 1, 128 << 20):\n"
         "    open('started', 'w').close()\n"
         "    time.sleep(600)\n"
@@ -296,7 +296,7 @@ def test_nothing_of_ray_outlives_a_launcher_that_is_killed(tmp_path: Path) -> No
     while not any("Agent" in name_of(pid) for pid in pids):
         pids = below(process.pid)
         time.sleep(0.1)
-    time.sleep(1.5)  # the warden looks twice a second
+    time.sleep(1.5)  # the reaper looks twice a second
     pids = below(process.pid)
     process.kill()
     process.wait()

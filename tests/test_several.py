@@ -17,7 +17,7 @@ import plait
 from plait.api.trainer import Trainer
 from plait.engine.optimizers import make_optimizer
 from plait.errors import CheckpointError, PlanError, RankFailed
-from plait.optim.several import Several
+from plait.optim.combined import CombinedOptimizer
 
 PLANS = ["tensor=2 data=2 zero=1", "data=2 zero=3", "pipeline=2 data=2 zero=2 micro=2", "data=2 central=host"]
 
@@ -203,7 +203,7 @@ def test_clipping_scheduler_loss_scale_and_local_steps_are_over_all() -> None:
         schedule = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
         trainer = Trainer(net(), loss_fn, PAIRS, "tensor=2", world=world, scheduler=schedule)
         trainer.step(batch())
-        assert isinstance(trainer.optimizer, Several)
+        assert isinstance(trainer.optimizer, CombinedOptimizer)
         return [group["lr"] for member in trainer.optimizer.members.values() for group in member.param_groups]
 
     assert plait.run_ranks(plait.Plan.parse("tensor=2").mesh, rank)[1] == [0.025, 0.0005]

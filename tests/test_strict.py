@@ -10,9 +10,9 @@ import torch
 from comm_worlds import run
 from torch import Tensor
 
-from plait.backends.eager.execute import Executor
+from plait.backends.eager.schedule_executor import ScheduleExecutor
 from plait.comm.protocol import REDUCTIONS, World
-from plait.comm.threads import run_ranks
+from plait.comm.thread_world import run_ranks
 from plait.compile.stages.stage_graphs import Value
 from plait.errors import RankFailed
 from plait.schedule.families import FAMILIES, make_schedule
@@ -159,7 +159,7 @@ def test_no_schedule_deadlocks(name: str, num_ranks: int) -> None:
 
     def fn(world: World) -> dict[tuple[str, int, int], float]:
         comm, runner = world.comm("pipeline"), Chain()
-        Executor(schedule, values, cells, comm, {"pipeline": comm.rank}).run(runner)
+        ScheduleExecutor(schedule, values, cells, comm, {"pipeline": comm.rank}).run(runner)
         return runner.found
 
     found = run_ranks(Mesh((("pipeline", num_ranks),)), fn, strict=True)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import plait
 from plait.backends.eager import collectives
 from plait.backends.eager.passes import eager_graphs
-from plait.comm.threads import run_ranks
+from plait.comm.thread_world import run_ranks
 from plait.compile.compiled import Compiled
 from plait.engine.compiler import Captures, Compiler, LossFn
 from plait.plan.plan import Plan

@@ -18,7 +18,7 @@ from plait import Plan, RankFailed, Trainer, WorldError
 from plait.comm.agree import agree, attempt
 from plait.comm.monitor import NOTICE, TIMEOUT, timeout
 from plait.comm.protocol import World
-from plait.comm.threads import run_ranks
+from plait.comm.thread_world import run_ranks
 from plait.engine.local_batch import LocalBatch
 from plait.engine.same_batch import _checksum, _of_device
 from plait.errors import CaptureError, PlanError, Refusal
@@ -350,7 +350,7 @@ def test_a_thread_that_is_too_late_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 _SCRIPT = """
 import os, sys, time, torch
 from plait.comm.agree import agree
-from plait.comm.process import process_world
+from plait.comm.process_world import process_world
 from plait.spec.mesh import Mesh
 world = process_world(Mesh((("data", 2),)), device="cpu", shared_memory={shared})
 comm = world.everyone()

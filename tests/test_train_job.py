@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from metrics_file import read_metrics
 
-from plait.api.job import serving
+from plait.api.job import server_training
 from plait.api.job.config import Config, load_config
-from plait.api.job.setup import AUTO, Resume, check_job
+from plait.api.job.from_config import AUTO, Resume, check_job
 from plait.api.job.training import Outcome, run_job
 from plait.engine.checkpoint import write
 from plait.errors import CheckpointError, ConfigError, LossError, PlanError
@@ -179,12 +179,12 @@ def test_a_checkpoint_is_chosen_and_damage_elsewhere_does_not_matter(folder: Pat
 
 
 def test_resume_with_servers_is_checked_before_anything_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "cluster", lambda job: pytest.fail("Ray was started"))
+    monkeypatch.setattr(server_training, "cluster", lambda job: pytest.fail("Ray was started"))
     train("train.steps=2")
     plan = Plan.parse("workers=2 servers=1")
     for change, why in (("model.width=32", "made by another model"), ("train.seed=5", "seed and number of items were")):
         with pytest.raises(CheckpointError, match=why):
-            serving.run_served(config(change, "train.steps=4", "train.evaluate_every=0"), plan, Resume(True))
+            server_training.run_served(config(change, "train.steps=4", "train.evaluate_every=0"), plan, Resume(True))
 
 
 def test_checkpoints_elsewhere_and_as_many_as_asked_for(folder: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.api.trainer import Trainer
-from plait.comm.process import process_world
+from plait.comm.process_world import process_world
 from plait.comm.protocol import World
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.ddp_fallback import refuse_unless_data_only

@@ -173,9 +173,9 @@ def test_branches_run_on_different_ranks(plan: str) -> None:
 
 def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check can fail: an all-reduce that forgets to add is caught, and the tensor named."""
-    from plait.backends.eager.rewrites import bucket
+    from plait.backends.eager.rewrites import bucket_gradients
 
-    monkeypatch.setattr(bucket, "bucket_wait", bucket.bucket_wait)
+    monkeypatch.setattr(bucket_gradients, "bucket_wait", bucket_gradients.bucket_wait)
     right = plait.verify(gpt(), loss_fn, gpt_batch(), "data=2")
     assert right.ok
     from plait.comm import group

@@ -16,12 +16,14 @@ import typer
 from typer.core import TyperCommand
 
 from plait import __version__
+from plait.api.script import run_script, tell_other_ranks
+from plait.comm.launch import FAILURE_FILE, first_to_fail, launch
 from plait.engine.environment import num_processes, rank, resolve_plan, under_launcher
 from plait.errors import PlaitError, PlanError, RankFailed
 from plait.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from plait.api.job.setup import Resume
+    from plait.api.job.from_config import Resume
 
 # torch is imported inside the commands, so that an invalid plan or config is refused without waiting for it.
 app = typer.Typer(
@@ -102,10 +104,10 @@ def train(
 
         chosen = _choose_plan(plan, processes)
         job = load_config(config, changes or [])
-        from plait.api.job.setup import check_job
+        from plait.api.job.from_config import check_job
 
         if chosen.workers:
-            from plait.api.job.serving import check_served, run_served
+            from plait.api.job.server_training import check_served, run_served
 
             if trace:
                 raise PlanError(
@@ -143,7 +145,7 @@ def verify(
         from plait.api.job.config import load_config
 
         chosen, job = _plan_of(plan), load_config(config, changes or [])
-        from plait.api.job.setup import check_job, first_batch, make_data, make_model
+        from plait.api.job.from_config import check_job, first_batch, make_data, make_model
         from plait.api.verify import verify as compare
 
         check_job(job, chosen, writes=False)
@@ -175,7 +177,7 @@ def explain(
 
         chosen, job = _plan_of(plan), load_config(config, changes or [])
         from plait.api.explain import explain as explain_step
-        from plait.api.job.setup import check_job, first_batch, make_data, make_model
+        from plait.api.job.from_config import check_job, first_batch, make_data, make_model
 
         check_job(job, chosen, writes=False)
         model, loss_fn = make_model(job)
@@ -253,12 +255,12 @@ def schedule(
 ) -> None:
     """Draw the schedule of a pipeline, with its simulated utilisation, bubble and memory. Nothing is run."""
     with _errors_shown_once():
-        from plait.report.schedule_page import describe_schedule, find_schedule, predict, write_page
+        from plait.report.schedule_page import describe_schedule, find_schedule, predict, write_schedule_page
 
         found = find_schedule(name, stages, micro, chunks)
         trace = predict(found, costs)
         if html is not None:
-            write_page(html, found, trace, costs)
+            write_schedule_page(html, found, trace, costs)
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print(describe_schedule(found, trace, costs, width))
 
@@ -312,13 +314,11 @@ def run(
             _launch(["run", str(script), "--", *context.args], size, chosen)
         if chosen is not None:
             os.environ["PLAIT_PLAN"] = str(chosen)
-        from plait.api.script import run_script
-
         run_script(script, context.args)
 
 
 def _resume(text: str, checkpoint: str) -> Resume:
-    from plait.api.job.setup import Resume
+    from plait.api.job.from_config import Resume
 
     if text not in ("", "yes", "auto"):
         raise PlanError(f"--resume={text} is unknown; write --resume, or --resume=auto, or --checkpoint step-N")
@@ -351,14 +351,10 @@ def _plan_of(text: str | None) -> Plan:
 
 def _launched_here() -> bool:
     """Whether this rank was started by `_launch`, whose process has checked the job."""
-    from plait.comm.launch import FAILURE_FILE
-
     return under_launcher() and FAILURE_FILE in os.environ
 
 
 def _launch(arguments: list[str], size: int, plan: Plan | None) -> None:
-    from plait.comm.launch import launch
-
     raise typer.Exit(launch(["-m", "plait", *arguments], size, {} if plan is None else {"PLAIT_PLAN": str(plan)}))
 
 
@@ -368,8 +364,8 @@ def _errors_shown_once(status: int = 2) -> Iterator[None]:
     try:
         yield
     except PlaitError as error:
-        _tell(error)
-        if _may_speak():
+        tell_other_ranks(error)
+        if first_to_fail():
             from rich.console import Console
 
             who = "" if isinstance(error, RankFailed) or not under_launcher() else _failed(error)
@@ -379,30 +375,15 @@ def _errors_shown_once(status: int = 2) -> Iterator[None]:
     except Exception as error:
         if not under_launcher() or isinstance(error, typer.Exit):
             raise
-        _tell(error)
-        if _may_speak():
+        tell_other_ranks(error)
+        if first_to_fail():
             traceback.print_exc()
             print(f"plait: {_failed(error)}{error}", file=sys.stderr)
         raise typer.Exit(1) from None
 
 
-def _tell(error: BaseException) -> None:
-    """Tell other ranks, if there are any, that this one has failed."""
-    if under_launcher() and "plait.comm.failure" in sys.modules:
-        from plait.comm.failure import let_speak_first, tell_failure
-
-        tell_failure(error)
-        let_speak_first(rank(), error)
-
-
 def _failed(error: Exception) -> str:
     return f"rank {rank()} failed: {type(error).__name__}: "
-
-
-def _may_speak() -> bool:
-    from plait.comm.launch import first_to_fail
-
-    return first_to_fail()
 
 
 if __name__ == "__main__":

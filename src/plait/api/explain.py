@@ -13,6 +13,7 @@ from plait.compile.capture.batch import take_rows
 from plait.compile.capture.capture import LossFn
 from plait.compile.rank_program import RankProgram
 from plait.cost.compressed_bytes import bytes_exchanged
+from plait.cost.memory_model import human_bytes
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.local_batch import num_rows
 from plait.engine.setup_checks import check_plan, check_step
@@ -21,7 +22,6 @@ from plait.plan.annotation import Annotations
 from plait.plan.compression import NO_COMPRESSION
 from plait.plan.kinds import Interval
 from plait.plan.plan import Plan
-from plait.report.bytes import human_bytes
 from plait.report.explanation import Explanation, explanation
 
 
@@ -62,7 +62,7 @@ def _batch_of_worker(batch: Any, plan: Plan) -> Any:
 
 
 def _service(plan: Plan, program: RankProgram) -> str:
-    """What workers and servers do besides the step that is shown, and the bytes that a worker moves for it."""
+    """What workers and servers do besides the step that is shown, and the bytes that a worker sends and receives."""
     trained = [(n, each.state) for n, each in program.sharding.parameters.items() if not each.frozen]
     held = sum(math.prod(layout.shape) * program.dtype_of(name).itemsize for name, layout in trained)
     servers = f"{plan.servers} server{'s' * (plan.servers != 1)}"
@@ -76,7 +76,7 @@ def _service(plan: Plan, program: RankProgram) -> str:
 
 
 def _agreement(plan: Plan, program: RankProgram) -> str:
-    """What replicas do besides the step that is shown, and the bytes that a rank sends for it."""
+    """How replicas synchronize besides the step that is shown, and the bytes that a rank sends for it."""
     num = plan.mesh.axis_size(plan.relaxed_axis)
     mesh = plan.inner_plan.mesh
     sent = 0.0

@@ -1,4 +1,4 @@
-"""memory: the bytes that a training step takes on each rank of a plan, before anything runs."""
+"""memory: predicts the bytes that a training step takes on each rank of a plan. Nothing is run."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def memory(
 
 
 class Estimator:
-    """Estimates of several plans for one model and batch, which share captures. Arguments as `memory`.
+    """Estimates plans for one model and batch, with one capture for all of them. Arguments are those of `memory`.
 
-    `built` says whether every rank builds the model with its values; by default it does if this model has values.
+    `built` says whether every rank builds the model with its values; by default whether this model has values.
     """
 
     def __init__(

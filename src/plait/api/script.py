@@ -1,4 +1,4 @@
-"""Run a user's own script as one rank."""
+"""Runs a user's own script as one rank."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
     try:
         runpy.run_path(str(script), run_name="__main__")
     except KeyboardInterrupt as error:
-        _tell(error)
+        tell_other_ranks(error)
         if num_processes() > 1 and first_to_fail():
             print(f"plait: rank {rank()} was interrupted (KeyboardInterrupt)", file=sys.stderr, flush=True)
         _leave(130)
     except SystemExit as error:
         if num_processes() > 1 and error.code not in (None, 0):
-            _tell(error)
+            tell_other_ranks(error)
             if first_to_fail():
                 print(f"plait: rank {rank()} left with sys.exit({error.code!r})", file=sys.stderr, flush=True)
         raise
     except PlaitError as error:
         if num_processes() == 1:
             raise
-        _tell(error)
+        tell_other_ranks(error)
         if first_to_fail():
             own = "" if isinstance(error, RankFailed) else f"rank {rank()} failed: {type(error).__name__}: "
             print(f"plait: {own}{error}", file=sys.stderr, flush=True)
         _leave(2)
     except Exception as error:
-        _tell(error)
+        tell_other_ranks(error)
         if first_to_fail():
             print(_own_traceback(error, script), end="", file=sys.stderr)
             if num_processes() > 1:
@@ -57,17 +57,17 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
         _leave(1)
 
 
-def _tell(error: BaseException) -> None:
+def tell_other_ranks(error: BaseException) -> None:
     """Tell other ranks, if there are any, that this one has failed."""
     if num_processes() > 1 and "plait.comm.failure" in sys.modules:
-        from plait.comm.failure import let_speak_first, tell_failure
+        from plait.comm.failure import let_failed_rank_report, tell_failure
 
         tell_failure(error)
-        let_speak_first(rank(), error)
+        let_failed_rank_report(rank(), error)
 
 
 def _print_whole_lines() -> None:
-    """Write whole lines: ranks share one terminal, so that parts of their lines would mix."""
+    """Make this process write whole lines, because ranks share one terminal, where parts of lines would mix."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)

@@ -1,4 +1,4 @@
-"""The Trainer: what a user trains with. It is a thin layer over the engine, and all that it shows is global."""
+"""The Trainer: a thin layer over the engine, whose results are global values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from plait.backends.recorder import TraceRecorder
 from plait.comm.device import is_host
-from plait.comm.process import process_world
+from plait.comm.process_world import process_world
 from plait.comm.protocol import World
 from plait.compile.capture.capture import LossFn
 from plait.compile.sharding.sharded_fraction import ShardedFraction
@@ -41,10 +41,10 @@ from plait.spec.layout import Layout
 
 @dataclass(frozen=True)
 class StepEnd:
-    """What a callback gets after each step. All values are global, or with sync=N those of this rank's replica.
+    """The argument of a callback after each step. Values are global, or with sync=N those of this rank's replica.
 
     Attributes:
-        step: how many steps were taken.
+        step: the number of steps taken.
         loss: the loss of the step.
         gradient_norm: the 2-norm of the gradients before clipping; None without `clip_norm`.
         aux: what the loss function returned beside the loss.
@@ -161,7 +161,7 @@ class Trainer:
 
     @property
     def step_number(self) -> int:
-        """How many steps have been taken."""
+        """The number of steps that have been taken."""
         return self.state.step_number
 
     @property
@@ -358,7 +358,7 @@ class Trainer:
         Args:
             path: the folder or URL.
             extra: JSON-like values that `load` returns, such as {"data": loader.state_dict()}.
-            keep: how many checkpoints to keep there, this one included.
+            keep: the number of checkpoints to keep there, this one included.
             wait: whether to return only once it is on disk. If not, training goes on while a copy in host memory is
                 written; a failed save is raised by the next step, save, load or close, on all ranks.
 
@@ -422,6 +422,3 @@ class Trainer:
 def _end_trace(reference: weakref.ref[Trainer]) -> None:
     if (trainer := reference()) is not None:
         trainer._end_trace()
-
-
-__all__ = ["StepEnd", "Trainer"]

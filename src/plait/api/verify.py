@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from plait.api.trainer import Trainer
 from plait.comm.protocol import World
-from plait.comm.threads import run_ranks
+from plait.comm.thread_world import run_ranks
 from plait.compile.capture.batch import map_batch
 from plait.compile.capture.capture import LossFn
 from plait.compile.capture.loss_values import loss_and_aux, results
@@ -31,15 +31,12 @@ from plait.engine.model_copy import Twin, preserved
 from plait.engine.optimizers import OptimizerFactory, make_optimizer
 from plait.engine.setup_checks import check_given, check_plan, check_step
 from plait.errors import CaptureError, LossError, PlaitError, PlanError, Refusal
-from plait.integrations.servers.verifying import ServedCheck
-from plait.optim.several import Several
+from plait.integrations.servers.served_check import ServedCheck
+from plait.optim.combined import CombinedOptimizer
 from plait.plan.annotation import Annotations
 from plait.plan.plan import Plan
 from plait.reference.differences import (
-    HALF_MARGIN,
     LAST_BITS,
-    ROUNDING_MARGIN,
-    Difference,
     Report,
     RunResult,
     compare,
@@ -55,7 +52,7 @@ _HEADROOM = 2.0**4  # of the loss scale in fp16: one rank's term of a sum may be
 class Verifier:
     """Verifies plans of one model and batch. All plans share the capture and the run on one device.
 
-    Arguments as those of the function `verify`.
+    The arguments are those of the function `verify`.
     """
 
     def __init__(
@@ -121,7 +118,7 @@ class Verifier:
     def _compiled(
         self, compiler: Compiler, batch: Any, plan: Plan, optimizer: OptimizerFactory | None = None
     ) -> Compiled:
-        """The step under a plan, lowered before there are ranks that could fail on it."""
+        """The step compiled under a plan, before there are ranks on which that could fail."""
         try:
             return check_step(compiler, batch, plan, self.clip_norm, optimizer)
         except CaptureError as error:
@@ -306,7 +303,7 @@ class Verifier:
         return preserved(self.captures.model, self.captures.loss_fn)
 
     def _as_it_was(self, run: Callable[..., RunResult]) -> Callable[..., RunResult]:
-        """The run, which begins with the Python state of model and loss, and leaves that state as it was."""
+        """The run, wrapped so that it leaves the Python state of model and loss as it was."""
 
         def found(*args: Any, **kwargs: Any) -> RunResult:
             with self._preserved():
@@ -332,7 +329,7 @@ def _round_as_within(optimizer: torch.optim.Optimizer, seed: int) -> None:
     In the run whose weights differ by rounding few numbers change to the next one of bfloat16, and by chance none.
     """
     generator = torch.Generator().manual_seed(seed)
-    members = optimizer.members.values() if isinstance(optimizer, Several) else [optimizer]
+    members = optimizer.members.values() if isinstance(optimizer, CombinedOptimizer) else [optimizer]
     for member in (each for each in members if isinstance(each, torch.optim.Muon)):
         for p in (p for group in member.param_groups for p in group["params"] if p.grad is not None):
             p.grad.mul_(1 + LAST_BITS["bf16"] / 4 * torch.randn(p.shape, generator=generator).to(p.grad))
@@ -400,8 +397,8 @@ def verify(
         plan: a Plan or its text.
         layouts: annotations of parameters by name pattern.
         optimizer: as the Trainer takes it.
-        steps: how many steps to compare.
-        seed: of random draws.
+        steps: the number of steps to compare.
+        seed: the seed of random draws.
         clip_norm: as the Trainer takes it.
         tolerance: the largest difference, relative to each tensor's largest value, that counts as equal.
 
@@ -422,6 +419,3 @@ def verify(
     """
     verifier = Verifier(model, loss_fn, batch, optimizer=optimizer, steps=steps, seed=seed, clip_norm=clip_norm)
     return verifier.verify(plan, layouts=layouts, tolerance=tolerance)
-
-
-__all__ = ["HALF_MARGIN", "ROUNDING_MARGIN", "Difference", "Report", "Verifier", "verify"]

@@ -1,4 +1,4 @@
-"""What a backend is: it turns the program of a plan's ranks into what runs on one of them."""
+"""The protocols of a backend, which turns a RankProgram into an Executable for one rank."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ Update = Callable[[dict[str, Tensor]], None]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a microbatch gave: local tensors by name. A gradient that lies on another rank is absent, and one that has
-    left the device, which is still to be multiplied by `factor`."""
+    """The results of one microbatch: a scalar loss, and local tensors by the names of their parameters and buffers.
+
+    `gradients` lacks parameters that lie on other ranks and gradients that are offloaded. An offloaded gradient must
+    still be multiplied by `factor`.
+    """
 
     loss: Tensor
-    parts: tuple[Tensor, Tensor] | None  # (sum, weight) where the loss was given so
+    parts: tuple[Tensor, Tensor] | None  # (sum, weight) if the loss function returned these
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
     factor: float = 1.0
-    aux: tuple[Outputs, ...] | None = None  # of each microbatch, where the loss came with outputs beside it
+    aux: tuple[Outputs, ...] | None = None  # outputs beside the loss, one entry per microbatch
 
 
 class Executable(Protocol):
@@ -48,20 +51,21 @@ class Executable(Protocol):
         scale: Tensor | None = None,
         update: Update | None = None,
     ) -> list[StepResult]:
-        """Run the microbatches of a step on local tensors; the last result has the sums of this rank's gradients.
+        """Run the microbatches of one step. Returns one result per microbatch; the last one has this rank's gradients,
+        summed over all microbatches.
 
-        key         seeds the random draws, and is the same on every rank
-        parameters  as the graphs read them (RankProgram.layouts), by name
-        buffers     by name; they take their new values
-        batches     the leaves of each microbatch, by name
-        scale       multiplies the loss that is differentiated
-        update      called by a schedule that updates within the step, with the gradients of each group of microbatches;
-                    it changes `parameters` in place
+        key         seed of the random draws, the same on every rank
+        parameters  local tensors by name, laid out as RankProgram.layouts says
+        buffers     local tensors by name; the step writes their new values into them
+        batches     for each microbatch its leaves, by name
+        scale       scalar by which the loss is multiplied before it is differentiated
+        update      called with the gradients of each group of microbatches by a schedule that updates parameters within
+                    the step; changes `parameters` in place
         """
 
 
 class Backend(Protocol):
-    """One way to execute programs on a rank."""
+    """A way to execute programs on a rank."""
 
     def build(self, program: RankProgram, world: World, recorder: TraceRecorder | None = None) -> Executable:
-        """What runs the program on the rank of this world, recorded if there is a recorder. Every rank makes one."""
+        """Make the executable of this world's rank; every rank makes one. A recorder, if given, records its spans."""

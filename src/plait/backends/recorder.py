@@ -1,7 +1,7 @@
-"""The recorder: what one rank did in its last steps, as tuples in a list, so that looking takes next to no time.
+"""Records the spans of one rank's last steps, as tuples in a list, at almost no cost.
 
-A span is two readings of the monotonic clock and one append. On a GPU it is a pair of events in the stream of the rank,
-which are read only when the trace is written: a span is then what the device did, not when Python asked for it.
+A span is two readings of the monotonic clock and one append. On a GPU a span is a pair of events in the rank's stream,
+which are read only when the trace is written: it measures when the device ran a kernel, not when Python launched it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch.fx import Graph, Node
 
 from plait.comm.device import Event, bytes_allocated, is_host, synchronize
 from plait.comm.protocol import World
-from plait.comm.traced import clock_offset, trace_comms, untrace_comms
+from plait.comm.traced_comm import clock_offset, trace_comms, untrace_comms
 from plait.compile.ir.calls import copy_graph
 from plait.compile.ir.node_info import is_backward
 from plait.spec.action import BACKWARD, FORWARD, cell
 from plait.spec.trace import COMPUTE_KINDS, NEXT_BATCH
 
-NUM_STEPS = 20  # that are kept
+NUM_STEPS = 20  # steps that are kept
 KIND = {FORWARD: "forward", BACKWARD: "backward"}
-_HOST_KINDS = (NEXT_BATCH,)  # also where the rest is on a GPU
-_SAMPLE_NS = 5_000_000  # between two samples of memory, at least
+_HOST_KINDS = (NEXT_BATCH,)  # measured by the host's clock on a GPU too
+_SAMPLE_NS = 5_000_000  # shortest time between two samples of memory
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 Row = tuple[str, str, Any, Any, int, Any]  # kind, name, start, end, bytes, action
@@ -37,7 +37,7 @@ Row = tuple[str, str, Any, Any, int, Any]  # kind, name, start, end, bytes, acti
 
 @dataclass
 class StepRows:
-    """One step: its rows, samples of memory as (nanoseconds, what was read), and bytes sent to each rank."""
+    """One step: its spans as rows, samples of memory as (nanoseconds, reading), and the bytes sent to each rank."""
 
     step: int
     rows: list[Row]
@@ -46,9 +46,9 @@ class StepRows:
 
 
 class TraceRecorder:
-    """Records spans of one rank; `world` is changed so that its collectives are seen (comm.traced), until `close`.
+    """Records the spans of one rank. Until `close`, collectives of `world` are recorded too (comm/traced_comm.py).
 
-    Every rank makes one at the same time.
+    The constructor measures the offset between clocks, so all ranks must call it together.
     """
 
     def __init__(self, world: World) -> None:
@@ -66,12 +66,12 @@ class TraceRecorder:
         trace_comms(world, self)
 
     def span(self, kind: str, name: str, action: Any = None, num_bytes: int = 0) -> Any:
-        """A context manager that records what goes on within (spec.trace.Span); `action` has microbatch and chunk."""
+        """A context manager that records a span (spec/trace.py). `action` gives its microbatch and chunk."""
         return (_Span if kind in _HOST_KINDS else self._span)(self, kind, name, action, num_bytes)
 
     @contextmanager
     def microbatch(self, index: int) -> Iterator[None]:
-        """Record a microbatch that goes through the whole step: forward, and backward from `turn` on."""
+        """Record a microbatch of a step without a pipeline: its forward, and from `begin_backward` on its backward."""
         self._whole = self.span(KIND[FORWARD], f"{FORWARD}{index}", cell(FORWARD, index, 0))
         self._whole.__enter__()
         try:
@@ -79,37 +79,37 @@ class TraceRecorder:
         finally:
             self._whole.__exit__(None, None, None)
 
-    def turn(self) -> None:
-        """Backward begins: called by graphs that `marked` has seen."""
+    def begin_backward(self) -> None:
+        """End the span of the forward and begin that of the backward. Graphs `with_backward_mark` call it."""
         index = self._whole._action.micro
         self._whole.__exit__(None, None, None)
         self._whole = self.span(KIND[BACKWARD], f"{BACKWARD}{index}", cell(BACKWARD, index, 0))
         self._whole.__enter__()
 
-    def marked(self, graph: Graph) -> Graph:
-        """A copy of the graph of a step that calls `turn` where backward begins."""
+    def with_backward_mark(self, graph: Graph) -> Graph:
+        """A copy of a step's graph that calls `begin_backward` where backward begins."""
         copy = copy_graph(graph)
         first = next((n for n in copy.nodes if is_backward(n) and _is_op(n)), None)
         if first is not None:
             with copy.inserting_before(first):
-                copy.call_function(self.turn)
+                copy.call_function(self.begin_backward)
         return copy
 
     def begin(self) -> None:
-        """A step begins. Of what was recorded since the last one, only the wait for the batch belongs to it."""
+        """Begin a step. Of the rows since the last step, only the wait for the batch belongs to this one."""
         del self._memory[:]
         self.rows = [row for row in self.rows if row[0] == NEXT_BATCH][-1:]
         self._sent = self._count()
 
     def end(self, step: int) -> None:
-        """The step of that number is over."""
+        """End the step of this number and keep its rows."""
         sent = self._count()
         sent.subtract(self._sent)
         self.steps.append(StepRows(step, self.rows, self._memory, {to: n for to, n in sorted(sent.items()) if n}))
         self.rows, self._memory = [], []
 
     def sample(self, now: int) -> None:
-        """Note how much memory there is in use, if that was not just done."""
+        """Sample the memory in use, unless the last sample is recent."""
         if now < self._next_sample:
             return
         self._next_sample = now + _SAMPLE_NS
@@ -119,7 +119,7 @@ class TraceRecorder:
             self._memory.append((now, os.pread(self._statm, 64, 0)))
 
     def read(self) -> list[StepRows]:
-        """All steps that are kept, in nanoseconds of rank 0's clock and in bytes."""
+        """The steps that are kept, with times in nanoseconds of rank 0's clock and memory in bytes."""
         to_host = self._device_clock()
 
         def time(moment: Any) -> int:
@@ -136,7 +136,7 @@ class TraceRecorder:
         return found
 
     def close(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         untrace_comms(self.world)
         if self._statm is not None:
             os.close(self._statm)
@@ -150,7 +150,7 @@ class TraceRecorder:
         return found
 
     def _device_clock(self) -> Any:
-        """From an event to the host's nanoseconds, by an event whose time is known on both."""
+        """A function from an event to the host's nanoseconds, by way of one event timed on both clocks."""
         device = self.world.device
         if is_host(device):
             return None
@@ -201,10 +201,10 @@ class _DeviceSpan(_Span):
 
 
 def _is_op(node: Node) -> bool:
-    """Whether it computes: what is fetched or gathered for backward may begin well before it."""
+    """Whether a node computes. Fetches and gathers for backward may begin well before it."""
     return isinstance(node.target, torch._ops.OpOverload)
 
 
 def _bytes(value: Any) -> int:
-    """Resident bytes from a line of statm, or the number that it is."""
+    """Resident bytes of a line of /proc/self/statm; a number is returned as it is."""
     return int(value.split()[1]) * _PAGE_BYTES if isinstance(value, bytes) else int(value)

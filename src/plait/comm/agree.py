@@ -1,6 +1,6 @@
-"""Checks outside the step: that all ranks hold the same value, and that all have finished some work.
+"""Checks between ranks outside the step: all hold the same value, or all have finished some work.
 
-No collective is used, because some ranks may be inside one. A rank that lives may be as late as PLAIT_TIMEOUT says. A
+They use no collective, because some ranks may be inside one. A rank that lives may be as late as PLAIT_TIMEOUT says. A
 rank that has ended, or that waits elsewhere for this rank, is named within seconds.
 """
 
@@ -22,17 +22,16 @@ from plait.errors import CaptureError, PlanError, RankFailed, Refusal, WorldErro
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.25
-_LEAVE_SECONDS = 1.0  # that a failed rank stays, so that the others can read its note
+_LEAVE_SECONDS = 1.0  # a failed rank stays this long, so that the others can read its note
 _num_calls: WeakKeyDictionary[World, int] = WeakKeyDictionary()
 
 
 def agree(world: World, value: str, what: str = "value", *, remedy: str = "") -> None:
-    """Check that all ranks hold the same text.
+    """Check that all ranks hold the same text. `what` names it in messages, and `remedy` is added to them.
 
-    Every rank calls it when it finds that something has changed, which it takes to have changed for all.
-
-    Raises WorldError on every rank, with the ranks that differ and the remedy. If for the other ranks nothing has
-    changed and they wait for this rank elsewhere, the WorldError says so.
+    A rank calls this when something has changed that must have changed on all ranks. Raises WorldError on every rank,
+    with the ranks that differ. If nothing has changed on the other ranks and they wait for this rank elsewhere, the
+    WorldError says so.
     """
     if world.mesh.size > 1:
         after = f"; {remedy}" if remedy else ""
@@ -44,9 +43,10 @@ def attempt(world: World, work: Callable[[], T], what: str, same: Callable[[T], 
             remedy: str = "") -> T:  # fmt: skip
     """Call `work` on every rank, and return this rank's result once all ranks are done.
 
-    If it raises on some ranks, it raises on all: on these ranks their own exception, on the others a RankFailed that
-    names the first of them; or a CaptureError, or a PlanError with its Refusal, if all of them raised one. If `same` is
-    given, it turns a result into text; WorldError names the ranks whose texts differ.
+    If `work` raises on some ranks, `attempt` raises on all. Ranks on which it raised get their own exception. The
+    others get a RankFailed that names the first of those ranks; or a CaptureError, or a PlanError with its Refusal, if
+    all of those ranks raised one. `same`, if given, turns a result into text; a WorldError names the ranks whose texts
+    differ.
     """
     if world.mesh.size == 1:
         return work()
@@ -61,7 +61,7 @@ def attempt(world: World, work: Callable[[], T], what: str, same: Callable[[T], 
                 rank, note = next(iter(others.items()))
                 raise RankFailed(rank, note["message"]) from error
             if note["error"] == "refused":
-                _leave(world, "")  # once all have read why
+                _leave(world, "")  # after all have read the refusal
             raise
         if isinstance(error, Exception):
             _leave(world, json.dumps(note))
@@ -85,7 +85,7 @@ def attempt(world: World, work: Callable[[], T], what: str, same: Callable[[T], 
 
 
 def _leave(world: World, text: str) -> None:
-    """Set this rank's last text. Rank 0, which may be the host of the store, stays a while for the others."""
+    """Set this rank's last text. Rank 0, which may host the store, then waits a moment for the other ranks."""
     keys = _post(world, text)
     if world.rank == 0:
         with contextlib.suppress(RuntimeError, WorldError):  # the store is gone, or another rank has failed
@@ -102,7 +102,8 @@ def _note_of(error: BaseException) -> dict[str, str]:
 
 
 def wait_for_notes(world: World, keys: Mapping[int, str], what: str, store: KeyValueStore | None = None) -> None:
-    """Wait until each rank in `keys` has set its key in the store. WorldError if one of them cannot, or is too late."""
+    """Wait until each rank in `keys` has set its key in the store. Raises WorldError if one of them has ended or is too
+    late."""
     store = world.store if store is None else store
     absent = store.missing(list(keys.values()), 0.05)
     if not absent:
@@ -123,7 +124,7 @@ def _missing(store: KeyValueStore, keys: list[str]) -> list[str]:
         return store.missing(keys, _LOOK_SECONDS)
     except WorldError:
         raise
-    except RuntimeError as error:  # what a store raises once its host is gone
+    except RuntimeError as error:  # raised by stores whose host is gone
         raise WorldError(
             "the store where ranks leave notes is out of reach: the process that keeps it, which is rank 0 or the"
             " launcher, has ended"
@@ -146,7 +147,7 @@ def _post(world: World, text: str) -> dict[int, str]:
 
 
 def _notes(texts: list[str]) -> dict[int, dict[str, str]]:
-    """The note of each rank. A text that is no note belongs to another exchange."""
+    """The note of each rank, from its text. A text of another exchange counts as an error."""
     found = {}
     for rank, text in enumerate(texts):
         try:

@@ -1,4 +1,4 @@
-"""What a rank needs of its device besides tensors: streams, events, pinned memory, random state.
+"""A rank's device: streams, events, pinned memory, random state.
 
 No other file names an accelerator's library. A CPU has one stream, and its work is done when a call returns: there an
 event is complete when it is created, and no memory is pinned.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.cost.memory_model import PAGE, padded
 from plait.errors import WorldError
 
 _ACCELERATOR = "cuda"
@@ -135,3 +136,12 @@ def keep_for_current_stream(tensor: Tensor) -> None:
     """Keep the tensor's memory from reuse until the current stream has finished its work so far."""
     if not is_host(tensor.device):
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def page_memory(num_bytes: int, pinned: bool = False) -> Tensor:
+    """New host memory that files are read into and written from: flat uint8 of `padded(num_bytes)`, page aligned."""
+    size = padded(num_bytes)
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=pinned)
+    return memory.narrow(0, -memory.data_ptr() % PAGE, size)

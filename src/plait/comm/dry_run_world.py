@@ -24,7 +24,7 @@ from plait.spec.mesh import Mesh
 
 
 class DryRunWorld:
-    """One rank's view of ranks that do not exist, through shared memory or torch.distributed."""
+    """The World of one rank whose peers do not exist, as with shared memory or with torch.distributed."""
 
     def __init__(
         self, mesh: Mesh, rank: int, device: torch.device, algorithm: str, shared_memory: bool, meter: Meter
@@ -43,11 +43,11 @@ class DryRunWorld:
 
     @property
     def arena_bytes(self) -> int:
-        """Bytes of shared memory that this rank has needed for what it sends."""
+        """Bytes of shared memory that this rank has needed for its messages."""
         return sum(comm.arena_bytes for comm in self._shared.values())
 
     def expect(self, axis: str, num_bytes: int) -> None:
-        """Note that up to `num_bytes` of messages along an axis are in shared memory at a time."""
+        """Count messages along an axis, of which up to `num_bytes` are in shared memory at a time."""
         if axis in self._shared:
             self._shared[axis].arena_bytes = max(self._shared[axis].arena_bytes, num_bytes)
 
@@ -71,7 +71,7 @@ class DryRunWorld:
 
 
 class DryRunProcessGroupComm(ProcessGroupComm):
-    """ProcessGroupComm that sends nothing. A rank counts its share of memory that the group shares."""
+    """A ProcessGroupComm that sends nothing. Of memory that a group shares, each rank counts its part."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int, meter: Meter) -> None:
         super().__init__(ranks, rank, None, meter.device)
@@ -112,10 +112,10 @@ class _Sent:
 
 
 class DryRunSharedMemoryComm(DryRunProcessGroupComm):
-    """SharedMemoryComm whose peers are one collective behind.
+    """A SharedMemoryComm without peers, as if they were one collective behind.
 
-    Results are new tensors, and what is sent lies in an arena, of which `arena_bytes` were in use at most. Its pages
-    are never returned, so they are not counted as they come and go.
+    Results are new tensors. What is sent lies in an arena, of which at most `arena_bytes` were in use. The system never
+    gets its pages back, so the meter does not count them one by one.
     """
 
     def __init__(self, ranks: tuple[int, ...], rank: int, meter: Meter) -> None:
@@ -173,16 +173,12 @@ class DryRunSharedMemoryComm(DryRunProcessGroupComm):
         return Done(torch.empty_like(tensor))
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
-        """A message stays in the arena until the receiver takes it, at least until the next one to that rank."""
+        """Keep the message in the arena until the next one to that rank."""
         if before := self._letters.pop(to, None):
             self._arena.give(*before)
         if tensor.nbytes:
             self._letters[to] = (self._take(tensor.nbytes), tensor.nbytes)
         return Done(tensor)
-
-    def recv(self, like: torch.Tensor, source: int, tag: int = 0) -> Work:
-        """A message may be copied out of the sender's arena as soon as it is posted."""
-        return DryRunProcessGroupComm.recv(self, like, source, tag)
 
     def _start(self, tensor: torch.Tensor, arrive: Callable[[], torch.Tensor]) -> Work:
         while self._pending:
@@ -210,7 +206,7 @@ class DryRunSharedMemoryComm(DryRunProcessGroupComm):
 
 
 class _Pending:
-    """A collective that was started; earlier ones are complete."""
+    """A collective that has started; earlier ones are complete."""
 
     def __init__(self, finish: Callable[[], torch.Tensor]) -> None:
         self._finish: Callable[[], torch.Tensor] | None = finish

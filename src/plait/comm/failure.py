@@ -1,4 +1,4 @@
-"""The failure of one rank ends all ranks, and is shown once.
+"""Ends all ranks when one fails, and shows the failure once.
 
 The first rank to raise puts its report in the key-value store. Every other rank learns of it from a thread that looks
 there once a second, or from errors of its own collectives, and exits without printing. A script without `guard` learns
@@ -28,7 +28,7 @@ from plait.comm.protocol import World
 from plait.errors import PlaitError, RankFailed, WorldError
 
 _LOOK_SECONDS = 1.0
-_GRACE_SECONDS = 1.0  # in which a rank that knows of a failure may leave by itself, through its `finally` blocks
+_GRACE_SECONDS = 1.0  # time for a rank that knows of a failure to leave by itself, through its `finally` blocks
 _END_SECONDS = 5.0
 
 
@@ -64,10 +64,10 @@ def watch(store: KeyValueStore, key: str, call: Callable[[str], None]) -> Callab
 
 @contextmanager
 def guard(world: World) -> Iterator[None]:
-    """Wrap all that a rank does with its world. Among processes, the first exception on any rank ends all of them.
+    """A context manager around everything that a rank does with its world.
 
-    The exception is printed once, with its rank, and all ranks exit with status 1. In a world of one process it just
-    propagates.
+    If ranks are processes, the first exception on any rank ends all of them: it is printed once, with its rank, and all
+    ranks exit with status 1. In a world of one process the exception propagates.
     """
     if world.mesh.size == 1 or isinstance(world.store, LocalStore):
         yield
@@ -117,8 +117,8 @@ def tell_failure(error: BaseException) -> None:
         monitor.close(json.dumps(report))
 
 
-def let_speak_first(own: int, error: BaseException) -> None:
-    """Wait a moment if the error is of another rank, which can say more about it, so that that rank reports first."""
+def let_failed_rank_report(own: int, error: BaseException) -> None:
+    """Wait a moment if the error is another rank's failure, so that that rank, which knows more, reports first."""
     if isinstance(error, RankFailed) and error.rank != own:
         time.sleep(2 * _GRACE_SECONDS)
 
@@ -141,7 +141,7 @@ def _described(own: int, error: BaseException) -> tuple[int, str]:
 
 def _report(store: KeyValueStore, own: int, error: BaseException) -> None:
     """Print the failure if it is the first."""
-    let_speak_first(own, error)
+    let_failed_rank_report(own, error)
     rank, message = _described(own, error)
     trace = "" if isinstance(error, PlaitError | SystemExit | KeyboardInterrupt) else "".join(
         traceback.format_exception(error)

@@ -1,4 +1,4 @@
-"""Start the ranks of this machine.
+"""Starts the ranks of this machine as processes.
 
 Ranks find each other through a folder that only this user may enter: there torch.distributed has its store as a file,
 and the launcher's key-value store is a socket. Nothing listens on a port that another user or host could reach.
@@ -25,8 +25,8 @@ _LAUNCHER = "PLAIT_LAUNCHER"  # process id of the launcher
 STORE, SOCKET = "store", "socket"
 
 _LOOK_SECONDS = 0.05
-_LEAVE_SECONDS = 30.0  # in which the other ranks must end once a rank has failed
-_SAVE_SECONDS = 600.0  # in which all ranks must end once they are asked to stop: they may save first
+_LEAVE_SECONDS = 30.0  # time for the other ranks to end once a rank has failed
+_SAVE_SECONDS = 600.0  # time for all ranks to end once they are asked to stop: they may save first
 _INSISTS = 3  # after this many signals the launcher no longer waits for a save
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
@@ -38,8 +38,8 @@ def launch(arguments: Sequence[str], num_processes: int, environment: Mapping[st
     A rank that fails stops the others and shows its own exception; a rank that was killed is reported here. Ctrl-C and
     SIGTERM are passed on to every rank, and the status is then 128 + the signal's number.
     """
-    from plait.comm.private import private_folder  # a late import: before it, Ctrl-C prints no traceback
-    from plait.comm.socket_store import serve_store
+    from plait.comm.key_value_store import serve_store
+    from plait.comm.private_folder import private_folder  # a late import: before it, Ctrl-C prints no traceback
 
     # Ranks share the cores: with more threads than cores every collective would wait for the scheduler.
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -113,7 +113,7 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """A list to which each signal is appended as it comes; signals that were ignored stay so."""
+    """A list to which each signal is appended when it arrives; signals that were ignored stay ignored."""
     found: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -144,7 +144,7 @@ def ranks_folder() -> Path | None:
 
 
 def end_with_launcher() -> None:
-    """Make the system kill this process when the launcher ends, in whatever way; does nothing without a launcher."""
+    """Make the system kill this process when the launcher ends, in whatever way. Does nothing without a launcher."""
     if ranks_folder() is not None and sys.platform == "linux":
         import ctypes
 
@@ -154,7 +154,7 @@ def end_with_launcher() -> None:
 
 
 def leave_interrupted() -> NoReturn:
-    """End this process after Ctrl-C, without waiting for others of its group. One of all ranks prints that."""
+    """End this process after Ctrl-C, without waiting for other ranks. Only one rank prints a message."""
     if first_to_fail():
         print("plait: stopped by Ctrl-C", file=sys.stderr)
     sys.stdout.flush()

@@ -1,9 +1,9 @@
-"""Messages between two processes through shared memory: the `send` and `recv` of the shared-memory transport.
+"""Point-to-point messages through shared memory: the `send` and `recv` of the shared-memory transport.
 
 A sender copies the tensor to a block of its own arena, describes it in a ring of letters that belongs to the pair of
-ranks, and raises the pair's `sent` counter. The receiver takes letters in order, up to the last one that it has asked
-for, and keeps those with a tag that it has not asked for yet. It then raises its `received` counter, which frees the
-sender's block. A message that is sent long before it is needed thus takes memory of the sender, not of both.
+ranks, and raises the pair's `sent` counter. The receiver reads letters in order, up to the last one that it has asked
+for, and keeps messages with a tag that it has not asked for yet. It then raises its `received` counter, which frees the
+sender's block. So a message that is sent long before it is needed takes memory of the sender only.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def num_mail_words(size: int) -> int:
 
 
 class Letter:
-    """The Work of a message that this rank has asked for."""
+    """The Work of a `recv`: a message that this rank has asked for."""
 
     def __init__(self, like: torch.Tensor, tag: int, source: int, wait_until: Callable[..., None]) -> None:
         self.tag = tag
@@ -101,21 +101,21 @@ class Mailbox:
         return letter
 
     def progress(self) -> None:
-        """Take the messages that have come from ranks of which one is expected."""
+        """Read the messages that have arrived from ranks of which a message is expected."""
         for source in list(self._expected):
             self._read(source)
 
     def read_all(self) -> None:
-        """Take all messages that have come, so that no sender waits for room."""
+        """Read all messages that have arrived, so that no sender waits for room."""
         for source in range(len(self._segments)):
             self._read(source, unasked=True)
 
     def needs(self, i: int) -> bool:
-        """Whether rank i has yet to send or to take a message."""
+        """Whether rank i must still send or read a message."""
         return bool(self._expected.get(i) or self._blocks.get(i))
 
     def free_blocks(self) -> bool:
-        """Free the blocks whose messages have been taken. Returns whether any is still in use."""
+        """Free the blocks whose messages have been read. Returns whether any block is still in use."""
         for to, blocks in list(self._blocks.items()):
             received = self._segments[to].words[self._received_word[self._rank]]
             while blocks and blocks[0][0] <= received:

@@ -1,4 +1,4 @@
-"""Which ranks live, and which wait for which: one thread per process that signals its rank's life and checks its waits.
+"""Detects dead ranks and deadlocks, by a thread per process that signals its rank's life and checks its rank's waits.
 
 A rank that lives may be late, up to PLAIT_TIMEOUT seconds (default 30 minutes); after PLAIT_NOTICE seconds (default 30)
 the user is told which rank is waited for. A wait ends early, with an error, if
@@ -39,7 +39,7 @@ Late = Callable[[], Sequence[int]]
 
 
 class Wait:
-    """A wait of a thread of this rank. `late()` names the ranks that have yet to act before it can end."""
+    """A wait of one of this rank's threads. `late()` returns the ranks that must still act before it can end."""
 
     def __init__(self, what: str, late: Late, number: int) -> None:
         self.what, self.late, self.number = what, late, number
@@ -55,11 +55,11 @@ class Wait:
 
 
 class Monitor:
-    """The monitor of one rank. It calls `leave` with the error of a wait that has failed and goes on nevertheless."""
+    """The monitor of one rank. It calls `leave` with the error of a wait that should have failed but goes on."""
 
     def __init__(self, store: KeyValueStore, rank: int, size: int, leave: Callable[[WorldError], None]) -> None:
         self.rank = rank
-        self.started: Counter[str] = Counter()  # collectives and messages, by group, of transports that keep no count
+        self.started: Counter[str] = Counter()  # collectives by group, where the transport does not count
         self.num_steps = 0  # steps that this rank has begun
         self._store, self._size, self._leave = store.clone(), size, leave
         self._doing, self._doing_since = "what comes before its first step", time.time()
@@ -77,11 +77,12 @@ class Monitor:
         self._thread.start()
 
     def does(self, what: str) -> None:
-        """Say what this rank does now, for messages about waits for it."""
+        """Set what this rank is doing, for messages about waits for it."""
         self._doing, self._doing_since = what, time.time()
 
     @contextmanager
     def waiting(self, what: str, late: Late) -> Iterator[Wait]:
+        """A context manager around a wait; `what` names what is waited for, `late` the ranks."""
         wait = self.begin(what, late)
         try:
             yield wait
@@ -190,7 +191,7 @@ class Monitor:
         return None
 
     def _notice(self, wait: Wait, late: tuple[int, ...], waited: float) -> None:
-        """Tell the user which rank is waited for; of all ranks that wait for it the first prints."""
+        """Print which rank is waited for. Of all ranks that wait for it only the first prints."""
         status = self._status(late[0])
         key = f"notice/{late[0]}/{status['since']}/{wait.num_notices}"
         wait.num_notices += 1
@@ -206,7 +207,7 @@ class Monitor:
         )
 
     def _say(self, late: Sequence[int]) -> None:
-        """Give a sign of life."""
+        """Put this rank's status in the store, as a sign of life."""
         self._beat += 1
         wait = self._waits.get(self._owner)
         status = {
@@ -235,7 +236,7 @@ class Monitor:
         return f"has been at this for {seconds:.0f} s: {status['doing']}"
 
     def _is_gone(self, rank: int, by_owner: bool) -> bool:
-        """Whether a rank will not come, at two looks in a row: it is done, or its process is gone."""
+        """Whether a rank was done, or its process gone, at two looks in a row."""
         status = self._status(rank)
         if status["pid"] and status["host"] and status["host"] == self._host:
             gone = not alive(status["pid"])
@@ -323,12 +324,13 @@ def _in(what: str) -> str:
 
 
 def timeout() -> float:
-    """Seconds by which a rank that lives may be late, from PLAIT_TIMEOUT. Raises WorldError for a bad value."""
+    """Seconds by which a living rank may be late, from PLAIT_TIMEOUT. Raises WorldError for a bad value."""
     return _seconds(TIMEOUT, _TIMEOUT_SECONDS)
 
 
 def notice_after() -> float:
-    """Seconds of waiting after which the user is told, again after twice as many, and so on; from PLAIT_NOTICE."""
+    """Seconds of waiting after which the user is told, from PLAIT_NOTICE; later notices come after twice, four times as
+    many, and so on."""
     return _seconds(NOTICE, _NOTICE_SECONDS)
 
 

@@ -1,8 +1,8 @@
-"""How ranks that are processes find each other, without listening where nobody asked for it.
+"""Starts torch.distributed in ranks that are processes, and keeps short texts in its store.
 
-Ranks that `plait` has started meet at a file that only this user can reach. Others meet at the MASTER_ADDR and
+Ranks that `plait` has started meet at a file that only this user can reach. Other ranks meet at the MASTER_ADDR and
 MASTER_PORT of their launcher; if that is an address and not a name, rank 0 listens there and nowhere else. Ranks of one
-machine communicate over its loopback interface.
+machine communicate over its loopback interface. So nothing listens on an interface that nobody named.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import ipaddress
 import os
 import socket
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def join(where: torch.device) -> None:
 
 
 def lead_scripts(folder: Path) -> None:
-    """Make a script that starts torch.distributed by itself meet the other ranks in `folder` too."""
+    """Make a script that starts torch.distributed by itself meet the other ranks in `folder` as well."""
     stay_on_loopback()
     handlers = getattr(sys.modules["torch.distributed.rendezvous"], "_rendezvous_handlers", None)
     if handlers is None:  # the script then fails without MASTER_PORT, rather than listen on every interface
@@ -119,3 +120,49 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
+
+
+_PREFIX = "plait"
+_LONGEST_PAUSE = 0.02  # seconds between two looks at the store
+
+
+class DistributedStore:
+    """The KeyValueStore in the store of the process group, which works during collectives too.
+
+    `name` separates the worlds of one run.
+    """
+
+    def __init__(self, name: str, store: Any = None) -> None:
+        self._name = name
+        self._store: Any = dist.distributed_c10d._get_default_store() if store is None else store
+
+    def set(self, key: str, text: str) -> None:
+        self._store.set(self._key(key), text)
+
+    def get(self, key: str) -> str | None:
+        if not self._store.check([self._key(key)]):
+            return None
+        found: bytes = self._store.get(self._key(key))
+        return found.decode()
+
+    def first(self, key: str, text: str) -> str:
+        found: bytes = self._store.compare_set(self._key(key), "", text)
+        return found.decode()
+
+    def missing(self, keys: Sequence[str], seconds: float) -> list[str]:
+        """Polls, because a wait of torch's stores prints a warning whenever it times out."""
+        end, pause = time.monotonic() + seconds, 0.5e-3
+        absent = list(keys)
+        while absent := [key for key in absent if not self._store.check([self._key(key)])]:
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return absent
+
+    def clone(self) -> DistributedStore:
+        return DistributedStore(self._name, self._store.clone())
+
+    def _key(self, key: str) -> str:
+        return f"{_PREFIX}/{self._name}/{key}"

@@ -1,4 +1,4 @@
-"""A segment of memory that processes of one host share: a header of int64 words, then an arena for tensors.
+"""Memory that processes of one host share: a header of int64 words, then an arena for tensors.
 
 It is an anonymous memory file, which peers open through /proc: there is no name that could be left behind, and the size
 of /dev/shm does not matter. Pages cost nothing until they are touched; the file grows when the arena is full.
@@ -79,7 +79,7 @@ class Segment:
 
 
 class Arena:
-    """Which bytes of a segment are free. Allocation is first fit, so that the lowest pages are reused."""
+    """The allocator of a segment's bytes. Allocation is first fit, so that the lowest pages are reused."""
 
     def __init__(self, start: int, end: int) -> None:
         self._free = [(start, end)]

@@ -19,16 +19,26 @@ from collections.abc import Callable
 
 import torch
 
-from plait.comm import steps
+from plait.comm import shared_memory_collectives as collectives
 from plait.comm.group import Done, GroupComm, chunk
-from plait.comm.header import CONSUMED, FAILED, MAIL, NUM_CALLS, POSTED, REDUCED, call_text, describe
 from plait.comm.mailbox import Letter, Mailbox
 from plait.comm.monitor import Late, Monitor
+from plait.comm.peer_wait import PeerWait
 from plait.comm.protocol import Take
 from plait.comm.segment import Arena, Segment
+from plait.comm.shared_memory_collectives import (
+    CONSUMED,
+    FAILED,
+    MAIL,
+    NUM_CALLS,
+    POSTED,
+    REDUCED,
+    Reader,
+    Steps,
+    call_text,
+    describe,
+)
 from plait.comm.sharing import share_file
-from plait.comm.steps import Reader, Steps
-from plait.comm.waiting import PeerWait
 from plait.errors import WorldError
 
 
@@ -95,7 +105,7 @@ class SharedMemoryComm(GroupComm):
         self._reader = Reader(self, segments)
         self._patience = PeerWait(ranks, self._peers, pids, self._needs, self._failed, crowded, monitor)
 
-    # The protocol.
+    # Comm's methods.
 
     def buffer(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor | None:
         if num_elements == 0:
@@ -117,7 +127,7 @@ class SharedMemoryComm(GroupComm):
         if self.size == 2:
             if block is None:
                 own.copy_(flat)
-            return self._start(seq, steps.add_peer(self._reader, seq, op, flat, into, tensor.shape))
+            return self._start(seq, collectives.add_peer(self._reader, seq, op, flat, into, tensor.shape))
         bounds = [chunk(flat.numel(), self.size, i) for i in range(self.size)]
         mine = slice(*bounds[self.rank])
         if block is None:
@@ -126,7 +136,7 @@ class SharedMemoryComm(GroupComm):
             term = flat[mine]
         else:
             term = flat[mine].clone()  # the sum overwrites its place in the block
-        return self._start(seq, steps.add_chunks(self._reader, seq, op, own, term, bounds, into, tensor.shape))
+        return self._start(seq, collectives.add_chunks(self._reader, seq, op, own, term, bounds, into, tensor.shape))
 
     def all_gather(self, tensor: torch.Tensor, *, take: Take | None = None) -> _Pending:
         flat = tensor.detach().view(-1)
@@ -134,17 +144,17 @@ class SharedMemoryComm(GroupComm):
         seq, offset = self._describe("all_gather", "", flat, flat.nbytes, block)
         if block is None:
             self._own.view(offset, flat.numel(), flat.dtype).copy_(flat)
-        return self._start(seq, steps.gather(self._reader, seq, flat, tensor.shape, take))
+        return self._start(seq, collectives.gather(self._reader, seq, flat, tensor.shape, take))
 
     def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> _Pending:
         rows = tensor.detach().view(self.size, -1)
         seq = self._describe_rows("reduce_scatter", op, rows)
-        return self._start(seq, steps.add_rows(self._reader, seq, op, rows, tensor.shape[1:]))
+        return self._start(seq, collectives.add_rows(self._reader, seq, op, rows, tensor.shape[1:]))
 
     def all_to_all(self, tensor: torch.Tensor) -> _Pending:
         rows = tensor.detach().view(self.size, -1)
         seq = self._describe_rows("all_to_all", "", rows)
-        return self._start(seq, steps.exchange(self._reader, seq, rows, tensor.shape))
+        return self._start(seq, collectives.exchange(self._reader, seq, rows, tensor.shape))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> _Pending:
         flat = tensor.detach().view(-1)
@@ -154,7 +164,7 @@ class SharedMemoryComm(GroupComm):
             self._own.view(offset, flat.numel(), flat.dtype).copy_(flat)
             for i in self._peers:
                 self.links.count(self.ranks[i], flat.nbytes)
-        return self._start(seq, steps.take_from(self._reader, seq, root, flat, tensor.shape))
+        return self._start(seq, collectives.take_from(self._reader, seq, root, flat, tensor.shape))
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Done:
         self.links.count(self.ranks[to], tensor.nbytes)
@@ -167,7 +177,7 @@ class SharedMemoryComm(GroupComm):
     def barrier(self) -> None:
         nothing = torch.empty(0)
         seq, _ = self._describe("barrier", "", nothing, 0)
-        self._start(seq, steps.meet(self._reader, seq, nothing)).wait()
+        self._start(seq, collectives.meet(self._reader, seq, nothing)).wait()
 
     def abort(self) -> None:
         """Tell the peers that this rank has failed, so that none waits for it."""
@@ -188,8 +198,8 @@ class SharedMemoryComm(GroupComm):
         block: tuple[int, int] | None = None,
         root: int = 0,
     ) -> tuple[int, int]:
-        """Number the next collective, allocate a block for what peers will read, and describe it. Returns (seq,
-        offset)."""
+        """Number the next collective, allocate a block that peers will read, and describe the collective. Returns
+        (seq, offset)."""
         seq = self._num_started + 1
         if seq - self._least(CONSUMED) > NUM_CALLS:
             self.wait_until(lambda: seq - self._least(CONSUMED) <= NUM_CALLS)
@@ -246,9 +256,9 @@ class SharedMemoryComm(GroupComm):
         self._mailbox.progress()
 
     def wait_until(self, done: Callable[[], bool], what: Callable[[], str] = str, late: Late | None = None) -> None:
-        """Make progress until `done()`. RankFailed if a peer that is needed has failed or ended.
+        """Make progress until `done()`. Raises RankFailed if a peer that is needed has failed or ended.
 
-        `late` names the ranks whose next call this wait is for.
+        `what()` names this wait in messages, and `late()` the ranks whose next call it is for.
         """
         self.progress()
         self._patience.begin(what, late)
@@ -265,7 +275,7 @@ class SharedMemoryComm(GroupComm):
             self._patience.end()
 
     def call_text(self, seq: int) -> str:
-        """What this rank has called as collective `seq`."""
+        """This rank's call of collective `seq`, as text."""
         return call_text(self._own.words, seq)
 
     def not_in(self, seq: int) -> list[int]:

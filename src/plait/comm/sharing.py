@@ -22,9 +22,9 @@ _NOT_HERE = -1
 
 
 def share_file(comm: Comm, num_bytes: int, device: torch.device) -> torch.Tensor | None:
-    """Flat uint8 of zeros, [num_bytes], in a file that all processes of the group map, or None on all if impossible.
+    """Flat uint8 of zeros, [num_bytes], in a file that all processes of the group map; None on all if one cannot.
 
-    Every rank of the group calls it with the same size. `device` is that of tensors which the group communicates.
+    Every rank of the group calls it with the same size. `device` is the one of tensors that the group communicates.
     """
     note, segment = [_NOT_HERE] * 4, None
     if comm.rank == 0:
@@ -72,7 +72,7 @@ def can_share() -> bool:
 
 
 def host_name() -> str:
-    """A text that is equal on processes that can open each other's files; "" where that is not known."""
+    """A text that is equal on processes that can open each other's files; "" if that is unknown."""
     if platform.system() != "Linux":
         return ""
     with open("/proc/sys/kernel/random/boot_id") as file:
@@ -86,7 +86,7 @@ def _host_number() -> int:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs. One that has ended, but is not yet reaped by its parent, does not."""
+    """Whether the process runs. A process that has ended does not, even if its parent has not reaped it."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")

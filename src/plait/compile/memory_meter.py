@@ -7,7 +7,7 @@ needs no line here. The workspace of a kernel is not counted.
     meter = Meter(device)
     world.meter = meter                    # any World with this attribute
     with FakeTensorMode(allow_non_fake_inputs=True), meter:
-        ... run the program of marked(graph, gradients)
+        ... run the program of with_memory_marks(graph, gradients)
     meter.peak, meter.most, meter.saved
 """
 

@@ -1,4 +1,4 @@
-"""Bytes that a compressor sends for a tensor: how the tensor is cut, what is sent, and whether that is less at all."""
+"""The bytes that a compressor sends for a tensor, and whether they are fewer than without it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 from plait.plan.compression import Compression
 
-BLOCK = 256  # consecutive numbers that share one scale, in codes coarser than bf16
+BLOCK = 256  # consecutive elements that share one scale, in codes coarser than bf16
 
 
 def coded_bytes(num: int, kind: str) -> int:
-    """Bytes of `num` numbers after coding. `num` is a multiple of BLOCK."""
+    """Bytes of `num` elements after coding. `num` is a multiple of BLOCK."""
     if kind == "bf16":
         return 2 * num
     return num // (2 if kind == "int4" else 1) + num // BLOCK * 4
 
 
 def num_owned(num: int, size: int) -> int:
-    """How many elements of a tensor of `num` each of `size` replicas owns, rounded up to whole blocks.
+    """The number of elements of a tensor of `num` that each of `size` replicas owns, rounded up to whole blocks.
 
     Tensors share no block and no ranking of values, so that ranks of a replica with equal values keep equal values.
     """
@@ -26,18 +26,18 @@ def num_owned(num: int, size: int) -> int:
 
 
 def num_kept(num: int, compression: Compression) -> int:
-    """How many elements topk sends of a tensor of `num`."""
+    """The number of elements that topk sends of a tensor of `num`."""
     return math.ceil(compression.fraction * num)
 
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a tensor as PowerSGD sees it: the first dim by the product of all others."""
+    """Rows and columns of the matrix that PowerSGD makes of a tensor: the first dim, and the product of all others."""
     rows = shape[0] if len(shape) > 1 else 1
     return rows, math.prod(shape) // max(rows, 1)
 
 
 def is_smaller(shape: Sequence[int], compression: Compression, size: int) -> bool:
-    """Whether the compressor sends less for a tensor of this shape than an exchange without it."""
+    """Whether the compressor sends fewer bytes for a tensor of this shape than an exchange without it."""
     num, kind = math.prod(shape), compression.kind
     if kind == "none":
         return False

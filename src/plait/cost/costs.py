@@ -1,4 +1,4 @@
-"""Costs: the seconds and bytes of each stage that the simulator needs, and the file in which a user gives them.
+"""Costs: the seconds and bytes of each pipeline stage that the simulator needs, and the file that a user gives.
 
     {"forward": [1.0, 1.0, 4.0, 1.0],      seconds per microbatch, one number per stage or one for all
      "backward": 1.0, "weight": 1.0,       the parts of a backward for inputs and for weights; a whole B takes both
@@ -86,7 +86,7 @@ class Costs:
     def equal(
         cls, num_stages: int, forward: float = 1, backward: float = 1, weight: float = 1, communication: float = 0
     ) -> Costs:
-        """Costs of stages that are all alike."""
+        """Costs of stages that are all equal."""
         each = num_stages
         return cls((forward,) * each, (backward,) * each, (weight,) * each, communication)
 

@@ -1,4 +1,4 @@
-"""How well runs turn samples, seconds and bytes into a lower loss, relative to the first of them.
+"""Compares runs: the tokens, seconds and bytes that each spends to reach a loss, relative to the first run.
 
     statistical efficiency   tokens that the first run needs to reach a loss, over those that this run needs
     throughput               tokens per second
@@ -19,7 +19,7 @@ _WINDOW = 20  # steps over which a training loss is averaged, as it is noisy
 
 @dataclass(frozen=True)
 class Curve:
-    """A run: its loss at several moments, and the tokens, seconds and bytes spent until each.
+    """The loss of a run at several moments, and the tokens, seconds and bytes spent until each.
 
     Attributes:
         name: the run.
@@ -27,7 +27,7 @@ class Curve:
         tokens: tokens trained on until each moment.
         seconds: seconds since the run began.
         num_bytes: bytes sent since the run began.
-        waited: seconds of the whole run in which it waited for other ranks to agree.
+        waited: seconds of the whole run in which it waited to synchronize with other ranks.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Comparison:
         throughput: tokens per second.
         seconds: seconds to the common loss.
         num_bytes: bytes to the common loss.
-        waited: the fraction of the run's time in which it waited for other ranks to agree.
+        waited: the fraction of the run's time in which it waited to synchronize with other ranks.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Comparison:
 
 
 def smoothed(steps: Sequence[int], losses: Sequence[float]) -> tuple[float, ...]:
-    """Each loss as the mean over the last 20 steps up to it, or over all steps where there are fewer.
+    """The mean of the losses of the last 20 steps up to each loss, or of all steps if there are fewer.
 
     `steps` are the steps that `losses` belong to; a run may record only some of them.
     """

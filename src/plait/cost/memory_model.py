@@ -1,4 +1,4 @@
-"""What training takes of memory: the formula of the ZeRO paper, a rank's memory as a value, and plans that take less.
+"""The memory that training takes: the formula of the ZeRO paper, a rank's memory as a value, and plans that take less.
 
 (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", table 1.)
 """
@@ -34,14 +34,10 @@ class StateBytes:
     optimizer: float
 
 
-MIXED_ADAM = StateBytes(2, 2, 12)  # weights and gradients in half precision; float32 weights and Adam's two moments
-FULL_ADAM = StateBytes(4, 4, 8)
-
-
-def model_state_bytes(num_parameters: float, stage: int, num_ranks: int, each: StateBytes = MIXED_ADAM) -> float:
+def model_state_bytes(num_parameters: float, stage: int, num_ranks: int, each: StateBytes) -> float:
     """Bytes of parameters, gradients and optimizer state on one of `num_ranks` ranks under ZeRO stage 0 to 3.
 
-    Raises ValueError for another stage, or for fewer ranks than one.
+    Raises ValueError for another stage, or if `num_ranks` is below 1.
     """
     if stage not in ZERO_STAGES or num_ranks < 1:
         raise ValueError(f"stage {stage} over {num_ranks} ranks; a stage is 0 to 3, over 1 rank or more")
@@ -57,12 +53,12 @@ class RankMemory:
     """Bytes of tensors on one rank over a training step, by class.
 
     Attributes:
-        most: the most bytes of each class, at whatever moment.
+        most: the most bytes of each class at any moment.
         at_peak: the bytes of each class at the moment when their sum is largest.
         moment: that moment, in words.
         saved: activations that live from the end of the forward into the backward.
-        start: bytes before the first step, where the model as built lies beside this rank's parts.
-        updated: how many numbers this rank's optimizer updates.
+        start: bytes before the first step, when the whole model lies beside this rank's parts.
+        updated: the number of elements that this rank's optimizer updates.
         shared: of the buffers, the most bytes in shared memory, from which other processes read.
     """
 
@@ -81,10 +77,11 @@ class RankMemory:
 
     @property
     def step_peak(self) -> int:
+        """The most bytes at any time within a step."""
         return sum(self.at_peak.values())
 
     def with_more(self, kind: str, num_bytes: int) -> RankMemory:
-        """The same with `num_bytes` more of class `kind` throughout the step."""
+        """This memory with `num_bytes` more of class `kind` throughout the step."""
         more = {kind: num_bytes}
         return dataclasses.replace(
             self,
@@ -93,7 +90,7 @@ class RankMemory:
         )
 
     def without_start(self) -> RankMemory:
-        """The same for a model that is built on the meta device, which takes no memory before the first step."""
+        """This memory for a model that is built on the meta device, which takes no memory before the first step."""
         return dataclasses.replace(self, start=0)
 
 
@@ -115,3 +112,12 @@ def single_changes(plan: Plan, num_rows: int) -> list[Plan]:
 def changed_words(plan: Plan, other: Plan) -> str:
     """The words of `other` that `plan` does not have, such as `zero=3`."""
     return " ".join(word for word in str(other).split() if word not in str(plan).split())
+
+
+def human_bytes(number: float) -> str:
+    """A size as text: 1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024 or unit == "GiB":
+            return f"{number:.0f} B" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    raise AssertionError

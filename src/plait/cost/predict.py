@@ -1,4 +1,4 @@
-"""Measure the costs of a schedule's stages from spans, and predict with them the trace of every rank of a run."""
+"""Measures the costs of a schedule's stages from spans, and predicts from them the trace of every rank of a run."""
 
 from __future__ import annotations
 
@@ -108,7 +108,10 @@ def _costs(
 
 
 def predict(schedule: Schedule, edges: Edges, costs: Costs, places: Sequence[int], data: float = 0.0) -> Trace:
-    """The simulated trace of every rank of a run, by its place in the pipeline; all first wait `data` seconds."""
+    """The simulated trace of every rank of a run.
+
+    `places` are the places of the ranks in their pipelines. All ranks first wait `data` seconds for the batch.
+    """
     trace = simulate(schedule, costs, edges).shifted(data)
     spans: list[Span] = []
     memory: list[Sample] = []

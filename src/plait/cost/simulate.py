@@ -1,6 +1,6 @@
-"""Simulate a schedule: what each rank does and when, from the costs of stages and transfers.
+"""Simulates a schedule: what each rank does and when, from the costs of stages and transfers.
 
-Nothing is random and nothing is measured. A rank does its actions in order, each as soon as what it needs is there. A
+Nothing is random and nothing is measured. A rank runs its actions in order, each as soon as its inputs are there. A
 send takes none of the sending rank's time; the value arrives after the seconds of the transfer. A backward that is not
 split takes the seconds of both its parts.
 """
@@ -63,7 +63,7 @@ def _seconds(schedule: Schedule, costs: Costs, rank: int, action: Action) -> flo
 def _spans(
     schedule: Schedule, costs: Costs, found: TopologicalOrder, times: dict[Place, tuple[float, float]]
 ) -> list[Span]:
-    """Spans of what ranks do, of their waits, and of transfers, which overlap with what ranks do."""
+    """Spans of actions, of waits, and of transfers, which overlap with actions."""
     spans: list[Span] = []
     sent: dict[tuple[Place, int], Span] = {}
     for rank, actions in enumerate(schedule.ranks):
@@ -93,7 +93,8 @@ def _spans(
 def held(
     schedule: Schedule, costs: Costs, times: Mapping[Place, tuple[float, float]], ranks: Iterable[int] | None = None
 ) -> tuple[tuple[Sample, ...], tuple[Sample, ...]]:
-    """Samples of bytes and of microbatches in flight, for all ranks or for `ranks`, from the times of their actions."""
+    """Samples of the bytes held and of the microbatches in flight, from the times of actions. `ranks` defaults to all
+    ranks."""
     memory: list[Sample] = []
     in_flight: list[Sample] = []
     for rank in range(schedule.num_ranks) if ranks is None else ranks:

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from plait.backends.backend import StepResult, Update
 from plait.comm.device import random_devices
-from plait.comm.process import device_mesh
+from plait.comm.process_world import device_mesh
 from plait.comm.protocol import World
 from plait.compile.capture.batch import take_rows
 from plait.compile.capture.capture import LossFn

@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
 from plait.backends.eager.eager_backend import EagerBackend
-from plait.backends.eager.execute import Executor
-from plait.backends.eager.marked import marked
+from plait.backends.eager.metered import with_memory_marks
 from plait.backends.eager.offload.disk import DryRunFile
 from plait.backends.eager.offload.store import Offload
 from plait.backends.eager.passes import eager_graphs
+from plait.backends.eager.schedule_executor import ScheduleExecutor
 from plait.comm.dry_run_world import DryRunWorld
 from plait.compile.capture.batch import map_batch, row_dims
 from plait.compile.capture.capture import Captured
@@ -40,7 +40,7 @@ from plait.engine.local_batch import LocalBatch, num_rows
 from plait.engine.optimizer_step import Update
 from plait.engine.optimizers import OptimizerFactory
 from plait.errors import PlanError
-from plait.optim.several import title_of
+from plait.optim.combined import title_of
 from plait.plan.axes import stage_axis
 from plait.plan.plan import Plan
 from plait.schedule.in_flight import most_bytes_in_flight
@@ -65,7 +65,9 @@ def dry_run(
     Raises PlanError for an optimizer whose step fails on tensors without values.
     """
     plan = program.plan
-    graphs = {name: marked(graph, program.graphs[name].gradients) for name, graph in eager_graphs(program).items()}
+    graphs = {
+        name: with_memory_marks(graph, program.graphs[name].gradients) for name, graph in eager_graphs(program).items()
+    }
     meter = Meter(device)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     world = DryRunWorld(plan.mesh, rank, device, plan.allreduce, shared_memory, meter)
@@ -114,7 +116,7 @@ def dry_run(
 def _most_bytes_in_flight(pipeline: Pipeline, world: DryRunWorld) -> int:
     """Bytes that a rank's stages may have sent, and others not taken."""
     cells, schedule, comm = pipeline.cells, pipeline.schedule, world.comm(stage_axis())
-    executor = Executor(schedule, cells.values, list(cells.graphs), comm, world.mesh.coordinates(world.rank))
+    executor = ScheduleExecutor(schedule, cells.values, list(cells.graphs), comm, world.mesh.coordinates(world.rank))
     return most_bytes_in_flight(schedule, cells.edges(), comm.rank, functools.partial(executor.sent, comm.rank))
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
-from plait.comm.process import ProcessWorld, device_mesh
+from plait.comm.process_world import ProcessWorld, device_mesh
 from plait.comm.protocol import World
 from plait.engine.local_tensors import gather_whole, local_part
 from plait.spec.layout import Layout, Only, Shard

@@ -14,6 +14,7 @@ from plait.comm.protocol import World
 from plait.compile.capture.batch import (
     at_rows,
     batch_structure,
+    batch_tensors,
     count_rows,
     is_container,
     map_rows,
@@ -63,6 +64,16 @@ def global_like(batch: LocalBatch) -> Any:
 def num_rows(batch: Any) -> int:
     """The number of rows of the global batch."""
     return batch.global_size if isinstance(batch, LocalBatch) else count_rows(batch)
+
+
+def num_tokens(batch: Any) -> int:
+    """The number of tokens of the global batch: the elements of its largest integer tensor of two dims or more, or its
+    rows if it has none."""
+    leaves = batch_tensors(batch.tree if isinstance(batch, LocalBatch) else batch)
+    widest = max((leaf.numel() for leaf in leaves if leaf.ndim > 1 and not leaf.is_floating_point()), default=0)
+    if isinstance(batch, LocalBatch):
+        return (widest or batch.local_size) * batch.global_size // batch.local_size
+    return widest or num_rows(batch)
 
 
 def batch_part(batch: Any, index: int, count: int) -> Any:

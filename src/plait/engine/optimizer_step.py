@@ -21,13 +21,12 @@ from torch import Tensor, nn
 
 from plait.backends.eager.offload.disk import DiskPlace, Transfer
 from plait.backends.eager.offload.store import Offload, hollow
-from plait.backends.eager.page_memory import page_memory
-from plait.comm.device import synchronize
+from plait.comm.device import page_memory, synchronize
 from plait.comm.protocol import World
 from plait.cost.memory_model import padded
 from plait.engine.optimizer_trials import tried
 from plait.engine.optimizers import refuse_some_at_a_time
-from plait.optim.several import each_parameter
+from plait.optim.combined import each_parameter
 from plait.plan.sharding_plan import DEVICE, ShardingPlan, is_large
 from plait.spec.layout import Shard
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from plait.engine.local_tensors import LaidOutParts
 from plait.optim.adafactor import Adafactor
+from plait.optim.combined import CombinedOptimizer, each_parameter, optimizers_within
 from plait.optim.muon import Muon
 from plait.optim.parts import WholeTensor
-from plait.optim.several import Several, each_parameter, optimizers_within
 from plait.spec.layout import Layout, Shard
 
 EXACT: dict[type, type] = {torch.optim.Adafactor: Adafactor, torch.optim.Muon: Muon}
@@ -87,7 +87,7 @@ def kept_of(optimizer: torch.optim.Optimizer, name: str, ndim: int, step: int) -
 def _kept_by_wrappers(optimizer: torch.optim.Optimizer) -> dict[int, Mapping[str, Any]]:
     """The state that wrappers and their members keep for a small tensor, by id of the parameter."""
     found: dict[int, Mapping[str, Any]] = {}
-    if not isinstance(optimizer, Several):
+    if not isinstance(optimizer, CombinedOptimizer):
         return found
     real = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     for wrapper in optimizer.wrappers:
@@ -96,7 +96,7 @@ def _kept_by_wrappers(optimizer: torch.optim.Optimizer) -> dict[int, Mapping[str
         for toy in toys.values():
             toy.grad = torch.zeros_like(toy)
         twin.step()
-        state = Several(twin, optimizers_within(twin)).state
+        state = CombinedOptimizer(twin, optimizers_within(twin)).state
         found |= {key: dict(state[toy]) for key, toy in toys.items() if toy in state}
     return found
 
@@ -226,7 +226,7 @@ def tried(
 
     For several optimizers this is the first that has the group; a wrapper's own state is not included.
     """
-    if isinstance(optimizer, Several):
+    if isinstance(optimizer, CombinedOptimizer):
         optimizer = optimizer.member_of(group)
     twin = object.__new__(type(optimizer))
     twin.__dict__ = _without_hooks(optimizer)

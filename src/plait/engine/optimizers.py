@@ -29,7 +29,7 @@ from plait.engine.optimizer_trials import (
     wrapper_depends_on_the_cut,
 )
 from plait.errors import PlanError, Refusal
-from plait.optim.several import Several, optimizers_within, title_of
+from plait.optim.combined import CombinedOptimizer, optimizers_within, title_of
 from plait.plan.legality import of_optimizer, of_wrappers
 from plait.plan.plan import Plan
 from plait.plan.step_facts import CutTrial, OptimizerFacts
@@ -60,7 +60,7 @@ def make_optimizer(
     for each in (*members.values(), *([] if isinstance(given, (list, tuple)) else [given])):
         _refuse_what_cannot_step(each)
     alone = len(members) == 1 and next(iter(members.values())) is given
-    optimizer: Any = given if alone else Several(given, members)
+    optimizer: Any = given if alone else CombinedOptimizer(given, members)
     mine = {id(p) for _, p in named} | {id(p) for p in known}
     for path, member in members.items():
         strangers = [p for group in member.param_groups for p in group["params"] if id(p) not in mine]
@@ -175,7 +175,7 @@ def _together(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str]]:
 
 def _wrappers(optimizer: torch.optim.Optimizer) -> Sequence[Any]:
     """The objects that step several optimizers at once."""
-    return optimizer.wrappers if isinstance(optimizer, Several) else []
+    return optimizer.wrappers if isinstance(optimizer, CombinedOptimizer) else []
 
 
 def facts_of_optimizer(
@@ -230,7 +230,7 @@ def build_scheduler(factory: Callable[[Any], Any] | None, optimizer: torch.optim
     """
     if factory is None:
         return None
-    alone = isinstance(optimizer, Several) and not isinstance(optimizer.given, (list, tuple))
+    alone = isinstance(optimizer, CombinedOptimizer) and not isinstance(optimizer.given, (list, tuple))
     scheduler = factory(optimizer.given if alone else optimizer)  # type: ignore[attr-defined]
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise PlanError(
@@ -290,7 +290,7 @@ def _by_pattern(pairs: Sequence[tuple[str, Callable[..., Any]]], named: list[tup
 
 
 def _members(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    return list(optimizer.members.values()) if isinstance(optimizer, Several) else [optimizer]
+    return list(optimizer.members.values()) if isinstance(optimizer, CombinedOptimizer) else [optimizer]
 
 
 def _can_step(given: Any) -> bool:

@@ -160,7 +160,7 @@ class Variables:
             self._cuts[name] = cut
             self._wholes[name] = torch.empty_like(whole, device="meta")
         if name not in self._away:
-            kept = offload.lane.host_like(part).copy_(part)
+            kept = offload.copies.host_like(part).copy_(part)
             self.inputs[name] = whole
         else:
             offload.put(f"parameter/{name}", part)

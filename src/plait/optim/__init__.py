@@ -1,4 +1,4 @@
-"""Optimizers that plait adds to those of torch.optim, and that are used like them: `Lamb`, for large batches."""
+"""Optimizers that plait adds to torch.optim, with the same interface: `Lamb`, for large batches."""
 
 from plait.optim.lamb import Lamb
 

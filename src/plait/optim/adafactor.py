@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.optim.parts import OnParts
+from plait.optim.parts import ShardedOptimizer
 
 
 @dataclass
 class _Update:
-    """One parameter in a step."""
+    """One parameter's update in a step."""
 
     parameter: Tensor
     gradient: Tensor
@@ -37,8 +37,8 @@ class _Update:
         return norm.square()
 
 
-class Adafactor(OnParts, torch.optim.Adafactor):
-    """torch.optim.Adafactor, with the result of one device whatever part of its parameters a rank has."""
+class Adafactor(ShardedOptimizer, torch.optim.Adafactor):
+    """torch.optim.Adafactor, with the same result on parts of parameters as on one device."""
 
     def _move(self) -> None:
         work = [self._begun(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.optim.parts import OnParts
+from plait.optim.parts import ShardedOptimizer
 
 Parameters = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
-class Lamb(OnParts, torch.optim.Optimizer):
+class Lamb(ShardedOptimizer, torch.optim.Optimizer):
     """LAMB (You et al. 2020, arXiv 1904.00962): Adam with a trust ratio for each tensor.
 
     Args:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim import _muon
 
-from plait.optim.parts import OnParts
+from plait.optim.parts import ShardedOptimizer
 
 _AT_ONCE = 32 << 20  # bytes of whole matrices that one all-reduce gathers
 
 
-class Muon(OnParts, torch.optim.Muon):
-    """torch.optim.Muon, with the result of one device whatever part of its parameters a rank has."""
+class Muon(ShardedOptimizer, torch.optim.Muon):
+    """torch.optim.Muon, with the same result on parts of parameters as on one device."""
 
     def _move(self) -> None:
         for group in self.param_groups:

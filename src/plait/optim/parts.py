@@ -1,7 +1,7 @@
-"""What an optimizer must know of parameters that are parts of whole tensors on several ranks.
+"""Optimizers on parameters that are parts of whole tensors on several ranks.
 
-An optimizer whose update of one element depends on others has a method `bind(parts)`. It is called once, before the
-first step. An optimizer that was never bound takes its parameters to be whole tensors.
+An optimizer whose update of one element depends on others has a method `bind(parts)`, which is called once, before the
+first step. An optimizer that was never bound treats its parameters as whole tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from torch import Tensor
 
 
 class Parts(Protocol):
-    """How this rank's parameters are parts of whole tensors. All ranks make the same calls in the same order."""
+    """Maps this rank's parameters to the whole tensors that they are parts of.
+
+    All ranks make the same calls in the same order.
+    """
 
     def shape(self, parameter: Tensor) -> tuple[int, ...]:
         """The shape of the whole tensor."""
@@ -52,14 +55,16 @@ class WholeTensor:
         return whole
 
 
-class OnParts:
-    """Base class of optimizers that depend on whole tensors, next to `torch.optim.Optimizer`. They implement
-    `_move`."""
+class ShardedOptimizer:
+    """Base class of optimizers whose updates depend on whole tensors, beside `torch.optim.Optimizer`.
+
+    A subclass implements `_move`.
+    """
 
     _parts: Parts = WholeTensor()
 
     def bind(self, parts: Parts) -> None:
-        """Set how the parameters are parts of whole tensors."""
+        """Set the map from parameters to whole tensors."""
         self._parts = parts
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""How far a run under a plan is from the run on one device, relative to what rounding explains."""
+"""Compares a run under a plan with the run on one device, relative to the differences that rounding explains."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ _CODE_STEPS = {"bf16": 2.0**-7, "fp8": 2.0**-3, "int8": 1 / 127, "int4": 1 / 7}
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a tensor is from that of the one-device run: the largest absolute difference over the largest value.
+    """The difference of a tensor from that of the one-device run: the largest absolute difference over the largest
+    value.
 
-    Where rounding on one device exceeds the tolerance, the difference is relative to that rounding instead, scaled so
-    that it exceeds the tolerance exactly if rounding does not explain it.
+    If rounding on one device exceeds the tolerance, the difference is relative to that rounding instead, scaled so that
+    it exceeds the tolerance exactly if rounding does not explain it.
     """
 
     name: str
@@ -50,19 +51,19 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
         plan: the plan.
-        steps: how many steps were run.
+        steps: the number of steps that were run.
         tolerance: the largest difference that counts as equal.
         losses: (one device, plan) of each step; with parameter servers, of each push.
-        gradients: of the first step, in the model's order; none with parameter servers.
+        gradients: differences of the first step's gradients, in the model's order; empty with parameter servers.
         loss: the largest difference of a loss, measured as in Difference.
-        parameters: after the last step, in the model's order.
-        buffers: after the last step.
+        parameters: differences of parameters after the last step, in the model's order.
+        buffers: differences of buffers after the last step.
         without_rule: ops that ran on whole inputs because they have no sharding rule.
-        outputs: what the loss function returned beside the loss, in the first step.
+        outputs: differences of what the loss function returned beside the loss, in the first step.
     """
 
     plan: str
@@ -124,11 +125,11 @@ class RunResult:
     """The values of a run that are compared.
 
     Attributes:
-        losses: of each step.
-        gradients: of the first step, by parameter.
-        parameters: after the last step, by name.
-        buffers: after the last step, by name.
-        scale: the factor of the loss, where precision needs one: the largest that did not overflow.
+        losses: the loss of each step.
+        gradients: the gradients of the first step, by parameter.
+        parameters: the parameters after the last step, by name.
+        buffers: the buffers after the last step, by name.
+        scale: the factor of the loss, if the precision needs one: the largest that did not overflow.
         outputs: what the loss function returned beside the loss, in the first step.
         rounding: the relative change made to the weights, in a repetition.
     """
@@ -197,7 +198,8 @@ def compare(
 
 @dataclass(frozen=True)
 class _Rounding:
-    """What rounding explains of one value: `margin` times the difference of the runs `again`, and `ulp` of its size."""
+    """The difference of one value that rounding explains: `margin` times that of the runs `again`, and `ulp` times its
+    size."""
 
     again: Sequence[RunResult]
     margin: float

@@ -1,4 +1,4 @@
-"""Local SGD, DiLoCo and compressed means as a serial program on one device: what `verify` compares replicas with.
+"""Local SGD, DiLoCo and compressed means as a serial program on one device, with which `verify` compares replicas.
 
 Each replica is a copy of the model with an optimizer of its own. The program is a definition: it does not communicate,
 and every exchange is arithmetic on the list of all replicas' values.
@@ -28,7 +28,7 @@ from plait.plan.axes import parts_around
 from plait.plan.compression import Compression
 from plait.plan.plan import Plan
 from plait.reference.one_device import one_device_step, stale_step
-from plait.schedule.rounds import Rounds, split_in_parts
+from plait.schedule.sync_rounds import SyncRounds, split_in_parts
 from plait.spec.layout import Layout
 
 Named = dict[str, Tensor]
@@ -135,7 +135,7 @@ class SerialReplicas:
         self._pipeline, self._scale = pipeline, scale
         self._optimizers = optimizers
         self._named = [{n: p for n, p in twin.named_parameters() if p.requires_grad} for twin in twins]
-        self._rounds = Rounds.of(plan)
+        self._rounds = SyncRounds.of(plan)
         self._compressor = Compressor(plan, layouts, plan.compress)
         part_of = split_in_parts([math.prod(layout.shape) for layout in layouts.values()], plan.streaming)
         self._part_of = dict(zip(layouts, part_of, strict=True))
@@ -248,7 +248,7 @@ class SerialReplicas:
 
 
 def rows_of(batch: Any, plan: Plan, index: int) -> Any:
-    """The rows of replica `index`: of each microbatch, the parts that its ranks read."""
+    """The rows of replica `index`: the parts of each microbatch that its ranks read."""
     rows, inner = num_rows(batch), plan.inner_plan.num_batch_parts
     num = plan.num_batch_parts // inner
     _, after = parts_around(plan.mesh, plan.relaxed_axis)
@@ -262,5 +262,5 @@ def rows_of(batch: Any, plan: Plan, index: int) -> Any:
 
 
 def norm_parts(plan: Plan) -> int:
-    """How many parts of a replica's rows have batch-norm statistics of their own."""
+    """The number of parts of a replica's rows that have batch-norm statistics of their own."""
     return plan.inner_plan.num_batch_parts if plan.batchnorm == "local" else 1

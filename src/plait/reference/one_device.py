@@ -1,4 +1,4 @@
-"""A training step on one device: what every plan is compared with."""
+"""A training step on one device, with which every plan is compared."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def one_device_step(
 
 
 def _wide(value: Tensor) -> Tensor:
-    """The value in float32, or in float64 if it is that."""
+    """The value in float32, or in float64 if that is its dtype."""
     return value if value.dtype == torch.float64 else value.float()
 
 

@@ -1,4 +1,4 @@
-"""The figures of a report besides swimlanes: utilisation, memory, bytes per link, loss and tokens/s."""
+"""Figures of a report: utilisation, memory, bytes per link, loss and tokens/s (swimlanes are in swimlane.py)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from plait.report.bytes import human_bytes
+from plait.cost.memory_model import human_bytes
 from plait.report.swimlane import plotly
 from plait.spec.trace import Sample, Trace
 
-_FEW = 8  # up to so many ranks have a line each; more ranks are rows of a heat map
+_FEW = 8  # up to this many ranks have a line each; more ranks are rows of a heat map
 _NUM_BINS = 240
 _MEASURED, _PREDICTED = "#0072B2", "#E69F00"
 # Colours of lines in one figure (the palette of Okabe and Ito, as in the swimlanes).

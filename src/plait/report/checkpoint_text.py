@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 
+from plait.cost.memory_model import human_bytes
 from plait.engine.checkpoint.checkpoint_folders import INSIDE, checkpoints, damages, newest
 from plait.engine.checkpoint.compatibility import MODEL, STATE
 from plait.engine.checkpoint.manifest import Manifest
@@ -12,9 +13,9 @@ from plait.errors import CheckpointError
 
 
 def describe_checkpoint(path: str) -> str:
-    """The newest checkpoint at `path` as text: step, plan, files, and each tensor's name, shape, dtype and bytes.
+    """The newest checkpoint at `path` as text: step, plan, files, and the name, shape, dtype and bytes of each tensor.
 
-    Raises CheckpointError if there is none.
+    Raises CheckpointError if there is no checkpoint.
     """
     folder = newest(path)
     manifest = Manifest.read(folder)
@@ -22,19 +23,20 @@ def describe_checkpoint(path: str) -> str:
     lines = [
         str(folder),
         f"step {manifest.step}, saved {when} under the plan {manifest.plan or 'one device'}",
-        f"{_size(sum(entry.bytes for entry in manifest.files.values()))} in {len(manifest.files)} files:",
-        *(f"  {name}  {_size(entry.bytes)}  crc32 {entry.crc32:08x}" for name, entry in manifest.files.items()),
+        f"{human_bytes(sum(entry.bytes for entry in manifest.files.values()))} in {len(manifest.files)} files:",
+        *(f"  {name}  {human_bytes(entry.bytes)}  crc32 {entry.crc32:08x}" for name, entry in manifest.files.items()),
     ]
     for title, prefix in (("model", MODEL), ("optimizer", STATE)):
         names = sorted(name for name in manifest.tensors if name.startswith(prefix))
         total = sum(manifest.num_bytes(name) for name in names)
         kind = f" ({manifest.values['common'].get('optimizer', '')})" if prefix == STATE else ""
-        lines += [f"{title}{kind}: {len(names)} tensors, {_size(total)}", *_table(manifest, names, prefix)]
+        lines += [f"{title}{kind}: {len(names)} tensors, {human_bytes(total)}", *_table(manifest, names, prefix)]
     return "\n".join(lines)
 
 
 def verify_checkpoints(path: str) -> list[str]:
-    """Read every checkpoint at `path` whole. Returns a line for each; CheckpointError names all damaged files."""
+    """Read every checkpoint at `path` whole. Returns a line of text for each. Raises CheckpointError, which names all
+    damaged files, if there are any."""
     folder = folder_of(path)
     found: list[Folder] = checkpoints(folder) or checkpoints(folder.child(INSIDE)) or [newest(path)]
     good: list[str] = []
@@ -45,7 +47,7 @@ def verify_checkpoints(path: str) -> list[str]:
             continue
         files = Manifest.read(one).files
         total = sum(entry.bytes for entry in files.values())
-        good.append(f"{one}: {len(files)} files, {_size(total)}, every checksum is right")
+        good.append(f"{one}: {len(files)} files, {human_bytes(total)}, every checksum is right")
     if bad:
         raise CheckpointError("\n".join([*bad, *good]))
     return good
@@ -61,10 +63,3 @@ def _table(manifest: Manifest, names: list[str], prefix: str) -> list[str]:
         f"  {name:<{widths[0]}}  {shape:<{widths[1]}}  {dtype:<{widths[2]}}  {size:>{widths[3]}}"
         for name, shape, dtype, size in rows
     ]
-
-
-def _size(num_bytes: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.1f} {name}"
-    return f"{num_bytes} bytes"

@@ -1,4 +1,4 @@
-"""Runs side by side: a table of what they reach and spend, and an HTML page of their curves."""
+"""The comparison of runs: a table of what they reach and spend, and an HTML page of their curves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 
 from plait.cost.efficiency import Comparison, Curve
-from plait.report.bytes import human_bytes
+from plait.cost.memory_model import human_bytes
 from plait.report.charts import LINES
 from plait.report.swimlane import page, plotly
 
@@ -17,10 +17,10 @@ def comparison_table(found: Sequence[Comparison], plans: Sequence[str], target: 
     """The comparison as a table of text.
 
     Args:
-        found: each run relative to the first.
+        found: the comparison of each run with the first.
         plans: the plan of each run.
-        target: the common loss, up to which seconds and bytes are counted.
-        which: the name of that loss.
+        target: the loss up to which seconds and bytes are counted.
+        which: the name of that loss, such as "held-out loss".
     """
     rows = [_HEAD, *_cells(found, plans)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEAD))]
@@ -42,7 +42,8 @@ def comparison_page(
 ) -> str:
     """The comparison as an HTML page: loss against tokens, seconds and bytes, the table, and the age of updates.
 
-    `staleness` counts, for each run, updates by how many versions old they were; other arguments as comparison_table.
+    `staleness` has for each run the number of updates by their age in versions. Other arguments are those of
+    `comparison_table`.
     """
     go, make_subplots = plotly()
     names = names_in_figures(curves, plans)
@@ -109,6 +110,3 @@ def _cells(found: Sequence[Comparison], plans: Sequence[str]) -> list[tuple[str,
         )
         for each, plan in zip(found, plans, strict=True)
     ]  # fmt: skip
-
-
-__all__ = ["comparison_page", "comparison_table", "names_in_figures"]

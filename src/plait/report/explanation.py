@@ -1,9 +1,10 @@
-"""The text of `plait explain`: each tensor's layout and its origin, each collective and its bytes, each pass."""
+"""The text of `plait explain`: the layout and origin of each tensor, each collective and its bytes, stages, passes."""
 
 from __future__ import annotations
 
 import difflib
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,35 +13,36 @@ import torch
 from torch.fx import Graph, Node
 
 from plait.backends.eager.passes import EAGER_PASSES, eager_graphs, make_eager
-from plait.backends.eager.rewrites.bucket import bucket_part
+from plait.backends.eager.rewrites.bucket_gradients import bucket_part
 from plait.backends.eager.rewrites.gather_ahead import gather_start
 from plait.compile.compiled import Compiled
 from plait.compile.ir.calls import is_item, op_spec_of, output_node
 from plait.compile.ir.dtypes import dtype_name
 from plait.compile.ir.node_info import info_of
+from plait.compile.ir.views import is_view
 from plait.compile.ops import CollectiveKind
-from plait.compile.pass_manager import Watcher
+from plait.compile.pass_manager import PassReport, Watcher
 from plait.compile.pipeline import PASSES, compile
 from plait.compile.rank_program import RankProgram
+from plait.compile.stage_costs import estimate_costs
 from plait.compile.step_collectives import Collective, step_collectives
-from plait.errors import LayoutError
+from plait.cost.memory_model import human_bytes
+from plait.errors import LayoutError, PlanError
 from plait.plan.annotation import Annotations
 from plait.plan.axes import stage_axis, zero_axis
 from plait.plan.sharding_plan import DEVICE, Gather, ParameterSharding
-from plait.report.bytes import human_bytes
-from plait.report.pass_table import pass_diff, pass_table
-from plait.report.stages import describe_stages
+from plait.spec.action import BACKWARD, FORWARD
 from plait.spec.layout import Layout, Only
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a plan does to one captured step: `str` gives the whole text, `tensor` that of one tensor.
+    """What a plan does to one captured step. `str` gives the whole text, `tensor` the text about one tensor.
 
     Attributes:
         compiled: the step under the plan.
-        collectives: those of one step, in order.
-        agreement: for replicas that synchronize later, how they do so.
+        collectives: the collectives of one step, in order.
+        agreement: how replicas synchronize, for plans under which they do so later than every step.
         layouts: the layouts that the user gave.
     """
 
@@ -114,8 +116,8 @@ class Explanation:
         return _describe(nodes[name])
 
     def _input(self, name: str) -> str:
-        """A parameter, buffer or leaf of the batch: its layout, the modules that read it, how its gradient is
-        summed."""
+        """A parameter, buffer or leaf of the batch as text: its layout, the modules that read it, and how its gradient
+        is summed."""
         program = self.program
         layout, captured = program.layouts[name], program.captured
         local = list(layout.local_shape(program.plan.mesh))
@@ -145,7 +147,7 @@ class Explanation:
         return "\n".join([*lines, *(f"  {_row(item)}" for item in related)])
 
     def _graphs(self) -> list[Graph]:
-        """The graph of the last microbatch; in a pipeline that of each cell."""
+        """The graph of the last microbatch; in a pipeline, one for each cell."""
         program = self.program
         graphs = eager_graphs(program)
         if program.pipeline is None:
@@ -153,7 +155,7 @@ class Explanation:
         return [graphs[name] for name, part in program.graphs.items() if part.turn in ("alone", "last", "more")]
 
     def _gradients(self, name: str) -> list[Any]:
-        """The nodes that leave the graphs as the gradient of parameter `name`."""
+        """The nodes that the graphs return as the gradient of parameter `name`."""
         program = self.program
         graphs = eager_graphs(program)
         if program.pipeline is None:
@@ -190,7 +192,7 @@ class Explanation:
         return lines
 
 
-# Kind of collective, what it is for, and how often it sends (N-1)/N of the bytes.
+# Kind of collective, what it moves, and how often it sends (N-1)/N of the bytes.
 _FORMULAS = (
     ("all_reduce", "gradients", "2 x "),
     ("reduce_scatter", "gradients", ""),
@@ -228,7 +230,7 @@ def _row(item: Collective) -> str:
 
 
 def _readers(node: Node) -> list[Node]:
-    """The calls that read a value, seen through calls of plait's own that gather it or move it to another place."""
+    """The calls that read a value, directly or through calls of plait's own that gather or move it."""
     found: list[Node] = []
     for user in node.users:
         if user.op != "call_function":
@@ -248,7 +250,7 @@ def _readers(node: Node) -> list[Node]:
 
 
 def _way_of_gradient(node: Any, axes: Sequence[str]) -> str:
-    """How a gradient is summed over ranks along these axes, from the node that leaves the graph."""
+    """How a gradient is summed over these axes, as text. `node` is what the graph returns for it."""
     done = node.args[0] if isinstance(node, Node) and is_item(node) else None
     if isinstance(done, Node) and bucket_part(done) == "wait":
         start = done.args[1]
@@ -274,3 +276,83 @@ def _describe(node: Node) -> str:
     lines.append(f"  from      {', '.join(n.name for n in node.all_input_nodes)}")
     lines.append(f"  read by   {', '.join(n.name for n in node.users)}")
     return "\n".join(lines)
+
+
+def pass_table(reports: Sequence[PassReport]) -> str:
+    """A table with a row per pass that ran: calls in all graphs of the step, and bytes of the tensors they make."""
+    lines = [f"{'pass':20} {'calls':>7} {'':>7} {'bytes made':>10} {'':>10}  what it does"]
+    for each in reports:
+        calls, made = each.num_calls[1] - each.num_calls[0], each.num_bytes[1] - each.num_bytes[0]
+        more = f"{'+' if made > 0 else '-'}{human_bytes(abs(made))}" if made else ""
+        size = human_bytes(each.num_bytes[1])
+        lines.append(f"{each.name:20} {each.num_calls[1]:7} {f'{calls:+}' if calls else '':>7} {size:>10} {more:>10}"
+                     f"  {each.about}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def pass_diff(reports: Sequence[PassReport], name: str, known: Sequence[str]) -> str:
+    """The graphs before and after one pass, as a diff. Raises PlanError for an unknown pass."""
+    found = next((each for each in reports if each.name == name), None)
+    if found is None and name not in known:
+        near = difflib.get_close_matches(name, known, n=2, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"the passes are {', '.join(known)}"
+        raise PlanError(f"there is no pass {name!r}; {hint}")
+    if found is None:
+        return f"the pass {name} does not run under this plan"
+    return found.diff or f"the pass {name} changes nothing"
+
+
+_WIDTH = 100  # characters shown of a rank's actions
+
+
+def describe_stages(program: RankProgram) -> list[str]:
+    """Lines of text about a pipeline's stages: their modules, what is sent between them, and the schedule."""
+    pipeline = program.pipeline
+    if pipeline is None:
+        return []
+    costs, num = estimate_costs(pipeline.cells, program.of_cells(eager_graphs(program))), pipeline.cells.num_stages
+    each = [costs.forward[i] + costs.backward[i] + costs.weight[i] for i in range(num)]
+    lines = ["stages (their share of the cost as estimated; the parameters that lie there)"]
+    for stage in range(num):
+        names = [name for name, on in pipeline.stages.items() if stage in on]
+        held = sum(math.prod(program.sharding.states[name].shape) * program.dtype_of(name).itemsize for name in names)
+        ranks = ",".join(str(rank) for rank, _ in pipeline.schedule.holders(stage))
+        first, last = stage_modules(program, stage)
+        where = first if first == last else f"{first} .. {last}"
+        share = each[stage] / (sum(each) or 1.0)
+        lines.append(
+            f"  {stage:<3} pipeline={ranks:5} {share:6.1%}  {len(names):4} parameters {human_bytes(held):>10}  {where}"
+        )
+    lines += ["", "between stages (of each microbatch, from one rank)"]
+    crossing: Counter[tuple[str, int, int]] = Counter()
+    values: Counter[tuple[str, int, int]] = Counter()
+    for value in pipeline.cells.values:
+        kind, source = value.source
+        for target in value.stages():
+            way = ("forward" if kind == FORWARD else "backward", source, target)
+            crossing[way] += value.num_bytes
+            values[way] += 1
+    ordered = sorted(crossing, key=lambda way: (way[0] != "forward", way[1], way[2]))
+    for way in ordered:
+        many = "1 value" if values[way] == 1 else f"{values[way]} values"
+        lines.append(f"  {way[0]:9} {way[1]} -> {way[2]}  {human_bytes(crossing[way]):>10}  {many}")
+    lines += [] if ordered else ["  nothing"]
+    schedule = pipeline.schedule
+    lines += ["", f"schedule {schedule.name}, micro={schedule.num_micro}"]
+    for rank, actions in enumerate(schedule.ranks):
+        text = " ".join(str(action) for action in actions if action.computes)
+        lines.append(f"  {rank}: {text if len(text) <= _WIDTH else text[:_WIDTH].rpartition(' ')[0] + ' ...'}")
+    return lines
+
+
+def stage_modules(program: RankProgram, stage: int) -> tuple[str, str]:
+    """The modules of the first and the last call of a stage's forward pass."""
+    assert program.pipeline is not None
+    graphs = program.pipeline.cells.graphs
+    for kind in (FORWARD, BACKWARD):
+        nodes = graphs[kind, stage].graph.nodes if (kind, stage) in graphs else ()
+        own = [n for n in nodes if n.op == "call_function" and info_of(n).stage == stage]
+        modules = [info_of(n).module or "the loss" for n in own if not is_view(n)]
+        if modules:
+            return modules[0], modules[-1]
+    return "nothing", "nothing"

@@ -1,4 +1,4 @@
-"""The text of `plait memory`: a table of each rank's bytes, class by class."""
+"""The text of `plait memory`: a table of each rank's bytes by class."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from plait.cost.memory_model import (
     RankMemory,
     StateBytes,
     changed_words,
+    human_bytes,
     model_state_bytes,
 )
 from plait.plan.axes import stage_axis, zero_axis
 from plait.plan.plan import Plan
 from plait.plan.sharding_plan import ZERO_STAGES
-from plait.report.bytes import human_bytes
 
 _DEGREES = (1, 4, 16, 64, 256, 1024)  # numbers of ranks, as in the table of the ZeRO paper
 
@@ -28,8 +28,8 @@ class MemoryEstimate:
 
     Attributes:
         plan: the plan.
-        num_parameters: numbers in the model's parameters.
-        ranks: groups of ranks that take the same, and what each of them takes.
+        num_parameters: the number of elements of the model's parameters.
+        ranks: groups of ranks that take the same memory, each with that memory.
     """
 
     plan: Plan
@@ -38,7 +38,7 @@ class MemoryEstimate:
 
     @property
     def fullest(self) -> RankMemory:
-        """The memory of the rank that takes most."""
+        """The memory of the rank that takes the most."""
         return max((each for _, each in self.ranks), key=lambda each: each.peak)
 
     @property
@@ -95,13 +95,14 @@ class MemoryEstimate:
         return lines
 
     def _state_bytes(self) -> StateBytes:
-        """Bytes per parameter as the paper counts them: in mixed precision the optimizer has the float32 weights."""
+        """Bytes per parameter by the paper, which counts float32 copies of weights as optimizer state."""
         each = self.fullest.most.get(OPTIMIZER, 0) / max(self.fullest.updated, 1)
         return StateBytes(4, 4, each) if self.plan.precision == "fp32" else StateBytes(2, 2, 4 + each)
 
 
 def verdict(found: MemoryEstimate, limit: int, tried: Sequence[MemoryEstimate]) -> str:
-    """Whether a plan stays within `limit` bytes on every rank; if not, which of the plans in `tried` does."""
+    """A sentence that says whether a plan stays within `limit` bytes on every rank, and if not, which of the plans in
+    `tried` does."""
     if found.fits(limit):
         return f"fits: {_bytes(found.peak)} of {_bytes(limit)}"
     text = f"does not fit: {_bytes(found.peak)}, and the limit is {_bytes(limit)}{_too_large(found, limit)}"
@@ -118,7 +119,7 @@ def verdict(found: MemoryEstimate, limit: int, tried: Sequence[MemoryEstimate]) 
 
 
 def _too_large(found: MemoryEstimate, limit: int) -> str:
-    """In a pipeline, which of its ranks exceed the limit, and by how much."""
+    """The ranks of a pipeline that exceed the limit, and by how much, as text."""
     mesh = found.plan.mesh
     axis = stage_axis()
     if mesh.axis_size(axis) == 1:

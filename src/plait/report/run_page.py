@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from plait.report.charts import draw_links, draw_metrics, draw_samples, draw_utilisation
-from plait.report.lanes import SCRIPT, pack_swimlanes
-from plait.report.swimlane import MANY, draw_swimlanes
+from plait.report.swimlane import MANY, SCRIPT, draw_swimlanes, pack_swimlanes
 from plait.spec.trace import Trace
 
-MOST_SPANS = 200_000  # in one page; with more it would open slowly
+MOST_SPANS = 200_000  # in one page; a page with more opens slowly
 _MEMORY = {
     "held": "activations that cells hold for later ones, by the sizes of the values",
     "allocated": "bytes allocated on the device",
@@ -23,10 +22,10 @@ _MEMORY = {
 
 @dataclass(frozen=True)
 class StepView:
-    """A step to show.
+    """A step that a page shows.
 
     Attributes:
-        step: its number.
+        step: the number of the step.
         measured: its measured trace, if there is one.
         predicted: its simulated trace, if the plan has a schedule.
         sent: bytes sent, by sending and receiving rank.
@@ -44,7 +43,7 @@ class StepView:
         return sum(len(trace.spans) for trace in (self.measured, self.predicted) if trace is not None)
 
 
-def that_fit(steps: Sequence[StepView]) -> list[StepView]:
+def steps_that_fit(steps: Sequence[StepView]) -> list[StepView]:
     """The last steps for which a page has room, at least one."""
     found: list[StepView] = []
     room = MOST_SPANS
@@ -56,8 +55,8 @@ def that_fit(steps: Sequence[StepView]) -> list[StepView]:
     return found
 
 
-def middle_of(steps: Sequence[StepView]) -> int:
-    """The index of the step of median length, which an evaluation or a save has not made longer."""
+def median_step(steps: Sequence[StepView]) -> int:
+    """The index of the step of median length; evaluations and saves make some steps longer."""
     lengths = [step.measured.seconds if step.measured else 0.0 for step in steps]
     return sorted(range(len(steps)), key=lengths.__getitem__)[len(steps) // 2]
 
@@ -77,7 +76,7 @@ def build_page(
     figures = {f"step-{i}": _of_step(step) for i, step in enumerate(steps)}
     if metrics:
         figures["run"] = {"metrics": _rows(draw_metrics(metrics))}
-    shown = middle_of(steps) if steps else 0
+    shown = median_step(steps) if steps else 0
     data = "".join(
         f'<script type="application/json" id="{name}">{_embedded(json.dumps(found, separators=(",", ":")))}</script>\n'
         for name, found in figures.items()
@@ -172,5 +171,5 @@ def _name(step: StepView) -> str:
 
 
 def _embedded(text: str) -> str:
-    """JSON escaped so that it may stand inside an HTML element."""
+    """JSON escaped for use inside an HTML element."""
     return text.replace("<", "\\u003c")

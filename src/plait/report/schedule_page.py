@@ -1,26 +1,26 @@
-"""The text and the page of `plait schedule`: a schedule as a grid, with the time and memory that it takes."""
+"""The text and the HTML page of `plait schedule`: a schedule as a grid, with the time and memory that it takes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from plait.cost.costs import Costs, read_costs
+from plait.cost.memory_model import human_bytes
 from plait.cost.simulate import simulate
 from plait.errors import PlanError, ScheduleError
-from plait.report.bytes import human_bytes
 from plait.schedule.check import check_schedule
 from plait.schedule.families import FAMILIES, find_family, make_schedule
-from plait.schedule.grid import draw_grid
 from plait.schedule.readiness import chain
+from plait.schedule.schedule_grid import draw_grid
 from plait.spec.schedule import Schedule
 from plait.spec.trace import Trace
 
 
 def find_schedule(name: str, num_ranks: int | None, num_micro: int | None, chunks: int | None) -> Schedule:
-    """The schedule called `name` for these sizes, or the one in the file `name`, checked.
+    """The schedule called `name` for these sizes, or the one in the file `name`.
 
-    Raises PlanError if there is neither, if a size is missing, or if a file is for another size; ScheduleError if the
-    file's schedule is invalid.
+    Raises PlanError if there is neither, if a size is missing, or if a file is for another size. Raises ScheduleError
+    if the file's schedule is invalid.
     """
     if name not in FAMILIES and Path(name).is_file():
         return _read(Path(name), {"--stages": num_ranks, "--micro": num_micro, "--chunks": chunks})
@@ -69,7 +69,7 @@ def describe_schedule(schedule: Schedule, trace: Trace, costs: Path | None, widt
     has_bytes = any(sample.value for sample in trace.memory)
     lines += ["", _row("rank", "stages", "computes", "utilisation", "bubble", "in flight", *["memory"] * has_bytes)]
     for rank, chunks in enumerate(schedule.stages):
-        memory = [_bytes(trace.peak_bytes(rank))] if has_bytes else []
+        memory = [human_bytes(trace.peak_bytes(rank))] if has_bytes else []
         figures = [f"{trace.busy(rank):.6g}", f"{trace.utilisation(rank):.1%}", f"{trace.bubble(rank):.1%}"]
         figures += [str(trace.peak_in_flight(rank)), *memory]
         lines.append(_row(str(rank), ",".join(map(str, chunks)), *figures))
@@ -78,20 +78,16 @@ def describe_schedule(schedule: Schedule, trace: Trace, costs: Path | None, widt
     return "\n".join(lines)
 
 
-def write_page(path: Path, schedule: Schedule, trace: Trace, costs: Path | None = None) -> None:
+def write_schedule_page(path: Path, schedule: Schedule, trace: Trace, costs: Path | None = None) -> None:
     """Write a self-contained HTML page with the swimlanes of the trace. Time is in seconds only with `costs`.
 
     Raises PlanError if plotly is not installed or the file cannot be written.
     """
-    from plait.report.swimlane import draw_swimlanes, page
+    from plait.report.swimlane import draw_swimlanes, page, write_page
 
     title = f"{schedule.name}, {schedule.num_ranks} ranks, {schedule.num_micro} microbatches"
     unit = "seconds" if costs else "units (a forward, or a part of a backward, takes 1)"
-    text = page(draw_swimlanes(predicted=trace, unit=unit), title)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"cannot write {str(path)!r}: {error.strerror}") from None
+    write_page(path, page(draw_swimlanes(predicted=trace, unit=unit), title))
 
 
 def _fold(lines: list[str], width: int | None) -> list[str]:
@@ -106,10 +102,6 @@ def _fold(lines: list[str], width: int | None) -> list[str]:
     for at in range(start, length, step):
         found += ["", *(line[:start] + line[at : at + step] for line in lines)]
     return found[1:]
-
-
-def _bytes(number: int) -> str:
-    return human_bytes(number)
 
 
 def _row(*cells: str) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,7 @@ COLOURS = {
     "forward": "#0072B2", "backward": "#D55E00", "weight": "#E69F00", "send": "#56B4E9", "wait": "#DDDDDD",
     "gather": "#CC79A7", "reduce": "#009E73", "optimizer": "#444444", "data": "#F0E442",
 }  # fmt: skip
-MANY = 3000  # beyond so many spans a kind is one line of many pieces, drawn by WebGL, without text on its spans
+MANY = 3000  # a kind of more spans is one line of many pieces, drawn by WebGL, without text on its spans
 LANES = {"wait": (0.0, 0.62), "send": (0.3, 0.12)}  # (offset, height) of kinds drawn behind or beside compute
 
 
@@ -42,8 +45,8 @@ def draw_swimlanes(
 
 
 def empty_swimlanes(shown: Sequence[tuple[str, Trace]], bubble: bool = True, unit: str = "seconds") -> tuple[Any, int]:
-    """The figure of these traces without their spans, and the height of a lane in pixels. `shown` pairs names and
-    traces."""
+    """The figure of traces without their spans, and the height of a lane in pixels. `shown` has each trace with its
+    name."""
     _, make_subplots = plotly()
     assert shown, "a figure needs a trace"
     titles = [
@@ -92,6 +95,14 @@ def page(figures: Any | Sequence[Any], title: str) -> str:
     )
 
 
+def write_page(path: Path, text: str) -> None:
+    """Write a page, or another text file. Raises PlanError if it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"cannot write {str(path)!r}: {error.strerror}") from None
+
+
 def plotly() -> tuple[Any, Any]:
     """plotly's graph objects and its make_subplots. Raises PlanError if plotly is not installed."""
     try:
@@ -138,8 +149,48 @@ def _tell(span: Span) -> str:
 
 
 def _name_once(figure: Any) -> None:
-    """Show each kind in the legend once, in however many lanes it is."""
+    """Show each kind in the legend only once."""
     seen: set[str] = set()
     for trace in figure.data:
         trace.showlegend = trace.name not in seen
         seen.add(trace.name)
+
+
+SCRIPT = Path(__file__).with_name("swimlane.js")
+
+
+def pack_swimlanes(measured: Trace | None, predicted: Trace | None, bubble: bool = True) -> dict[str, Any]:
+    """The data from which swimlane.js draws what `draw_swimlanes` draws, for any number of spans.
+
+    Arrays are base64, and each name is there once.
+    """
+    shown = [(name, trace) for name, trace in (("predicted", predicted), ("measured", measured)) if trace]
+    names: dict[str, int] = {}
+    order = sorted(KINDS, key=lambda kind: (kind != "wait", KINDS.index(kind)))  # first what is drawn behind the rest
+    order = [kind for kind in order if any(span.kind == kind for _, trace in shown for span in trace.spans)]
+    code = {kind: number for number, kind in enumerate(order)}
+    rows = []
+    for title, trace in shown:
+        begin = min((span.start for span in trace.spans), default=0.0)
+        spans = trace.spans
+        rows.append({
+            "ranks": trace.num_ranks, "seconds": trace.seconds, "title": title,
+            "start": _packed([span.start - begin for span in spans], np.float32),
+            "end": _packed([span.end - begin for span in spans], np.float32),
+            "rank": _packed([span.rank for span in spans], np.uint16),
+            "kind": _packed([code[span.kind] for span in spans], np.uint8),
+            "name": _packed([names.setdefault(span.name, len(names)) for span in spans], np.uint32),
+        })  # fmt: skip
+    kinds = []
+    for kind in order:
+        offset, height = LANES.get(kind, (0.0, 0.8))
+        kinds.append({
+            "name": kind, "colour": COLOURS[kind], "offset": offset, "height": height,
+            "computes": kind in COMPUTE_KINDS, "beside": kind == "send",
+        })  # fmt: skip
+    layout = json.loads(empty_swimlanes(shown, bubble)[0].to_json())["layout"]
+    return {"rows": rows, "names": list(names), "kinds": kinds, "layout": layout}
+
+
+def _packed(values: list[Any], dtype: type) -> str:
+    return base64.b64encode(np.array(values, dtype).tobytes()).decode()

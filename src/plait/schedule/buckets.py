@@ -1,4 +1,4 @@
-"""The bucket policy: which gradients are reduced together."""
+"""The bucket policy, which decides the gradients that are reduced together."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def split_buckets(sizes: Sequence[int], bucket_bytes: int, first_bytes: int) -> 
 
 
 def bucket_limit(total_bytes: int, bucket_bytes: int) -> int:
-    """The bytes at which a bucket is closed: a sixteenth of all, but between 1 MiB and `bucket_bytes`.
+    """The bytes at which a bucket is closed: a sixteenth of `total_bytes`, but from 1 MiB to `bucket_bytes`.
 
-    Smaller buckets let most of the all-reduce overlap with the backward, and keep few bytes in flight at a time.
+    Small buckets let most of the all-reduce overlap with the backward, and have few bytes in flight at a time.
     """
     return min(bucket_bytes, max(1 << 20, total_bytes // 16))

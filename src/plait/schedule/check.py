@@ -1,4 +1,4 @@
-"""Check a schedule before anything runs: no action is missing or doubled, the order is valid, and no ranks deadlock."""
+"""Checks a schedule before it runs: no action is missing or doubled, the order is valid, and ranks do not deadlock."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import replace
 
 from plait.errors import ScheduleError
-from plait.schedule.grid import draw_grid
 from plait.schedule.readiness import Edges, Place, chain
+from plait.schedule.schedule_grid import draw_grid
 from plait.schedule.topological_order import topological_order
 from plait.spec.action import BACKWARD, FORWARD, RECV, REDUCE, SEND, STEP, WEIGHT, Action
 from plait.spec.schedule import Schedule
@@ -16,9 +16,9 @@ from plait.spec.schedule import Schedule
 def check_schedule(schedule: Schedule, edges: Edges | None = None) -> None:
     """Raise ScheduleError, with the schedule drawn and the place marked, unless the schedule runs.
 
-    Each microbatch passes once through the forward of each stage, and unless the schedule is forward-only once through
-    its backward, of which W may stand apart. Transfers, if there are any, come in pairs. No ranks wait for each other.
-    `edges` say which cells need which; by default stages are a chain.
+    Each microbatch must run once through the forward of each stage, and once through its backward unless the schedule
+    is forward-only. W may be an action of its own. Transfers, if there are any, must come in pairs. Ranks must not wait
+    for each other. `edges` say which cells need which; by default stages are a chain.
     """
     edges = chain(schedule.num_stages) if edges is None else edges
     _check_words(schedule, edges)
@@ -42,7 +42,7 @@ def check_runs(schedule: Schedule, edges: Edges) -> None:
 
 
 def _check_words(schedule: Schedule, edges: Edges) -> None:
-    """Each action names a microbatch, chunk and rank that exist, is on the replica whose turn it is, and stands
+    """Each action names a microbatch, chunk and rank that exist, is on the replica that runs the microbatch, and occurs
     once."""
     for rank, actions in enumerate(schedule.ranks):
         for action, times in Counter(actions).items():
@@ -128,8 +128,8 @@ def _check_order(schedule: Schedule, edges: Edges) -> None:
 
 
 def _check_updates(schedule: Schedule, edges: Edges) -> None:
-    """Updates with a number come in the order of their microbatches, and the last of them ends the step. They are the
-    same on all ranks, except on replicas of a stage, which take microbatches in turn."""
+    """Updates with a number are in the order of their microbatches, and the last one ends the step. All ranks have the
+    same ones, except replicas of a stage, which take microbatches in turn."""
     steps = [[action for action in actions if action.kind == STEP] for actions in schedule.ranks]
     if all(action.micro is None for each in steps for action in each):
         return

@@ -1,4 +1,4 @@
-"""How workers agree through parameter servers: which gradients make an update, and which workers may go on.
+"""Consistency models of parameter servers: which gradients make an update, and which workers may go on.
 
 asynchronous     every push is an update of its own, and its worker goes on at once
 bounded          the same, but a worker that has pushed `bound` times more often than the slowest waits for it (stale
@@ -26,8 +26,8 @@ from plait.errors import PlanError
 
 @dataclass(frozen=True)
 class Push:
-    """A worker's gradient. `base` is the version of the values that it was computed on, `weight` its weight in a
-    mean."""
+    """A worker's gradient. `base` is the version of the parameters that it was computed on, and `weight` its weight in
+    a mean."""
 
     worker: int
     base: int
@@ -87,7 +87,7 @@ def may_go_on(clocks: Mapping[int, int], worker: int, bound: int | None, in_flig
 
 
 def num_needed(num_members: int, backup: int) -> int:
-    """How many pushes make a synchronous update."""
+    """The number of pushes that make a synchronous update."""
     return max(1, num_members - backup)
 
 
@@ -99,18 +99,18 @@ def shares_of(weights: Sequence[float]) -> tuple[float, ...]:
 
 @dataclass
 class Consistency:
-    """The state machine that decides, for each event of a run, what it causes.
+    """The state machine that turns each event of a run into decisions.
 
     Attributes:
-        num_workers: how many workers the run is for.
+        num_workers: the number of workers that the run is for.
         staleness: None is asynchronous, 0 synchronous, any other number the bound.
-        backup: in the synchronous mode, how many pushes an update does without.
+        backup: in the synchronous mode, the number of workers whose pushes an update does not wait for.
         version: updates made so far.
-        order: the worker of each push in turn, to repeat a run: a push before its turn waits. After the end of `order`
-            pushes are taken as they come.
+        order: the worker of each push in turn, to repeat a run. A push before its turn waits; after the end of `order`
+            pushes are taken as they arrive.
         started: whether workers may begin before `num_workers` of them have joined.
         overlap: tasks that a worker may have besides the one it computes; 0 in the synchronous mode.
-        clocks: for each member, how many of its pushes were taken.
+        clocks: for each member, the number of its pushes that were taken.
     """
 
     num_workers: int
@@ -132,11 +132,11 @@ class Consistency:
 
     @property
     def updates_per_step(self) -> int:
-        """A step takes in one push of every worker: as one update, or as one update for each worker."""
+        """The updates of a step, which has one push of every worker: 1 if they make one update, else one each."""
         return 1 if self.synchronous else self.num_workers
 
     def join(self, worker: int) -> list[Decision]:
-        """A worker joins without a task; its clock begins at that of the slowest."""
+        """Add a worker without a task; its clock begins at that of the slowest."""
         self.clocks.setdefault(worker, min(self.clocks.values(), default=0))
         self._tasks[worker] = 0
         if self.started:
@@ -147,12 +147,12 @@ class Consistency:
         return self._begun(sorted(self.clocks))
 
     def adopt(self, worker: int) -> None:
-        """Make a member of a worker that already has its tasks, from a predecessor of this process."""
+        """Add a worker that already has its tasks, from the coordinator before this one."""
         self.clocks.setdefault(worker, min(self.clocks.values(), default=0))
         self._tasks[worker] = 1 + self.overlap
 
     def leave(self, worker: int) -> list[Decision]:
-        """A worker leaves; pushes of it that are not used yet are dropped."""
+        """Remove a worker, and drop its pushes that are not used yet."""
         if self.clocks.pop(worker, None) is None:
             return []
         self._tasks.pop(worker, None)
@@ -161,7 +161,7 @@ class Consistency:
         return [*self._step_if_complete(), *self._released(), *self._in_order()]
 
     def push(self, push: Push) -> list[Decision]:
-        """A gradient arrives."""
+        """Take a gradient that has arrived."""
         if push.worker not in self.clocks:
             return [Refuse(push.worker, f"worker {push.worker} is no member of this run")]
         if not self._tasks[push.worker]:
@@ -222,7 +222,7 @@ class Consistency:
         return Commit(self.version, members, shares, stale, self.version % self.updates_per_step == 0)
 
     def _released(self) -> list[Decision]:
-        """Let the workers go on that waited and no longer need to."""
+        """Let the workers go on that no longer have to wait."""
         return [] if self.synchronous or not self.started else self._begun(sorted(self.clocks))
 
     def _begun(self, workers: Sequence[int]) -> list[Decision]:
@@ -242,9 +242,9 @@ class Consistency:
 
 
 def drawn_order(consistency: Consistency, num_updates: int, seed: int = 0) -> tuple[int, ...]:
-    """A random order of pushes, as the worker of each, up to `num_updates` updates.
+    """A random order of pushes that make `num_updates` updates, as the worker of each push.
 
-    Each push is drawn among the workers that may push next. `consistency` has no members yet; the call uses it up.
+    Each push is drawn among the workers that may push next. `consistency` must have no members; the call changes it.
     """
     draw, found = random.Random(seed), list[int]()
     bases: dict[int, list[int]] = {worker: [] for worker in range(consistency.num_workers)}

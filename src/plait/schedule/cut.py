@@ -1,8 +1,9 @@
-"""Where to cut a chain of work into stages: the exact optimum, by dynamic programming.
+"""Cuts a chain of work into pipeline stages: the exact optimum, by dynamic programming.
 
-Items stand in the order in which they run, and a stage is a run of consecutive items. A stage costs its work and the
-time to receive and send values. Among all cuts those with the cheapest most expensive stage are chosen, and among these
-the one that sends least. A value that skips stages counts where it is sent and where it is received, not between.
+Items are in the order in which they run, and a stage is a run of consecutive items. The cost of a stage is the time of
+its work, and of its sends and receives. The chosen cut has the lowest cost of its most expensive stage, and among such
+cuts the lowest time of all transfers. A value that skips stages counts where it is sent and where it is received, not
+in between.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Item:
-    """A piece of work that is not cut.
+    """Work that is not cut.
 
     Attributes:
         seconds: its time, forward and backward.
@@ -49,7 +50,7 @@ class Memory:
 
 
 def stage_costs(items: Sequence[Item], flows: Sequence[Flow]) -> tuple[Matrix, Matrix]:
-    """For every possible stage [i, j) of items: its seconds in all, and the part of them in sends and receives.
+    """For every possible stage [i, j) of items its cost in seconds, and the seconds of its sends and receives.
 
     Both matrices are [n + 1, n + 1]; entries with j <= i have no meaning.
     """
@@ -130,7 +131,8 @@ def _best(
     too_large: Sequence[NDArray[np.bool_] | None],
     join: np.ufunc,
 ) -> tuple[float, tuple[int, ...]] | None:
-    """The least cost of all stages under `join`, and the first item of each stage but the first; None if impossible."""
+    """The least cost of all stages under `join`, and the first item of each stage but the first; None if no cut is
+    allowed."""
     size = costs[0].shape[0]
     reached = np.full(size, np.inf)
     reached[0] = 0.0

@@ -1,6 +1,6 @@
-"""What is in flight on a rank: microbatches, and messages.
+"""The microbatches and messages that are in flight on a rank.
 
-A microbatch is in flight in a chunk from its forward to the end of its backward, of both parts where it is split. A
+A microbatch is in flight in a chunk from its forward to the end of its backward, of both parts if it is split. A
 message is in flight from its SEND until it is certain to be received. Which receives are certain to be complete when a
 rank comes to an action follows from the order of actions and transfers, whatever the speed of the ranks (Lamport's
 happened-before relation, CACM 1978, by vector clocks).

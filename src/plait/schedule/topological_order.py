@@ -1,4 +1,4 @@
-"""Topological order of a schedule's actions: an order in which they can run, where ranks are stuck, and start times."""
+"""The topological order of a schedule's actions, and what follows from it: deadlocks and start times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait.spec.schedule import Schedule
 
 @dataclass(frozen=True)
 class TopologicalOrder:
-    """An order in which ranks can do their actions, as far as they get.
+    """An order in which ranks can run their actions, up to the actions at which ranks are stuck.
 
     Attributes:
         order: actions with their ranks, each after all that it needs.
@@ -31,7 +31,7 @@ class TopologicalOrder:
 
 @lru_cache(maxsize=8)
 def topological_order(schedule: Schedule, edges: Edges) -> TopologicalOrder:
-    """Advance every rank through its list, past each action whose needs are done, until no rank can go on."""
+    """Advance every rank past each action whose needs are done, until no rank can go on."""
     at, done, order = [0] * schedule.num_ranks, set[Place](), list[Place]()
     waiting: dict[Place, list[int]] = defaultdict(list)
     waits: dict[int, Place] = {}
@@ -64,7 +64,7 @@ Delay = Callable[[int, Action, int, Action], float]  # of a value: producing ran
 def start_times(
     num_ranks: int, found: TopologicalOrder, duration: Duration, delay: Delay
 ) -> dict[Place, tuple[float, float]]:
-    """Start and end of each action, as early as possible; a value of another rank arrives `delay` later."""
+    """Start and end of each action, as early as possible. A value of another rank arrives `delay` after its action."""
     free = [0.0] * num_ranks
     times: dict[Place, tuple[float, float]] = {}
     for rank, action in found.order:
@@ -81,7 +81,7 @@ def start_times(
 
 
 def unit_steps(schedule: Schedule, edges: Edges) -> dict[Place, tuple[int, int]]:
-    """Start and end if F, B and W each take 1, an unsplit backward 2 and all else 0; as far as the schedule gets."""
+    """Start and end of the actions that can run, if F, B and W each take 1, an unsplit backward 2, and all else 0."""
 
     def duration(rank: int, action: Action) -> float:
         whole = action.kind == BACKWARD and not schedule.splits(rank, action)

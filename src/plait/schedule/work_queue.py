@@ -1,4 +1,4 @@
-"""Hand out pieces of the data to workers that come and go: every piece is trained on once, in order.
+"""Gives pieces of the data to workers that come and go, so that every piece is trained on once, in order.
 
 Pieces are numbered through the whole run: piece n is part n % num_parts of batch n // num_parts. A worker that takes
 several steps before it synchronizes gets the same part of as many batches, named by the first of these pieces. A worker
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Handout:
-    """Which worker has which pieces.
+class WorkQueue:
+    """The pieces that are still to be trained on, and those that each worker has.
 
     Attributes:
         next_piece: the first piece that no worker was given.
@@ -54,7 +54,7 @@ class Handout:
             self._now[worker].remove(piece)
 
     def take_back(self, worker: int) -> list[int]:
-        """Return the pieces of a worker that is gone to the queue. Returns those that it was to work on."""
+        """Put the pieces of a worker that has left back in the queue. Returns those that it was to work on."""
         now = self._now.pop(worker, [])
         for piece in now + ([self._ahead.pop(worker)] if worker in self._ahead else []):
             heapq.heappush(self._returned, piece)

@@ -1,7 +1,7 @@
-"""Action: one thing that a rank does in a step of a pipeline, as a word that prints and parses.
+"""Action: what a rank does at one place of a pipeline schedule, as a word that prints and parses.
 
-F3.1          forward of microbatch 3 through this rank's chunk 1; `.chunk` is left out where it is 0
-B3  W3        backward; where a rank also has W3, B3 computes the gradients of inputs and W3 those of weights
+F3.1          forward of microbatch 3 through this rank's chunk 1; `.chunk` is left out if it is 0
+B3  W3        backward; if a rank also has W3, B3 computes the gradients of inputs and W3 those of weights
 SEND:F3.1>2   send the result of this rank's F3.1 to rank 2
 RECV:F3.1<0   receive the result of F3.1 from rank 0; the chunk is counted on rank 0
 REDUCE.1      sum the gradients of chunk 1 with those of other stages or replicas that have the same parameters
@@ -31,12 +31,12 @@ class Action:
 
     Attributes:
         kind: one of F, B, W, SEND, RECV, REDUCE and STEP.
-        micro: the microbatch, from 0; None where the action is not about one.
-        chunk: the chunk; of a transfer, as the rank that computes the value counts its chunks.
-        peer: of a transfer, the other rank.
-        of: of a transfer, the kind of action whose result is sent: F, B or W.
+        micro: the microbatch, from 0; None for an action of no microbatch.
+        chunk: the chunk; for a transfer, a chunk of the rank that computes the value.
+        peer: for a transfer, the other rank.
+        of: for a transfer, the kind of action whose result is sent: F, B or W.
 
-    Raises ValueError if a field is missing, is one too many, or is negative.
+    Raises ValueError if a field is missing, superfluous or negative.
 
     >>> Action.parse("SEND:F3.1>2")
     Action(kind='SEND', micro=3, chunk=1, peer=2, of='F')
@@ -63,7 +63,7 @@ class Action:
 
     @classmethod
     def parse(cls, word: str) -> Action:
-        """Parse one word. Raises ValueError, which says what words look like, for anything else."""
+        """Parse one word. Raises ValueError with examples of words for anything else."""
         if found := _COMPUTE.fullmatch(word):
             return cls(found["kind"], int(found["micro"]), int(found["chunk"] or 0))
         if (found := _TRANSFER.fullmatch(word)) and (found["arrow"] == ">") == (found[1] == SEND):

@@ -1,4 +1,4 @@
-"""BatchSpec: which dim of each tensor of a batch belongs to which mesh axes."""
+"""BatchSpec: the dim of each tensor of a batch that mesh axes cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layout: where the parts of a tensor lie on a mesh, as a pure value that prints and parses.
+"""Layout: how a tensor is placed on a mesh, as a pure value that prints and parses.
 
     f32[8@data, 128, 768@tensor/3] +data only:tensor=1
 
@@ -30,7 +30,7 @@ Blocks = int | tuple[int, ...]  # the number of equal blocks, or the proportions
 
 
 def blocks_of_lengths(lengths: Sequence[int]) -> Blocks:
-    """The blocks of these lengths as a value: their number if all are equal, else their proportions."""
+    """Blocks of these lengths: their number if all are equal, else their proportions."""
     unit = math.gcd(*lengths)
     if unit == 0 or len(set(lengths)) == 1:
         return len(lengths)
@@ -38,7 +38,8 @@ def blocks_of_lengths(lengths: Sequence[int]) -> Blocks:
 
 
 def num_units(blocks: Blocks) -> int:
-    """How many equal units the blocks divide a dim into. N ranks can shard it if N times this number divides it."""
+    """The number of equal units of a dim of these blocks. N ranks can shard the dim if N times this number divides
+    it."""
     return blocks if isinstance(blocks, int) else sum(blocks)
 
 
@@ -71,7 +72,7 @@ class Shard:
         return num_units(self.blocks)
 
     def blocks_text(self) -> str:
-        """What is written after the axis: `/3`, `/4+1+1`, or nothing for one block."""
+        """The text after the axis: `/3`, `/4+1+1`, or nothing for one block."""
         if isinstance(self.blocks, int):
             return f"/{self.blocks}" if self.blocks > 1 else ""
         return "/" + "+".join(map(str, self.blocks))
@@ -86,7 +87,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class Only:
-    """The rank with index `index` along the axis holds the whole tensor, as do `others`; no other rank holds any."""
+    """Rank `index` of the axis holds the whole tensor, and so do the ranks `others`. No other rank has any part."""
 
     index: int
     others: tuple[int, ...] = ()
@@ -106,8 +107,8 @@ _OP = {mark: op for op, mark in _MARK.items()}
 def part_bounds(num: int, size: int, index: int) -> tuple[int, int]:
     """The half-open range of part `index` when `num` rows are cut into `size` parts.
 
-    The parts are equal where `size` divides `num`. Otherwise the first parts have ceil(num / size) rows, and the last
-    ones fewer or none, as with torch.chunk and DTensor.
+    The parts are equal if `size` divides `num`. Otherwise the first parts have ceil(num / size) rows, and the last ones
+    fewer or none, as with torch.chunk and DTensor.
     """
     length = -(-num // size)
     return min(index * length, num), min((index + 1) * length, num)
@@ -128,7 +129,7 @@ def divides(shape: tuple[int, ...], placement: Shard, size: int) -> bool:
 
 
 def check_shard(shape: tuple[int, ...], placement: Shard, size: int, axis: str = "axis", name: str = "tensor") -> None:
-    """Raise LayoutError, which names axis, size and shape, unless the shard divides evenly."""
+    """Raise LayoutError, which names axis, size and shape, unless `size` ranks can cut the dim evenly."""
     if not 0 <= placement.dim < len(shape):
         raise LayoutError(f"{name} of shape {list(shape)} has no dim {placement.dim} to shard over {axis}")
     if not divides(shape, placement, size):
@@ -143,8 +144,8 @@ def check_shard(shape: tuple[int, ...], placement: Shard, size: int, axis: str =
 class Layout:
     """A tensor's dtype and global shape, and its placement along each mesh axis, outermost axis first.
 
-    Along an axis that is absent the tensor is replicated. Where two axes shard one dim, the later axis cuts the parts
-    of the earlier one. Raises LayoutError for an axis that is named twice and for a shard of a dim that does not exist.
+    The tensor is replicated along axes that are not named. If two axes shard one dim, the later axis cuts the parts of
+    the earlier one. Raises LayoutError for an axis that is named twice and for a shard of a dim that does not exist.
     """
 
     dtype: str
@@ -160,6 +161,7 @@ class Layout:
                 raise LayoutError(f"shape {list(self.shape)} has no dim {placement.dim} to shard over {axis}")
 
     def on(self, axis: str) -> Placement:
+        """The placement along an axis."""
         return dict(self.placements).get(axis, REPLICATE)
 
     def lies_at(self, coordinates: Mapping[str, int]) -> bool:

@@ -1,4 +1,4 @@
-"""Mesh: how ranks are arranged along named axes. A mesh exists without any device."""
+"""Mesh: an arrangement of ranks along named axes. A mesh needs no devices."""
 
 from __future__ import annotations
 

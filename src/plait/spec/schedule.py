@@ -29,7 +29,7 @@ class Schedule:
         num_micro: microbatches in a step.
         stages: `stages[rank][chunk]` is a stage of the whole pipeline, counted from 0.
         ranks: the actions of each rank, in order.
-        vertical: whether a microbatch uses one weight version on all ranks, where weights are updated within the step.
+        vertical: whether a microbatch uses one weight version on all ranks, for schedules that update within the step.
 
     Raises ScheduleError if a rank has no stage, a stage is on no rank, or a rank has a stage twice.
 
@@ -111,7 +111,7 @@ class Schedule:
         return held
 
     def holders(self, stage: int) -> tuple[tuple[int, int], ...]:
-        """(rank, chunk) of every rank that has the stage; several where the stage is replicated."""
+        """(rank, chunk) of every rank that has the stage; several if the stage is replicated."""
         return self._holders[stage]
 
     def where(self, stage: int, micro: int = 0) -> tuple[int, int]:
@@ -120,7 +120,7 @@ class Schedule:
         return holders[micro % len(holders)]
 
     def stage_of(self, rank: int, action: Action) -> int:
-        """The stage that an action of this rank is about; for a RECV, the stage that computed the value."""
+        """The stage of an action of this rank; for a RECV, the stage that computed the value."""
         return self.stages[action.peer if action.kind == "RECV" and action.peer is not None else rank][action.chunk]
 
     @cached_property
@@ -174,7 +174,7 @@ class Schedule:
         return sum(action.kind == STEP for action in actions[:first])
 
     def groups(self) -> dict[int, tuple[int, int]]:
-        """For each microbatch, the first one that is updated together with it, and how many these are."""
+        """For each microbatch, the first microbatch of the group that is updated together, and the group's size."""
         ends = sorted({action.micro for action in self.ranks[0] if action.kind == STEP and action.micro is not None})
         found: dict[int, tuple[int, int]] = {}
         first = 0
@@ -184,7 +184,7 @@ class Schedule:
         return found
 
     def num_micro_of(self, rank: int, chunk: int) -> int:
-        """How many microbatches pass through a chunk of a rank."""
+        """The number of microbatches that pass through a chunk of a rank."""
         return sum(action.kind == FORWARD and action.chunk == chunk for action in self.ranks[rank])
 
     def cells(self) -> Iterator[tuple[int, Action]]:

@@ -1,9 +1,10 @@
-"""Trace: what each rank did and when. A run measures a trace and the simulator predicts one, in the same type."""
+"""Trace: what each rank did and when. A run measures traces, and the simulator predicts them."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,7 +17,7 @@ KINDS = (*COMPUTE_KINDS, "send", "wait", "gather", "reduce", "optimizer", NEXT_B
 
 @dataclass(frozen=True)
 class Span:
-    """One thing that a rank did.
+    """An interval of time in which a rank did one thing.
 
     Attributes:
         rank: the rank.
@@ -25,8 +26,8 @@ class Span:
         start: seconds since the trace began.
         end: seconds since the trace began.
         num_bytes: bytes that went over a link.
-        micro: the microbatch, where there is one.
-        chunk: the chunk, where there is one.
+        micro: the microbatch, if the span belongs to one.
+        chunk: the chunk, if the span belongs to one.
     """
 
     rank: int
@@ -99,7 +100,8 @@ class Trace:
 
     @cached_property
     def cost(self) -> float:
-        """Seconds that a step takes when steps follow each other: the most from a rank's first to its last compute."""
+        """Seconds that a step takes if steps follow each other: the longest time from the first to the last compute
+        span of a rank."""
         costs = [0.0]
         for rank in range(self.num_ranks):
             if compute := [s for s in self.of_rank(rank) if s.kind in COMPUTE_KINDS]:
@@ -130,7 +132,7 @@ class Trace:
         return max((s.value for s in self.in_flight if s.rank == rank), default=0)
 
     def shifted(self, seconds: float) -> Trace:
-        """The same trace, later by `seconds`."""
+        """This trace, `seconds` later."""
         return replace(
             self,
             spans=tuple(replace(s, start=s.start + seconds, end=s.end + seconds) for s in self.spans),
@@ -165,3 +167,43 @@ class Trace:
             return cls(spans, rows["num_ranks"], *samples)
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"this is no trace: {type(error).__name__}: {error}") from None
+
+
+def flattened(trace: Trace) -> Trace:
+    """The trace with nested spans, such as a collective inside a backward, turned into spans that follow one another.
+
+    Each moment then belongs to the innermost span only.
+    """
+    by_rank: dict[int, list[Span]] = defaultdict(list)
+    for span in trace.spans:
+        by_rank[span.rank].append(span)
+    spans = tuple(piece for rank in sorted(by_rank) for piece in _pieces(by_rank[rank]))
+    return replace(trace, spans=spans)
+
+
+def _pieces(spans: Sequence[Span]) -> list[Span]:
+    found: list[Span] = []
+    open_: list[Span] = []  # from the outermost to the innermost
+    now = 0.0
+
+    def until(end: float) -> None:
+        nonlocal now
+        while open_ and open_[-1].end <= end:
+            inner = open_.pop()
+            if inner.end > now:
+                found.append(replace(inner, start=now, end=inner.end))
+                now = inner.end
+        if open_ and end > now:
+            found.append(replace(open_[-1], start=now, end=end))
+        now = max(now, end)
+
+    for span in sorted(spans, key=lambda each: (each.start, -each.end)):
+        until(span.start)
+        while open_ and span.end > open_[-1].end:  # spans nest, but clocks of devices have a limited precision
+            open_.pop()
+        if span.end > span.start:
+            open_.append(span)
+        else:
+            found.append(span)
+    until(max((span.end for span in spans), default=0.0))
+    return found

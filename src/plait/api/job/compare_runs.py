@@ -1,4 +1,4 @@
-"""plait compare: runs side by side, as a table and as a page of curves."""
+"""plait compare: a comparison of runs, as a table and as a page of curves."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from plait.api.job.metrics import METRICS, read_steps
-from plait.api.job.report_command import write_page
 from plait.cost.efficiency import Curve, compare_curves, smoothed
 from plait.engine.trace_folder import read_plan
 from plait.errors import DataError
 from plait.report.comparison import comparison_page, comparison_table
+from plait.report.swimlane import write_page
 
 
 def compare_runs(runs: Sequence[Path], out: Path | None) -> str:
-    """The table to print. With `out` the page is written too. Raises DataError for a folder that is no run."""
+    """The comparison of runs as a table. With `out` the page is written too. Raises DataError for a folder without a
+    run."""
     if len(runs) < 2:
         raise DataError("a comparison needs two runs or more, of which the first is what the others are compared with")
     lines = {run: _lines(run) for run in runs}
@@ -70,7 +71,7 @@ def _curve(run: Path, lines: Sequence[dict[str, Any]], held_out: bool) -> Curve:
 
 
 def _staleness(lines: Sequence[dict[str, Any]]) -> dict[int, int]:
-    """How many updates were how many versions old, if the run has recorded that."""
+    """The number of updates by their age in versions, if the run has recorded it."""
     found: dict[int, int] = {}
     for line in lines:
         for age, count in (line.get("staleness") or {}).items():

@@ -20,7 +20,7 @@ class Section(BaseModel):
 
 
 class OpenSection(Section):
-    """A table whose further keys are arguments of what it names. job/refer.py checks them against the signature."""
+    """A table whose further keys are arguments of what it names, checked against the signature (job/references.py)."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from plait.api.job.config import Config
-from plait.api.job.setup import check_job, first_batch, make_data, make_model, optimizer_factory
+from plait.api.job.from_config import check_job, first_batch, make_data, make_model, optimizer_factory
 from plait.api.memory import Estimator
 from plait.compile.capture.capture import LossFn
 from plait.errors import PlaitError, PlanError

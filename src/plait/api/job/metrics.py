@@ -1,10 +1,16 @@
-"""The metrics of a job: a line of JSON for each step, and TensorBoard if the config asks for it."""
+"""What a job tells of its progress: a line of JSON for each step, TensorBoard if the config asks for it, and a progress
+bar, or plain lines if there is no terminal."""
 
 from __future__ import annotations
 
 import json
+import time
+from collections import deque
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from plait.errors import DataError
 
@@ -17,12 +23,12 @@ class MetricsLog:
     A line has these keys:
 
         step                counted from 1
-        loss, lr            of the step
-        tokens_per_s        of all ranks
-        seconds             of the step
+        loss, lr            the step's loss and learning rate
+        tokens_per_s        of all ranks together
+        seconds             the time of the step
         data_seconds        the part of `seconds` spent waiting for data
-        sent_bytes          by this rank
-        agree_seconds       spent on exchanges of replicas that synchronize later
+        sent_bytes          bytes that this rank sent
+        agree_seconds       time spent on exchanges of replicas that synchronize later
         gradient_norm       with clip_norm
         held_out_loss       after steps with an evaluation
         aux/NAME            each single number that the loss function returns beside the loss
@@ -72,9 +78,9 @@ class MetricsLog:
 
 
 def read_steps(path: Path) -> list[dict[str, Any]]:
-    """The lines of steps that can be read: a run may be killed while it writes one. None for a file that is missing.
+    """The lines of steps. Lines that cannot be parsed are skipped, because a run may be killed while it writes one.
 
-    Raises DataError if the file exists and cannot be read.
+    A file that does not exist has no lines. Raises DataError if the file exists and cannot be read.
     """
     found = []
     try:
@@ -109,5 +115,54 @@ def _lines_before(path: Path, step: int) -> list[str]:
 
 
 def _rounded(value: Any) -> Any:
-    """Times and rates need no 17 digits; losses keep 9, which distinguish any two float32 numbers."""
+    """A number with 9 digits, which distinguish any two float32 numbers; any other value unchanged."""
     return float(f"{value:.9g}") if isinstance(value, float) else value
+
+
+_LINE_SECONDS = 5.0
+
+
+class Reporter:
+    """Shows a job's progress, on rank 0 only. Of the job's `steps`, `done` were taken before it resumed."""
+
+    def __init__(self, steps: int, done: int) -> None:
+        self.console = Console(highlight=False)
+        self._steps = steps
+        self._recent: deque[tuple[int, int, float]] = deque(maxlen=20)  # steps, tokens and seconds of the last calls
+        self._done = done
+        self._last_line = 0.0
+        self._bar: Progress | None = None
+        if self.console.is_terminal:
+            self._bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s  left"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._task = self._bar.add_task("", total=steps, completed=done, loss=float("nan"), speed=0.0)
+            self._bar.start()
+
+    def step(self, step: int, loss: float, tokens: int, seconds: float) -> None:
+        """Show that `step` steps are done. Those since the last call took `tokens` tokens and `seconds` seconds."""
+        self._recent.append((step - self._done, tokens, seconds))
+        self._done = step
+        num, all_tokens, spent = (sum(each) for each in zip(*self._recent, strict=True))
+        speed = all_tokens / max(spent, 1e-9)
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, loss=loss, speed=speed)
+            return
+        now = time.monotonic()
+        if now - self._last_line >= _LINE_SECONDS or step == self._steps:
+            self._last_line = now
+            left = (self._steps - step) * spent / num
+            self.say(f"step {step}/{self._steps}  loss {loss:.3f}  {speed:,.0f} tokens/s  {left:.0f} s left")
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()

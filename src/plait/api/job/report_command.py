@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from plait.api.job.metrics import METRICS, read_steps
-from plait.cost.nesting import flattened
 from plait.cost.predict import measure_costs, predict, with_held
 from plait.engine.trace_folder import PLAN, TRACE, Recorded, RunPlan, read_plan, read_trace
-from plait.errors import DataError, PlanError
+from plait.errors import DataError
 from plait.report.perfetto import chrome_trace
-from plait.report.run_page import StepView, build_page, that_fit
-from plait.spec.trace import NEXT_BATCH, Trace
+from plait.report.run_page import StepView, build_page, steps_that_fit
+from plait.report.swimlane import write_page
+from plait.spec.trace import NEXT_BATCH, Trace, flattened
 
 
 def write_report(run: Path, out: Path, perfetto: Path | None = None) -> str:
@@ -40,7 +40,7 @@ def write_report(run: Path, out: Path, perfetto: Path | None = None) -> str:
     steps = [_view(plan, each, predicted) for each in recorded] if plan is not None else []
     if not steps and predicted is not None:
         steps = [StepView(0, None, predicted)]
-    shown = that_fit(steps)
+    shown = steps_that_fit(steps)
     page = build_page(f"plait: {run}", _facts(plan, recorded, shown, predicted, metrics), shown, metrics)
     write_page(out, page)
     more = f"; open {perfetto} at ui.perfetto.dev" if perfetto is not None else ""
@@ -111,11 +111,3 @@ def _facts(
         how = "runs with parameter servers record none" if served else "train with --trace to see what each rank did"
         found.append(("trace", f"none; {how}"))
     return found
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write a text file. Raises PlanError if it cannot be written."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"cannot write {str(path)!r}: {error.strerror}") from None

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from plait.api.job.config import Config
-from plait.api.job.gpt import BytesGPT, sample_text
-from plait.api.job.metrics import MetricsLog
-from plait.api.job.progress import Reporter
-from plait.api.job.setup import (
+from plait.api.job.from_config import (
     ANEW,
     Data,
     Resume,
@@ -28,24 +25,25 @@ from plait.api.job.setup import (
     optimizer_factory,
     scheduler_factory,
 )
+from plait.api.job.gpt import BytesGPT, sample_text
+from plait.api.job.metrics import MetricsLog, Reporter
 from plait.api.trainer import StepEnd, Trainer
 from plait.comm.failure import guard
 from plait.comm.monitor import TIMEOUT
-from plait.comm.stop import StopVote
-from plait.compile.capture.batch import batch_tensors
+from plait.comm.stop_vote import StopVote
 from plait.compile.capture.loss_values import loss_and_aux
 from plait.engine.checkpoint.barrier import Barrier
 from plait.engine.checkpoint.storage import folder_of
 from plait.engine.checkpoint.write import clean
 from plait.engine.data.loader import Loader
-from plait.engine.local_batch import LocalBatch
+from plait.engine.local_batch import num_tokens
 from plait.plan.plan import Plan
-from plait.schedule.rounds import Rounds
+from plait.schedule.sync_rounds import SyncRounds
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: after which step, with which loss, and whether it was stopped before its last step."""
+    """How a job ended: its last step, the loss of that step, and whether it was stopped before all steps were done."""
 
     step: int
     loss: float
@@ -112,7 +110,7 @@ class _Job:
         """The first step at whose beginning a rank knows that all ranks have begun `step`."""
         plan = self.trainer.plan
         if plan.relaxed_axis and plan.sync != 1:
-            return Rounds.of(plan).meeting_after(step)
+            return SyncRounds.of(plan).meeting_after(step)
         return step + 1
 
     def _start(self, resume: Resume) -> Loader:
@@ -265,10 +263,3 @@ def _endless(loader: Loader) -> Any:
 def _numbers(aux: dict[str, Tensor], prefix: str) -> dict[str, float]:
     """The outputs of a loss function that are single numbers."""
     return {f"{prefix}{name}": float(value) for name, value in aux.items() if value.numel() == 1}
-
-
-def num_tokens(batch: LocalBatch) -> int:
-    """Tokens of the global batch: the elements of its largest integer tensor, or its rows if it has none."""
-    leaves = batch_tensors(batch.tree)
-    widest = max((leaf.numel() for leaf in leaves if leaf.ndim > 1 and not leaf.is_floating_point()), default=0)
-    return (widest or batch.local_size) * batch.global_size // batch.local_size

@@ -1,20 +1,33 @@
-"""What a rank does for its cells: each is a program, called with parameters, buffers, microbatch and sums so far."""
+"""Runs the cells of one pipelined step on one rank, and keeps the gradients that they sum.
+
+A cell is the forward or backward of one stage. Its graph reads parameters, buffers, one microbatch, the values that
+earlier cells saved, and the sums of gradients so far.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from plait.backends.eager.execute import Box
+from plait.backends.backend import Update
 from plait.backends.eager.program import Program
+from plait.backends.eager.rewrites.dead_values import SavedValues
 from plait.compile.ops.draw import micro_key
 from plait.schedule.readiness import Cell
+from plait.spec.action import BACKWARD
+from plait.spec.schedule import Schedule
 
 
 class CellRunner:
-    """Runs the cells of one step on one rank (run.execute.Runner). `gradients` are there when all have run."""
+    """The Runner of a schedule that updates parameters after the step.
+
+    When all cells have run, `gradients` has the sums over all microbatches, by parameter; `losses` has the scalars of
+    the loss, by (kind, microbatch).
+    """
 
     def __init__(
         self,
@@ -43,8 +56,9 @@ class CellRunner:
         self.aux: dict[tuple[str, str, int], Tensor] = {}  # by kind, name and microbatch
         self.gradients: dict[str, Tensor] = {}
 
-    def run_cell(self, cell: Cell, micro: int, box: Box) -> Mapping[str, Tensor]:
-        found = self._call(cell, micro, box, self._turns[cell][self._counts[cell]], self._parameters)
+    def run_cell(self, cell: Cell, micro: int, saved: SavedValues) -> Mapping[str, Tensor]:
+        """Run the cell on a microbatch and add its gradients to the sums."""
+        found = self._call(cell, micro, saved, self._turns[cell][self._counts[cell]], self._parameters)
         self._counts[cell] += 1
         self._sums[cell] = found["gradient"]
         if self._counts[cell] == len(self._turns[cell]):
@@ -54,13 +68,14 @@ class CellRunner:
         return found["value"]
 
     def reduce(self) -> None:
+        """Sum the gradients that other ranks of the pipeline have too."""
         self._exchange(self.gradients)
 
     def update(self, micro: int) -> None:
-        """The update comes after the step (run.asynchronous has updates within it)."""
+        """Nothing: parameters are updated after the step."""
 
     def _call(
-        self, cell: Cell, micro: int, box: Box, turn: str, parameters: Mapping[str, Tensor]
+        self, cell: Cell, micro: int, saved: SavedValues, turn: str, parameters: Mapping[str, Tensor]
     ) -> dict[str, dict[str, Tensor]]:
         found = self._program.call(
             turn,
@@ -71,7 +86,7 @@ class CellRunner:
             sum=self._sums[cell],
             key=micro_key(self._key, micro),
             scale=self._scale,
-            box=box,
+            saved=saved,
         )
         for name, value in found["buffer"].items():
             self._buffers[name].copy_(value)
@@ -82,3 +97,61 @@ class CellRunner:
             for name, value in found[kind].items():
                 self.aux[kind, name, micro] = value
         return found
+
+
+class StaleRunner(CellRunner):
+    """The Runner of an asynchronous pipeline, which updates weights while microbatches are in flight.
+
+    The backward of a microbatch uses the very weights that its forward on this rank used (weight stashing). A rank
+    copies its weights before an update only if a microbatch still needs them. So it holds no more versions than the
+    definition asks for: num_ranks - rank under PipeDream, two under 2BW (Narayanan et al. 2019, "PipeDream: Generalized
+    Pipeline Parallelism for DNN Training"; 2021, "Memory-Efficient Pipeline-Parallel DNN Training").
+
+    `schedule` says which version each microbatch uses and which microbatches are updated together. `update` is called
+    with the mean gradients of each such group.
+    """
+
+    def __init__(self, *rest: Any, schedule: Schedule, rank: int, update: Update) -> None:
+        super().__init__(*rest)
+        self._update = update
+        self._groups = schedule.groups()
+        self._version = {micro: schedule.version(rank, micro) for micro in range(schedule.num_micro)}
+        self._users = Counter(
+            self._version[a.micro] for a in schedule.ranks[rank] if a.kind == BACKWARD and a.micro is not None
+        )  # backwards still to run, by the version that they use
+        self._newest = 0
+        self._older: dict[int, dict[str, Tensor]] = {}
+        self._of_group: dict[int, dict[Cell, dict[str, Tensor]]] = {}  # sums of gradients, by the first microbatch
+        self._done: Counter[tuple[int, Cell]] = Counter()
+        self.most_versions = 1
+
+    def run_cell(self, cell: Cell, micro: int, saved: SavedValues) -> Mapping[str, Tensor]:
+        """Run the cell with the version of the weights that the schedule gives the microbatch."""
+        version, (first, num) = self._version[micro], self._groups[micro]
+        weights = self._parameters if version == self._newest else self._older[version]
+        backward = cell[0] == BACKWARD
+        turns = self._program.program.turns_of_cell(cell, num if backward else 1)
+        if backward:
+            self._sums = defaultdict(dict, self._of_group.get(first, {}))
+        found = self._call(cell, micro, saved, turns[self._done[first, cell] if backward else 0], weights)
+        if backward:
+            self._done[first, cell] += 1
+            self._of_group.setdefault(first, {})[cell] = found["gradient"]
+            self._users[version] -= 1
+            if not self._users[version]:
+                self._older.pop(version, None)
+        return found["value"]
+
+    def update(self, micro: int) -> None:
+        """Update the weights by the mean gradients of the group of this microbatch."""
+        first, num = self._groups[micro]
+        gradients: dict[str, Tensor] = {}
+        for sums in self._of_group.pop(first, {}).values():
+            gradients |= sums
+        if num > 1 and gradients:
+            torch._foreach_div_(list(gradients.values()), float(num))
+        if self._users[self._newest]:
+            self._older[self._newest] = {name: tensor.clone() for name, tensor in self._parameters.items()}
+        self._newest += 1
+        self.most_versions = max(self.most_versions, 1 + len(self._older))
+        self._update(gradients)

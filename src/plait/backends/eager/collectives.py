@@ -1,7 +1,7 @@
-"""Collectives as eager execution makes them: with the rank's World, which a graph has as the placeholder `world`.
+"""The collectives of eager execution. Each takes the rank's World, which a graph has as the placeholder `world`.
 
-Each function takes the World first, and then what the call of `compile.ops.comm_ops` takes that it carries out: nothing
-is reached through a global. A start gives the work that its wait takes; between the two the rank computes on.
+Each function takes the World first, and then the arguments of the call of `compile.ops.comm_ops` that it carries out.
+No global is read. A start returns the work that its wait takes; the rank computes in between.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _CARRIED_OUT: dict[CommOp, Callable[..., Any]] = {}
 
 
 def carries_out(op: CommOp) -> Callable[[F], F]:
-    """Let a function stand for a call of comm_ops; its row is that of the call, but for the World that comes first."""
+    """Register a function as what carries out a call of comm_ops. It gets that call's OpSpec, with the places of the
+    arguments moved by one for the World."""
 
     def note(function: F) -> F:
         row = op_spec(op)
@@ -44,12 +45,12 @@ def carries_out(op: CommOp) -> Callable[[F], F]:
 
 
 def function_of(op: Any) -> Callable[..., Any] | None:
-    """What carries out a call of comm_ops; None of what is none."""
+    """The function that carries out a call of comm_ops; None for any other op."""
     return _CARRIED_OUT.get(op)
 
 
 def world_of(graph: Graph) -> Node:
-    """The placeholder of the World, made where there is none yet."""
+    """The World's placeholder, which is added to the graph if it has none."""
     found = next((node for node in placeholders(graph) if node.name == WORLD), None)
     if found is None:
         with graph.inserting_before(next(iter(graph.nodes))):
@@ -59,7 +60,7 @@ def world_of(graph: Graph) -> Node:
 
 
 def bind_world(graph: Graph) -> Graph:
-    """Let the calls of comm_ops be made with the rank's World. Changes `graph` and returns it."""
+    """Replace the calls of comm_ops by functions that take the rank's World. Changes `graph` and returns it."""
     calls = [node for node in graph.nodes if function_of(node.target) is not None]
     world = world_of(graph) if calls else None
     for node in calls:
@@ -80,7 +81,7 @@ def all_reduce(world: World, tensor: Tensor, axis: str, op: str = "sum") -> Tens
 
 
 def all_reduce_start(world: World, tensor: Tensor, axis: str, op: str = "sum") -> Work:
-    """Begin an all-reduce; `wait` ends it. Between the two the rank computes on."""
+    """Begin an all-reduce, which `wait` ends; the rank computes in between."""
     return world.comm(axis).all_reduce(tensor.contiguous(), op)
 
 
@@ -104,10 +105,10 @@ def reduce_scatter(world: World, tensor: Tensor, axis: str, dim: int, blocks: Bl
 
 @carries_out(comm_ops.shard)
 def own_shard(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks) -> Tensor:
-    """Whole -> Shard(dim, blocks): this rank's part, nothing is sent."""
+    """Whole -> Shard(dim, blocks): this rank's part. Sends nothing."""
     comm = world.comm(axis)
     part = take(tensor, comm.rank, comm.size, dim, blocks)
-    # A part of outer rows lies in one piece as it is; of a tensor with gaps the copy has none, in the same order.
+    # A part of the outermost dim is contiguous already. A copy of any other part has no gaps and the same dim order.
     return part if part.is_contiguous() else part.clone(memory_format=torch.preserve_format)
 
 
@@ -123,7 +124,7 @@ def all_to_all(
 
 @carries_out(comm_ops.broadcast)
 def broadcast(world: World, tensor: Tensor, axis: str, root: int) -> Tensor:
-    """Only(root) -> whole. The other ranks give any tensor of the shape."""
+    """Only(root) -> whole. Other ranks than the root pass any tensor of the shape."""
     return world.comm(axis).broadcast(tensor.contiguous(), root).wait()
 
 

@@ -1,4 +1,4 @@
-"""Eager execution: each call of a graph is a kernel that runs when Python comes to it."""
+"""The eager backend: each call of a graph is a kernel, launched when Python reaches it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from plait.compile.rank_program import RankProgram
 
 
 class EagerBackend:
-    """The Backend that runs graphs as Python functions; `homes` is where a rank's tensors are while they are away."""
+    """A Backend that runs graphs as Python functions. `offload` keeps the rank's tensors that are off its device."""
 
-    def __init__(self, homes: Offload) -> None:
-        self._homes = homes
+    def __init__(self, offload: Offload) -> None:
+        self._offload = offload
 
     def graphs(self, program: RankProgram) -> dict[str, Graph]:
-        """What runs for the graphs of a program, by their names."""
+        """The graphs that run in place of the program's own, by their names."""
         return eager_graphs(program)
 
     def build(self, program: RankProgram, world: World, recorder: TraceRecorder | None = None) -> Executable:
         make = Program if program.pipeline is None else PipelineProgram
-        return make(program, self.graphs(program), world, self._homes, recorder)
+        return make(program, self.graphs(program), world, self._offload, recorder)

@@ -1,10 +1,10 @@
 """The order of everything that eager execution adds to a rank program: EAGER_PASSES.
 
-    functional graphs -> calls bound to the rank's World and to its box of values -> activations sent away and back
+    functional graphs -> calls bound to the rank's World and to the stage's saved values -> activations offloaded
                       -> collectives in buckets, begun early and waited for late -> sums written in place
-                      -> parameters fetched from their home, gradients sent there
+                      -> parameters fetched from host or disk, gradients offloaded there
 
-The passes change an EagerDraft; what a pass is says compile/pass_manager.py.
+The passes change an EagerDraft. compile/pass_manager.py defines a pass.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from weakref import WeakKeyDictionary
 from torch.fx import Graph
 
 from plait.backends.eager.collectives import bind_world
-from plait.backends.eager.rewrites.bucket import bucket_gradients, overlap
-from plait.backends.eager.rewrites.fetch import fetch_parameters, fetch_sums, leave_early
+from plait.backends.eager.rewrites.bucket_gradients import bucket_gradients, overlap
+from plait.backends.eager.rewrites.dead_values import pop_dead_values, reuse_dead_operands
 from plait.backends.eager.rewrites.gather_ahead import bucket_gathers
-from plait.backends.eager.rewrites.inplace import reuse_dead_operands
-from plait.backends.eager.rewrites.stash import stash_activations
-from plait.backends.eager.rewrites.take_values import take_values
+from plait.backends.eager.rewrites.offload_rewrites import (
+    fetch_parameters,
+    fetch_sums,
+    offload_gradients,
+    stash_activations,
+)
 from plait.compile.ir.calls import copy_graph
 from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.pass_manager import Pass, Watcher, run_passes
@@ -31,7 +34,7 @@ from plait.plan.sharding_plan import DEVICE, Gather
 
 @dataclass
 class EagerDraft:
-    """The graphs of a program on their way to those that eager execution runs. Passes change them."""
+    """The graphs of a program while the passes turn them into those that eager execution runs."""
 
     program: RankProgram
     parts: dict[str, StepGraph]
@@ -54,7 +57,7 @@ def _take_values(draft: EagerDraft) -> None:
         kind, stage = part.cell
         later = "FBW"["FBW".index(kind) + 1 :]
         kept = {value.name for value in values if any(on == stage and user in later for user, on in value.users)}
-        part.graph = take_values(part.graph, kept)
+        part.graph = pop_dead_values(part.graph, kept)
 
 
 def _stash_activations(draft: EagerDraft) -> None:
@@ -94,7 +97,7 @@ def _send_gradients(draft: EagerDraft) -> None:
     away = draft.program.sharding.gradients_away.difference(pipeline.added_up if pipeline is not None else ())
     for part in draft.parts.values():
         kind = "sum" if part.turn in ("first", "middle") else "gradient"
-        part.graph = leave_early(part.graph, kind, part.gradients, away)
+        part.graph = offload_gradients(part.graph, kind, part.gradients, away)
         given = "gradient" if part.turn == "more" else "sum"
         part.graph = fetch_sums(part.graph, given, away, draft.bucket_bytes)
 
@@ -104,22 +107,22 @@ def _is_piped(draft: EagerDraft) -> bool:
 
 
 EAGER_PASSES = (
-    Pass("bind-world", "makes collectives with the rank's World", _bind_world, provides=["bound collectives"]),
-    Pass("take-values", "takes values of other cells from a box at their first use", _take_values,
+    Pass("bind-world", "passes the rank's World to collectives", _bind_world, provides=["bound collectives"]),
+    Pass("take-values", "takes values of other cells from where they are saved, at their first use", _take_values,
          provides=["taken values"], when=_is_piped),
-    Pass("stash-activations", "sends activations away until backward reads them", _stash_activations,
+    Pass("stash-activations", "offloads activations until backward reads them", _stash_activations,
          ["bound collectives"],
          when=lambda draft: draft.program.sharding.activation_memory != DEVICE and not _is_piped(draft)),
-    Pass("bucket-gathers", "gathers parameters in buckets, one ahead of its use", _bucket_gathers,
+    Pass("bucket-gathers", "gathers parameters in buckets, each one bucket ahead of its use", _bucket_gathers,
          ["bound collectives"], when=lambda draft: bool(draft.program.sharding.gathered(Gather.USE))),
     Pass("bucket-gradients", "sums gradients in buckets while backward runs", _bucket_gradients,
          ["bound collectives", "taken values"], ["buckets"]),
     Pass("overlap", "starts collectives early and waits for them late", _overlap, ["buckets"]),
-    Pass("reuse-operands", "adds in place where nobody reads the operand again", _reuse_operands, ["buckets"],
+    Pass("reuse-operands", "adds in place where nothing reads the operand again", _reuse_operands, ["buckets"],
          ["sums in place"]),
     Pass("fetch-parameters", "fetches parameters from their home before their use", _fetch_parameters, ["buckets"],
          when=lambda draft: bool(draft.program.sharding.away)),
-    Pass("send-gradients", "sends gradients to their home as they are made", _send_gradients,
+    Pass("send-gradients", "sends gradients to their home as soon as they are computed", _send_gradients,
          ["buckets", "sums in place"], when=lambda draft: bool(draft.program.sharding.gradients_away)),
 )  # fmt: skip
 
@@ -137,7 +140,7 @@ def eager_graphs(program: RankProgram) -> dict[str, Graph]:
 
 @collection_paused()
 def make_eager(program: RankProgram, watcher: Watcher | None = None) -> dict[str, Graph]:
-    """As `eager_graphs`, made anew; `watcher` sees every pass."""
+    """As `eager_graphs`, but made anew each time. `watcher` is told of every pass."""
     parts = {name: replace(part, graph=copy_graph(part.graph)) for name, part in program.graphs.items()}
     draft = EagerDraft(program, parts)
     run_passes(EAGER_PASSES, draft, watcher)

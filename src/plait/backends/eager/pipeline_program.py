@@ -1,4 +1,4 @@
-"""A step of a pipeline on one rank: its cells as programs, and what the ranks agree on when all have run."""
+"""A pipelined step on one rank: it runs the schedule, then the ranks share gradients, buffers and losses."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.fx import Graph
 
 from plait.backends.backend import StepResult, Update
-from plait.backends.eager.cell_runner import CellRunner
-from plait.backends.eager.execute import Executor
-from plait.backends.eager.offload.between import Between
+from plait.backends.eager.cell_runner import CellRunner, StaleRunner
+from plait.backends.eager.offload.pipeline_activations import PipelineActivations
 from plait.backends.eager.offload.store import Offload
 from plait.backends.eager.program import Program, outputs_of
-from plait.backends.eager.stale_cells import StaleRunner
+from plait.backends.eager.schedule_executor import ScheduleExecutor
 from plait.backends.recorder import TraceRecorder
 from plait.comm.protocol import World
 from plait.compile.capture.loss_values import Outputs
@@ -26,32 +25,32 @@ from plait.plan.sharding_plan import DEVICE
 
 
 class PipelineProgram:
-    """The program of a step with a pipeline, ready to run on one rank."""
+    """The Executable of a step with a pipeline."""
 
     def __init__(
         self,
         program: RankProgram,
         graphs: Mapping[str, Graph],
         world: World,
-        homes: Offload,
+        offload: Offload,
         recorder: TraceRecorder | None = None,
     ) -> None:
         assert program.pipeline is not None
         self.program = program
         self.world = world
         self.pipeline = program.pipeline
-        self._cells = Program(program, graphs, world, homes)
+        self._cells = Program(program, graphs, world, offload)
         self.comm = world.comm(stage_axis())
-        self._homes = homes
-        # Gradients that leave the device once they are added up.
+        self._offload = offload
+        # Gradients that are offloaded once they are summed.
         self._leaving = program.sharding.gradients_away & self.pipeline.added_up
         cells, schedule = self.pipeline.cells, self.pipeline.schedule
         self._here = world.mesh.coordinates(world.rank)
-        keeper = None
+        activations = None
         if program.sharding.activation_memory != DEVICE:
-            keeper = Between(homes, schedule, self.comm.rank, cells.values)
-        self._executor = Executor(
-            schedule, cells.values, list(cells.graphs), self.comm, self._here, recorder, world.device, keeper
+            activations = PipelineActivations(offload, schedule, self.comm.rank, cells.values)
+        self._executor = ScheduleExecutor(
+            schedule, cells.values, list(cells.graphs), self.comm, self._here, recorder, world.device, activations
         )
         chunks = schedule.stages[self.comm.rank]
         self._turns = {
@@ -95,7 +94,7 @@ class PipelineProgram:
         scale: Tensor | None = None,
         update: Update | None = None,
     ) -> list[StepResult]:
-        """As Executable.run."""
+        """Run one step as Executable.run says."""
         rest = (self._cells, self._turns, self.exchange, key, parameters, buffers, list(batches), scale)
         step: CellRunner
         if self.pipeline.schedule.asynchronous:
@@ -107,12 +106,13 @@ class PipelineProgram:
         if isinstance(step, StaleRunner):
             self.most_versions = step.most_versions
         for name in self._leaving & step.gradients.keys():
-            self._homes.leave(f"gradient/{name}", step.gradients.pop(name))
+            self._offload.leave(f"gradient/{name}", step.gradients.pop(name))
         self._spread_buffers(buffers)
         return self._results(step)
 
     def exchange(self, sums: dict[str, Tensor]) -> None:
-        """Add up the gradients of parameters that several ranks of the pipeline have, in one order on all of them."""
+        """Sum the gradients of parameters that several ranks of the pipeline have; all ranks add in the same order.
+        Changes `sums`, this rank's gradients by name."""
         mine = self.comm.rank
         works = []
         for number, name in enumerate(self._shared):
@@ -144,12 +144,12 @@ class PipelineProgram:
             buffers[name].copy_(self.comm.broadcast(buffers[name].contiguous(), root).wait())
 
     def _results(self, step: CellRunner) -> list[StepResult]:
-        """The losses on every rank."""
+        """The results of all microbatches, with the losses on every rank."""
         num = self.pipeline.schedule.num_micro
         mine = torch.zeros(len(self._loss_dtypes), num, dtype=torch.float64, device=self.world.device)
         for row, kind in enumerate(self._loss_dtypes):
             for micro in range(num):
-                if (kind, micro) in step.losses:  # on the one rank whose turn the microbatch was
+                if (kind, micro) in step.losses:  # on the one rank that has the last stage of this microbatch
                     mine[row, micro] = step.losses[kind, micro]
         rows = self.comm.all_reduce(mine).wait()
         found = {kind: row.to(dtype) for row, (kind, dtype) in zip(rows, self._loss_dtypes.items(), strict=True)}
@@ -162,12 +162,12 @@ class PipelineProgram:
         return results
 
     def _outputs(self, step: CellRunner) -> list[tuple[Outputs] | None]:
-        """What the loss came with, of each microbatch, on every rank: from the rank whose turn it was."""
+        """The outputs beside the loss of each microbatch, on every rank: each is broadcast by the rank that made it."""
         schedule, mine = self.pipeline.schedule, self.comm.rank
         works = {}
         for (kind, name), (stage, like) in self._aux.items():
             roots = [schedule.where(stage, micro)[0] for micro in range(schedule.num_micro)]
-            for root in dict.fromkeys(roots):  # one message from each rank
+            for root in dict.fromkeys(roots):  # one broadcast from each rank
                 micros = [micro for micro, rank in enumerate(roots) if rank == root]
                 if root == mine:
                     sent = torch.stack([step.aux[kind, name, micro] for micro in micros])

@@ -1,22 +1,23 @@
-"""A program: the graph of one rank as a Python function, and the values it is called with."""
+"""The graphs of one rank as Python functions, called with the rank's values."""
 
 from __future__ import annotations
 
+import linecache
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from types import TracebackType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from plait.backends.backend import StepResult, Update
 from plait.backends.eager.collectives import WORLD, world_of
 from plait.backends.eager.offload.store import Offload
-from plait.backends.eager.rewrites.stash import stashed_bytes
-from plait.backends.eager.unsupported import missing_kernel
+from plait.backends.eager.rewrites.offload_rewrites import stashed_bytes
 from plait.backends.recorder import TraceRecorder
 from plait.comm.protocol import World
 from plait.compile.capture.capture import Captured, Output
@@ -27,29 +28,32 @@ from plait.compile.ir.node_info import info_of
 from plait.compile.ops.draw import micro_key
 from plait.compile.rank_program import RankProgram, graph_of_rank
 from plait.compile.step_collectives import collective_order
+from plait.errors import PlanError
 
 _NAMED = ("parameter", "buffer", "batch", "constant", "sum")
 _RESULTS = ("loss", "sum", "weight", "aux", "aux_weight", "gradient", "buffer", "value")
 
 
 class Program:
-    """The program of a step without a pipeline, ready to run on one rank; of one with a pipeline, what calls its
-    graphs. `graphs` are the eager ones."""
+    """The Executable of a step without a pipeline; PipelineProgram uses its `call` for the graphs of cells.
+
+    `graphs` are those that the eager passes made, by name.
+    """
 
     def __init__(
         self,
         program: RankProgram,
         graphs: Mapping[str, Graph],
         world: World,
-        homes: Offload,
+        offload: Offload,
         recorder: TraceRecorder | None = None,
     ) -> None:
         self.program = program
         self.world = world
         self._graphs = graphs
         self._recorder = recorder
-        self._homes = homes
-        homes.make_room(max(stashed_bytes(graph) for graph in graphs.values()))
+        self._offload = offload
+        offload.make_room(max(stashed_bytes(graph) for graph in graphs.values()))
         captured = program.captured
         self._outputs = captured.outputs
         self._constants = {name: value.to(world.device) for name, value in captured.constants.items()}
@@ -70,7 +74,7 @@ class Program:
         scale: Tensor | None = None,
         update: Update | None = None,
     ) -> list[StepResult]:
-        """As Executable.run: every microbatch through the whole step."""
+        """Run one step as Executable.run says: every microbatch goes through the whole graph."""
         results: list[StepResult] = []
         sums: dict[str, Tensor] = {}
         for index, (turn, batch) in enumerate(zip(self.program.turns, batches, strict=True)):
@@ -92,10 +96,13 @@ class Program:
         return StepResult(loss, parts, found["gradient"], found["buffer"], aux=None if aux is None else (aux,))
 
     def call(self, graph: str, outputs: Sequence[Output], **given: Any) -> dict[str, dict[str, Any]]:
-        """Run one of the graphs; its results by kind and name. `given` has its inputs by kind: of those that
-        have names a mapping, of others the value."""
+        """Run one of the graphs and return its results by kind and name.
+
+        `given` has the graph's inputs by kind: a mapping by name for parameters, buffers, batch leaves and sums, and a
+        single value for every other kind. PlanError if an op has no kernel for the plan's precision.
+        """
         forward, local, inputs = self._turn(graph)
-        given |= {"constant": self._constants, "homes": self._homes}
+        given |= {"constant": self._constants, "offload": self._offload}
         args = [given[kind].get(name) if kind in _NAMED else given[kind] for kind, name in inputs]
         try:
             with torch.no_grad():
@@ -113,11 +120,11 @@ class Program:
         return found
 
     def _turn(self, turn: str) -> tuple[Any, Graph, list[tuple[str, str]]]:
-        """The turn's function, its graph, and (kind, name) of what it takes after the world."""
+        """The function of a graph, the graph, and (kind, name) of each argument after the World."""
         if turn not in self._turns:
             graph = graph_of_rank(self._graphs[turn], self._coordinates)
             if self._recorder is not None and self.program.pipeline is None:
-                graph = self._recorder.marked(graph)
+                graph = self._recorder.with_backward_mark(graph)
             captured = {i.node: (i.kind, i.name) for i in self.program.captured.inputs}
             inputs = [
                 captured.get(node.name) or (info_of(node).kind, info_of(node).name)
@@ -129,21 +136,43 @@ class Program:
 
 
 def outputs_of(captured: Captured, values: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Outputs | None:
-    """The outputs beside the loss, of one microbatch."""
+    """The outputs of one microbatch beside its loss, by name; None if the loss function returned none."""
     if captured.aux is None:
         return None
     rows = float(captured.rows)
     return {name: LossPart(kind, values[name], weights.get(name, rows)) for name, kind in captured.aux.items()}
 
 
-_one_at_a_time = threading.Lock()  # torch.fx writes code with the help of globals
-_functions: WeakKeyDictionary[Graph, Any] = WeakKeyDictionary()  # of ranks that are threads, and have one graph
+_codegen_lock = threading.Lock()  # torch.fx generates code with the help of globals
+_functions: WeakKeyDictionary[Graph, Any] = WeakKeyDictionary()  # shared by ranks that are threads
 
 
 def _compile(graph: Graph) -> Any:
-    """The graph as a Python function that lets go of each value at its last use; its first argument is not used."""
-    with _one_at_a_time:
+    """The graph as a Python function, which frees each value after its last use. Its first argument is not used."""
+    with _codegen_lock:
         if graph not in _functions:
             world_of(graph)
             _functions[graph] = type(GraphModule({}, graph)).forward
         return _functions[graph]
+
+
+_GENERATED = "<eval_with_key>"  # the name that torch.fx gives to files of generated code
+
+
+def missing_kernel(error: Exception, graph: Graph, precision: Precision) -> PlanError | None:
+    """The PlanError for an op that the device lacks in this precision; None if `error` is about something else."""
+    node = _failed(error.__traceback__, graph)
+    module = info_of(node).module if node is not None else ""
+    return precision.refusal(error, module, str(node.target) if node is not None else "")
+
+
+def _failed(traceback: TracebackType | None, graph: Graph) -> Node | None:
+    """The node whose line of generated code raised."""
+    line = ""
+    while traceback is not None:
+        name = traceback.tb_frame.f_code.co_filename
+        if name.startswith(_GENERATED):
+            line = linecache.getline(name, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    target = line.partition("=")[0].partition(":")[0].strip()
+    return next((node for node in graph.nodes if node.name == target), None)

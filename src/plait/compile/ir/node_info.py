@@ -19,7 +19,7 @@ class NodeInfo:
     """Facts of one node. Passes replace the record as a whole; copies of a node share it."""
 
     # of a placeholder
-    kind: str = ""  # parameter, buffer, batch, constant, ... as a captured step's Input has it; value, sum, homes, box
+    kind: str = ""  # parameter, buffer, batch, constant, ... of a captured step's Input; value, sum, offload, saved
     name: str = ""  # of the parameter, buffer, leaf of the batch or value of another cell that it brings
     stored_dtype: torch.dtype | None = None  # of a parameter that the graph reads in another dtype than it is kept in
 

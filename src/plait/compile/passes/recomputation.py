@@ -20,7 +20,7 @@ from plait.compile.ir.views import is_view
 from plait.errors import PlanError, Refusal
 from plait.plan.kinds import Bytes, Recompute
 from plait.plan.legality import layer_of, no_layer
-from plait.schedule.keep import KeptValue, choose_kept
+from plait.schedule.recompute_solver import KeptValue, choose_kept
 
 Layer = tuple[str, int | None]  # name of the module, and stage of the pipeline
 

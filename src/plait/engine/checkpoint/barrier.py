@@ -69,7 +69,7 @@ class Barrier:
         """Whether all ranks raise the failure of this operation before this step. Asked before every step after it
         failed.
 
-        They raise it once all of them know of it, before step max(steps at which they posted it) + 1: see comm/stop.py.
+        They raise it once all of them know of it, before step max(their posts) + 1 (comm/stop_vote.py).
         """
         size = self._world.mesh.size
         if size == 1:

@@ -46,7 +46,7 @@ from plait.engine.checkpoint.strict_json import Count, Text, Whole, checked
 from plait.engine.slices import Fragment, fragments
 from plait.engine.train_state import TrainState
 from plait.errors import CheckpointError
-from plait.optim.several import each_parameter, set_own_values, title_of
+from plait.optim.combined import each_parameter, set_own_values, title_of
 
 _AT_ONCE = 256 << 20  # bytes of optimizer state that are read before they are moved to where the plan keeps them
 

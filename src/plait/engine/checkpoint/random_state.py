@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.device import random_state, set_random_state
-from plait.comm.process import ProcessWorld
+from plait.comm.process_world import ProcessWorld
 from plait.comm.protocol import World
 
 

@@ -27,7 +27,7 @@ from plait.engine.checkpoint.storage import Location
 from plait.engine.checkpoint.write import State
 from plait.engine.train_state import TrainState
 from plait.errors import CheckpointError
-from plait.optim.several import own_values, tensors_outside_state, title_of
+from plait.optim.combined import own_values, tensors_outside_state, title_of
 
 
 def save(run: TrainState, path: Location, extra: Mapping[str, Any], keep: int, saver: Saver, wait: bool) -> None:

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
-from plait.backends.eager.page_memory import page_memory
+from plait.comm.device import page_memory
 from plait.engine.checkpoint.barrier import Barrier
 from plait.errors import CheckpointError
 

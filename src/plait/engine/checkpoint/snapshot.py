@@ -22,7 +22,7 @@ from plait.engine.local_tensors import gather_whole
 from plait.engine.optimizer_trials import kept_of, parameters_of, state_layouts
 from plait.engine.train_state import TrainState
 from plait.errors import CheckpointError
-from plait.optim.several import own_values, set_own_values
+from plait.optim.combined import own_values, set_own_values
 from plait.spec.layout import Layout, Only
 
 # Options of a parameter group that choose an implementation, which depends on plan and device.

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.backends.eager.page_memory import page_memory
-from plait.comm.device import Event, is_host
+from plait.comm.device import Event, is_host, page_memory
 from plait.comm.protocol import World
 from plait.compile.ir.dtypes import torch_name
 from plait.cost.memory_model import padded

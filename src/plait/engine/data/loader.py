@@ -342,5 +342,5 @@ def _plan_of(plan: Plan | str | None, world: World | None) -> Plan:
 
 
 def _device() -> torch.device:
-    """The device on which this process's trainer will compute, as comm.process chooses it."""
+    """The device on which this process's trainer will compute, as comm.process_world chooses it."""
     return own_device()

@@ -20,7 +20,7 @@ from plait.comm.protocol import Comm
 from plait.engine.local_sgd.exchange import MeanExchange, Pending, dtype_of_mean
 from plait.plan.compression import NO_COMPRESSION
 from plait.plan.plan import Plan
-from plait.schedule.rounds import Rounds, split_in_parts
+from plait.schedule.sync_rounds import SyncRounds, split_in_parts
 
 MIXING = 0.5  # share of the replica's own weights, after an exchange that overlapped with steps
 
@@ -43,7 +43,7 @@ class LocalTraining:
         sizes: Mapping[str, int],
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        self.rounds = Rounds.of(plan)
+        self.rounds = SyncRounds.of(plan)
         self._plan = plan
         self._parameters = parameters
         self._optimizer = optimizer

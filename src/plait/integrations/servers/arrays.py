@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from plait.compile.ir.dtypes import torch_name
-from plait.schedule.balance import Piece
+from plait.schedule.variable_placement import Piece
 
 _ALIGN = 64
 _STANDS_FOR = {torch.bfloat16: torch.int16}

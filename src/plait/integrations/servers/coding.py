@@ -19,12 +19,12 @@ from plait.cost.compressed_bytes import is_smaller
 from plait.engine.local_sgd.tensor_compression import compress, decompress, num_bytes
 from plait.integrations.servers.arrays import dtype_of, misfit, to_array, to_tensor, to_tensors
 from plait.plan.compression import NO_COMPRESSION, Compression
-from plait.schedule.balance import Piece
+from plait.schedule.variable_placement import Piece
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How the gradients of pieces are sent. `exempt` are glob patterns of variable names that are not compressed."""
+    """The compression of pushed gradients. `exempt` are glob patterns of the names of variables that are sent whole."""
 
     compression: Compression = NO_COMPRESSION
     exempt: tuple[str, ...] = ()

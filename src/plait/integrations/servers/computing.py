@@ -12,18 +12,17 @@ import torch
 from torch import Tensor
 
 from plait.comm.protocol import World
-from plait.compile.capture.batch import batch_tensors
 from plait.engine.checkpoint.snapshot import persistent_buffers
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.engine import Engine
-from plait.engine.local_batch import num_rows
+from plait.engine.local_batch import num_rows, num_tokens
 from plait.engine.setup_checks import check_captured
 from plait.integrations.servers.arrays import join_pieces, to_array
 from plait.integrations.servers.feed import BatchFeed, PieceFeed
-from plait.integrations.servers.notes import Task
-from plait.integrations.servers.service import Job, fingerprint_of, variables_of
-from plait.integrations.servers.tables.local import LocalTables, RowLookup
-from plait.integrations.servers.tables.module import specs_of, tables_away
+from plait.integrations.servers.messages import Task
+from plait.integrations.servers.server_job import Job, fingerprint_of, variables_of
+from plait.integrations.servers.tables.local_tables import LocalTables, RowLookup
+from plait.integrations.servers.tables.sparse_table import specs_of, tables_away
 
 
 @dataclass(frozen=True)
@@ -140,14 +139,6 @@ class Computing:
             ]
             for pieces in self.job.shards
         )
-
-
-def num_tokens(batch: Any) -> int:
-    """The number of elements of the largest integer tensor with two dims or more; the number of rows if there is
-    none."""
-    leaves = batch_tensors(batch)
-    widest = max((leaf.numel() for leaf in leaves if leaf.ndim > 1 and not leaf.is_floating_point()), default=0)
-    return widest or num_rows(batch)
 
 
 def _clip(gradients: list[Tensor], limit: float) -> None:

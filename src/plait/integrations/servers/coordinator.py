@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import math
 import os
 from collections import defaultdict
@@ -22,16 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from plait.errors import CheckpointError, PlaitError
 from plait.integrations.servers.full_model import FullModel
-from plait.integrations.servers.notes import End, Note, Progress, Refused, Task
-from plait.integrations.servers.requests import Requests
-from plait.integrations.servers.run_metrics import RunMetrics
+from plait.integrations.servers.messages import End, Note, Progress, Refused, Task, TaskQueue
+from plait.integrations.servers.run_metrics import Journal, RunMetrics
 from plait.integrations.servers.server import Member, Standing, UpdateDone, UpdateOrder
-from plait.integrations.servers.service import Fingerprint, Job, make_consistency
+from plait.integrations.servers.server_job import Fingerprint, Job, make_consistency
 from plait.schedule.consistency import Commit, Decision, Go, Late, Push, Refuse
-from plait.schedule.work_queue import Handout
+from plait.schedule.work_queue import WorkQueue
 
 
 class Coordinator:
@@ -53,7 +52,7 @@ class Coordinator:
         self._version = 0  # the version that the servers have, or have been ordered to make
         self._values: tuple[int, tuple[Any, ...]] | None = None
         self._notes: dict[int, list[tuple[Note, Sequence[Any]]]] = {}  # by worker: pushes that wait for their update
-        self._tasks: defaultdict[int, Requests[Task]] = defaultdict(Requests)  # by worker: tasks to take
+        self._tasks: defaultdict[int, TaskQueue[Task]] = defaultdict(TaskQueue)  # by worker: tasks to take
         self._buffers: dict[str, np.ndarray] = {}
         self._moments: dict[str, dict[str, Any]] = {}  # newest state of a worker's own optimizer
         self._saves = True  # whether a checkpoint may follow the steps in flight: workers then send optimizer state
@@ -221,7 +220,7 @@ class Coordinator:
                 )
             )
         self._version = self.consistency.version
-        self._handout = Handout(next_piece, job.num_parts, job.steps_each)
+        self._handout = WorkQueue(next_piece, job.num_parts, job.steps_each)
         self._metrics = RunMetrics(job.out, job.make_log(self._step + 1))
         self._rate = self._full_model.rate(self._step)
         if came_back:
@@ -406,25 +405,12 @@ class Coordinator:
         self._journal.write(sorted(self.consistency.clocks), self._unused)
 
 
-class Journal:
-    """A file with the coordinator's state that servers do not have. Writes replace the file atomically."""
+class CoordinatorActor(Coordinator):
+    """The coordinator as an actor. It is given actor names, so that a restarted one finds the other actors."""
 
-    def __init__(self, path: Path, job: str) -> None:
-        self._path, self._job, self._written = path, job, ""
+    def __init__(self, job: Job, servers: Sequence[str], evaluator: str | None = None) -> None:
+        import ray
 
-    def write(self, members: Sequence[int], unused: Sequence[int]) -> None:
-        """Write the numbers of the member workers and, for each server, the lost updates and refused gradients
-        reported so far."""
-        if (text := json.dumps({"job": self._job, "members": members, "unused": unused})) != self._written:
-            new = self._path.with_suffix(".new")
-            new.write_text(text)
-            new.replace(self._path)
-            self._written = text
-
-    def read(self) -> tuple[list[int], list[int]] | None:
-        """The (members, unused) last written; None if the file has nothing of this run."""
-        try:
-            found = json.loads(self._path.read_text())
-        except (OSError, ValueError):
-            return None
-        return (found["members"], found["unused"]) if found["job"] == self._job else None
+        torch.set_num_threads(1)
+        found = None if evaluator is None else ray.get_actor(evaluator)
+        super().__init__(job, [ray.get_actor(name) for name in servers], found)

@@ -7,7 +7,7 @@ from itertools import islice
 
 import torch
 
-from plait.comm.process import process_world
+from plait.comm.process_world import process_world
 from plait.compile.capture.loss_values import loss_and_aux
 from plait.engine.checkpoint.checkpoint_folders import newest
 from plait.engine.checkpoint.load import load_weights
@@ -16,7 +16,7 @@ from plait.engine.compiler import Captures, Compiler
 from plait.engine.data.loader import Loader
 from plait.engine.engine import Engine
 from plait.errors import CheckpointError
-from plait.integrations.servers.service import Job
+from plait.integrations.servers.server_job import Job
 from plait.plan.plan import Plan
 
 

@@ -23,14 +23,15 @@ from plait.engine.checkpoint.checkpoint_folders import newest
 from plait.engine.checkpoint.manifest import Manifest
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.engine import Engine
+from plait.engine.local_batch import num_tokens
 from plait.engine.local_tensors import local_part
 from plait.errors import CheckpointError
 from plait.integrations.servers.arrays import dtype_of, join_pieces, packed, to_array, to_tensor, views
-from plait.integrations.servers.computing import Gradient, num_tokens
+from plait.integrations.servers.computing import Gradient
 from plait.integrations.servers.feed import BatchFeed, PieceFeed
-from plait.integrations.servers.notes import Task
-from plait.integrations.servers.service import Job, fingerprint_of, variables_of
-from plait.integrations.servers.tables.local import RowLookup
+from plait.integrations.servers.messages import Task
+from plait.integrations.servers.server_job import Job, fingerprint_of, variables_of
+from plait.integrations.servers.tables.local_tables import RowLookup
 
 
 class LocalSteps:

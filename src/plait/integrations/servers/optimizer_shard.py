@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.comm.process import process_world
+from plait.comm.process_world import process_world
 from plait.compile.ir.dtypes import torch_name
 from plait.engine.checkpoint.snapshot import persistent_buffers
 from plait.engine.optimizer_trials import EXACT, depends_on_the_cut
@@ -20,9 +20,9 @@ from plait.engine.optimizers import OptimizerFactory, build_optimizer, build_sch
 from plait.engine.train_state import TrainState
 from plait.errors import PlanError, Refusal
 from plait.integrations.servers.arrays import offsets, views
-from plait.optim.several import Several
+from plait.optim.combined import CombinedOptimizer
 from plait.plan.plan import Plan
-from plait.schedule.balance import Piece, Variable
+from plait.schedule.variable_placement import Piece, Variable
 from plait.spec.layout import Layout
 
 # Options of a parameter group that are local to a process: the parameters, and the choice of implementation.
@@ -237,7 +237,7 @@ def may_cut(variables: Sequence[Variable], make_optimizer: OptimizerFactory) -> 
     small = {v.name: nn.Parameter(torch.zeros((2,) * len(v.shape), dtype=getattr(torch, v.dtype))) for v in variables}
     layouts = {name: Layout(torch_name(p.dtype), tuple(p.shape)) for name, p in small.items()}
     optimizer = build_optimizer(make_optimizer, small, layouts, process_world(Plan().mesh, device="cpu"))
-    if isinstance(optimizer, Several):
+    if isinstance(optimizer, CombinedOptimizer):
         what = f"a server updates its pieces of the variables with one optimizer, and {optimizer.title} are several"
         raise PlanError(Refusal(what, "", "use one optimizer, or data=N in place of workers="))
     if hasattr(optimizer, "bind") or type(optimizer) in EXACT:

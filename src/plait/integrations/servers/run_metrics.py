@@ -1,14 +1,16 @@
-"""The metrics of a run with servers: a line for every step, and an event for everything unusual."""
+"""The files of a run with servers: a line of metrics for every step, an event for everything unusual, and the journal
+with which a coordinator restarts."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from plait.integrations.servers.notes import Note
+from plait.integrations.servers.messages import Note
 from plait.schedule.consistency import Commit
 
 EVENTS = "events.jsonl"
@@ -103,3 +105,27 @@ class RunMetrics:
         self._losses: list[tuple[float, float]] = []
         self._updates = self._pushes = self._tokens = self._moved = 0
         self._waited = self._data = 0.0
+
+
+class Journal:
+    """A file with the coordinator's state that servers do not have. Writes replace the file atomically."""
+
+    def __init__(self, path: Path, job: str) -> None:
+        self._path, self._job, self._written = path, job, ""
+
+    def write(self, members: Sequence[int], unused: Sequence[int]) -> None:
+        """Write the numbers of the member workers and, for each server, the lost updates and refused gradients
+        reported so far."""
+        if (text := json.dumps({"job": self._job, "members": members, "unused": unused})) != self._written:
+            new = self._path.with_suffix(".new")
+            new.write_text(text)
+            new.replace(self._path)
+            self._written = text
+
+    def read(self) -> tuple[list[int], list[int]] | None:
+        """The (members, unused) last written; None if the file has nothing of this run."""
+        try:
+            found = json.loads(self._path.read_text())
+        except (OSError, ValueError):
+            return None
+        return (found["members"], found["unused"]) if found["job"] == self._job else None

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from plait.engine.local_batch import batch_part, num_rows, step_key
 from plait.engine.local_sgd.tensor_compression import compress
 from plait.engine.optimizers import make_optimizer
-from plait.integrations.servers.service import Job
+from plait.integrations.servers.server_job import Job
 from plait.reference.local_sgd import norm_parts
 from plait.reference.one_device import one_device_step
-from plait.schedule.work_queue import Handout
+from plait.schedule.work_queue import WorkQueue
 
 Named = dict[str, Tensor]
 
@@ -37,7 +37,7 @@ class SerialServers:
         self.optimizers = [make_optimizer(job.optimizer, _named(twin)) for twin in self.twins if job.is_local]
         self.now = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.server = make_optimizer(job.server_optimizer, list(self.now.items()))
-        self.handout = Handout(0, job.num_parts, job.steps_each)
+        self.handout = WorkQueue(0, job.num_parts, job.steps_each)
         self.tasks: dict[int, list[tuple[int, Named, int]]] = {w: [] for w in range(num)}  # version, values, piece
         self.clocks = dict.fromkeys(range(num), 0)
         self.errors: dict[tuple[int, str], Tensor] = {}

@@ -7,6 +7,7 @@ and the numbers of the following updates then show how many were lost.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +20,14 @@ import torch
 from plait.engine.checkpoint import load, saved_state
 from plait.engine.checkpoint.checkpoint_folders import has_checkpoints
 from plait.engine.checkpoint.saver import Saver
+from plait.engine.cpu_settings import keep_freed_memory
 from plait.engine.optimizers import OptimizerFactory
 from plait.integrations.servers.arrays import dtype_of, packed, to_array, to_tensor, unpacked
 from plait.integrations.servers.coding import Coding
 from plait.integrations.servers.optimizer_shard import ServerShard
 from plait.integrations.servers.tables.row_index import Ids
 from plait.integrations.servers.tables.table_shard import Tables, TableSpec
-from plait.schedule.balance import Piece
+from plait.schedule.variable_placement import Piece
 
 _BETWEEN_SNAPSHOTS = 20.0  # seconds; and never more than this part of the time is spent on the copies for them
 _PART_FOR_SNAPSHOTS = 0.02
@@ -253,3 +255,31 @@ class Server:
         if why := self.tables.misfit(arrays[len(self.pieces) :]):
             return f"worker {member.worker} pushes what is no gradient: {why}"
         return arrays
+
+
+class ServerActor(Server):
+    """A server as an actor. Ray runs its calls one after the other, in the coordinator's order."""
+
+    def __init__(
+        self,
+        job: str,
+        pieces: Sequence[Piece],
+        make_optimizer: OptimizerFactory,
+        make_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+        folder: str,
+        tables: Sequence[TableSpec] = (),
+        coding: Coding = Coding(),  # noqa: B008  (a frozen value)
+    ) -> None:
+        import ray
+
+        torch.set_num_threads(1)
+        keep_freed_memory()
+        super().__init__(job, pieces, make_optimizer, make_scheduler, folder, ray.get, tables, coding)
+
+    def where(self) -> Standing:
+        """The server's position in the run."""
+        return self.standing
+
+    def pid(self) -> int:
+        """The id of this process."""
+        return os.getpid()

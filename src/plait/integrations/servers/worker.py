@@ -1,32 +1,163 @@
 """A worker's process: it pulls values, computes and pushes gradients until the run ends.
 
-A worker may have several ranks, each an actor. The first rank talks to the coordinator; every rank reads the values
-from the object store itself.
+A worker may have several ranks, each an actor. The first rank communicates with the coordinator; every rank reads the
+values from the object store itself.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import socket
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from plait.comm.key_value_store import serve_store
 from plait.comm.launch import SOCKET, meet_in
-from plait.comm.process import process_world
-from plait.comm.socket_store import serve_store
+from plait.comm.process_world import process_world
 from plait.engine.cpu_settings import keep_freed_memory
-from plait.integrations.servers.client import Client
-from plait.integrations.servers.cluster import OWN_FOLDER
-from plait.integrations.servers.computing import Computing
+from plait.integrations.servers.coding import Encoder
+from plait.integrations.servers.computing import Computing, Gradient
 from plait.integrations.servers.local_steps import LocalSteps
-from plait.integrations.servers.notes import Refused, Task
-from plait.integrations.servers.service import Job
+from plait.integrations.servers.messages import Note, Refused, Task
+from plait.integrations.servers.ray_cluster import OWN_FOLDER
+from plait.integrations.servers.server_job import Job
+
+_BETWEEN_TRIES = 0.2  # seconds
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A task with everything that it needs.
+
+    task     the task from the coordinator
+    batch    the batch and its table lookup, as `Computing.read` returns them
+    rows     from every server, the rows of its tables
+    arrays   from every server, its values
+    asked    when the worker asked for it, in seconds of `time.perf_counter`
+    reading  seconds spent on reading the batch
+    waited   seconds that the computation stood still for values
+    data     seconds that the computation stood still for data
+    """
+
+    task: Task
+    batch: Any
+    rows: list[Any]
+    arrays: list[np.ndarray]
+    asked: float
+    reading: float
+    waited: float = 0.0
+    data: float = 0.0
+
+
+class Client:
+    """A worker's connection to coordinator and servers: it sends gradients and receives tasks.
+
+        compute --push--> [send] encode, put, notify --> [receive] next task, its batch, rows, values --next--> compute
+
+    Sending and receiving each have a thread, and handle items in order. With `overlap=N` the worker has N tasks besides
+    the one that it computes, so that both threads work during the computation; without it the computation waits for
+    them. The worker has joined once `join` returns None.
+    """
+
+    def __init__(self, job: Job, coordinator: Any, worker: int, computing: Computing | LocalSteps) -> None:
+        import ray
+
+        self._ray = ray
+        self._job, self._coordinator, self._worker, self._computing = job, coordinator, worker, computing
+        self._servers = [ray.get_actor(name) for name in job.server_names] if job.tables else []
+        self._encoder = Encoder(job.coding, job.shards)
+        self._number = 0
+        threads = (lambda: torch.set_num_threads(job.num_threads),)
+        self._sending = ThreadPoolExecutor(1, "plait send", *threads)
+        self._receiving = ThreadPoolExecutor(1, "plait take", *threads)
+        self._assignments: deque[Future[Assignment | None]] = deque()
+
+    def join(self) -> Refused | None:
+        """Ask the coordinator for the first tasks, which `next` then returns. Returns Refused if the worker may not
+        join."""
+        asked = time.perf_counter()
+        found = self._ray.get(self._coordinator.join.remote(self._worker, self._computing.fingerprint))
+        if isinstance(found, Refused):
+            return found
+        for task in found or [None]:
+            self._expect(functools.partial(lambda t: (t, asked), task))
+        return None
+
+    def next(self) -> Assignment | None:
+        """Wait for the next assignment. None: the run is ending."""
+        begun = time.perf_counter()
+        assignment = self._assignments.popleft().result()
+        if assignment is None:
+            return None
+        stood = time.perf_counter() - max(begun, assignment.asked)
+        data = max(0.0, min(assignment.reading, stood))
+        return dataclasses.replace(assignment, waited=max(0.0, stood - data), data=data)
+
+    def push(self, assignment: Assignment, found: Gradient) -> None:
+        """Send the gradient of an assignment, and request the next one."""
+        sent = self._sending.submit(self._send, assignment, found)
+
+        def answer() -> tuple[Task | None, float]:
+            reference, asked = sent.result()
+            return self._ray.get(reference), asked
+
+        self._expect(answer)
+
+    def close(self) -> None:
+        """Stop both threads."""
+        for thread in (self._sending, self._receiving):
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    def _expect(self, answer: Callable[[], tuple[Task | None, float]]) -> None:
+        self._assignments.append(self._receiving.submit(lambda: self._receive(*answer())))
+
+    def _send(self, assignment: Assignment, found: Gradient) -> tuple[Any, float]:
+        """Send a push. Returns the reference of the coordinator's answer, and the time when it was asked."""
+        push = self._encoder.encode(found.arrays)
+        num_bytes = _num_bytes(array for arrays in (assignment.arrays, *assignment.rows, *push) for array in arrays)
+        gradients = [self._ray.put(arrays) for arrays in push]
+        self._number += 1
+        note = Note(
+            self._worker, self._number, self._job.name, assignment.task.piece, assignment.task.version, found.loss,
+            found.weight, found.tokens, assignment.waited, assignment.data + found.reading, num_bytes, found.buffers,
+            found.moments,
+        )  # fmt: skip
+        return self._coordinator.push.remote(note, gradients), time.perf_counter()
+
+    def _receive(self, task: Task | None, asked: float) -> Assignment | None:
+        """Read everything that a task needs."""
+        ray = self._ray
+        while task is not None:
+            since = time.perf_counter()
+            batch = self._computing.read(task)
+            reading = time.perf_counter() - since
+            try:
+                wanted = batch[1].wanted
+                rows = ray.get([server.pull.remote(wanted(index)) for index, server in enumerate(self._servers)])
+                return Assignment(task, batch, rows, ray.get(list(task.values)), asked, reading)
+            except ray.exceptions.RayTaskError:
+                raise
+            except ray.exceptions.RayError:  # a server or the coordinator is gone, and is being restarted
+                time.sleep(_BETWEEN_TRIES)
+                task = ray.get(self._coordinator.again.remote(self._worker, dataclasses.replace(task, values=())))
+        return None
+
+
+def _num_bytes(arrays: Iterable[np.ndarray | None]) -> int:
+    return sum(array.nbytes for array in arrays if array is not None)
 
 
 class Worker:

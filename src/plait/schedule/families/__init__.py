@@ -1,4 +1,7 @@
-"""The schedules by name: functions of the number of ranks and microbatches, and some also of the number of chunks."""
+"""The pipeline schedules, by name.
+
+A schedule is a function of the number of ranks and the number of microbatches, and some also of the number of chunks.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,15 @@ from dataclasses import dataclass
 
 from plait.errors import PlanError, Refusal
 from plait.schedule.families.asynchronous import pipedream, pipedream_2bw, pipedream_vertical
-from plait.schedule.families.dualpipe import dualpipe_v
-from plait.schedule.families.looped import interleaved, looped_bfs
-from plait.schedule.families.plain import forward_only, gpipe, naive, one_f_one_b
-from plait.schedule.families.zero_bubble import zb_h1, zb_h2, zb_v
+from plait.schedule.families.split_backward import dualpipe_v, zb_h1, zb_h2, zb_v
+from plait.schedule.families.whole_backward import forward_only, gpipe, interleaved, looped_bfs, naive, one_f_one_b
 from plait.spec.action import STEP, Action
 from plait.spec.schedule import Schedule
 
 
 @dataclass(frozen=True)
 class ScheduleFamily:
-    """A schedule for any size.
+    """A named schedule.
 
     Attributes:
         make: a function of the number of ranks, the number of microbatches and, with `any_chunks`, of chunks.
@@ -46,7 +47,6 @@ FAMILIES: dict[str, ScheduleFamily] = {
     "pipedream-vertical": ScheduleFamily(pipedream_vertical),
     "pipedream-2bw": ScheduleFamily(pipedream_2bw),
 }
-ASYNCHRONOUS = ("pipedream", "pipedream-vertical", "pipedream-2bw")
 
 
 def make_schedule(name: str, num_ranks: int, num_micro: int, chunks: int | None = None) -> Schedule:
@@ -82,12 +82,12 @@ def find_family(name: str) -> ScheduleFamily:
 
 
 def make_replicated(name: str, copies: Sequence[int], num_micro: int, chunks: int | None = None) -> Schedule:
-    """The schedule `name` with place i of the pipeline on copies[i] ranks: `[1, 2, 1]` is for a slow middle.
+    """The schedule `name` with place i of the pipeline on copies[i] ranks: `[1, 2, 1]` suits a slow middle.
 
-    Microbatch m goes to replica m % copies[i] of each place (1F1B-RR: Narayanan et al. 2019, "PipeDream", section 3.2).
-    It is made from the schedule of sum(copies) ranks. A place takes the list of the first of its ranks, and each of its
-    replicas the part for its own microbatches, so that a place runs far enough ahead to keep all later ranks busy.
-    Replicas update once each of them has had a microbatch; under pipedream-2bw together with all other ranks.
+    Replica m % copies[i] of place i runs microbatch m (1F1B-RR: Narayanan et al. 2019, "PipeDream", section 3.2). The
+    actions come from the schedule of sum(copies) ranks: a place takes those of the first of its ranks, and each replica
+    keeps the ones of its own microbatches. So a place runs far enough ahead to keep all later ranks busy. Replicas
+    update once each of them has had a microbatch; under pipedream-2bw they update with all other ranks.
 
     Raises PlanError for a number of replicas below 1.
     """
@@ -105,7 +105,7 @@ def make_replicated(name: str, copies: Sequence[int], num_micro: int, chunks: in
 
 
 def _runs_on(schedule: Schedule, action: Action, replica: int, num_replicas: int) -> bool:
-    """Whether an action of a place is done by this one of its replicas."""
+    """Whether this replica of a place runs an action of the place."""
     assert action.micro is not None
     if action.kind == STEP:
         all_update = schedule.name == "pipedream-2bw" or action.micro == schedule.num_micro - 1

@@ -1,18 +1,20 @@
-"""Schedules without a flush between updates: pipedream and pipedream-vertical, which update after every backward, and
-pipedream-2bw, which updates after each group of backwards."""
+"""Schedules without a flush between updates.
+
+pipedream and pipedream-vertical update after every backward, pipedream-2bw after each group of backwards.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from plait.schedule.families.common import alternate, backward, forward, loop, make
+from plait.schedule.families.builder import alternate, backward, forward, make, round_robin
 from plait.spec.action import BACKWARD, STEP, Action
 from plait.spec.schedule import Schedule
 
 
 def pipedream(num_ranks: int, num_micro: int) -> Schedule:
-    """A start-up, then backward and forward in turn, with an update after each backward and no flush.
+    """Forwards to fill the pipeline, then backward and forward in turn, with an update after each backward.
 
     (Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training", figures 4 and 8.) Rank r
     runs num_ranks - r forwards ahead, and so keeps that many versions of its weights. The ranks drain only after all
@@ -62,4 +64,4 @@ def _endless(name: str, num_ranks: int, num_micro: int, group: int) -> Schedule:
             if action.kind == BACKWARD and action.micro is not None and ((action.micro + 1) % group == 0 or last):
                 yield Action(STEP, action.micro)
 
-    return make(name, num_micro, loop(num_ranks), actions)
+    return make(name, num_micro, round_robin(num_ranks), actions)

@@ -1,8 +1,8 @@
-"""One rank's file of tensors: places are taken at its end, then read and written in the background.
+"""One rank's scratch file of tensors, which threads read and write in the background, and the folder that it is in.
 
-Threads move the bytes, around the page cache where the file system allows it (O_DIRECT): what is on disk then takes no
-memory. Elsewhere the pages are written through and dropped. The file loses its name as soon as it is open, so that
-nothing is left behind, however the process ends.
+Reads and writes go around the page cache if the file system allows it (O_DIRECT), so that tensors on disk take no
+memory. Elsewhere the pages are written through and dropped. The file is unlinked as soon as it is open, so nothing is
+left behind however the process ends.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import tempfile
+import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,9 +20,58 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plait.backends.eager.page_memory import page_memory
-from plait.cost.memory_model import PAGE, padded
+from plait.comm.device import page_memory
+from plait.cost.memory_model import PAGE, human_bytes, padded
 from plait.errors import HomeError
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def scratch_folder(given: str | Path | None) -> Path:
+    """The folder given, or else TMPDIR, /var/tmp or the one of `tempfile`. HomeError if no file can be made in it."""
+    folder = Path(given) if given is not None else _default()
+    remedy = "give another folder as Trainer(..., scratch=...) or train.scratch"
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "does not exist; make it"
+        raise HomeError(f"the folder {folder} for what the plan keeps on disk {what}, or {remedy}")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise HomeError(
+            f"no file can be made in {folder}, the folder for what the plan keeps on disk: {error.strerror}; {remedy}"
+        ) from None
+    return folder
+
+
+def warn_of_memory(folder: Path) -> None:
+    """Warn if the folder lies in memory and not on a disk."""
+    if _file_system(folder) in _IN_MEMORY:
+        warnings.warn(
+            f"{folder}, the folder for what the plan keeps on disk, lies in memory ({_file_system(folder)}); to save"
+            " memory give one on a disk as Trainer(..., scratch=...) or train.scratch",
+            stacklevel=4,
+        )
+
+
+def _default() -> Path:
+    if "TMPDIR" in os.environ:
+        return Path(os.environ["TMPDIR"])
+    large = Path("/var/tmp")  # for large files, where /tmp may lie in memory
+    return large if large.is_dir() and os.access(large, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _file_system(folder: Path) -> str:
+    """The type of the file system that holds the folder; '' if the system does not tell."""
+    try:
+        lines = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return ""
+    where = folder.resolve()
+    found = [(fields[1], fields[2]) for line in lines if len(fields := line.split()) > 2]
+    around = [(mount, kind) for mount, kind in found if where.is_relative_to(mount)]
+    return max(around, key=lambda one: len(one[0]), default=("", ""))[1]
+
 
 _PIECE = 8 << 20
 _NUM_THREADS = 4
@@ -28,13 +79,13 @@ _GROW = 64 << 20
 
 
 class Transfer:
-    """Reads or writes under way."""
+    """Reads or writes in flight."""
 
     def __init__(self, futures: list[Future[None]]) -> None:
         self._futures = futures
 
     def wait(self) -> None:
-        """Until all is done. HomeError where the disk failed."""
+        """Wait until all are done. HomeError if the disk failed."""
         for future in self._futures:
             future.result()
 
@@ -47,12 +98,12 @@ _NOTHING = Transfer([])
 
 
 class DiskFile:
-    """A file in `folder`, named in errors as `label`. HomeError where it cannot be made, is too small, or fails."""
+    """A file in `folder`, whose name has `label`. HomeError if it cannot be made or grown, or if the disk fails."""
 
     def __init__(self, folder: Path, label: str) -> None:
         self.path = folder / f"plait-{os.getpid()}-{id(self):x}-{label}"
-        self._next = 0  # where the next place will be
-        self._end = 0  # bytes that the file system has set aside
+        self._next = 0  # offset of the next place
+        self._end = 0  # bytes that the file system has reserved
         try:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.unlink(self.path)
@@ -66,16 +117,16 @@ class DiskFile:
         self.num_written = 0
 
     def promise(self, num_bytes: int, what: str) -> None:
-        """Set aside room for that many bytes more, of padded tensors, before it is needed."""
+        """Reserve room for that many more bytes of padded tensors. `what` names them in errors."""
         if num_bytes:
             self._promise(num_bytes, what)
 
     def place(self, like: Tensor, what: str = "tensors") -> DiskPlace:
-        """Room for a tensor of this shape, dtype and order in memory."""
+        """A place for a tensor of this shape, dtype and strides."""
         return DiskPlace(self, self.take(padded(like.nbytes), what), like)
 
     def take(self, num_bytes: int, what: str) -> int:
-        """Offset of so many bytes of the file, a multiple of a page."""
+        """Take that many bytes, a multiple of a page, at the end of the file. Returns their offset."""
         if self._next + num_bytes > self._end:
             self._promise(max(self._next + num_bytes - self._end, _GROW), what)
         self._next += num_bytes
@@ -87,15 +138,16 @@ class DiskFile:
         return self._start(os.preadv, "read", offset, memory, after)
 
     def write(self, offset: int, memory: Tensor, after: Transfer) -> Transfer:
+        """Write page memory to the file, once `after` is done."""
         self.num_written += memory.numel()
         return self._start(os.pwritev, "write", offset, memory, after)
 
     def submit(self, call: Callable[[], None]) -> Transfer:
-        """Run something else on one of the threads."""
+        """Run a function on one of the threads."""
         return Transfer([self._threads.submit(call)])
 
     def close(self) -> None:
-        """Wait for what is under way and give the room back."""
+        """Wait for the transfers in flight and give the room back."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._closing()
 
@@ -106,14 +158,14 @@ class DiskFile:
     def _piece(
         self, call: Callable[..., int], verb: str, offset: int, memory: Tensor, at: int, after: Transfer
     ) -> None:
-        after.wait()  # earlier in the queue than this, so it has a thread or is done: no thread waits for ever
+        after.wait()  # it was queued before this one, so it has a thread or is done: no deadlock
         view = memory.numpy().data[at : at + _PIECE]
         position = offset + at
         try:
             while view:
                 num = call(self._fd, [view], position)
                 if num == 0:
-                    raise OSError(errno.EIO, "the file has lost its end")
+                    raise OSError(errno.EIO, "the file is shorter than what was written to it")
                 view, position = view[num:], position + num
             if not self.direct:
                 self._drop_pages(verb, offset + at, position)
@@ -138,14 +190,14 @@ class DiskFile:
                 raise HomeError(f"cannot set room aside in {self.path}: {error.strerror}") from None
             about = os.fstatvfs(self._fd)
             raise HomeError(
-                f"{self.path} needs {_size(num_bytes)} more for {what}, and the disk has"
-                f" {_size(about.f_bavail * about.f_frsize)} free ({error.strerror}); free some, give a folder on"
+                f"{self.path} needs {human_bytes(num_bytes)} more for {what}, and the disk has"
+                f" {human_bytes(about.f_bavail * about.f_frsize)} free ({error.strerror}); free some, give a folder on"
                 " another disk as scratch=, or split more with zero= and data="
             ) from None
         self._end += num_bytes
 
     def _try_direct(self) -> bool:
-        """Go around the page cache if that works here."""
+        """Bypass the page cache, if that works here."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -157,7 +209,7 @@ class DiskFile:
 
 
 class DryRunFile(DiskFile):
-    """A file of which nothing is written, for tensors without memory."""
+    """A file that is never written, for a dry run on tensors without memory."""
 
     def __init__(self) -> None:
         self._next = self._end = self.num_read = self.num_written = 0
@@ -176,7 +228,7 @@ class DryRunFile(DiskFile):
 
 
 class DiskPlace:
-    """Where one tensor lies in a file. Reads and writes of it happen in the order in which they were asked for."""
+    """The place of one tensor in a file. Its reads and writes happen in the order of the calls."""
 
     def __init__(self, file: DiskFile, offset: int, like: Tensor) -> None:
         self._file = file
@@ -187,33 +239,34 @@ class DiskPlace:
         self.num_bytes = padded(like.nbytes)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in memory as the one that this place is for."""
+        """Whether the tensor has the shape, dtype and strides that this place is for."""
         form = self.form
         return (tensor.shape, tensor.dtype, tensor.stride()) == (form.shape, form.dtype, form.stride())
 
     def view(self, memory: Tensor) -> Tensor:
-        """Page memory of `num_bytes` as the tensor."""
+        """A view of page memory of `num_bytes` as the tensor."""
         form = self.form
         return memory[: form.nbytes].view(form.dtype).as_strided(form.shape, form.stride())
 
     def read(self, memory: Tensor) -> Transfer:
-        """Into page memory of `num_bytes`."""
+        """Start to read the tensor into page memory of `num_bytes`."""
         self._read = self._file.read(self._offset, memory, self._written)
         return self._read
 
     def write(self, memory: Tensor, after: Transfer | None = None) -> Transfer:
-        """From page memory of `num_bytes`, which stays as it is until that is done; not before `after`."""
+        """Start to write the tensor from page memory of `num_bytes`, once `after` is done. The memory must not change
+        until the transfer is done."""
         self._written = self._file.write(self._offset, memory, _all(self._read, self._written, after or _NOTHING))
         return self._written
 
     def get(self) -> Tensor:
-        """The tensor, in memory of its own."""
+        """Read the tensor into new memory."""
         memory = page_memory(self.num_bytes)
         self.read(memory).wait()
         return self.view(memory)
 
     def put(self, tensor: Tensor) -> Transfer:
-        """Write a copy of the tensor."""
+        """Start to write a copy of the tensor."""
         memory = page_memory(self.num_bytes)
         self.view(memory).copy_(tensor)
         return self.write(memory)
@@ -221,7 +274,3 @@ class DiskPlace:
 
 def _all(*transfers: Transfer) -> Transfer:
     return Transfer([future for one in transfers for future in one._futures if not future.done() or future.exception()])
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / 2**20:.1f} MiB"

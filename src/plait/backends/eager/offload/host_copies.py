@@ -1,5 +1,7 @@
-"""The lane between a device and memory of its host. On an accelerator it is a stream of its own, beside the one that
-computes, and host memory is pinned; on CPU both are the same memory.
+"""Asynchronous copies between a device and its host's memory.
+
+On an accelerator they run in a stream of their own, beside the one that computes, and host memory is pinned. On a CPU
+both are the same memory.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from plait.comm.device import CopyStream, Event, is_host, keep_for_current_strea
 
 
 class HostCopies:
-    """Of one device. All calls are made by the thread that computes, but for those that say otherwise."""
+    """The copies of one device. The thread that computes makes all calls, except where a method says otherwise."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -22,11 +24,11 @@ class HostCopies:
         self.stream = None if self.is_host else CopyStream(device)
 
     def host_like(self, tensor: Tensor) -> Tensor:
-        """New host memory for a tensor of this form."""
+        """New host memory of the tensor's shape, dtype and strides."""
         return pinned_like(tensor, self.device)
 
     def down(self, tensor: Tensor, into: Tensor) -> Callable[[], None]:
-        """Begin to copy a tensor of the device into host memory; what is returned ends that, in any thread."""
+        """Start to copy a tensor of the device into host memory. Returns a function that waits, in any thread."""
         if self.stream is None:
             return lambda: _copy(into, tensor)
         with self.stream.entered(after=Event(self.device)):
@@ -35,41 +37,41 @@ class HostCopies:
             return Event(self.device).synchronize
 
     def up(self, form: Tensor) -> ArrivingTensor:
-        """Make ready for a tensor of this form that will come to the device."""
+        """Make room on the device for a tensor of the form's shape, dtype and strides."""
         return ArrivingTensor(self, form)
 
 
 class ArrivingTensor:
-    """A tensor that comes to the device from host memory."""
+    """A tensor that is copied from host memory to the device."""
 
-    def __init__(self, lane: HostCopies, form: Tensor) -> None:
-        self._lane = lane
+    def __init__(self, copies: HostCopies, form: Tensor) -> None:
+        self._copies = copies
         self._tensor: Tensor | None = None
-        if not lane.is_host:
-            self._tensor = torch.empty_like(form, device=lane.device)
-            self._ready = Event(lane.device)  # its memory was somebody's before
+        if not copies.is_host:
+            self._tensor = torch.empty_like(form, device=copies.device)
+            self._ready = Event(copies.device)  # the memory may have had another reader before
 
     def land(self, host: Tensor) -> None:
-        """Begin to copy; in any thread. On CPU the host memory becomes the tensor."""
-        if self._lane.stream is None:
+        """Start the copy, in any thread. On a CPU the host memory becomes the tensor."""
+        if self._copies.stream is None:
             self._tensor = host
             return
         assert self._tensor is not None
-        with self._lane.stream.entered(after=self._ready):
+        with self._copies.stream.entered(after=self._ready):
             self._tensor.copy_(host, non_blocking=True)
-            self._done = Event(self._lane.device)
+            self._done = Event(self._copies.device)
 
     def take(self) -> Tensor:
-        """The tensor, which what is computed from now on may read. After `land`."""
+        """The tensor, for computations that are launched from now on. Called once, after `land`."""
         assert self._tensor is not None
-        if not self._lane.is_host:
-            self._done.precede(self._lane.device)
+        if not self._copies.is_host:
+            self._done.precede(self._copies.device)
         tensor, self._tensor = self._tensor, None
         return tensor
 
 
 def _copy(into: Tensor, tensor: Tensor) -> None:
-    """On one core, beside those that compute: torch would take them all."""
+    """Copy on one core, beside those that compute; torch would use all of them."""
     if into.stride() == tensor.stride() and into.dtype == tensor.dtype and tensor.numel():
         _flat(into)[:] = _flat(tensor)
     else:
@@ -77,5 +79,5 @@ def _copy(into: Tensor, tensor: Tensor) -> None:
 
 
 def _flat(tensor: Tensor) -> Any:
-    """The bytes of a dense tensor, as numpy has them."""
+    """The bytes of a dense tensor, as a numpy array."""
     return torch.as_strided(tensor.detach(), (tensor.numel(),), (1,)).view(torch.uint8).numpy()

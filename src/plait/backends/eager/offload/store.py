@@ -1,4 +1,4 @@
-"""Where one rank's tensors are while they are away from its device: in host memory, or in its file on disk."""
+"""Keeps one rank's offloaded tensors, in host memory or in a scratch file on disk."""
 
 from __future__ import annotations
 
@@ -11,59 +11,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.backends.eager.offload.disk import DiskFile, DiskPlace, Transfer
+from plait.backends.eager.offload.disk import DiskFile, DiskPlace, Transfer, scratch_folder, warn_of_memory
 from plait.backends.eager.offload.host_copies import ArrivingTensor, HostCopies
-from plait.backends.eager.offload.scratch import scratch_folder, warn_of_memory
-from plait.backends.eager.page_memory import page_memory
+from plait.comm.device import page_memory
 from plait.comm.protocol import World
 from plait.cost.memory_model import padded
 from plait.plan.plan import Plan
 
-_UNDER_WAY = 32 << 20  # bytes that may wait to be written
+_MOST_UNWRITTEN = 32 << 20  # bytes that may wait to be written
 
 
 @dataclass
 class _Stashed:
-    """A value that is away: in host memory, or in a place on disk."""
+    """A stashed tensor, in host memory or in a place on disk."""
 
     host: Tensor | None
     place: DiskPlace | None
 
 
-class _Coming:
-    """Tensors on their way to the device: `steps` end the way of each (see graph.homes.Coming)."""
+class _Arrival:
+    """Tensors in flight to the device, each with a function that waits until its copy has started."""
 
     def __init__(self, steps: list[tuple[Callable[[], None], ArrivingTensor]]) -> None:
         self._steps = steps
 
     def wait(self) -> list[Tensor]:
         found = []
-        for end, landing in self._steps:
-            end()
-            found.append(landing.take())
+        for wait, arriving in self._steps:
+            wait()
+            found.append(arriving.take())
         self._steps = []
         return found
 
 
 class Offload:
-    """The homes of one rank (see graph.homes). `scratch` is the folder of its file, which is opened when something is
-    first kept there, unless a `file` is given. HomeError for a folder in which no file can be made."""
+    """The offloaded tensors of one rank, by key (an OffloadStore for graphs).
+
+    `scratch` is the folder of the rank's file, which is opened when the first tensor is kept there; `file` replaces it.
+    HomeError if no file can be made in the folder.
+    """
 
     def __init__(
         self, plan: Plan, world: World, scratch: str | Path | None = None, file: DiskFile | None = None
     ) -> None:
         self.plan = plan
         self.world = world
-        self.lane = HostCopies(world.device)
-        self.forms: dict[str, Tensor] = {}  # of parameters that are updated elsewhere, by name
-        self.norms: dict[str, Tensor] = {}  # of the gradients that have left in this step, by name
-        self.factor = 1.0  # by which those are to be multiplied
+        self.copies = HostCopies(world.device)
+        self.forms: dict[str, Tensor] = {}  # shape, dtype and strides of parameters that the host updates, by name
+        self.norms: dict[str, Tensor] = {}  # norms of the gradients offloaded in this step, by name
+        self.factor = 1.0  # by which those gradients must be multiplied
         self._file = file
         self._folder: Path | None = None
-        self._hosts: dict[str, Tensor] = {}  # by key; so are places
-        self._places: dict[str, DiskPlace] = {}
-        self._ends: dict[str, Callable[[], None]] = {}  # of copies to host memory under way
-        self._under_way: deque[tuple[Transfer, int]] = deque()
+        self._hosts: dict[str, Tensor] = {}  # by key
+        self._places: dict[str, DiskPlace] = {}  # by key
+        self._waits: dict[str, Callable[[], None]] = {}  # wait for copies to host memory in flight, by key
+        self._writes: deque[tuple[Transfer, int]] = deque()  # in flight, with their bytes
         self._stash_start = self._stash_bytes = 0
         if file is None and (scratch is not None or plan.uses_disk):
             self._folder = scratch_folder(scratch)
@@ -72,21 +74,22 @@ class Offload:
 
     @property
     def file(self) -> DiskFile:
+        """The rank's file, made when it is first needed."""
         if self._file is None:
             assert self._folder is not None
             self._file = DiskFile(self._folder, f"rank{self.world.rank}")
         return self._file
 
     def close(self) -> None:
-        """Give the room on disk back; what was kept there is gone."""
+        """Delete the file and the tensors in it."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
-    # What graphs call.
+    # Called by graphs, as OffloadStore says.
 
-    def fetch(self, keys: Sequence[str]) -> _Coming:
-        return _Coming([self._bring(self._hosts.get(key), self._places.get(key)) for key in keys])
+    def fetch(self, keys: Sequence[str]) -> _Arrival:
+        return _Arrival([self._bring(self._hosts.get(key), self._places.get(key)) for key in keys])
 
     def leave(self, key: str, tensor: Tensor) -> None:
         kind, _, name = key.partition("/")
@@ -98,36 +101,37 @@ class Offload:
 
     def stash(self, offset: int, tensor: Tensor) -> _Stashed:
         if self.plan.home_activations == "host":
-            host = self.lane.host_like(tensor)
-            self.lane.down(tensor, host)
+            host = self.copies.host_like(tensor)
+            self.copies.down(tensor, host)
             return _Stashed(host, None)
         assert offset + padded(tensor.nbytes) <= self._stash_bytes
         place = DiskPlace(self.file, self._stash_start + offset, tensor)
         self._write(place, tensor)
         return _Stashed(None, place)
 
-    def unstash(self, stashed: Sequence[_Stashed]) -> _Coming:
-        return _Coming([self._bring(one.host, one.place) for one in stashed])
+    def unstash(self, stashed: Sequence[_Stashed]) -> _Arrival:
+        return _Arrival([self._bring(one.host, one.place) for one in stashed])
 
     def make_room(self, num_bytes: int) -> None:
-        """For what a graph stashes at once."""
+        """Reserve room on disk for what a graph stashes at once."""
         if num_bytes > self._stash_bytes and self.plan.home_activations == "disk":
             self._stash_start = self.file.take(num_bytes, "activations")
             self._stash_bytes = num_bytes
 
-    # What the variables and the update call.
+    # Called by the engine.
 
     def begin_step(self) -> None:
+        """Forget the norms of the last step's gradients."""
         self.norms.clear()
         self.factor = 1.0
 
     def put(self, key: str, tensor: Tensor) -> None:
-        """Begin to keep a copy of a tensor of the device under the key."""
+        """Start to copy a tensor of the device, to be kept under the key."""
         if self.plan.home_parameters != "disk":
             host = self._hosts.get(key)
             if host is None:
-                host = self._hosts[key] = self.lane.host_like(tensor)
-            self._ends[key] = self.lane.down(tensor, host)
+                host = self._hosts[key] = self.copies.host_like(tensor)
+            self._waits[key] = self.copies.down(tensor, host)
             return
         place = self._places.get(key)
         if place is None or not place.fits(torch.empty_like(tensor, device="meta")):
@@ -135,62 +139,62 @@ class Offload:
         self._write(place, tensor)
 
     def share(self, key: str, other: str) -> None:
-        """Let `key` stand for what `other` does."""
+        """Let `key` name the tensor that `other` names."""
         tables: tuple[dict[str, Any], ...] = (self._hosts, self._places)
         for kept in tables:
             if other in kept:
                 kept[key] = kept[other]
 
     def lend(self, key: str, tensor: Tensor) -> None:
-        """Let a tensor in host memory, which its owner changes, be what is kept under the key."""
+        """Keep a tensor in host memory under the key without a copy; its owner may change it."""
         self._hosts[key] = tensor
 
     def place(self, key: str) -> DiskPlace | None:
-        """Where on disk that is, if it is there."""
+        """The tensor's place on disk; None if it is in host memory."""
         return self._places.get(key)
 
     def in_memory(self, key: str) -> Tensor | None:
-        """The tensor in host memory, once it is there; None of one on disk."""
-        if end := self._ends.pop(key, None):
-            end()
+        """Wait for the tensor in host memory and return it; None if it is on disk."""
+        if wait := self._waits.pop(key, None):
+            wait()
         return self._hosts.get(key)
 
     def get(self, key: str) -> Tensor:
-        """The tensor in host memory; from disk as a copy."""
+        """The tensor in host memory, or a copy of the one on disk."""
         kept = self.in_memory(key)
         return self._places[key].get() if kept is None else kept
 
     def _bring(self, host: Tensor | None, place: DiskPlace | None) -> tuple[Callable[[], None], ArrivingTensor]:
-        """Begin to bring what is in host memory, or else on disk, to the device."""
+        """Start to bring a tensor from host memory, or else from disk, to the device."""
         if host is not None:
-            landing = self.lane.up(host)
-            landing.land(host)
-            return _nothing, landing
+            arriving = self.copies.up(host)
+            arriving.land(host)
+            return _nothing, arriving
         assert place is not None
-        landing = self.lane.up(place.form)
-        memory = page_memory(place.num_bytes, pinned=not self.lane.is_host)
+        arriving = self.copies.up(place.form)
+        memory = page_memory(place.num_bytes, pinned=not self.copies.is_host)
         reading = place.read(memory)
-        if self.lane.is_host:
-            landing.land(place.view(memory))
-            return reading.wait, landing
+        if self.copies.is_host:
+            arriving.land(place.view(memory))
+            return reading.wait, arriving
 
         def land() -> None:
             reading.wait()
-            landing.land(place.view(memory))
+            arriving.land(place.view(memory))
 
         landed = self.file.submit(land)
-        return landed.wait, landing
+        return landed.wait, arriving
 
     def _write(self, place: DiskPlace, tensor: Tensor) -> None:
-        while self._under_way and sum(size for _, size in self._under_way) + place.num_bytes > _UNDER_WAY:
-            self._under_way.popleft()[0].wait()
-        memory = page_memory(place.num_bytes, pinned=not self.lane.is_host)
-        copied = self.file.submit(self.lane.down(tensor, place.view(memory)))
-        self._under_way.append((place.write(memory, copied), place.num_bytes))
+        while self._writes and sum(size for _, size in self._writes) + place.num_bytes > _MOST_UNWRITTEN:
+            self._writes.popleft()[0].wait()
+        memory = page_memory(place.num_bytes, pinned=not self.copies.is_host)
+        copied = self.file.submit(self.copies.down(tensor, place.view(memory)))
+        self._writes.append((place.write(memory, copied), place.num_bytes))
 
 
 def hollow(form: Tensor) -> Tensor:
-    """A tensor of that form without memory of its own, which cannot be written to and reads as NaN."""
+    """A tensor of the form's shape and dtype, backed by one element, that reads as NaN and cannot be written to."""
     value = float("nan") if form.is_floating_point() else 0
     return torch.full((), value, dtype=form.dtype).expand(form.shape)
 

@@ -1,7 +1,8 @@
-"""Parameters gathered in buckets, one bucket ahead of their use.
+"""Gathers parameters in buckets, one bucket ahead of their use.
 
-Parameters that are read one after the other travel together. A bucket leaves one bucket ahead of its first reader, and
-is waited for there; the whole tensors live until their last reader. What is cast to be gathered is cast on its way.
+Parameters that are read one after the other share a bucket. The gather of a bucket starts where the bucket before it is
+first read, and is waited for where the bucket itself is first read. The whole tensors live until their last reader. A
+parameter that is cast before it is gathered is cast while it is copied into the bucket.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ aten = torch.ops.aten
 
 
 class Gathering:
-    """Whole tensors on their way: new ones, or those given."""
+    """A gather in flight of whole tensors, into new memory or into `wholes`."""
 
     def __init__(
         self,
@@ -53,14 +54,15 @@ class Gathering:
         self._rows.take(row, rank, self._wholes)
 
     def wait(self) -> list[Tensor]:
-        work, self._work = self._work, None  # it holds this object, and no cycle may keep the rows
+        """The whole tensors."""
+        work, self._work = self._work, None  # it refers to this object: a cycle would keep the rows alive
         work.wait()
         wholes, self._wholes = self._wholes, []
         return wholes
 
 
 def gather_start(world: Any, axis: str, plain: PlainRows, dtypes: tuple[torch.dtype, ...], *parts: Tensor) -> Gathering:
-    """Begin to put together the whole tensors of which every rank has a part."""
+    """Start the gather of whole tensors of which every rank has a part."""
     return Gathering(world.comm(axis), plain, tuple(dtypes), parts)
 
 
@@ -81,7 +83,10 @@ register(
 
 
 def bucket_gathers(graph: Graph, bucket_bytes: int) -> Graph:
-    """Join the gathers of parameters, and begin each bucket ahead of its use. Changes `graph` and returns it."""
+    """Join gathers of parameters in buckets of `bucket_bytes`, each started one bucket ahead of its use.
+
+    Changes `graph` and returns it.
+    """
     gathers = [node for node in graph.nodes if node.target is gather_part]
     parts = {node: _part_of(node) for node in gathers}
 
@@ -96,11 +101,11 @@ def bucket_gathers(graph: Graph, bucket_bytes: int) -> Graph:
 
     for phase in ("forward", "backward"):
         readers = {node: list(node.users) for node in gathers if phase_of(node) == phase}
-        groups: dict[torch.dtype, dict[Node, list[Node]]] = {}  # what travels together is of one dtype
+        groups: dict[torch.dtype, dict[Node, list[Node]]] = {}  # a bucket has one dtype
         for node in in_order(graph, readers):
             groups.setdefault(node.meta["val"].dtype, {})[node] = readers[node]
         for group in groups.values():
-            read_ahead(graph, in_buckets(graph, group, bucket_bytes), group, start, wait=gather_wait, origin="zero=3")
+            read_ahead(graph, in_buckets(graph, group, bucket_bytes), group, start, gather_wait, "zero=3")
     for node in gathers:
         cast = node.args[1]
         graph.erase_node(node)
@@ -110,7 +115,7 @@ def bucket_gathers(graph: Graph, bucket_bytes: int) -> Graph:
 
 
 def _part_of(gather: Node) -> Node:
-    """What a gather sends, before it is cast."""
+    """The tensor that a gather sends, before it is cast."""
     sent = gather.args[1]
     assert isinstance(sent, Node)
     return sent.all_input_nodes[0] if sent.target is aten._to_copy.default else sent

@@ -1,11 +1,11 @@
-"""What of a step has its home outside the device, and the calls that a graph makes to fetch it and to let it go.
+"""The calls by which a graph offloads tensors to host memory or disk, and fetches them again.
 
-A graph reaches what is away through one placeholder, `homes`, as it reaches other ranks through `world`. Its object
-speaks `OffloadStore`; it is implemented where files are (backends/eager/offload/store.py). Keys are `input/NAME` for a
-parameter as the graph reads it, `gradient/NAME` for a gradient as the optimizer reads it, `sum/NAME` for one that
-microbatches add up.
+A graph reaches offloaded tensors through one placeholder, `offload`, as it reaches other ranks through `world`. The
+placeholder stands for an `OffloadStore`, which backends/eager/offload/store.py implements. Keys are `input/NAME` for a
+parameter as the graph reads it, `gradient/NAME` for a gradient as the optimizer reads it, and `sum/NAME` for the sum of
+a gradient over earlier microbatches.
 
-On CPU host memory is the device's memory, so that a home on the host is none of its own.
+On a CPU, host memory is the device's memory, so nothing is offloaded to it.
 """
 
 from __future__ import annotations
@@ -21,63 +21,65 @@ from plait.compile.ir.calls import placeholders
 from plait.compile.ir.node_info import NodeInfo, describe
 from plait.compile.ops import OpSpec, register
 
-HOMES = "homes"  # name of the placeholder that stands for the rank's homes
+OFFLOAD = "offload"  # name of the placeholder of the rank's OffloadStore
 
 
-class Coming(Protocol):
-    """Tensors on their way to the device."""
+class Arrival(Protocol):
+    """Tensors in flight to the device."""
 
     def wait(self) -> list[Tensor]:
-        """The tensors, in memory of their own."""
+        """The tensors, in new memory."""
 
 
 class OffloadStore(Protocol):
-    """Where a rank's tensors are while they are away. What a call takes is done in the order of the calls."""
+    """Keeps tensors that are off the device. The transfers of a tensor happen in the order of the calls."""
 
-    def fetch(self, keys: Sequence[str]) -> Coming:
-        """Begin to bring copies of tensors to the device."""
+    def fetch(self, keys: Sequence[str]) -> Arrival:
+        """Start to bring copies of tensors to the device."""
 
     def leave(self, key: str, tensor: Tensor) -> None:
-        """Begin to take a tensor away; its memory is free once nobody else holds it and that is done."""
+        """Start to offload a tensor, to be kept under the key. Its memory on the device is freed once that is done and
+        nothing else refers to it."""
 
     def stash(self, offset: int, tensor: Tensor) -> Any:
-        """Begin to take a tensor away until it is unstashed; `offset` is its own among those that are away at once."""
+        """Start to offload a tensor until it is unstashed. Returns what `unstash` takes. `offset` is a number of bytes
+        that no other tensor uses that is stashed at the same time."""
 
-    def unstash(self, stashed: Sequence[Any]) -> Coming:
-        """Begin to bring back what was stashed."""
+    def unstash(self, stashed: Sequence[Any]) -> Arrival:
+        """Start to bring stashed tensors back."""
 
 
-def homes_of(graph: Graph) -> Node:
-    """The placeholder, made where there is none yet."""
+def offload_placeholder(graph: Graph) -> Node:
+    """The placeholder of the OffloadStore, which is added to the graph if it has none."""
     found = placeholders(graph)
     for node in found:
-        if node.name == HOMES:
+        if node.name == OFFLOAD:
             return node
     world = next((node for node in found if node.name == WORLD), None)
     with graph.inserting_after(world) if world else graph.inserting_before(next(iter(graph.nodes))):
-        node = graph.placeholder(HOMES)
-    describe(node, NodeInfo(kind="homes", name=HOMES), None)
+        node = graph.placeholder(OFFLOAD)
+    describe(node, NodeInfo(kind="offload", name=OFFLOAD), None)
     return node
 
 
-def fetch_start(homes: OffloadStore, keys: Sequence[str]) -> Coming:
-    return homes.fetch(keys)
+def fetch_start(offload: OffloadStore, keys: Sequence[str]) -> Arrival:
+    return offload.fetch(keys)
 
 
-def coming_wait(coming: Coming) -> list[Tensor]:
-    return coming.wait()
+def arrival_wait(arrival: Arrival) -> list[Tensor]:
+    return arrival.wait()
 
 
-def leave(homes: OffloadStore, key: str, tensor: Tensor) -> None:
-    homes.leave(key, tensor)
+def leave(offload: OffloadStore, key: str, tensor: Tensor) -> None:
+    offload.leave(key, tensor)
 
 
-def stash(homes: OffloadStore, offset: int, tensor: Tensor) -> Any:
-    return homes.stash(offset, tensor)
+def stash(offload: OffloadStore, offset: int, tensor: Tensor) -> Any:
+    return offload.stash(offset, tensor)
 
 
-def unstash_start(homes: OffloadStore, *stashed: Any) -> Coming:
-    return homes.unstash(stashed)
+def unstash_start(offload: OffloadStore, *stashed: Any) -> Arrival:
+    return offload.unstash(stashed)
 
 
-register(fetch_start, coming_wait, leave, stash, unstash_start, spec=OpSpec())
+register(fetch_start, arrival_wait, leave, stash, unstash_start, spec=OpSpec())

@@ -1,7 +1,7 @@
-"""Reading ahead: values that come from elsewhere, in buckets in the order of their first readers.
+"""Brings values to the device in buckets, one bucket ahead of their first readers.
 
-A bucket is asked for where the bucket before it is first read, and waited for where it is first read itself, so that at
-most two buckets are on the device or on their way.
+A bucket is started where the bucket before it is first read, and waited for where it is first read itself. So at most
+two buckets are on the device or in flight.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from plait.backends.eager.rewrites.offload_ops import coming_wait
 from plait.compile.ir.calls import num_bytes
 from plait.compile.ir.node_info import NodeInfo, describe, info_of, phase_of
 from plait.schedule.buckets import bucket_limit, split_buckets
@@ -30,7 +29,7 @@ def in_order(graph: Graph, readers: Readers) -> list[Node]:
 
 
 def in_buckets(graph: Graph, readers: Readers, bucket_bytes: int) -> list[list[Node]]:
-    """The nodes in the order of their first readers, in buckets."""
+    """The nodes in the order of their first readers, in buckets of at most `bucket_bytes`."""
     members = in_order(graph, readers)
     sizes = [num_bytes(node.meta["val"]) for node in members]
     limit = bucket_limit(sum(sizes), bucket_bytes)
@@ -42,14 +41,19 @@ def read_ahead(
     buckets: Sequence[Sequence[Node]],
     readers: Readers,
     start: Callable[[list[Node]], Node],
+    wait: Callable[[Any], list[Tensor]],
+    origin: str,
     before: Node | None = None,
-    wait: Callable[[Any], list[Tensor]] = coming_wait,
-    origin: str = "home",
 ) -> None:
-    """Have `readers` read what `start(members)` brings in place of the members of each bucket.
+    """Replace the members of each bucket by what calls bring, in the readers given. Changes `graph`.
 
-    `wait` is called on what that call gives. Members that lie on different ranks come by calls of their own. The first
-    bucket is asked for at `before` if that comes earlier than where it is read.
+    readers  for each member the nodes that read it
+    start    writes the call that starts to bring some members, and returns its node
+    wait     the function that takes what that call returns, and returns the tensors
+    origin   where the members come from, for NodeInfo
+    before   node at which the first bucket is started, if it comes before the bucket's first reader
+
+    Members that lie on different ranks are brought by different calls.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     for bucket in buckets:
@@ -76,7 +80,7 @@ def read_ahead(
 
 
 def _alike(bucket: Sequence[Node]) -> Iterator[list[Node]]:
-    """The members that lie on the same ranks."""
+    """The members, grouped by the ranks that they lie on."""
     found: dict[Any, list[Node]] = {}
     for node in bucket:
         found.setdefault(tuple(sorted(info_of(node).owner.items())), []).append(node)
