@@ -88,13 +88,13 @@ def test_fragments_are_the_local_part_and_every_element_has_one_writer(case: tup
             assert found == ()
             continue
         local = local_part(whole, layout, world)
-        assert sum(fragment.box.num_elements for fragment in found) == local.numel()
+        assert sum(fragment.block.num_elements for fragment in found) == local.numel()
         for fragment in found:
-            assert torch.equal(local[fragment.slices], whole[fragment.box.within(TensorSlice.whole(layout.shape))])
+            assert torch.equal(local[fragment.slices], whole[fragment.block.within(TensorSlice.whole(layout.shape))])
         for layer in pieces("x", Holding.laid_out(local, layout, world)):
             for piece in layer:
-                written[piece.box.within(TensorSlice.whole(layout.shape))] += 1
-                assert torch.equal(piece.take(), whole[piece.box.within(TensorSlice.whole(layout.shape))])
+                written[piece.block.within(TensorSlice.whole(layout.shape))] += 1
+                assert torch.equal(piece.take(), whole[piece.block.within(TensorSlice.whole(layout.shape))])
     assert torch.equal(written, torch.ones_like(written))
 
 
@@ -107,7 +107,7 @@ def test_those_who_hold_the_same_share_the_writing() -> None:
         world: Any = _World(mesh, rank)
         assert copies(layout, mesh, mesh.coordinates(rank)) == (3, rank // 2)
         (layer,) = pieces("x", Holding.laid_out(local_part(whole, layout, world), layout, world))
-        sizes.append(layer[0].box.num_elements)
+        sizes.append(layer[0].block.num_elements)
     assert sizes == [8334] * 4 + [8332] * 2
 
 

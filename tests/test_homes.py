@@ -190,9 +190,9 @@ def test_what_microbatches_in_flight_keep_is_on_disk() -> None:
     def moved(world: Any) -> tuple[int, int]:
         trainer = Trainer(gpt(), loss_fn, ADAMW, plan, world=world)
         trainer.prepare(gpt_batch(12))
-        before = trainer.engine.homes.file.num_written
+        before = trainer.engine.offload.file.num_written
         trainer.step(gpt_batch(12))
-        written, read = trainer.engine.homes.file.num_written - before, trainer.engine.homes.file.num_read
+        written, read = trainer.engine.offload.file.num_written - before, trainer.engine.offload.file.num_read
         trainer.close()
         return written, read
 

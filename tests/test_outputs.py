@@ -98,8 +98,8 @@ def test_no_weight_stays_whole_for_an_output() -> None:
         return F.cross_entropy(logits, b.flatten()), {"accuracy": (logits.argmax(1) == b.flatten()).float().mean()}
 
     ids = torch.randint(64, (4, 6), generator=torch.Generator().manual_seed(0))
-    plain = str(plait.explain(model, lambda m, b: token_loss(m, b)[0], ids, "tensor=2")).count("recipe: ")
-    assert str(plait.explain(model, token_loss, ids, "tensor=2")).count("recipe: ") == plain > 4
+    plain = str(plait.explain(model, lambda m, b: token_loss(m, b)[0], ids, "tensor=2")).count("auto sharding: ")
+    assert str(plait.explain(model, token_loss, ids, "tensor=2")).count("auto sharding: ") == plain > 4
     assert plait.verify(model, token_loss, ids, "tensor=2").ok
 
 

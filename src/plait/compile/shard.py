@@ -110,7 +110,7 @@ def _choose_parameters(
     nodes: Mapping[str, str],
 ) -> tuple[dict[str, tuple[dict[str, Placement], dict[str, str]]], dict[str, str]]:
     """Placement of parameters along each axis, by node, and where it came from; and why others stay whole, by name.
-    Recipes read the graph as captured, before any axis has changed it."""
+    Auto sharding reads the captured graph, before any axis has changed it."""
     chosen = {}
     reasons: dict[str, str] = {}
     names = {node: name for name, node in nodes.items()}
@@ -135,7 +135,7 @@ def _choose_parameters(
             mark_gathered(gathered | (gathered_of(graph, size, fixed | found, list(fixed)) if fixed else set()), axis)
             reasons |= {names[node]: reason for node, reason in why.items() if node not in found}
             reasons |= {name: "layouts= says so" for name, on in annotated.items() if axis in on}
-            origin |= {node: f"recipe: {names[node]}" for node in found}
+            origin |= {node: f"auto sharding: {names[node]}" for node in found}
             fixed |= found
         chosen[axis] = (fixed, origin)
     return chosen, reasons

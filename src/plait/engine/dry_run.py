@@ -75,10 +75,10 @@ def dry_run(
         twin = _skeleton(model, device)
         model_bytes = meter.total
         few = _with_few_microbatches(program, device)
-        homes = Offload(plan, world, file=DryRunFile())
+        offload = Offload(plan, world, file=DryRunFile())
         first = _local(batch, plan, few.plan.micro, device)
-        backend = _Marked(homes, graphs)
-        engine = Engine(_Known(few, twin), few.plan, world, optimizer, adopt=True, homes=homes, backend=backend)
+        backend = _Marked(offload, graphs)
+        engine = Engine(_Known(few, twin), few.plan, world, optimizer, adopt=True, offload=offload, backend=backend)
         engine.hold(first)
         executor = engine.executor
         executor.release()
@@ -144,8 +144,8 @@ class _Known(Compiler):
 class _Marked(EagerBackend):
     """Runs these graphs, whatever the program."""
 
-    def __init__(self, homes: Offload, graphs: dict[str, Graph]) -> None:
-        super().__init__(homes)
+    def __init__(self, offload: Offload, graphs: dict[str, Graph]) -> None:
+        super().__init__(offload)
         self._graphs = graphs
 
     def graphs(self, program: RankProgram) -> dict[str, Graph]:

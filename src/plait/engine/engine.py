@@ -73,13 +73,13 @@ class StepLoss:
 class Engine:
     """Runs the steps of a plan on one rank.
 
-    compiler   the model and the loss, and what is captured and compiled of them
-    optimizer  as Trainer's; None where the gradients are all that is wanted
-    homes      where parameters are kept that are not on the device; by default made for the plan, on `scratch`
+    compiler   captures and compiles the step of a model and a loss
+    optimizer  as `Trainer` takes it; None to compute gradients only
+    offload    keeps tensors that are not on the device; by default made for the plan, with its file on `scratch`
     adopt      whether parameters that stay whole are the model's own tensors, so that training changes the model
     backend    what executes the captured step; None: eager execution
-    recorder   records what goes on, if there is a trace
-    allow      as Trainer's
+    recorder   records spans, for a trace
+    allow      as `Trainer` takes it
 
     Every rank makes one and makes the same calls.
     """
@@ -97,7 +97,7 @@ class Engine:
         on_nan: Literal["raise", "warn"] = "raise",
         adopt: bool = False,
         scratch: str | Path | None = None,
-        homes: Offload | None = None,
+        offload: Offload | None = None,
         recorder: TraceRecorder | None = None,
         backend: Backend | None = None,
         allow: Collection[str] = (),
@@ -107,7 +107,7 @@ class Engine:
         self.state = TrainState(plan, world, seed)
         if Precision(plan.precision, plan.exceptions).scaled:
             self.state.loss_scale = LossScale(world)
-        self.homes = homes or Offload(plan.inner_plan, world, scratch)
+        self.offload = offload or Offload(plan.inner_plan, world, scratch)
         self.same = SameBatch(world, plan)
         self.updates_within = updates_within(plan)
         self.factories = (optimizer, scheduler)
@@ -169,7 +169,7 @@ class Engine:
         compiler, world = self.compiler, self.world
         try:
             found: StepExecutor = RankExecutor(
-                compiler, world, batch, self.state.seed, self._adopt, self.homes, self.recorder, self._backend
+                compiler, world, batch, self.state.seed, self._adopt, self.offload, self.recorder, self._backend
             )
         except CaptureError as error:
             refuse_unless_data_only(error, self.plan, world, compiler, batch)
@@ -194,7 +194,7 @@ class Engine:
             lambda made: describe_optimizer(made[0]),
             "give every rank the same optimizer",
         )
-        state.update = Update(state.optimizer, executor.parameters, executor.sharding, world, self.homes)
+        state.update = Update(state.optimizer, executor.parameters, executor.sharding, world, self.offload)
 
     def rows_here(self, batch: Any) -> Any:
         """The rows of a global batch that this rank's replica trains on."""
@@ -253,7 +253,7 @@ class Engine:
         """The gradients of earlier batches that wait for an update, by name."""
         if not self._num_waiting:
             return {}
-        if self.homes.norms:
+        if self.offload.norms:
             raise PlanError(
                 f"the plan {self.plan.title!r} keeps gradients away from the device, where those of several batches are"
                 " not added up; call optimizer_step() after each forward_backward, or use micro=N"
@@ -285,7 +285,7 @@ class Engine:
             if not self._num_waiting:
                 raise PlanError("optimizer_step(): no gradients wait for it; call forward_backward(batch) first")
             gradients = [p.grad for p in executor.parameters.values() if p.grad is not None]
-            gradients += self.homes.norms.values()
+            gradients += self.offload.norms.values()
             updated = state.loss_scale is None or state.loss_scale.update(gradients)
             del gradients  # an update needs the memory
             if updated:
@@ -328,7 +328,7 @@ class Engine:
         assert state.optimizer is not None
         given = (state.optimizer, make, executor.parameters, absent, executor.frozen, self._trained, self.plan)
         if follow_frozen(*given):
-            state.update = Update(state.optimizer, executor.parameters, executor.sharding, self.world, self.homes)
+            state.update = Update(state.optimizer, executor.parameters, executor.sharding, self.world, self.offload)
             note_absent(state.optimizer, absent)
             self._trained |= executor.layouts.keys() - {*executor.frozen}
         self._frozen = executor.frozen
@@ -339,4 +339,4 @@ class Engine:
 
     def close(self) -> None:
         """Free what is kept on disk."""
-        self.homes.close()
+        self.offload.close()

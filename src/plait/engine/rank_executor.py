@@ -54,15 +54,15 @@ class RankExecutor:
         batch: Any,
         seed: int = 0,
         adopt: bool = False,
-        homes: Offload | None = None,
+        offload: Offload | None = None,
         recorder: TraceRecorder | None = None,
         backend: Backend | None = None,
     ) -> None:
         self.compiler = compiler
         self._recorder = recorder
         self.world = world
-        self.homes = homes or Offload(compiler.plan, world)
-        self._backend = backend or EagerBackend(self.homes)
+        self.offload = offload or Offload(compiler.plan, world)
+        self._backend = backend or EagerBackend(self.offload)
         self._executables: Recent[tuple[int, bool, int], Executable] = Recent()
         self.compiled: Compiled  # the step of the first batch
         self._signatures: dict[tuple[str, bool], None] = {}  # of batches so far
@@ -75,7 +75,7 @@ class RankExecutor:
         self.sharding = program.sharding
         self.layouts: dict[str, Layout] = {name: self.sharding.states[name] for name in own}
         self.dtypes = {name: p.dtype for name, p in own.items()}
-        self.variables = Variables(model, program, world, self.homes, seed, adopt)
+        self.variables = Variables(model, program, world, self.offload, seed, adopt)
         self._lent: set[str] = set()  # parameters whose memory is that of the values they were last given
         self.buffers: dict[str, Tensor] = {}
         buffers = dict(model.named_buffers())
@@ -183,7 +183,7 @@ class RankExecutor:
         Buffers take their new values, parameters do not. Gradients are of the loss, also where a scale was given.
         """
         parts = microbatches(batch, self.compiler.plan.micro if train else self._parts_of_evaluation(batch))
-        self.homes.begin_step()
+        self.offload.begin_step()
         executable = self.executable(parts[0]) if train else self.executable(parts[0], False, len(parts))
         program, captured = executable.program, executable.program.captured
         self._follow_model()
@@ -204,7 +204,7 @@ class RankExecutor:
             self.frozen = captured.frozen
         self.with_gradient = tuple(o.name for o in captured.outputs if o.kind == "gradient")
         result = joined(results, scale)
-        self.homes.factor = result.factor
+        self.offload.factor = result.factor
         return result
 
     @torch.no_grad()
@@ -296,7 +296,7 @@ class RankExecutor:
         gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
-        self.homes.factor *= factor
+        self.offload.factor *= factor
 
     def gradient_norm(self) -> float:
         """The 2-norm of all whole gradients together, equal on every rank."""
@@ -307,8 +307,8 @@ class RankExecutor:
                 continue
             if parameter.grad is not None:
                 by_axes[axes[name]].append(parameter.grad)
-            elif name in self.homes.norms:
-                by_axes[axes[name]].append(self.homes.norms[name] * self.homes.factor)
+            elif name in self.offload.norms:
+                by_axes[axes[name]].append(self.offload.norms[name] * self.offload.factor)
         groups = sorted(set(axes.values()))  # the same on every rank, also where a rank holds none of a group
         total = 0.0
         for group in groups:
@@ -347,7 +347,7 @@ class RankExecutor:
         for name in self.with_gradient:
             parameter = self.parameters.get(name)
             mine = None if parameter is None else parameter.grad
-            if name in self.homes.norms:
-                mine = self.homes.get(f"gradient/{name}").to(self.world.device) * self.homes.factor
+            if name in self.offload.norms:
+                mine = self.offload.get(f"gradient/{name}").to(self.world.device) * self.offload.factor
             found[name] = self.whole(name, mine).clone()
         return found

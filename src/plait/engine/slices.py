@@ -51,13 +51,13 @@ class TensorSlice:
 class Fragment:
     """A block that a rank holds, and its start in the rank's own tensor."""
 
-    box: TensorSlice
+    block: TensorSlice
     at: tuple[int, ...]
 
     @property
     def slices(self) -> tuple[slice, ...]:
         """The slices of the block in the rank's own tensor."""
-        return tuple(slice(a, a + n) for a, n in zip(self.at, self.box.shape, strict=True))
+        return tuple(slice(a, a + n) for a, n in zip(self.at, self.block.shape, strict=True))
 
 
 def fragments(layout: Layout, mesh: Mesh, coordinates: Mapping[str, int]) -> tuple[Fragment, ...]:
@@ -75,12 +75,12 @@ def fragments(layout: Layout, mesh: Mesh, coordinates: Mapping[str, int]) -> tup
     for found in runs:
         ends = itertools.accumulate(num for _, num in found)
         places.append([(start, num, end - num) for (start, num), end in zip(found, ends, strict=True)])
-    boxes = []
+    blocks = []
     for chosen in itertools.product(*places):
         start, shape, at = zip(*chosen, strict=True) if chosen else ((), (), ())
         if math.prod(shape):
-            boxes.append(Fragment(TensorSlice(start, shape), at))
-    return tuple(boxes)
+            blocks.append(Fragment(TensorSlice(start, shape), at))
+    return tuple(blocks)
 
 
 def copies(layout: Layout, mesh: Mesh, coordinates: Mapping[str, int]) -> tuple[int, int]:

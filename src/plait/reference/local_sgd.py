@@ -54,14 +54,14 @@ class Compressor:
                 held = fragments(self._layouts[name], mesh, here)
                 mean = self._mean(rank, name, [self._part(term[name], name, here) for term in terms]) if held else whole
                 for each in held:
-                    whole[Fragment(each.box, each.box.start).slices] = mean[each.slices]
+                    whole[Fragment(each.block, each.block.start).slices] = mean[each.slices]
         return found
 
     def _part(self, whole: Tensor, name: str, here: Mapping[str, int]) -> Tensor:
         layout, mesh = self._layouts[name], self._plan.inner_plan.mesh
         part = torch.empty(layout.local_shape(mesh, here), dtype=dtype_of_mean(whole.dtype))
         for each in fragments(layout, mesh, here):
-            part[each.slices] = whole[Fragment(each.box, each.box.start).slices]
+            part[each.slices] = whole[Fragment(each.block, each.block.start).slices]
         return part
 
     def _mean(self, rank: int, name: str, terms: list[Tensor]) -> Tensor:

@@ -42,7 +42,7 @@ class NodeInfo:
     # for what is shown to users
     global_shape: tuple[int, ...] | None = None
     placements: tuple[tuple[str, Placement], ...] = ()  # by axis
-    origin: str = ""  # the annotation, recipe or rule that a placement or a collective comes from
+    origin: str = ""  # the annotation, search or rule that a placement or a collective comes from
     source: str = ""  # the value that a collective brings to another placement
 
     # of a collective that moves several tensors at once

@@ -92,8 +92,8 @@ def _bytes(names: list[str], manifest: Manifest, source: Source) -> Iterator[byt
 
 def _all_of(shape: tuple[int, ...]) -> tuple[Fragment, ...]:
     """The fragment that is the whole tensor; none for an empty tensor."""
-    box = TensorSlice.whole(shape)
-    return (Fragment(box, box.start),) if box.num_elements else ()
+    block = TensorSlice.whole(shape)
+    return (Fragment(block, block.start),) if block.num_elements else ()
 
 
 def _put(target: Folder, name: str, parts: Callable[[], Iterator[bytes | memoryview]]) -> None:

@@ -73,7 +73,7 @@ class WrittenPiece:
 
     name: str
     dtype: torch.dtype
-    box: TensorSlice
+    block: TensorSlice
     take: Callable[[], Tensor]
     in_memory: bool
 
@@ -85,18 +85,18 @@ def pieces(name: str, holding: Holding) -> list[list[WrittenPiece]]:
     if data is None:
         return found
     for fragment in holding.fragments:
-        box, at = fragment.box, fragment.at
+        block, at = fragment.block, fragment.at
         if holding.num_copies > 1:
-            rows = box.shape[0] if box.shape else 1
-            shared = rows >= holding.num_copies and box.num_elements * data.dtype.itemsize >= _SHARED
+            rows = block.shape[0] if block.shape else 1
+            shared = rows >= holding.num_copies and block.num_elements * data.dtype.itemsize >= _SHARED
             if shared:
                 start, stop = part_bounds(rows, holding.num_copies, holding.copy)
-                box, at = box.rows(start, stop), (at[0] + start, *at[1:])
+                block, at = block.rows(start, stop), (at[0] + start, *at[1:])
             elif zlib.crc32(name.encode()) % holding.num_copies != holding.copy:
                 continue
-        if box.num_elements:
-            slices = Fragment(box, at).slices
-            found.append([WrittenPiece(name, data.dtype, box, _taker(data, slices), torch.is_tensor(data))])
+        if block.num_elements:
+            slices = Fragment(block, at).slices
+            found.append([WrittenPiece(name, data.dtype, block, _taker(data, slices), torch.is_tensor(data))])
     return found
 
 

@@ -94,7 +94,7 @@ class StoredPart:
 
     file: str
     offset: int
-    box: TensorSlice
+    block: TensorSlice
 
 
 @dataclass(frozen=True)
@@ -190,10 +190,10 @@ class Manifest:
             if twice := first_overlap(ranges):
                 raise CheckpointError(f"{where}: files.{file}.tensors.{twice}: its bytes are also another tensor's")
         for name, (shape, _) in self.tensors.items():
-            missing = math.prod(shape) - sum(part.box.num_elements for part in found[name])
+            missing = math.prod(shape) - sum(part.block.num_elements for part in found[name])
             if missing > 0:
                 raise CheckpointError(f"{where}: tensors.{name}: {missing} elements of it are in no file")
-            if missing < 0 or _any_overlap([part.box for part in found[name]]):
+            if missing < 0 or _any_overlap([part.block for part in found[name]]):
                 raise CheckpointError(f"{where}: tensors.{name}: some elements of it are there twice")
         check_values(self.values, "values", self.tensors, where)
 
@@ -209,22 +209,22 @@ def saved_at(folder: Folder) -> float | None:
     return float(found[1]) if found else None
 
 
-def _any_overlap(boxes: list[TensorSlice]) -> bool:
+def _any_overlap(blocks: list[TensorSlice]) -> bool:
     """Whether two of the blocks overlap. Sweeps along the dim with the most different starts."""
-    boxes = [box for box in boxes if box.num_elements]
-    if len(boxes) < 2:
+    blocks = [block for block in blocks if block.num_elements]
+    if len(blocks) < 2:
         return False
-    num_dims = len(boxes[0].start)
-    dim = max(range(num_dims), key=lambda d: len({box.start[d] for box in boxes}), default=None)
+    num_dims = len(blocks[0].start)
+    dim = max(range(num_dims), key=lambda d: len({block.start[d] for block in blocks}), default=None)
     if dim is None:
         return True  # 0-d tensors
-    boxes.sort(key=lambda box: box.start[dim])
+    blocks.sort(key=lambda block: block.start[dim])
     reach: list[TensorSlice] = []
-    for box in boxes:
-        reach = [other for other in reach if other.start[dim] + other.shape[dim] > box.start[dim]]
-        if any(other.overlap(box) for other in reach):
+    for block in blocks:
+        reach = [other for other in reach if other.start[dim] + other.shape[dim] > block.start[dim]]
+        if any(other.overlap(block) for other in reach):
             return True
-        reach.append(box)
+        reach.append(block)
     return False
 
 

@@ -108,10 +108,10 @@ class Source:
         self, name: str, fragments: tuple[Fragment, ...]
     ) -> Iterator[tuple[StoredPart, Fragment, TensorSlice]]:
         """(stored part, fragment, their common block) for all parts that overlap the fragments."""
-        missing = sum(fragment.box.num_elements for fragment in fragments)
+        missing = sum(fragment.block.num_elements for fragment in fragments)
         for fragment in fragments:
             for part in self.parts[name]:
-                if common := part.box.overlap(fragment.box):
+                if common := part.block.overlap(fragment.block):
                     missing -= common.num_elements
                     yield part, fragment, common
         if missing:
@@ -120,20 +120,20 @@ class Source:
     def _rows(self, name: str, part: StoredPart, common: TensorSlice) -> tuple[int, int, int]:
         """The first row of the part that has any of `common`, the row after the last such row, and the bytes of a
         row."""
-        row = math.prod(part.box.shape[1:]) * item_bytes(self.tensors[name][1])
+        row = math.prod(part.block.shape[1:]) * item_bytes(self.tensors[name][1])
         if not common.shape:
             return 0, 1, row
-        first = common.start[0] - part.box.start[0]
+        first = common.start[0] - part.block.start[0]
         return first, first + common.shape[0], row
 
     def _jobs(self, name: str, one: Wanted) -> Iterator[Callable[[], None]]:
         """Functions that each read some rows of what is wanted."""
         dtype = getattr(torch, self.tensors[name][1])
         for part, fragment, common in self._overlaps(name, one.fragments):
-            places = zip(fragment.at, fragment.box.start, common.start, common.shape, strict=True)
+            places = zip(fragment.at, fragment.block.start, common.start, common.shape, strict=True)
             target = one.into.detach()[tuple(slice(at + c - b, at + c - b + n) for at, b, c, n in places)]
             first, last, row = self._rows(name, part, common)
-            columns = common.within(part.box)[1:]
+            columns = common.within(part.block)[1:]
             step = max(1, _CHUNK // max(row, 1))
             for start in range(first, last, step):
                 stop = min(start + step, last)
@@ -159,7 +159,7 @@ class Source:
                 return
             memory = torch.empty(num, dtype=torch.uint8)
             self._read(part.file, offset, memory)
-            shape = (rows[1] - rows[0], *part.box.shape[1:]) if part.box.shape else ()
+            shape = (rows[1] - rows[0], *part.block.shape[1:]) if part.block.shape else ()
             found = memory.view(dtype).view(shape)
             with torch.no_grad():
                 into.copy_(found[(slice(None), *columns)] if shape else found)

@@ -258,7 +258,7 @@ class Image:
         self._pieces = sorted(pieces, key=lambda piece: -piece.dtype.itemsize)
         self.in_memory = all(piece.in_memory for piece in pieces)
         self._header, self.entries = write_header(
-            [(p.name, torch_name(p.dtype), p.box.shape, p.box.start) for p in self._pieces], parts=True
+            [(p.name, torch_name(p.dtype), p.block.shape, p.block.start) for p in self._pieces], parts=True
         )
         last = self.entries[-1] if self.entries else Entry("", "uint8", (0,), (0,), len(self._header))
         self.size = last.offset + last.num_bytes

@@ -123,7 +123,7 @@ class Computing:
     def _gradients(self) -> dict[str, Tensor]:
         """The full gradient of every variable, by name. All ranks of a worker must call it."""
         executor = self.engine.executor
-        if self.world.mesh.size > 1 or self.engine.homes.norms:
+        if self.world.mesh.size > 1 or self.engine.offload.norms:
             found = self.engine.gradients()
         else:
             found = {name: p.grad for name, p in executor.parameters.items() if p.grad is not None}
