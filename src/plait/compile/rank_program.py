@@ -91,6 +91,7 @@ def turns_of(num_micro: int, graphs: Collection[str]) -> tuple[str, ...]:
 
 
 def cell_name(cell: Cell) -> str:
+    """The name of a cell, such as F0 or B1."""
     return f"{cell[0]}{cell[1]}"
 
 

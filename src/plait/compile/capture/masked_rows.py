@@ -103,6 +103,7 @@ class Selected:
 
 
 def dynamic() -> DynamicOutputShapeException:
+    """torch's own error for a result whose shape depends on the numbers in a tensor."""
     return DynamicOutputShapeException(torch.ops.aten.nonzero.default)
 
 
@@ -116,6 +117,7 @@ def same_rows(values: Any) -> list[Selected]:
 
 
 def plain(values: Any) -> Any:
+    """The nested values, with each selection replaced by all of its rows."""
     return map_aggregate(values, lambda v: v.values if isinstance(v, Selected) else v)
 
 

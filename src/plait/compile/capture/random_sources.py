@@ -34,6 +34,7 @@ def state_of(source: Any) -> Any:
 
 
 def set_state(source: Any, state: Any) -> None:
+    """The inverse of `state_of`."""
     if isinstance(source, random.Random):
         source.setstate(state)
     elif isinstance(source, np.random.Generator):

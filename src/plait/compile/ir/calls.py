@@ -38,6 +38,7 @@ def output_values(node: Node) -> tuple[Any, ...]:
 
 
 def call_of(node: Node) -> Call:
+    """The call of a node as op rules take it: tensors are replaced by their shapes and dtypes."""
     inputs: list[TensorSpec] = []
 
     def to_spec(arg: Node) -> Any:
@@ -68,14 +69,17 @@ def is_item(node: Node) -> bool:
 
 
 def num_bytes(value: torch.Tensor) -> int:
+    """The number of bytes of a tensor's elements."""
     return value.numel() * value.element_size()
 
 
 def placeholders(graph: Graph) -> list[Node]:
+    """The inputs of a graph, in order."""
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
 def output_node(graph: Graph) -> Node:
+    """The node that returns the results of a graph."""
     return next(node for node in reversed(graph.nodes) if node.op == "output")  # type: ignore[no-any-return]
 
 

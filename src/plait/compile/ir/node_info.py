@@ -83,12 +83,15 @@ def stage_of(node: Node) -> int:
 
 
 def is_backward(node: Node) -> bool:
+    """Whether the call belongs to the backward pass."""
     return info_of(node).phase == "backward"
 
 
 def is_forward(node: Node) -> bool:
+    """Whether the call belongs to the forward pass."""
     return info_of(node).phase == "forward"
 
 
 def phase_of(node: Node) -> str:
+    """The pass that the call belongs to, forward or backward; backward if it has none."""
     return "forward" if is_forward(node) else "backward"

@@ -15,6 +15,7 @@ _Spec = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
 def spec_of(tensor: Tensor) -> _Spec:
+    """The shape, strides, dtype and device of a tensor."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 

@@ -111,10 +111,12 @@ def by_number(blocks: Blocks) -> tuple[int, ...]:
 
 
 def no_strategies(call: Call, given: Placements, size: int) -> Sequence[Strategy]:
+    """The strategies of an op that only runs on whole inputs."""
     return ()
 
 
 def no_groups(call: Call) -> Sequence[tuple[int, ...]]:
+    """The linear groups of an op that is linear in no operand."""
     return ()
 
 

@@ -97,6 +97,7 @@ def normalize(
     momentum: float,
     eps: float,
 ) -> Normalized:
+    """Batch norm as simpler ops. Returns the output, the saved statistics, and the new running statistics."""
     wide, dims = widened(x), _dims(x)
     kept = statistics_dtype(x, weight)
     new_mean, new_var = running_mean, running_var

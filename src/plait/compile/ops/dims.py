@@ -26,6 +26,7 @@ def overloads(*names: str) -> list[Any]:
 
 
 def positive(dim: int, ndim: int) -> int:
+    """A dim counted from the left."""
     return dim % ndim if ndim else 0
 
 
@@ -115,6 +116,7 @@ def put(args: tuple[Any, ...], position: int, value: Any) -> tuple[Any, ...]:
 
 
 def is_floating(spec: TensorSpec | None) -> bool:
+    """Whether there is a tensor, and its dtype is floating-point or complex."""
     return spec is not None and (spec.dtype.is_floating_point or spec.dtype.is_complex)
 
 

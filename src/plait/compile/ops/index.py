@@ -51,6 +51,7 @@ def local_index(builder: Builder, index: Node, length: int, blocks: Blocks) -> t
 
 
 def masked(builder: Builder, index: Node, outside: Node, value: int) -> Node:
+    """The indices, with `value` in place of those that are outside of this rank's rows."""
     return builder.call(aten.masked_fill.Scalar, index, outside, value)
 
 

@@ -111,4 +111,5 @@ class FlatShards:
 
 @functools.cache
 def rows_of(plain: PlainRows) -> FlatShards:
+    """The inverse of `FlatShards.plain`."""
     return FlatShards(tuple(Cut(tuple(shape), dim, size) for shape, dim, size in plain))
