@@ -21,7 +21,7 @@ from plait.api.memory import Estimator
 from plait.api.trainer import Trainer
 from plait.comm.protocol import World
 from plait.comm.thread_world import run_ranks
-from plait.cost.compressed_bytes import BLOCK, coded_bytes
+from plait.cost.wire_bytes import BLOCK, coded_bytes
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.local_sgd.exchange import MeanExchange
 from plait.engine.local_sgd.tensor_compression import decode, encode

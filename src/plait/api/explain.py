@@ -12,8 +12,8 @@ from torch import nn
 from plait.compile.capture.batch import take_rows
 from plait.compile.capture.capture import LossFn
 from plait.compile.rank_program import RankProgram
-from plait.cost.compressed_bytes import bytes_exchanged
 from plait.cost.memory_model import human_bytes
+from plait.cost.wire_bytes import bytes_exchanged
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.local_batch import num_rows
 from plait.engine.setup_checks import check_plan, check_step

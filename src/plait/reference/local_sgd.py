@@ -18,7 +18,7 @@ from plait.compile.capture.batch import join_rows, take_rows
 from plait.compile.capture.capture import LossFn
 from plait.compile.capture.loss_values import ROWS, LossPart, Outputs, join_outputs, results
 from plait.compile.stages.split import Pipeline
-from plait.cost.compressed_bytes import is_smaller, num_kept, num_owned
+from plait.cost.wire_bytes import is_smaller, num_kept, num_owned
 from plait.engine.local_batch import microbatches, num_rows, replica_key
 from plait.engine.local_sgd.diloco import MIXING
 from plait.engine.local_sgd.exchange import dtype_of_mean

@@ -181,22 +181,25 @@ class Explanation:
             size = mesh.axis_size(axis)
             lines.append(f"  {axis:8} {size} ranks, each sends {most}{human_bytes(sent)} a step")
         over = zero_axis()
-        for kind, what, ways in _FORMULAS:
-            mine = [c for c in self.collectives if c.kind == kind and c.axis == over and c.value.endswith(what)]
+        for kind, what in _FORMULAS:
+            mine = [c for c in self.collectives if c.kind == kind.title and c.axis == over and c.value.endswith(what)]
             if not mine:
                 continue
             size = mesh.axis_size(over)
-            held = sum(c.tensor_bytes for c in mine) * (size if kind == "all_gather" else 1)
+            held = kind.whole_bytes(sum(c.tensor_bytes for c in mine), size)
+            ways = f"{kind.ways} x " if kind.ways > 1 else ""
             formula = f"{ways}({size} - 1)/{size} x {human_bytes(held)}"
-            lines.append(f"  {what} over {over}, {kind}: {formula} = {human_bytes(sum(c.sent_bytes for c in mine))}")
+            lines.append(
+                f"  {what} over {over}, {kind.title}: {formula} = {human_bytes(sum(c.sent_bytes for c in mine))}"
+            )
         return lines
 
 
-# Kind of collective, what it moves, and how often it sends (N-1)/N of the bytes.
+# Collectives of which the formula is shown, and what they move.
 _FORMULAS = (
-    ("all_reduce", "gradients", "2 x "),
-    ("reduce_scatter", "gradients", ""),
-    ("all_gather", "parameters", ""),
+    (CollectiveKind.ALL_REDUCE, "gradients"),
+    (CollectiveKind.REDUCE_SCATTER, "gradients"),
+    (CollectiveKind.ALL_GATHER, "parameters"),
 )
 
 

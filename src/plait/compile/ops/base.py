@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.fx import Node
 
+from plait.cost.wire_bytes import CollectiveKind
 from plait.spec.layout import REPLICATE, Blocks, Partial, Placement, Replicate, Shard
 
 
@@ -132,25 +133,6 @@ class View(enum.Enum):
     def is_whole(self) -> bool:
         """Whether the view has every element of its input once."""
         return self is not View.PART
-
-
-class CollectiveKind(enum.Enum):
-    """A collective, and how often it sends (N-1)/N of the whole tensor by a ring algorithm."""
-
-    ALL_REDUCE = "all_reduce", 2.0
-    ALL_GATHER = "all_gather", 1.0
-    REDUCE_SCATTER = "reduce_scatter", 1.0
-    ALL_TO_ALL = "all_to_all", 1.0
-    BROADCAST = "broadcast", 1.0
-
-    def __init__(self, title: str, ways: float) -> None:
-        self.title = title
-        self._ways = ways
-
-    def sent_bytes(self, held: int, size: int) -> float:
-        """Bytes that each of `size` ranks sends by the ring formula, if its input has `held` bytes."""
-        whole = held * size if self is CollectiveKind.ALL_GATHER else held
-        return self._ways * whole * (size - 1) / size
 
 
 @dataclass(frozen=True)

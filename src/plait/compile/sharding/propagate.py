@@ -29,6 +29,7 @@ from plait.compile.ir.node_info import info_of
 from plait.compile.ir.views import is_whole_view
 from plait.compile.ops import Call, OpSpec, Strategy, View, strategies_of
 from plait.compile.sharding.decompose import decompose_node
+from plait.cost.wire_bytes import CollectiveKind, ring_bytes
 from plait.errors import PlanError, Refusal
 from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Shard, divides
 
@@ -375,7 +376,7 @@ def _conversion_bytes(have: Placement, want: Placement, num_bytes: int, size: in
     """
     if have == want:
         return 0.0
-    share = num_bytes * (size - 1) / size
+    share = ring_bytes(num_bytes, size)
     match have, want:
         case Replicate(), Shard() | Only():
             return 0.0
@@ -386,7 +387,7 @@ def _conversion_bytes(have: Placement, want: Placement, num_bytes: int, size: in
         case Partial(), Shard():
             return share
         case Partial(), _:
-            return 2 * share
+            return CollectiveKind.ALL_REDUCE.ways * share
         case Shard(dim=a), Shard(dim=b):
             return share / size if a != b else share
         case Only(), _:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from plait.comm.protocol import Comm, Work
-from plait.cost.compressed_bytes import as_matrix, is_smaller, num_kept, num_owned
+from plait.cost.wire_bytes import as_matrix, is_smaller, num_kept, num_owned
 from plait.engine.local_sgd.tensor_compression import decode, encode, first_factor
 from plait.errors import PlanError
 from plait.plan.compression import Compression

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from plait.cost.compressed_bytes import BLOCK, as_matrix, coded_bytes, num_kept, num_owned
+from plait.cost.wire_bytes import BLOCK, as_matrix, coded_bytes, num_kept, num_owned
 from plait.plan.compression import Compression
 
 _LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}  # the largest code; fp8 is e4m3
