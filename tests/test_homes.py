@@ -279,8 +279,8 @@ def test_a_disk_that_is_too_small_is_refused_before_start(tmp_path: Path, monkey
 
 
 def test_a_file_cannot_be_larger_than_its_disk(tmp_path: Path) -> None:
-    with pytest.raises(HomeError, match=r"needs 1048576.00 GiB more for much, and the disk has .* GiB free"):
-        DiskFile(tmp_path, "rank0").promise(1 << 50, "much")
+    with pytest.raises(HomeError, match=r"needs 1048576.0 GiB more for much, and the disk has .* GiB free"):
+        DiskFile(tmp_path, "rank0").reserve(1 << 50, "much")
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])

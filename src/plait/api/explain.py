@@ -62,7 +62,7 @@ def _batch_of_worker(batch: Any, plan: Plan) -> Any:
 
 
 def _service(plan: Plan, program: RankProgram) -> str:
-    """What workers and servers do besides the step that is shown, and the bytes that a worker sends and receives."""
+    """A sentence about workers and servers, and the bytes that a worker sends and receives for an update."""
     trained = [(n, each.state) for n, each in program.sharding.parameters.items() if not each.frozen]
     held = sum(math.prod(layout.shape) * program.dtype_of(name).itemsize for name, layout in trained)
     servers = f"{plan.servers} server{'s' * (plan.servers != 1)}"
@@ -76,7 +76,7 @@ def _service(plan: Plan, program: RankProgram) -> str:
 
 
 def _agreement(plan: Plan, program: RankProgram) -> str:
-    """How replicas synchronize besides the step that is shown, and the bytes that a rank sends for it."""
+    """A sentence about how replicas synchronize, and the bytes that a rank sends for it."""
     num = plan.mesh.axis_size(plan.relaxed_axis)
     mesh = plan.inner_plan.mesh
     sent = 0.0

@@ -176,7 +176,7 @@ class Trainer:
 
     @property
     def executor(self) -> StepExecutor:
-        """What this rank holds and runs. Raises PlanError before the first batch."""
+        """The rank's parameters and executables. Raises PlanError before the first batch."""
         return self.engine.executor
 
     def prepare(self, batch: Any) -> None:
@@ -266,7 +266,7 @@ class Trainer:
 
     @property
     def sharded_fraction(self) -> ShardedFraction | None:
-        """How much of the model is split by an axis that splits weights, such as tensor; None without such an axis."""
+        """The share of the model that an axis such as tensor splits; None without an axis that splits weights."""
         compiled = self.executor.compiled
         return None if compiled is None else compiled.share
 

@@ -366,7 +366,7 @@ def _value_bits(program: RankProgram) -> dict[str, float]:
 
 
 def _step(trainer: Trainer, batch: Any, wants_gradients: bool) -> tuple[Any, dict[str, Tensor]]:
-    """What a step returns, and its gradients if they are wanted and exist after the step."""
+    """Take a step. Returns its result, and its gradients if they are wanted and exist after the step."""
     if not wants_gradients or trainer.engine.updates_within:
         return trainer.step(batch), {}
     result = trainer.forward_backward(batch)

@@ -112,7 +112,7 @@ class Update:
         for group, p in self._own():
             self._places[p] = {}
             needed += sum(padded(n) for n in estimate.state_bytes(group, tuple(p.shape), p.dtype))
-        offload.file.promise(needed, "the optimizer's state")
+        offload.file.reserve(needed, "the optimizer's state")
         for p in self._places:
             self.settle(p)  # some optimizers make their state when they are created
 

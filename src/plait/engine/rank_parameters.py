@@ -187,7 +187,7 @@ class Variables:
             whole = padded(math.prod(each.compute.local_shape(mesh, here)) * size)
             num_bytes += 2 * part + (whole if each.gather is Gather.UPDATE else 0)
             num_bytes += whole if program.plan.micro > 1 and not self._sharding.sums_each_microbatch else 0
-        self._offload.file.promise(num_bytes, "parameters and gradients")
+        self._offload.file.reserve(num_bytes, "parameters and gradients")
 
     def _make_buckets(self) -> Iterator[tuple[FlatShards, list[str]]]:
         """The buckets in which updated parts are gathered, with the names of their parameters."""

@@ -37,7 +37,7 @@ from plait.spec.layout import Layout, Only
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a plan does to one captured step. `str` gives the whole text, `tensor` the text about one tensor.
+    """The explanation of one captured step under a plan. `str` gives the whole text, `tensor` that of one tensor.
 
     Attributes:
         compiled: the step under the plan.
@@ -53,7 +53,7 @@ class Explanation:
 
     @property
     def program(self) -> RankProgram:
-        """What the ranks run."""
+        """The program that the ranks run."""
         return self.compiled.program
 
     @property
@@ -92,7 +92,7 @@ class Explanation:
         return pass_table(self._watched().reports)
 
     def diff(self, name: str) -> str:
-        """What one pass changes, as a unified diff of the graphs. Raises PlanError for an unknown pass."""
+        """The changes of one pass, as a unified diff of the graphs. Raises PlanError for an unknown pass."""
         return pass_diff(self._watched(name).reports, name, [each.name for each in (*PASSES, *EAGER_PASSES)])
 
     def _watched(self, diff: str = "") -> Watcher:
@@ -253,7 +253,7 @@ def _readers(node: Node) -> list[Node]:
 
 
 def _way_of_gradient(node: Any, axes: Sequence[str]) -> str:
-    """How a gradient is summed over these axes, as text. `node` is what the graph returns for it."""
+    """The sum of a gradient over these axes, described in words. `node` is what the graph returns for the gradient."""
     done = node.args[0] if isinstance(node, Node) and is_item(node) else None
     if isinstance(done, Node) and bucket_part(done) == "wait":
         start = done.args[1]

@@ -97,7 +97,7 @@ def _check_complete(schedule: Schedule, edges: Edges) -> None:
 
 
 def _check_order(schedule: Schedule, edges: Edges) -> None:
-    """On each rank F comes before B, B before W, a value's action before its SEND, and an update after its
+    """F comes before B on each rank, B before W, a value's action before its SEND, and an update after its
     backwards."""
     for rank, actions in enumerate(schedule.ranks):
         at = {action: position for position, action in enumerate(actions)}

@@ -1,4 +1,4 @@
-"""What must be done before an action: the one rule that the checker, the simulator and the executor share.
+"""The dependencies of actions: the one rule that the checker, the simulator and the executor share.
 
 A cell is a pair (kind, stage): ("F", 2) is the forward of stage 2. An edge is a pair of cells (producer, consumer), for
 the same microbatch. A chain has F0 -> F1 -> ... and ... B1 -> B0; a skip connection from stage 0 to stage 3 adds
@@ -46,7 +46,7 @@ def place_of(schedule: Schedule, of: Cell, micro: int) -> Place:
 
 
 def needs(schedule: Schedule, rank: int, action: Action, edges: Edges) -> tuple[Place, ...]:
-    """What must be done, and where, before `rank` may do `action`, apart from what precedes it in the rank's list.
+    """The actions, with their ranks, that must be done before `rank` may run `action`, besides earlier ones on `rank`.
 
     A value from another rank needs the SEND there and the RECV here, if the schedule has transfers. A RECV is posted at
     once and needs nothing; its consumer waits for it. REDUCE needs the backwards of its stage on all ranks that have

@@ -17,7 +17,7 @@ from plait.plan.plan import Plan
 
 @dataclass(frozen=True)
 class SyncRounds:
-    """When the replicas of a plan synchronize.
+    """The steps after which the replicas of a plan synchronize.
 
     Attributes:
         sync: steps in a round, or (first, last) for rounds that double from `first` to `last` steps.

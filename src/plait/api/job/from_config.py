@@ -164,7 +164,7 @@ def make_out(config: Config) -> Path:
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a job begins: anew; from a checkpoint; or, with `auto`, from the newest checkpoint if there is one.
+    """The start of a job: anew; from a checkpoint; or, with `auto`, from the newest checkpoint if there is one.
 
     `checkpoint` names one, such as step-120; by default it is the newest. Raises ConfigError for both of them together.
     """

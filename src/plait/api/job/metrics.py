@@ -1,5 +1,5 @@
-"""What a job tells of its progress: a line of JSON for each step, TensorBoard if the config asks for it, and a progress
-bar, or plain lines if there is no terminal."""
+"""The metrics and the progress of a job: a line of JSON for each step, TensorBoard if the config asks for it, and a
+progress bar, or plain lines if there is no terminal."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ from plait.schedule.sync_rounds import SyncRounds
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: its last step, the loss of that step, and whether it was stopped before all steps were done."""
+    """The end of a job: its last step, the loss of that step, and whether it was stopped before all steps were done."""
 
     step: int
     loss: float
@@ -140,7 +140,7 @@ class _Job:
         return loader
 
     def _prepare_folder(self, resume: Resume) -> str:
-        """On rank 0: remove what killed saves have left. Returns the checkpoint to load, or ""."""
+        """Remove the files of killed saves, on rank 0. Returns the checkpoint to load, or ""."""
         resume = resume.settled(self.folder)
         with contextlib.suppress(OSError):  # the first save looks again, and says what is wrong
             clean(folder_of(self.folder))

@@ -140,7 +140,7 @@ def eager_graphs(program: RankProgram) -> dict[str, Graph]:
 
 @collection_paused()
 def make_eager(program: RankProgram, watcher: Watcher | None = None) -> dict[str, Graph]:
-    """As `eager_graphs`, but made anew each time. `watcher` is told of every pass."""
+    """Make the graphs of `eager_graphs` anew. `watcher` is told of every pass."""
     parts = {name: replace(part, graph=copy_graph(part.graph)) for name, part in program.graphs.items()}
     draft = EagerDraft(program, parts)
     run_passes(EAGER_PASSES, draft, watcher)

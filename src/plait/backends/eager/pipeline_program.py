@@ -82,7 +82,7 @@ class PipelineProgram:
 
     @property
     def collective_order(self) -> str:
-        """As that of Executable."""
+        """The order of this rank's collectives, as Executable defines it."""
         return self._cells.collective_order
 
     def run(

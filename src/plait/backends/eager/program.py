@@ -62,7 +62,7 @@ class Program:
 
     @property
     def collective_order(self) -> str:
-        """As that of Executable."""
+        """The order of this rank's collectives, as Executable defines it."""
         return collective_order(self._graphs, self.program.pipeline)
 
     def run(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from plait.backends.eager.offload.pipeline_activations import PipelineActivations
 from plait.backends.eager.rewrites.dead_values import SavedValues
+from plait.backends.recorder import TraceRecorder
 from plait.comm.group import Done
 from plait.comm.protocol import Comm, Work
 from plait.compile.stages.stage_graphs import Value, edges_of
@@ -30,7 +31,7 @@ from plait.spec.schedule import Schedule
 
 
 class Runner(Protocol):
-    """What a rank computes for its cells."""
+    """Computes a rank's cells."""
 
     def run_cell(self, cell: Cell, micro: int, saved: SavedValues) -> Mapping[str, Tensor]:
         """Run a cell on a microbatch. The cell takes its inputs out of `saved`; its outputs are returned by name."""
@@ -40,17 +41,6 @@ class Runner(Protocol):
 
     def update(self, micro: int) -> None:
         """Update this rank's parameters by the gradients of the microbatches up to this one."""
-
-
-class Clock(Protocol):
-    """Records spans."""
-
-    def span(self, kind: str, name: str, action: Action, num_bytes: int = 0) -> AbstractContextManager[Any]: ...
-
-
-class _NoClock:
-    def span(self, kind: str, name: str, action: Action, num_bytes: int = 0) -> AbstractContextManager[Any]:
-        return nullcontext()
 
 
 _KIND = {FORWARD: "forward", BACKWARD: "backward", WEIGHT: "weight"}
@@ -73,7 +63,7 @@ class ScheduleExecutor:
         cells: Sequence[Cell],
         comm: Comm,
         coordinates: Mapping[str, int],
-        clock: Clock | None = None,
+        recorder: TraceRecorder | None = None,
         device: torch.device | None = None,
         activations: PipelineActivations | None = None,
     ) -> None:
@@ -84,7 +74,7 @@ class ScheduleExecutor:
         self._comm = comm
         self._device = device
         self._cells = frozenset(cells)
-        self._clock: Clock = clock or _NoClock()
+        self._recorder = recorder
         here = [v for v in values if all(coordinates[axis] == index for axis, index in v.only.items())]
         self._made: dict[Cell, list[Value]] = defaultdict(list)
         self._read: dict[Cell, list[Value]] = defaultdict(list)
@@ -127,6 +117,10 @@ class ScheduleExecutor:
         """A tensor of the value's shape and dtype on this rank's device, backed by one element."""
         return torch.empty((), dtype=value.like.dtype, device=self._device).expand(value.like.shape)
 
+    def span(self, kind: str, name: str, action: Action, num_bytes: int = 0) -> AbstractContextManager[Any]:
+        """Record what runs within the context, if there is a recorder."""
+        return nullcontext() if self._recorder is None else self._recorder.span(kind, name, action, num_bytes)
+
     def tag(self, value: Value, micro: int) -> int:
         """The tag under which the value of a microbatch is sent."""
         return micro * self._num_values + self._number[value.name]
@@ -157,10 +151,10 @@ class _Step:
             elif action.kind == RECV:
                 self._receive(action)
             elif action.kind == STEP and action.micro is not None:
-                with self._executor._clock.span("optimizer", str(action), action):
+                with self._executor.span("optimizer", str(action), action):
                     self._runner.update(action.micro)
             elif index == last_reduce:
-                with self._executor._clock.span("reduce", str(action), action):
+                with self._executor.span("reduce", str(action), action):
                     self._runner.reduce()
         self._release(tuple(self._sent))
 
@@ -189,10 +183,10 @@ class _Step:
         wanted = [value for value in self._executor._read[cell] if value.name in received]
         if wanted:
             num_bytes = sum(value.num_bytes for value in wanted)
-            with self._executor._clock.span("wait", str(action), action, num_bytes):
+            with self._executor.span("wait", str(action), action, num_bytes):
                 for value in wanted:
                     saved[value.name] = received.pop(value.name).wait()
-        with self._executor._clock.span(_KIND[action.kind], str(action), action):
+        with self._executor.span(_KIND[action.kind], str(action), action):
             made = self._runner.run_cell(cell, micro, saved)
         unsent: dict[str, _Unsent] = {}
         for value in self._executor._made[cell]:
@@ -223,7 +217,7 @@ class _Step:
             self._release(self._executor.completed[action])
         going = self._executor.carried(self._rank, action, action.peer)
         num_bytes = sum(value.num_bytes for _, value, _ in going)
-        with self._executor._clock.span("send", str(action), action, num_bytes):
+        with self._executor.span("send", str(action), action, num_bytes):
             for cell, value, _ in going:
                 unsent = self._unsent[cell, action.micro]
                 message = unsent[value.name]

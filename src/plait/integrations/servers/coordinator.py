@@ -336,7 +336,7 @@ class Coordinator:
         return found
 
     def _steps_ahead(self) -> int:
-        """How many steps the next update that ends a step covers."""
+        """The number of steps that the next update that ends a step covers."""
         return max(1, min(self.job.steps_each, self.job.steps - self._step))
 
     def _is_due(self, before: int, step: int) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker does next: read the values of `version`, given as one reference per server, and train on `piece`.
+    """A task of a worker: read the values of `version`, given as one reference per server, and train on `piece`.
 
     then       the piece after it, which is read ahead
     step       steps of the run that are done
@@ -83,7 +83,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class End:
-    """How a run ended. `error` is the reason if it ended before its last step; `of_loss` says that the loss is the
+    """The end of a run. `error` is the reason if it ended before its last step; `of_loss` says that the loss is the
     reason."""
 
     step: int

@@ -25,18 +25,17 @@ from plait.compile.capture.capture import LossFn
 from plait.engine.compiler import Compiler
 from plait.engine.local_batch import num_rows
 from plait.errors import PlanError, Refusal
-from plait.integrations.servers.coding import Encoder
-from plait.integrations.servers.computing import Computing
-from plait.integrations.servers.feed import BatchFeed
 from plait.integrations.servers.full_model import FullModel
 from plait.integrations.servers.local_steps import LocalSteps
 from plait.integrations.servers.make_job import make_job
 from plait.integrations.servers.messages import Task
+from plait.integrations.servers.piece_feed import BatchFeed
+from plait.integrations.servers.push_compression import Encoder
 from plait.integrations.servers.serial import SerialServers
 from plait.integrations.servers.server import Member, Server, Standing, UpdateOrder
 from plait.integrations.servers.server_job import Job, make_consistency
-from plait.integrations.servers.tables.local_tables import RowLookup
-from plait.integrations.servers.tables.sparse_table import tables_of
+from plait.integrations.servers.tables.sparse_table import RowLookup, tables_of
+from plait.integrations.servers.worker_gradients import Computing
 from plait.plan.plan import Plan
 from plait.reference.differences import RunResult
 from plait.schedule.consistency import Commit, Consistency, Go, Push, Refuse, drawn_order

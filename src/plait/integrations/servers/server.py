@@ -23,8 +23,8 @@ from plait.engine.checkpoint.saver import Saver
 from plait.engine.cpu_settings import keep_freed_memory
 from plait.engine.optimizers import OptimizerFactory
 from plait.integrations.servers.arrays import dtype_of, packed, to_array, to_tensor, unpacked
-from plait.integrations.servers.coding import Coding
 from plait.integrations.servers.optimizer_shard import ServerShard
+from plait.integrations.servers.push_compression import Coding
 from plait.integrations.servers.tables.row_index import Ids
 from plait.integrations.servers.tables.table_shard import Tables, TableSpec
 from plait.schedule.variable_placement import Piece

@@ -16,7 +16,7 @@ from torch import nn
 from plait.compile.ir.dtypes import torch_name
 from plait.engine.optimizers import OptimizerFactory
 from plait.errors import PlanError, UnevenBatchError
-from plait.integrations.servers.coding import Coding
+from plait.integrations.servers.push_compression import Coding
 from plait.integrations.servers.tables.sparse_table import tables_of
 from plait.integrations.servers.tables.table_shard import TableSpec
 from plait.plan.annotation import Annotations
@@ -96,7 +96,7 @@ class Job:
 
     @property
     def coding(self) -> Coding:
-        """How gradients are compressed for transfer."""
+        """The compression of pushed gradients."""
         return Coding(self.plan.compress, self.plan.exempt)
 
     @property

@@ -111,15 +111,31 @@ class DiskFile:
             raise HomeError(f"cannot make {self.path}: {error.strerror}; give another folder as scratch=") from None
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix=label)
         self._closing = weakref.finalize(self, os.close, self._fd)
-        self._promise(PAGE, "a first page")
+        self.reserve(PAGE, "a first page")
         self.direct = self._try_direct()
         self.num_read = 0  # bytes so far
         self.num_written = 0
 
-    def promise(self, num_bytes: int, what: str) -> None:
-        """Reserve room for that many more bytes of padded tensors. `what` names them in errors."""
-        if num_bytes:
-            self._promise(num_bytes, what)
+    def reserve(self, num_bytes: int, what: str) -> None:
+        """Reserve room for that many more bytes of padded tensors. `what` names them in errors.
+
+        Raises HomeError if the disk has no such room.
+        """
+        if num_bytes == 0:
+            return
+        try:
+            os.posix_fallocate(self._fd, self._end, num_bytes)
+        except OSError as error:
+            os.ftruncate(self._fd, self._end)
+            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+                raise HomeError(f"cannot set room aside in {self.path}: {error.strerror}") from None
+            about = os.fstatvfs(self._fd)
+            raise HomeError(
+                f"{self.path} needs {human_bytes(num_bytes)} more for {what}, and the disk has"
+                f" {human_bytes(about.f_bavail * about.f_frsize)} free ({error.strerror}); free some, give a folder on"
+                " another disk as scratch=, or split more with zero= and data="
+            ) from None
+        self._end += num_bytes
 
     def place(self, like: Tensor, what: str = "tensors") -> DiskPlace:
         """A place for a tensor of this shape, dtype and strides."""
@@ -128,7 +144,7 @@ class DiskFile:
     def take(self, num_bytes: int, what: str) -> int:
         """Take that many bytes, a multiple of a page, at the end of the file. Returns their offset."""
         if self._next + num_bytes > self._end:
-            self._promise(max(self._next + num_bytes - self._end, _GROW), what)
+            self.reserve(max(self._next + num_bytes - self._end, _GROW), what)
         self._next += num_bytes
         return self._next - num_bytes
 
@@ -181,21 +197,6 @@ class DiskFile:
             os.fdatasync(self._fd)  # only clean pages can be dropped
         os.posix_fadvise(self._fd, start, end - start, os.POSIX_FADV_DONTNEED)
 
-    def _promise(self, num_bytes: int, what: str) -> None:
-        try:
-            os.posix_fallocate(self._fd, self._end, num_bytes)
-        except OSError as error:
-            os.ftruncate(self._fd, self._end)
-            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-                raise HomeError(f"cannot set room aside in {self.path}: {error.strerror}") from None
-            about = os.fstatvfs(self._fd)
-            raise HomeError(
-                f"{self.path} needs {human_bytes(num_bytes)} more for {what}, and the disk has"
-                f" {human_bytes(about.f_bavail * about.f_frsize)} free ({error.strerror}); free some, give a folder on"
-                " another disk as scratch=, or split more with zero= and data="
-            ) from None
-        self._end += num_bytes
-
     def _try_direct(self) -> bool:
         """Bypass the page cache, if that works here."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
@@ -223,7 +224,7 @@ class DryRunFile(DiskFile):
     def _start(self, call: Callable[..., int], verb: str, offset: int, memory: Tensor, after: Transfer) -> Transfer:
         return _NOTHING
 
-    def _promise(self, num_bytes: int, what: str) -> None:
+    def reserve(self, num_bytes: int, what: str) -> None:
         self._end += num_bytes
 
 

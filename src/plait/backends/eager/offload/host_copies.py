@@ -36,13 +36,9 @@ class HostCopies:
             keep_for_current_stream(tensor)
             return Event(self.device).synchronize
 
-    def up(self, form: Tensor) -> ArrivingTensor:
-        """Make room on the device for a tensor of the form's shape, dtype and strides."""
-        return ArrivingTensor(self, form)
-
 
 class ArrivingTensor:
-    """A tensor that is copied from host memory to the device."""
+    """A tensor of the form's shape, dtype and strides that is copied from host memory to the device."""
 
     def __init__(self, copies: HostCopies, form: Tensor) -> None:
         self._copies = copies

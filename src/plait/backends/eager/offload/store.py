@@ -167,11 +167,11 @@ class Offload:
     def _bring(self, host: Tensor | None, place: DiskPlace | None) -> tuple[Callable[[], None], ArrivingTensor]:
         """Start to bring a tensor from host memory, or else from disk, to the device."""
         if host is not None:
-            arriving = self.copies.up(host)
+            arriving = ArrivingTensor(self.copies, host)
             arriving.land(host)
             return _nothing, arriving
         assert place is not None
-        arriving = self.copies.up(place.form)
+        arriving = ArrivingTensor(self.copies, place.form)
         memory = page_memory(place.num_bytes, pinned=not self.copies.is_host)
         reading = place.read(memory)
         if self.copies.is_host:

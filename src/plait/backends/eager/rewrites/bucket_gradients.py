@@ -250,13 +250,13 @@ class PendingReduction:
 
     @property
     def cut(self) -> Cut | None:
-        """How the sum is split along the first of the axes, if each rank keeps a part; None if it is all-reduced."""
+        """The cut of the sum along the first of the axes, if each rank keeps a part; None if it is all-reduced."""
         first = self.sums[0]
         return Cut(*first.args[3]) if first.target is scatter_part else None  # type: ignore[misc]
 
     @property
     def sent(self) -> Node:
-        """What is sent: the term, or its half-precision source if the graph casts it only to return it."""
+        """The tensor to send: the term, or its half-precision source if the graph casts it only to return it."""
         source = self.term.args[0] if self.term.target is aten._to_copy.default else None
         narrow = isinstance(source, Node) and source.meta["val"].dtype in HALF
         return source if narrow and len(self.term.users) == 1 else self.term  # type: ignore[return-value]

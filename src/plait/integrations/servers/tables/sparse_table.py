@@ -1,11 +1,14 @@
-"""The module that marks a large embedding: its rows stay on the servers, and are read by id."""
+"""The module that marks a large embedding, whose rows stay on the servers, and a worker's side of it.
+
+A worker looks up the unique ids of a batch. The rows of these ids are a parameter of the worker's model for one step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import BatchError, PlanError
-from plait.integrations.servers.tables.row_index import Ids, first_values
+from plait.integrations.servers.tables.row_index import Ids, by_server, first_values
 from plait.integrations.servers.tables.table_shard import TableSpec
 
 _away: ContextVar[bool] = ContextVar("tables are away", default=False)
@@ -93,3 +96,67 @@ def unique_ids(ids: Tensor) -> tuple[Ids, Tensor]:
     """The unique ids, and for each of `ids` its index among them, in the shape of `ids`."""
     found, places = np.unique(ids.numpy().astype(np.int64, copy=False).ravel(), return_inverse=True)
     return found, torch.from_numpy(places).view(ids.shape)
+
+
+@dataclass(frozen=True)
+class RowLookup:
+    """The ids of a batch.
+
+    ids    by table: the unique ids
+    parts  by table, for each server: the places in `ids` of the ids that the server holds
+    """
+
+    ids: dict[str, Ids]
+    parts: dict[str, list[np.ndarray]]
+
+    def wanted(self, server: int) -> list[Ids]:
+        """For every table, the ids that the server holds."""
+        return [ids[self.parts[name][server]] for name, ids in self.ids.items()]
+
+
+class LocalTables:
+    """The tables of a worker's model. Each has a weight of as many rows as a batch has ids."""
+
+    def __init__(self, model: nn.Module, num_servers: int) -> None:
+        self.tables: dict[str, SparseTable] = tables_of(model)
+        self._num_servers = num_servers
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The table's name by the name of its weight parameter."""
+        return {f"{name}.weight": name for name in self.tables}
+
+    def size_for(self, batch: Any) -> None:
+        """Give each weight as many rows as a batch of this shape has ids."""
+        for table in self.tables.values():
+            table.weight = nn.Parameter(torch.zeros(ids_in(batch, table).numel(), table.spec.dim))
+
+    def localise(self, batch: Any) -> tuple[Any, RowLookup]:
+        """The batch with its ids replaced by row numbers of the weights, and the lookup of these rows."""
+        found, lookup = batch, RowLookup({}, {})
+        for name, table in self.tables.items():
+            lookup.ids[name], numbers = unique_ids(ids_in(batch, table))
+            lookup.parts[name] = by_server(lookup.ids[name], self._num_servers)
+            found = {**found, table.ids: numbers}
+        return found, lookup
+
+    def weights(self, lookup: RowLookup, rows: Sequence[Sequence[np.ndarray]]) -> dict[str, Tensor]:
+        """The weights by parameter name, from every server's rows of every table. Rows beyond the batch's ids are
+        zeros."""
+        found = {}
+        for index, (name, table) in enumerate(self.tables.items()):
+            weight = torch.zeros(table.weight.shape, dtype=table.weight.dtype)
+            for server, places in enumerate(lookup.parts[name]):
+                weight.numpy()[places] = rows[server][index]
+            found[f"{name}.weight"] = weight
+        return found
+
+    def pushes(self, lookup: RowLookup, gradients: dict[str, Tensor]) -> list[list[np.ndarray]]:
+        """For every server, the ids and gradients of each table in turn. Removes the tables' gradients from
+        `gradients`."""
+        found: list[list[np.ndarray]] = [[] for _ in range(self._num_servers)]
+        for name in self.tables:
+            gradient = gradients.pop(f"{name}.weight")[: len(lookup.ids[name])].cpu().numpy()
+            for server, places in enumerate(lookup.parts[name]):
+                found[server] += [lookup.ids[name][places], gradient[places]]
+        return found

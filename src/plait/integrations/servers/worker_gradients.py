@@ -18,16 +18,15 @@ from plait.engine.engine import Engine
 from plait.engine.local_batch import num_rows, num_tokens
 from plait.engine.setup_checks import check_captured
 from plait.integrations.servers.arrays import join_pieces, to_array
-from plait.integrations.servers.feed import BatchFeed, PieceFeed
 from plait.integrations.servers.messages import Task
+from plait.integrations.servers.piece_feed import BatchFeed, PieceFeed
 from plait.integrations.servers.server_job import Job, fingerprint_of, variables_of
-from plait.integrations.servers.tables.local_tables import LocalTables, RowLookup
-from plait.integrations.servers.tables.sparse_table import specs_of, tables_away
+from plait.integrations.servers.tables.sparse_table import LocalTables, RowLookup, specs_of, tables_away
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """What a worker has computed on a piece of the data.
+    """The result of a worker's computation on a piece of the data.
 
     loss     the mean loss of the piece
     weight   its weight in the mean over pieces: the number of rows, or the weight of a plait.Weighted
