@@ -23,9 +23,9 @@ from torch import Tensor
 
 from plait.engine.checkpoint import write
 from plait.engine.checkpoint.checkpoint_folders import check_files, checkpoints, damages, newest
+from plait.engine.checkpoint.json_values import decode, encode
 from plait.engine.checkpoint.local_shards import Holding, pieces
 from plait.engine.checkpoint.manifest import BLOCK, Manifest, combine_crcs
-from plait.engine.checkpoint.plain_values import decode, encode
 from plait.engine.checkpoint.safetensor import read_header
 from plait.engine.checkpoint.storage import LocalFolder, folder_of
 from plait.engine.checkpoint.write import Image

@@ -134,10 +134,10 @@ def test_what_each_replica_or_worker_trains_by(text: str, within: str) -> None:
     [
         ("data=2 sync=0", "a number of steps, 1 or more, or one that grows like 4..64"),
         ("data=2 sync=8..4", "begins with the smaller number"),
-        ("sync=8", "sync=8 is about replicas, and the plan has one; add data=N"),
-        ("compress=int8", "compress=int8 is about replicas, and the plan has one"),
+        ("sync=8", "sync=8 is for several replicas, and the plan has one; add data=N"),
+        ("compress=int8", "compress=int8 is for several replicas, and the plan has one"),
         ("data=2 staleness=3", "staleness=3 configures parameter servers, and the plan has no workers"),
-        ("data=2 outer=sgd", "outer=sgd is about replicas that agree every n steps, and this plan agrees at each"),
+        ("data=2 outer=sgd", "outer=sgd is for replicas that synchronise every N steps, but these do at every step"),
         ("data=2 sync=8 zero=1", "sync=8 does not go with zero=1 over the same ranks"),
         ("data=2 sync=8 central=host", "sync=8 does not go with central=host over the same ranks"),
         ("data=2 sync=8 streaming=2", "streaming=2 needs an outer optimizer"),

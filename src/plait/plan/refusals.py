@@ -49,19 +49,19 @@ NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (("workers",), ("servers",),
      "{key}={value} train against parameter servers, and the plan has none; add servers=1, or use data={value}"),
     (OF_LOCAL, ("sync",),
-     "{key}={value} is about replicas that agree every n steps, and this plan agrees at each; give sync=N with it, N"
+     "{key}={value} is for replicas that synchronise every N steps, but these do at every step; give sync=N with it, N"
      " being 2 or more, or leave {key}= out"),
     (("outer.lr", "outer.momentum"), ("outer",),
      "{key}={value} configures an outer optimizer, and the plan has none; add outer=sgd"),
     (("overlap",), ("sync", "workers"),
-     "{key}={value} is about replicas that agree every n steps, or workers, and this plan has neither; give sync=N with"
+     "{key}={value} is for replicas that synchronise every N steps, or workers, and the plan has none; give sync=N with"
      " it, N being 2 or more, or leave {key}= out"),
     (("streaming",), ("outer",), "{key}={value} needs an outer optimizer; add outer=nesterov, or outer=sgd"),
     (("overlap",), ("outer", "workers"),
      "{key}={value} needs an outer optimizer; add outer=nesterov, or outer=sgd"),
     (("compress.",), ("compress",), "{value} names an exception, and the plan compresses nothing; give compress=KIND"),
     (("sync", "compress"), ("data", "replica", "workers"),
-     "{key}={value} is about replicas, and the plan has one; add data=N, or leave {key}= out"),
+     "{key}={value} is for several replicas, and the plan has one; add data=N, or leave {key}= out"),
 )  # fmt: skip
 
 

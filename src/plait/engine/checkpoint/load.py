@@ -30,9 +30,9 @@ from plait.engine.checkpoint.compatibility import (
     saved_model,
     saved_state,
 )
+from plait.engine.checkpoint.json_values import Count, Text, Whole, checked, decode, tensor_names
 from plait.engine.checkpoint.local_shards import is_away
 from plait.engine.checkpoint.manifest import NAME, Manifest
-from plait.engine.checkpoint.plain_values import decode, tensor_names
 from plait.engine.checkpoint.snapshot import (
     expected_state,
     persistent_buffers,
@@ -42,7 +42,6 @@ from plait.engine.checkpoint.snapshot import (
 )
 from plait.engine.checkpoint.source import Source, Wanted, whole_of
 from plait.engine.checkpoint.storage import Folder, Location, folder_of
-from plait.engine.checkpoint.strict_json import Count, Text, Whole, checked
 from plait.engine.slices import Fragment, fragments
 from plait.engine.train_state import TrainState
 from plait.errors import CheckpointError

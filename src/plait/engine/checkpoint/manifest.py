@@ -17,10 +17,19 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from plait.engine.checkpoint.plain_values import check_values
+from plait.engine.checkpoint.json_values import (
+    Count,
+    Extents,
+    FileName,
+    Real,
+    Strict,
+    Text,
+    check_values,
+    checked,
+    read_json,
+)
 from plait.engine.checkpoint.safetensor import Dtype, first_overlap, fits_memory, item_bytes
 from plait.engine.checkpoint.storage import Folder
-from plait.engine.checkpoint.strict_json import Count, Extents, FileName, Real, Strict, Text, checked, read_json
 from plait.engine.slices import TensorSlice
 from plait.errors import CheckpointError
 

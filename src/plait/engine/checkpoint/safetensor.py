@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, TypeAdapter
 
 from plait.cost.memory_model import PAGE
-from plait.engine.checkpoint.strict_json import Count, Extents, Strict, Text, checked, read_json
+from plait.engine.checkpoint.json_values import Count, Extents, Strict, Text, checked, read_json
 from plait.errors import CheckpointError
 
 _LENGTH = 8

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from plait.comm.device import is_host
 from plait.engine.checkpoint.checkpoint_folders import check_blocks, in_threads
+from plait.engine.checkpoint.json_values import FileName, Text, checked, read_json
 from plait.engine.checkpoint.manifest import BLOCK, FileEntry, Manifest, StoredPart
 from plait.engine.checkpoint.safetensor import item_bytes, read_header
 from plait.engine.checkpoint.storage import Folder, Location, folder_of
-from plait.engine.checkpoint.strict_json import FileName, Text, checked, read_json
 from plait.engine.slices import Fragment, TensorSlice
 from plait.errors import CheckpointError
 

@@ -32,9 +32,9 @@ from plait.compile.ir.dtypes import torch_name
 from plait.cost.memory_model import padded
 from plait.engine.checkpoint.barrier import Barrier
 from plait.engine.checkpoint.checkpoint_folders import checkpoints, newest, own_folders
+from plait.engine.checkpoint.json_values import encode
 from plait.engine.checkpoint.local_shards import Holding, WrittenPiece, pieces
 from plait.engine.checkpoint.manifest import BLOCK, NAME, FileEntry, Manifest, saved_at
-from plait.engine.checkpoint.plain_values import encode
 from plait.engine.checkpoint.safetensor import Entry, check_dtype, write_header
 from plait.engine.checkpoint.saver import Saver
 from plait.engine.checkpoint.storage import Folder, Location, NewFile, folder_of

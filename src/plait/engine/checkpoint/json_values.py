@@ -1,4 +1,7 @@
-"""Exact conversion of values to JSON and back, for what a checkpoint holds besides large tensors. Without pickle.
+"""JSON in checkpoints: exact conversion of values to JSON and back, without pickle, and strict reading of JSON.
+
+A checkpoint, or weights from elsewhere, is not trusted: it says which bytes of which files are read into which tensors.
+Errors name the place of an invalid value.
 
 Numbers, text, None, lists, and dicts with text keys are JSON values. Other values are marked with "$":
 
@@ -11,10 +14,14 @@ from __future__ import annotations
 
 import base64
 import functools
+import json
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Container, Mapping
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from plait.engine.checkpoint.storage import is_plain_name
 from plait.errors import CheckpointError
 
 _MARK = "$"
@@ -129,3 +136,56 @@ def _plain(value: Any) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     return next(kind(value) for kind in (bool, int, float, str) if isinstance(value, kind))
+
+
+Form = TypeVar("Form")
+
+_LARGEST = 1 << 62  # limit of counts of bytes, which torch stores in signed 64-bit integers
+
+
+def _plain_name(text: str) -> str:
+    if not is_plain_name(text):
+        raise ValueError("it is not the plain name of a file in the folder")
+    return text
+
+
+Text = Annotated[str, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, ge=0, lt=_LARGEST)]
+Whole = Annotated[int, Field(strict=True, ge=-_LARGEST, lt=_LARGEST)]
+Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Extents = Annotated[tuple[Count, ...], Field(max_length=64)]
+FileName = Annotated[Text, AfterValidator(_plain_name)]
+
+
+class Strict(BaseModel):
+    """A JSON object with exactly these keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def read_json(text: bytes | str, where: str) -> Any:
+    """Parse JSON. Raises CheckpointError for invalid JSON, or for a key that occurs twice."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else f"{error}"
+        raise CheckpointError(f"{where} cannot be read: {why}") from None
+
+
+def checked(form: TypeAdapter[Form], value: Any, where: str) -> Form:
+    """Validate the value. Raises CheckpointError, which names the first invalid field."""
+    try:
+        return form.validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(each) for each in first["loc"]) or "it"
+        raise CheckpointError(f"{where} is not as plait reads it: {place[:200]}: {first['msg']}") from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:200]!r} is there twice")
+    return found
