@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import socket
 import sys
@@ -140,9 +142,16 @@ def _run_script(source: str, variables: dict[str, str], out: str, complaints: st
     sys.stdout.flush()
 
 
+@functools.cache
 def _forkserver() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch", "torch._dynamo", "plait.comm.process_world", "plait.comm.stop_vote", "plait.api.trainer", "pytest"]
+        ["plait.comm.process_world", "plait.comm.stop_vote", "plait.api.trainer", "pytest", "forked"]
     )
+    before = os.environ.get("PYTHONPATH", "")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), before])  # where it finds forked.py
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        os.environ["PYTHONPATH"] = before
     return context

@@ -7,6 +7,7 @@ of all of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -227,11 +228,14 @@ def tensors_outside_state(optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-_OF_TORCH = frozenset(vars(torch.optim.SGD([torch.empty(0)]))) | {"_opt_called", "_step_supports_amp_scaling"}
+@functools.cache
+def _of_torch() -> frozenset[str]:
+    """The attributes that torch gives every optimizer. The first optimizer of a process takes more than a second."""
+    return frozenset(vars(torch.optim.SGD([torch.empty(0)]))) | {"_opt_called", "_step_supports_amp_scaling"}
 
 
 def _is_number(name: str, value: Any) -> bool:
-    return isinstance(value, (bool, int, float)) and name not in _OF_TORCH
+    return isinstance(value, (bool, int, float)) and name not in _of_torch()
 
 
 def _custom(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
