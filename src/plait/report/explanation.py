@@ -323,9 +323,8 @@ def describe_stages(program: RankProgram) -> list[str]:
         first, last = stage_modules(program, stage)
         where = first if first == last else f"{first} .. {last}"
         share = each[stage] / (sum(each) or 1.0)
-        lines.append(
-            f"  {stage:<3} pipeline={ranks:5} {share:6.1%}  {len(names):4} parameters {human_bytes(held):>10}  {where}"
-        )
+        on = f"{stage_axis()}={ranks:5}"
+        lines.append(f"  {stage:<3} {on} {share:6.1%}  {len(names):4} parameters {human_bytes(held):>10}  {where}")
     lines += ["", "between stages (of each microbatch, from one rank)"]
     crossing: Counter[tuple[str, int, int]] = Counter()
     values: Counter[tuple[str, int, int]] = Counter()
