@@ -331,7 +331,7 @@ def test_a_worker_with_another_model_is_told_the_first_difference(tmp_path: Path
     ("plan", "why"),
     [
         ("workers=2 servers=1 sync=4", "sync=4 with workers=2 takes the mean .* add staleness=0"),
-        ("workers=2 servers=1 staleness=0 sync=4..8", "sync=4..8 grows, .* such as sync=8"),
+        ("workers=2 servers=1 staleness=0 sync=4..8", "sync=4..8 is an interval that grows, .* such as sync=8"),
         ("workers=2 servers=1 staleness=0 sync=4 outer=sgd overlap=1", "waits for the mean of all; leave overlap= out"),
         ("workers=2 servers=1 staleness=0 overlap=1", "waits for the update of all; .* use staleness=1 or none"),
         ("workers=2 servers=1 staleness=1 overlap=2", "give overlap=1 or staleness=2"),
