@@ -10,6 +10,7 @@ import torch
 from comm_worlds import run
 from torch import Tensor
 
+import plait
 from plait.backends.eager.schedule_executor import ScheduleExecutor
 from plait.comm.protocol import REDUCTIONS, World
 from plait.comm.thread_world import run_ranks
@@ -169,3 +170,13 @@ def test_no_schedule_deadlocks(name: str, num_ranks: int) -> None:
         for kind, stage in cells
         for micro in range(schedule.num_micro)
     }
+
+
+def test_a_pipeline_of_tensor_parallel_stages_compares_its_order_too() -> None:
+    """Of values that cells hand on, some are tuples: those between a backward and its weight pass."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8)) for _ in range(2)]
+    model = torch.nn.Sequential(*layers, torch.nn.LayerNorm(8))
+    plan = "pipeline=2 tensor=2 micro=2 schedule=zb-h1"
+    report = plait.verify(model, lambda m, x: m(x).square().mean(), torch.randn(4, 8), plan)
+    assert report.ok, report
