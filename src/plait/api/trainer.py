@@ -6,7 +6,7 @@ import atexit
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,21 +39,27 @@ from plait.plan.plan import Plan
 from plait.spec.layout import Layout
 
 
-@dataclass(frozen=True)
 class StepEnd:
     """The argument of a callback after each step. Values are global, or with sync=N those of this rank's replica.
 
     Attributes:
         step: the number of steps taken.
-        loss: the loss of the step.
-        gradient_norm: the 2-norm of the gradients before clipping; None without `clip_norm`.
+        loss: the loss of the step. Whoever reads it waits for the device.
+        gradient_norm: the 2-norm of the gradients before clipping; None without `clip_norm`. As `loss`.
         aux: what the loss function returned beside the loss.
     """
 
-    step: int
-    loss: float
-    gradient_norm: float | None
-    aux: Mapping[str, Tensor] = field(default_factory=dict)
+    def __init__(self, step: int, loss: Tensor, gradient_norm: Tensor | None, aux: Mapping[str, Tensor]) -> None:
+        self.step, self.aux = step, aux
+        self._loss, self._gradient_norm = loss, gradient_norm
+
+    @cached_property
+    def loss(self) -> float:
+        return float(self._loss)
+
+    @cached_property
+    def gradient_norm(self) -> float | None:
+        return None if self._gradient_norm is None else float(self._gradient_norm)
 
 
 class Trainer:
@@ -231,11 +237,11 @@ class Trainer:
         """Drop the gradients for the next `optimizer_step`."""
         self.engine.zero_grad()
 
-    def optimizer_step(self) -> float | None:
+    def optimizer_step(self) -> Tensor | None:
         """Run the second half of `step`: clip the gradients, update, step the scheduler and call the callbacks.
 
-        Returns the 2-norm of the gradients before clipping, or None without `clip_norm`. Raises PlanError if there are
-        no gradients.
+        Returns the 2-norm of the gradients before clipping, a 0-d tensor, or None without `clip_norm`. Raises PlanError
+        if there are no gradients.
         """
         norm = self.engine.optimizer_step()
         number, recorder = self.step_number, self.engine.recorder
@@ -246,7 +252,7 @@ class Trainer:
         assert self._last is not None
         last, self._last = self._last, None
         for callback in self._callbacks:
-            callback(StepEnd(number, float(last.loss), norm, last.outputs or {}))
+            callback(StepEnd(number, last.loss, norm, last.outputs or {}))
         return norm
 
     def evaluate(self, data: Any) -> Any:
@@ -364,6 +370,7 @@ class Trainer:
 
         Raises CheckpointError, which names the file that could not be written. Earlier checkpoints stay as they were.
         """
+        self.engine.check_last()
         saved_state.save(self.state, path, extra or {}, keep, self._saver, wait)
 
     def load(self, path: str | Path) -> dict[str, Any]:
@@ -397,6 +404,7 @@ class Trainer:
         """Wait for a save in progress, leave the world if the trainer made it, and remove what is on disk."""
         try:
             self._saver.wait()
+            self.engine.check_last()
         finally:
             self._end_trace()
             self.engine.close()

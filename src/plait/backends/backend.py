@@ -28,7 +28,7 @@ class StepResult:
     parts: tuple[Tensor, Tensor] | None  # (sum, weight) if the loss function returned these
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    factor: float = 1.0
+    factor: float | Tensor = 1.0
     aux: tuple[Outputs, ...] | None = None  # outputs beside the loss, one entry per microbatch
 
 

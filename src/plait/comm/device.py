@@ -116,6 +116,20 @@ class Event:
         return float(self._event.elapsed_time(later._event)) / 1e3
 
 
+class HostValue:
+    """The value of a 0-d tensor, which is copied to the host while host and device go on."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        device = tensor.device
+        self._copy = tensor if is_host(device) else pinned_like(tensor, device).copy_(tensor, non_blocking=True)
+        self._copied = Event(device)
+
+    def get(self) -> float:
+        """The value. Waits until the device has come to the copy."""
+        self._copied.synchronize()
+        return float(self._copy)
+
+
 class CopyStream:
     """A stream of an accelerator for copies, besides the one that computes."""
 

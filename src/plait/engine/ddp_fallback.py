@@ -27,13 +27,14 @@ from plait.backends.backend import StepResult, Update
 from plait.comm.device import random_devices
 from plait.comm.process_world import device_mesh
 from plait.comm.protocol import World
-from plait.compile.capture.batch import take_rows
+from plait.compile.capture.batch import map_batch, take_rows
 from plait.compile.capture.capture import LossFn
 from plait.compile.capture.loss_values import Outputs, copied, join_outputs, read_loss
 from plait.compile.compiled import Compiled
 from plait.compile.ir.dtypes import torch_name
 from plait.engine.compiler import Compiler
 from plait.engine.dtensors import has_process_group
+from plait.engine.executor import scale_all
 from plait.engine.local_batch import LocalBatch, batch_part, num_rows
 from plait.engine.model_copy import preserved
 from plait.engine.step_results import gather_outputs
@@ -118,6 +119,7 @@ class EagerExecutor:
         self.loss_fn = loss_fn
         self.plan = plan
         self.world = world
+        model.to(world.device)
         self.dtypes = {name: p.dtype for name, p in model.named_parameters()}
         self.parameters = dict(model.named_parameters())
         self.buffers = dict(model.named_buffers())
@@ -253,12 +255,12 @@ class EagerExecutor:
     def set_whole(self, name: str, whole: Tensor) -> None:
         self.parameters[name].data = whole
 
-    def scale_gradients(self, factor: float) -> None:
-        torch._foreach_mul_([p.grad for p in self.parameters.values() if p.grad is not None], factor)
+    def scale_gradients(self, factor: Tensor) -> None:
+        scale_all([p.grad for p in self.parameters.values() if p.grad is not None], factor)
 
-    def gradient_norm(self) -> float:
+    def gradient_norm(self) -> Tensor:
         norms = [p.grad.norm() for p in self.parameters.values() if p.grad is not None]
-        return float(torch.stack(norms).norm()) if norms else 0.0
+        return torch.stack(norms).norm() if norms else torch.zeros((), device=self.world.device)
 
     def whole(self, name: str, local: Tensor | None) -> Tensor:
         assert local is not None
@@ -267,11 +269,16 @@ class EagerExecutor:
     def _rows(self, batch: Any) -> tuple[Any, int]:
         """This rank's rows, and their number."""
         if isinstance(batch, LocalBatch):
-            return batch.tree, batch.local_size
+            return self._moved(batch.tree), batch.local_size
         index, rows = self.world.mesh.coordinates(self.world.rank)[self._axis], num_rows(batch)
         part = batch_part(batch, index, self._num)
         each = -(-rows // self._num)
-        return part, min(each, rows - index * each)
+        return self._moved(part), min(each, rows - index * each)
+
+    def _moved(self, rows: Any) -> Any:
+        """The rows, on this rank's device."""
+        device = self.world.device
+        return map_batch(lambda _, leaf: leaf.to(device, non_blocking=True) if torch.is_tensor(leaf) else leaf, rows)
 
 
 def _num_ranks(plan: Plan) -> int:

@@ -26,6 +26,7 @@ from plait.backends.backend import Backend, StepResult
 from plait.backends.eager.offload.store import Offload
 from plait.backends.recorder import TraceRecorder
 from plait.comm.agree import attempt
+from plait.comm.device import HostValue, is_host
 from plait.comm.protocol import World
 from plait.compile.capture.batch import batch_structure
 from plait.compile.capture.loss_values import join_outputs, results
@@ -116,6 +117,7 @@ class Engine:
         self._executor: StepExecutor | None = None
         self._structure: str | None = None  # of the first batch
         self._num_waiting = 0  # batches whose gradients no update has taken yet
+        self._unchecked: tuple[int, HostValue] | None = None  # the last step, whose loss is yet to be looked at
 
     @property
     def is_prepared(self) -> bool:
@@ -210,7 +212,8 @@ class Engine:
 
         The gradients are added to those of earlier batches that wait for an update, in the parameters of this rank.
         Under an asynchronous schedule the parameters are updated already. Raises LossError for a loss that is not
-        finite, with on_nan="raise", and WorldError if the ranks have different batches.
+        finite, with on_nan="raise"; on an accelerator in the step after it, so that the host runs ahead of the device.
+        Raises WorldError if the ranks have different batches.
         """
         self.prepare(batch)
         state, executor = self.state, self.executor
@@ -224,7 +227,7 @@ class Engine:
                 result = state.replicas.gradients(result)
         refuse_padding(batch, result)
         with self.same.awaited():
-            check_finite(executor, number, result.loss, result.gradients, self._on_nan)
+            self._check_finite(number, result)
         outputs = None if result.aux is None else results(without_padding(batch, join_outputs(result.aux)))
         self._follow_frozen()
         if not self.updates_within:
@@ -234,6 +237,24 @@ class Engine:
                 own.grad = gradient if own.grad is None else own.grad.add_(gradient)
             self._num_waiting += 1
         return StepLoss(result.loss, None if result.parts is None else result.parts[1], outputs)
+
+    def _check_finite(self, number: int, result: StepResult) -> None:
+        """Check the loss of this step. On an accelerator, for which the host does not wait, that of the step before."""
+        if is_host(result.loss.device):
+            check_finite(self.executor, number, float(result.loss), result.gradients, self._on_nan)
+            return
+        before, self._unchecked = self._unchecked, (number, HostValue(result.loss))
+        self._check(before)
+
+    def check_last(self) -> None:
+        """Check the loss of the last step, if that is still to be done. Raises LossError as `forward_backward`."""
+        last, self._unchecked = self._unchecked, None
+        self._check(last)
+
+    def _check(self, step: tuple[int, HostValue] | None) -> None:
+        if step is not None:
+            number, loss = step
+            check_finite(self.executor, number, loss.get(), {}, self._on_nan)
 
     def run(self, batch: Any, key: int) -> StepResult:
         """Forward and backward of this replica's batch, and no more: `forward_backward` without its checks."""
@@ -273,7 +294,7 @@ class Engine:
             self._executor.set_gradients({})
         self._num_waiting = 0
 
-    def optimizer_step(self) -> float | None:
+    def optimizer_step(self) -> Tensor | None:
         """Update the parameters with the gradients that wait.
 
         Returns the gradients' 2-norm before clipping; None without `clip_norm`. In fp16, gradients that are not finite
@@ -307,6 +328,7 @@ class Engine:
 
     def evaluate(self, data: Any) -> Any:
         """The mean loss over a batch or several batches; see Trainer.evaluate."""
+        self.check_last()
         return evaluate(self, data, self._structure)
 
     def _update_within(self, gradients: dict[str, Tensor]) -> None:

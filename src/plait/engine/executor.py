@@ -7,8 +7,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from plait.comm.device import is_host
 from plait.errors import LossError
 from plait.plan.sharding_plan import ShardingPlan
 from plait.spec.layout import Layout
@@ -124,11 +126,11 @@ class StepExecutor(ModelParts, Protocol):
         """The gradients of the last `run`, by name, as whole tensors in new memory. All ranks must call it."""
         ...
 
-    def scale_gradients(self, factor: float) -> None:
+    def scale_gradients(self, factor: Tensor) -> None:
         """Multiply all gradients by the factor."""
         ...
 
-    def gradient_norm(self) -> float:
+    def gradient_norm(self) -> Tensor:
         """The 2-norm of all gradients together, equal on every rank."""
         ...
 
@@ -136,13 +138,13 @@ class StepExecutor(ModelParts, Protocol):
 def check_finite(
     executor: StepExecutor,
     step: int,
-    loss: Tensor,
+    loss: float,
     gradients: Mapping[str, Tensor],
     on_nan: Literal["raise", "warn"],
 ) -> None:
     """Raise LossError, or warn, if the loss is not finite. The message names a parameter or gradient that is not
     finite either."""
-    if math.isfinite(float(loss)):
+    if math.isfinite(loss):
         return
     parts = ((name, executor.local(name)) for name in executor.parameters)
     bad = next((name for name, part in parts if part is not None and not bool(part.isfinite().all())), None)
@@ -150,19 +152,29 @@ def check_finite(
     if bad is None:
         bad = next((n for n, g in gradients.items() if not bool(g.isfinite().all())), None)
         where += f"; the first bad gradient is that of {bad}" if bad else ""
-    message = f"the loss of step {step} is {float(loss)}: {where}{_late_checks(executor)}"
+    message = f"the loss of step {step} is {loss}: {where}{_late_checks(executor)}"
     if on_nan == "raise":
         raise LossError(f"{message}; lower the learning rate, set clip_norm, or pass on_nan='warn' to go on")
     warnings.warn(message, stacklevel=4)
 
 
-def clip(executor: StepExecutor, limit: float) -> float:
-    """Scale all gradients to a total 2-norm of at most `limit`. Returns the norm before."""
+def clip(executor: StepExecutor, limit: float) -> Tensor:
+    """Scale all gradients to a total 2-norm of at most `limit`. Returns the norm before, a 0-d tensor."""
     norm = executor.gradient_norm()
     scale = limit / (norm + 1e-6)
-    if scale < 1:
+    if not is_host(norm.device):
+        executor.scale_gradients(scale.clamp(max=1.0))  # the host does not wait for the norm
+    elif scale < 1:
         executor.scale_gradients(scale)
     return norm
+
+
+def scale_all(gradients: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors by a 0-d tensor, in place, without a wait of the host for a device."""
+    if gradients and is_host(factor.device):
+        torch._foreach_mul_(gradients, float(factor))
+    elif gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
 
 
 def _late_checks(executor: StepExecutor) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +23,7 @@ from plait.compile.compiled import Compiled
 from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.rank_program import RankProgram
 from plait.engine.compiler import Compiler, Recent
+from plait.engine.executor import scale_all
 from plait.engine.initial_values import initial_buffers
 from plait.engine.local_batch import LocalBatch, first_microbatch, global_like, microbatches, num_rows
 from plait.engine.local_tensors import counts_here, gather_whole, is_whole, local_part, summed_square_axes
@@ -80,8 +80,8 @@ class RankExecutor:
         self.buffers: dict[str, Tensor] = {}
         buffers = dict(model.named_buffers())
         for name, buffer in initial_buffers(model, world).items():
-            if adopt and buffer is not buffers[name]:
-                buffers[name].data = buffer
+            if adopt and (buffer is not buffers[name] or buffer.device != world.device):
+                buffers[name].data = buffer.to(world.device)
             self.buffers[name] = buffers[name] if adopt else buffer.detach().clone().to(world.device)
         self.buffers |= self.variables.changing
         self._places = [
@@ -204,7 +204,7 @@ class RankExecutor:
             self.frozen = captured.frozen
         self.with_gradient = tuple(o.name for o in captured.outputs if o.kind == "gradient")
         result = joined(results, scale)
-        self.offload.factor = result.factor
+        self.offload.factor = float(result.factor) if self.offload.norms else 1.0
         return result
 
     @torch.no_grad()
@@ -291,14 +291,13 @@ class RankExecutor:
                 gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
             parameter.grad = gradient if gradient is None else gradient.to(parameter.device)
 
-    def scale_gradients(self, factor: float) -> None:
+    def scale_gradients(self, factor: Tensor) -> None:
         """Multiply all gradients by the factor, wherever they are stored."""
-        gradients = [p.grad for p in self.parameters.values() if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
-        self.offload.factor *= factor
+        scale_all([p.grad for p in self.parameters.values() if p.grad is not None], factor)
+        if self.offload.norms:
+            self.offload.factor *= float(factor)
 
-    def gradient_norm(self) -> float:
+    def gradient_norm(self) -> Tensor:
         """The 2-norm of all whole gradients together, equal on every rank."""
         by_axes: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
         axes = summed_square_axes(self.layouts)
@@ -310,14 +309,17 @@ class RankExecutor:
             elif name in self.offload.norms:
                 by_axes[axes[name]].append(self.offload.norms[name] * self.offload.factor)
         groups = sorted(set(axes.values()))  # the same on every rank, also where a rank holds none of a group
-        total = 0.0
+        device = self.world.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
         for group in groups:
             norms = torch._foreach_norm(by_axes[group]) if by_axes[group] else []
-            squares = sum((n.double().square() for n in norms), start=torch.zeros((), dtype=torch.float64))
+            squares = torch.zeros_like(total)
+            for norm in norms:
+                squares = squares + norm.to(device).double().square()
             for axis in group:
                 squares = self.world.comm(axis).all_reduce(squares.reshape(1)).wait()[0]
-            total += float(squares)
-        return math.sqrt(total)
+            total = total + squares
+        return total.sqrt()
 
     def local(self, name: str) -> Tensor | None:
         """This rank's part of a parameter, wherever it is stored; None if another rank has it."""

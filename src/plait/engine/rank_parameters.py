@@ -79,8 +79,8 @@ class Variables:
                 adopted.add(name)
             elif value is not None:
                 can_adopt = adopt and is_whole(held[name]) and not own[name].is_meta
-                if can_adopt and value.data_ptr() != own[name].data_ptr():
-                    own[name].data = value  # the value of rank 0
+                if can_adopt and (value.device != world.device or value.data_ptr() != own[name].data_ptr()):
+                    own[name].data = value = value.to(world.device)  # the value of rank 0, where it is computed with
                 if self._store(name, value, own[name], cuts.get(name), sharding.parameters[name].narrow, can_adopt):
                     adopted.add(name)
         self._buckets = list(self._make_buckets())

@@ -40,7 +40,7 @@ def joined(results: Sequence[StepResult], scale: Tensor | None = None) -> StepRe
         for dtype, gradients in by_dtype.items():
             torch._foreach_mul_(gradients, factor.to(gradients[0].device, dtype))
     aux = None if last.aux is None else tuple(each for r in results for each in r.aux or ())
-    return StepResult(loss, parts, last.gradients, last.buffers, 1.0 if factor is None else float(factor), aux)
+    return StepResult(loss, parts, last.gradients, last.buffers, 1.0 if factor is None else factor, aux)
 
 
 def gather_outputs(comm: Comm, outputs: Outputs, rows: float, device: torch.device) -> list[Outputs]:

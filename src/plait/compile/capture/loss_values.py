@@ -179,14 +179,15 @@ def _join(name: str, parts: Sequence[LossPart]) -> LossPart:
     if kind == "min":
         return LossPart(kind, stacked.amin(0))
     if kind == "mean":
-        weights = torch.tensor([float(p.weight) for p in parts], dtype=torch.float64)
-        shares = (weights / weights.sum()).to(stacked.device, _wide(stacked.dtype))
+        weights = [float(p.weight) for p in parts]
+        total = sum(weights)
+        shares = torch.tensor([each / total for each in weights], dtype=_wide(stacked.dtype), device=stacked.device)
         mean = (stacked.to(shares.dtype) * shares.view(-1, *[1] * (stacked.ndim - 1))).sum(0)
-        return LossPart(kind, mean.to(stacked.dtype), float(weights.sum()))
-    total = stacked.sum(0, dtype=stacked.dtype)
+        return LossPart(kind, mean.to(stacked.dtype), total)
+    summed = stacked.sum(0, dtype=stacked.dtype)
     if kind == "sum":
-        return LossPart(kind, total)
-    return LossPart(kind, total, torch.stack([torch.as_tensor(part.weight) for part in parts]).sum(0))
+        return LossPart(kind, summed)
+    return LossPart(kind, summed, torch.stack([torch.as_tensor(part.weight) for part in parts]).sum(0))
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
