@@ -12,12 +12,12 @@ from typing import Any
 
 import fake_cuda  # first: before torch
 import torch
-from plait.compile.meter import Meter
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import plait
 from plait.comm.dry_run_world import DryRunWorld
+from plait.compile.memory_meter import Meter
 from plait.engine.ddp_fallback import EagerExecutor
 from plait.plan.plan import Plan
 
