@@ -50,12 +50,17 @@ def tokens(length: int = LENGTH, low: int = 5) -> torch.Tensor:
     return torch.randint(low, VOCAB, (BATCH, length))
 
 
-def text() -> dict[str, torch.Tensor]:
+def text(length: int = LENGTH) -> dict[str, torch.Tensor]:
     """Next-token batch; the tail of one sequence has no label."""
-    ids = tokens()
+    ids = tokens(length)
     labels = ids.clone()
-    labels[0, LENGTH // 2 :] = -100
+    labels[0, length // 2 :] = -100
     return {"input_ids": ids, "labels": labels}
+
+
+def short_text() -> dict[str, torch.Tensor]:
+    """For a model that has its layers once in the graph for every token."""
+    return text(LENGTH // 2)
 
 
 def masked_text() -> dict[str, torch.Tensor]:
@@ -142,7 +147,7 @@ ZOO: dict[str, Case] = {
     }, speech),
     "mamba": case("MambaForCausalLM", "MambaConfig", {
         "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8, "time_step_rank": 4,
-    }, text),
+    }, short_text),
     "mixtral": case("MixtralForCausalLM", "MixtralConfig", {
         **GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
     }, text),
