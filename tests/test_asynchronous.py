@@ -109,7 +109,7 @@ def test_stale_weights_are_not_those_of_a_flush(batch: tuple[Tensor, Tensor]) ->
         ("pipeline=2 micro=4 schedule=pipedream", {"clip_norm": 1.0}, ["clip_norm=1.0", "schedule=1f1b"]),
         ("pipeline=2 micro=4 schedule=pipedream precision=fp16", {}, ["loss scale", "precision=bf16"]),
         ("pipeline=2 micro=4 schedule=pipedream home.parameters=host", {}, ["older versions", "home.parameters"]),
-        ("pipeline=[1,2] micro=4 schedule=pipedream", {}, ["several ranks", "one rank"]),
+        ("pipeline=[1,2] micro=4 schedule=pipedream", {}, ["copies of a stage", "one rank"]),
     ],
 )
 def test_refuses_what_needs_all_ranks_at_each_update(
