@@ -351,3 +351,27 @@ def test_a_server_takes_the_schedule_of_its_own_groups() -> None:
     assert server.options() == [whole.options()[1]]
     server.advance(1)
     assert server.rate == pytest.approx(0.01 * 0.1**3)
+
+
+def test_the_spread_of_equal_values_is_exactly_zero() -> None:
+    """As by PyTorch's kernels: the gradient of a standard deviation is 0 there, and that of a tiny one is not."""
+    torch.manual_seed(0)
+    rows = torch.cat([torch.rand(1, 8).expand(6, 8), torch.randn(6, 8)], 1)  # half of the columns are equal in all rows
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        first, second = model(x).chunk(2, 1)
+        return first.square().mean() + second.std(0).mean()
+
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(8, 16), nn.Linear(8, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.one(x[:, 8:]), torch.exp(3 * self.other(x[:, :8]))], 1)
+
+    for plan in ("data=2", "data=3"):
+        report = plait.verify(Apart(), loss_fn, rows, plan)
+        assert report.ok, report
+        gradient = next(each for each in report.gradients if each.name == "other.weight")
+        assert gradient.relative == 0, report

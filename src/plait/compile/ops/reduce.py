@@ -71,8 +71,15 @@ def _all(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
 def _moments(x: Tensor, dim: Any, correction: float, keepdim: bool) -> tuple[Tensor, Tensor]:
     dims = dims_of(dim, x.ndim)
     count = math.prod(x.shape[d] for d in dims)
-    mean = x.mean(dims, keepdim=True)
-    var = (x - mean).square().sum(dims, keepdim=keepdim) / max(count - correction, 0)
+    # Less one of the values, so that equal values have a variance of exactly 0, as by PyTorch's kernels: the gradient of
+    # a standard deviation is 0 there, and that of a tiny one is not.
+    top = (
+        x.amax(dims, keepdim=True) if count and not x.is_complex() else torch.zeros((), dtype=x.dtype, device=x.device)
+    )
+    apart = x - top
+    mean = apart.mean(dims, keepdim=True)
+    var = (apart - mean).square().sum(dims, keepdim=keepdim) / max(count - correction, 0)
+    mean = mean + top
     return var, mean if keepdim else mean.squeeze(dims)
 
 
