@@ -132,6 +132,7 @@ ZOO: dict[str, Case] = {
         "image_size": 32, "patch_size": 2, "embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4,
         "hidden_dropout_prob": 0.1,
         "attention_probs_dropout_prob": 0.1, "drop_path_rate": 0.1, "num_labels": 8,
+        "problem_type": "single_label_classification",  # else the first step writes it there: captured twice
     }, images),
     "convnext": case("ConvNextForImageClassification", "ConvNextConfig", {
         "hidden_sizes": [16, 32], "depths": [1, 2], "num_stages": 2, "drop_path_rate": 0.1, "num_labels": 8,
