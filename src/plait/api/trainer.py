@@ -81,7 +81,8 @@ class Trainer:
         clip_norm: the 2-norm of all gradients to which they are clipped.
         scheduler: a function from an optimizer to a torch.optim.lr_scheduler.LRScheduler, stepped after each step.
         callbacks: functions called with a StepEnd after each step, on every rank.
-        on_nan: "raise" LossError if the loss is not finite, without an update, or "warn" and go on.
+        on_nan: "raise" LossError if the loss is not finite, without an update, or "warn" and go on. On an accelerator,
+            for which the host does not wait, the error comes with the next step, after an update.
         scratch: the folder for what the plan offloads to disk; by default TMPDIR or /var/tmp. Nothing stays in it.
         allow: "local_loss" lets a model that cannot be captured, and so runs under PyTorch's DDP, train on the mean of
             the ranks' losses where that is not the loss of the batch, as for a loss that couples rows. Without it such

@@ -71,8 +71,8 @@ def _all(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
 def _moments(x: Tensor, dim: Any, correction: float, keepdim: bool) -> tuple[Tensor, Tensor]:
     dims = dims_of(dim, x.ndim)
     count = math.prod(x.shape[d] for d in dims)
-    # Less one of the values, so that equal values have a variance of exactly 0, as by PyTorch's kernels: the gradient of
-    # a standard deviation is 0 there, and that of a tiny one is not.
+    # Less one of the values, so that equal values have a variance of exactly 0, as by PyTorch's kernels: there the
+    # gradient of a standard deviation is 0, and that of a tiny one is not.
     top = (
         x.amax(dims, keepdim=True) if count and not x.is_complex() else torch.zeros((), dtype=x.dtype, device=x.device)
     )
