@@ -12,10 +12,11 @@ from torch import Tensor
 
 import plait
 from plait.backends.eager.schedule_executor import ScheduleExecutor
+from plait.comm.process_world import _check_messages
 from plait.comm.protocol import REDUCTIONS, World
 from plait.comm.thread_world import run_ranks
 from plait.compile.stages.stage_graphs import Value
-from plait.errors import RankFailed
+from plait.errors import RankFailed, WorldError
 from plait.schedule.families import FAMILIES, make_schedule
 from plait.schedule.readiness import chain
 from plait.schedule.transfers import add_transfers, add_updates
@@ -180,3 +181,10 @@ def test_a_pipeline_of_tensor_parallel_stages_compares_its_order_too() -> None:
     plan = "pipeline=2 tensor=2 micro=2 schedule=zb-h1"
     report = plait.verify(model, lambda m, x: m(x).square().mean(), torch.randn(4, 8), plan)
     assert report.ok, report
+
+
+def test_stages_do_not_exchange_messages_through_groups_bound_to_a_device() -> None:
+    bound = torch.device("cuda", 0)
+    _check_messages(Mesh((("data", 4), ("tensor", 2))), bound)
+    with pytest.raises(WorldError, match="started with device_id=cuda:0.*call init_process_group without device_id"):
+        _check_messages(Mesh((("data", 2), ("pipeline", 2))), bound)
