@@ -69,7 +69,8 @@ def test_a_buffer_that_every_microbatch_changes_is_refused() -> None:
         return model(batch).square().mean()
 
     with pytest.raises(
-        PlanError, match=r"stage 1 is on 2 ranks that take turns, .* its buffer norm\..*; give that stage one"
+        PlanError,
+        match=r"stage 1 is on 2 ranks that share its microbatches, .* its buffer norm\..*; give that stage one",
     ):
         verify(Net(), loss, torch.randn(8, 4), "pipeline=[1,2] cut=norm micro=2")
 

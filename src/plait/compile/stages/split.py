@@ -222,7 +222,9 @@ def num_stages(plan: Plan) -> int:
 def _refuse_shared(schedule: Schedule, cells: StageGraphs, copies: Sequence[int]) -> None:
     """Raise PlanError if ranks that update at different times share a stage or a parameter."""
     if max(copies) > 1:
-        what = f"schedule={schedule.name} updates each rank at its own time, so the copies of a stage would differ"
+        what = (
+            f"schedule={schedule.name} updates ranks at different times, so copies of a stage on several ranks differ"
+        )
         raise PlanError(Refusal(what, "", "give each stage one rank"))
     for name, on in cells.parameters.items():
         if len({schedule.where(stage)[0] for stage in on}) > 1:
