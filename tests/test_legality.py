@@ -19,7 +19,7 @@ from plait.engine.setup_checks import place_here
 from plait.errors import BatchError, PlanError, Refusal, UnevenBatchError
 from plait.plan.legality import refusals
 from plait.plan.plan import Plan
-from plait.plan.refusals import refused_together
+from plait.plan.refused_keys import refused_together
 from plait.plan.step_facts import CutTrial, OptimizerFacts, ParameterFacts, Place, StepFacts
 
 GPU = Place("cuda")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plait.errors import PlanError
 from plait.plan.kinds import Recompute
 from plait.plan.plan import Plan, describe_keys
-from plait.plan.refusals import NOT_YET
+from plait.plan.refused_keys import NOT_YET
 from plait.spec.mesh import Mesh
 
 

@@ -243,17 +243,13 @@ class Engine:
         if is_host(result.loss.device):
             check_finite(self.executor, number, float(result.loss), result.gradients, self._on_nan)
             return
-        before, self._unchecked = self._unchecked, (number, HostValue(result.loss))
-        self._check(before)
+        self.check_last()
+        self._unchecked = (number, HostValue(result.loss))
 
     def check_last(self) -> None:
         """Check the loss of the last step, if that is still to be done. Raises LossError as `forward_backward`."""
-        last, self._unchecked = self._unchecked, None
-        self._check(last)
-
-    def _check(self, step: tuple[int, HostValue] | None) -> None:
-        if step is not None:
-            number, loss = step
+        if self._unchecked is not None:
+            (number, loss), self._unchecked = self._unchecked, None
             check_finite(self.executor, number, loss.get(), {}, self._on_nan)
 
     def run(self, batch: Any, key: int) -> StepResult:

@@ -1,8 +1,8 @@
 """Refusals of a plan with a model, its batch, its optimizer and the machines, all known before a rank starts.
 
-Refusals of the keys of a plan alone are in plan/refusals.py. What only a pass can see, such as heads that an axis does
-not divide, the pass refuses with a PlanError that has the Refusal, in the process that starts the ranks. Passes use the
-functions of this file for what they know more of than was known before.
+Refusals of the keys of a plan alone are in plan/refused_keys.py. What only a pass can see, such as heads that an axis
+does not divide, the pass refuses with a PlanError that has the Refusal, in the process that starts the ranks. Passes
+use the functions of this file for what they know more of than was known before.
 """
 
 from __future__ import annotations

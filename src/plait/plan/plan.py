@@ -37,7 +37,7 @@ from plait.plan.kinds import (
     ScheduleName,
     StagePlans,
 )
-from plait.plan.refusals import OF_AGREEMENT, names_not_yet, refuse_key, refused_together
+from plait.plan.refused_keys import OF_AGREEMENT, names_not_yet, refuse_key, refused_together
 from plait.spec.mesh import Mesh
 
 _OTHER_AXES = "axes."  # stands for the keys of axes with a row in plan/axes.py but no field below

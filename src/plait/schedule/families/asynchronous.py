@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from plait.schedule.families.builder import alternate, backward, forward, make, round_robin
+from plait.schedule.action_builder import alternate, backward, forward, make, round_robin
 from plait.spec.action import BACKWARD, STEP, Action
 from plait.spec.schedule import Schedule
 

@@ -6,7 +6,7 @@ second chunk.
 
 from __future__ import annotations
 
-from plait.schedule.families.builder import ActionBuilder, make, round_robin, v_shape
+from plait.schedule.action_builder import ActionBuilder, make, round_robin, v_shape
 from plait.spec.action import BACKWARD, FORWARD, Action
 from plait.spec.schedule import Schedule
 

@@ -7,7 +7,7 @@ a bubble, and small letters are a rank's second chunk.
 
 from __future__ import annotations
 
-from plait.schedule.families.builder import alternate, backward, forward, make, round_robin
+from plait.schedule.action_builder import alternate, backward, forward, make, round_robin
 from plait.spec.schedule import Schedule
 
 
