@@ -298,7 +298,7 @@ def test_timeouts_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_threads_that_wait_for_notes_and_for_collectives_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.comm.thread_transport._LOOK_AROUND", 0.2)
+    monkeypatch.setattr("plait.comm.thread_transport.Meetings.look_around", 0.2)
 
     def cross(world: World) -> None:
         if world.rank == 0:
@@ -318,7 +318,7 @@ def test_threads_that_wait_for_notes_and_for_collectives_of_each_other(monkeypat
 
 
 def test_a_late_thread_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.comm.thread_transport._LOOK_AROUND", 0.05)
+    monkeypatch.setattr("plait.comm.thread_transport.Meetings.look_around", 0.05)
 
     def late(world: World) -> None:
         if world.rank == 1:
