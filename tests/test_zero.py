@@ -6,16 +6,19 @@ import functools
 import gc
 import weakref
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
 from comm_worlds import run
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import plait
 from plait.backends.eager.rewrites.gather_ahead import Gathering
 from plait.comm.protocol import World
+from plait.compile.sharding.flat_shards import Cut, FlatShards
 from plait.errors import BatchError, PlanError, RankFailed
 
 pytestmark = pytest.mark.xdist_group("zero")  # plans share what is captured
@@ -198,3 +201,38 @@ def test_plans_that_do_not_fit_the_model_or_the_batch(plan: str, error: type[Exc
     for check in (plait.verify, plait.explain):
         with pytest.raises(error, match=message):
             check(Odd(), weighted_loss, odd_batch(), plan)
+
+
+class _Copies(TorchDispatchMode):
+    """Counts the copies that are made while the mode is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_copies += func is torch.ops.aten.copy_.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gather_makes_one_copy_a_parameter_whatever_the_number_of_ranks() -> None:
+    """Of each parameter that the ranks divide, into the bucket and out of it: a kernel each on a GPU."""
+    num_ranks = 64
+    rows = FlatShards(tuple(Cut(shape, dim, num_ranks) for shape, dim in (((128, 3), 0), ((5, 64), 1), ((64,), 0))))
+    wholes = [torch.randn(cut.shape) for cut in rows.cuts]
+    buffer = torch.zeros(num_ranks, rows.length)
+    with _Copies() as copies:
+        for index, whole in enumerate(wholes):
+            rows.put(buffer, index, whole)
+        found = [torch.empty_like(whole) for whole in wholes]
+        rows.take_all(buffer, found)
+    assert copies.num_copies == 2 * len(wholes)
+    for one, other in zip(found, wholes, strict=True):
+        assert torch.equal(one, other)
+    uneven = FlatShards((Cut((7, 3), 0, 4), Cut((2, 5), 1, 4)))
+    wholes = [torch.randn(cut.shape) for cut in uneven.cuts]
+    buffer = torch.zeros(4, uneven.length)
+    for index, whole in enumerate(wholes):
+        uneven.put(buffer, index, whole)
+    uneven.take_all(buffer, found := [torch.empty_like(whole) for whole in wholes])
+    assert all(torch.equal(one, other) for one, other in zip(found, wholes, strict=True))

@@ -121,6 +121,7 @@ class _WithAlgorithm:
         self._num_calls = 0
         self.rank, self.size = comm.rank, comm.size
         self.links: Links = comm.links
+        self.takes = comm.takes
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> Work:
         self._num_calls += 1

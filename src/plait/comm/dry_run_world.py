@@ -118,6 +118,8 @@ class DryRunSharedMemoryComm(DryRunProcessGroupComm):
     gets its pages back, so the meter does not count them one by one.
     """
 
+    takes = True
+
     def __init__(self, ranks: tuple[int, ...], rank: int, meter: Meter) -> None:
         super().__init__(ranks, rank, meter)
         self._arena = Arena(0, 1 << 60)

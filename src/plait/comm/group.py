@@ -45,6 +45,8 @@ class Done:
 class GroupComm:
     """Base class of the transports: `ranks` are the global ranks of the group, `rank` this rank's index among them."""
 
+    takes = False
+
     def __init__(self, ranks: tuple[int, ...], rank: int) -> None:
         self.ranks = ranks
         self.rank = rank
@@ -75,6 +77,8 @@ class GroupComm:
 
 class AloneComm(GroupComm):
     """A group of one rank, which sends nothing."""
+
+    takes = True
 
     def __init__(self, rank: int) -> None:
         super().__init__((rank,), 0)

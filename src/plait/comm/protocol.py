@@ -54,6 +54,7 @@ class Comm(Protocol):
     rank: int
     size: int
     links: Links
+    takes: bool  # whether an all_gather with `take` stacks nothing, because ranks read each other's memory
 
     def buffer(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor | None:
         """A flat tensor from which a collective need not copy; None if the transport has no such memory.
@@ -75,8 +76,8 @@ class Comm(Protocol):
     def all_gather(self, tensor: torch.Tensor, *, take: Take | None = None) -> Work:
         """Every rank's tensor, stacked in rank order: [size, *shape].
 
-        With `take` nothing is stacked: `take(rank, tensor)` is called with the flat tensor of each rank, before `wait`
-        returns, and must not keep the tensor.
+        With `take` the result is not used: `take(rank, tensor)` is called with the flat tensor of each rank, before
+        `wait` returns, and must not keep the tensor. A transport without `takes` stacks the tensors nevertheless.
         """
 
     def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", *, consume: bool = False) -> Work:

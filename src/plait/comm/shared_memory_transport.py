@@ -79,6 +79,8 @@ class SharedMemoryComm(GroupComm):
         monitor: this rank's monitor, which is told of long waits.
     """
 
+    takes = True
+
     def __init__(
         self,
         ranks: tuple[int, ...],

@@ -37,6 +37,11 @@ class Cut:
         start, stop = part_bounds(self.shape[self.dim], self.size, rank)
         return whole.narrow(self.dim, start, stop - start)
 
+    def parts(self, whole: Tensor) -> Tensor:
+        """All parts of a whole tensor that is cut evenly, as a view [ranks, *part shape]."""
+        parts: Tensor = whole.unflatten(self.dim, (self.size, -1)).movedim(self.dim, 0)
+        return parts
+
     @property
     def even(self) -> bool:
         return self.shape[self.dim] % self.size == 0
@@ -88,15 +93,17 @@ class FlatShards:
 
     def put(self, buffer: Tensor, index: int, whole: Tensor) -> None:
         """Write every part of the whole tensor `index` into the buffer [ranks, length]."""
-        cut, offset = self.cuts[index], self.offsets[index]
-        if cut.dim == 0 and cut.even:
-            num = self.offsets[index + 1] - offset
-            buffer.narrow(1, offset, num).view(self.num_ranks, *cut.part_shape(0)).copy_(
-                whole.unflatten(0, (self.num_ranks, -1))
-            )
+        if self.cuts[index].even:
+            self._places(buffer, index).copy_(self.cuts[index].parts(whole))
             return
         for rank in range(self.num_ranks):
-            self.place(buffer[rank], index, rank).copy_(cut.part(whole, rank))
+            self.place(buffer[rank], index, rank).copy_(self.cuts[index].part(whole, rank))
+
+    def _places(self, buffer: Tensor, index: int) -> Tensor:
+        """All parts of a tensor that is cut evenly, as a view [ranks, *part shape] of the buffer [ranks, length]."""
+        offset = self.offsets[index]
+        num = self.offsets[index + 1] - offset
+        return buffer.narrow(1, offset, num).view(self.num_ranks, *self.cuts[index].part_shape(0))
 
     def place(self, row: Tensor, index: int, rank: int) -> Tensor:
         """Part `rank` of tensor `index`, as a view of that rank's row [length]."""
@@ -107,6 +114,15 @@ class FlatShards:
         """Copy the parts in the row [length] of a rank into the whole tensors."""
         for index, (cut, whole) in enumerate(zip(self.cuts, wholes, strict=True)):
             cut.part(whole, rank).copy_(self.place(row, index, rank))
+
+    def take_all(self, buffer: Tensor, wholes: list[Tensor]) -> None:
+        """Copy all parts in the buffer [ranks, length] into the whole tensors: one copy for each that is cut evenly."""
+        for index, (cut, whole) in enumerate(zip(self.cuts, wholes, strict=True)):
+            if cut.even:
+                cut.parts(whole).copy_(self._places(buffer, index))
+                continue
+            for rank in range(self.num_ranks):
+                cut.part(whole, rank).copy_(self.place(buffer[rank], index, rank))
 
 
 @functools.cache

@@ -43,20 +43,27 @@ class Gathering:
         for index, part in enumerate(parts):
             self._rows.place(row, index, rank).copy_(part)
         self._wholes = wholes or []
-        self._work: Any = comm.all_gather(row, take=self._take)
+        self._takes = comm.takes
+        self._work: Any = comm.all_gather(row, take=self._take) if self._takes else comm.all_gather(row)
 
-    def _take(self, rank: int, row: Tensor) -> None:
+    def _make_wholes(self) -> list[Tensor]:
+        """The whole tensors, in new memory once there is something to copy into them."""
         if not self._wholes:
             self._wholes = [
                 self._like.new_empty(cut.shape, dtype=dtype)
                 for cut, dtype in zip(self._rows.cuts, self._dtypes, strict=True)
             ]
-        self._rows.take(row, rank, self._wholes)
+        return self._wholes
+
+    def _take(self, rank: int, row: Tensor) -> None:
+        self._rows.take(row, rank, self._make_wholes())
 
     def wait(self) -> list[Tensor]:
         """The whole tensors."""
         work, self._work = self._work, None  # it refers to this object: a cycle would keep the rows alive
-        work.wait()
+        rows = work.wait()
+        if not self._takes:
+            self._rows.take_all(rows, self._make_wholes())
         wholes, self._wholes = self._wholes, []
         return wholes
 
