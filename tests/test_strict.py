@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -26,11 +25,9 @@ ONE = torch.ones(1)
 
 
 def stopped(fn: Callable[[World], object], num_ranks: int = 2) -> str:
-    """What the ranks are stopped with, within a second."""
-    began = time.monotonic()
+    """What the ranks are stopped with."""
     with pytest.raises(RankFailed) as error:
         run_ranks(Mesh((("pipeline", num_ranks),)), fn, strict=True)
-    assert time.monotonic() - began < 5  # a second on an idle machine
     return str(error.value)
 
 
@@ -97,16 +94,17 @@ def test_a_rank_that_has_finished_is_waited_for_in_vain() -> None:
     assert "rank 1 waits in barrier" in text and "rank 0 finished" in text
 
 
-def test_what_a_rank_has_called_before_it_finished_is_still_carried_out() -> None:
+def test_a_rank_waits_for_all_messages_that_it_sends() -> None:
+    """The memory of a tensor may be given to another one before a GPU has sent it."""
+
     def fn(world: World) -> float:
         comm = world.comm("pipeline")
         if comm.rank == 0:
-            comm.send(ONE, 1)
+            comm.send(ONE, 1, tag=3)
             return 1.0
-        time.sleep(0.1)
-        return comm.recv(ONE, 0).wait().item()
+        return comm.recv(ONE, 0, tag=3).wait().item()
 
-    assert run("strict", Mesh((("pipeline", 2),)), fn) == [1.0, 1.0]
+    assert "rank 0 finished and has not waited for send/recv(tag 3)" in stopped(fn)
 
 
 def test_a_channel_does_not_wait_for_the_collectives_of_its_axis() -> None:

@@ -27,7 +27,7 @@ from plait.comm.key_value_store import KeyValueStore, LocalStore, SocketStore
 from plait.comm.launch import SOCKET, ranks_folder
 from plait.comm.monitor import Monitor, timeout
 from plait.comm.process_group_transport import ProcessGroupComm
-from plait.comm.protocol import CHANNELS, Comm, World, channel_key
+from plait.comm.protocol import CHANNELS, Comm, World, channel_key, find_comm
 from plait.comm.rendezvous import DistributedStore, join
 from plait.comm.segment import Segment
 from plait.comm.shared_memory_collectives import create_segment, num_words
@@ -60,9 +60,7 @@ class ProcessWorld:
         self._owns_group = owns_group
 
     def comm(self, axis: str, channel: str = "") -> Comm:
-        self.mesh.axis_size(axis)  # raises for an unknown axis
-        comm = self._comms[axis]
-        return self._comms.get(channel_key(axis, channel), comm) if channel else comm
+        return find_comm(self._comms, self.mesh, axis, channel)
 
     def everyone(self) -> Comm:
         return self._everyone

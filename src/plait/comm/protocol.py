@@ -6,7 +6,7 @@ Nothing here is global: a rank has a World, a World has a Comm for each axis, an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -129,6 +129,12 @@ CHANNELS = (REDUCTIONS,)
 def channel_key(axis: str, channel: str) -> str:
     """The name of a channel of an axis among the groups of a world."""
     return f"{axis}, {channel}"
+
+
+def find_comm(comms: Mapping[str, Comm], mesh: Mesh, axis: str, channel: str) -> Comm:
+    """What `World.comm` returns, from the groups of a rank by axis and channel. Raises for an axis not in the mesh."""
+    mesh.axis_size(axis)
+    return comms.get(channel_key(axis, channel), comms[axis]) if channel else comms[axis]
 
 
 class World(Protocol):

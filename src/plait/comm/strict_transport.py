@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.monitor import ranks_text
+from plait.comm.protocol import CHANNELS
 from plait.comm.thread_transport import Call, Combine, Meeting, Meetings, Own, ThreadComm, ThreadWork, call_text
 from plait.errors import WorldError
 
@@ -48,10 +49,23 @@ class Queues(Meetings):
     """The queues of all communicators among the ranks of one process. A deadlock ends all waits within a second."""
 
     look_around = 0.2
+    channels = CHANNELS
 
     def __init__(self, num_ranks: int) -> None:
         super().__init__(num_ranks)
         self._queues: dict[Communicator, dict[int, deque[_Operation]]] = {}
+        self._messages: dict[int, dict[int, Call]] = {rank: {} for rank in range(num_ranks)}  # not waited for, by rank
+
+    def comm(self, ranks: tuple[int, ...], index: int, axis: str) -> StrictComm:
+        return StrictComm(ranks, index, axis, self)
+
+    def leave(self, rank: int) -> None:
+        """Note that a rank has finished. It fails if it has not waited for a message: the memory of a tensor that it
+        sends may be given to another tensor before it is sent."""
+        if self.failure is None and self._messages[rank]:
+            calls = ", ".join(sorted({call_text(call) for call in self._messages[rank].values()}))
+            self.fail(rank, WorldError(f"rank {rank} finished and has not waited for {calls}"))
+        super().leave(rank)
 
     def enqueue(
         self,
@@ -74,11 +88,14 @@ class Queues(Meetings):
             queues = self._queues.setdefault(communicator, {each: deque() for each in communicator[1]})
             queues[rank].append(_Operation(meeting, rank, ends, tensor, combine, own))
             self._open[id(meeting)] = meeting
+            if ends is not None:
+                self._messages[rank][id(meeting)] = call
             self._advance(communicator, queues)
         return meeting
 
     def finish(self, meeting: Meeting, rank: int) -> Tensor:
         """Wait for an operation of this rank. Returns its result, which belongs to the rank."""
+        self._messages[rank].pop(id(meeting), None)
         return self.take(id(meeting), meeting, rank, lambda result: result)
 
     def _advance(self, communicator: Communicator, queues: dict[int, deque[_Operation]]) -> None:

@@ -53,6 +53,7 @@ class Meetings:
     """All collectives in flight among the ranks of one process, and the first failure."""
 
     look_around = 2.0  # seconds that a rank waits before it checks for a deadlock
+    channels: tuple[str, ...] = ()  # those that have communicators of their own
 
     def __init__(self, num_ranks: int) -> None:
         self.store = LocalStore()
@@ -64,6 +65,10 @@ class Meetings:
         self._open: dict[Any, Meeting] = {}
         self._left: set[int] = set()
         self._waiting: dict[int, Meeting] = {}
+
+    def comm(self, ranks: tuple[int, ...], index: int, axis: str) -> ThreadComm:
+        """The Comm of the rank with this index among the global `ranks` of a group along an axis."""
+        return ThreadComm(ranks, index, axis, self)
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Record the first failure and wake all ranks."""

@@ -17,9 +17,9 @@ from plait.comm.algorithms import choose
 from plait.comm.device import make_current
 from plait.comm.group import AloneComm
 from plait.comm.key_value_store import KeyValueStore
-from plait.comm.protocol import CHANNELS, Comm, RankMonitor, channel_key
-from plait.comm.strict_transport import Queues, StrictComm
-from plait.comm.thread_transport import Meetings, ThreadComm, ThreadWatch
+from plait.comm.protocol import Comm, RankMonitor, channel_key, find_comm
+from plait.comm.strict_transport import Queues
+from plait.comm.thread_transport import Meetings, ThreadWatch
 from plait.errors import RankFailed
 from plait.spec.mesh import Mesh
 
@@ -35,19 +35,18 @@ class ThreadWorld:
         self.device = device
         self.store: KeyValueStore = meetings.store
         self.monitor: RankMonitor | None = ThreadWatch(meetings, rank) if mesh.size > 1 else None
-        self._comms = {axis: _comm(mesh.group(rank, axis), rank, axis, meetings, algorithm) for axis in mesh.names}
-        for axis, comm in list(self._comms.items()):
-            if isinstance(meetings, Queues) and comm.size > 1:
-                ranks = mesh.group(rank, axis)
-                for name in (channel_key(axis, channel) for channel in CHANNELS):
-                    own = self._comms[name] = StrictComm(ranks, ranks.index(rank), name, meetings)
-                    own.links = comm.links
+        self._comms: dict[str, Comm] = {}
+        for axis in mesh.names:
+            ranks = mesh.group(rank, axis)
+            comm = self._comms[axis] = _comm(ranks, rank, axis, meetings, algorithm)
+            for channel in meetings.channels if comm.size > 1 else ():
+                name = channel_key(axis, channel)
+                own = self._comms[name] = meetings.comm(ranks, ranks.index(rank), name)
+                own.links = comm.links
         self._everyone = _comm(tuple(range(mesh.size)), rank, "", meetings, algorithm)
 
     def comm(self, axis: str, channel: str = "") -> Comm:
-        self.mesh.axis_size(axis)  # raises for an unknown axis
-        comm = self._comms[axis]
-        return self._comms.get(channel_key(axis, channel), comm) if channel else comm
+        return find_comm(self._comms, self.mesh, axis, channel)
 
     def everyone(self) -> Comm:
         return self._everyone
@@ -59,10 +58,7 @@ class ThreadWorld:
 def _comm(ranks: tuple[int, ...], rank: int, axis: str, meetings: Meetings, algorithm: str) -> Comm:
     if len(ranks) == 1:
         return AloneComm(rank)
-    index = ranks.index(rank)
-    if isinstance(meetings, Queues):
-        return choose(StrictComm(ranks, index, axis, meetings), algorithm)
-    return choose(ThreadComm(ranks, index, axis, meetings), algorithm)
+    return choose(meetings.comm(ranks, ranks.index(rank), axis), algorithm)
 
 
 def run_ranks(

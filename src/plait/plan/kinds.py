@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +15,16 @@ from plait.plan.compression import Compression
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-class Kind:
+class Kind(ABC):
     """A kind of value. `parse` and `check` raise ValueError with a text that says what was expected."""
 
     def parse(self, word: str) -> Any:
         """The value that a word of the plan means."""
         return word
 
+    @abstractmethod
     def check(self, value: Any) -> None:
         """Raise ValueError if the value cannot be of this kind."""
-        raise NotImplementedError
 
     def show(self, value: Any) -> str:
         """The value as a word of the plan."""

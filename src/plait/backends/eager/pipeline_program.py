@@ -114,7 +114,7 @@ class PipelineProgram:
         """Sum the gradients of parameters that several ranks of the pipeline have; all ranks add in the same order.
         Changes `sums`, this rank's gradients by name."""
         mine = self.comm.rank
-        works = []
+        works, sent = [], []
         for number, name in enumerate(self._shared):
             ranks = self.pipeline.ranks_of(name)
             if mine in ranks and self.program.sharding.states[name].lies_at(self._here):
@@ -122,7 +122,7 @@ class PipelineProgram:
                 if mine in makers:
                     for peer in ranks:
                         if peer != mine:
-                            self.comm.send(sums[name].contiguous(), peer, tag=number)
+                            sent.append(self.comm.send(sums[name].contiguous(), peer, tag=number))
                 works.append((name, makers, number))
         for name, makers, number in works:
             terms = {}
@@ -132,6 +132,8 @@ class PipelineProgram:
                 total = sums[name] = terms[makers[0]].clone()
                 for rank in makers[1:]:
                     total.add_(terms[rank])
+        for work in sent:  # until then the tensors that are sent must stay as they are
+            work.wait()
 
     def _receive(self, name: str, rank: int, tag: int) -> Tensor:
         shape = self.program.sharding.states[name].local_shape(self.world.mesh, self._here)
