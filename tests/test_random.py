@@ -10,12 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.compile.capture.capture import capture
+from plait.compile.ops import philox_kernel
 from plait.compile.ops import random as rule
 from plait.compile.ops.base import OP_SPECS, Call, Shard, Strategy, TensorSpec, strategies_of
 from plait.compile.ops.comm_ops import take
-from plait.compile.ops.draw import CHUNK, chunking, draw
+from plait.compile.ops.draw import draw, fill
+from plait.compile.ops.philox import CalledWords, Groups
 from plait.compile.ops.random import GlobalRandom
 from plait.errors import CaptureError
 
@@ -52,8 +55,8 @@ def test_a_part_is_the_part_of_the_whole(case, kind):
     assert torch.equal(numbers(shape, cuts, kind=kind), whole)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (3 * CHUNK + 5,), (5, CHUNK // 2 + 1), (2, 3, CHUNK + 7), (7, 300, 300)])
-def test_chunks_cover_every_shape(shape):
+@pytest.mark.parametrize("shape", [(), (1,), (200003,), (5, 30001), (2, 3, 7007), (7, 300, 30), (6, 35, 1, 1)])
+def test_parts_of_every_shape(shape):
     whole = numbers(shape, kind="uniform")
     assert whole.shape == shape and whole.min() >= -1 and whole.max() <= 2
     assert whole.unique().numel() > 0.95 * whole.numel()
@@ -63,10 +66,75 @@ def test_chunks_cover_every_shape(shape):
         assert torch.equal(torch.cat(parts, dim), whole)
 
 
-def test_chunks_are_bounded():
-    for shape in [(12, 8, 128, 128), (1 << 22,), (3, 1 << 20), (1 << 20, 3)]:
-        lead, rows = chunking(shape)
-        assert rows * torch.Size(shape[lead + 1 :]).numel() <= CHUNK
+def test_words_are_those_of_philox():
+    """The known answers of Random123."""
+    for counter, stream, salt, seed, answer in (
+        (0, 0, 0, 0, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        (-1, 0xFFFFFFFF, 0xFFFFFFFF, 2**64 - 1, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            (0x85A308D3 << 32 | 0x243F6A88) - 2**64, 0x13198A2E, 0x03707344, 0x299F31D0 << 32 | 0xA4093822,
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ):  # fmt: skip
+        groups = Groups(torch.tensor([counter]), torch.tensor([0]), 1)
+        for form in (seed, torch.tensor(seed if seed < 2**63 else seed - 2**64)):
+            assert [word.item() for word in CalledWords(groups, form, stream).four(salt)] == answer
+
+
+def test_numbers_stay_as_they_are():
+    """A run that goes on from a checkpoint draws as it would have, so numbers change only for a reason."""
+    first = {kind: draw(3, 1, (2, 3), torch.float64, CPU, kind, KINDS[kind])[1, 2].item() for kind in KINDS}
+    assert first == pytest.approx(
+        {
+            "bernoulli": 1.0,
+            "uniform": 0.8073866280440747,
+            "normal": -1.953321328046652,
+            "randint": 6.0,
+            "exponential": 0.2533651693291595,
+            "geometric": 2.0,
+            "cauchy": 0.3334933074134621,
+            "log_normal": 0.6112677368080843,
+        },
+        rel=1e-12,
+    )
+
+
+class Calls(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_device_draws_much_by_as_many_calls_as_little(kind):
+    counts = []
+    for shape in ((4, 8), (64, 128, 4096)):
+        with Calls() as calls:
+            fill(torch.empty(shape, device="meta"), 5, 0, shape, (None,) * len(shape), kind, KINDS[kind])
+        counts.append(calls.count)
+    assert counts[1] - counts[0] <= 5, counts  # those that number the rows, of one more dim
+    assert counts[0] < 300
+
+
+@pytest.mark.skipif(not philox_kernel.AVAILABLE, reason="there is no Triton")
+def test_one_kernel_computes_the_same_words(monkeypatch):
+    """On a GPU, or by Triton's interpreter (TRITON_INTERPRET=1)."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    groups = Groups(torch.tensor([0, 5, 7, (1 << 33) + 1], device=device), torch.arange(3, 600, device=device), 1000)
+    for seed in (5, 2**64 - 3, torch.tensor(12345678901234567, device=device), torch.tensor(-5, device=device)):
+        called, kernel = CalledWords(groups, seed, 9), philox_kernel.KernelWords(groups, seed, 9)
+        for salt in (0, 1):
+            assert all(map(torch.equal, called.four(salt), kernel.four(salt)))
+        for dtype in (torch.bool, torch.float32, torch.bfloat16, torch.int64):
+            for limit in (0, 3865470566, 1 << 32):
+                one, two = torch.empty(2, 4, 600, 4, dtype=dtype, device=device)[:, :, 3:]
+                called.below(limit, one)
+                kernel.below(limit, two)
+                assert torch.equal(one, two)
 
 
 def test_numbers_depend_on_key_and_index_alone():

@@ -1,0 +1,158 @@
+"""Fills any part of a random tensor, by the place of its elements in the whole.
+
+A tensor is seen as rows of its last dim (of dims of size 1 at the end none counts), each in groups of four elements,
+the last of which may be cut short. The counter of a group is its number in the whole tensor, so that a part is drawn
+without the rest, and without state. On CPU the words are computed in blocks that fit its caches, on other devices at
+once: by one kernel where there is Triton (compile/ops/philox_kernel.py), else by calls of torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from plait.compile.ops import philox_kernel
+from plait.compile.ops.philox import CalledWords, Groups, Seed, Words
+
+_CACHED, _AT_ONCE = 1 << 15, 1 << 25  # groups in a block, for each thread of a CPU, and on other devices
+
+
+def fill_part(
+    out: Tensor,
+    seed: Seed,
+    stream: int,
+    shape: Sequence[int],
+    kept: Sequence[Tensor | None],
+    fill: Callable[[Words, Tensor], None],
+) -> None:
+    """Fill a part of a random tensor.
+
+    Args:
+        out: the part, contiguous.
+        seed: of the numbers.
+        stream: which of the tensors with this seed it is, from 0 to 2**32 - 1.
+        shape: of the whole tensor.
+        kept: for each dim the ascending indices that the part has, or None for all.
+        fill: writes numbers of words into a tensor of shape [..., 4].
+    """
+    groups, places = _groups(list(shape), list(kept), out.device)
+    num_rows, num_columns = len(groups.rows), len(groups.columns)
+    target = out if places is None else out.new_empty(num_rows * num_columns * 4)
+    target = target.view(num_rows, num_columns, 4)
+    most = _CACHED * torch.get_num_threads() if out.device.type == "cpu" else _AT_ONCE
+    for rows, columns in _blocks(num_rows, num_columns, most):
+        block = Groups(groups.rows[rows], groups.columns[columns], groups.width)
+        fill(_words_of(block, seed, stream), target[rows, columns])
+    if places is not None:
+        out.view(num_rows, -1).copy_(target.flatten(1).index_select(1, places))
+
+
+def _groups(shape: list[int], kept: list[Tensor | None], device: torch.device) -> tuple[Groups, Tensor | None]:
+    """The groups that a part needs, and the places of its elements in them, or None if it has all, in their order."""
+    while shape and shape[-1] == 1:
+        shape, kept = shape[:-1], kept[:-1]
+    last = shape[-1] if shape else 1
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    for n, indices in zip(shape[:-1], kept[:-1], strict=True):
+        own = torch.arange(n, device=device) if indices is None else indices.to(device)
+        rows = (rows[:, None] * n + own).view(-1)
+    width = -(-last // 4)
+    indices = kept[-1] if shape else None
+    if indices is None:
+        places = None if last % 4 == 0 else torch.arange(last, device=device)
+        return Groups(rows, torch.arange(width, device=device), width), places
+    indices = indices.cpu()
+    columns, group = (indices // 4).unique(return_inverse=True)
+    at = group * 4 + indices % 4
+    whole = len(at) == 4 * len(columns)
+    return Groups(rows, columns.to(device), width), None if whole else at.to(device)
+
+
+def _blocks(num_rows: int, num_columns: int, most: int) -> Iterator[tuple[slice, slice]]:
+    """Slices of rows and columns with up to `most` groups each."""
+    across = max(1, min(num_columns, most))
+    down = max(1, most // across)
+    for row in range(0, num_rows, down):
+        for column in range(0, num_columns, across):
+            yield slice(row, row + down), slice(column, column + across)
+
+
+def _words_of(groups: Groups, seed: Seed, stream: int) -> Words:
+    on_gpu = groups.rows.device.type == "cuda" and philox_kernel.AVAILABLE
+    return philox_kernel.KernelWords(groups, seed, stream) if on_gpu else CalledWords(groups, seed, stream)
+
+
+# Distributions. Logarithms and the like are computed in float64, so that kernels that round the last bit differently
+# give the same float32.
+
+
+def _unit(words: Words, bits: int) -> Tensor:
+    """Multiples of 2**-bits in [0, 1), float64."""
+    ints = torch.stack(tuple(words.four(0)), -1)
+    if bits > 32:
+        ints = (ints << (bits - 32)) | (torch.stack(tuple(words.four(1)), -1) >> (64 - bits))
+    else:
+        ints = ints >> (32 - bits)
+    return ints.double().mul_(2.0**-bits)
+
+
+def _inside(words: Words, out: Tensor) -> Tensor:
+    """Numbers in (0, 1), float64, as fine as is of use for the dtype of `out`."""
+    bits = 52 if out.dtype == torch.float64 else 32
+    return _unit(words, bits).add_(2.0 ** -(bits + 1))
+
+
+def _normal(words: Words, out: Tensor, mean: float, std: float) -> Tensor:
+    """By the method of Box and Muller (1958)."""
+    one, two = _inside(words, out).unflatten(-1, (2, 2)).unbind(-1)
+    radius, angle = one.log_().mul_(-2).sqrt_(), two.mul_(2 * math.pi)
+    return torch.stack((radius * angle.cos(), radius * angle.sin()), -1).flatten(-2).mul_(std).add_(mean)
+
+
+def bernoulli(words: Words, out: Tensor, p: float) -> None:
+    words.below(round(p * (1 << 32)), out)
+
+
+def uniform(words: Words, out: Tensor, low: float, high: float) -> None:
+    bits = {torch.float64: 53, torch.float16: 11, torch.bfloat16: 8}.get(out.dtype, 24)
+    out.copy_(_unit(words, bits).mul_(high - low).add_(low))
+
+
+def normal(words: Words, out: Tensor, mean: float, std: float) -> None:
+    out.copy_(_normal(words, out, mean, std))
+
+
+def log_normal(words: Words, out: Tensor, mean: float, std: float) -> None:
+    out.copy_(_normal(words, out, mean, std).exp_())
+
+
+def randint(words: Words, out: Tensor, low: int, high: int) -> None:
+    low, span = int(low), int(high) - int(low)
+    ints = torch.stack(tuple(words.four(0)), -1)
+    if span <= 1 << 16:  # beyond, the numbers would not be equally likely
+        out.copy_(((ints * span) >> 32).add_(low))
+    else:
+        more = torch.stack(tuple(words.four(1)), -1)
+        out.copy_((((ints << 31) | (more >> 1)) % span).add_(low))
+
+
+def exponential(words: Words, out: Tensor, rate: float) -> None:
+    out.copy_(_inside(words, out).log_().div_(-rate))
+
+
+def geometric(words: Words, out: Tensor, p: float) -> None:
+    trials = _inside(words, out).log_().div_(math.log1p(-p)).ceil_() if p < 1 else torch.ones_like(out)
+    out.copy_(trials.clamp_(min=1))
+
+
+def cauchy(words: Words, out: Tensor, median: float, sigma: float) -> None:
+    out.copy_(_inside(words, out).sub_(0.5).mul_(math.pi).tan_().mul_(sigma).add_(median))
+
+
+FILLS: dict[str, Callable[..., None]] = {
+    fill.__name__: fill
+    for fill in (bernoulli, uniform, normal, randint, exponential, geometric, cauchy, log_normal)
+}  # fmt: skip
