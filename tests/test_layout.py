@@ -30,6 +30,15 @@ def test_mesh_ranks_and_coordinates_are_inverse() -> None:
     assert MESH.groups("data") == ((0, 4), (1, 5), (2, 6), (3, 7))
 
 
+def test_groups_of_many_ranks_are_made_from_strides() -> None:
+    mesh = Mesh((("pipeline", 3), ("data", 2), ("tensor", 2)))
+    for axis in mesh.names:
+        assert mesh.groups(axis) == tuple(sorted({mesh.group(rank, axis) for rank in range(mesh.size)}))
+    large = Mesh((("pipeline", 16), ("data", 1024), ("tensor", 8)))
+    assert [len(large.groups(axis)) for axis in large.names] == [8192, 128, 16384]
+    assert [large.stride(axis) for axis in large.names] == [8192, 8, 1]
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [

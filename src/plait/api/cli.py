@@ -1,4 +1,4 @@
-"""The command line: plait train | verify | explain | memory | schedule | report | compare | checkpoint | run."""
+"""The command line: plait train, verify, explain, memory, schedule, report, compare, checkpoint, cluster, run."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ app = typer.Typer(
 
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, check them, export their weights.")
 app.add_typer(checkpoint_app, name="checkpoint")
+cluster_app = typer.Typer(no_args_is_help=True, help="Show what plait knows of a cluster.")
+app.add_typer(cluster_app, name="cluster")
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The job's TOML file.")]
 PlanOption = Annotated[str | None, typer.Option("--plan", help='How the step is spread, such as "data=2 tensor=2".')]
@@ -224,6 +226,18 @@ def convert(
                 f"no {CONFIG}: the checkpoint has no configuration of the model's; from_pretrained needs one, which"
                 f" model.config.save_pretrained({out!r}) writes"
             )
+
+
+@cluster_app.command("show")
+def show_cluster(
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="Such as h100x64, or a TOML file.")] = "",
+) -> None:
+    """Print a cluster: devices, links by level, hosts, and where each number is from; without a name, all names."""
+    with _errors_shown_once():
+        from plait.report.cluster_text import describe_cluster, list_clusters
+        from plait.spec.cluster_file import find_cluster
+
+        print(describe_cluster(find_cluster(name)) if name else list_clusters())
 
 
 @app.command()

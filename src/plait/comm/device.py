@@ -30,6 +30,11 @@ def default_kind() -> str:
     return _ACCELERATOR if torch.cuda.is_available() else "cpu"
 
 
+def device_name(kind: str) -> str:
+    """The name that the driver gives the current device of a type; empty for a CPU, and where no driver answers."""
+    return torch.cuda.get_device_name() if kind == _ACCELERATOR and torch.cuda.is_available() else ""
+
+
 def own_device(kind: str | None = None) -> torch.device:
     """The device of this process, chosen by LOCAL_RANK among those of the host.
 

@@ -15,6 +15,7 @@ from plait.compile.stages.split import Pipeline
 from plait.plan.annotation import Annotations
 from plait.plan.plan import Plan
 from plait.plan.sharding_plan import ShardingPlan
+from plait.spec.cluster import Cluster
 from plait.spec.layout import Layout, Placement
 
 
@@ -62,6 +63,7 @@ class Draft:
     annotations: Annotations
     settled: Settled
     parts: dict[str, StepGraph]  # one named "" at first, then by cell, then by cell and turn
+    cluster: Cluster
 
     # what sharding decides
     chosen: dict[str, tuple[dict[str, Placement], dict[str, str]]] = field(default_factory=dict)  # by axis

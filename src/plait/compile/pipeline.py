@@ -30,6 +30,8 @@ from plait.plan.annotation import Annotations
 from plait.plan.axes import stage_axis
 from plait.plan.plan import Plan
 from plait.plan.sharding_plan import Gather, sharding_plan
+from plait.spec.cluster import Cluster
+from plait.spec.cluster_file import cluster_of_device
 
 
 def _name_inputs(draft: Draft) -> None:
@@ -58,11 +60,13 @@ def _keep_formats(draft: Draft) -> None:
 
 
 def _assign_stages(draft: Draft) -> None:
-    _, draft.begins = cut_in_stages(draft.graph, draft.captured, draft.plan, draft.settled.stages, draft.begins)
+    _, draft.begins = cut_in_stages(
+        draft.graph, draft.captured, draft.plan, draft.cluster, draft.settled.stages, draft.begins
+    )
 
 
 def _recompute(draft: Draft) -> None:
-    draft.graph = recompute(draft.graph, draft.plan.recompute)
+    draft.graph = recompute(draft.graph, draft.plan.recompute, draft.cluster.device)
 
 
 def _split_in_cells(draft: Draft) -> None:
@@ -163,6 +167,7 @@ def compile(
     annotations: Annotations | None = None,
     settled: Settled = NOTHING_SETTLED,
     watcher: Watcher | None = None,
+    cluster: Cluster | None = None,
 ) -> Compiled:
     """Turn a captured step into the program that the ranks of a plan run.
 
@@ -170,14 +175,17 @@ def compile(
         annotations: layouts of parameters by name pattern, as `Trainer(layouts=)` takes them.
         settled: decisions of an earlier batch of the same model, which are kept.
         watcher: sees every pass as it runs.
+        cluster: where the step runs, for the time of calls and of what is sent; by default one of devices of the type
+            that the step was captured for.
 
     Raises:
         PlanError: the plan does not fit the step; for example, an axis does not divide what it must split.
         LayoutError: an annotation is wrong.
     """
     whole = StepGraph(captured.graph.graph, tuple(captured.outputs), frozenset({plan.micro}))
-    draft = Draft(captured, plan, annotations or {}, settled, {"": whole})
+    cluster = cluster or cluster_of_device(device_type(captured.graph.graph), "", plan.num_processes)
+    draft = Draft(captured, plan, annotations or {}, settled, {"": whole}, cluster)
     run_passes(PASSES, draft, watcher)
     layouts = draft.layouts | {name: each.compute for name, each in draft.sharding.parameters.items()}
-    program = RankProgram(draft.parts, captured, plan, layouts, draft.sharding, draft.cuts, draft.pipeline)
+    program = RankProgram(draft.parts, captured, plan, layouts, draft.sharding, draft.cuts, cluster, draft.pipeline)
     return Compiled(program, draft.origins, frozenset(draft.without_rule), draft.share)

@@ -22,6 +22,7 @@ from plait.compile.stages.split import Pipeline
 from plait.plan.plan import Plan
 from plait.plan.sharding_plan import ShardingPlan
 from plait.schedule.readiness import Cell
+from plait.spec.cluster import Cluster
 from plait.spec.layout import Layout
 
 
@@ -51,6 +52,7 @@ class RankProgram:
     layouts   of the parameters, buffers, constants and batch leaves that the graphs read, by name
     sharding  how the ranks hold each parameter
     cuts      how each parameter is cut of which a rank keeps only a part, by name
+    cluster   where it runs, by which calls and messages were weighed
     """
 
     graphs: dict[str, StepGraph]
@@ -59,6 +61,7 @@ class RankProgram:
     layouts: dict[str, Layout]
     sharding: ShardingPlan
     cuts: dict[str, Cut]
+    cluster: Cluster
     pipeline: Pipeline | None = None
 
     def dtype_of(self, name: str) -> torch.dtype:

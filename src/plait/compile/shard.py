@@ -38,7 +38,7 @@ def check_batch(draft: Draft) -> None:
 def assign_roles(draft: Draft) -> None:
     """Find the stages in the whole graph if they use an axis differently: layouts depend on that."""
     plan = draft.plan
-    schedule, draft.begins = cut_in_stages(draft.graph, draft.captured, plan, draft.settled.stages)
+    schedule, draft.begins = cut_in_stages(draft.graph, draft.captured, plan, draft.cluster, draft.settled.stages)
     give_roles(draft.graph, [plan.stages[schedule.where(stage)[0]][0] for stage in range(schedule.num_stages)])
 
 

@@ -14,8 +14,7 @@ from plait.compile.ir.dtypes import dtype_named
 from plait.compile.ir.estimate import seconds_of
 from plait.compile.ir.node_info import info_of, position_of
 from plait.compile.rank_program import RankProgram
-from plait.compile.stages.assign import LINK_BYTES_PER_SECOND
-from plait.compile.stages.stage_graphs import StageGraphs
+from plait.compile.stages.assign import neighbour_bandwidth
 from plait.cost.costs import Costs
 from plait.schedule.cut import Item, Memory, choose_cut
 from plait.schedule.in_flight import most_microbatches_in_flight
@@ -54,7 +53,7 @@ def cut_within(
     for (kind, stage), graph in graphs.items():
         named = {node.name: node for node in graph.nodes if info_of(node).stage == stage}
         for node in named.values():
-            seconds[item(node)] += seconds_of(node)
+            seconds[item(node)] += seconds_of(node, program.cluster.device)
             if kind == FORWARD:
                 stage_of[item(node)] = stage
         if kind != FORWARD:
@@ -106,15 +105,17 @@ def _module_begins(program: RankProgram) -> dict[int, str]:
     return found
 
 
-def estimate_costs(cells: StageGraphs, graphs: Mapping[Cell, Graph]) -> Costs:
-    """Estimate the costs of stages, for a simulation before anything is measured.
+def estimate_costs(program: RankProgram, graphs: Mapping[Cell, Graph]) -> Costs:
+    """Estimate the costs of the stages of a program with a pipeline, for a simulation before anything is measured.
 
-    Seconds are meaningful as ratios only (compile/ir/estimate.py). `graphs` are those that a backend runs for the
-    cells.
+    Seconds are those of the program's cluster; on a CPU they are meaningful as ratios only. `graphs` are those that a
+    backend runs for the cells.
     """
+    assert program.pipeline is not None
+    cells = program.pipeline.cells
     seconds: defaultdict[Cell, float] = defaultdict(float)
     for cell, graph in graphs.items():
-        seconds[cell] += sum(seconds_of(node) for node in graph.nodes)
+        seconds[cell] += sum(seconds_of(node, program.cluster.device) for node in graph.nodes)
     crossing: Counter[tuple[str, int, int]] = Counter()
     kept, for_weight = Counter[int](), Counter[int]()
     for value in cells.values:
@@ -131,7 +132,7 @@ def estimate_costs(cells: StageGraphs, graphs: Mapping[Cell, Graph]) -> Costs:
         tuple(float(seconds[FORWARD, stage]) for stage in stages),
         tuple(float(seconds[BACKWARD, stage]) for stage in stages),
         tuple(float(seconds[WEIGHT, stage]) for stage in stages),
-        bytes_per_second=LINK_BYTES_PER_SECOND,
+        bytes_per_second=neighbour_bandwidth(program.cluster, program.plan),
         crossing={(a, b): max(crossing[kind, a, b] for kind in (FORWARD, BACKWARD)) for a, b in sorted(pairs)},
         activation_bytes=tuple(kept[stage] for stage in stages),
         weight_activation_bytes=tuple(for_weight[stage] for stage in stages),

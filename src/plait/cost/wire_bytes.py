@@ -1,45 +1,14 @@
-"""The bytes that ranks send: in a collective, by the formula of a ring, and for tensors that are compressed.
-
-A ring of N ranks passes each of N parts of a tensor on N-1 times (Patarasuk and Yuan 2009, "Bandwidth optimal
-all-reduce algorithms for clusters of workstations").
-"""
+"""The bytes that ranks send for tensors that are compressed."""
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Sequence
 
+from plait.cost.collective_time import CollectiveKind
 from plait.plan.compression import Compression
 
 BLOCK = 256  # consecutive elements that share one scale, in codes coarser than bf16
-
-
-def ring_bytes(whole: float, size: int) -> float:
-    """Bytes that each of `size` ranks sends for a tensor of `whole` bytes to go once around the ring."""
-    return whole * (size - 1) / size
-
-
-class CollectiveKind(enum.Enum):
-    """A collective: its title, and how often the whole tensor goes around the ring."""
-
-    ALL_REDUCE = "all_reduce", 2
-    ALL_GATHER = "all_gather", 1
-    REDUCE_SCATTER = "reduce_scatter", 1
-    ALL_TO_ALL = "all_to_all", 1
-    BROADCAST = "broadcast", 1
-
-    def __init__(self, title: str, ways: int) -> None:
-        self.title = title
-        self.ways = ways
-
-    def whole_bytes(self, held: int, size: int) -> int:
-        """Bytes of the whole tensor, if a rank's input has `held` bytes."""
-        return held * size if self is CollectiveKind.ALL_GATHER else held
-
-    def sent_bytes(self, held: int, size: int) -> float:
-        """Bytes that each of `size` ranks sends, if its input has `held` bytes."""
-        return self.ways * ring_bytes(self.whole_bytes(held, size), size)
 
 
 def coded_bytes(num: int, kind: str) -> int:

@@ -17,18 +17,21 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from plait.comm.device import device_name
 from plait.compile.capture.batch import batch_form, batch_numbers
 from plait.compile.capture.capture import Captured, LossFn, capture, one_at_a_time
 from plait.compile.capture.compare_steps import same_step
 from plait.compile.capture.precision import FULL, Precision
 from plait.compile.capture.reachable import Reached
 from plait.compile.compiled import NOTHING_SETTLED, Compiled
+from plait.compile.ir.calls import device_type
 from plait.compile.pipeline import compile
 from plait.compile.stages.split import updates_within
 from plait.engine.python_effects import Changes, examine, settled
 from plait.engine.python_watch import PythonWatch, Variant, is_flag
 from plait.plan.annotation import Annotations
 from plait.plan.plan import Plan
+from plait.spec.cluster_file import cluster_of_device
 
 MOST_KEPT = 64  # largest number of captures, and of their lowered steps, that are kept
 _MANY = 8  # number of captures after which a warning says why there are so many
@@ -242,7 +245,9 @@ class Compiler:
         key = (id(captured), train, plan.micro)
         with self._lock:
             if key not in self._found:
-                found = compile(captured, plan, self.annotations, self._settled)
+                kind = device_type(captured.graph.graph)
+                cluster = cluster_of_device(kind, device_name(kind), plan.num_processes)
+                found = compile(captured, plan, self.annotations, self._settled, cluster=cluster)
                 self._settled = self._settled.after(found.program)
                 self._found[key] = found
             return self._found[key]

@@ -94,7 +94,7 @@ def write_plan(folder: Path, compiled: Compiled | None, world: World, plan: str)
     if program is not None and (pipeline := program.pipeline) is not None:
         found["schedule"] = str(pipeline.schedule)
         found["edges"] = [[list(a), list(b)] for a, b in sorted(pipeline.cells.edges())]
-        costs = estimate_costs(pipeline.cells, program.of_cells(eager_graphs(program)))
+        costs = estimate_costs(program, program.of_cells(eager_graphs(program)))
         _write(folder / COSTS, json.dumps(_as_rows(costs)))
     else:
         (folder / COSTS).unlink(missing_ok=True)

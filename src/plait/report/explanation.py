@@ -97,8 +97,10 @@ class Explanation:
 
     def _watched(self, diff: str = "") -> Watcher:
         watcher = Watcher(diff)
-        program = compile(self.program.captured, self.program.plan, self.layouts, watcher=watcher).program
-        make_eager(program, watcher)
+        found = compile(
+            self.program.captured, self.program.plan, self.layouts, watcher=watcher, cluster=self.program.cluster
+        )
+        make_eager(found.program, watcher)
         return watcher
 
     def tensor(self, name: str) -> str:
@@ -313,7 +315,7 @@ def describe_stages(program: RankProgram) -> list[str]:
     pipeline = program.pipeline
     if pipeline is None:
         return []
-    costs, num = estimate_costs(pipeline.cells, program.of_cells(eager_graphs(program))), pipeline.cells.num_stages
+    costs, num = estimate_costs(program, program.of_cells(eager_graphs(program))), pipeline.cells.num_stages
     each = [costs.forward[i] + costs.backward[i] + costs.weight[i] for i in range(num)]
     lines = ["stages (their share of the cost as estimated; the parameters that lie there)"]
     for stage in range(num):

@@ -70,8 +70,18 @@ class Mesh:
         return tuple(self.rank({**here, axis: i}) for i in range(self.axis_size(axis)))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """Every group of ranks along `axis`, in the order of their first ranks."""
-        return tuple(sorted({self.group(rank, axis) for rank in range(self.size)}))
+        """Every group of ranks along `axis`, in the order of their first ranks. Takes time linear in the ranks."""
+        within, stride = self.axis_size(axis), self.stride(axis)
+        return tuple(
+            tuple(range(first, first + within * stride, stride))
+            for start in range(0, self.size, within * stride)
+            for first in range(start, start + stride)
+        )
+
+    def stride(self, axis: str) -> int:
+        """The distance between neighbours along `axis`: the product of the sizes of the axes inside it."""
+        self.axis_size(axis)
+        return math.prod(size for _, size in self.axes[self.names.index(axis) + 1 :])
 
 
 @lru_cache(maxsize=4096)

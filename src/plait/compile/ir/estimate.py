@@ -1,4 +1,4 @@
-"""An estimate of the time of a call, from its arithmetic and the memory that it reads and writes; for ratios only."""
+"""An estimate of the time of a call on a device, from its arithmetic and the memory that it reads and writes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from plait.compile.ir.calls import num_bytes, output_values, tensor_inputs
+from plait.compile.ir.dtypes import torch_name
 from plait.compile.ir.views import is_view
-
-# Of one core with AVX-512. A GPU's are about a thousand times as high, and their ratio three times.
-FLOPS_PER_SECOND = 1e11
-BYTES_PER_SECOND = 1e10
+from plait.cost.op_time import op_time
+from plait.spec.cluster import DeviceSpec
 
 
 def flops_of(node: Node) -> int:
@@ -25,10 +24,12 @@ def flops_of(node: Node) -> int:
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
-def seconds_of(node: Node) -> float:
+def seconds_of(node: Node, device: DeviceSpec) -> float:
     """Seconds of one call on local shapes."""
     if is_view(node) or node.op != "call_function":
         return 0.0
-    moved = sum(num_bytes(i.meta["val"]) for i in tensor_inputs(node))
+    read = [i.meta["val"] for i in tensor_inputs(node)]
+    moved = sum(map(num_bytes, read))
     moved += sum(num_bytes(v) for v in output_values(node) if isinstance(v, torch.Tensor))
-    return flops_of(node) / FLOPS_PER_SECOND + moved / BYTES_PER_SECOND
+    # A product that is summed and returned in float32 is of its inputs.
+    return op_time(device, flops_of(node), moved, torch_name(read[0].dtype) if read else "float32")

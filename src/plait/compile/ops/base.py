@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.fx import Node
 
-from plait.cost.wire_bytes import CollectiveKind
+from plait.cost.collective_time import CollectiveKind
 from plait.spec.layout import REPLICATE, Blocks, Partial, Placement, Replicate, Shard
 
 

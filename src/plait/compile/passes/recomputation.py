@@ -21,12 +21,15 @@ from plait.errors import PlanError, Refusal
 from plait.plan.kinds import Bytes, Recompute
 from plait.plan.legality import layer_of, no_layer
 from plait.schedule.recompute_solver import KeptValue, choose_kept
+from plait.spec.cluster import DeviceSpec
 
 Layer = tuple[str, int | None]  # name of the module, and stage of the pipeline
 
 
-def recompute(graph: Graph, how: Recompute) -> Graph:
+def recompute(graph: Graph, how: Recompute, device: DeviceSpec) -> Graph:
     """Recompute activations in backward, as `recompute=` of the plan says. Changes the local graph and returns it.
+
+    `device` is what the step runs on, for the time of what is recomputed.
 
     Raises:
         PlanError: the model has no layer that `how` names, or the budget is smaller than what must be kept.
@@ -38,7 +41,7 @@ def recompute(graph: Graph, how: Recompute) -> Graph:
     kept_anyway = _layer_outputs(forward, layers) | _read_in_another_stage(graph)
     dropped = {n for n in forward if n in layers and n not in kept_anyway and not op_spec_of(n).communicates}
     if how.kind == "budget":
-        dropped -= _kept_within(forward, dropped, how)
+        dropped -= _kept_within(forward, dropped, how, device)
     _recompute_in_backward(graph, dropped)
     graph.eliminate_dead_code()
     graph.lint()
@@ -77,7 +80,7 @@ def _read_in_another_stage(graph: Graph) -> set[Node]:
     return found
 
 
-def _kept_within(forward: list[Node], droppable: set[Node], how: Recompute) -> set[Node]:
+def _kept_within(forward: list[Node], droppable: set[Node], how: Recompute, device: DeviceSpec) -> set[Node]:
     """The droppable nodes to keep so that all that is saved for backward fits the budget."""
     needed = {n for n in forward if any(is_backward(u) for u in n.users)}
     fixed = {n for n in forward if n not in droppable and not is_view(n)}
@@ -90,7 +93,7 @@ def _kept_within(forward: list[Node], droppable: set[Node], how: Recompute) -> s
         values.append(
             KeptValue(
                 bytes=sum(num_bytes(v) for v in output_values(node) if hasattr(v, "numel")),
-                seconds=seconds_of(node),
+                seconds=seconds_of(node, device),
                 needed=node in needed,
                 keepable=not is_view(node) and (node in fixed or not several),
                 droppable=node not in fixed,

@@ -29,7 +29,7 @@ from plait.compile.ir.node_info import info_of
 from plait.compile.ir.views import is_whole_view
 from plait.compile.ops import Call, OpSpec, Strategy, View, strategies_of
 from plait.compile.sharding.decompose import decompose_node
-from plait.cost.wire_bytes import CollectiveKind, ring_bytes
+from plait.cost.collective_time import CollectiveKind, ring_bytes
 from plait.errors import PlanError, Refusal
 from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Shard, divides
 

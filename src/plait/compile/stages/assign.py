@@ -23,12 +23,13 @@ from plait.compile.ir.views import is_cast, is_view, may_alias
 from plait.compile.ops import comm_ops
 from plait.compile.ops.draw import draw
 from plait.errors import PlanError, Refusal
+from plait.plan.axes import stage_axis
 from plait.plan.legality import no_module_to_cut, wrong_number_of_cuts
 from plait.plan.plan import Plan
 from plait.schedule.cut import Flow, Item, choose_cut
+from plait.spec.cluster import Cluster, DeviceSpec
 
 aten = torch.ops.aten
-LINK_BYTES_PER_SECOND = 2.5e9  # between two processes of one host; in the units of compile/ir/estimate.py
 _MOST_ITEMS = 1200  # the search for a cut is quadratic in their number
 
 
@@ -38,6 +39,7 @@ def place_in_stages(
     copies: Sequence[int],
     anywhere: Collection[Node],
     outputs: Sequence[Output],
+    cluster: Cluster,
     settled: Mapping[str, tuple[int, ...]] | None = None,
 ) -> list[float]:
     """Choose where to cut a step, and set the `stage` of its calls. Changes `graph`.
@@ -49,6 +51,7 @@ def place_in_stages(
         copies: for each stage, the number of ranks that share its microbatches.
         anywhere: calls that each stage repeats for itself. They get no stage.
         outputs: the outputs of the step, one for each result of the graph.
+        cluster: where the step runs, for the time of calls and of what is sent between stages.
         settled: the stages of parameters, as an earlier batch decided them.
 
     Returns:
@@ -59,8 +62,8 @@ def place_in_stages(
             cannot stay on their `settled` stages.
     """
     num_stages = len(copies)
-    items, first_places = _items(graph)
-    flows = _flows(graph, anywhere, first_places)
+    items, first_places = _items(graph, cluster.device)
+    flows = _flows(graph, anywhere, first_places, neighbour_bandwidth(cluster, plan))
     if len(items) < num_stages:
         sizes = f"pipeline={len(plan.copies)} x chunks={num_stages // len(plan.copies)}"
         what = f"the step has {len(items)} calls that a stage can begin with, and {num_stages} stages ({sizes})"
@@ -201,14 +204,14 @@ def _place(node: Node) -> int:
     return info_of(node).position or 0
 
 
-def _items(graph: Graph) -> tuple[list[Item], list[int]]:
+def _items(graph: Graph, device: DeviceSpec) -> tuple[list[Item], list[int]]:
     """The time of forward and backward at each position, with neighbours joined, and the first position of each
     item."""
     seconds: dict[int, float] = defaultdict(float)
     forward = set()
     for node in graph.nodes:
         if node.op == "call_function" and info_of(node).position is not None:
-            seconds[position_of(node)] += seconds_of(node)
+            seconds[position_of(node)] += seconds_of(node, device)
             if not is_backward(node) and not is_view(node):
                 forward.add(position_of(node))
     places = sorted(forward)
@@ -224,7 +227,14 @@ def _items(graph: Graph) -> tuple[list[Item], list[int]]:
     return [Item(each) for each in work], places
 
 
-def _flows(graph: Graph, anywhere: Collection[Node], first_places: Sequence[int]) -> list[Flow]:
+def neighbour_bandwidth(cluster: Cluster, plan: Plan) -> float:
+    """Bytes/s between neighbours of a pipeline."""
+    return cluster.bandwidth_between(0, plan.mesh.stride(stage_axis()))
+
+
+def _flows(
+    graph: Graph, anywhere: Collection[Node], first_places: Sequence[int], bytes_per_second: float
+) -> list[Flow]:
     """The forward values that later items read: for each, the seconds to send it and its gradient."""
 
     def item(node: Node) -> int:
@@ -243,7 +253,7 @@ def _flows(graph: Graph, anywhere: Collection[Node], first_places: Sequence[int]
         times = 2 if value.dtype.is_floating_point else 1
         later = tuple(sorted(r for r in readers if r > item(node)))
         if later:
-            found.append(Flow(item(node), later, times * num_bytes(value) / LINK_BYTES_PER_SECOND))
+            found.append(Flow(item(node), later, times * num_bytes(value) / bytes_per_second))
     return found
 
 

@@ -25,6 +25,7 @@ from plait.schedule.families import make_replicated, make_schedule
 from plait.schedule.readiness import Cell
 from plait.schedule.transfers import add_transfers, add_updates
 from plait.spec.action import FORWARD, WEIGHT, Action
+from plait.spec.cluster import Cluster
 from plait.spec.layout import Layout, Only, Placement
 from plait.spec.schedule import Schedule
 
@@ -113,12 +114,14 @@ def cut_in_stages(
     graph: Graph,
     captured: Captured,
     plan: Plan,
+    cluster: Cluster,
     settled: Mapping[str, tuple[int, ...]] | None = None,
     begins: list[float] | None = None,
 ) -> tuple[Schedule, list[float]]:
     """Assign a stage to each call of a step. Returns the schedule, and the positions at which stages begin.
 
     Args:
+        cluster: where the step runs.
         settled: the stages of parameters, as an earlier batch decided them.
         begins: the positions at which stages begin, if they are known already.
     """
@@ -133,7 +136,7 @@ def cut_in_stages(
         stages_from(graph, begins, anywhere)
         return schedule, begins
     copies = [len(schedule.holders(stage)) for stage in range(schedule.num_stages)]
-    return schedule, place_in_stages(graph, plan, copies, anywhere, captured.outputs, settled)
+    return schedule, place_in_stages(graph, plan, copies, anywhere, captured.outputs, cluster, settled)
 
 
 def _written(captured: Captured) -> set[str]:

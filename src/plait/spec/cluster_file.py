@@ -1,0 +1,287 @@
+"""Clusters as TOML: files that come with plait, found by name, and files of a user's own.
+
+    h100            one node of the shipped description h100.toml
+    h100x64         64 such devices
+    mine.toml       a file
+
+Each number of a file is known to `NUMBERS`: its unit, between which values it is credible, and where to look it up.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from plait.errors import ConfigError
+from plait.spec.cluster import LEVELS, Cluster, DeviceSpec, EfficiencyCurve, HostSpec, LinkSpec
+
+_DATASHEET = "the data sheet of the device"
+_MEASURE = "`plait cluster measure`, which writes it"
+_NETWORK = "the data sheet of the link, or all_reduce_perf of nccl-tests"
+
+
+@dataclass(frozen=True)
+class NumberRow:
+    """What a number of a file means: its unit, the least and the most that is credible, and where to look it up."""
+
+    unit: str
+    least: float
+    most: float
+    look: str
+    needed: bool = True
+
+
+NUMBERS: Mapping[str, NumberRow] = {
+    "devices": NumberRow("devices, where the name has no count", 1, 1e7, "the machine"),
+    "device.peak": NumberRow("flop/s of dense products, not of sparse ones", 1e9, 1e17, _DATASHEET),
+    "device.memory": NumberRow("bytes", 2**26, 1e14, _DATASHEET),
+    "device.memory_bandwidth": NumberRow("bytes/s", 1e8, 1e15, _DATASHEET),
+    "device.op_seconds": NumberRow("seconds", 0, 1e-2, _MEASURE, needed=False),
+    "device.price_per_hour": NumberRow("US dollars", 0, 1e4, "the price list of the cloud", needed=False),
+    "links.latency": NumberRow("seconds", 0, 10, _NETWORK),
+    "links.bandwidth": NumberRow("bytes/s in one direction, not bits", 1e4, 1e14, _NETWORK),
+    "links.at_once": NumberRow(
+        "transfers", 1, 1e4, "the number of links or cards of a domain of the level below", False
+    ),
+    "links.size": NumberRow("devices", 0, 1e7, "the number of devices in a package, node or pod", False),
+    "host.cores": NumberRow("cores", 1, 1e5, "lscpu"),
+    "host.ram": NumberRow("bytes", 2**28, 1e15, "free -b"),
+    "host.ram_bandwidth": NumberRow("bytes/s", 1e8, 1e14, _MEASURE),
+    "host.disk": NumberRow("bytes", 0, 1e17, "df -B1"),
+    "host.disk_bandwidth": NumberRow("bytes/s", 0, 1e13, "the data sheet of the disks"),
+    "host.device_bandwidth": NumberRow("bytes/s in one direction", 1e8, 1e13, "the generation and lanes of PCIe"),
+    "host.nics": NumberRow("network cards", 0, 1e3, "ip link"),
+    "host.nic_bandwidth": NumberRow("bytes/s in one direction, not bits", 0, 1e13, "the data sheet of the card"),
+}
+_TEXTS = {"name", "doc", "measured", "device.name", "device.matches", "device.overlaps", "links.level", "links.torus",
+          "host.cpu"}  # fmt: skip
+_CURVES = {
+    "device.matmul_efficiency": "the flops of a product",
+    "device.memory_efficiency": "the bytes of an op",
+    "links.efficiency": "the bytes of a transfer",
+}
+
+
+def shipped() -> tuple[str, ...]:
+    """The names of the descriptions that come with plait."""
+    folder = files("plait.spec") / "clusters"
+    return tuple(sorted(each.name.removesuffix(".toml") for each in folder.iterdir() if each.name.endswith(".toml")))
+
+
+def find_cluster(name: str | Path) -> Cluster:
+    """The cluster of that name, with a count of devices (`h100x64`) or without, or the one in a file.
+
+    Raises ConfigError, with near matches, for a name that is unknown; with key, value and source for a number of a file
+    that is missing or not credible; and for devices that are not whole nodes.
+    """
+    text = str(name)
+    if text.endswith(".toml"):
+        return read_cluster(Path(text))
+    base, count = text, 0
+    known = shipped()
+    if base not in known and (parts := re.fullmatch(r"(.+)x(\d+)", text)):
+        base, count = parts[1], int(parts[2])
+    if base not in known:
+        near = difflib.get_close_matches(base.lower(), known, n=3, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ConfigError(
+            f"there is no cluster {text!r}; {hint}plait comes with {', '.join(known)}, each also with a count of"
+            " devices like h100x64; or give a file, such as cluster.toml"
+        )
+    found = _shipped(base)
+    if count == 0 and base != text:
+        raise ConfigError(f"cluster {text!r} has no devices; give 1 or more, like {base}x{found.num_devices}")
+    return found.with_devices(count, text) if count else found
+
+
+def cluster_of_device(kind: str, device_name: str, num_devices: int) -> Cluster:
+    """The description of the machine that a step is for, by the type of its device and the name that its driver gives.
+
+    A CPU is described by `cpu`. An accelerator that no description names is described by `a100`, which is right as far
+    as ratios of arithmetic to memory go. There are `num_devices`, rounded up to whole nodes.
+    """
+    if kind == "cpu":
+        return _shipped("cpu").with_devices(num_devices)
+    found = _shipped("a100")
+    for name in shipped():
+        if any(text in device_name.lower() for text in _shipped(name).device.matches):
+            found = _shipped(name)
+            break
+    node = found.node_size
+    return found.with_devices(num_devices if num_devices <= node else -(-num_devices // node) * node)
+
+
+@functools.cache
+def _shipped(name: str) -> Cluster:
+    return parse_cluster((files("plait.spec") / "clusters" / f"{name}.toml").read_text(), f"{name}.toml", name)
+
+
+def read_cluster(path: Path) -> Cluster:
+    """The cluster in a file. Raises ConfigError as `find_cluster` does."""
+    try:
+        return parse_cluster(path.read_text(), str(path), path.stem)
+    except FileNotFoundError:
+        raise ConfigError(f"there is no cluster file {str(path)!r} (looked for {path.absolute()})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the cluster file {str(path)!r}: {error}") from None
+
+
+def parse_cluster(text: str, place: str, name: str) -> Cluster:
+    """The cluster that a text describes. `place` is what messages call the text, `name` the cluster's."""
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{place} is not valid TOML: {error}") from None
+    sources = raw.pop("sources", {})
+    if not isinstance(sources, dict) or any(not isinstance(each, str) for each in sources.values()):
+        raise ConfigError(f"{place}: [sources] is a table of texts, by the path of a number: \"device.peak\" = '...'")
+    reader = _Reader(place, sources)
+    device = reader.table(raw, "device")
+    links = raw.get("links")
+    if not isinstance(links, list) or not links or not all(isinstance(each, dict) for each in links):
+        raise ConfigError(
+            f"{place}: [[links]] is missing; give one for each level of {', '.join(LEVELS)} that there is"
+        )
+    known = {"name", "doc", "measured", "devices", "device", "links", "host"}
+    if unknown := raw.keys() - known:
+        raise ConfigError(f"{place}: unknown key {min(unknown)}; {_near(min(unknown), known)}")
+    made = Cluster(
+        name=str(raw.get("name", name)),
+        num_devices=int(reader.number(raw, "devices")),
+        device=_device(reader, device),
+        links=tuple(_link(reader, each) for each in links),
+        doc=str(raw.get("doc", "")),
+        host=_host(reader, reader.table(raw, "host")) if "host" in raw else None,
+        sources=tuple(sources.items()),
+        measured=str(raw.get("measured", "")),
+    )
+    for link in made.links:
+        if link.bandwidth > made.device.memory_bandwidth:
+            raise ConfigError(
+                f"{place}: links.bandwidth = {link.bandwidth:g} of level {link.level} is above"
+                f" device.memory_bandwidth = {made.device.memory_bandwidth:g}, from which it sends; look them up in"
+                f" {reader.source('links.bandwidth')}"
+            )
+    return made
+
+
+def _device(reader: _Reader, table: dict[str, Any]) -> DeviceSpec:
+    peaks = reader.table(table, "peak", "device.peak")
+    if "float32" not in peaks:
+        raise ConfigError(reader.missing("device.peak.float32", NUMBERS["device.peak"]))
+    reader.check_keys(table, "device", {"peak"})
+    return DeviceSpec(
+        name=reader.text(table, "device.name"),
+        peak=tuple((dtype, reader.number(peaks, f"device.peak.{dtype}", "device.peak")) for dtype in peaks),
+        memory=reader.number(table, "device.memory"),
+        memory_bandwidth=reader.number(table, "device.memory_bandwidth"),
+        matches=tuple(str(each).lower() for each in table.get("matches", ())),
+        matmul_efficiency=reader.curve(table, "device.matmul_efficiency"),
+        memory_efficiency=reader.curve(table, "device.memory_efficiency"),
+        overlaps=bool(table.get("overlaps", True)),
+        op_seconds=reader.number(table, "device.op_seconds"),
+        price_per_hour=reader.number(table, "device.price_per_hour") if "price_per_hour" in table else None,
+    )
+
+
+def _link(reader: _Reader, table: dict[str, Any]) -> LinkSpec:
+    reader.check_keys(table, "links")
+    level = reader.text(table, "links.level")
+    if level not in LEVELS:
+        raise ConfigError(f"{reader.place}: links.level = {level!r}; the levels are {', '.join(LEVELS)}")
+    return LinkSpec(
+        level=level,
+        latency=reader.number(table, "links.latency"),
+        bandwidth=reader.number(table, "links.bandwidth"),
+        at_once=int(reader.number(table, "links.at_once", default=1)),
+        size=int(reader.number(table, "links.size")),
+        efficiency=reader.curve(table, "links.efficiency"),
+        torus=bool(table.get("torus", False)),
+    )
+
+
+def _host(reader: _Reader, table: dict[str, Any]) -> HostSpec:
+    reader.check_keys(table, "host")
+    names = [each.name for each in fields(HostSpec) if each.name != "cpu"]
+    numbers: dict[str, Any] = {name: reader.number(table, f"host.{name}") for name in names}
+    counts = {name: int(numbers[name]) for name in ("cores", "nics")}
+    return HostSpec(reader.text(table, "host.cpu"), **numbers | counts)
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads values of tables, and says of a bad one where it is, what it should be and where to look it up."""
+
+    place: str
+    sources: Mapping[str, str]
+
+    def source(self, path: str) -> str:
+        """Where a number is from by the file itself, or else where to look it up."""
+        given = [text for key, text in self.sources.items() if path == key or path.startswith(f"{key}.")]
+        return given[-1] if given else next(row.look for key, row in NUMBERS.items() if path.startswith(key))
+
+    def table(self, table: Mapping[str, Any], key: str, path: str = "") -> dict[str, Any]:
+        found = table.get(key)
+        if not isinstance(found, dict):
+            raise ConfigError(f"{self.place}: the table [{path or key}] is missing")
+        return found
+
+    def check_keys(self, table: Mapping[str, Any], name: str, more: frozenset[str] | set[str] = frozenset()) -> None:
+        paths = [*NUMBERS, *_TEXTS, *_CURVES]
+        known = {path.partition(".")[2] for path in paths if path.startswith(f"{name}.")} | more
+        if unknown := table.keys() - known:
+            raise ConfigError(f"{self.place}: unknown key {name}.{min(unknown)}; {_near(min(unknown), known)}")
+
+    def text(self, table: Mapping[str, Any], path: str) -> str:
+        found = table.get(path.rpartition(".")[2])
+        if not isinstance(found, str) or not found:
+            raise ConfigError(f"{self.place}: {path} is missing; it is a text")
+        return found
+
+    def number(self, table: Mapping[str, Any], path: str, of: str = "", default: float = 0.0) -> float:
+        row = NUMBERS[of or path]
+        key = path.rpartition(".")[2]
+        if key not in table:
+            if row.needed:
+                raise ConfigError(self.missing(path, row))
+            return default
+        value = table[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not row.least <= value <= row.most:
+            raise ConfigError(
+                f"{self.place}: {path} = {value!r} is not credible; it is in {row.unit}, from {row.least:g} to"
+                f" {row.most:g}; look it up in {self.source(path)}"
+            )
+        return float(value)
+
+    def missing(self, path: str, row: NumberRow) -> str:
+        return f"{self.place}: {path} is missing; it is in {row.unit}; look it up in {self.source(path)}"
+
+    def curve(self, table: Mapping[str, Any], path: str) -> EfficiencyCurve:
+        """A number, or points [size, fraction]; 1 for all sizes if it is not given."""
+        given = table.get(path.rpartition(".")[2], 1.0)
+        points = given if isinstance(given, list) else [[1.0, given]]
+        try:
+            found = tuple((float(size), float(part)) for size, part in points)
+            sizes = [size for size, _ in found]
+            good = bool(found) and sizes == sorted(set(sizes)) and sizes[0] > 0
+            good = good and all(0 < part <= 1 for _, part in found)
+        except (TypeError, ValueError):
+            good = False
+        if not good:
+            raise ConfigError(
+                f"{self.place}: {path} = {given!r}; it is a fraction above 0 and at most 1, or points [size, fraction]"
+                f" with ascending sizes, which are {_CURVES[path]}"
+            )
+        return EfficiencyCurve(found)
+
+
+def _near(key: str, known: set[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=2)
+    return (f"did you mean {' or '.join(near)}? " if near else "") + f"the keys here are {', '.join(sorted(known))}"
