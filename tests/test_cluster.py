@@ -78,7 +78,7 @@ def test_names_that_are_no_clusters(name: str, message: str) -> None:
         ("bfloat16 = 989.4e12", "bfloat16 = 989.4", "device.peak.bfloat16 = 989.4 is not credible.*without sparsity"),
         ("bfloat16 = 989.4e12", "bfloat16 = nan", "device.peak.bfloat16 = nan is not credible"),
         ("latency = 3.4e-6", "latency = -1", "links.latency = -1 is not credible.*NCCL"),
-        ("memory_efficiency = ", "memory_efficiency = 1", "a fraction above 0 and at most 1"),
+        ("efficiency = 0.8\n", "efficiency = 1.8\n", "a fraction above 0 and at most 1, or points"),
         ("memory_efficiency = ", "memory_eficiency = 0.5 #", "unknown key device.memory_eficiency; did you mean"),
         ('level = "node"', 'level = "rack"', "links.level = 'rack'; the levels are package, node"),
         ("ram = 2e12", "ram = 2048", "host.ram = 2048 is not credible"),

@@ -35,7 +35,9 @@ app = typer.Typer(
 
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Look at checkpoints, check them, export their weights.")
 app.add_typer(checkpoint_app, name="checkpoint")
-cluster_app = typer.Typer(no_args_is_help=True, help="Show what plait knows of a cluster.")
+cluster_app = typer.Typer(
+    no_args_is_help=True, help="Show a machine or cluster, and measure the one that this runs on."
+)
 app.add_typer(cluster_app, name="cluster")
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The job's TOML file.")]
@@ -238,6 +240,22 @@ def show_cluster(
         from plait.spec.cluster_file import find_cluster
 
         print(describe_cluster(find_cluster(name)) if name else list_clusters())
+
+
+@cluster_app.command("measure")
+def measure_cluster(
+    out: Annotated[Path | None, typer.Option("--out", help="The file to write; by default it is printed.")] = None,
+    processes: ProcessesOption = None,
+) -> None:
+    """Measure this machine in under two minutes: products by shape, memory, each collective by size and group."""
+    with _errors_shown_once():
+        from plait.api.cluster_measurement import default_processes, measure_here, write_measured
+
+        if not under_launcher() and (size := processes or default_processes()) > 1:
+            _launch(["cluster", "measure", *([] if out is None else ["--out", str(out)])], size, None)
+        text = measure_here()
+        if text:
+            write_measured(text, out)
 
 
 @app.command()

@@ -35,6 +35,18 @@ def device_name(kind: str) -> str:
     return torch.cuda.get_device_name() if kind == _ACCELERATOR and torch.cuda.is_available() else ""
 
 
+def num_accelerators() -> int:
+    """The accelerators of this host."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of a device's memory; of a CPU those of its host."""
+    if is_host(device):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def own_device(kind: str | None = None) -> torch.device:
     """The device of this process, chosen by LOCAL_RANK among those of the host.
 

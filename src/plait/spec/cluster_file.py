@@ -62,10 +62,10 @@ NUMBERS: Mapping[str, NumberRow] = {
 }
 _TEXTS = {"name", "doc", "measured", "device.name", "device.matches", "device.overlaps", "links.level", "links.torus",
           "host.cpu"}  # fmt: skip
-_CURVES = {
-    "device.matmul_efficiency": "the flops of a product",
-    "device.memory_efficiency": "the bytes of an op",
-    "links.efficiency": "the bytes of a transfer",
+_CURVES = {  # the size of what, and the highest fraction: caches are faster than memory
+    "device.matmul_efficiency": ("the flops of a product", 1.0),
+    "device.memory_efficiency": ("the bytes of an op", 100.0),
+    "links.efficiency": ("the bytes of a transfer", 1.0),
 }
 
 
@@ -271,13 +271,13 @@ class _Reader:
             found = tuple((float(size), float(part)) for size, part in points)
             sizes = [size for size, _ in found]
             good = bool(found) and sizes == sorted(set(sizes)) and sizes[0] > 0
-            good = good and all(0 < part <= 1 for _, part in found)
+            good = good and all(0 < part <= _CURVES[path][1] for _, part in found)
         except (TypeError, ValueError):
             good = False
         if not good:
             raise ConfigError(
-                f"{self.place}: {path} = {given!r}; it is a fraction above 0 and at most 1, or points [size, fraction]"
-                f" with ascending sizes, which are {_CURVES[path]}"
+                f"{self.place}: {path} = {given!r}; it is a fraction above 0 and at most {_CURVES[path][1]:g}, or"
+                f" points [size, fraction] with ascending sizes, which are {_CURVES[path][0]}"
             )
         return EfficiencyCurve(found)
 

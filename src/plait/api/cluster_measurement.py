@@ -1,0 +1,319 @@
+"""`plait cluster measure`: what this machine's devices, memory and links reach, as a cluster file.
+
+Every rank measures at the same time, as they compute and communicate in training: cores and memory are shared. A time
+is the least of several runs, because others may use the machine, and of ranks the slowest. Latency and bandwidth of a
+link are those with which the formulas of cost/collective_time.py come nearest to all collectives over it, each weighed
+by its own time.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import platform
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import torch
+from scipy.optimize import nnls
+from torch import Tensor
+
+from plait.comm.device import device_name, is_host, memory_of, num_accelerators, pinned_like, synchronize
+from plait.comm.process_world import ProcessWorld, process_world
+from plait.comm.protocol import Comm
+from plait.compile.ir.dtypes import torch_name
+from plait.cost.collective_time import CollectiveKind, collective_time
+from plait.engine.environment import num_processes
+from plait.errors import ConfigError
+from plait.plan.axes import AXES
+from plait.spec.cluster import Cluster, DeviceSpec, LinkSpec
+from plait.spec.mesh import Mesh
+
+_MOST_SECONDS = 0.15  # of the runs of one thing; the first of them, which is not counted, is not stopped
+_MOST_RUNS = 7
+_RUNS = 5  # of a collective, of which all ranks run as many
+_COPIES = (1 << 12, 1 << 15, 1 << 18, 1 << 21, 1 << 24, 1 << 26)  # bytes of a tensor that is copied
+_MESSAGES = (1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24)  # bytes of the whole tensor of a collective
+_DISK = 1 << 26  # bytes of the file that is written
+_TO_HOST = 1 << 26  # bytes that are copied between host and device
+# Rows, columns and inner length of products, in units of a size: square, thin, and as of a layer of a transformer.
+_SHAPES = ((1, 1, 1), (4, 1, 1), (1, 4, 1), (1, 1, 4))
+_WIDTHS = {True: (32, 64, 128, 256, 512), False: (256, 512, 1024, 2048, 4096)}  # on a CPU, on an accelerator
+
+
+@dataclass(frozen=True)
+class MeasuredCollective:
+    """One collective that was measured: over the link of `level`, by a group of ranks `stride` apart."""
+
+    kind: CollectiveKind
+    num_bytes: int
+    size: int
+    stride: int
+    seconds: float
+
+    @property
+    def group(self) -> range:
+        return range(0, self.size * self.stride, self.stride)
+
+
+def default_processes() -> int:
+    """As many ranks as this machine has accelerators, or else cores, of which 8 at most."""
+    return num_accelerators() or min(os.cpu_count() or 1, 8)
+
+
+def measure_here() -> str:
+    """Measure with all ranks of this launch. Returns the text of a cluster file on rank 0, and "" on the others."""
+    size = num_processes()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(size)))
+    world = process_world(_mesh(size, local))
+    try:
+        with torch.inference_mode():
+            products = dict(_products(world))
+            copies = {each: _slowest(world, _copy_seconds(world.device, each)) for each in _COPIES}
+            tiny = torch.ones(16, device=world.device)
+            op_seconds = _slowest(world, _seconds(lambda: tiny + 1, world.device))
+            within = list(_collectives(world, world.mesh.names[1:], local))
+            across = list(_collectives(world, world.mesh.names[:1], size)) if size > local else []
+            to_host = _slowest(world, _host_seconds(world.device))
+            disk = _disk_bandwidth() if world.rank == 0 else 0.0
+    finally:
+        world.close()
+    if world.rank:
+        return ""
+    return _as_toml(world.device, size, local, products, copies, op_seconds, within, across, to_host, disk)
+
+
+def write_measured(text: str, out: Path | None) -> None:
+    """Print the text of a cluster file, or write it. Raises ConfigError if it cannot be written."""
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        out.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write the cluster file {str(out)!r}: {error.strerror}") from None
+    print(f"wrote {out}; see it with `plait cluster show {out}`")
+
+
+def _mesh(size: int, local: int) -> Mesh:
+    """Hosts, pairs of ranks, and the ranks of a pair, so that groups of several sizes are measured."""
+    outer, middle, inner = [kind.name for kind in AXES if not kind.has_stages and not kind.per_stage]
+    pair = 2 if local % 2 == 0 and local > 2 else 1
+    return Mesh(((outer, size // local), (middle, local // pair), (inner, pair)))
+
+
+def _seconds(run: Callable[[], object], device: torch.device, runs: int = 0) -> float:
+    """The least time of `runs`; by default of as many as take a moment."""
+    run()
+    synchronize(device)
+    found: list[float] = []
+    while len(found) < (runs or 3) or (not runs and len(found) < _MOST_RUNS and sum(found) < _MOST_SECONDS):
+        begin = time.perf_counter()
+        run()
+        synchronize(device)
+        found.append(time.perf_counter() - begin)
+        if found[-1] > _MOST_SECONDS and not runs:
+            break
+    return min(found)
+
+
+def _slowest(world: ProcessWorld, seconds: float) -> float:
+    return float(world.everyone().all_gather(torch.tensor([seconds], device=world.device)).wait().max())
+
+
+def _products(world: ProcessWorld) -> Iterator[tuple[tuple[str, float], float]]:
+    """((dtype, flops of a product), flop/s) of matrix products."""
+    device = world.device
+    dtypes = [torch.float32, torch.bfloat16] + ([] if is_host(device) else [torch.float16])
+    for dtype in dtypes:
+        for width in _WIDTHS[is_host(device)]:
+            rates: dict[float, list[float]] = {}
+            for rows, columns, inner in _SHAPES:
+                left = torch.ones(rows * width, inner * width, dtype=dtype, device=device)
+                right = torch.ones(inner * width, columns * width, dtype=dtype, device=device)
+                seconds = _slowest(world, _seconds(_product(left, right), device))
+                flops = 2.0 * rows * columns * inner * width**3
+                rates.setdefault(flops, []).append(flops / seconds)
+            for flops, each in rates.items():
+                yield (torch_name(dtype), flops), mean(each)
+
+
+def _product(left: Tensor, right: Tensor) -> Callable[[], Tensor]:
+    return lambda: left @ right
+
+
+def _copy_seconds(device: torch.device, num_bytes: int) -> float:
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return _seconds(lambda: target.copy_(source), device)
+
+
+def _host_seconds(device: torch.device) -> float:
+    """Seconds of a copy of _TO_HOST bytes between host and device."""
+    there = torch.ones(_TO_HOST, dtype=torch.uint8, device=device)
+    here = pinned_like(there, device)
+    return _seconds(lambda: here.copy_(there, non_blocking=True), device)
+
+
+def _disk_bandwidth() -> float:
+    """Bytes/s of writing a file in the current folder, until it is on the disk."""
+    path = Path(f".plait-measure-{os.getpid()}")
+    begin = time.perf_counter()
+    try:
+        with path.open("wb") as file:
+            file.write(bytes(_DISK))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        return 0.0
+    finally:
+        path.unlink(missing_ok=True)
+    return _DISK / (time.perf_counter() - begin)
+
+
+def _collectives(world: ProcessWorld, axes: tuple[str, ...], within: int) -> Iterator[MeasuredCollective]:
+    comms: list[tuple[Comm, int, int]] = [
+        (world.comm(axis), world.mesh.axis_size(axis), world.mesh.stride(axis)) for axis in axes
+    ]
+    if within == world.mesh.size and sum(size > 1 for _, size, _ in comms) > 1:
+        comms.append((world.everyone(), within, 1))
+    for comm, size, stride in comms:
+        for num_bytes in _MESSAGES if size > 1 else ():
+            for kind in CollectiveKind:
+                run = _collective(comm, kind, num_bytes, world.device)
+                seconds = _slowest(world, _seconds(run, world.device, _RUNS))
+                yield MeasuredCollective(kind, num_bytes // size * size, size, stride, seconds)
+
+
+def _collective(comm: Comm, kind: CollectiveKind, num_bytes: int, device: torch.device) -> Callable[[], object]:
+    part = max(num_bytes // comm.size // 4, 1)
+    rows = torch.ones(comm.size, part, device=device)
+    if kind is CollectiveKind.ALL_GATHER:
+        return lambda: comm.all_gather(rows[0]).wait()
+    if kind is CollectiveKind.REDUCE_SCATTER:
+        return lambda: comm.reduce_scatter(rows).wait()
+    if kind is CollectiveKind.ALL_TO_ALL:
+        return lambda: comm.all_to_all(rows).wait()
+    if kind is CollectiveKind.BROADCAST:
+        return lambda: comm.broadcast(rows, 0).wait()
+    return lambda: comm.all_reduce(rows).wait()
+
+
+def fit_link(level: str, size: int, measured: list[MeasuredCollective], inner: tuple[LinkSpec, ...] = ()) -> LinkSpec:
+    """The link over which the measured collectives come nearest to their formulas."""
+
+    def time_of(one: MeasuredCollective, latency: float, bandwidth: float) -> float:
+        link = LinkSpec(level, latency, bandwidth, at_once=10**4, size=size)
+        device = DeviceSpec("", (("float32", 1.0),), 1.0, 1.0)
+        cluster = Cluster("measured", max(size, one.group[-1] + 1), device, (*inner, link))
+        return collective_time(one.kind, one.num_bytes, one.group, cluster, "" if inner else _FORMS[one.kind])
+
+    rows = [
+        (time_of(one, 1.0, 1e30) / one.seconds, time_of(one, 0.0, 1.0) / one.seconds) for one in measured
+    ]  # a time is linear in the latency and in the seconds of a byte
+    (latency, per_byte), _ = nnls(rows, [1.0] * len(rows))
+    return LinkSpec(level, max(float(latency), 1e-9), 1.0 / max(float(per_byte), 1e-14), size=size)
+
+
+_FORMS = {kind: "pairwise" if kind is CollectiveKind.ALL_TO_ALL else "ring" for kind in CollectiveKind}
+
+
+def _as_toml(
+    device: torch.device,
+    size: int,
+    local: int,
+    products: dict[tuple[str, float], float],
+    copies: dict[int, float],
+    op_seconds: float,
+    within: list[MeasuredCollective],
+    across: list[MeasuredCollective],
+    to_host: float,
+    disk: float,
+) -> str:
+    dtypes = list(dict.fromkeys(dtype for dtype, _ in products))
+    peak = {dtype: max(rate for (of, _), rate in products.items() if of == dtype) for dtype in dtypes}
+    sizes = sorted({flops for _, flops in products})
+    # A larger product is never less efficient: what looks so is noise. Caches are faster than memory.
+    parts = [mean(products[dtype, flops] / peak[dtype] for dtype in dtypes) for flops in sizes]
+    rates = {num_bytes: 2 * num_bytes / seconds for num_bytes, seconds in copies.items()}
+    bandwidth = rates[_COPIES[-1]]  # larger than the caches, which are faster
+    node = fit_link("node", local if across else 0, within) if within else LinkSpec("node", 1e-6, bandwidth)
+    links = [(node, within)]
+    if across:
+        links.append((fit_link("pod", 0, across), across))
+    name = device_name(device.type) or _cpu()
+    host = socket.gethostname()
+    today = datetime.date.today().isoformat()
+    lines = [
+        f"# Measured by `plait cluster measure` on {host}, {today}: {size} ranks, torch {torch.__version__}.",
+        f'doc = "{size} x {name}, as measured"',
+        f'measured = "{today} on {host}"',
+        f"devices = {size}",
+        "",
+        "[device]",
+        f'name = "{name}"',
+        f"memory = {memory_of(device) / (local if is_host(device) else 1):.4g}",
+        f"memory_bandwidth = {bandwidth:.4g}",
+        f"op_seconds = {op_seconds:.3g}",
+        f"overlaps = {'false' if is_host(device) else 'true'}",
+        f"matmul_efficiency = {_points(sizes, list(itertools.accumulate(parts, max)))}",
+        f"memory_efficiency = {_points([2.0 * each for each in rates], [each / bandwidth for each in rates.values()])}",
+        "",
+        "[device.peak]",
+        *(f"{dtype} = {rate:.4g}" for dtype, rate in peak.items()),
+    ]
+    for link, measured in links:
+        lines += ["", "[[links]]", f'level = "{link.level}"', f"size = {link.size}", f"latency = {link.latency:.3g}"]
+        lines += [
+            f"bandwidth = {min(link.bandwidth, bandwidth):.4g}",
+            f"at_once = {local if link.level == 'pod' else 1}",
+        ]
+        lines += [
+            f"# {one.kind.title} of {one.size} ranks, {one.num_bytes} bytes: {one.seconds:.3g} s" for one in measured
+        ]
+    lines += [
+        "",
+        "[host]",
+        f'cpu = "{_cpu()}"',
+        f"cores = {os.cpu_count() or 1}",
+        f"ram = {memory_of(torch.device('cpu')):.4g}",
+    ]
+    lines += [f"ram_bandwidth = {bandwidth * local if is_host(device) else 2 * _TO_HOST / to_host:.4g}"]
+    lines += [f"disk = {shutil.disk_usage('.').total:.4g}", f"disk_bandwidth = {disk:.4g}"]
+    lines += [f"device_bandwidth = {_TO_HOST / to_host:.4g}", *_network_cards(), "", "[sources]"]
+    how = f"plait cluster measure, {today}"
+    lines += [f'"devices" = "{how}"', f'"device" = "{how}"', f'"links" = "{how}"']
+    lines += [f'"host" = "{how}; the operating system says the sizes, and what the cards are made for"']
+    return "\n".join(lines) + "\n"
+
+
+def _points(sizes: list[float], parts: list[float]) -> str:
+    """Points of an efficiency curve."""
+    return f"[{', '.join(f'[{size:.4g}, {part:.3g}]' for size, part in zip(sizes, parts, strict=True))}]"
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _network_cards() -> list[str]:
+    """Cards that say how many Mbit/s they are made for."""
+    speeds: list[float] = []
+    for path in Path("/sys/class/net").glob("*/speed"):
+        try:
+            speeds.append(float(path.read_text()))
+        except (OSError, ValueError):
+            continue
+    speeds = [speed for speed in speeds if speed > 0]
+    return [f"nics = {len(speeds)}", f"nic_bandwidth = {max(speeds, default=0.0) * 1e6 / 8:.4g}"]

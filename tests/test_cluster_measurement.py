@@ -1,0 +1,72 @@
+"""`plait cluster measure`: what is fitted to times, and that the file is a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plait.api import cluster_measurement
+from plait.api.cluster_measurement import MeasuredCollective, fit_link, measure_here, write_measured
+from plait.cost.collective_time import CollectiveKind, collective_time
+from plait.errors import ConfigError
+from plait.spec.cluster import Cluster, DeviceSpec, LinkSpec
+from plait.spec.cluster_file import find_cluster, parse_cluster
+
+
+def test_a_link_is_found_from_the_times_of_collectives() -> None:
+    link = LinkSpec("node", 2e-5, 3e9)
+    cluster = Cluster("c", 4, DeviceSpec("d", (("float32", 1.0),), 1.0, 1e12), (link,))
+    groups = (range(2), range(0, 4, 2), range(4))
+    measured = []
+    for group in groups:
+        for kind in CollectiveKind:
+            for num_bytes in (1 << 10, 1 << 20):
+                form = "pairwise" if kind is CollectiveKind.ALL_TO_ALL else "ring"
+                seconds = collective_time(kind, num_bytes, group, cluster, form)
+                measured.append(MeasuredCollective(kind, num_bytes, len(group), group.step, seconds))
+    found = fit_link("node", 0, measured)
+    assert found.latency == pytest.approx(link.latency)
+    assert found.bandwidth == pytest.approx(link.bandwidth)
+
+
+def test_a_measured_file_is_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_measurement, "_WIDTHS", {True: (16, 32), False: (16, 32)})
+    monkeypatch.setattr(cluster_measurement, "_MOST_SECONDS", 0.001)
+    monkeypatch.setattr(cluster_measurement, "_DISK", 1 << 12)
+    monkeypatch.chdir(tmp_path)
+    text = measure_here()
+    out = tmp_path / "mine.toml"
+    write_measured(text, out)
+    found = find_cluster(out)
+    assert [each.name for each in tmp_path.iterdir()] == ["mine.toml"]
+    assert found.measured and found.num_devices == 1
+    assert {dtype for dtype, _ in found.device.peak} >= {"float32", "bfloat16"}
+    assert 0 < found.device.matmul_efficiency.at(1e3) <= 1
+    sizes = [size for size, _ in found.device.matmul_efficiency.points]
+    assert sizes == pytest.approx([2.0 * 16**3, 8.0 * 16**3, 16.0 * 16**3, 64.0 * 16**3], rel=1e-3)
+    assert found.host is not None and found.host.ram > 0
+    with pytest.raises(ConfigError, match="cannot write the cluster file"):
+        write_measured(text, tmp_path / "nowhere" / "mine.toml")
+
+
+def test_links_of_several_hosts_are_two_levels() -> None:
+    measured = [
+        MeasuredCollective(kind, num_bytes, 2, stride, seconds * (1 + num_bytes))
+        for stride, seconds in ((1, 1e-9), (2, 1e-8))
+        for kind in CollectiveKind
+        for num_bytes in (1 << 10, 1 << 20)
+    ]
+    within, across = ([one for one in measured if one.stride == stride] for stride in (1, 2))
+    products = {("float32", 1e6): 1e11, ("float32", 1e9): 2e11}
+    copies = {1 << 12: 1e-7, 1 << 26: 1e-3}
+    text = cluster_measurement._as_toml(
+        cluster_measurement.torch.device("cpu"), 4, 2, products, copies, 1e-6, within, across, 0.01, 1e8
+    )
+    found = parse_cluster(text, "measured.toml", "measured")
+    assert [(link.level, size) for link, size in zip(found.links, found.sizes, strict=True)] == [
+        ("node", 2),
+        ("pod", 4),
+    ]
+    assert found.links[1].bandwidth < found.links[0].bandwidth
+    assert found.device.matmul_efficiency.at(1e6) == 0.5
