@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_workers import forked_workers
 from intruder import attack, below, is_loopback, listening, needs_proc, needs_root
 from metrics_file import read_metrics
 from test_train_job import JOB
@@ -26,6 +27,7 @@ from plait.api.job.from_config import GO_ON
 from plait.api.job.server_training import run_served, served_job
 from plait.api.job.training import run_job
 from plait.api.trainer import Trainer
+from plait.comm.private_folder import private_folder
 from plait.engine.checkpoint.checkpoint_folders import newest
 from plait.errors import CheckpointError
 from plait.integrations.servers.full_model import FullModel
@@ -42,8 +44,10 @@ pytestmark = [pytest.mark.timeout(500), pytest.mark.xdist_group("ray")]  # which
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
-    with started_here(load_ray(), 5, 128 << 20) as found:
-        yield found
+    with pytest.MonkeyPatch.context() as patch, private_folder("forks") as folder, forked_workers(folder) as command:
+        patch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"py_executable": command}}))
+        with started_here(load_ray(), 5, 128 << 20) as found:
+            yield found
 
 
 class Script:
