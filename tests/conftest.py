@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+# Of the processes that tests start:
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PYTHONPATH"] = f"{Path(__file__).with_name('started')}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
 
 import hypothesis
 import pytest
