@@ -41,12 +41,13 @@ class Sample:
 class EagerBuilder:
     """Runs what a rule emits at once, on one rank's tensors: a node is the value itself."""
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, sample: Sample) -> None:
         self.rank = rank
         self.size = size
+        self._sample = sample
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
-        return op(*args, **kwargs)
+        return (self._sample.run if op is self._sample.op else op)(*args, **kwargs)
 
     def shape(self, node: Tensor) -> tuple[int, ...]:
         return tuple(node.shape)
@@ -173,7 +174,7 @@ def run_parts(sample: Sample, rule: OpSpec, call: Call, strategy: Strategy, size
         args, kwargs = torch.utils._pytree.tree_unflatten([c[rank] for c in cuts], tree)
         emit = strategy.emit or rule.emit
         if emit is not None:
-            result = emit(EagerBuilder(rank, size), call, strategy, tuple(args), kwargs)  # type: ignore[arg-type]
+            result = emit(EagerBuilder(rank, size, sample), call, strategy, tuple(args), kwargs)  # type: ignore[arg-type]
         else:
             if rule.sizes is not None and call.outputs[0] is not None:
                 shape = list(local_shape(call.outputs[0].shape, strategy.outputs[0], size))

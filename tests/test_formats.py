@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 import plait
 from plait.compile.ops import OP_SPECS, View
 from plait.compile.ops.comm_ops import in_format
+from plait.compile.sharding.formats import format_of
 
 aten = torch.ops.aten
 REWRITTEN = {op for op, row in OP_SPECS.items() if row.view is View.RESHAPE or row.reads == "memory"}
@@ -174,3 +176,17 @@ def test_one_row_whose_channels_lie_last(plan: str) -> None:
     batch = {"x": torch.randn(4, 3, 4, 4, 4), "y": torch.randn(4, 4, 4, 4, 4)}
     report = plait.verify(Net(), loss_fn, batch, plan)
     assert report.ok, report
+
+
+def test_rows_of_a_mask_begin_evenly_and_repeat_in_place() -> None:
+    """As the memory-efficient attention of GPUs needs them, wherever a mask was in between."""
+    once = F.pad(torch.randn(1, 1, 4, 6), (0, 10))[..., :6]
+    mask = once.expand(2, 3, 4, 6)
+    how = dataclasses.astuple(format_of(mask, strided=True))
+    assert in_format(mask, *how) is mask
+    sent = in_format(once.contiguous().expand(2, 3, 4, 6), *how)
+    assert sent.equal(mask) and sent.stride()[:2] == (0, 0) and sent.stride(2) % 4 == 0
+    whole = in_format(mask.contiguous(), *how)
+    assert whole.equal(mask) and all(step % 4 == 0 for step in whole.stride()[:-1])
+    assert in_format(whole, *how) is whole
+    assert not dataclasses.astuple(format_of(mask))[-1]  # other kernels get repeated elements one by one

@@ -225,7 +225,7 @@ class Noisy(nn.Module):
 
 
 def test_every_random_op_draws_the_same_in_eager_code_and_in_the_graph():
-    model, batch = Noisy(), torch.randn(6, 8)
+    model, batch = Noisy().double(), torch.randn(6, 8, dtype=torch.float64)
     captured = capture(model, lambda m, b: m(b), batch)
     sources = {"parameter": dict(model.named_parameters()), "batch": {"batch": batch}}
     values = [5 if i.kind == "key" else sources[i.kind][i.name] for i in captured.inputs]

@@ -33,7 +33,7 @@ from plait.compile.capture.random_sources import nothing_drawn
 from plait.compile.capture.reachable import PLAIN, Reached
 from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.ir.shapes import StepMode
-from plait.compile.ops.random import VisibleDropout
+from plait.compile.ops.sdpa_with_dropout import DrawnDropout
 from plait.errors import BatchError, CaptureError, LossError, PlanError
 
 LossFn = Callable[[Any, Any], Any]
@@ -261,7 +261,7 @@ def _capture(
         stack.enter_context(fake_mode)
         stack.enter_context(recorder)
         stack.enter_context(Exchange(model_fakes.made, outside.fake_of))
-        stack.enter_context(VisibleDropout())
+        stack.enter_context(DrawnDropout())
         late = stack.enter_context(LateValues(recorder.known_value, lambda: recorder.phase == "forward"))
         recorder.scalar = late.scalar
         stack.enter_context(Selections(late, recorder.node_of))

@@ -10,6 +10,7 @@ from plait.compile.ops import (  # noqa: F401  (each registers its rows)
     comm_ops,
     conv,
     create,
+    dropped_attention,
     index,
     index_list,
     loss,

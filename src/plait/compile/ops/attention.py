@@ -1,16 +1,21 @@
 """Fused attention, forward and backward: sharded over samples and heads, and over queries if there is no causal mask.
 
 Each op is a row that names its tensors. With grouped queries the key-value heads, which are fewer, are sharded too.
+Kernels that drop out elements themselves draw the mask by position in what a rank has, so that none is in a graph:
+attention with dropout is an op of plait's own (compile/ops/dropped_attention.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from plait.compile.ops.base import (
     REPLICATE,
+    Builder,
     Call,
+    Emit,
     OpSpec,
     Partial,
     Placement,
@@ -20,33 +25,48 @@ from plait.compile.ops.base import (
     TensorSpec,
     no_groups,
     register,
-    state,
 )
-from plait.compile.ops.dims import blocks_of, broadcast_dim, first_operand, overloads
+from plait.compile.ops.dims import blocks_of, broadcast_dim, equal_blocks_of, first_operand, overloads, put
 from plait.spec.layout import Blocks
 
 SAMPLES, HEADS, QUERIES = 0, 1, 2
-# The dims of a tensor: [B, H, S, D] of queries, [B, H, T, D] of keys, [B, H, S], a mask over [B, H, S, T], or others.
-Q, K, LSE, MASK, OTHER = "q", "k", "lse", "mask", "other"
+# The dims of a tensor: [B, H, S, D] of queries, [B, H, T, D] of keys, [B, H, S] or [B, H, S, 1], the same with S
+# rounded up, a mask over [B, H, S, T], or others.
+Q, K, LSE, PADDED, MASK, OTHER = "q", "k", "lse", "padded lse", "mask", "other"
+_PADDED_TO = 32  # numbers of queries for which the memory-efficient kernel has sums, on CUDA
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Arguments by position or name with the dims of each, and likewise outputs."""
+    """Arguments by position or name with the dims of each, and likewise outputs.
+
+    Attributes:
+        inputs: the tensors among the arguments.
+        outputs: the outputs, from the first on.
+        query: position of the queries, after which come the keys.
+        causal: position and name of the argument that says whether a query sees earlier keys only. The op takes its
+            first query for the first of all, so that queries are not cut then.
+        dropout: position and name of a rate, if the op draws the mask by position in what it has. It is not cut then.
+        num_queries: position of an argument that says how many queries there are.
+        emit: writes the local op, which has arguments that say what part it has, if it can be told so: then all dims
+            are cut, in equal blocks.
+    """
 
     inputs: Sequence[tuple[int | str, str]]
     outputs: Sequence[str]
     query: int
-    causal: tuple[int, str]  # position and name
-    dropout: tuple[int, str]
+    causal: tuple[int, str] | None = None
+    dropout: tuple[int, str] | None = None
+    num_queries: int | None = None
+    emit: Emit | None = None
 
 
 def _placement(spec: TensorSpec, look: str, factor: int, blocks: Blocks, scores: tuple[int, ...]) -> Placement | None:
     """The placement of a tensor for a sharded factor; None for a tensor without the factor."""
     dim: int | None
     match look:
-        case "q" | "lse":
-            dim = factor if factor < spec.ndim else None
+        case "q" | "lse" | "padded lse":
+            dim = factor
         case "k":
             dim = None if factor == QUERIES else factor
         case "mask":
@@ -56,10 +76,12 @@ def _placement(spec: TensorSpec, look: str, factor: int, blocks: Blocks, scores:
     return None if dim is None else Shard(dim, blocks)
 
 
-def _strategies(signature: Signature) -> Callable[[Call, Placements, int], Sequence[Strategy]]:
+def attention_strategies(signature: Signature) -> Callable[[Call, Placements, int], Sequence[Strategy]]:
+    """The strategies of an attention with these arguments."""
+
     def strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
-        if call.arg(*signature.dropout, 0.0):
-            return []  # its mask is drawn inside, by position in what the rank has
+        if signature.dropout is not None and call.arg(*signature.dropout, 0.0):
+            return []
         query, key = call.args[signature.query], call.args[signature.query + 1]
         if query.ndim != 4:
             return []
@@ -74,13 +96,13 @@ def _strategies(signature: Signature) -> Callable[[Call, Placements, int], Seque
         results += [(o, OTHER) for o in call.outputs[len(results) :]]
         backward = signature.query > 0
         found = []
-        for factor in (SAMPLES, HEADS) if call.arg(*signature.causal, False) else (SAMPLES, HEADS, QUERIES):
-            if factor == QUERIES and any(
-                look == LSE and s is not None and s.shape[2] != query.shape[2]
-                for s, look in [*results, *((call.inputs[i], look) for i, look in looks.items())]
-            ):
-                continue  # padded
-            for b in blocks_of(given, [factor] * len(given)):
+        causal = signature.causal is not None and call.arg(*signature.causal, False)
+        for factor in (SAMPLES, HEADS) if causal else (SAMPLES, HEADS, QUERIES):
+            rounded = PADDED in (*looks.values(), *signature.outputs)
+            if factor == QUERIES and rounded and query.shape[2] % (_PADDED_TO * size):
+                continue  # what a rank rounds up to is not its part of what all round up to
+            dims = [factor] * len(given)
+            for b in blocks_of(given, dims) if signature.emit is None else equal_blocks_of(given, dims):
                 inputs = tuple(
                     _placement(s, looks.get(i, OTHER), factor, b, scores) or REPLICATE
                     for i, s in enumerate(call.inputs)
@@ -90,8 +112,13 @@ def _strategies(signature: Signature) -> Callable[[Call, Placements, int], Seque
                     REPLICATE if s is None or look == OTHER else _placement(s, look, factor, b, scores) or absent
                     for s, look in results
                 )
-                found.append(Strategy(inputs, outputs))
+                found.append(Strategy(inputs, outputs, signature.emit or emit))
         return found
+
+    def emit(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
+        if signature.num_queries is not None:
+            args = put(args, signature.num_queries, builder.shape(args[signature.query])[QUERIES])
+        return builder.call(call.op, *args, **kwargs)
 
     return strategies
 
@@ -107,19 +134,25 @@ _SIGNATURES: dict[str, Signature] = {
     ),
     "_scaled_dot_product_flash_attention": Signature(_QKV, (Q, LSE), 0, (4, "is_causal"), (3, "dropout_p")),
     "_scaled_dot_product_flash_attention_backward": Signature(
-        (*_GRADS, (4, Q), (5, LSE)), (Q, K, K), 1, (11, "is_causal"), (10, "dropout_p")
+        (*_GRADS, (4, Q), (5, LSE)), (Q, K, K), 1, (11, "is_causal"), (10, "dropout_p"), 8
     ),
     "_scaled_dot_product_efficient_attention": Signature(
-        (*_QKV, (3, MASK)), (Q, LSE), 0, (6, "is_causal"), (5, "dropout_p")
+        (*_QKV, (3, MASK)), (Q, PADDED), 0, (6, "is_causal"), (5, "dropout_p")
     ),
     "_scaled_dot_product_efficient_attention_backward": Signature(
-        (*_GRADS, (4, MASK), (5, Q), (6, LSE)), (Q, K, K, MASK), 1, (11, "is_causal"), (9, "dropout_p")
+        (*_GRADS, (4, MASK), (5, Q), (6, PADDED)), (Q, K, K, MASK), 1, (11, "is_causal"), (9, "dropout_p")
     ),
     "_scaled_dot_product_cudnn_attention": Signature(
         (*_QKV, (3, MASK)), (Q, LSE), 0, (6, "is_causal"), (5, "dropout_p")
     ),
     "_scaled_dot_product_cudnn_attention_backward": Signature(
-        (*_GRADS, (4, Q), (5, LSE), (8, MASK)), (Q, K, K), 1, (14, "is_causal"), (13, "dropout_p")
+        (*_GRADS, (4, Q), (5, LSE), (8, MASK)), (Q, K, K), 1, (14, "is_causal"), (13, "dropout_p"), 11
+    ),
+    "_scaled_dot_product_fused_attention_overrideable": Signature(
+        (*_QKV, (3, MASK)), (Q, LSE), 0, (5, "is_causal"), (4, "dropout_p")
+    ),
+    "_scaled_dot_product_fused_attention_overrideable_backward": Signature(
+        (*_GRADS, (4, MASK), (6, Q), (7, LSE)), (Q, K, K, MASK), 1, (13, "is_causal"), (12, "dropout_p"), 10
     ),
 }
 
@@ -128,6 +161,8 @@ for _name, _signature in _SIGNATURES.items():
     _groups = first_operand if _signature.query else no_groups  # backward ops are linear in the gradient
     register(
         *overloads(_name),
-        spec=OpSpec(strategies=_strategies(_signature), linear=_groups, formats=True, dropout=_signature.dropout[0]),
-    )
-state(*overloads("_scaled_dot_product_fused_attention_overrideable"), dropout=4)
+        spec=OpSpec(
+            strategies=attention_strategies(_signature), linear=_groups, formats=True, strided=True,
+            dropout=_signature.dropout and _signature.dropout[0],
+        ),
+    )  # fmt: skip

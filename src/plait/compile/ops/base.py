@@ -181,6 +181,8 @@ class OpSpec:
         emit: writes the local op, if it is not the same op with the same arguments.
         formats: whether the kernel relies on its inputs' memory formats, which are then those at capture
             (compile/sharding/formats.py).
+        strided: whether, besides, the kernel reads elements that repeat where they are, and its rows must begin as
+            evenly in memory as they did.
         decompose: a function of the op's arguments that computes the same by simpler ops, used if an input is sharded
             along a dim that no factor names.
         weighted: whether the op is a sum weighted by an operand, such as a model's weight.
@@ -207,6 +209,7 @@ class OpSpec:
     sizes: int | None = None
     emit: Emit | None = None
     formats: bool = False
+    strided: bool = False
     decompose: Callable[..., Any] | None = None
     weighted: bool = False
     role: Role | None = None

@@ -63,17 +63,27 @@ scatter_part = CommOp("scatter_part")  # (tensor, axis, cut): partial sums -> th
 take_part = CommOp("take_part")  # (tensor, axis, cut): whole -> this rank's part; nothing is sent
 
 
-def in_format(tensor: Tensor, order: Sequence[int], dense: bool) -> Tensor:
+def in_format(tensor: Tensor, order: Sequence[int], dense: bool, multiple: int = 1, repeats: bool = False) -> Tensor:
     """The same tensor with its dims in this order in memory, from the widest stride to the narrowest: itself or a copy.
 
-    If it need not be `dense` it may have holes, but not within its last dim.
+    If it need not be `dense` it may have holes, but not within its last dim; its other strides are then divisible by
+    `multiple`. With `repeats` dims of stride 0 stay so.
     """
     sizes, steps = tensor.shape, tensor.stride()
+    if repeats and any(step == 0 and n > 1 for step, n in zip(steps, sizes, strict=True)):
+        once = tensor
+        for dim, step in enumerate(steps):
+            once = once.narrow(dim, 0, 1) if step == 0 and sizes[dim] > 1 else once
+        found = in_format(once, order, dense, multiple)
+        return tensor if found is once else found.expand(sizes)
     shape, strides = [sizes[d] for d in order], tuple(steps[d] for d in order)  # no view: this runs in every step
-    if strides == _dense(shape) or (not dense and _ordered(shape, strides)):
+    if (strides == _dense(shape) and shape[-1] % multiple == 0) or (not dense and _ordered(shape, strides, multiple)):
         return tensor
     laid_out = tensor.permute(*order)
     back = sorted(range(len(order)), key=order.__getitem__)
+    if rest := -shape[-1] % multiple:
+        padded = torch.nn.functional.pad(laid_out, (0, rest)).narrow(-1, 0, shape[-1])
+        return padded.permute(*back)
     # Through one dim, after which dims of size 1 have the stride that kernels expect of them.
     return laid_out.contiguous().view(-1).view(laid_out.shape).permute(*back)
 
@@ -85,9 +95,10 @@ def _dense(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _ordered(shape: Sequence[int], strides: Sequence[int]) -> bool:
+def _ordered(shape: Sequence[int], strides: Sequence[int], multiple: int) -> bool:
     steps = [step for step, n in zip(strides, shape, strict=True) if n > 1]
-    return steps[-1] == 1 and steps == sorted(steps, reverse=True)
+    even = all(step % multiple == 0 for step in steps[:-1])
+    return not steps or (steps[-1] == 1 and even and steps == sorted(steps, reverse=True))
 
 
 def take(tensor: Tensor, rank: int, size: int, dim: int, blocks: Blocks) -> Tensor:

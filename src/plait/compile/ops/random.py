@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.compile.ops.base import (
@@ -28,6 +27,7 @@ from plait.compile.ops.base import (
     state,
 )
 from plait.compile.ops.draw import draw
+from plait.compile.ops.sdpa_with_dropout import DrawnDropout
 from plait.errors import CaptureError
 
 aten = torch.ops.aten
@@ -247,19 +247,6 @@ def emit_draw(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...],
 register(draw, spec=OpSpec(strategies=_parts, emit=emit_draw))
 
 
-class VisibleDropout(TorchFunctionMode):
-    """Runs attention with dropout as plain ops, so that its dropout is an op of its own."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            rate = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
-            if rate > 0:
-                with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-                    return func(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
 class GlobalRandom(TorchDispatchMode):
     """Runs eager code with the random numbers of the captured graph: the same ops, in the same order, under `key`."""
 
@@ -267,17 +254,17 @@ class GlobalRandom(TorchDispatchMode):
         super().__init__()
         self._key = key
         self._index = 0
-        self._visible: list[VisibleDropout] = []
+        self._attention: list[DrawnDropout] = []
 
     def __enter__(self) -> GlobalRandom:
-        self._visible.append(VisibleDropout())
-        self._visible[-1].__enter__()
+        self._attention.append(DrawnDropout())
+        self._attention[-1].__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._visible.pop().__exit__(*exception)
+        self._attention.pop().__exit__(*exception)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

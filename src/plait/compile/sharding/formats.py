@@ -7,6 +7,7 @@ do not (`formats` of their OpSpec), every input is converted to its format at ca
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,21 +25,41 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Format:
-    """The order of a tensor's dims by stride, the largest first; `dense` means without gaps and repeated elements."""
+    """How a tensor lies in memory.
+
+    Attributes:
+        order: its dims by stride, the largest first.
+        dense: whether there are no gaps and repeated elements.
+        multiple: what divides all strides but the last, of a kernel that depends on it.
+        repeats: whether dims of stride 0, which do not count otherwise, may stay so.
+    """
 
     order: tuple[int, ...]
     dense: bool
+    multiple: int = 1
+    repeats: bool = False
 
 
-def format_of(tensor: torch.Tensor) -> Format:
-    """The format of a tensor; that of a contiguous tensor if elements repeat or the smallest stride is not 1."""
+_ALIGNMENT = 16  # bytes that a GPU reads at once
+
+
+def format_of(tensor: torch.Tensor, strided: bool = False) -> Format:
+    """The format of a tensor; that of a contiguous tensor if elements repeat or the smallest stride is not 1.
+
+    With `strided` (see OpSpec) the format of a tensor whose elements repeat is that of one that has them once.
+    """
     shape, strides = tensor.shape, tensor.stride()
+    if strided:  # dims that repeat are outermost
+        shape = torch.Size([1 if step == 0 else n for n, step in zip(shape, strides, strict=True)])
+        strides = tuple([step or tensor.numel() for step in strides])
     order = tuple(sorted(range(len(shape)), key=[-step for step in strides].__getitem__))
     if _is_dense([(shape[d], strides[d]) for d in order]):
-        return Format(order, dense=True)
-    if min(step for n, step in zip(shape, strides, strict=True) if n > 1) != 1:
-        return Format(tuple(range(tensor.ndim)), dense=True)
-    return Format(order, dense=False)
+        return Format(order, dense=True, repeats=strided)
+    steps = [step for n, step in zip(shape, strides, strict=True) if n > 1]
+    if min(steps) != 1:
+        return Format(tuple(range(tensor.ndim)), dense=True, repeats=strided)
+    wide = math.gcd(_ALIGNMENT // tensor.element_size(), *(step for step in steps if step != 1)) if strided else 1
+    return Format(order, dense=False, multiple=wide, repeats=strided)
 
 
 def _is_dense(dims: list[tuple[int, int]]) -> bool:
@@ -96,7 +117,7 @@ def _note(node: Node) -> None:
     if not rule.known or rule.formats:
         given = [*enumerate(node.args), *node.kwargs.items()]
         tensors = [(place, value) for place, value in given if isinstance(value, Node) and is_tensor(value)]
-        formats = {p: format_of(v.meta["val"]) for p, v in tensors if v.meta["val"].ndim > 1}
+        formats = {p: format_of(v.meta["val"], rule.strided) for p, v in tensors if v.meta["val"].ndim > 1}
         set_info(node, formats=(node.target, formats))
 
 
@@ -111,15 +132,15 @@ def keep_formats(graph: Graph) -> Graph:
         if wanted is None or not isinstance(value, Node) or value.meta["val"].ndim != len(wanted.order):
             return value
         if (value, wanted) not in made:
-            args = (value, wanted.order, wanted.dense)
+            how = (wanted.order, wanted.dense, wanted.multiple, wanted.repeats)
             with graph.inserting_before(node):
-                new = made[value, wanted] = graph.call_function(comm_ops.in_format, args)
+                new = made[value, wanted] = graph.call_function(comm_ops.in_format, (value, *how))
             read, made_as = info_of(node), info_of(value)
             info = NodeInfo(
                 module=read.module, phase=read.phase, position=read.position, stage=read.stage, role=read.role,
                 owner=made_as.owner, global_shape=made_as.global_shape, placements=made_as.placements,
             )  # fmt: skip
-            describe(new, info, comm_ops.in_format(value.meta["val"], wanted.order, wanted.dense))
+            describe(new, info, comm_ops.in_format(value.meta["val"], *how))
         return made[value, wanted]
 
     for node in list(graph.nodes):

@@ -1,0 +1,291 @@
+"""Attention with dropout as an op of plait's own, which draws the mask by global position.
+
+PyTorch's fused kernels draw it inside, from a seed and a place that they count in the tensors that they are given: a
+rank that has some of the samples or heads would drop other elements than one device does, and no argument of theirs
+says where a part begins. PyTorch's other form, plain ops, keeps several tensors of the size of all scores for backward.
+This op works on a block of scores at a time, in forward and backward, and draws the mask of the block anew where it
+needs it (Dao et al. 2022, "FlashAttention", section 3.1, with matrix products instead of one kernel): what it keeps is
+what fused kernels keep. It runs on any device, with any mask, and a part of it is exactly a part of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
+
+from plait.compile.ops.attention import LSE, MASK, OTHER, QUERIES, K, Q, Signature, attention_strategies
+from plait.compile.ops.base import Builder, Call, OpSpec, Shard, Strategy, register
+from plait.compile.ops.dims import HALF, first_operand, put, widened
+from plait.compile.ops.draw import Cut, fill, kept_by
+
+_BLOCK = {"cpu": 1 << 18}  # scores at a time: few enough for caches of a CPU,
+_LARGE_BLOCK = 1 << 25  # and enough to fill a GPU
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """The scores of an attention whose tensors are parts of larger ones; `cuts` (see `draw`) in groups of four."""
+
+    query: Tensor
+    key: Tensor
+    mask: Tensor | None
+    seed: Tensor
+    rate: float
+    causal: bool
+    scale: float
+    cuts: Sequence[int]
+
+    def blocks(self) -> Iterator[_Block]:
+        """The scores of some samples and some of their queries at a time."""
+        batch, heads, num, _ = self.query.shape
+        row = heads * self.key.shape[2]
+        most = _BLOCK.get(self.query.device.type, _LARGE_BLOCK)
+        queries = max(1, min(num, most // max(row, 1)))
+        samples = max(1, most // max(row * queries, 1)) if queries == num else 1
+        shape, kept, positions = self._places()
+        for sample in range(0, batch, samples):
+            for query in range(0, num, queries):
+                yield self._block(
+                    slice(sample, sample + samples), slice(query, query + queries), shape, kept, positions
+                )
+
+    def _places(self) -> tuple[list[int], list[Tensor | None], Tensor]:
+        """The shape of all scores, the indices in it that are here, and the positions of the queries, on the host."""
+        shape = [*self.query.shape[:3], self.key.shape[2]]
+        cuts: list[Cut] = [
+            (self.cuts[i], self.cuts[i + 1], self.cuts[i + 2], self.cuts[i + 3]) for i in range(0, len(self.cuts), 4)
+        ]
+        for _, size, dim, _ in cuts:
+            shape[dim] *= size
+        positions = kept_by([cut for cut in cuts if cut[2] == QUERIES], shape, torch.device("cpu"))[QUERIES]
+        kept = kept_by(cuts, shape, self.query.device)
+        return shape, kept, torch.arange(shape[QUERIES]) if positions is None else positions
+
+    def _block(
+        self, samples: slice, queries: slice, shape: list[int], kept: list[Tensor | None], positions: Tensor
+    ) -> _Block:
+        device = self.query.device
+        last = int(positions[queries][-1]) + 1 if self.causal else shape[3]
+        keys = slice(0, min(last, self.key.shape[2]))
+        q, k = self.query[samples, :, queries], self.key[samples, :, keys]
+        scores = _product(_by_kv_head(q, k), k.mT).mul_(self.scale).view(*q.shape[:3], k.shape[2])
+        where = _where(self.mask, samples, queries, keys)
+        if self.mask is not None:
+            some = self.mask[where]
+            scores = scores.masked_fill_(~some, -math.inf) if some.dtype == torch.bool else scores.add_(some)
+        if self.causal:
+            later = positions[queries].to(device)[:, None] < torch.arange(k.shape[2], device=device)
+            scores = scores.masked_fill_(later, -math.inf)
+        here = [(i, torch.arange(n, device=device) if i is None else i) for i, n in zip(kept, shape, strict=True)]
+        parts = [own[part] for (_, own), part in zip(here, (samples, slice(None), queries, keys), strict=True)]
+        kept_scores = torch.empty(scores.shape, dtype=torch.bool, device=device)
+        whole_keys = k.shape[2] == shape[3]
+        fill(
+            kept_scores, self.seed, 0, shape, [*parts[:3], None if whole_keys else parts[3]], "bernoulli",
+            (1 - self.rate,),
+        )  # fmt: skip
+        return _Block(samples, queries, keys, where, scores, kept_scores)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """The scores [b, H, s, t] of a block, where it is, and which of its weights are kept."""
+
+    samples: slice
+    queries: slice
+    keys: slice
+    mask: tuple[slice, ...]
+    scores: Tensor
+    kept: Tensor
+
+
+def _where(mask: Tensor | None, samples: slice, queries: slice, keys: slice) -> tuple[slice, ...]:
+    """The part of a mask, [B, H, S, T] or 1 in places, for a block."""
+    if mask is None:
+        return ()
+    whole = slice(None)
+    return tuple(part if n > 1 else whole for part, n in zip((samples, whole, queries, keys), mask.shape, strict=True))
+
+
+def _by_kv_head(x: Tensor, k: Tensor) -> Tensor:
+    """The rows of query heads [b, H, s, D] that share a key-value head together: [b, K, H/K * s, D]."""
+    return x.reshape(k.shape[0], k.shape[1], -1, x.shape[3])
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, accumulated and returned in the precision of sums."""
+    if a.dtype in HALF and a.is_cuda:
+        found = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
+        return found.view(*a.shape[:3], b.shape[3])
+    return widened(a) @ widened(b)
+
+
+def _empty_output(query: Tensor, value: Tensor) -> Tensor:
+    if query.shape[3] == value.shape[3]:
+        return torch.empty_like(query)
+    return query.new_empty(*query.shape[:3], value.shape[3])
+
+
+def _sums_of(query: Tensor) -> Tensor:
+    return query.new_empty(query.shape[:3], dtype=torch.float32 if query.dtype in HALF else query.dtype)
+
+
+def _raise(rate: float) -> float:
+    return 1 / (1 - rate) if rate < 1 else 0.0
+
+
+@torch.library.custom_op("plait::dropped_attention", mutates_args=())
+def dropped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    seed: Tensor,
+    rate: float,
+    causal: bool,
+    scale: float,
+    cuts: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """Attention, of whose weights the share `rate` is dropped: the output, [B, H, S, Dv], and the logarithms of the
+    sums of softmax, [B, H, S].
+
+    Args:
+        query: [B, H, S, D].
+        key: [B, K, T, D]; K divides H.
+        value: [B, K, T, Dv].
+        mask: [B, H, S, T] or 1 in places: boolean, False for what a query does not see, or added to the scores.
+        seed: an int64, of which the mask of dropout is drawn.
+        rate: the share of weights that are dropped.
+        causal: whether query i sees keys up to i only.
+        scale: what scores are multiplied by.
+        cuts: for each cut of which this is a part, in order: coordinate, size, dim of the scores, blocks.
+    """
+    out, sums = _empty_output(query, value), _sums_of(query)
+    for block in _Scores(query, key, mask, seed, rate, causal, scale, cuts).blocks():
+        sum_ = block.scores.logsumexp(-1, keepdim=True)
+        weights = block.scores.sub_(sum_.masked_fill(sum_ == -math.inf, 0.0)).exp_()  # a query may see nothing
+        weights = weights.mul_(block.kept).to(value.dtype)
+        v = value[block.samples, :, block.keys]
+        mixed = _product(_by_kv_head(weights, v), v).mul_(_raise(rate))
+        out[block.samples, :, block.queries] = mixed.view(*weights.shape[:3], v.shape[3]).to(out.dtype)
+        sums[block.samples, :, block.queries] = sum_.squeeze(-1)
+    return out, sums
+
+
+@dropped_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _empty_output(query, value), _sums_of(query)
+
+
+@torch.library.custom_op("plait::dropped_attention_backward", mutates_args=())
+def dropped_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    seed: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    rate: float,
+    causal: bool,
+    scale: float,
+    cuts: Sequence[int],
+    wants_mask: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value, and with `wants_mask` of the mask, else an empty tensor."""
+    like = sums.dtype
+    dq, dk, dv = torch.empty_like(query), torch.zeros_like(key, dtype=like), torch.zeros_like(value, dtype=like)
+    dmask = torch.zeros_like(mask, dtype=like) if wants_mask and mask is not None else query.new_empty(0)
+    for block in _Scores(query, key, mask, seed, rate, causal, scale, cuts).blocks():
+        samples, queries, keys = block.samples, block.queries, block.keys
+        q, k, v = query[samples, :, queries], key[samples, :, keys], value[samples, :, keys]
+        g, own = grad[samples, :, queries], sums[samples, :, queries, None]
+        weights = block.scores.sub_(own.masked_fill(own == -math.inf, 0.0)).exp_()
+        dropped = (weights * block.kept).mul_(_raise(rate)).to(value.dtype)
+        dv[samples, :, keys] += _product(_by_kv_head(dropped, v).mT, _by_kv_head(g, v))
+        dweights = _product(_by_kv_head(g, v), v.mT).view_as(weights).mul_(block.kept).mul_(_raise(rate))
+        inner = (widened(g) * widened(out[samples, :, queries])).sum(-1, keepdim=True)
+        dscores = weights.mul_(dweights.sub_(inner))
+        if wants_mask:
+            shared = [d for d, n in enumerate(dmask.shape) if n == 1 and dscores.shape[d] > 1]
+            dmask[block.mask] += dscores.sum(shared, keepdim=True) if shared else dscores
+        narrow = dscores.mul_(scale).to(query.dtype)
+        dq[samples, :, queries] = _product(_by_kv_head(narrow, k), k).view_as(q).to(dq.dtype)
+        dk[samples, :, keys] += _product(_by_kv_head(narrow, k).mT, _by_kv_head(q, k))
+    return dq, dk.to(key.dtype), dv.to(value.dtype), dmask.to(query.dtype if mask is None else mask.dtype)
+
+
+@dropped_attention_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    dmask = torch.empty_like(mask) if rest[-1] and mask is not None else query.new_empty(0)
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), dmask
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.rate, ctx.causal, ctx.scale, ctx.cuts = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    numbers = ctx.rate, ctx.causal, ctx.scale, ctx.cuts
+    wants_mask = ctx.needs_input_grad[3]
+    *found, dmask = dropped_attention_backward(grad, *ctx.saved_tensors, *numbers, wants_mask)
+    return (*found, dmask if wants_mask else None, None, None, None, None, None)
+
+
+dropped_attention.register_autograd(_backward, setup_context=_keep)
+
+
+def _emit(position: int) -> Callable[..., Any]:
+    """The same op with one more cut, among the arguments at `position`."""
+
+    def emit(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        part = strategy.inputs[0]  # of the queries or their gradient
+        assert isinstance(part, Shard)
+        return b.call(call.op, *put(args, position, [*args[position], b.coordinate(), b.size, part.dim, part.blocks]))
+
+    return emit
+
+
+_FORWARD, _BACKWARD = dropped_attention._opoverload, dropped_attention_backward._opoverload
+register(
+    _FORWARD,
+    spec=OpSpec(
+        strategies=attention_strategies(
+            Signature(((0, Q), (1, K), (2, K), (3, MASK), (4, OTHER)), (Q, LSE), 0, emit=_emit(8))
+        )
+    ),
+)
+register(
+    _BACKWARD,
+    spec=OpSpec(
+        strategies=attention_strategies(
+            Signature(((0, Q), (1, Q), (2, K), (3, K), (4, MASK), (6, Q), (7, LSE)), (Q, K, K, MASK), 1, emit=_emit(11))
+        ),
+        linear=first_operand,
+    ),
+)
+
+
+@register_flop_formula(_FORWARD.overloadpacket)
+def _(query: Any, key: Any, value: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
+    return int(sdpa_flop_count(_alike(query, query), _alike(query, key), _alike(query, value)))
+
+
+@register_flop_formula(_BACKWARD.overloadpacket)
+def _(grad: Any, query: Any, key: Any, value: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
+    shapes = (_alike(query, grad), _alike(query, query), _alike(query, key), _alike(query, value))
+    return int(sdpa_backward_flop_count(*shapes))
+
+
+def _alike(query: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    """The shape with as many heads as there are of queries."""
+    return (other[0], query[1], *other[2:])
