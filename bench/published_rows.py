@@ -1,0 +1,244 @@
+"""The rows of published tables (tests/published/tables.csv), and what plait's closed forms and simulator say of each.
+
+Numbers of measured tables depend on how fast hardware and kernels are in practice. At most four such numbers for each
+kind of hardware are fitted, on half of the runs; the other half is what counts. A run belongs to a half by the hash of
+its description, so that all numbers of one run are in the same half, and nobody chooses.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from plait.cost.costs import Costs
+from plait.cost.memory_model import StateBytes, model_state_bytes
+from plait.cost.parallel_forms import training_seconds
+from plait.cost.simulate import simulate
+from plait.cost.transformer import TransformerShape
+from plait.cost.transformer_step import StepEstimate, TransformerProgram, estimate_step
+from plait.plan.parallelism import ALTERNATE, FULL, NONE, SELECTIVE, Parallelism
+from plait.plan.sharding_plan import ZERO_STAGES
+from plait.schedule.families import make_schedule
+from plait.spec.cluster import Cluster, EfficiencyCurve
+from plait.spec.cluster_file import find_cluster
+
+TABLES = Path(__file__).resolve().parent.parent / "tests" / "published" / "tables.csv"
+CURVE = ((1e9, 0.4), (1e10, 0.7), (1e11, 0.93), (1e12, 1.0))  # of what the largest products reach; assumed, not fitted
+
+Numbers = Mapping[str, float]
+# Where the fits begin, and what holds them where rows say nothing; by kind of hardware.
+BEGIN: Mapping[str, Numbers] = {
+    "A100": {"products": 0.75, "memory": 0.85, "links": 0.78, "gathers": 0.2},
+    "H100": {"products": 0.65, "attention": 0.5, "traffic": 2.0},
+    "Cloud TPU": {"unevenness": 1.5},
+}
+# As fitted by `fit`, which tests/test_published.py repeats.
+FITTED: Mapping[str, Numbers] = {
+    "A100": {"products": 0.754, "memory": 0.614, "links": 0.727, "gathers": 0.105},
+    "H100": {"products": 0.658, "attention": 0.381, "traffic": 5.51},
+    "Cloud TPU": {"unevenness": 3.12},
+}
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """One published number: the run that it is of, and where it is from."""
+
+    paper: str
+    table: str
+    setup: Mapping[str, Any]
+    metric: str
+    value: float
+    unit: str
+    kind: str
+
+    @property
+    def family(self) -> str:
+        return self.paper.partition(" (")[0].partition(" bench")[0]
+
+    @property
+    def is_measured(self) -> bool:
+        return self.kind == "measured"
+
+    @property
+    def hardware(self) -> str:
+        """The kind of hardware that the numbers are fitted for; empty for a closed form."""
+        text = str(self.setup.get("hardware", ""))
+        return next((kind for kind in BEGIN if kind in text), "") if self.is_measured else ""
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the run belongs to the half on which numbers are fitted."""
+        run = json.dumps([self.paper, self.table, self.setup], sort_keys=True)
+        return bool(self.hardware) and hashlib.sha256(run.encode()).digest()[0] % 2 == 0
+
+
+def published_rows(path: Path = TABLES) -> list[PublishedRow]:
+    """All rows, in the order of the file."""
+    with path.open() as file:
+        return [
+            PublishedRow(**{key: row[key] for key in ("paper", "table", "metric", "unit", "kind")},
+                         setup=json.loads(row["setup"]), value=float(row["value"]))
+            for row in csv.DictReader(file)
+        ]  # fmt: skip
+
+
+def predicted(row: PublishedRow, numbers: Mapping[str, Numbers] = FITTED) -> float:
+    """What plait says of a row, in the row's unit."""
+    return {
+        "ZeRO": _zero, "PTD-P": _megatron, "Reducing Activation Recomputation": _megatron, "torchtitan": _torchtitan,
+        "GPipe": _gpipe, "Zero Bubble PP": _zero_bubble,
+    }[row.family](row, numbers.get(row.hardware, {}))  # fmt: skip
+
+
+def _zero(row: PublishedRow, _: Numbers) -> float:
+    stage = {"P_os": 1, "P_os+g": 2, "P_os+g+p": 3}[row.setup["stage"]]
+    states = StateBytes(2, 2, row.setup["K"])
+    return model_state_bytes(row.setup["psi"], stage, row.setup["dp"], states) / 1e9
+
+
+def _gpipe(row: PublishedRow, numbers: Numbers) -> float:
+    """A mini-batch of one size, and nothing but the bubble: (M-1) times the slowest stage and once all of them. Stages
+    of the transformer are equal; the slowest of AmoebaNet takes `unevenness` times the mean."""
+    slowest = numbers["unevenness"] if "Amoeba" in row.setup["model"] else 1.0
+
+    def throughput(ranks: int, num_micro: int) -> float:
+        return num_micro / (1 + (num_micro - 1) * min(slowest / ranks, 1.0))
+
+    return throughput(row.setup["pp"], row.setup["microbatches"]) / throughput(2, 1)
+
+
+SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2", "ZB-1p": "zb-h1"}
+
+
+def _zero_bubble(row: PublishedRow, _: Numbers) -> float:
+    """Simulated with the paper's profiled times. ZB-1p is a search in the memory of ZB-H1 and finds no less; ZB-2p in
+    that of ZB-H2 finds less than plait's schedules have."""
+    setup = row.setup
+    name = SCHEDULES.get(setup["schedule"], "zb-h2")
+    chunks = (setup["layers"] + 2) // setup["pp"] if name == "interleaved" else None
+    schedule = make_schedule(name, setup["pp"], setup["microbatches"], chunks)
+    each = schedule.num_stages // setup["pp"]
+    parts = [setup[key] / each for key in ("T_F_ms", "T_B_ms", "T_W_ms")]
+    return simulate(schedule, Costs.equal(schedule.num_stages, *parts, setup["T_comm_ms"])).bubble()
+
+
+def _with(cluster: Cluster, products: float = 0.0, memory: float = 0.0, links: float = 0.0) -> Cluster:
+    """A cluster with fitted numbers."""
+    device, inner = cluster.device, cluster.links[0]
+    if products:
+        device = replace(device, matmul_efficiency=EfficiencyCurve(tuple((at, part * products) for at, part in CURVE)))
+    if memory:
+        device = replace(device, memory_efficiency=EfficiencyCurve(((1.0, memory),)))
+    if links:
+        inner = replace(inner, efficiency=EfficiencyCurve(((1.0, links),)))
+    return replace(cluster, device=device, links=(inner, *cluster.links[1:]))
+
+
+@cache
+def _step(setup: str, numbers: tuple[tuple[str, float], ...]) -> StepEstimate:
+    """The step of a run of Megatron-LM, or of its ZeRO-3 baseline, on A100s."""
+    run, found = json.loads(setup), dict(numbers)
+    shape = TransformerShape(run["layers"], run["hidden"], run.get("heads", 96), run["vocab"], run["seq"])
+    if run.get("scheme") == "ZeRO-3":
+        how = Parallelism(run["gpus"], cuts=ZERO_STAGES[3], sharded=run["gpus"], recompute=FULL)
+    else:
+        how = Parallelism(
+            batch=run["dp"], weights=run["tp"], pipeline=run["pp"], chunks=run.get("virtual_stages", 1),
+            num_micro=run["global_batch"] // (run["dp"] * run["microbatch"]),
+            recompute={"full": FULL, "selective": SELECTIVE, None: NONE}[
+                run.get("activation_recompute") or run.get("recompute")
+            ],
+            sequence=run.get("sequence_parallel", False),
+        )  # fmt: skip
+    cluster = _with(find_cluster(f"a100x{run['gpus']}"), found["products"], found["memory"], found["links"])
+    program = TransformerProgram("float16", gather_efficiency=found["gathers"])
+    return estimate_step(shape, how, run["global_batch"], cluster, program)
+
+
+def _megatron(row: PublishedRow, numbers: Numbers) -> float:
+    run, key = dict(row.setup), tuple(sorted(numbers.items()))
+    if row.metric.startswith("throughput increase"):
+        full = _step(json.dumps(run | {"recompute": "full", "sequence_parallel": False}), key).seconds
+        return 100 * (
+            full / _step(json.dumps(run | {"recompute": "selective", "sequence_parallel": True}), key).seconds - 1
+        )
+    step, ranks = _step(json.dumps(run), key), run["gpus"]
+    rate = step.hardware_flops / step.seconds / ranks
+    peak = find_cluster("a100").device.peak_of("float16")
+    metric = row.metric.partition(" ")[0]
+    if metric == "training":
+        return training_seconds(300e9, run["params_b"] * 1e9, ranks, rate) / 86400
+    return {
+        "throughput": rate / 1e12,
+        "percent": 100 * rate / peak,
+        "aggregate": rate * ranks / 1e15,
+        "iteration": step.seconds,
+        "MFU": 100 * step.model_flops / step.seconds / ranks / peak,
+        "HFU": 100 * rate / peak,
+    }[metric]
+
+
+def _torchtitan(row: PublishedRow, numbers: Numbers) -> float:
+    run = row.setup
+    shape = TransformerShape(
+        layers=32, hidden=4096, heads=32, vocab=128256, sequence=run["seq"], ffn=14336, kv_heads=8, gated=True,
+        biases=False, tied=False, learned_positions=False, dropout=False, stores_scores=False,
+    )  # fmt: skip
+    ranks, context = run["gpus"], run.get("cp", 1)
+    how = Parallelism(
+        batch=run["fsdp"], context=context, cuts=ZERO_STAGES[3], sharded=ranks,
+        recompute={"selective": ALTERNATE, "full": FULL}[run["ac"]],
+    )  # fmt: skip
+    machine = find_cluster("h100")
+    device = replace(machine.device, memory=96e9, memory_bandwidth=2.4e12)  # as the table says, at 500 W
+    program = TransformerProgram(
+        "float8" if "Float8" in run["tech"] else "bfloat16",
+        states=StateBytes(4, 4, 8),
+        traffic=numbers["traffic"]
+        * (1 if "compile" in run["tech"] else 2),  # assumed: unfused kernels move twice as much
+        causal=0.5,
+        attention=numbers["attention"],
+        loss_bytes=14,  # bf16 logits, and in float32 a copy, log-softmax and gradient
+    )
+    rows = run["local_batch"] * run["fsdp"]
+    step = estimate_step(shape, how, rows, _with(replace(machine, device=device), numbers["products"]), program)
+    if row.unit == "GiB":
+        return step.peak_memory / 2**30
+    return rows * run["seq"] / step.seconds / ranks
+
+
+# The primary number of each run; others of the same run follow from it.
+PRIMARY = ("throughput per GPU", "iteration time", "tokens/s/GPU", "normalized throughput")
+
+
+def fit(kind: str, rows: Sequence[PublishedRow]) -> dict[str, float]:
+    """The numbers of a kind of hardware with which the fitted half of its runs is met best, in logarithms."""
+    begin = BEGIN[kind]
+    half = [row for row in rows if row.hardware == kind and row.is_fitted and row.metric.startswith(PRIMARY)]
+
+    def residuals(logarithms: np.ndarray[Any, Any]) -> list[float]:
+        numbers = {kind: dict(zip(begin, map(float, np.exp(logarithms)), strict=True))}
+        held = 0.05 * (logarithms - start)
+        return [*(float(np.log(predicted(row, numbers) / row.value)) for row in half), *map(float, held)]
+
+    start = np.log(list(begin.values()))
+    highest = np.log([1.0 if value < 1 else 100.0 for value in begin.values()])  # efficiencies are fractions
+    found = least_squares(residuals, start, bounds=(start - 4, highest + 1e-9))
+    return dict(zip(begin, map(float, np.exp(found.x)), strict=True))
+
+
+def errors(rows: Sequence[PublishedRow], numbers: Mapping[str, Numbers] = FITTED) -> tuple[float, float]:
+    """The median and the largest relative error, as fractions."""
+    found = [abs(predicted(row, numbers) / row.value - 1) for row in rows]
+    return (median(found), max(found)) if found else (0.0, 0.0)

@@ -1,0 +1,194 @@
+"""A transformer by its shape: parameters, floating-point operations and activations, in closed form.
+
+    a heads, b rows of a microbatch, h hidden, l layers, s sequence, t ranks that split weights, V vocabulary
+
+Formulas are those of Narayanan et al. 2021 ("Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM", arXiv 2104.04473), Korthikanti et al. 2022 ("Reducing Activation Recomputation in Large Transformer
+Models", arXiv 2205.05198) and Qi et al. 2024 ("Zero Bubble Pipeline Parallelism", arXiv 2401.10241), written so that
+they hold for grouped key-value heads, gated MLPs and attention without stored scores too; for a GPT they are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plait.errors import ConfigError
+from plait.plan.parallelism import ALTERNATE, FULL, NONE, SELECTIVE
+
+HALF_BYTES = 2  # bytes of an activation in bf16 or fp16
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    """The shape of a decoder.
+
+    Attributes:
+        layers: number of layers.
+        hidden: width of the residual stream.
+        heads: attention heads.
+        vocab: size of the vocabulary.
+        sequence: tokens of a sequence.
+        ffn: width of the MLP; 4 * hidden by default.
+        kv_heads: key-value heads; as many as heads by default.
+        gated: whether the MLP has a gate (SwiGLU), three matrices.
+        biases: whether linear layers and norms have biases.
+        tied: whether the output layer shares the embedding.
+        learned_positions: whether positions are a table.
+        dropout: whether there is dropout, whose masks are kept.
+        stores_scores: whether attention keeps its scores, as it does without FlashAttention.
+
+    Raises ConfigError for a size below 1, and for heads that do not divide the width.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    sequence: int
+    ffn: int = 0
+    kv_heads: int = 0
+    gated: bool = False
+    biases: bool = True
+    tied: bool = True
+    learned_positions: bool = True
+    dropout: bool = True
+    stores_scores: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "vocab", "sequence"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"a transformer with {name} = {getattr(self, name)}; it is 1 or more")
+        if self.hidden % self.heads or self.heads % self.groups:
+            raise ConfigError(
+                f"a transformer with hidden = {self.hidden}, heads = {self.heads} and kv_heads = {self.groups}; heads"
+                " divide hidden, and kv_heads divide heads"
+            )
+
+    @property
+    def inner(self) -> int:
+        """The width of the MLP."""
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def groups(self) -> int:
+        """Key-value heads."""
+        return self.kv_heads or self.heads
+
+    @property
+    def kv_width(self) -> int:
+        return self.hidden // self.heads * self.groups
+
+    @property
+    def layer_weights(self) -> int:
+        """Elements of a layer's matrices: 12 h^2 for a GPT."""
+        matrices = 3 if self.gated else 2
+        return 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_width + matrices * self.hidden * self.inner
+
+    @property
+    def layer_parameters(self) -> int:
+        """Elements of all of a layer: 12 h^2 + 13 h for a GPT."""
+        norms = 2 * self.hidden * (2 if self.biases else 1)
+        biases = 2 * self.hidden + 2 * self.kv_width + self.inner * (2 if self.gated else 1) + self.hidden
+        return self.layer_weights + norms + (biases if self.biases else 0)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Elements of the embedding, of positions, and of an output layer of its own."""
+        tables = self.vocab * (1 if self.tied else 2) + (self.sequence if self.learned_positions else 0)
+        return tables * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All elements, without the last norm: 12 l h^2 (1 + 13/(12h) + (V+s)/(12 l h)) for a GPT (Narayanan et al.,
+        equation 2)."""
+        return self.layers * self.layer_parameters + self.embedding_parameters
+
+    def matmul_flops(self, tokens: float) -> float:
+        """Operations of a layer's matrices in a forward over `tokens` tokens: 24 b s h^2 for a GPT."""
+        return 2.0 * tokens * self.layer_weights
+
+    def attention_flops(self, tokens: float) -> float:
+        """Operations of a layer's scores and their use in a forward, all of them counted: 4 b s^2 h."""
+        return 4.0 * tokens * self.sequence * self.hidden
+
+    def head_flops(self, tokens: float) -> float:
+        """Operations of the output layer in a forward: 2 b s h V."""
+        return 2.0 * tokens * self.hidden * self.vocab
+
+    def step_flops(self, rows: float, recompute: str = NONE) -> float:
+        """Operations of a step over `rows` sequences; a backward takes twice a forward.
+
+        Without recomputation these are the model's: 72 B l s h^2 (1 + s/(6h) + V/(12 l h)) for a GPT. With `full` the
+        forward of layers is done twice: 96 B l s h^2 (1 + s/(6h) + V/(16 l h)) (Narayanan et al., equation 3). With
+        `selective` all of the attention's operations count twice: 72 B l s h^2 (1 + s/(3h) + V/(12 l h)), as in
+        Korthikanti et al. (equation 8), although only its forward is repeated.
+        """
+        tokens = rows * self.sequence
+        layer = self.matmul_flops(tokens) + self.attention_flops(tokens)
+        again = {
+            NONE: 0.0,
+            SELECTIVE: 3 * self.attention_flops(tokens),
+            ALTERNATE: self.matmul_flops(tokens) * self.alternate_fraction,
+            FULL: layer,
+        }[recompute]
+        return self.layers * (3 * layer + again) + 3 * self.head_flops(tokens)
+
+    def cell_flops(self, tokens: float) -> tuple[float, float, float]:
+        """Operations of a layer's forward, of its backward for inputs, and of that for weights (Qi et al., table 1)."""
+        matmul, attention = self.matmul_flops(tokens), self.attention_flops(tokens)
+        return matmul + attention, matmul + 2 * attention, matmul
+
+    def activation_bytes(self, rows: float, weights: int = 1, sequence: bool = False, recompute: str = NONE) -> float:
+        """Bytes of activations in half precision that one layer keeps from forward to backward on one rank.
+
+        For a GPT with dropout and stored scores (Korthikanti et al., table 2), over t ranks that split weights:
+
+            s b h (10 + 24/t + 5 a s / (h t))      without sequence parallelism
+            s b h / t (34 + 5 a s / h)             with it
+            the same without the last term         with selective recomputation
+            2 s b h                                with full recomputation
+
+        With `alternate` these are the layer's input, the result of attention, and that of the first product and of
+        every other one after it (the policy of torchtitan's "selective op" checkpointing).
+        """
+        tokens = rows * self.sequence
+        if recompute == FULL:
+            return HALF_BYTES * tokens * self.hidden
+        if recompute == ALTERNATE:
+            ends = self.hidden + self._columns[-1]  # the residual stream before and behind the layer
+            return HALF_BYTES * tokens * (ends + (sum(self._columns[:-1:2]) + self.hidden) / weights)
+        whole, cut = self._whole_bytes(), self._cut_bytes()
+        scores = 5.0 * self.heads * self.sequence if self.stores_scores and recompute == NONE else 0.0
+        return tokens * ((whole / weights if sequence else whole) + (cut + scores) / weights)
+
+    @property
+    def _columns(self) -> list[int]:
+        """The columns of a layer's products, in order: query, key, value, out, then those of the MLP."""
+        gates = 2 if self.gated else 1
+        return [self.hidden, self.kv_width, self.kv_width, self.hidden, *[self.inner] * gates, self.hidden]
+
+    @property
+    def alternate_fraction(self) -> float:
+        """The part of a layer's products that is repeated if every other one is kept."""
+        inner = [self.hidden] * (len(self._columns) - 1) + [self.inner]
+        work = [rows * columns for rows, columns in zip(inner, self._columns, strict=True)]
+        return sum(work[1::2]) / sum(work)
+
+    def _whole_bytes(self) -> float:
+        """Bytes per token between the parts that ranks split: inputs of two norms and of two linear layers, and the
+        masks of two dropouts."""
+        return 4 * HALF_BYTES * self.hidden + (2 * self.hidden if self.dropout else 0)
+
+    def _cut_bytes(self) -> float:
+        """Bytes per token within them: query, key, value and the result of attention; what the MLP keeps: the input and
+        the result of its activation function, and with a gate the other factor and the product."""
+        attention = HALF_BYTES * (2 * self.hidden + 2 * self.kv_width)
+        return attention + HALF_BYTES * self.inner * (4 if self.gated else 2)
+
+    def embedding_bytes(self, rows: float, pipeline: int, weights: int) -> float:
+        """Bytes on the first stage beside the layers', with sequence parallelism: the masks of the dropout behind the
+        embedding, for each microbatch in flight, and without a pipeline what the last norm, the output layer and the
+        loss keep: s b h / t (p + 4 (1 + V/h)) for one with p = 1 (Korthikanti et al., section 4.3)."""
+        tokens = rows * self.sequence / weights
+        masks = tokens * self.hidden * pipeline
+        return masks + (4 * tokens * (self.hidden + self.vocab) if pipeline == 1 else 0.0)

@@ -1,0 +1,292 @@
+"""The time and memory of a transformer's training step, from its shape, its parallelism and a cluster.
+
+    estimate_step(shape, parallelism, rows, cluster) -> StepEstimate
+
+Closed forms: nothing is captured, nothing is simulated op by op. A layer is four products with matrices, two of
+attention, and the reading and writing of what lies between them, each timed on the device (cost/op_time.py);
+collectives are timed on the links that their ranks have (cost/collective_time.py). A step of m microbatches on p ranks
+of a pipeline takes m + (p-1)/v times a microbatch on the slowest rank (Narayanan et al. 2021, equation 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from plait.cost.collective_time import CollectiveKind, collective_time, send_time
+from plait.cost.memory_model import StateBytes
+from plait.cost.op_time import op_time
+from plait.cost.parallel_forms import first_stage_factor
+from plait.cost.transformer import HALF_BYTES, TransformerShape
+from plait.errors import PlanError
+from plait.plan.parallelism import ALTERNATE, FULL, NONE, SELECTIVE, Parallelism
+from plait.spec.cluster import Cluster
+
+# Adam in mixed precision: half-precision weights and gradients, float32 weights and two moments.
+MIXED = StateBytes(parameters=2, gradients=2, optimizer=12)
+
+
+@dataclass(frozen=True)
+class TransformerProgram:
+    """What a program does of a step, beside how it is spread.
+
+    Attributes:
+        dtype: of products; its peak is the device's.
+        states: bytes per parameter.
+        traffic: how often what a layer keeps is read or written between products, in a forward. About 2: it is written,
+            and read once. Fused kernels have less.
+        causal: the fraction of attention's products that is computed: 0.5 if kernels skip what the mask hides.
+        attention: how fast attention's products are, relative to products of matrices.
+        gather_efficiency: of the links, in gathers of parameters for their use.
+        loss_bytes: bytes per element of the logits that the loss keeps, its gradient included.
+    """
+
+    dtype: str = "bfloat16"
+    states: StateBytes = MIXED
+    traffic: float = 2.0
+    causal: float = 1.0
+    attention: float = 1.0
+    gather_efficiency: float = 1.0
+    loss_bytes: float = 6.0
+
+
+DEFAULT_PROGRAM = TransformerProgram()
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """What a step takes on its slowest rank. Times are in seconds and add up to `seconds`; memory is in bytes.
+
+    Attributes:
+        compute: ops of all microbatches.
+        weights: collectives between ranks that split weights, or sequences.
+        messages: between neighbours of the pipeline.
+        bubble: what the rank waits for the first and the last microbatches.
+        data: sums of gradients, and gathers of parameters, as far as compute does not hide them.
+        optimizer: the update.
+        model_flops: operations of the model in the step on all ranks, without repeated ones.
+        hardware_flops: with repeated ones, as papers count them.
+        memory: bytes by class, on the rank with most.
+        sent: bytes that the rank sends, by the level of the link.
+    """
+
+    compute: float
+    weights: float
+    messages: float
+    bubble: float
+    data: float
+    optimizer: float
+    model_flops: float
+    hardware_flops: float
+    memory: dict[str, float]
+    sent: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.weights + self.messages + self.bubble + self.data + self.optimizer
+
+    @property
+    def peak_memory(self) -> float:
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class _LayerTime:
+    """Seconds of one layer for one microbatch: forward, backward, and collectives of both."""
+
+    forward: float
+    backward: float
+    collectives: float
+
+
+def estimate_step(
+    shape: TransformerShape,
+    how: Parallelism,
+    rows: int,
+    cluster: Cluster,
+    program: TransformerProgram = DEFAULT_PROGRAM,
+) -> StepEstimate:
+    """What a step of `rows` sequences, of all ranks together, takes.
+
+    Raises PlanError if ranks or microbatches do not divide the rows or the layers, or if the cluster has too few
+    devices.
+    """
+    _check(shape, how, rows, cluster)
+    micro_rows = rows / (how.batch * how.num_micro)
+    tokens = micro_rows * shape.sequence / how.context
+    layers = shape.layers / how.pipeline
+    layer = _layer_time(shape, how, tokens, cluster, program)
+    head = _head_time(shape, how, tokens, cluster, program)
+    compute = layers * (layer.forward + layer.backward) + head
+    weights = layers * layer.collectives
+    message = 2 * how.chunks * _message_time(shape, how, tokens, cluster)
+    micro = compute + weights + message
+    own = _own_parameters(shape, how)
+    data = _data_time(own, how, cluster, program, how.num_micro * compute)
+    wait = (how.pipeline - 1) / how.chunks * micro
+    updated = own / (how.sharded if how.cuts.optimizer else 1)
+    return StepEstimate(
+        compute=how.num_micro * compute,
+        weights=how.num_micro * weights,
+        messages=how.num_micro * message,
+        bubble=wait,
+        data=data,
+        optimizer=2 * updated * program.states.optimizer / cluster.device.memory_bandwidth,
+        model_flops=shape.step_flops(rows),
+        hardware_flops=shape.step_flops(rows, how.recompute),
+        memory=_memory(shape, how, micro_rows, own, program),
+        sent=_sent(shape, how, tokens, own, cluster),
+    )
+
+
+def _check(shape: TransformerShape, how: Parallelism, rows: int, cluster: Cluster) -> None:
+    if rows % (how.batch * how.num_micro):
+        raise PlanError(
+            f"{rows} rows are not whole microbatches: {how.batch} ranks with {how.num_micro} microbatches each; give a"
+            f" multiple of {how.batch * how.num_micro} rows"
+        )
+    if shape.layers < how.pipeline * how.chunks:
+        raise PlanError(
+            f"{shape.layers} layers are fewer than {how.pipeline} ranks x {how.chunks} chunks of a pipeline; use fewer"
+        )
+    if how.num_ranks > cluster.num_devices:
+        raise PlanError(
+            f"the plan has {how.num_ranks} ranks, and {cluster.name} {cluster.num_devices} devices; take a larger one"
+        )
+    if shape.heads % how.weights:
+        raise PlanError(f"{shape.heads} heads do not divide over {how.weights} ranks that split weights")
+
+
+def _layer_time(
+    shape: TransformerShape, how: Parallelism, tokens: float, cluster: Cluster, program: TransformerProgram
+) -> _LayerTime:
+    device, parts, hidden = cluster.device, how.weights, shape.hidden
+
+    def product(inner: float, columns: float) -> float:
+        moved = HALF_BYTES * (tokens * inner + inner * columns + tokens * columns)
+        return op_time(device, 2 * tokens * inner * columns, moved, program.dtype)
+
+    gates = 2 if shape.gated else 1
+    matrices = product(hidden, (hidden + 2 * shape.kv_width) / parts) + product(hidden / parts, hidden)
+    matrices += product(hidden, gates * shape.inner / parts) + product(shape.inner / parts, hidden)
+    scores = program.causal * shape.attention_flops(tokens) / parts
+    kept = 0.0 if shape.stores_scores else 4 * HALF_BYTES * tokens * hidden / parts
+    half = "float16" if program.dtype.startswith("float8") else program.dtype  # attention stays in half precision
+    attention = 2 * op_time(device, scores / 2, kept / 2, half) / program.attention
+    rows = tokens / shape.sequence
+    whole = shape.activation_bytes(rows, parts, how.sequence, NONE)
+    without = shape.activation_bytes(rows, parts, how.sequence, SELECTIVE)
+    between = op_time(device, 0, program.traffic * without, program.dtype)
+    scoring = op_time(device, 0, 2.0 * (whole - without), program.dtype) if whole > without else 0.0
+    forward = matrices + attention + scoring + between
+    again = {
+        NONE: 0.0,
+        SELECTIVE: attention + scoring,
+        ALTERNATE: shape.alternate_fraction * matrices + between,
+        FULL: forward,
+    }
+    # Products take twice as long in backward, and what lies between them as long: it reads what forward has written.
+    # Attention that does not keep its scores makes them again, a fifth product beside four.
+    scores_again = 0.0 if shape.stores_scores else attention / 2
+    backward = 2 * (matrices + attention) + scoring + between + scores_again + again[how.recompute]
+    each = collective_time(
+        CollectiveKind.ALL_REDUCE, HALF_BYTES * tokens * hidden, range(parts), cluster
+    )  # an all-gather and a reduce-scatter take as long
+    repeated = how.recompute == FULL
+    seconds = each * (6 if repeated else 4)
+    if how.context > 1:  # keys and values go around, in backward with their gradients
+        pairs = 2 * HALF_BYTES * tokens * how.context * shape.kv_width / parts
+        ring = range(0, how.context * parts, parts)
+        seconds += (4 if repeated else 3) * collective_time(CollectiveKind.ALL_GATHER, pairs, ring, cluster)
+    return _LayerTime(forward, backward, seconds)
+
+
+def _head_time(
+    shape: TransformerShape, how: Parallelism, tokens: float, cluster: Cluster, program: TransformerProgram
+) -> float:
+    """Seconds of the output layer and the loss, forward and backward, on the last rank of the pipeline."""
+    columns = shape.vocab / how.weights
+    moved = program.loss_bytes * tokens * columns
+    half = "float16" if program.dtype.startswith("float8") else program.dtype
+    return 3 * op_time(cluster.device, 2 * tokens * shape.hidden * columns, moved, half)
+
+
+def _message_time(shape: TransformerShape, how: Parallelism, tokens: float, cluster: Cluster) -> float:
+    """Seconds of a value between neighbours of the pipeline. Ranks that split weights send a part each, and gather."""
+    if how.pipeline == 1:
+        return 0.0
+    num_bytes = HALF_BYTES * tokens * shape.hidden
+    stride = how.num_ranks // how.pipeline
+    seconds = send_time(num_bytes / how.weights, 0, stride, cluster)
+    if not how.sequence:
+        seconds += collective_time(CollectiveKind.ALL_GATHER, num_bytes, range(how.weights), cluster)
+    return seconds
+
+
+def _own_parameters(shape: TransformerShape, how: Parallelism) -> float:
+    """Parameters of the rank with most: its layers, and an embedding or an output layer."""
+    ends = shape.embedding_parameters if how.pipeline == 1 else max(shape.vocab * shape.hidden, 1)
+    return (shape.layers / how.pipeline * shape.layer_parameters + ends) / how.weights
+
+
+def _data_time(own: float, how: Parallelism, cluster: Cluster, program: TransformerProgram, compute: float) -> float:
+    ranks = how.batch * how.context
+    if ranks == 1:
+        return 0.0
+    group = range(0, ranks * how.weights, how.weights)
+    gradients = own * program.states.gradients
+    if not how.cuts.parameters:
+        return collective_time(CollectiveKind.ALL_REDUCE, gradients, group, cluster)
+    inner = group[: how.sharded]
+    half = HALF_BYTES * own
+    gathers = (3 if how.recompute == FULL else 2) * how.num_micro
+    seconds = gathers * collective_time(CollectiveKind.ALL_GATHER, half, inner, cluster)
+    seconds += how.num_micro * collective_time(CollectiveKind.REDUCE_SCATTER, gradients, inner, cluster)
+    seconds /= program.gather_efficiency
+    return max(seconds - compute, 0.0)  # a layer's parameters are gathered while the layer before it computes
+
+
+def _memory(
+    shape: TransformerShape, how: Parallelism, rows: float, own: float, program: TransformerProgram
+) -> dict[str, float]:
+    states, cuts, parts = program.states, how.cuts, how.sharded
+    sizes = {
+        "parameters": own * states.parameters / (parts if cuts.parameters else 1),
+        "gradients": own * states.gradients / (parts if cuts.gradients else 1),
+        "optimizer": own * states.optimizer / (parts if cuts.optimizer else 1),
+    }
+    rows /= how.context
+    layer = shape.activation_bytes(rows, how.weights, how.sequence, how.recompute)
+    in_flight = min(how.num_micro, how.pipeline) / how.pipeline if how.chunks == 1 else 1.0
+    factor = first_stage_factor(how.pipeline, how.chunks) if in_flight == 1.0 else in_flight
+    sizes["activations"] = layer * shape.layers * factor
+    if how.recompute in (ALTERNATE, FULL):  # of the layer that is recomputed
+        sizes["activations"] += shape.activation_bytes(rows, how.weights, how.sequence, NONE)
+    logits = rows * shape.sequence * shape.vocab / how.weights
+    sizes["logits"] = program.loss_bytes * logits
+    if cuts.parameters:  # two layers are whole at a time
+        sizes["buffers"] = 2 * HALF_BYTES * shape.layer_parameters / how.weights
+    return sizes
+
+
+def _sent(shape: TransformerShape, how: Parallelism, tokens: float, own: float, cluster: Cluster) -> dict[str, float]:
+    """Bytes that a rank sends in a step, by the level of the outermost link that they pass."""
+    found: dict[str, float] = {}
+
+    def add(group: Sequence[int], num_bytes: float) -> None:
+        if len(group) > 1 and num_bytes:
+            level = cluster.links[cluster.between(group[0], group[-1])].level
+            found[level] = found.get(level, 0.0) + num_bytes
+
+    again = 6 if how.recompute == FULL else 4
+    layers, whole = shape.layers / how.pipeline, HALF_BYTES * tokens * shape.hidden
+    weights = CollectiveKind.ALL_REDUCE.sent_bytes(int(whole), how.weights) * again * layers * how.num_micro
+    add(range(how.weights), weights)
+    ranks = how.batch * how.context
+    group = range(0, ranks * how.weights, how.weights)
+    ways = (3 if how.recompute == FULL else 2) * how.num_micro + how.num_micro if how.cuts.parameters else 2
+    add(group, ways * HALF_BYTES * own * (ranks - 1) / ranks)
+    if how.pipeline > 1:
+        stride = how.num_ranks // how.pipeline
+        add((0, stride), 2 * how.chunks * how.num_micro * whole / how.weights)
+    return found
