@@ -1,4 +1,5 @@
-"""The command line: plait train, verify, explain, memory, schedule, report, compare, checkpoint, cluster, run."""
+"""The command line: plait train, verify, explain, memory, simulate, schedule, report, compare, checkpoint, cluster and
+run."""
 
 from __future__ import annotations
 
@@ -274,6 +275,25 @@ def memory(
 
         if not print_memory(job, chosen, limit):
             raise typer.Exit(1)
+
+
+@app.command("simulate")
+def simulate_plan(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A job's TOML file, or one with a [shape].")],
+    plan: PlanOption = None,
+    cluster: Annotated[str, typer.Option("--cluster", help="Such as h100x64, or a TOML file.")] = "cpu",
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page with the pipeline's swimlanes.")] = None,
+    changes: SetOption = None,
+) -> None:
+    """Predict a transformer's step on a cluster: time, MFU, memory by class, bytes by link. Nothing is run."""
+    with _errors_shown_once():
+        from plait.api.job.simulate_command import simulate_config
+        from plait.report.simulation_text import describe_step, write_step_page
+
+        found = simulate_config(config, _plan_of(plan), cluster, changes or [])
+        if html is not None:
+            write_step_page(html, found)
+        print(describe_step(found))
 
 
 @app.command()

@@ -39,6 +39,7 @@ class TransformerProgram:
         attention: how fast attention's products are, relative to products of matrices.
         gather_efficiency: of the links, in gathers of parameters for their use.
         loss_bytes: bytes per element of the logits that the loss keeps, its gradient included.
+        value_bytes: bytes of an activation.
     """
 
     dtype: str = "bfloat16"
@@ -48,6 +49,7 @@ class TransformerProgram:
     attention: float = 1.0
     gather_efficiency: float = 1.0
     loss_bytes: float = 6.0
+    value_bytes: int = HALF_BYTES
 
 
 DEFAULT_PROGRAM = TransformerProgram()
@@ -91,12 +93,30 @@ class StepEstimate:
 
 
 @dataclass(frozen=True)
-class _LayerTime:
-    """Seconds of one layer for one microbatch: forward, backward, and collectives of both."""
+class LayerTime:
+    """Seconds of one layer for one microbatch.
+
+    Attributes:
+        forward: its forward.
+        inputs: the part of its backward for the inputs, with what is recomputed.
+        weight: the part of its backward for the weights.
+        forward_sent: collectives of the forward.
+        backward_sent: collectives of the backward, and of what is recomputed.
+    """
 
     forward: float
-    backward: float
-    collectives: float
+    inputs: float
+    weight: float
+    forward_sent: float
+    backward_sent: float
+
+    @property
+    def compute(self) -> float:
+        return self.forward + self.inputs + self.weight
+
+    @property
+    def sent(self) -> float:
+        return self.forward_sent + self.backward_sent
 
 
 def estimate_step(
@@ -115,11 +135,11 @@ def estimate_step(
     micro_rows = rows / (how.batch * how.num_micro)
     tokens = micro_rows * shape.sequence / how.context
     layers = shape.layers / how.pipeline
-    layer = _layer_time(shape, how, tokens, cluster, program)
-    head = _head_time(shape, how, tokens, cluster, program)
-    compute = layers * (layer.forward + layer.backward) + head
-    weights = layers * layer.collectives
-    message = 2 * how.chunks * _message_time(shape, how, tokens, cluster)
+    layer = layer_time(shape, how, tokens, cluster, program)
+    head = head_time(shape, how, tokens, cluster, program)
+    compute = layers * layer.compute + head
+    weights = layers * layer.sent
+    message = 2 * how.chunks * message_time(shape, how, tokens, cluster, program)
     micro = compute + weights + message
     own = _own_parameters(shape, how)
     data = _data_time(own, how, cluster, program, how.num_micro * compute)
@@ -135,7 +155,7 @@ def estimate_step(
         model_flops=shape.step_flops(rows),
         hardware_flops=shape.step_flops(rows, how.recompute),
         memory=_memory(shape, how, micro_rows, own, program),
-        sent=_sent(shape, how, tokens, own, cluster),
+        sent=_sent(shape, how, tokens, own, cluster, program),
     )
 
 
@@ -157,25 +177,26 @@ def _check(shape: TransformerShape, how: Parallelism, rows: int, cluster: Cluste
         raise PlanError(f"{shape.heads} heads do not divide over {how.weights} ranks that split weights")
 
 
-def _layer_time(
+def layer_time(
     shape: TransformerShape, how: Parallelism, tokens: float, cluster: Cluster, program: TransformerProgram
-) -> _LayerTime:
+) -> LayerTime:
     device, parts, hidden = cluster.device, how.weights, shape.hidden
 
     def product(inner: float, columns: float) -> float:
-        moved = HALF_BYTES * (tokens * inner + inner * columns + tokens * columns)
+        moved = program.value_bytes * (tokens * inner + inner * columns + tokens * columns)
         return op_time(device, 2 * tokens * inner * columns, moved, program.dtype)
 
     gates = 2 if shape.gated else 1
     matrices = product(hidden, (hidden + 2 * shape.kv_width) / parts) + product(hidden / parts, hidden)
     matrices += product(hidden, gates * shape.inner / parts) + product(shape.inner / parts, hidden)
     scores = program.causal * shape.attention_flops(tokens) / parts
-    kept = 0.0 if shape.stores_scores else 4 * HALF_BYTES * tokens * hidden / parts
+    kept = 0.0 if shape.stores_scores else 4 * program.value_bytes * tokens * hidden / parts
     half = "float16" if program.dtype.startswith("float8") else program.dtype  # attention stays in half precision
     attention = 2 * op_time(device, scores / 2, kept / 2, half) / program.attention
     rows = tokens / shape.sequence
-    whole = shape.activation_bytes(rows, parts, how.sequence, NONE)
-    without = shape.activation_bytes(rows, parts, how.sequence, SELECTIVE)
+    scale = program.value_bytes / HALF_BYTES
+    whole = scale * shape.activation_bytes(rows, parts, how.sequence, NONE)
+    without = scale * shape.activation_bytes(rows, parts, how.sequence, SELECTIVE)
     between = op_time(device, 0, program.traffic * without, program.dtype)
     scoring = op_time(device, 0, 2.0 * (whole - without), program.dtype) if whole > without else 0.0
     forward = matrices + attention + scoring + between
@@ -188,20 +209,18 @@ def _layer_time(
     # Products take twice as long in backward, and what lies between them as long: it reads what forward has written.
     # Attention that does not keep its scores makes them again, a fifth product beside four.
     scores_again = 0.0 if shape.stores_scores else attention / 2
-    backward = 2 * (matrices + attention) + scoring + between + scores_again + again[how.recompute]
-    each = collective_time(
-        CollectiveKind.ALL_REDUCE, HALF_BYTES * tokens * hidden, range(parts), cluster
-    )  # an all-gather and a reduce-scatter take as long
-    repeated = how.recompute == FULL
-    seconds = each * (6 if repeated else 4)
+    inputs = matrices + 2 * attention + scoring + between + scores_again + again[how.recompute]
+    num_bytes = program.value_bytes * tokens * hidden
+    each = collective_time(CollectiveKind.ALL_REDUCE, num_bytes, range(parts), cluster)
+    sent = [2 * each, (4 if how.recompute == FULL else 2) * each]  # an all-gather and a reduce-scatter take as long
     if how.context > 1:  # keys and values go around, in backward with their gradients
-        pairs = 2 * HALF_BYTES * tokens * how.context * shape.kv_width / parts
-        ring = range(0, how.context * parts, parts)
-        seconds += (4 if repeated else 3) * collective_time(CollectiveKind.ALL_GATHER, pairs, ring, cluster)
-    return _LayerTime(forward, backward, seconds)
+        pairs = 2 * program.value_bytes * tokens * how.context * shape.kv_width / parts
+        ring = collective_time(CollectiveKind.ALL_GATHER, pairs, range(0, how.context * parts, parts), cluster)
+        sent = [sent[0] + ring, sent[1] + (3 if how.recompute == FULL else 2) * ring]
+    return LayerTime(forward, inputs, matrices, *sent)
 
 
-def _head_time(
+def head_time(
     shape: TransformerShape, how: Parallelism, tokens: float, cluster: Cluster, program: TransformerProgram
 ) -> float:
     """Seconds of the output layer and the loss, forward and backward, on the last rank of the pipeline."""
@@ -211,11 +230,13 @@ def _head_time(
     return 3 * op_time(cluster.device, 2 * tokens * shape.hidden * columns, moved, half)
 
 
-def _message_time(shape: TransformerShape, how: Parallelism, tokens: float, cluster: Cluster) -> float:
+def message_time(
+    shape: TransformerShape, how: Parallelism, tokens: float, cluster: Cluster, program: TransformerProgram
+) -> float:
     """Seconds of a value between neighbours of the pipeline. Ranks that split weights send a part each, and gather."""
     if how.pipeline == 1:
         return 0.0
-    num_bytes = HALF_BYTES * tokens * shape.hidden
+    num_bytes = program.value_bytes * tokens * shape.hidden
     stride = how.num_ranks // how.pipeline
     seconds = send_time(num_bytes / how.weights, 0, stride, cluster)
     if not how.sequence:
@@ -238,7 +259,7 @@ def _data_time(own: float, how: Parallelism, cluster: Cluster, program: Transfor
     if not how.cuts.parameters:
         return collective_time(CollectiveKind.ALL_REDUCE, gradients, group, cluster)
     inner = group[: how.sharded]
-    half = HALF_BYTES * own
+    half = program.value_bytes * own
     gathers = (3 if how.recompute == FULL else 2) * how.num_micro
     seconds = gathers * collective_time(CollectiveKind.ALL_GATHER, half, inner, cluster)
     seconds += how.num_micro * collective_time(CollectiveKind.REDUCE_SCATTER, gradients, inner, cluster)
@@ -256,20 +277,28 @@ def _memory(
         "optimizer": own * states.optimizer / (parts if cuts.optimizer else 1),
     }
     rows /= how.context
-    layer = shape.activation_bytes(rows, how.weights, how.sequence, how.recompute)
+    scale = program.value_bytes / HALF_BYTES
+    layer = scale * shape.activation_bytes(rows, how.weights, how.sequence, how.recompute)
     in_flight = min(how.num_micro, how.pipeline) / how.pipeline if how.chunks == 1 else 1.0
     factor = first_stage_factor(how.pipeline, how.chunks) if in_flight == 1.0 else in_flight
     sizes["activations"] = layer * shape.layers * factor
     if how.recompute in (ALTERNATE, FULL):  # of the layer that is recomputed
-        sizes["activations"] += shape.activation_bytes(rows, how.weights, how.sequence, NONE)
+        sizes["activations"] += scale * shape.activation_bytes(rows, how.weights, how.sequence, NONE)
     logits = rows * shape.sequence * shape.vocab / how.weights
     sizes["logits"] = program.loss_bytes * logits
     if cuts.parameters:  # two layers are whole at a time
-        sizes["buffers"] = 2 * HALF_BYTES * shape.layer_parameters / how.weights
+        sizes["buffers"] = 2 * program.value_bytes * shape.layer_parameters / how.weights
     return sizes
 
 
-def _sent(shape: TransformerShape, how: Parallelism, tokens: float, own: float, cluster: Cluster) -> dict[str, float]:
+def _sent(
+    shape: TransformerShape,
+    how: Parallelism,
+    tokens: float,
+    own: float,
+    cluster: Cluster,
+    program: TransformerProgram,
+) -> dict[str, float]:
     """Bytes that a rank sends in a step, by the level of the outermost link that they pass."""
     found: dict[str, float] = {}
 
@@ -279,13 +308,18 @@ def _sent(shape: TransformerShape, how: Parallelism, tokens: float, own: float, 
             found[level] = found.get(level, 0.0) + num_bytes
 
     again = 6 if how.recompute == FULL else 4
-    layers, whole = shape.layers / how.pipeline, HALF_BYTES * tokens * shape.hidden
+    layers, whole = shape.layers / how.pipeline, program.value_bytes * tokens * shape.hidden
     weights = CollectiveKind.ALL_REDUCE.sent_bytes(int(whole), how.weights) * again * layers * how.num_micro
     add(range(how.weights), weights)
     ranks = how.batch * how.context
     group = range(0, ranks * how.weights, how.weights)
-    ways = (3 if how.recompute == FULL else 2) * how.num_micro + how.num_micro if how.cuts.parameters else 2
-    add(group, ways * HALF_BYTES * own * (ranks - 1) / ranks)
+    gradients = own * program.states.gradients
+    sums = (ranks - 1) / ranks * gradients
+    if how.cuts.parameters:
+        gathers = (3 if how.recompute == FULL else 2) * program.value_bytes * own * (how.sharded - 1) / how.sharded
+        add(group, how.num_micro * (gathers + sums))
+    else:
+        add(group, 2 * sums)
     if how.pipeline > 1:
         stride = how.num_ranks // how.pipeline
         add((0, stride), 2 * how.chunks * how.num_micro * whole / how.weights)

@@ -1,0 +1,169 @@
+"""plait simulate: shapes from files, steps of plans on clusters, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from plait.api.cli import app
+from plait.api.job.gpt import BytesGPT
+from plait.api.job.simulate_command import simulate_config
+from plait.cost.transformer import TransformerShape
+from plait.cost.transformer_simulation import SimulatedStep, program_of, simulate_step
+from plait.cost.transformer_step import estimate_step
+from plait.errors import ConfigError, PlanError
+from plait.plan.parallelism import FULL, Parallelism
+from plait.plan.plan import Plan
+from plait.plan.sharding_plan import ZERO_STAGES
+from plait.spec.cluster import Cluster, DeviceSpec, LinkSpec
+from plait.spec.cluster_file import find_cluster
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SHAPE = TransformerShape(16, 1024, 16, 32000, 1024, tied=False, stores_scores=False)
+# Links that take no time, so that only the schedule decides.
+FREE = Cluster("free", 64, replace(find_cluster("h100").device), (LinkSpec("node", 0.0, 3e12),))
+
+
+def step(plan: str, rows: int = 64, cluster: Cluster = FREE, shape: TransformerShape = SHAPE) -> SimulatedStep:
+    return simulate_step(shape, Plan.parse(plan), rows, cluster)
+
+
+def test_a_plan_as_numbers() -> None:
+    plan = Plan.parse(
+        "pipeline=2 replica=2 data=4 tensor=2 zero=2 micro=8 recompute=layer schedule=interleaved chunks=3"
+    )
+    assert Parallelism.of(plan) == Parallelism(
+        batch=8, weights=2, pipeline=2, chunks=3, num_micro=8, cuts=ZERO_STAGES[2], sharded=4, recompute=FULL
+    )
+    assert Parallelism.of(plan).num_ranks == plan.num_processes
+    assert Parallelism.of(Plan()) == Parallelism()
+
+
+def test_more_ranks_share_the_work() -> None:
+    one, eight = step(""), step("data=8")
+    assert one.estimate.compute / eight.estimate.compute == pytest.approx(8, rel=0.15)  # smaller products reach less
+    assert step("tensor=8").estimate.compute < one.estimate.compute / 5
+    assert eight.mfu == pytest.approx(one.mfu, rel=0.15)
+    assert 0.1 < one.mfu < 0.7
+
+
+def test_schedules_of_a_pipeline_are_simulated() -> None:
+    """With equal stages 1f1b has the bubble of the closed form, and interleaving a smaller one."""
+    small_head = replace(SHAPE, vocab=2)
+    plain = step("pipeline=4 micro=8", shape=small_head)
+    closed = estimate_step(small_head, Parallelism.of(plain.plan), 64, FREE, program_of(plain.plan))
+    assert plain.seconds == pytest.approx(closed.seconds, rel=0.01)
+    assert plain.estimate.bubble / plain.seconds == pytest.approx(3 / 11, rel=0.03)
+    bubbles = [
+        step(f"pipeline=4 micro=8 {more}", shape=small_head).estimate.bubble
+        for more in ("schedule=gpipe", "schedule=interleaved chunks=4", "schedule=zb-h1")
+    ]
+    assert bubbles[0] == pytest.approx(plain.estimate.bubble, rel=0.01)
+    assert bubbles[1] < plain.estimate.bubble / 2
+    assert bubbles[2] < plain.estimate.bubble * 0.75
+
+
+def test_zero_and_recomputation_take_less_memory() -> None:
+    peaks = [
+        step(f"data=8 micro=8 {more}").estimate.peak_memory
+        for more in ("", "zero=1", "zero=3", "zero=3 recompute=layer")
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+    plain, cut = step("data=8").estimate.memory, step("data=8 zero=3").estimate.memory
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert cut[kind] == plain[kind] / 8
+    assert step("data=8 zero=3").estimate.sent["node"] == pytest.approx(1.5 * step("data=8").estimate.sent["node"])
+
+
+def test_precision_halves_activations() -> None:
+    wide, narrow = step("data=8").estimate.memory, step("data=8 precision=bf16").estimate.memory
+    assert wide["activations"] == 2 * narrow["activations"]
+    assert wide["parameters"] == narrow["parameters"]
+    assert step("precision=bf16").seconds < step("").seconds / 4
+
+
+def test_slow_lines_between_sites_are_seen() -> None:
+    near, far = (step("data=16", cluster=find_cluster(name)) for name in ("h100x16", "two-sites"))
+    assert far.estimate.data > 100 * near.estimate.data
+    assert far.estimate.sent.keys() == {"site"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "rows", "message"),
+    [
+        ("data=8 micro=2", 24, "24 rows are not whole microbatches: 8 ranks with 2 microbatches each"),
+        ("tensor=32 data=4", 64, "has 128 ranks, and free 64 devices; take a larger one"),
+        ("tensor=3", 63, "16 heads do not divide over 3 ranks"),
+        ("pipeline=32 micro=2", 64, "16 layers are fewer than 32 ranks"),
+        ("data=2 sync=8", 64, "agree later than at every step; simulate the plan of one replica"),
+        ("home.optimizer=host", 64, "keeps values outside the device"),
+        ("pipeline=2 micro=4 schedule=pipedream", 64, "it has no end of a step"),
+        ("recompute=budget=1GiB", 64, "depends on the model's ops"),
+        ("stages=[tensor=2|data=2]", 64, "has stages that differ"),
+    ],
+)
+def test_what_is_not_simulated(plan: str, rows: int, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        step(plan, rows)
+
+
+def test_the_shape_of_a_job_is_that_of_its_model() -> None:
+    found = simulate_config(EXAMPLES / "bytes_gpt.toml", Plan(), "h100")
+    elements = sum(parameter.numel() for parameter in BytesGPT().parameters())
+    assert found.estimate.memory["parameters"] == 4 * (elements - 2 * 256)  # without the last norm
+    assert found.rows == 32
+    changed = simulate_config(EXAMPLES / "bytes_gpt.toml", Plan(), "h100", ["train.batch_size=64", "model.layers=16"])
+    assert changed.rows == 64
+    assert changed.estimate.memory["parameters"] > 1.8 * found.estimate.memory["parameters"]
+
+
+def test_a_shape_by_itself_on_the_command_line(tmp_path: Path) -> None:
+    file = str(EXAMPLES / "shapes" / "llama3_70b.toml")
+    plan = "data=2 tensor=8 pipeline=4 micro=16 precision=bf16 zero=1 recompute=layer"
+    result = CliRunner().invoke(app, ["simulate", file, "--plan", plan, "--cluster", "h100x64"])
+    assert result.exit_code == 0, result.output
+    for text in ("64 of h100x64", "MFU", "tokens/s/rank", "1f1b on 4 ranks, 4 stages, 16 microbatches", "fits", "pod"):
+        assert text in result.output
+    alone = CliRunner().invoke(app, ["simulate", file, "--plan", "", "--cluster", "h100"])
+    assert "does not fit, by" in alone.output
+    page = tmp_path / "page.html"
+    CliRunner().invoke(app, ["simulate", file, "--plan", plan, "--cluster", "h100x64", "--html", str(page)])
+    assert "pipeline=4" in page.read_text()
+    nothing = CliRunner().invoke(app, ["simulate", file, "--plan", "", "--cluster", "h100", "--html", str(page)])
+    assert nothing.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[shape]\nlayers = 2\n", "shape.hidden is missing; hidden, heads, vocab, sequence is needed"),
+        ("[shape]\nlayer = 2\n", "unknown key shape.layer; did you mean layers"),
+        ("[shape]\nlayers = 2.5\n", "shape.layers = 2.5; it should be a whole number"),
+        ("[shape]\ngated = 1\n", "shape.gated = 1; it should be true or false"),
+        ("shape = 1\n", "shape = 1; it should be a table"),
+        ("[model]\nname = 'mine:make'\n", "'mine:make' has no shape that plait simulate knows"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        simulate_config(tmp_path / "mine.toml", Plan(), "h100")
+
+
+def test_a_shape_needs_a_batch(tmp_path: Path) -> None:
+    text = "[shape]\nlayers = 2\nhidden = 8\nheads = 2\nvocab = 10\nsequence = 4\n"
+    (tmp_path / "mine.toml").write_text(text)
+    with pytest.raises(ConfigError, match="train.batch_size = None; it should be the sequences of a step"):
+        simulate_config(tmp_path / "mine.toml", Plan(), "h100")
+    (tmp_path / "mine.toml").write_text(text + "[train]\nbatch_size = 2\nsteps = 3\n")
+    with pytest.raises(ConfigError, match=r"unknown key train.steps"):
+        simulate_config(tmp_path / "mine.toml", Plan(), "h100")
+
+
+def test_a_price_is_given_where_it_is_known() -> None:
+    assert step("data=8", cluster=find_cluster("h100")).dollars_per_million_tokens is not None
+    unknown = Cluster("c", 1, DeviceSpec("d", (("float32", 1e13),), 1e10, 1e12), (LinkSpec("node", 0, 1e9),))
+    assert step("", cluster=unknown).dollars_per_million_tokens is None
