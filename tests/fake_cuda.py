@@ -79,6 +79,10 @@ def _install() -> None:
     for name in ("current_stream", "stream", "set_device", "init", "synchronize"):  # torch wants a function each
         setattr(cuda, name, lambda *_: _Anything())
     cuda.memory_allocated = lambda *_: 0
+    cuda.amp.common.amp_definitely_not_available = lambda: False
+    cuda.is_bf16_supported = lambda *_, **__: True
+    for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adagrad_", "_fused_adagrad_.tensor_lr"):
+        torch.library.impl(f"aten::{name}", "Meta", lambda *_, **__: None)
 
     torch.__future__.set_swap_module_params_on_conversion(True)  # `.data =` does not move a fake tensor
     # What is allowed once, before the first step: to compare the ranks' weights, and to try the optimizer on the host.

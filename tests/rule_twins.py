@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from oracle import Sample
 from rule_makers import Args, aten, f, op_of, u
-from rule_table import ALL, NORM, STATS
+from rule_table import ALL, STATS
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -163,10 +163,6 @@ def gpu_samples() -> dict[str, list[Sample]]:
         [
             *_attentions(),
             twin("_fused_rms_norm_backward", (f(6, 12, 4), x, [4], rstd, f(4), [True, True]), _rms_backward),
-            twin("cudnn_batch_norm", (*NORM, True, 0.1, 1e-5),
-                 lambda *args: (*aten.native_batch_norm(*args), reserve)),
-            twin("cudnn_batch_norm_backward", (x, f(6, 12, 4), u(12), *STATS, mean, invstd, 1e-5, reserve),
-                 lambda x, g, *rest: aten.native_batch_norm_backward(g, x, *rest[:5], True, rest[5], ALL)),
             twin("batch_norm_backward", (f(6, 12, 4), x, u(12), *STATS, mean, invstd, True, 1e-5, ALL, reserve),
                  lambda *args: aten.native_batch_norm_backward(*args[:-1])),
             twin("_thnn_fused_lstm_cell", (f(6, 24), f(6, 24), f(6, 6), f(24), f(24)), _lstm_cell),

@@ -382,3 +382,19 @@ def test_a_job_may_name_lamb() -> None:
     assert type(optimizer) is Lamb and optimizer.param_groups[0]["weight_decay"] == 0.1
     with pytest.raises(ConfigError, match="optimizer.name = 'Lars'; torch.optim and plait.optim have .*, Lamb, Muon"):
         optimizer_factory(Config.model_validate({"optimizer": {"name": "Lars"}}))
+
+
+@pytest.mark.parametrize("options", [{"capturable": True}, {"capturable": True, "foreach": True}, {"foreach": True}])
+def test_options_that_choose_a_kernel_leave_the_numbers(options: dict[str, bool]) -> None:
+    """`capturable` is for accelerators, and PyTorch refuses it elsewhere: a plan for them is verified without."""
+    factory = functools.partial(torch.optim.AdamW, lr=1e-2)
+    found = under("data=2 zero=1", net(), functools.partial(factory, **options), loss_fn, batch())
+    assert worst(found, one_device(net(), factory, loss_fn, batch()), net()) < 1e-9
+
+
+def test_an_optimizer_for_an_accelerator_is_tried_on_the_host() -> None:
+    model = nn.Linear(4, 4, device="meta")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), capturable=True)
+    layout = Layout("f32", (4, 4), ())
+    kept = state_layouts(optimizer, dict(model.named_parameters()), {"weight": layout})
+    assert kept == {"weight": {"step": None, "exp_avg": layout, "exp_avg_sq": layout}}

@@ -67,3 +67,11 @@ def prefer_fused(optimizer: torch.optim.Optimizer) -> None:
         )
         if unsaid and plain and floats and not torch.is_tensor(group.get("lr")):
             group["fused"] = True
+
+
+def not_capturable(optimizer: torch.optim.Optimizer) -> None:
+    """Turn off `capturable` where parameters are on the host. It keeps counters on an accelerator, where a CUDA graph
+    finds them; PyTorch's optimizers refuse it elsewhere, as where a plan for GPUs is verified."""
+    for group in optimizer.param_groups:
+        if group.get("capturable") and not group.get("fused") and any(is_host(p.device) for p in group["params"]):
+            group["capturable"] = False

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from plait.comm.device import is_host
 from plait.engine.local_tensors import LaidOutParts
 from plait.optim.adafactor import Adafactor
 from plait.optim.combined import CombinedOptimizer, each_parameter, optimizers_within
@@ -231,7 +232,7 @@ def tried(
     twin = object.__new__(type(optimizer))
     twin.__dict__ = _without_hooks(optimizer)
     twin.state = defaultdict(dict)
-    twin.param_groups = [{**group, **_rates(group), "params": tensors}]
+    twin.param_groups = [{**group, **_options(group, tensors), "params": tensors}]
     if hasattr(twin, "bind"):
         twin.bind(WholeTensor())
     with _schedulers_restored([optimizer]):
@@ -272,10 +273,17 @@ def _without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return found
 
 
-def _rates(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A nonzero learning rate for a trial, as that of the group may be 0 at the moment."""
+def _options(group: Mapping[str, Any], tensors: Iterable[Tensor]) -> dict[str, Any]:
+    """Options for a trial on these tensors: a nonzero learning rate, as that of the group may be 0 at the moment, and
+    on the host none that torch's optimizers have for accelerators alone."""
+    found: dict[str, Any] = {}
     rate = group.get("lr")
-    return {} if rate is None else {"lr": torch.full_like(rate, 0.01) if torch.is_tensor(rate) else 0.01}
+    on_host = bool(group.get("capturable")) and not group.get("fused") and all(is_host(t.device) for t in tensors)
+    if on_host:
+        found["capturable"] = False
+    if rate is not None:
+        found["lr"] = torch.full_like(rate, 0.01) if torch.is_tensor(rate) and not on_host else 0.01
+    return found
 
 
 def _twin_of(
@@ -300,7 +308,7 @@ def _twin_of(
         if state is not None:
             twins[key].state = copy.deepcopy(state, memo)
         for group in twins[key].__dict__.get("param_groups", ()):
-            group.update(_rates(group))
+            group.update(_options(group, group["params"]))
         if hasattr(twins[key], "bind"):
             twins[key].bind(WholeTensor())
     return twins[id(wrapper)]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm.protocol import World
-from plait.engine.cpu_settings import prefer_fused
+from plait.engine.cpu_settings import not_capturable, prefer_fused
 from plait.engine.local_tensors import LaidOutParts
 from plait.engine.optimizer_trials import (
     EXACT,
@@ -63,6 +63,7 @@ def make_optimizer(
     optimizer: Any = given if alone else CombinedOptimizer(given, members)
     mine = {id(p) for _, p in named} | {id(p) for p in known}
     for path, member in members.items():
+        not_capturable(member)
         strangers = [p for group in member.param_groups for p in group["params"] if id(p) not in mine]
         if strangers:
             where = "" if alone else f" ({path or 'the outermost'} of {title_of(optimizer)})"

@@ -174,9 +174,9 @@ class GraphRecorder(TorchDispatchMode):
             with self:
                 return row.random(self.draw, *args, **kwargs)
         check_random(func, args, kwargs)
-        if func is aten.native_batch_norm.default:
+        if row.instead is not None:
             with self:
-                return _batch_norm(*args, **kwargs)
+                return row.instead(*args, **kwargs)
         if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
             return self._constant(args[0], func(*args))
         if func is aten._local_scalar_dense.default:
@@ -330,22 +330,6 @@ class GraphRecorder(TorchDispatchMode):
         if spec not in self._values:
             self._values[spec] = fake_of(spec, self._fake_mode)
         return self._values[spec]
-
-
-def _batch_norm(
-    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
-) -> Any:
-    """Batch norm in its functional forms; the op itself changes running statistics without saying so in its schema."""
-    if not training:
-        return aten._native_batch_norm_legit_no_training.default(x, weight, bias, mean, var, momentum, eps)
-    if mean is None:
-        return aten._native_batch_norm_legit.no_stats(x, weight, bias, True, momentum, eps)
-    out, *saved, new_mean, new_var = aten._native_batch_norm_legit_functional.default(
-        x, weight, bias, mean, var, True, momentum, eps
-    )
-    mean.copy_(new_mean)
-    var.copy_(new_var)
-    return out, *saved
 
 
 @functools.cache

@@ -196,6 +196,7 @@ class OpSpec:
         moves: whether it only brings its tensor to other ranks or into another layout.
         reads: what it reads of its tensors: values, shape and dtype only, or memory with its strides and offsets.
         fake: computes the result on fake tensors, if the op's own shape function is wrong.
+        instead: the op in terms of others, which a capture records in its place.
         random: the op in terms of `draw(shape, dtype, device, kind, params)`, its first argument (ops/random.py).
         dropout: position of the rate (dropout_p) of an op that is random only if the rate is not 0.
         communicates: its collective.
@@ -219,6 +220,7 @@ class OpSpec:
     moves: bool = False
     reads: Reads = "values"
     fake: Callable[..., Any] | None = None
+    instead: Callable[..., Any] | None = None
     random: Callable[..., Any] | None = None
     dropout: int | None = None
     communicates: Communication | None = None

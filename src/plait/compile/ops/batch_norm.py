@@ -167,10 +167,6 @@ def _no_training(
     return _native(x, weight, bias, running_mean, running_var, False, momentum, eps)
 
 
-def _cudnn(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return (*_native(x, *rest), _reserve(x))
-
-
 def _updating(
     x: Tensor, weight: Any, bias: Any, running_mean: Tensor, running_var: Tensor, momentum: float, eps: float
 ) -> tuple[Tensor | None, ...]:
@@ -198,12 +194,6 @@ def _native_backward(
         mean, invstd = running_mean, (running_var + eps).rsqrt()
     found = normalize_backward(grad, x, weight, mean, invstd, train)
     return tuple(g if keep else None for g, keep in zip(found, output_mask, strict=True))
-
-
-def _cudnn_backward(
-    x: Tensor, grad: Tensor, weight: Tensor, rm: Any, rv: Any, save_mean: Tensor, save_var: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    return normalize_backward(grad, x, weight, save_mean, save_var, True)
 
 
 def _any_backward(
@@ -251,11 +241,44 @@ register(
     spec=_rule(_no_stats, 3, fake=mixed_statistics(aten._native_batch_norm_legit.no_stats, slice(1, 3))),
 )
 register(*overloads("_native_batch_norm_legit_no_training"), spec=_rule(_no_training, always=False))
-register(*overloads("cudnn_batch_norm"), spec=_rule(_cudnn, 5))
 register(*overloads("_batch_norm_with_update_functional"), spec=_rule(_updating))
 register(*overloads("_batch_norm_no_update"), spec=OpSpec(strategies=_strategies(lambda call: False)))
 # Of one row whose gradient lies otherwise the CPU's kernels read the wrong memory (torch 2.13).
 register(*overloads("native_batch_norm_backward"), spec=_rule(_native_backward, 7, linear=0, formats=True))
-register(*overloads("cudnn_batch_norm_backward"), spec=_rule(_cudnn_backward, linear=1, formats=True))
 state(*overloads("_batch_norm_with_update"), batch_statistics=True)
 register(*overloads("batch_norm_backward"), spec=_rule(_any_backward, 7, linear=0, formats=True))
+
+
+# At capture: kernels that change running statistics, which their schemas do not say, and those whose backward wants
+# what forward has kept in a form of its own, which no part of a batch has.
+
+
+def _captured(
+    x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    if not training:
+        return aten._native_batch_norm_legit_no_training.default(x, weight, bias, mean, var, momentum, eps)  # type: ignore[no-any-return]
+    if mean is None:
+        return aten._native_batch_norm_legit.no_stats(x, weight, bias, True, momentum, eps)  # type: ignore[no-any-return]
+    out, *saved, new_mean, new_var = aten._native_batch_norm_legit_functional.default(
+        x, weight, bias, mean, var, True, momentum, eps
+    )
+    mean.copy_(new_mean)
+    var.copy_(new_var)
+    return out, *saved
+
+
+def _captured_with_reserve(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return *_captured(x, *rest), _reserve(x)
+
+
+def _captured_backward(
+    x: Tensor, grad: Tensor, weight: Any, mean: Any, var: Any, save_mean: Any, save_invstd: Any, eps: float, *_: Any
+) -> tuple[Tensor, ...]:
+    saved = save_mean, save_invstd
+    return aten.native_batch_norm_backward.default(grad, x, weight, mean, var, *saved, True, eps, [True] * 3)  # type: ignore[no-any-return]
+
+
+state(*overloads("native_batch_norm", "miopen_batch_norm"), instead=_captured)
+state(*overloads("cudnn_batch_norm"), instead=_captured_with_reserve)
+state(*overloads("cudnn_batch_norm_backward", "miopen_batch_norm_backward"), instead=_captured_backward)

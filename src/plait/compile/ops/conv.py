@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from plait.compile.ops.base import (
     REPLICATE,
     Builder,
@@ -23,6 +25,7 @@ from plait.compile.ops.base import (
     by_number,
     no_groups,
     register,
+    state,
 )
 from plait.compile.ops.dims import aten, first_operand, overloads, put
 from plait.spec.layout import Blocks, divides
@@ -117,6 +120,28 @@ def _emit_groups_backward(builder: Builder, call: Call, strategy: Strategy, args
 
 register(*overloads("convolution"), spec=OpSpec(strategies=_forward, linear=_groups_linear, weighted=True))
 register(*overloads("convolution_backward"), spec=OpSpec(strategies=_backward, linear=first_operand))
+
+
+def _of_a_library(transposed: bool, bias: bool) -> Callable[..., Any]:
+    """At capture: a convolution of cuDNN or MIOpen, (x, weight, [bias], padding, [output_padding], stride, dilation,
+    groups, ...), without its way of choosing a kernel."""
+
+    def convolution(x: Tensor, weight: Tensor, *rest: Any) -> Any:
+        b, rest = (rest[0], rest[1:]) if bias else (None, rest)
+        padding, rest = list(rest[0]), rest[1:]
+        wider, rest = (list(rest[0]), rest[1:]) if transposed else ([0] * len(padding), rest)
+        stride, dilation, groups = rest[:3]
+        return aten.convolution.default(x, weight, b, stride, padding, dilation, transposed, wider, groups)
+
+    return convolution
+
+
+for _name, _transposed, _bias in (
+    ("cudnn_convolution", False, False), ("cudnn_convolution_transpose", True, False),
+    ("miopen_convolution", False, True), ("miopen_convolution_transpose", True, True),
+    ("miopen_depthwise_convolution", False, True),
+):  # fmt: skip
+    state(*overloads(_name), instead=_of_a_library(_transposed, _bias))
 
 
 def _planes(num_dims: int) -> Callable[[Call], Sequence[Factor]]:
