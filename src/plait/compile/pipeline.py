@@ -19,7 +19,8 @@ from plait.compile.ir.node_info import set_info
 from plait.compile.pass_manager import Pass, Watcher, run_passes
 from plait.compile.passes.accumulation import graphs_by_turn, narrow_dtypes, own_gradients
 from plait.compile.passes.auxiliary import mark_auxiliary
-from plait.compile.passes.recomputation import recompute
+from plait.compile.passes.late_sums import sum_last
+from plait.compile.passes.recomputation import recompute, widen_again
 from plait.compile.passes.zero import gather_parameters, scatter_gradients
 from plait.compile.rank_program import RankProgram, StepGraph, cell_name
 from plait.compile.shard import assign_roles, check_batch, choose_layouts, shard
@@ -55,6 +56,11 @@ def _own_gradients(draft: Draft) -> None:
     draft.graph = own_gradients(draft.graph, gradients)
 
 
+def _sum_last(draft: Draft) -> None:
+    gradients = [i for i, output in enumerate(draft.captured.outputs) if output.kind == "gradient"]
+    draft.graph = sum_last(draft.graph, gradients)
+
+
 def _keep_formats(draft: Draft) -> None:
     draft.graph = keep_formats(draft.graph)
 
@@ -67,6 +73,10 @@ def _assign_stages(draft: Draft) -> None:
 
 def _recompute(draft: Draft) -> None:
     draft.graph = recompute(draft.graph, draft.plan.recompute, draft.cluster.device)
+
+
+def _widen_again(draft: Draft) -> None:
+    draft.graph = widen_again(draft.graph)
 
 
 def _split_in_cells(draft: Draft) -> None:
@@ -139,12 +149,15 @@ PASSES = (
          ["own gradients", "auxiliary calls"], ["choices"]),
     Pass("shard", "propagates placements and writes the graph of one rank", shard,
          ["choices", "even batch"], ["local graph", "layouts"]),
+    Pass("sum-last", "casts gradients before they are summed over ranks", _sum_last, ["local graph"]),
     Pass("keep-formats", "converts inputs of kernels to the formats they rely on", _keep_formats,
          ["local graph", "formats"]),
     Pass("assign-stages", "assigns a stage of the pipeline to every call", _assign_stages,
          ["local graph"], ["stages"], when=_is_piped),
     Pass("recompute", "recomputes activations in backward", _recompute, ["local graph", "stages"],
          when=lambda draft: draft.plan.recompute.kind != "none"),
+    Pass("widen-again", "keeps values in half precision that backward reads in a wider one", _widen_again,
+         ["local graph", "stages"]),
     Pass("split-in-cells", "splits the step into the forward and backward of each stage", _split_in_cells,
          ["stages"], ["cells"], when=_is_piped),
     Pass("plan-sharding", "decides how ranks hold each parameter, its gradient and its state", _plan_sharding,

@@ -42,11 +42,12 @@ def warn_of_slow_precision(precision: str, device: torch.device) -> None:
     """Warn if the CPU has no instructions for the half precision, which is then slower than float32."""
     if not is_host(device) or precision == "fp32":
         return
+    name = precision[:4]  # of the dtype, whether autocast computes in it or the model as a whole
     asks = {"bf16": "_is_avx512_bf16_supported", "fp16": "_is_amx_fp16_supported"}
-    supported = getattr(torch.cpu, asks[precision], lambda: True)
+    supported = getattr(torch.cpu, asks[name], lambda: True)
     if platform.machine() in ("x86_64", "AMD64") and not supported():
         warnings.warn(
-            f"this processor has no {precision} units: precision={precision} saves bytes but is slower than fp32 here",
+            f"this processor has no {name} units: precision={precision} saves bytes but is slower than fp32 here",
             stacklevel=4,
         )
 

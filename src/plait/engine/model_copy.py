@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,6 +58,11 @@ class Twin(nn.Module):
         for made in self._made.values():
             if made.dtype in HALF:
                 made.data = made.data.float()
+
+    @property
+    def stand_ins(self) -> Mapping[int, Tensor]:
+        """The twin's tensors by the ids of the originals."""
+        return self._made
 
     @contextmanager
     def installed(self) -> Iterator[nn.Module]:

@@ -66,7 +66,7 @@ def _of_updates_within(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
     if facts.clip_norm is not None:
         why = f"clip_norm={facts.clip_norm} needs the norm of all gradients, which never exist at the same time"
         yield Refusal(what, why, f"leave it out, {instead}")
-    if "fp16" in (plan.precision, *dict(plan.exceptions).values()):
+    if "fp16" in plan.precisions:
         yield Refusal(
             what, "the loss scale of fp16 needs all gradients at the same time", f"take precision=bf16, {instead}"
         )  # fmt: skip
@@ -99,11 +99,11 @@ def _of_agreement(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
 
 def _of_workers(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
     """Refusals of keys that do not work with parameter servers."""
-    if plan.precision == "fp16":
+    if plan.precision.startswith("fp16"):
         yield Refusal(
-            "precision=fp16 scales the loss by a factor that depends on all gradients of a step, for which workers do"
-            " not wait", "",
-            "use precision=bf16 with workers=",
+            f"precision={plan.precision} scales the loss by a factor that depends on all gradients of a step, for which"
+            " workers do not wait", "",
+            f"use precision={plan.precision.replace('fp16', 'bf16')} with workers=",
         )  # fmt: skip
     if facts.updates_within:
         yield Refusal(

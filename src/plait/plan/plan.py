@@ -42,6 +42,7 @@ from plait.spec.mesh import Mesh
 
 _OTHER_AXES = "axes."  # stands for the keys of axes with a row in plan/axes.py but no field below
 _HOME = Choice(("device", "host", "disk"))
+OF_PARAMETERS = "-params"  # ends the words of precision= by which the model reads its parameters in half precision
 
 
 def _key(kind: Kind, default: object, doc: str, name: str = "") -> Any:
@@ -74,10 +75,15 @@ class Plan:
     cut: tuple[str, ...] = _key(Names(), (), "modules with which the stages of a pipeline begin, but the first")
     recompute: Recompute = _key(Recomputes(), NO_RECOMPUTE, "activations that are dropped and recomputed")
     precision: str = _key(
-        Choice(("fp32", "bf16", "fp16")), "fp32", "the precision in which products are computed and sent"
+        Choice(("fp32", "bf16", "fp16", "bf16-params", "fp16-params")),
+        "fp32",
+        "the precision of products, by autocast, or with -params of all that the model computes",
     )
     exceptions: tuple[tuple[str, str], ...] = _key(
         Family("precision.", Choice(("fp32", "bf16", "fp16"))), (), "precision of modules, by name pattern"
+    )
+    reduce: str = _key(
+        Choice(("fp32", "bf16")), "fp32", "the precision in which gradients of float32 parameters are sent and summed"
     )
     home_parameters: str = _key(_HOME, "device", "where parameters and gradients are kept", name="home.parameters")
     home_activations: str = _key(_HOME, "device", "where activations are kept for backward", name="home.activations")
@@ -209,6 +215,12 @@ class Plan:
     def copies(self) -> tuple[int, ...]:
         """For each place of the pipeline, the number of ranks that share its microbatches."""
         return self.pipeline if isinstance(self.pipeline, tuple) else (1,) * self.pipeline
+
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """The precisions of which it is said what computes in them: fp32, bf16, fp16."""
+        names = (self.precision, *(name for _, name in self.exceptions))
+        return tuple(dict.fromkeys(name.removesuffix(OF_PARAMETERS) for name in names))
 
     @property
     def uses_disk(self) -> bool:

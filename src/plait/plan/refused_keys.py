@@ -87,6 +87,8 @@ def refused_together(values: Mapping[str, str], given: Collection[str]) -> Itera
             if key in given and not any(other in given for other in needed):
                 what, _, instead = text.format(key=key, value=values[key]).partition("; ")
                 yield Refusal(what, "", instead)
+    if values["precision"].endswith("-params"):
+        yield from _of_precisions(values)
     if "backup" in given:
         yield from _of_backup(values)
     if "workers" in given and "sync" in given:
@@ -95,6 +97,17 @@ def refused_together(values: Mapping[str, str], given: Collection[str]) -> Itera
         yield from _of_overlap_of_workers(values, given)
     if "workers" not in given and ("sync" in given or "compress" in given):
         yield from _of_replicas(values, "sync" if "sync" in given else "compress", given)
+
+
+def _of_precisions(values: Mapping[str, str]) -> Iterator[Refusal]:
+    """Refusals of modules under autocast in a model that reads its parameters in half precision."""
+    for word in values["precision."].split():
+        if not word.endswith("=fp32"):
+            yield Refusal(
+                f"{word} is PyTorch's autocast, which is for modules with float32 parameters, but"
+                f" precision={values['precision']} has those of all other modules in half precision", "",
+                f"give the module fp32, or use precision={values['precision'].removesuffix('-params')}",
+            )  # fmt: skip
 
 
 def _of_backup(values: Mapping[str, str]) -> Iterator[Refusal]:

@@ -257,7 +257,7 @@ def _differences(
 
 def last_bits(plan: Plan) -> float:
     """The relative rounding of the coarsest precision that the plan uses."""
-    return max(LAST_BITS[name] for name in (plan.precision, *dict(plan.exceptions).values()))
+    return max(LAST_BITS[name] for name in plan.precisions)
 
 
 def in_half(plan: Plan) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -87,16 +87,27 @@ def _backward(
     """Forward and backward of one microbatch with this key: adds the gradients of `objective` of its loss."""
     precision = Precision(plan.precision, plan.exceptions)
     device = next((p.device.type for p in model.parameters()), "cpu")
-    with GlobalRandom(key):
+    with _installed(model) as (own, stand_ins), GlobalRandom(key), precision.casting(own, stand_ins):
         try:
-            with precision.computing(model, device):
-                found = one_device_loss(model, loss_fn, part, num_parts)
+            with precision.computing(own, device):
+                found = one_device_loss(own, loss_fn, part, num_parts)
             objective(found).backward()
         except RuntimeError as error:
             if (refusal := precision.refusal(error, "")) is None:
                 raise
             raise refusal from error
     return found
+
+
+@contextmanager
+def _installed(model: nn.Module) -> Iterator[tuple[nn.Module, Mapping[int, Tensor]]]:
+    """Context in which the user's model has the values of a twin. Yields it, and the twin's tensors by the ids of the
+    model's own."""
+    if not isinstance(model, Twin):
+        yield model, {}
+        return
+    with model.installed() as own:
+        yield own, model.stand_ins
 
 
 def one_device_step(
@@ -116,9 +127,6 @@ def one_device_step(
     Loss and gradients are those of the mean over microbatches; for losses with weights, of the sum of the weighted
     losses over the sum of weights.
     """
-    if isinstance(model, Twin):
-        with model.installed() as own:
-            return one_device_step(own, loss_fn, batch, plan, key, num_parts, scale)
     totals: list[Tensor] = []
     weights: list[Tensor] = []
     outputs = []
@@ -164,9 +172,6 @@ def stale_step(
     (`Schedule.version`). After each group of microbatches the newest weights are updated with the mean of the group's
     gradients. Arguments as one_device_step; `pipeline` has the schedule, and `optimizer` makes the updates.
     """
-    if isinstance(model, Twin):
-        with model.installed() as own:
-            return stale_step(own, loss_fn, batch, plan, key, pipeline, optimizer, num_parts)
     schedule, named = pipeline.schedule, dict(model.named_parameters())
     history = [{name: p.detach().clone() for name, p in named.items()}]
     totals: list[Tensor] = []

@@ -13,6 +13,7 @@ import threading
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.fx import Graph
 
 from plait.backends.eager.collectives import bind_world
@@ -25,6 +26,7 @@ from plait.backends.eager.rewrites.offload_rewrites import (
     offload_gradients,
     stash_activations,
 )
+from plait.compile.capture.precision import DTYPES
 from plait.compile.ir.calls import copy_graph
 from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.pass_manager import Pass, Watcher, run_passes
@@ -42,6 +44,12 @@ class EagerDraft:
     @property
     def bucket_bytes(self) -> int:
         return self.program.plan.bucket_bytes
+
+    @property
+    def narrow_sums(self) -> torch.dtype | None:
+        """The dtype in which sums of wider gradients are sent; None: in their own."""
+        name = self.program.plan.reduce
+        return None if name == "fp32" else DTYPES[name]
 
 
 def _bind_world(draft: EagerDraft) -> None:
@@ -73,7 +81,9 @@ def _bucket_gathers(draft: EagerDraft) -> None:
 def _bucket_gradients(draft: EagerDraft) -> None:
     for part in draft.parts.values():
         handed_on = [i for i, output in enumerate(part.outputs) if output.kind == "value"]
-        part.graph = bucket_gradients(part.graph, draft.bucket_bytes, part.gradients.keys(), but=handed_on)
+        part.graph = bucket_gradients(
+            part.graph, draft.bucket_bytes, part.gradients.keys(), but=handed_on, narrow=draft.narrow_sums
+        )
 
 
 def _overlap(draft: EagerDraft) -> None:

@@ -27,6 +27,7 @@ from plait.compile.capture.loss_values import RATIO, Loss, read_loss
 from plait.compile.capture.masked_indexing import Selections
 from plait.compile.capture.module_hooks import BackwardModules, ForwardModules
 from plait.compile.capture.outside_tensors import Outside
+from plait.compile.capture.parameter_precision import changes_copy, place_casts
 from plait.compile.capture.precision import FULL, Precision
 from plait.compile.capture.python_state import MISSING, Holder
 from plait.compile.capture.random_sources import nothing_drawn
@@ -164,7 +165,7 @@ def capture(
         train: whether the model runs in training mode.
         differentiate: whether to capture gradients too.
         device: where the graph runs; by default where model and batch are.
-        precision: the mixed precision of the step. If gradients could underflow, the loss is multiplied by an input.
+        precision: the precision of the step. If gradients could underflow, the loss is multiplied by an input.
         normalised: whether the gradients of a plait.Weighted are those of sum / weight, or else of the sum.
         changing: frozen parameters that change in other captures of this model.
         reached: what model and loss function can read in Python, if the caller knows it.
@@ -237,11 +238,8 @@ def _capture(
         model_fakes = stack.enter_context(fake_parameters(model, fake_mode, where, train, move=device is not None))
         fake_leaves = {name: _fake_leaf(leaf, fake_mode, device) for name, leaf in leaves.items()}
         nodes: dict[Node, tuple[str, str]] = {}
-        for kind, values in (
-            ("parameter", model_fakes.parameters),
-            ("buffer", model_fakes.buffers),
-            ("batch", fake_leaves),
-        ):
+        given_as = {"parameter": model_fakes.parameters, "buffer": model_fakes.buffers, "batch": fake_leaves}
+        for kind, values in given_as.items():
             for name, value in values.items():
                 nodes[recorder.placeholder(f"{kind}_{_identifier(name)}", value)] = (kind, name)
         for name, parameter in model_fakes.parameters.items():
@@ -272,6 +270,8 @@ def _capture(
             stack.enter_context(numbers.seen_by_math())
         fake_batch = map_batch(lambda name, leaf: fake_leaves.get(name, numbers.in_place_of(name, leaf)), batch)
         stack.enter_context(torch.set_grad_enabled(differentiate))
+        for name, copy in stack.enter_context(precision.casting(model, model_fakes.made)).items():
+            recorder.protect(copy, changes_copy(name, precision.name))
         try:
             with precision.computing(model, where.type):
                 found = read_loss(loss_fn(model, fake_batch), rows)
@@ -312,6 +312,8 @@ def _capture(
     if recorder.mutating:
         graph = functionalise(graph, fake_mode)
     graph = clean(graph)
+    if precision.of_parameters is not None:
+        place_casts(graph, {name for name, (kind, _) in kinds.items() if kind == "parameter"})
     copy_inputs(graph, [i for i, (output, _) in enumerate(results) if output.kind in ("aux", "aux_weight")])
     inputs = tuple(Input(*kinds[n.name], n.name) for n in graph.nodes if n.op == "placeholder")
     trained = [name for name, p in model_fakes.parameters.items() if p.requires_grad]

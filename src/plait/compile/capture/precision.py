@@ -1,13 +1,14 @@
-"""Mixed precision by PyTorch's autocast: matrix products in half precision, weights and sums in float32.
+"""Mixed precision: by PyTorch's autocast, or with parameters in half precision (parameter_precision.py).
 
-(Micikevicius et al. 2018, "Mixed Precision Training".) Modules that match a pattern have a precision of their own.
+Under autocast matrix products are in half precision, weights and sums in float32 (Micikevicius et al. 2018, "Mixed
+Precision Training"). Modules that match a pattern have a precision of their own.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,17 +19,20 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from plait.compile.capture.model_facts import model_facts
+from plait.compile.capture.parameter_precision import cast_parameters
 from plait.compile.ir.calls import op_spec_of
 from plait.compile.ops.dims import HALF
 from plait.errors import PlanError, Refusal
 from plait.plan.legality import of_exception
+from plait.plan.plan import OF_PARAMETERS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """`name` is fp32, bf16 or fp16. `exceptions` are (pattern of module names, name); the first match decides."""
+    """`name` is fp32, bf16 or fp16, by autocast, or bf16-params or fp16-params. `exceptions` are (pattern of module
+    names, name); the first match decides."""
 
     name: str = "fp32"
     exceptions: tuple[tuple[str, str], ...] = ()
@@ -36,7 +40,12 @@ class Precision:
     @property
     def scaled(self) -> bool:
         """Whether gradients could underflow, so that the loss must be scaled."""
-        return "fp16" in (self.name, *(name for _, name in self.exceptions))
+        return any(name.startswith("fp16") for name in (self.name, *(name for _, name in self.exceptions)))
+
+    @property
+    def of_parameters(self) -> torch.dtype | None:
+        """The dtype in which the model reads its parameters, if it is not theirs."""
+        return DTYPES[self.name.removesuffix(OF_PARAMETERS)] if self.name.endswith(OF_PARAMETERS) else None
 
     def refusal(self, error: Exception, module: str, op: str = "") -> PlanError | None:
         """The PlanError for an op without a kernel in half precision, or for weights of another dtype; None for any
@@ -57,13 +66,28 @@ class Precision:
 
     @contextmanager
     def computing(self, model: nn.Module, device: str) -> Iterator[None]:
-        """Run the model's forward and the loss in this precision. PlanError for a pattern that matches no module."""
+        """Run the model's forward and the loss under autocast, if this is it. PlanError for a pattern that matches no
+        module."""
         with ExitStack() as stack:
+            if self.of_parameters is not None:
+                yield
+                return
             for module, name in self._exceptional(model):
                 stack.enter_context(_hooked(module, name, device))
             if self.name != "fp32":
                 stack.enter_context(torch.autocast(device, DTYPES[self.name]))
             yield
+
+    @contextmanager
+    def casting(self, model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+        """Let the model read its parameters in this precision, in forward and backward; see `cast_parameters`. Yields
+        what it reads in their place, by name. PlanError for a pattern that matches no module."""
+        if self.of_parameters is None:
+            yield {}
+            return
+        kept = [module for module, _ in self._exceptional(model)]
+        with cast_parameters(model, self.of_parameters, kept, stand_ins) as copies:
+            yield copies
 
     def _exceptional(self, model: nn.Module) -> list[tuple[nn.Module, str]]:
         found: dict[str, tuple[nn.Module, str]] = {}

@@ -16,7 +16,8 @@ from torch.fx import Graph, Node
 from plait.compile.ir.calls import num_bytes, op_spec_of, output_values
 from plait.compile.ir.estimate import seconds_of
 from plait.compile.ir.node_info import info_of, is_backward, is_forward, set_info
-from plait.compile.ir.views import is_view
+from plait.compile.ir.views import is_cast, is_view
+from plait.compile.ops.dims import HALF
 from plait.errors import PlanError, Refusal
 from plait.plan.kinds import Bytes, Recompute
 from plait.plan.legality import layer_of, no_layer
@@ -46,6 +47,35 @@ def recompute(graph: Graph, how: Recompute, device: DeviceSpec) -> Graph:
     graph.eliminate_dead_code()
     graph.lint()
     return graph
+
+
+def widen_again(graph: Graph) -> Graph:
+    """Let backward widen half-precision values for itself where it reads what forward has widened. Changes the local
+    graph and returns it.
+
+    A norm that computes in float32 within a model in half precision keeps its input for backward in float32, which is
+    twice the bytes of the value that it is a copy of. Widening is exact, and cheap. Parameters are left as they are:
+    with zero=3 backward might have to gather them for nothing else.
+    """
+    other_stages = _read_in_another_stage(graph)
+    found = {
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and is_forward(node) and _widens(node) and node not in other_stages
+    }
+    _recompute_in_backward(graph, found)
+    return graph
+
+
+def _widens(node: Node) -> bool:
+    """Whether a call is a cast of an activation in half precision to a wider dtype."""
+    if not is_cast(node):
+        return False
+    source = base = node.all_input_nodes[0]
+    while base.op == "call_function" and (is_view(base) or is_cast(base)):
+        base = base.all_input_nodes[0]
+    narrow, wide = source.meta["val"].dtype, node.meta["val"].dtype
+    return base.op == "call_function" and narrow in HALF and wide.is_floating_point and wide.itemsize > narrow.itemsize
 
 
 def _layers(forward: list[Node], how: Recompute) -> dict[Node, Layer]:

@@ -20,11 +20,10 @@ from torch.fx import Graph, Node
 
 from plait.backends.eager.collectives import all_reduce, all_reduce_start, scatter_part, take_part, wait
 from plait.comm.protocol import REDUCTIONS
-from plait.compile.ir.calls import num_bytes, op_spec_of, output_node, settled
+from plait.compile.ir.calls import op_spec_of, output_node, settled
 from plait.compile.ir.node_info import describe, info_of
-from plait.compile.ir.views import is_whole_view
+from plait.compile.ir.views import is_cast, is_whole_view
 from plait.compile.ops import CollectiveKind, Communication, MemoryUse, OpSpec, register
-from plait.compile.ops.dims import HALF
 from plait.compile.sharding.flat_shards import Cut, FlatShards, PlainRows, rows_of
 from plait.cost.memory_model import BUFFERS, GRADIENTS
 from plait.schedule.buckets import bucket_limit, split_buckets
@@ -32,10 +31,10 @@ from plait.schedule.buckets import bucket_limit, split_buckets
 aten = torch.ops.aten
 
 
-def bucket_new(world: Any, axis: str, num_elements: int, like: Tensor) -> Tensor:
+def bucket_new(world: Any, axis: str, num_elements: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     """A flat buffer without values, in memory that the transport can send from if it has such memory."""
-    flat = world.comm(axis).buffer(num_elements, like.dtype)
-    return like.new_empty(num_elements) if flat is None else flat
+    flat = world.comm(axis).buffer(num_elements, dtype)
+    return like.new_empty(num_elements, dtype=dtype) if flat is None else flat
 
 
 def bucket_put(flat: Tensor, offset: int, tensor: Tensor) -> Tensor:
@@ -122,6 +121,7 @@ def bucket_gradients(
     gradients: Collection[int] = (),
     first_bytes: int = 1 << 20,
     but: Collection[int] = (),
+    narrow: torch.dtype | None = None,
 ) -> Graph:
     """Join the sums that the graph only returns in buckets. Changes `graph` and returns it.
 
@@ -129,19 +129,21 @@ def bucket_gradients(
     gradients     indices of the outputs that are gradients
     first_bytes   size of the first bucket
     but           indices of outputs whose sums are left as they are
+    narrow        the dtype in which gradients of wider dtypes are sent; None: in their own
     """
     groups: dict[Any, list[PendingReduction]] = {}
     for one in pending_reductions(graph, but):
         only = tuple(sorted(info_of(one.sums[-1]).owner.items()))
-        dtypes = (one.sent.meta["val"].dtype, one.term.meta["val"].dtype)
-        groups.setdefault((one.axes, one.cut is not None, dtypes, only), []).append(one)
+        dtype = one.term.meta["val"].dtype
+        sent = narrow if narrow is not None and one.index in gradients and _is_wider(dtype, narrow) else dtype
+        groups.setdefault((one.axes, one.cut is not None, (sent, dtype), only), []).append(one)
     end = output_node(graph)
-    for members in groups.values():
-        sizes = [num_bytes(one.sent.meta["val"]) for one in members]
+    for (_, _, (dtype, _), _), members in groups.items():
+        sizes = [one.term.meta["val"].numel() * dtype.itemsize for one in members]
         for bucket in split_buckets(sizes, bucket_limit(sum(sizes), bucket_bytes), first_bytes):
             chosen = [members[i] for i in bucket]
             num = sum(one.index in gradients for one in chosen)
-            joined = _join(graph, chosen, end, f"{num} gradients" if num else "the loss")
+            joined = _join(graph, chosen, dtype, end, f"{num} gradients" if num else "the loss")
             for one, item in zip(chosen, joined, strict=True):
                 one.sums[-1].replace_all_uses_with(item)
                 for node in reversed(one.sums):
@@ -163,20 +165,25 @@ def _finish_late(end: Node) -> None:
             last.append(node)
 
 
-def _join(graph: Graph, members: list[PendingReduction], end: Node, what: str) -> list[Node]:
-    """Write one collective for the members. Returns for each member the node that replaces its sum."""
+def _is_wider(dtype: torch.dtype, narrow: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > narrow.itemsize
+
+
+def _join(graph: Graph, members: list[PendingReduction], sent: torch.dtype, end: Node, what: str) -> list[Node]:
+    """Write one collective for the members, which sends the dtype `sent`. Returns for each member the node that
+    replaces its sum."""
     axes, world = members[0].axes, members[0].sums[0].args[0]
     rows = FlatShards(tuple(one.cut for one in members)) if members[0].cut is not None else None  # type: ignore[misc]
     values = [one.sums[-1].meta["val"] for one in members]
-    sent = [one.sent for one in members]
+    terms = [one.source(sent) for one in members]
     info = info_of(members[-1].sums[-1])
     total = rows.length * rows.num_ranks if rows else sum(value.numel() for value in values)
     flat: Any = None
     offset = 0
-    for index, tensor in enumerate(sent):
+    for index, tensor in enumerate(terms):
         if flat is None:
             with graph.inserting_after(settled(tensor)):
-                flat = graph.call_function(bucket_new, (world, axes[0], total, tensor))
+                flat = graph.call_function(bucket_new, (world, axes[0], total, tensor, sent))
                 describe(flat, info, None)
         with graph.inserting_after(max(flat, tensor)):
             if rows is not None:
@@ -187,8 +194,7 @@ def _join(graph: Graph, members: list[PendingReduction], end: Node, what: str) -
         offset += tensor.meta["val"].numel()
     with graph.inserting_after(flat):
         start = graph.call_function(rows_start if rows is not None else bucket_start, (world, flat, axes))
-        held = total * sent[0].meta["val"].element_size()
-        describe(start, replace(info, num_bytes=held, what=what), None)
+        describe(start, replace(info, num_bytes=total * sent.itemsize, what=what), None)
     dtype = values[0].dtype
     with graph.inserting_before(end):
         if rows is not None:
@@ -254,12 +260,12 @@ class PendingReduction:
         first = self.sums[0]
         return Cut(*first.args[3]) if first.target is scatter_part else None  # type: ignore[misc]
 
-    @property
-    def sent(self) -> Node:
-        """The tensor to send: the term, or its half-precision source if the graph casts it only to return it."""
-        source = self.term.args[0] if self.term.target is aten._to_copy.default else None
-        narrow = isinstance(source, Node) and source.meta["val"].dtype in HALF
-        return source if narrow and len(self.term.users) == 1 else self.term  # type: ignore[return-value]
+    def source(self, dtype: torch.dtype) -> Node:
+        """The tensor to put into a buffer of this dtype: the term, or what the graph casts to it only to return it. Who
+        puts it there casts it."""
+        source = self.term.args[0] if is_cast(self.term) and len(self.term.users) == 1 else None
+        exact = isinstance(source, Node) and torch.promote_types(source.meta["val"].dtype, dtype) == dtype
+        return source if exact else self.term  # type: ignore[return-value]
 
 
 def pending_reductions(graph: Graph, but: Collection[int] = ()) -> list[PendingReduction]:

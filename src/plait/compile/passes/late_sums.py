@@ -1,0 +1,55 @@
+"""Sums of gradients over ranks come last: casts and views of a sum become those of its terms.
+
+A kernel may accumulate the gradient of a half-precision weight in float32, as that of RMS norm does. One device rounds
+it once at the end. Ranks that sum first and round later would send twice the bytes, for each microbatch, and in no
+bucket, because what is returned is no sum. A term is a gradient in the dtype of its weight, as those of products are,
+and as PyTorch's DDP sends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch.fx import Graph, Node
+
+from plait.compile.ir.calls import output_node
+from plait.compile.ir.views import is_cast, is_whole_view
+from plait.compile.passes.zero import sums_before
+
+
+def sum_last(graph: Graph, gradients: Collection[int]) -> Graph:
+    """Let outputs of a local graph be sums where they are casts or views of sums. Changes `graph` and returns it.
+
+    `gradients` are the indices of the outputs.
+    """
+    end = output_node(graph)
+    results = list(end.args[0])  # type: ignore[arg-type]
+    for index in gradients:
+        if isinstance(result := results[index], Node):
+            results[index] = _summed_last(graph, result, end)
+    end.args = (tuple(results),)
+    graph.eliminate_dead_code()
+    return graph
+
+
+def _summed_last(graph: Graph, result: Node, end: Node) -> Node:
+    changes: list[Node] = []  # the last one first
+    node, reader = result, end
+    while (is_cast(node) or is_whole_view(node)) and {*node.users} == {reader}:
+        changes.append(node)
+        node, reader = node.all_input_nodes[0], node
+    sums = sums_before(node, reader)
+    if not changes or not sums:
+        return result
+    term = sums[0].all_input_nodes[0]
+    with graph.inserting_before(sums[0]):  # as early as before, so that they are sent while backward runs
+        for change in reversed(changes):
+            made = graph.node_copy(change)
+            made.replace_input_with(change.all_input_nodes[0], term)
+            term = made
+        for one in sums:
+            made = graph.node_copy(one)
+            made.replace_input_with(one.all_input_nodes[0], term)
+            made.meta = {**one.meta, "val": result.meta["val"]}
+            term = made
+    return term
