@@ -57,8 +57,8 @@ def test_prints_canonically(text: str, canonical: str) -> None:
         recompute=st.sampled_from(
             [Recompute(), Recompute("layer"), Recompute("budget", 3 << 30), Recompute("pattern", pattern="*.mlp")]
         ),
-        precision=st.sampled_from(["fp32", "bf16", "fp16"]),
-        exceptions=st.sampled_from([(), (("*.norm", "fp32"), ("head", "bf16"))]),
+        precision=st.sampled_from(["fp32", "bf16", "fp16", "bf16-params"]),
+        exceptions=st.sampled_from([(), (("*.norm", "fp32"), ("head", "fp32"))]),
         tensor=st.integers(1, 64),
         batchnorm=st.sampled_from(["global", "local"]),
         home_optimizer=st.sampled_from(["device", "host", "disk"]),

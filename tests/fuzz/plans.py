@@ -128,13 +128,15 @@ def _memory(rng: random.Random, words: dict[str, str]) -> None:
 def _numbers(rng: random.Random, words: dict[str, str], spec: Spec) -> None:
     """Keys that change what is computed: precision, and whose rows batch norm sees."""
     if rng.random() < (0.25 if spec.dtype == "float32" else 0.04):
-        words["precision"] = rng.choice(["bf16", "bf16", "fp16"])
+        words["precision"] = rng.choice(["bf16", "fp16", "bf16-params", "bf16-params", "fp16-params"])
         if rng.random() < 0.3:
             words[f"precision.{rng.choice(['layers.0', 'layers.*', 'head', 'norms.*'])}"] = rng.choice(
                 ["fp32", "fp32", "bf16"]
             )
     elif spec.dtype == "float32" and rng.random() < 0.08:
         words["precision.layers.0"] = rng.choice(["bf16", "fp16"])
+    if rng.random() < (0.3 if "precision" in words else 0.03):
+        words["reduce"] = "bf16"
     draws = any(layer.name == "Noise" or dict(layer.options).get("dropout") for layer in spec.layers)
     if not draws and rng.random() < 0.06:
         words["batchnorm"] = "local"

@@ -238,8 +238,8 @@ def _capture(
         model_fakes = stack.enter_context(fake_parameters(model, fake_mode, where, train, move=device is not None))
         fake_leaves = {name: _fake_leaf(leaf, fake_mode, device) for name, leaf in leaves.items()}
         nodes: dict[Node, tuple[str, str]] = {}
-        given_as = {"parameter": model_fakes.parameters, "buffer": model_fakes.buffers, "batch": fake_leaves}
-        for kind, values in given_as.items():
+        kinds_of = (("parameter", model_fakes.parameters), ("buffer", model_fakes.buffers), ("batch", fake_leaves))
+        for kind, values in kinds_of:
             for name, value in values.items():
                 nodes[recorder.placeholder(f"{kind}_{_identifier(name)}", value)] = (kind, name)
         for name, parameter in model_fakes.parameters.items():

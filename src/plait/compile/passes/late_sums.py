@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from plait.compile.ir.calls import output_node
 from plait.compile.ir.views import is_cast, is_whole_view
-from plait.compile.passes.zero import sums_before
+from plait.compile.passes.zero import is_sum
 
 
 def sum_last(graph: Graph, gradients: Collection[int]) -> Graph:
@@ -33,23 +33,23 @@ def sum_last(graph: Graph, gradients: Collection[int]) -> Graph:
 
 
 def _summed_last(graph: Graph, result: Node, end: Node) -> Node:
-    changes: list[Node] = []  # the last one first
+    steps: list[Node] = []  # the last one first
     node, reader = result, end
-    while (is_cast(node) or is_whole_view(node)) and {*node.users} == {reader}:
-        changes.append(node)
+    while (is_sum(node) or is_cast(node) or is_whole_view(node)) and {*node.users} == {reader}:
+        steps.append(node)
         node, reader = node.all_input_nodes[0], node
-    sums = sums_before(node, reader)
-    if not changes or not sums:
+    while steps and not is_sum(steps[-1]):
+        steps.pop()
+    changes = [step for step in reversed(steps) if not is_sum(step)]
+    if not changes:
         return result
+    sums = [step for step in reversed(steps) if is_sum(step)]
     term = sums[0].all_input_nodes[0]
     with graph.inserting_before(sums[0]):  # as early as before, so that they are sent while backward runs
-        for change in reversed(changes):
-            made = graph.node_copy(change)
-            made.replace_input_with(change.all_input_nodes[0], term)
-            term = made
-        for one in sums:
-            made = graph.node_copy(one)
-            made.replace_input_with(one.all_input_nodes[0], term)
-            made.meta = {**one.meta, "val": result.meta["val"]}
+        for step in (*changes, *sums):
+            made = graph.node_copy(step)
+            made.replace_input_with(step.all_input_nodes[0], term)
+            if is_sum(step):
+                made.meta["val"] = result.meta["val"]
             term = made
     return term
