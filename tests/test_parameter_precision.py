@@ -302,6 +302,29 @@ def test_inputs_of_modules_are_cast_and_buffers_are_not() -> None:
         assert report.ok, report
 
 
+class Normed(nn.Module):
+    """Batch norm, and a kernel that takes no two dtypes."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+        self.mixes = mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.norm(self.first(x)))
+        assert h.dtype == self.first.weight.dtype
+        return h.float() @ self.last.weight.t() if self.mixes else self.last(h)
+
+
+def test_batch_norm_stays_wide_and_kernels_of_two_dtypes_are_refused() -> None:
+    rows = torch.randn(8, 4)
+    report = plait.verify(Normed(False), square, rows, f"data=2 zero=3 {HALF}")
+    assert report.ok, report
+    with pytest.raises(PlanError, match=rf"{HALF} .*compute it in float32: precision\.MODULE=fp32, or cast what it"):
+        plait.verify(Normed(True), square, rows, HALF)
+
+
 def test_checkpoints_averages_and_evaluation(tmp_path: Path) -> None:
     """Weights are saved, averaged and gathered in float32, and evaluated in bfloat16."""
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from plait.compile.capture.model_facts import model_facts
@@ -54,6 +55,10 @@ class Precision:
         if self == FULL:
             return None
         what = f"{op or 'an op'} of {module or 'the loss'}"
+        if self.of_parameters is not None and re.search(r"\b(Half|BFloat16|dtypes?|scalar type)\b", said):
+            remedy = f"precision.{module}=fp32" if module else "precision.MODULE=fp32, or cast what it gets"
+            what = f"{what} does not take these dtypes with precision={self.name} ({said})"
+            return PlanError(Refusal(what, "", f"compute it in float32: {remedy}"))
         if re.search(r"\b(Half|BFloat16)\b", said):
             remedy = f"compute it in float32: precision.{module}=fp32" if module else "cast what it gets to float32"
             return PlanError(Refusal(f"{what} has no kernel in half precision ({said})", "", remedy))
@@ -81,11 +86,16 @@ class Precision:
     @contextmanager
     def casting(self, model: nn.Module, stand_ins: Mapping[int, Tensor]) -> Iterator[Mapping[str, Tensor]]:
         """Let the model read its parameters in this precision, in forward and backward; see `cast_parameters`. Yields
-        what it reads in their place, by name. PlanError for a pattern that matches no module."""
+        what it reads in their place, by name. PlanError for a pattern that matches no module.
+
+        Batch norm is kept in float32, as by the first FSDP: its kernels take no weights in another dtype than that of
+        the running statistics.
+        """
         if self.of_parameters is None:
             yield {}
             return
         kept = [module for module, _ in self._exceptional(model)]
+        kept += [module for module in model.modules() if isinstance(module, _BatchNorm)]
         with cast_parameters(model, self.of_parameters, kept, stand_ins) as copies:
             yield copies
 
