@@ -12,9 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from plait.compile.ops import Call, OpSpec, Strategy, TensorSpec, strategies_of
+from plait.backends.eager import ring_attention  # noqa: F401  registers what carries it out
+from plait.backends.eager.collectives import function_of
+from plait.comm.protocol import World
+from plait.comm.thread_world import run_ranks
+from plait.compile.ops import Call, OpSpec, Strategy, TensorSpec, comm_ops, strategies_of
 from plait.compile.ops.comm_ops import take
+from plait.compile.ops.context_attention import divides_heads
 from plait.spec.layout import REPLICATE, Partial, Placement, Replicate, Shard, block_lengths, divides, local_shape
+from plait.spec.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,9 @@ class EagerBuilder:
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Any:
         return (self._sample.run if op is self._sample.op else op)(*args, **kwargs)
 
+    def value(self, node: Tensor) -> Tensor:
+        return node
+
     def shape(self, node: Tensor) -> tuple[int, ...]:
         return tuple(node.shape)
 
@@ -57,6 +66,37 @@ class EagerBuilder:
 
     def coordinate(self) -> int:
         return self.rank
+
+
+class SendingBuilder(EagerBuilder):
+    """An EagerBuilder of a rank that communicates with others."""
+
+    axis = "axis"
+
+    def __init__(self, world: World, kind: str, sample: Sample) -> None:
+        super().__init__(world.comm(self.axis).rank, world.comm(self.axis).size, sample)
+        self.world = world
+        self.context_kind = kind
+
+    def node(self, op: Any, args: Any, kwargs: Any, value: Any, num_bytes: int = 0, what: str = "") -> Any:
+        return function_of(op)(self.world, *args)  # type: ignore[misc]
+
+    def convert(self, node: Any, have: Placement, want: Placement) -> Any:
+        def does(op: Any, *args: Any) -> Any:
+            return function_of(op)(self.world, node, self.axis, *args)  # type: ignore[misc]
+
+        match have, want:
+            case _ if have == want:
+                return node
+            case Replicate(), Shard(dim=dim, blocks=blocks):
+                return does(comm_ops.shard, dim, blocks)
+            case Shard(dim=dim, blocks=blocks), Replicate():
+                return does(comm_ops.all_gather, dim, blocks)
+            case Partial(), Shard(dim=dim, blocks=blocks):
+                return does(comm_ops.reduce_scatter, dim, blocks)
+            case Shard(dim=a, blocks=b), Shard(dim=c, blocks=d):
+                return does(comm_ops.all_to_all, a, b, c, d)
+        raise AssertionError(f"{have} -> {want}")
 
 
 def run_whole(sample: Sample) -> tuple[Any, ...]:
@@ -164,15 +204,24 @@ def same(found: Tensor, wanted: Tensor, what: str, tolerance: float = 0.0) -> No
         assert bool((found == wanted).all()), f"{what}: differs"
 
 
-def run_parts(sample: Sample, rule: OpSpec, call: Call, strategy: Strategy, size: int) -> list[tuple[Any, ...]]:
-    """The outputs of each rank."""
+def run_parts(
+    sample: Sample, rule: OpSpec, call: Call, strategy: Strategy, size: int, kind: str = ""
+) -> list[tuple[Any, ...]]:
+    """The outputs of each rank. Attention over a sequence that is cut is of the given kind."""
     leaves, tree = tree_flatten((sample.args, sample.kwargs))
     places = iter(strategy.inputs)
     cuts = [cut(x, next(places), size) if isinstance(x, Tensor) else [x] * size for x in leaves]
     outputs = []
+    emit = strategy.emit or rule.emit
+    if strategy.sends and emit is not None:
+
+        def rank_outputs(world: World) -> tuple[Any, ...]:
+            args, kwargs = torch.utils._pytree.tree_unflatten([c[world.rank] for c in cuts], tree)
+            return tuple(emit(SendingBuilder(world, kind, sample), call, strategy, tuple(args), kwargs))  # type: ignore[arg-type]
+
+        return run_ranks(Mesh((("axis", size),)), rank_outputs, strict=True)
     for rank in range(size):
         args, kwargs = torch.utils._pytree.tree_unflatten([c[rank] for c in cuts], tree)
-        emit = strategy.emit or rule.emit
         if emit is not None:
             result = emit(EagerBuilder(rank, size, sample), call, strategy, tuple(args), kwargs)  # type: ignore[arg-type]
         else:
@@ -194,19 +243,36 @@ def check(sample: Sample, rule: OpSpec, sizes: tuple[int, ...] = (2, 3)) -> int:
         for strategy in strategies(rule, call, size).values():
             if all(isinstance(p, Replicate) for p in (*strategy.inputs, *strategy.outputs)):
                 continue
-            where = f"{sample} on {size} ranks, {strategy.inputs} -> {strategy.outputs}"
-            try:
-                parts = run_parts(sample, rule, call, strategy, size)
-            except Exception as error:
-                raise AssertionError(f"{where}: {error}") from error
-            tried += 1
-            for i, (whole, placement) in enumerate(zip(results, strategy.outputs, strict=True)):
-                if not isinstance(whole, Tensor):
-                    continue
-                part_shape = local_shape(tuple(whole.shape), placement, size)
-                pieces = [outputs[i] for outputs in parts]
-                for piece in pieces:
-                    assert tuple(piece.shape) == part_shape, f"{where}: part {list(piece.shape)} of output {i}"
-                if not sample.shapes_only and math.prod(whole.shape):
-                    same(join(pieces, placement), whole, f"{where}: output {i}", 2e-5 if single else 0.0)
+            for kind in _kinds(call, strategy, size):
+                where = f"{sample} on {size} ranks, {strategy.inputs} -> {strategy.outputs} {kind}"
+                try:
+                    parts = run_parts(sample, rule, call, strategy, size, kind)
+                except Exception as error:
+                    raise AssertionError(f"{where}: {error}") from error
+                tried += 1
+                _compare(sample, results, parts, strategy, size, where, 2e-5 if single else 0.0)
     return tried
+
+
+def _kinds(call: Call, strategy: Strategy, size: int) -> tuple[str, ...]:
+    """The kinds of attention to try."""
+    if not strategy.sends:
+        return ("",)
+    return ("ring", "gather", "ulysses") if divides_heads(call, size) else ("ring", "gather")
+
+
+def _compare(
+    sample: Sample, results: Any, parts: Any, strategy: Strategy, size: int, where: str, tolerance: float
+) -> None:
+    """Compare the outputs of ranks with those of the whole."""
+    for i, (whole, placement) in enumerate(zip(results, strategy.outputs, strict=True)):
+        if not isinstance(whole, Tensor):
+            continue
+        part_shape = local_shape(tuple(whole.shape), placement, size)
+        pieces = [outputs[i] for outputs in parts]
+        if strategy.sends and pieces[0] is None:
+            continue
+        for piece in pieces:
+            assert tuple(piece.shape) == part_shape, f"{where}: part {list(piece.shape)} of output {i}"
+        if not sample.shapes_only and math.prod(whole.shape):
+            same(join(pieces, placement), whole, f"{where}: output {i}", tolerance)

@@ -83,6 +83,11 @@ class Draft:
     cuts: dict[str, Cut] = field(default_factory=dict)  # of parameters of which ranks have parts, by name
 
     @property
+    def trains(self) -> bool:
+        """Whether the step computes gradients."""
+        return any(output.kind == "gradient" for output in self.captured.outputs)
+
+    @property
     def graph(self) -> Graph:
         """The graph of the step, as long as it is the only one."""
         (part,) = self.parts.values()

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch.fx import Graph, Node
 
-from plait.compile.capture.capture import Output
+from plait.compile.capture.capture import Captured, Output
 from plait.compile.compiled import Draft
 from plait.compile.ir.calls import output_node, placeholders
 from plait.compile.ir.dtypes import dtype_name
+from plait.compile.ops import Call
+from plait.compile.ops.context_attention import divides_heads
 from plait.compile.sharding.auto_sharding import auto_sharding
 from plait.compile.sharding.narrow_gathers import gathered_of, mark_gathered
 from plait.compile.sharding.partition import partition
 from plait.compile.sharding.propagate import Propagation, propagate
+from plait.compile.sharding.sequence import (
+    attention_calls,
+    constrain_sequence,
+    constrain_sums,
+    is_balanced_by_stripes,
+    whole_sequences,
+)
 from plait.compile.sharding.sharded_fraction import sharded_fraction, step_flops
 from plait.compile.sharding.stage_parallelism import give_roles, propagate_by_role, split_by_weights, weights_role
 from plait.compile.stages.split import cut_in_stages
-from plait.errors import UnevenBatchError
+from plait.errors import PlanError, UnevenBatchError
 from plait.plan.annotation import resolve_annotations
 from plait.plan.axes import AxisKind, axes_in_order, axis_kind
-from plait.plan.legality import uneven_parts
+from plait.plan.legality import little_of_the_step, no_sequence, uncut_attention, uneven_parts
 from plait.plan.plan import Plan
 from plait.spec.layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard
 
@@ -30,8 +40,7 @@ def check_batch(draft: Draft) -> None:
     """Raise UnevenBatchError where the plan does not divide the rows of a microbatch. Of the short last batch of an
     evaluation every rank has all of it."""
     plan, rows = draft.plan, draft.captured.rows
-    trains = any(output.kind == "gradient" for output in draft.captured.outputs)
-    if refusal := uneven_parts(plan, rows, trains):
+    if refusal := uneven_parts(plan, rows, draft.trains):
         raise UnevenBatchError(refusal)
 
 
@@ -62,6 +71,7 @@ def shard(draft: Draft) -> None:
     even = captured.rows % plan.num_batch_parts == 0
     leaves = {i.name for i in captured.inputs if i.kind == "batch"} if even else set[str]()
     split = {name: Shard(dim) for name, dim in captured.row_dims.items() if name in leaves}
+    sequences = {nodes[name]: dim for name, dim in captured.sequence_dims.items()}
     draft.reduce_axes = {o.name: () for o in captured.outputs if o.kind == "gradient"}
     flops: dict[str, tuple[int, int]] = {}  # by axis that splits weights: before it does, and after
     for kind in axes_in_order():
@@ -72,6 +82,16 @@ def shard(draft: Draft) -> None:
         if kind.cuts_rows:
             fixed |= {nodes[name]: placement for name, placement in split.items()}
             origin |= {nodes[name]: f"batch: {name}" for name in split}
+        cuts: dict[str, Placement] = {}
+        if kind.cuts_sequence:
+            calls = attention_calls(graph)
+            if refusal := uncut_attention(plan, axis, size, [divides_heads(call, size) for call in calls]):
+                raise PlanError(refusal)
+            cuts = constrain_sequence(graph, sequences, size, _blocks(calls, plan, size))
+            if not cuts and draft.trains:
+                raise PlanError(no_sequence(axis, size, _lengths(captured)))
+        elif kind.cuts_weights and plan.sequence == "yes":
+            cuts = constrain_sums(graph, sequences, size, fixed, axis)
         wanted = tuple(
             fixed.get(nodes[o.name], REPLICATE) if o.kind == "gradient" else REPLICATE for o in captured.outputs
         )
@@ -79,11 +99,15 @@ def shard(draft: Draft) -> None:
             rows = {nodes[name]: placement for name, placement in split.items()}
             laid_out = propagate_by_role(graph, size, fixed, rows, wanted, origin, axis)
         else:
-            laid_out = propagate(graph, size, fixed, wanted, origin, _local_norm(plan, kind), axis)
+            laid_out = propagate(graph, size, fixed | cuts, wanted, origin, _local_norm(plan, kind), axis, bool(cuts))
         for name in _summed(laid_out, captured.outputs):
             draft.reduce_axes[name] += (axis,)
-        before = step_flops(graph) if kind.cuts_weights else 0
-        graph = partition(laid_out, axis)
+        before = step_flops(graph) if kind.cuts_weights or kind.cuts_sequence else 0
+        graph = partition(laid_out, axis, plan.context_kind)
+        if kind.cuts_sequence and cuts and before:
+            share = (1 - step_flops(graph) / before) / (1 - 1 / size)
+            if refusal := little_of_the_step(axis, size, share, whole_sequences(laid_out)):
+                raise PlanError(refusal)
         if kind.cuts_weights:
             flops[axis] = before, step_flops(graph)
         draft.without_rule |= laid_out.without_rule
@@ -149,6 +173,21 @@ def _summed(laid_out: Propagation, outputs: Sequence[Output]) -> list[str]:
         for output, result in zip(outputs, results, strict=True)  # type: ignore[arg-type]
         if output.kind == "gradient" and isinstance(result, Node) and isinstance(laid_out.placement(result), Partial)
     ]
+
+
+def _lengths(captured: Captured) -> dict[str, int]:
+    """The length of the sequence of each tensor of the batch that has one."""
+    values = {node.name: node.meta["val"] for node in placeholders(captured.graph.graph)}
+    shapes = {i.name: values[i.node].shape for i in captured.inputs if i.name in captured.sequence_dims}
+    return {name: shapes[name][dim] for name, dim in captured.sequence_dims.items()}
+
+
+def _blocks(calls: Sequence[Call], plan: Plan, size: int) -> int | None:
+    """The blocks of the sequence that an axis cuts; None if each rank has every n-th position."""
+    if is_balanced_by_stripes(calls, size, plan.context_kind):
+        return None
+    cut = [plan.mesh.axis_size(kind.name) for kind in axes_in_order() if kind.cuts_weights]
+    return math.prod(cut) if plan.sequence == "yes" else 1
 
 
 def _local_norm(plan: Plan, kind: AxisKind) -> bool:

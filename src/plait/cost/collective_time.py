@@ -38,6 +38,7 @@ class CollectiveKind(enum.Enum):
     REDUCE_SCATTER = "reduce_scatter", 1
     ALL_TO_ALL = "all_to_all", 1
     BROADCAST = "broadcast", 1
+    RING = "ring", 1
 
     def __init__(self, title: str, ways: int) -> None:
         self.title = title
@@ -45,7 +46,7 @@ class CollectiveKind(enum.Enum):
 
     def whole_bytes(self, held: int, size: int) -> int:
         """Bytes of the whole tensor, if a rank's input has `held` bytes."""
-        return held * size if self is CollectiveKind.ALL_GATHER else held
+        return held * size if self in (CollectiveKind.ALL_GATHER, CollectiveKind.RING) else held
 
     def sent_bytes(self, held: int, size: int) -> float:
         """Bytes that each of `size` ranks sends, if its input has `held` bytes."""
@@ -74,6 +75,8 @@ def collective_time(
         forms = {"pairwise": _pairwise}
     elif kind is CollectiveKind.BROADCAST:
         forms = {"ring": _ring, "tree": _tree}
+    elif kind is CollectiveKind.RING:
+        forms = {"ring": _ring}
     else:
         forms = {"ring": _ring, "hierarchical": _hierarchical}
         forms |= {"tree": _tree} if kind is CollectiveKind.ALL_REDUCE else {}

@@ -227,8 +227,9 @@ class Compressions(Kind):
 class Recompute:
     """The activations that are dropped after forward and recomputed in backward.
 
-    `kind` is `none`, `layer` (all within each layer), `budget` (as many as are needed so that the rest fits into
-    `budget_bytes`), or `pattern` (those within modules whose name matches).
+    `kind` is `none`, `layer` (all within each layer), `gathers` (those that were gathered from other ranks), `budget`
+    (as many as are needed so that the rest fits into `budget_bytes`), or `pattern` (those within modules whose name
+    matches).
     """
 
     kind: str = "none"
@@ -241,10 +242,10 @@ NO_RECOMPUTE = Recompute()
 
 @dataclass(frozen=True)
 class Recomputes(Kind):
-    """A `Recompute`: `none`, `layer`, `budget=4GiB`, or a pattern of module names."""
+    """A `Recompute`: `none`, `layer`, `gathers`, `budget=4GiB`, or a pattern of module names."""
 
     def parse(self, word: str) -> Recompute:
-        if word in ("none", "layer"):
+        if word in ("none", "layer", "gathers"):
             return Recompute(word)
         if word.partition("=")[0] == "budget":
             return Recompute("budget", budget_bytes=Bytes().parse(word.partition("=")[2]))
@@ -252,7 +253,7 @@ class Recomputes(Kind):
 
     def check(self, value: Any) -> None:
         if not isinstance(value, Recompute):
-            raise ValueError("it is none, layer, budget=SIZE or a pattern of module names")
+            raise ValueError("it is none, layer, gathers, budget=SIZE or a pattern of module names")
         if value.kind == "budget":
             Bytes().check(value.budget_bytes)
 

@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import fnmatch
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from plait.errors import Refusal
 from plait.plan.axes import axis_kind, batch_axes, ddp_axis
@@ -28,6 +28,8 @@ _WITHOUT_GRAPH = (
     "home_optimizer", "batchnorm", "allreduce", "bucket_bytes", "sync", "outer", "outer_lr", "outer_momentum",
     "moments", "streaming", "overlap", "compress", "uncompressed",
 )  # fmt: skip
+
+_LEAST_SHARE = 0.25  # of the operations of a step, that an axis which cuts the sequence must split
 
 
 def refusals(plan: Plan, facts: StepFacts, place: Place | None = None) -> tuple[Refusal, ...]:
@@ -214,6 +216,63 @@ def uneven_parts(plan: Plan, rows: int, trains: bool = True) -> Refusal | None:
         f"give a batch size that is a multiple of {parts * plan.micro}, or a plan with"
         f" data={max(d for d in range(1, parts + 1) if rows % d == 0)}",
     )  # fmt: skip
+
+
+def no_sequence(axis: str, size: int, lengths: Mapping[str, int]) -> Refusal:
+    """The refusal of an axis that can cut the sequence of no tensor of the batch.
+
+    Args:
+        lengths: the length of the sequence of each tensor of the batch that has one.
+    """
+    if not lengths:
+        return Refusal(
+            f"{axis}={size} finds no sequence in the batch",
+            "no tensor of it is [rows, positions] of integers, or [rows, positions, features]",
+            "name the dim with a batch_spec, such as BatchSpec({'tokens': 'rows, sequence'}), or use data=N",
+        )
+    name, length = max(lengths.items(), key=lambda item: item[1])
+    return Refusal(
+        f"{axis}={size} does not divide the sequence of {length} positions", f"of {name} in the batch",
+        f"pad it to {-(-length // size) * size}, or choose a size that divides it",
+    )  # fmt: skip
+
+
+def little_of_the_step(axis: str, size: int, share: float, whole: Sequence[str]) -> Refusal | None:
+    """The refusal of an axis that cuts the sequence, but hardly any of the work.
+
+    Args:
+        share: the fraction of the floating-point operations that it splits.
+        whole: the ops that need the whole sequence, with their modules.
+    """
+    if share >= _LEAST_SHARE:
+        return None
+    return Refusal(
+        f"{axis}={size} splits {100 * share:.0f}% of the floating-point operations",
+        f"these need the whole sequence: {', '.join(whole[:4]) or 'all of them'}",
+        "use data=N or tensor=N, or name the dims that are the sequence with a batch_spec",
+    )  # fmt: skip
+
+
+def uncut_attention(plan: Plan, axis: str, size: int, divides_heads: Sequence[bool]) -> Refusal | None:
+    """The refusal of a kind of attention that the model's does not allow.
+
+    Args:
+        divides_heads: for each fused attention of the step, whether the axis divides its heads.
+    """
+    kind = plan.context_kind
+    if kind and not divides_heads:
+        return Refusal(
+            f"{axis}.kind={kind} finds no scaled_dot_product_attention without dropout",
+            "products and softmax of the model's own see keys and values that are gathered",
+            f"leave {axis}.kind out, or use fused attention (attn_implementation='sdpa' in transformers)",
+        )
+    if kind == "ulysses" and not all(divides_heads):
+        return Refusal(
+            f"{axis}={size} does not divide the heads of attention, of queries or of keys and values",
+            f"{axis}.kind=ulysses gives each rank a part of the heads",
+            f"use {axis}.kind=ring",
+        )
+    return None
 
 
 def of_modules(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:

@@ -68,6 +68,18 @@ class Plan:
         StagePlans(), (), "how the ranks of each stage split it, as [tensor=2 | data=2], with which pipeline is 2"
     )
     other_axes: tuple[tuple[str, int], ...] = _key(AxisSizes(_OTHER_AXES), (), "sizes of axes that have no field here")
+    sequence: str = _key(
+        Choice(("no", "yes")),
+        "no",
+        "whether ranks of tensor also split the sequence of what lies between split weights",
+    )
+    context_kind: str = _key(
+        Choice(("", "ulysses", "ring", "gather")),
+        "",
+        "how attention sees the positions of other ranks of context: exchanged for heads, travelling, or gathered; by"
+        " default what sends least",
+        name="context.kind",
+    )
     zero: int = _key(Number(0, 3), 0, "split over data: 1 optimizer state, 2 and gradients, 3 and parameters")
     micro: int = _key(Number(1), 1, "parts of the batch that run one after the other, with one update at the end")
     schedule: str = _key(ScheduleName(), "1f1b", "the order in which a pipeline's ranks take microbatches, or a file")

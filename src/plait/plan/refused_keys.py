@@ -9,8 +9,6 @@ from plait.errors import PlanError, Refusal
 # By key: what it would do, and what to use instead. A key that ends in `.` stands for all keys that begin with it.
 NOT_YET: dict[str, tuple[str, str]] = {
     "expert": ("puts experts on different ranks", "use tensor=N, or a layout such as 'only:tensor=1'"),
-    "sequence": ("splits the sequence between layers", "use data=N or tensor=N"),
-    "context": ("splits the sequence within attention", "use data=N or tensor=N"),
 }
 
 GIVEN = "given"  # in the tables below: any value but the default of the key

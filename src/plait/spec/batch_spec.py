@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from plait.errors import BatchError
 
 ROWS = "rows"  # a dim that mesh axes such as `data` cut: each rank reads its part of it
+SEQUENCE = "sequence"  # a dim of positions, which mesh axes such as `context` cut
+_WORDS = (ROWS, SEQUENCE, "-")
 
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """For each tensor of a batch, by name pattern, one word per dim: `rows`, or `-` for a dim that stays whole.
+    """For each tensor of a batch, by name pattern, one word per dim: `rows`, `sequence`, or `-` for a dim that stays
+    whole.
 
-    >>> BatchSpec({"tokens": "-, rows", "mask": "-"}).row_dim("tokens", 3)
+    >>> BatchSpec({"tokens": "sequence, rows", "mask": "-"}).row_dim("tokens", 3)
     1
 
     Dims after the last word stay whole. A tensor without the word `rows` is whole on every rank. The first pattern that
@@ -23,7 +26,8 @@ class BatchSpec:
     the batch has rows.
 
     A batch carries its spec as an attribute `batch_spec` of the object or of its class. Tensors are named by their
-    paths in the batch, as in error messages: `inputs.tokens`, `0`.
+    paths in the batch, as in error messages: `inputs.tokens`, `0`. If no pattern has the word `sequence`, plait finds
+    the sequences (compile/capture/batch.py).
 
     Raises BatchError for an unknown word, and for a tensor with two dims of rows.
     """
@@ -33,10 +37,20 @@ class BatchSpec:
     def __post_init__(self) -> None:
         for pattern, text in self.dims.items():
             words = _words(text)
-            if unknown := [word for word in words if word not in (ROWS, "-")]:
-                raise BatchError(f"{text!r} for {pattern}: {unknown[0]!r} is no kind of dim; write {ROWS!r} or '-'")
-            if words.count(ROWS) > 1:
-                raise BatchError(f"{text!r} for {pattern} says of two dims that they are the rows; a tensor has one")
+            if unknown := [word for word in words if word not in _WORDS]:
+                raise BatchError(
+                    f"{text!r} for {pattern}: {unknown[0]!r} is no kind of dim; write {ROWS!r}, {SEQUENCE!r} or '-'"
+                )
+            for word in (ROWS, SEQUENCE):
+                if words.count(word) > 1:
+                    raise BatchError(
+                        f"{text!r} for {pattern} says of two dims that they are the {word}; a tensor has one"
+                    )
+
+    @property
+    def has_sequences(self) -> bool:
+        """Whether a pattern says which dim is a sequence."""
+        return any(SEQUENCE in _words(text) for text in self.dims.values())
 
     def names(self, leaf: str) -> bool:
         """Whether a pattern matches the tensor."""
@@ -55,6 +69,11 @@ class BatchSpec:
                 f"{text!r} has {len(words)} words, and {leaf} of the batch {ndim} dims; give one word a dim"
             )
         return words.index(ROWS) if ROWS in words else None
+
+    def sequence_dim(self, leaf: str) -> int | None:
+        """The index of the dim that is a sequence, or None if no word says that the tensor has one."""
+        words = _words(self._text(leaf) or "")
+        return words.index(SEQUENCE) if SEQUENCE in words else None
 
     def __str__(self) -> str:
         return "; ".join(f"{pattern}: {text}" for pattern, text in self.dims.items())

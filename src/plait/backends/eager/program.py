@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from plait.backends.backend import StepResult, Update
+from plait.backends.eager import ring_attention  # noqa: F401  carries out calls of comm_ops
 from plait.backends.eager.collectives import WORLD, world_of
 from plait.backends.eager.offload.store import Offload
 from plait.backends.eager.rewrites.offload_rewrites import stashed_bytes

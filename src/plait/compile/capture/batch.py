@@ -76,6 +76,26 @@ def row_dims(batch: Any, rows: int) -> dict[str, int]:
     return {name: dim for name, leaf, dim in dims if dim is not None and leaf.shape[dim] == rows}
 
 
+def sequence_dims(batch: Any) -> dict[str, int]:
+    """The dim of the sequence, by name, of each tensor of the batch that has one.
+
+    The batch's spec says which dims these are. Without a word of it they are dim 1 of tensors of integers, such as
+    token ids, and of bools and floats of the same length, or, in a batch without such integers, dim 1 of floats
+    [rows, positions, features].
+    """
+    spec, tensors = spec_of(batch), _named_tensors(batch)
+    if spec.has_sequences:
+        dims = [(name, spec.sequence_dim(name)) for name, _ in tensors]
+        return {name: dim for name, dim in dims if dim is not None}
+    ids = [leaf for _, leaf in tensors if leaf.ndim == 2 and not leaf.is_floating_point() and leaf.dtype != torch.bool]
+    lengths = {leaf.shape[1] for leaf in ids} or {leaf.shape[1] for _, leaf in tensors if leaf.ndim == 3}
+    return {
+        name: 1
+        for name, leaf in tensors
+        if leaf.ndim in (2, 3) and leaf.shape[1] in lengths and spec.row_dim(name, leaf.ndim) == 0
+    }
+
+
 def map_rows(function: Callable[[Tensor, int], Any], batch: Any, rows: int) -> Any:
     """The batch with function(tensor, dim) in place of each tensor that has a row for each of its `rows` along dim."""
     spec = spec_of(batch)

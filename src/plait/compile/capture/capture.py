@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
-from plait.compile.capture.batch import batch_leaves, batch_numbers, count_rows, map_batch, row_dims, row_sizes
+from plait.compile.capture.batch import (
+    batch_leaves,
+    batch_numbers,
+    count_rows,
+    map_batch,
+    row_dims,
+    row_sizes,
+    sequence_dims,
+)
 from plait.compile.capture.batch_numbers import BatchNumber, BatchNumbers, Fed, NumberAsked, plain_numbers
 from plait.compile.capture.capture_errors import capture_error
 from plait.compile.capture.cleanup import clean, copy_inputs, functionalise
@@ -108,6 +116,7 @@ class Captured:
         checks: source lines with a condition that must hold when the step runs, or else the loss is NaN.
         rows: the number of rows of the batch.
         row_dims: for each tensor of the batch that has rows, their dim.
+        sequence_dims: for each tensor of the batch that has a sequence of positions, their dim.
         aux: kinds (LossPart.kind) of the outputs beside the loss, by name; None if there were none.
         changing: frozen parameters that the step changes; their inputs are of kind buffer.
         outside: tensors from outside the model, by place.
@@ -130,6 +139,7 @@ class Captured:
     checks: tuple[str, ...] = ()
     rows: int = 0
     row_dims: Mapping[str, int] = field(default_factory=dict)
+    sequence_dims: Mapping[str, int] = field(default_factory=dict)
     aux: Mapping[str, str] | None = None
     changing: frozenset[str] = frozenset()
     outside: dict[str, Tensor] = field(default_factory=dict)
@@ -328,6 +338,7 @@ def _capture(
         checks=tuple(check.place for check in late.checks),
         rows=rows,
         row_dims=row_dims(batch, rows),
+        sequence_dims=sequence_dims(batch),
         aux=None if found.outputs is None else {name: part.kind for name, part in found.outputs.items()},
         changing=changing,
         outside=outside.reals,

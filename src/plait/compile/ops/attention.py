@@ -8,14 +8,13 @@ attention with dropout is an op of plait's own (compile/ops/dropped_attention.py
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from plait.compile.ops.attention_signature import LSE, MASK, OTHER, PADDED, SIGNATURES, K, Q, Signature
 from plait.compile.ops.base import (
     REPLICATE,
     Builder,
     Call,
-    Emit,
     OpSpec,
     Partial,
     Placement,
@@ -26,39 +25,12 @@ from plait.compile.ops.base import (
     no_groups,
     register,
 )
+from plait.compile.ops.context_attention import over_sequence
 from plait.compile.ops.dims import blocks_of, broadcast_dim, equal_blocks_of, first_operand, overloads, put
 from plait.spec.layout import Blocks
 
 SAMPLES, HEADS, QUERIES = 0, 1, 2
-# The dims of a tensor: [B, H, S, D] of queries, [B, H, T, D] of keys, [B, H, S] or [B, H, S, 1], the same with S
-# rounded up, a mask over [B, H, S, T], or others.
-Q, K, LSE, PADDED, MASK, OTHER = "q", "k", "lse", "padded lse", "mask", "other"
 _PADDED_TO = 32  # numbers of queries for which the memory-efficient kernel has sums, on CUDA
-
-
-@dataclass(frozen=True)
-class Signature:
-    """Arguments by position or name with the dims of each, and likewise outputs.
-
-    Attributes:
-        inputs: the tensors among the arguments.
-        outputs: the outputs, from the first on.
-        query: position of the queries, after which come the keys.
-        causal: position and name of the argument that says whether a query sees earlier keys only. The op takes its
-            first query for the first of all, so that queries are not cut then.
-        dropout: position and name of a rate, if the op draws the mask by position in what it has. It is not cut then.
-        num_queries: position of an argument that says how many queries there are.
-        emit: writes the local op, which has arguments that say what part it has, if it can be told so: then all dims
-            are cut, in equal blocks.
-    """
-
-    inputs: Sequence[tuple[int | str, str]]
-    outputs: Sequence[str]
-    query: int
-    causal: tuple[int, str] | None = None
-    dropout: tuple[int, str] | None = None
-    num_queries: int | None = None
-    emit: Emit | None = None
 
 
 def _placement(spec: TensorSpec, look: str, factor: int, blocks: Blocks, scores: tuple[int, ...]) -> Placement | None:
@@ -113,7 +85,7 @@ def attention_strategies(signature: Signature) -> Callable[[Call, Placements, in
                     for s, look in results
                 )
                 found.append(Strategy(inputs, outputs, signature.emit or emit))
-        return found
+        return found + over_sequence(call, signature, looks, blocks_of(given, [QUERIES] * len(given)))
 
     def emit(builder: Builder, call: Call, strategy: Strategy, args: Any, kwargs: Any) -> Any:
         if signature.num_queries is not None:
@@ -158,11 +130,12 @@ _SIGNATURES: dict[str, Signature] = {
 
 
 for _name, _signature in _SIGNATURES.items():
+    SIGNATURES.update(dict.fromkeys(overloads(_name), _signature))
     _groups = first_operand if _signature.query else no_groups  # backward ops are linear in the gradient
     register(
         *overloads(_name),
         spec=OpSpec(
-            strategies=attention_strategies(_signature), linear=_groups, formats=True, strided=True,
+            strategies=attention_strategies(_signature), linear=_groups, formats=True, strided=True, role="attention",
             dropout=_signature.dropout and _signature.dropout[0],
         ),
     )  # fmt: skip

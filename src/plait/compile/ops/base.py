@@ -68,10 +68,12 @@ class Factor:
 
 class Builder(Protocol):
     """Writes the nodes of the graph that one rank runs; shapes in it are local. `size` is the axis's number of
-    ranks."""
+    ranks. `context_kind` is how attention is computed where the sequence is cut: ulysses, gather or ring, or "" for
+    what sends least."""
 
     axis: str
     size: int
+    context_kind: str
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
         """Append a call and return its node, whose local value is computed at once, for `shape`."""
@@ -79,6 +81,18 @@ class Builder(Protocol):
     def collective(self, op: Any, tensor: Node, shape: tuple[int, ...], *args: Any, axis: str = "") -> Node:
         """Append a call `op(tensor, axis, *args)` of ops.comm_ops, whose result has this local shape. By default it is
         along the builder's own axis."""
+
+    def node(
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any, num_bytes: int = 0, what: str = ""
+    ) -> Node:
+        """Append a call whose local value, of fake tensors, is given. If it moves several tensors, `num_bytes` are the
+        bytes of these and `what` says what they are."""
+
+    def convert(self, node: Node, have: Placement, want: Placement) -> Node:
+        """Append the collectives that change the placement of a value along the axis. Returns the new value."""
+
+    def value(self, node: Node) -> torch.Tensor:
+        """The local tensor that a node stands for; it may be a fake one."""
 
     def shape(self, node: Node) -> tuple[int, ...]: ...
 
@@ -101,6 +115,7 @@ class Strategy:
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
     emit: Emit | None = None  # by default the rule's own, or the same op on local tensors
+    sends: bool = False  # whether what `emit` writes communicates
 
 
 Placements = tuple[Placement, ...]
@@ -162,7 +177,7 @@ class MemoryUse:
     gives: str = ""
 
 
-Role = Literal["lookup", "softmax", "class loss", "norm"]
+Role = Literal["lookup", "softmax", "class loss", "norm", "attention"]
 Reads = Literal["values", "shape", "memory"]
 
 
@@ -186,8 +201,8 @@ class OpSpec:
         decompose: a function of the op's arguments that computes the same by simpler ops, used if an input is sharded
             along a dim that no factor names.
         weighted: whether the op is a sum weighted by an operand, such as a model's weight.
-        role: what auto sharding looks for: a lookup in a table, a softmax that may lead to a loss, a loss over classes,
-            or a norm (whose sums over a sharded dim are small).
+        role: what passes look for: a lookup in a table, a softmax that may lead to a loss, a loss over classes, a norm
+            (whose sums over a sharded dim are small), or a fused attention.
         batch_statistics: whether the op, in training, computes or reads statistics of the whole batch.
 
     Results and inputs:

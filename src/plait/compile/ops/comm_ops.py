@@ -26,6 +26,7 @@ from plait.compile.ops.base import (
     Factor,
     MemoryUse,
     OpSpec,
+    Placements,
     Strategy,
     View,
     no_groups,
@@ -33,8 +34,9 @@ from plait.compile.ops.base import (
 )
 from plait.compile.ops.dims import first_operand
 from plait.cost.memory_model import ACTIVATIONS, BUFFERS, GRADIENTS
-from plait.spec.layout import Blocks, block_lengths, local_shape
+from plait.spec.layout import Blocks, Shard, block_lengths, local_shape
 
+Ring = tuple[bool, Blocks, float | None]  # (causal, blocks, scale)
 PlainCut = tuple[tuple[int, ...], int, int]  # (shape, dim, size)
 
 
@@ -58,9 +60,19 @@ reduce_scatter = CommOp("reduce_scatter")  # (tensor, axis, dim, blocks): partia
 shard = CommOp("shard")  # (tensor, axis, dim, blocks): whole -> Shard(dim, blocks), this rank's part; nothing is sent
 all_to_all = CommOp("all_to_all")  # (tensor, axis, dim, blocks, to_dim, to_blocks): Shard -> Shard on another dim
 broadcast = CommOp("broadcast")  # (tensor, axis, root): Only(root) -> whole; other ranks pass any tensor of the shape
+constrain = CommOp("constrain")  # (tensor) -> the tensor, in the placement that is fixed for the call
+# (query, key, value, axis, ring, mask) -> output, log-sum-exp; each Shard(2, blocks), of a mask the rows of the queries
+ring_attention = CommOp("ring_attention")
+# (query, key, value, axis, ring, mask, grad_output, output, log-sum-exp) -> gradients of query, key and value
+ring_attention_backward = CommOp("ring_attention_backward")
 gather_part = CommOp("gather_part")  # (part, axis, cut): each rank's part -> whole
 scatter_part = CommOp("scatter_part")  # (tensor, axis, cut): partial sums -> this rank's part of the sum
 take_part = CommOp("take_part")  # (tensor, axis, cut): whole -> this rank's part; nothing is sent
+
+
+def summed_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which ring attention sums terms of this dtype."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def in_format(tensor: Tensor, order: Sequence[int], dense: bool, multiple: int = 1, repeats: bool = False) -> Tensor:
@@ -126,6 +138,23 @@ def _factors(*positions: int) -> Callable[[Call], Sequence[Factor]]:
     return factors
 
 
+def _nested(call: Call, given: Placements, size: int) -> list[Strategy]:
+    """The strategies of a call that cuts or gathers the dim that is cut along the later axis too: that axis cuts each
+    part of the earlier one. N parts of P blocks are, once gathered, N * P blocks of the later axis."""
+    (source,), (out,) = call.inputs, call.outputs
+    dim, within = call.args[2], call.args[3]
+    have = given[0]
+    if out is None or not isinstance(have, Shard) or have.dim != dim or 0 in (source.shape[dim], out.shape[dim]):
+        return []
+    if not isinstance(have.blocks, int) or not isinstance(within, int):
+        return []
+    if call.op is all_gather:
+        parts = out.shape[dim] // source.shape[dim]
+        return [Strategy(given, (Shard(dim, have.blocks * parts),))] if have.blocks % within == 0 else []
+    parts = source.shape[dim] // out.shape[dim]
+    return [Strategy(given, (Shard(dim, have.blocks // parts),))] if have.blocks % (within * parts) == 0 else []
+
+
 def _summed(call: Call) -> Sequence[tuple[int, ...]]:
     return ((0,),) if call.arg(2, "op", "sum") == "sum" else no_groups(call)
 
@@ -164,6 +193,7 @@ register(
     all_gather,
     spec=OpSpec(
         factors=_factors(2),
+        strategies=_nested,
         linear=first_operand,
         emit=_emit,
         moves=True,
@@ -175,6 +205,7 @@ register(
     reduce_scatter,
     spec=OpSpec(
         factors=_factors(2),
+        strategies=_nested,
         linear=first_operand,
         emit=_emit,
         communicates=Communication(CollectiveKind.REDUCE_SCATTER),
@@ -192,7 +223,19 @@ register(
         memory=_ARRIVES,
     ),
 )
-register(shard, spec=OpSpec(factors=_factors(2), linear=first_operand, emit=_emit, moves=True))
+register(shard, spec=OpSpec(factors=_factors(2), strategies=_nested, linear=first_operand, emit=_emit, moves=True))
+register(
+    constrain,
+    spec=OpSpec(
+        linear=first_operand,
+        emit=lambda b, call, strategy, args, kwargs: args[0],
+        fake=lambda tensor: tensor,
+        view=View.ALIAS,
+    ),
+)
+_TRAVELS = OpSpec(communicates=Communication(CollectiveKind.RING, axis=3, counted=True))
+register(ring_attention, spec=_TRAVELS)
+register(ring_attention_backward, spec=_TRAVELS)
 register(gather_part, spec=OpSpec(moves=True, communicates=Communication(CollectiveKind.ALL_GATHER)))
 register(scatter_part, spec=OpSpec(communicates=Communication(CollectiveKind.REDUCE_SCATTER)))
 register(take_part, spec=OpSpec(memory=MemoryUse(BUFFERS, GRADIENTS)))

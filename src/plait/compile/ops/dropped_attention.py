@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
-from plait.compile.ops.attention import LSE, MASK, OTHER, QUERIES, K, Q, Signature, attention_strategies
+from plait.compile.ops.attention import QUERIES, attention_strategies
+from plait.compile.ops.attention_signature import LSE, MASK, OTHER, K, Q, Signature
 from plait.compile.ops.base import Builder, Call, OpSpec, Shard, Strategy, register
 from plait.compile.ops.dims import HALF, first_operand, put, widened
 from plait.compile.ops.draw import Cut, fill, kept_by

@@ -3,8 +3,9 @@
 Values within a layer may be dropped. The outputs of a layer are kept, so that at most one layer is recomputed at a time
 (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"). With a budget, an integer program chooses the
 values to keep: it minimises the time of recomputation within so many bytes (as in Checkmate, Jain et al. 2020, with
-each value recomputed at most once). Results of collectives are kept, so that nothing is sent twice. Dropout masks are
-the same the second time, because they depend on the key of the step only.
+each value recomputed at most once). What was gathered is gathered once more (Korthikanti et al. 2022), except within a
+budget; results of other collectives are kept. Dropout masks are the same the second time, because they depend on the
+key of the step only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from plait.compile.ir.calls import num_bytes, op_spec_of, output_values
 from plait.compile.ir.estimate import seconds_of
 from plait.compile.ir.node_info import info_of, is_backward, is_forward, set_info
 from plait.compile.ir.views import is_cast, is_view
+from plait.compile.ops import CollectiveKind
 from plait.compile.ops.dims import HALF
 from plait.errors import PlanError, Refusal
 from plait.plan.kinds import Bytes, Recompute
@@ -38,11 +40,16 @@ def recompute(graph: Graph, how: Recompute, device: DeviceSpec) -> Graph:
     if how.kind == "none":
         return graph
     forward = [n for n in graph.nodes if n.op == "call_function" and is_forward(n)]
-    layers = _layers(forward, how)
-    kept_anyway = _layer_outputs(forward, layers) | _read_in_another_stage(graph)
-    dropped = {n for n in forward if n in layers and n not in kept_anyway and not op_spec_of(n).communicates}
-    if how.kind == "budget":
-        dropped -= _kept_within(forward, dropped, how, device)
+    if how.kind == "gathers":
+        dropped = _gathered(forward) - _read_in_another_stage(graph)
+    else:
+        layers = _layers(forward, how)
+        kept_anyway = _layer_outputs(forward, layers) | _read_in_another_stage(graph)
+        dropped = {n for n in forward if n in layers and n not in kept_anyway and not op_spec_of(n).communicates}
+        if how.kind == "budget":
+            dropped -= _kept_within(forward, dropped, how, device)
+        else:
+            dropped |= {n for n in _gathered(forward) if n in layers and n not in kept_anyway}
     _recompute_in_backward(graph, dropped)
     graph.eliminate_dead_code()
     graph.lint()
@@ -76,6 +83,20 @@ def _widens(node: Node) -> bool:
         base = base.all_input_nodes[0]
     narrow, wide = source.meta["val"].dtype, node.meta["val"].dtype
     return base.op == "call_function" and narrow in HALF and wide.is_floating_point and wide.itemsize > narrow.itemsize
+
+
+def _gathered(forward: list[Node]) -> set[Node]:
+    """The values that are gathered along an axis, and views of these."""
+    found: set[Node] = set()
+    for node in forward:
+        row = op_spec_of(node)
+        if row.view is None:
+            does = row.communicates
+            if does is not None and does.part == "whole" and does.kind is CollectiveKind.ALL_GATHER:
+                found.add(node)
+        elif node.all_input_nodes[0] in found:
+            found.add(node)
+    return found
 
 
 def _layers(forward: list[Node], how: Recompute) -> dict[Node, Layer]:

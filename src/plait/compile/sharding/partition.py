@@ -24,12 +24,14 @@ from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Sh
 class LocalBuilder:
     """Appends local nodes to `graph` and computes their values on fake tensors (see `ops.base.Builder`)."""
 
-    def __init__(self, axis: str, size: int, memo: ShapeMemo) -> None:
+    def __init__(self, axis: str, size: int, memo: ShapeMemo, context_kind: str = "") -> None:
         self.graph = Graph()
         self.axis = axis
         self.size = size
+        self.context_kind = context_kind
         self.info = NodeInfo()  # of the node being written
         self._coordinate: Node | None = None
+        self._converted: dict[tuple[Node, Placement, Placement], Node] = {}
         self._memo = memo
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> Node:
@@ -39,9 +41,11 @@ class LocalBuilder:
         value = run(*real[0], **real[1]) if schema is None else self._memo.call(op, *real, run)
         return self.node(op, args, kwargs, value)
 
-    def node(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Node:
+    def node(
+        self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any, num_bytes: int = 0, what: str = ""
+    ) -> Node:
         node = self.graph.call_function(op, args, kwargs)
-        describe(node, self.info, value)
+        describe(node, replace(self.info, num_bytes=num_bytes, what=what) if num_bytes else self.info, value)
         return node
 
     def collective(self, op: Any, tensor: Node, shape: tuple[int, ...], *args: Any, axis: str = "") -> Node:
@@ -51,6 +55,9 @@ class LocalBuilder:
     def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """A fake tensor of that shape."""
         return self._memo.call("empty", (like, shape), {}, torch.Tensor.new_empty)  # type: ignore[no-any-return]
+
+    def value(self, node: Node) -> torch.Tensor:
+        return node.meta["val"]  # type: ignore[no-any-return]
 
     def shape(self, node: Node) -> tuple[int, ...]:
         return tuple(node.meta["val"].shape)
@@ -67,6 +74,16 @@ class LocalBuilder:
 
     def convert(self, node: Node, have: Placement, want: Placement) -> Node:
         """Append the collectives that change the placement of a value along the axis. Returns the new value."""
+        key = (node, have, want)
+        if have == want:
+            return node
+        if key not in self._converted:
+            made = self._converted[key] = self._convert(node, have, want)
+            if isinstance(have, Shard) and isinstance(want, Shard):
+                self._converted[made, want, have] = node
+        return self._converted[key]
+
+    def _convert(self, node: Node, have: Placement, want: Placement) -> Node:
         axis, size = self.axis, self.size
 
         def emit(op: Any, shape: tuple[int, ...], *args: Any) -> Node:
@@ -89,6 +106,8 @@ class LocalBuilder:
                 self.info = replace(self.info, owner=owner)  # every rank of the axis has the result
                 return emit(comm_ops.broadcast, shape, root)
             case Shard(dim=dim, blocks=blocks), Replicate():
+                if node.target is comm_ops.shard and node.args[1:] == (axis, dim, blocks):
+                    return node.args[0]  # type: ignore[return-value]
                 return emit(comm_ops.all_gather, _whole_shape(shape, have, size), dim, blocks)
             case Shard(dim=a, blocks=b), Shard(dim=c, blocks=d) if a != c:
                 return emit(comm_ops.all_to_all, local_shape(_whole_shape(shape, have, size), want, size), a, b, c, d)
@@ -111,10 +130,10 @@ def _whole_shape(shape: tuple[int, ...], placement: Shard, size: int) -> tuple[i
 class Partitioner:
     """Writes the local graph of one rank from the placements that propagation has found."""
 
-    def __init__(self, found: Propagation, axis: str) -> None:
+    def __init__(self, found: Propagation, axis: str, context_kind: str) -> None:
         self.found = found
         self.axis = axis
-        self.builder = LocalBuilder(axis, found.size, _memo_of(found.graph))
+        self.builder = LocalBuilder(axis, found.size, _memo_of(found.graph), context_kind)
         self.local: dict[Node, Any] = {}  # old node -> new node, or a tuple of new nodes
         self.forms: dict[tuple[Node, Placement], Node] = {}
 
@@ -168,10 +187,30 @@ class Partitioner:
             self.builder.info = replace(info_of(node), source=node.name, owner=info_of(origin).owner)
             if whole is not None and isinstance(want, Shard):
                 self.forms[key] = self.builder.convert(whole, REPLICATE, want)
+            elif want == REPLICATE and (source := self._whole_source(node)) is not None:
+                self.forms[key] = self._view_of(source, node)
             else:
                 self.forms[key] = self.builder.convert(local, have, want)
             self.builder.info = saved
         return self.forms[key]
+
+    def _whole_source(self, node: Node) -> Node | None:
+        """The value that this one is a view of, through other views perhaps, if that exists whole; else None."""
+        while node.op == "call_function" and op_spec_of(node).view is not None and not is_item(node):
+            node = tensor_inputs(node)[0]
+            if (node, REPLICATE) in self.forms:
+                return node
+        return None
+
+    def _view_of(self, source: Node, node: Node) -> Node:
+        """The whole value of `node`, from the whole value of what it is a view of."""
+        if node is source:
+            return self.forms[source, REPLICATE]
+        first, *rest = tensor_inputs(node)
+        assert not rest
+        whole = self._view_of(source, first)
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: whole if n is first else self.local[n])
+        return self.builder.node(node.target, args, kwargs, node.meta["val"])
 
     def _call(self, node: Node) -> None:
         if is_item(node):
@@ -230,9 +269,10 @@ def _localise_sizes(call: Call, strategy: Strategy, args: Any, position: int, si
     return (*args[:position], list(shape), *args[position + 1 :])
 
 
-def partition(found: Propagation, axis: str) -> Graph:
-    """Write the graph of one rank from the placements `found` along an axis."""
-    graph = Partitioner(found, axis).run()
+def partition(found: Propagation, axis: str, context_kind: str = "") -> Graph:
+    """Write the graph of one rank from the placements `found` along an axis. Attention whose sequence is cut is of the
+    given kind (see `ops.base.Builder`)."""
+    graph = Partitioner(found, axis, context_kind).run()
     graph.eliminate_dead_code()
     graph.lint()
     return graph

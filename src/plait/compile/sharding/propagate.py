@@ -65,8 +65,17 @@ class Propagator:
     """One propagation over a graph. With `local_statistics` (batchnorm=local) each rank has batch statistics of its
     own."""
 
-    def __init__(self, graph: Graph, size: int, local_statistics: bool = False, axis: str = "") -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        size: int,
+        local_statistics: bool = False,
+        axis: str = "",
+        keeps_sequence: bool = False,
+    ) -> None:
         self.axis = axis
+        self.keeps_sequence = keeps_sequence
+        self.fixed: Mapping[str, Placement] = {}
         self.found = Propagation(graph, size)
         self.size = size
         self.local_statistics = local_statistics
@@ -87,6 +96,7 @@ class Propagator:
                 found.origin[node] = origin.get(node.name, node.name)
             if info_of(node).kind == "parameter":
                 self.from_parameter.add(node)
+        self.fixed = fixed
         node = next(iter(found.graph.nodes))
         while node.op != "output":
             node = self._visit(node)
@@ -105,6 +115,12 @@ class Propagator:
         if node.op != "call_function" or is_item(node):
             return node.next
         inputs = tensor_inputs(node)
+        if node.name in self.fixed:
+            want = self.fixed[node.name]
+            self._set(node, inputs, Strategy((want,), (want,)))
+            if isinstance(self.found.placement(inputs[0]), Replicate):
+                self.available[node] = {REPLICATE}
+            return node.next
         given = tuple(self._given(i) for i in inputs)
         row = op_spec_of(node)
         local = self.local_statistics and row.batch_statistics
@@ -211,17 +227,28 @@ class Propagator:
         total = 0.0
         any_shard = any(isinstance(p, Shard) for p in given)
         for node, have, want, size in zip(inputs, given, strategy.inputs, bytes_in, strict=True):
-            if have == want or want in self.available.get(node, ()):
+            if have == want or want in self.available.get(node, ()) or (want == REPLICATE and self._has_whole(node)):
                 continue
-            cost = _conversion_bytes(have, want, size, self.size)
+            cost = self._bytes(have, want, size)
             if isinstance(have, Partial) and isinstance(want, Shard) and not any_shard:
                 cost *= (
                     2.02  # no other input is sharded: a gather would follow, which costs what a reduce-scatter saves
                 )
             if REPLICATE in self.available.get(node, ()):
-                cost = min(cost, _conversion_bytes(REPLICATE, want, size, self.size))
+                cost = min(cost, self._bytes(REPLICATE, want, size))
             total += cost * (PARAMETER_WEIGHT if node in self.from_parameter else 1.0)
         return total
+
+    def _has_whole(self, node: Node) -> bool:
+        """Whether a value is a view, such as a transpose, of one that exists whole already."""
+        while node.op == "call_function" and op_spec_of(node).view is not None and not is_item(node):
+            node = tensor_inputs(node)[0]
+            if REPLICATE in self.available.get(node, ()):
+                return True
+        return False
+
+    def _bytes(self, have: Placement, want: Placement, num_bytes: int) -> float:
+        return _conversion_bytes(have, want, num_bytes, self.size, self.keeps_sequence)
 
     def _rank(
         self,
@@ -296,7 +323,7 @@ class Propagator:
         for strategy in strategies_of(rule, call, given, self.size):
             if strategy.outputs == (want,) and fits(strategy, call, self.size):
                 sizes = [num_bytes(i.meta["val"]) for i in inputs]
-                moves = map(_conversion_bytes, given, strategy.inputs, sizes, [self.size] * len(sizes))
+                moves = map(self._bytes, given, strategy.inputs, sizes)
                 if sum(moves) == 0:
                     return strategy
         return None
@@ -352,27 +379,30 @@ def propagate(
     origin: Mapping[str, str] | None = None,
     local_statistics: bool = False,
     axis: str = "",
+    keeps_sequence: bool = False,
 ) -> Propagation:
     """Choose placements along one axis of `size` ranks.
 
     Args:
         graph: the graph. It changes if an op is replaced by simpler ones that can be sharded.
-        fixed: placements of placeholders by node name; others are whole.
+        fixed: placements by node name, of placeholders, of which others are whole, and of calls of `constrain`.
         required: the placement of each output of the graph.
         origin: the annotations or searches that `fixed` comes from, by node name.
         local_statistics: whether each rank has batch statistics of its own (batchnorm=local).
         axis: the name of the axis.
+        keeps_sequence: whether values are not exchanged for parts along another dim, to send less: the axis is for
+            sequences that are too long for one rank.
 
     Raises:
         PlanError: local statistics cannot be had.
     """
-    return Propagator(graph, size, local_statistics, axis).run(fixed, origin or {}, required)
+    return Propagator(graph, size, local_statistics, axis, keeps_sequence).run(fixed, origin or {}, required)
 
 
-def _conversion_bytes(have: Placement, want: Placement, num_bytes: int, size: int) -> float:
+def _conversion_bytes(have: Placement, want: Placement, num_bytes: int, size: int, keeps: bool = False) -> float:
     """The bytes that each of `size` ranks sends to change a placement, with ring algorithms; infinite if impossible.
 
-    `num_bytes` are those of the whole tensor.
+    `num_bytes` are those of the whole tensor. With `keeps` an exchange of one dim for another counts as a gather.
     """
     if have == want:
         return 0.0
@@ -389,7 +419,7 @@ def _conversion_bytes(have: Placement, want: Placement, num_bytes: int, size: in
         case Partial(), _:
             return CollectiveKind.ALL_REDUCE.ways * share
         case Shard(dim=a), Shard(dim=b):
-            return share / size if a != b else share
+            return share / size if a != b and not keeps else share
         case Only(), _:
             return float(num_bytes)
         case _:

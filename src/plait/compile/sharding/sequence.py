@@ -1,0 +1,165 @@
+"""The sequence of a batch is cut over an axis: each rank has a part of the positions of every row.
+
+Every tensor with a sequence is constrained to its part (as by JAX's with_sharding_constraint), and the layouts of all
+that is computed from it follow by propagation. A tensor with a position more than the axis divides, from which inputs
+and targets are taken by slices, is constrained where the slices are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch.fx import Graph, Node
+
+from plait.compile.ir.calls import (
+    call_of,
+    copy_graph,
+    is_item,
+    num_bytes,
+    op_spec_of,
+    output_node,
+    placeholders,
+    settled,
+    tensor_inputs,
+)
+from plait.compile.ir.node_info import describe, info_of
+from plait.compile.ops import Call, comm_ops
+from plait.compile.ops.context_attention import attends_causally, attention_kind
+from plait.compile.sharding.propagate import Propagation, propagate
+from plait.spec.layout import REPLICATE, Partial, Placement, Shard, divides
+
+
+def constrain_sequence(
+    graph: Graph, dims: Mapping[str, int], size: int, blocks: int | None = 1
+) -> dict[str, Placement]:
+    """Constrain the tensors of the batch to parts of their sequences. Changes the graph.
+
+    Args:
+        dims: the dim of the sequence, by placeholder name.
+        size: the number of ranks of the axis.
+        blocks: as in Shard; None if a rank has every n-th position.
+
+    Returns:
+        The placement of each call that constrains a value, by its name, for `propagate`.
+    """
+    fixed: dict[str, Placement] = {}
+    for leaf in placeholders(graph):
+        if leaf.name in dims:
+            for value, part in _divisible(leaf, dims[leaf.name], size, blocks):
+                fixed[_constrain(graph, value)] = part
+    return fixed
+
+
+def attention_calls(graph: Graph) -> list[Call]:
+    """The calls of fused attention."""
+    return [call_of(node) for node in graph.nodes if op_spec_of(node).role == "attention"]
+
+
+def is_balanced_by_stripes(calls: Iterable[Call], size: int, kind: str) -> bool:
+    """Whether ranks would compute unequal parts of a causal attention, unless each has every n-th position."""
+    return any(attends_causally(call) and attention_kind(call, size, kind) == "ring" for call in calls)
+
+
+def constrain_sums(
+    graph: Graph, dims: Mapping[str, int], size: int, fixed: Mapping[str, Placement], axis: str
+) -> dict[str, Placement]:
+    """Constrain the activations that are summed over an axis that splits weights to parts of the sequence, so that each
+    sum is a reduce-scatter (Korthikanti et al. 2022, "Reducing Activation Recomputation"). Changes the graph.
+
+    Args:
+        dims: as of `constrain_sequence`.
+        fixed: the placements of parameters by placeholder name.
+
+    Returns:
+        The placement of each call that constrains a value, by its name, for `propagate`.
+    """
+    whole, cut = copy_graph(graph), copy_graph(graph)
+    results = (REPLICATE,) * len(output_node(graph).args[0])  # type: ignore[arg-type]
+    summed = propagate(whole, size, fixed, results, axis=axis)
+    parts = propagate(cut, size, constrain_sequence(cut, dims, size), results, keeps_sequence=True)
+    homes = {node.name: parts.placement(node) for node in cut.nodes if node.op == "call_function" and _is_tensor(node)}
+    sums = [node for node in whole.nodes if node.op == "call_function" and _is_summed(node, summed)]
+    names = dict.fromkeys(_first_sum(node, summed).name for node in sums)
+    nodes = {node.name: node for node in graph.nodes}
+    return {
+        _constrain(graph, nodes[name]): home
+        for name in names
+        if name in nodes and isinstance(home := homes.get(name, REPLICATE), Shard)
+    }
+
+
+def whole_sequences(found: Propagation) -> list[str]:
+    """The ops that need the whole sequence of an input, with their modules, the largest inputs first."""
+    sizes: dict[str, int] = {}
+    for node, strategy in found.strategies.items():
+        for source, want in zip(tensor_inputs(node), strategy.inputs, strict=True):
+            if isinstance(found.placement(source), Shard) and want == REPLICATE:
+                name = f"{node.target} in {info_of(node).module or 'the loss'}"
+                sizes[name] = max(sizes.get(name, 0), num_bytes(source.meta["val"]))
+    return sorted(sizes, key=lambda name: -sizes[name])
+
+
+def _constrain(graph: Graph, value: Node) -> str:
+    """Put a call between a value and its readers. Returns its name."""
+    with graph.inserting_before(settled(value).next):
+        made = graph.call_function(comm_ops.constrain, (value,))
+    describe(made, info_of(value), value.meta["val"])
+    value.replace_all_uses_with(made, lambda user: user is not made)
+    return made.name
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta["val"], torch.Tensor)
+
+
+def _is_summed(node: Node, found: Propagation) -> bool:
+    """Whether terms of a product with a weight, or of a lookup, are summed over the axis after this node."""
+    if not _is_tensor(node) or not isinstance(found.placement(node), Partial):
+        return False
+    readers = [user for user in node.users if user in found.strategies]
+    wanted = [found.strategies[user].inputs[tensor_inputs(user).index(node)] for user in readers]
+    return Partial() not in wanted and REPLICATE in wanted and _is_product(node, found)
+
+
+def _first_sum(node: Node, found: Propagation) -> Node:
+    """The value that may be summed in place of `node`: before views, and factors such as those of dropout."""
+    while len(terms := [i for i in tensor_inputs(node) if isinstance(found.placement(i), Partial)]) == 1:
+        (node,) = terms
+    return node
+
+
+def _is_product(node: Node, found: Propagation) -> bool:
+    """Whether the terms of a sum are those of a product with a weight or of a lookup."""
+    terms = [i for i in tensor_inputs(node) if isinstance(found.placement(i), Partial)]
+    if terms:
+        return all(_is_product(term, found) for term in terms)
+    maker: Node = node.args[0] if is_item(node) else node  # type: ignore[assignment]
+    row = op_spec_of(maker)
+    return row.weighted or row.role == "lookup"
+
+
+def _divisible(leaf: Node, dim: int, size: int, blocks: int | None) -> Iterator[tuple[Node, Shard]]:
+    """The leaf if its sequence can be cut, or else the slices of it that can, each with its part."""
+    shape = tuple(leaf.meta["val"].shape)
+    part = Shard(dim, max(shape[dim] // size, 1) if blocks is None else blocks)
+    if divides(shape, part, size):
+        yield leaf, part
+        return
+    for user in list(leaf.users):
+        if op_spec_of(user).view is not None and not is_item(user) and (after := _dim_after(user, dim)) is not None:
+            yield from _divisible(user, after, size, blocks)
+
+
+def _dim_after(view: Node, dim: int) -> int | None:
+    """The dim of a view that holds the positions along a dim of its input, or some of these; None if none does."""
+    call = call_of(view)
+    for factor in op_spec_of(view).factors(call):
+        if factor.inputs[0] == dim:
+            return factor.outputs[0]
+    before, after = (list(spec.shape) if spec else [] for spec in (call.inputs[0], call.outputs[0]))
+    return (
+        dim
+        if len(before) == len(after) and before[:dim] + before[dim + 1 :] == after[:dim] + after[dim + 1 :]
+        else None
+    )

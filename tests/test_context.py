@@ -1,0 +1,228 @@
+"""The sequence of a batch cut over ranks: context=N through the whole model, sequence=yes between split weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import plait
+from plait.comm.protocol import World
+from plait.errors import BatchError, PlanError
+from plait.plan.plan import Plan
+from plait.spec.batch_spec import BatchSpec
+
+LENGTH, VOCABULARY = 24, 32
+
+
+class Block(nn.Module):
+    """One layer of a GPT; with fewer key heads than heads if so many are given."""
+
+    def __init__(self, width: int, heads: int, key_heads: int, causal: bool) -> None:
+        super().__init__()
+        self.heads, self.key_heads, self.causal, self.each = heads, key_heads, causal, width // heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query = nn.Linear(width, width)
+        self.key, self.value = (nn.Linear(width, key_heads * self.each) for _ in range(2))
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        seen = self.norm1(x)
+        q, k, v = (
+            layer(seen).unflatten(2, (-1, self.each)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        causal, several = self.causal and mask is None, self.heads != self.key_heads
+        found = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=several)
+        x = x + self.out(found.transpose(1, 2).flatten(2))
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), 0.1, self.training)
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 1, heads: int = 4, key_heads: int = 4, causal: bool = True) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, 16), nn.Embedding(LENGTH, 16)
+        self.layers = nn.ModuleList(Block(16, heads, key_heads, causal) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def model(**options: Any) -> Model:
+    torch.manual_seed(0)
+    return Model(**options).double()
+
+
+def shifted_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The loss of the next token, of tokens with one position more than the model sees."""
+    found = model(tokens[:, :-1])
+    return F.cross_entropy(found.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def masked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of tokens that are not padding; no query sees padding, nor keys that are 8 positions away."""
+    at = torch.arange(batch["tokens"].shape[1])
+    near = ((at[:, None] - at) >= 0) & ((at[:, None] - at) < 8)
+    mask = near & batch["real"][:, None, None, :]
+    found = model(batch["tokens"], mask)
+    return F.cross_entropy(found.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+
+def tokens(length: int = LENGTH + 1) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randint(0, VOCABULARY, (2, length))
+
+
+def padded() -> dict[str, Tensor]:
+    found = tokens(LENGTH)
+    real = torch.arange(LENGTH) < torch.tensor([LENGTH, 15])[:, None]
+    return {"tokens": found, "real": real, "labels": found.masked_fill(~real, -100)}
+
+
+@pytest.fixture(scope="module")
+def causal() -> plait.Verifier:
+    return plait.Verifier(model(), shifted_loss, tokens())
+
+
+@pytest.mark.xdist_group("context")
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "context=2", "context=4 context.kind=ring", "context=2 context.kind=ring", "context=3 context.kind=gather",
+        "context=2 data=2 zero=3", "context=2 tensor=2 context.kind=ring", "tensor=2 sequence=yes",
+        "tensor=2 sequence=yes recompute=gathers", "tensor=2 sequence=yes context=2 context.kind=ring",
+        "tensor=2 sequence=yes context=2 context.kind=gather recompute=layer",
+        "pipeline=2 cut=layers.0 micro=2 context=2 tensor=2 sequence=yes",
+    ],
+)  # fmt: skip
+def test_numbers_are_those_of_one_device(plan: str, causal: plait.Verifier) -> None:
+    report = causal.verify(plan, tolerance=1e-9)
+    assert report.ok, report
+
+
+@pytest.mark.xdist_group("context")
+@pytest.mark.parametrize(
+    ("options", "plan"),
+    [
+        ({"key_heads": 1}, "context=2"),
+        ({"key_heads": 1}, "context=4 context.kind=ring"),
+        ({"causal": False}, "context=3 context.kind=ring"),
+    ],
+)
+def test_few_key_heads_and_no_causal_mask(options: dict[str, Any], plan: str) -> None:
+    report = plait.verify(model(**options), shifted_loss, tokens(), plan)
+    assert report.ok, report
+
+
+@pytest.mark.xdist_group("context")
+def test_masks_are_cut_with_the_queries() -> None:
+    verifier = plait.Verifier(model(), masked_loss, padded())
+    for kind in ("ring", "ulysses", "gather"):
+        report = verifier.verify(f"context=4 context.kind={kind}", tolerance=1e-9)
+        assert report.ok, report
+
+
+def collectives(plan: str, layers: int) -> Counter[tuple[str, str]]:
+    """The number of collectives of activations of a step, by phase and kind."""
+    found = plait.explain(model(layers=layers), shifted_loss, tokens(), plan).collectives
+    return Counter((item.phase, item.kind) for item in found if not item.value[0].isdigit())
+
+
+@pytest.mark.parametrize(
+    ("plan", "of_a_layer"),
+    [
+        ("tensor=2 sequence=yes", {("forward", "all_gather"): 2, ("forward", "reduce_scatter"): 2,
+                                   ("backward", "all_gather"): 2, ("backward", "reduce_scatter"): 2}),
+        ("tensor=2 sequence=yes recompute=gathers",
+         {("forward", "all_gather"): 2, ("forward", "reduce_scatter"): 2,
+          ("backward", "all_gather"): 4, ("backward", "reduce_scatter"): 2}),
+        ("context=2", {("forward", "all_to_all"): 4, ("backward", "all_to_all"): 4}),
+        ("context=2 context.kind=gather", {("forward", "all_gather"): 2, ("backward", "reduce_scatter"): 2}),
+        ("context=2 context.kind=ring", {("forward", "ring"): 1, ("backward", "ring"): 1}),
+    ],
+)  # fmt: skip
+def test_what_a_layer_sends(plan: str, of_a_layer: dict[tuple[str, str], int]) -> None:
+    """As Korthikanti et al. (2022) and Jacobs et al. (2023) have it; no activation is all-reduced."""
+    assert collectives(plan, 3) - collectives(plan, 2) == Counter(of_a_layer)
+
+
+@pytest.mark.parametrize("plan", ["context=2 context.kind=ring", "context=4", "context=2 context.kind=gather"])
+def test_the_bytes_that_are_explained_are_sent(plan: str) -> None:
+    def rank(world: World) -> int:
+        trainer = plait.Trainer(model(), shifted_loss, lambda p: torch.optim.SGD(p, lr=0.1), plan, world=world)
+        trainer.step(tokens())
+        world.comm("context").links.reset()
+        trainer.step(tokens())
+        return world.comm("context").links.total()
+
+    explained = plait.explain(model(), shifted_loss, tokens(), plan).sent_bytes["context"]
+    loss = 8 * 2  # summed once more for the result
+    assert abs(plait.run_ranks(Plan.parse(plan).mesh, rank)[0] - explained) <= loss
+
+
+@pytest.mark.parametrize(
+    ("plan", "parts"),
+    [("tensor=2 sequence=yes recompute=gathers", 2), ("tensor=4 sequence=yes recompute=gathers", 4),
+     ("context=2", 2), ("context=4 context.kind=ring", 4)],
+)  # fmt: skip
+def test_activations_of_a_layer_are_cut(plan: str, parts: int) -> None:
+    """What a layer keeps for backward is 1/N of what it keeps on one device: all is cut over N ranks. With ulysses the
+    output of attention is kept twice, as its backward and as the next product's read it."""
+
+    def saved(plan: str) -> int:
+        least, most = (plait.memory(model(layers=n), shifted_loss, tokens(), plan).fullest.saved for n in (2, 4))
+        return most - least
+
+    twice = 2 * 2 * LENGTH * 16 * 8 if plan == "context=2" else 0  # of two layers
+    assert saved(plan) == pytest.approx((saved("") + twice) / parts, rel=0.02)
+
+
+def test_sequences_are_named_by_a_spec() -> None:
+    class Transposed(dict[str, Tensor]):
+        batch_spec = BatchSpec({"tokens": "sequence, rows"})
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return shifted_loss(model, batch["tokens"].T)
+
+    report = plait.verify(model(), loss, Transposed(tokens=tokens().T.contiguous()), "context=2 data=2")
+    assert report.ok, report
+    with pytest.raises(BatchError, match="says of two dims that they are the sequence"):
+        BatchSpec({"tokens": "sequence, sequence"})
+    with pytest.raises(BatchError, match="'length' is no kind of dim; write 'rows', 'sequence' or '-'"):
+        BatchSpec({"tokens": "rows, length"})
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.lstm, self.head = nn.Embedding(32, 4), nn.LSTM(4, 32, batch_first=True), nn.Linear(32, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.lstm(self.tokens(tokens))[0])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "batch", "why"),
+    [
+        (model, "context=7", tokens(), "context=7 does not divide the sequence of 25 positions.*pad it to 28"),
+        (lambda: model(key_heads=1), "context=2 context.kind=ulysses", tokens(), "heads.*use context.kind=ring"),
+        (Recurrent, "context=2", tokens() % 4, "splits .*% of the floating-point operations.* in lstm"),
+        (Recurrent, "context=2 context.kind=ring", tokens() % 4, "finds no scaled_dot_product_attention"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(make: Any, plan: str, batch: Tensor, why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        plait.verify(make(), shifted_loss, batch, plan)
+
+
+def test_a_batch_without_a_sequence_is_refused() -> None:
+    with pytest.raises(PlanError, match="context=2 finds no sequence in the batch.*batch_spec"):
+        plait.verify(nn.Linear(4, 4), lambda m, x: m(x).square().mean(), torch.randn(4, 4), "context=2")
