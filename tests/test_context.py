@@ -156,11 +156,13 @@ def test_what_a_layer_sends(plan: str, of_a_layer: dict[tuple[str, str], int]) -
 
 @pytest.mark.parametrize("plan", ["context=2 context.kind=ring", "context=4", "context=2 context.kind=gather"])
 def test_the_bytes_that_are_explained_are_sent(plan: str) -> None:
+    batch = tokens()
+
     def rank(world: World) -> int:
         trainer = plait.Trainer(model(), shifted_loss, lambda p: torch.optim.SGD(p, lr=0.1), plan, world=world)
-        trainer.step(tokens())
+        trainer.step(batch)
         world.comm("context").links.reset()
-        trainer.step(tokens())
+        trainer.step(batch)
         return world.comm("context").links.total()
 
     explained = plait.explain(model(), shifted_loss, tokens(), plan).sent_bytes["context"]

@@ -186,6 +186,7 @@ NO_REFUSAL = {
     "compile/capture/capture.py": "model", "compile/capture/fake_parameters.py": "model",
     "compile/capture/random_sources.py": "model", "compile/pass_manager.py": "argument",
     "compile/stages/assign.py": "job", "compile/stages/split.py": "argument", "cost/simulate.py": "argument",
+    "cost/collective_time.py": "argument", "cost/transformer_step.py": "argument",
     "engine/moving_average.py": "argument",
     "engine/setup_checks.py": "argument", "engine/data/loader.py": "argument", "engine/dry_run.py": "argument",
     "engine/ddp_fallback.py": "argument", "engine/engine.py": "job", "engine/gathered.py": "argument",

@@ -28,7 +28,9 @@ def test_reads_every_key() -> None:
         exceptions=(("*.norm", "fp32"),), home_optimizer="disk", batchnorm="local", allreduce="ring",
         bucket_bytes=512 * 1024,
     )  # fmt: skip
-    assert plan.mesh == Mesh((("pipeline", 2), ("replica", 2), ("data", 2), ("tensor", 3), ("inner", 1)))
+    assert plan.mesh == Mesh(
+        (("pipeline", 2), ("replica", 2), ("data", 2), ("context", 1), ("tensor", 3), ("inner", 1))
+    )
     assert plan.num_processes == 24
 
 

@@ -89,7 +89,8 @@ def shard(draft: Draft) -> None:
                 raise PlanError(refusal)
             cuts = constrain_sequence(graph, sequences, size, _blocks(calls, plan, size))
             if not cuts and draft.trains:
-                raise PlanError(no_sequence(axis, size, _lengths(captured)))
+                refusal = no_sequence(axis, size, _lengths(captured))
+                raise PlanError(refusal)
         elif kind.cuts_weights and plan.sequence == "yes":
             cuts = constrain_sums(graph, sequences, size, fixed, axis)
         wanted = tuple(

@@ -24,14 +24,14 @@ from plait.compile.capture.batch import (
     row_dims,
     row_sizes,
     sequence_dims,
-)
+)  # fmt: skip
 from plait.compile.capture.batch_numbers import BatchNumber, BatchNumbers, Fed, NumberAsked, plain_numbers
 from plait.compile.capture.capture_errors import capture_error
 from plait.compile.capture.cleanup import clean, copy_inputs, functionalise
 from plait.compile.capture.fake_parameters import Exchange, FakeParameters, fake_parameters, is_real, refuse_scripted
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.late_values import LateValues
-from plait.compile.capture.loss_values import RATIO, Loss, read_loss
+from plait.compile.capture.loss_values import RATIO, Loss, read_loss, sum_alone
 from plait.compile.capture.masked_indexing import Selections
 from plait.compile.capture.module_hooks import BackwardModules, ForwardModules
 from plait.compile.capture.outside_tensors import Outside
@@ -294,7 +294,7 @@ def _capture(
             raise refusal or capture_error(error, model, loss_fn, "in the forward pass") from error
         gradients: dict[str, Tensor] = {}
         if differentiate:
-            loss = found.mean if normalised else _sum_alone(found)
+            loss = found.mean if normalised else sum_alone(found)
             if precision.scaled:
                 scale = torch.empty((), device=where)
                 nodes[recorder.placeholder("scale", scale)] = ("scale", "scale")
@@ -406,15 +406,6 @@ def _results(loss: Loss) -> list[tuple[Output, Tensor]]:
         if part.kind == RATIO:
             found.append((Output("aux_weight", name), torch.as_tensor(part.weight)))
     return found
-
-
-def _sum_alone(loss: Loss) -> Tensor:
-    if loss.weight is not None and loss.weight.requires_grad:
-        raise LossError(
-            "the weight of plait.Weighted(sum, weight) depends on parameters, so microbatches cannot be added up;"
-            " detach it, or leave micro out of the plan"
-        )
-    return loss.total
 
 
 def _differentiate(

@@ -266,3 +266,12 @@ def _type(value: Any) -> str:
 
 def _listed(outputs: Outputs) -> str:
     return ", ".join(f"{name} ({part.kind})" for name, part in outputs.items()) or "none"
+
+
+def sum_alone(loss: Loss) -> Tensor:
+    if loss.weight is not None and loss.weight.requires_grad:
+        raise LossError(
+            "the weight of plait.Weighted(sum, weight) depends on parameters, so microbatches cannot be added up;"
+            " detach it, or leave micro out of the plan"
+        )
+    return loss.total
