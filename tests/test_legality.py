@@ -176,6 +176,7 @@ DECIDE_ELSEWHERE = {
     "integrations/servers/optimizer_shard.py": "how a user's optimizer groups what a server holds",
     "integrations/servers/served_check.py": "what verify can run in one process",
     "api/verify.py": "which precision kernels take, a run on one device shows",
+    "cost/transformer_simulation.py": "what devices have room for, the simulation finds",
 }
 
 # Files with errors that are none of a plan for a model: of an argument or a file (argument), or of a job that runs and
@@ -197,7 +198,7 @@ NO_REFUSAL = {
     "integrations/servers/served_check.py": "argument",
     "integrations/servers/supervisor.py": "job", "integrations/servers/tables/sparse_table.py": "model",
     "integrations/servers/tables/table_shard.py": "argument", "report/explanation.py": "argument",
-    "report/schedule_page.py": "argument", "report/swimlane.py": "argument", "schedule/check.py": "argument",
+    "report/simulation_text.py": "argument", "report/schedule_page.py": "argument", "report/swimlane.py": "argument", "schedule/check.py": "argument",
     "schedule/consistency.py": "argument", "schedule/families/__init__.py": "argument",
     "spec/mesh.py": "argument", "spec/schedule.py": "argument",
 }  # fmt: skip

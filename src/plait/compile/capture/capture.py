@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
 from plait.compile.capture.batch import (
@@ -28,7 +27,15 @@ from plait.compile.capture.batch import (
 from plait.compile.capture.batch_numbers import BatchNumber, BatchNumbers, Fed, NumberAsked, plain_numbers
 from plait.compile.capture.capture_errors import capture_error
 from plait.compile.capture.cleanup import clean, copy_inputs, functionalise
-from plait.compile.capture.fake_parameters import Exchange, FakeParameters, fake_parameters, is_real, refuse_scripted
+from plait.compile.capture.fake_parameters import (
+    Exchange,
+    FakeParameters,
+    device_of,
+    fake_leaf,
+    fake_parameters,
+    is_real,
+    refuse_scripted,
+)
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.late_values import LateValues
 from plait.compile.capture.loss_values import RATIO, Loss, read_loss, sum_alone
@@ -243,10 +250,10 @@ def _capture(
     fake_mode = StepMode()
     recorder = GraphRecorder(fake_mode)
     rows = count_rows(batch)
-    where = device or _device(leaves)
+    where = device or device_of(leaves)
     with ExitStack() as stack:
         model_fakes = stack.enter_context(fake_parameters(model, fake_mode, where, train, move=device is not None))
-        fake_leaves = {name: _fake_leaf(leaf, fake_mode, device) for name, leaf in leaves.items()}
+        fake_leaves = {name: fake_leaf(leaf, fake_mode, device) for name, leaf in leaves.items()}
         nodes: dict[Node, tuple[str, str]] = {}
         kinds_of = (("parameter", model_fakes.parameters), ("buffer", model_fakes.buffers), ("batch", fake_leaves))
         for kind, values in kinds_of:
@@ -465,18 +472,6 @@ def _check_leaves(loss: Tensor, outside: Outside) -> None:
             )
         if id(leaf) in names:
             outside.differentiable.append(names[id(leaf)])
-
-
-def _device(leaves: dict[str, Tensor]) -> torch.device:
-    """The device of fake tensors for tensors on the meta device: that of the batch."""
-    return next((leaf.device for leaf in leaves.values() if not leaf.is_meta), torch.device("cpu"))
-
-
-def _fake_leaf(leaf: Tensor, fake_mode: FakeTensorMode, device: torch.device | None) -> Tensor:
-    """A contiguous fake tensor, so that batches with equal shapes share the graph."""
-    with fake_mode:
-        where = device or (torch.device("cpu") if leaf.is_meta else leaf.device)
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device=where)
 
 
 def _brief(batch: Any) -> str:

@@ -203,3 +203,15 @@ class Exchange(TorchFunctionMode):
 def is_real(value: Tensor) -> bool:
     """Whether it is a plain tensor with values: not fake, not of a tensor subclass, not wrapped by torch.func."""
     return type(value) in _PLAIN_TENSORS and not is_functorch_wrapped_tensor(value)
+
+
+def fake_leaf(leaf: Tensor, fake_mode: FakeTensorMode, device: torch.device | None) -> Tensor:
+    """A contiguous fake tensor, so that batches with equal shapes share the graph."""
+    with fake_mode:
+        where = device or (torch.device("cpu") if leaf.is_meta else leaf.device)
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=where)
+
+
+def device_of(leaves: dict[str, Tensor]) -> torch.device:
+    """The device of fake tensors for tensors on the meta device: that of the batch."""
+    return next((leaf.device for leaf in leaves.values() if not leaf.is_meta), torch.device("cpu"))
