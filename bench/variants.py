@@ -69,6 +69,13 @@ def torch_autocast(workload: str) -> Step:
     return _eager(model, WORKLOADS[workload].batch(rank, size), autocast=True)
 
 
+def torch_compiled(workload: str, autocast: bool = False) -> Step:
+    """torch.compile of its DistributedDataParallel, which compiles the graph in parts, one for each bucket."""
+    rank, size = _join()
+    model = torch.compile(DistributedDataParallel(WORKLOADS[workload].model()))
+    return _eager(model, WORKLOADS[workload].batch(rank, size), autocast=autocast)  # type: ignore[arg-type]
+
+
 def torch_parallelize(workload: str) -> Step:
     """torch's parallelize_module: column and row parallel linears on DTensor."""
     from torch.distributed.device_mesh import init_device_mesh

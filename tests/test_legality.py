@@ -169,6 +169,7 @@ DECIDE_ELSEWHERE = {
     "compile/passes/recomputation.py": "the least that a budget can be, the integer program finds",
     "compile/stages/split.py": "what stages share, the cut finds; and what a schedule's file is for",
     "compile/stages/assign.py": "where the sharded step can be cut",
+    "backends/inductor/region_compiler.py": "which op Inductor cannot compile, compiling shows",
     "engine/optimizers.py": "what a user's optimizer is, of which the function is called",
     "engine/local_batch.py": "rows that a rank takes of a later batch",
     "engine/ddp_fallback.py": "what modules do without a graph",

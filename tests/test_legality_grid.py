@@ -17,6 +17,8 @@ from torch.nn import functional as F
 
 import plait
 from plait.api import verify as verifying
+from plait.backends.inductor import inductor_passes
+from plait.backends.inductor.region_compiler import CompileReport
 from plait.comm.thread_world import run_ranks
 from plait.engine.compiler import Compiler
 from plait.engine.local_batch import batch_of_replica, microbatches, num_rows
@@ -207,6 +209,8 @@ GRID: dict[str, tuple[str, ...]] = {
     "servers": ("", "1"),
     "staleness": ("", "0"),
     "backup": ("", "1"),
+    "compile": ("", "inductor"),
+    "compile.nowhere": ("", "none"),
     "rows": ("8", "6", "5"),
     "optimizer": tuple(OPTIMIZERS),
     "clip_norm": ("", "0.5"),
@@ -223,6 +227,7 @@ WITH = {
     "streaming": {"data": "2", "sync": "2", "outer": "nesterov"},
     "overlap": {"data": "2", "sync": "2", "outer": "nesterov"}, "compress.nowhere": {"data": "2", "compress": "int8"},
     "workers": {"servers": "1"}, "servers": {"workers": "2"}, "staleness": {"workers": "2", "servers": "1"},
+    "compile.nowhere": {"compile": "inductor"},
     "backup": {"workers": "2", "servers": "1", "staleness": "0"}, "home.optimizer": {"data": "2"},
 }  # fmt: skip
 MOST_RANKS = 8
@@ -352,6 +357,7 @@ def test_a_plan_is_verified_or_refused(choice: Choice, grid: Grid, monkeypatch: 
         return run_ranks(*args, **kwargs)
 
     monkeypatch.setattr(verifying, "run_ranks", run)
+    monkeypatch.setattr(inductor_passes, "compile_regions", lambda functions, plan: CompileReport(0, 0, 0, 0.0))
     found, of_schedule = attempted(lambda: said_before(verifier, plan))
     if isinstance(of_schedule, PlanError):  # which the plan's text alone does not say
         found = (of_schedule.refusal,)

@@ -87,6 +87,10 @@ def _draw(rng: random.Random, spec: Spec) -> dict[str, str]:
         _agreement(rng, words)
     _memory(rng, words)
     _numbers(rng, words, spec)
+    if rng.random() < 0.002:  # compiling takes seconds a region; scripts/fuzz --compiler gives it to all plans
+        words["compile"] = "inductor"
+        if rng.random() < 0.5:
+            words["compile.layers.0"] = "none"
     return words
 
 

@@ -29,9 +29,10 @@ def model_of(seed: int, case: int) -> Spec:
     return grammar.draw(random.Random(f"model {seed} {case // PLANS_EACH}"))
 
 
-def plan_of(seed: int, case: int, spec: Spec) -> str:
-    """The plan of a case."""
-    return plans.draw(random.Random(f"plan {seed} {case}"), spec)
+def plan_of(seed: int, case: int, spec: Spec, compiler: str = "") -> str:
+    """The plan of a case; with a compiler, one that compiles."""
+    text = plans.draw(random.Random(f"plan {seed} {case}"), spec)
+    return f"compile=inductor {text}" if compiler and "compile=" not in text else text
 
 
 @dataclass
@@ -117,11 +118,11 @@ class Fuzzer:
         raise SystemExit(f"--without {self.options.without} leaves no model: each of 1000 has one of these")
 
     def _work(self) -> None:
-        worker = Worker(self.options.limit)
+        worker = Worker(self.options.limit, self.options.compiler)
         try:
             while (cases := self._take()) is not None:
                 spec = model_of(self.options.seed, cases[0])
-                texts = [plan_of(self.options.seed, case, spec) for case in cases]
+                texts = [plan_of(self.options.seed, case, spec, self.options.compiler) for case in cases]
                 found = list(worker.check(spec, texts))
                 for case, text, outcome in zip(cases, texts, found, strict=True):
                     self._note(worker, case, spec, text, outcome)
@@ -168,6 +169,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--case", type=int, default=None, help="this case of the seed alone, in full")
     parser.add_argument("--first", type=int, default=0, help="the case to begin with")
     parser.add_argument("--without", default="-", help="no models with these layers, options, dtypes or tasks")
+    parser.add_argument(
+        "--compiler", choices=["inductor", "none"], default="",
+        help="all plans have compile=inductor; with none the calls of a region run one by one, which is far faster",
+    )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=2, help="child processes side by side")
     parser.add_argument("--limit", type=float, default=120, help="seconds after which a case counts as hung")
     parser.add_argument("--shrink", type=float, default=60, help="seconds to make each new fault smaller; 0 not to")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.api.trainer import Trainer
+from plait.backends.choose import graphs_of
 from plait.comm.protocol import World
 from plait.comm.thread_world import run_ranks
 from plait.compile.capture.batch import map_batch
@@ -88,6 +89,7 @@ class Verifier:
             return self._verify_served(plan, compiler, layouts, tolerance)
         compiled = self._compiled(compiler, self.batch, plan, self.optimizer)
         program = compiled.program
+        graphs_of(program)  # what does not compile is found before there are ranks
         reference, again = self._reference(plan, program)
         mine = self._run_plan(plan, compiler, min(reference.scale, again[0].scale) / _HEADROOM)
         rules, bits = sorted(compiled.without_rule), _value_bits(program)

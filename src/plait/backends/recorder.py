@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from plait.comm.device import Event, bytes_allocated, is_host, synchronize
 from plait.comm.protocol import World
 from plait.comm.traced_comm import clock_offset, trace_comms, untrace_comms
-from plait.compile.ir.calls import copy_graph
+from plait.compile.ir.calls import copy_graph, op_spec_of
 from plait.compile.ir.node_info import is_backward
 from plait.spec.action import BACKWARD, FORWARD, cell
 from plait.spec.trace import COMPUTE_KINDS, NEXT_BATCH
@@ -201,8 +201,9 @@ class _DeviceSpan(_Span):
 
 
 def _is_op(node: Node) -> bool:
-    """Whether a node computes. Fetches and gathers for backward may begin well before it."""
-    return isinstance(node.target, torch._ops.OpOverload)
+    """Whether a node computes: an op, or what a backend makes of several. Fetches and gathers for backward may begin
+    well before it."""
+    return isinstance(node.target, torch._ops.OpOverload) or not op_spec_of(node).known
 
 
 def _bytes(value: Any) -> int:

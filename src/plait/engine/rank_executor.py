@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.backends.backend import Backend, Executable, StepResult, Update
-from plait.backends.eager.eager_backend import EagerBackend
+from plait.backends.choose import backend_of
 from plait.backends.eager.offload.store import Offload
 from plait.backends.recorder import TraceRecorder
 from plait.comm.agree import agree, attempt
@@ -62,7 +62,7 @@ class RankExecutor:
         self._recorder = recorder
         self.world = world
         self.offload = offload or Offload(compiler.plan, world)
-        self._backend = backend or EagerBackend(self.offload)
+        self._backend = backend or backend_of(compiler.plan, self.offload)
         self._executables: Recent[tuple[int, bool, int], Executable] = Recent()
         self.compiled: Compiled  # the step of the first batch
         self._signatures: dict[tuple[str, bool], None] = {}  # of batches so far

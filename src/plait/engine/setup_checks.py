@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from plait.backends.inductor.toolchain import missing_compiler
 from plait.comm.agree import agree
 from plait.comm.device import default_kind
 from plait.comm.protocol import World
@@ -107,9 +108,10 @@ def place_here(world: World | None = None) -> Place:
     The ranks of a given world are assumed to share what they need.
     """
     if world is not None:
-        return Place(world.device.type)
+        return Place(world.device.type, lacks=missing_compiler(world.device.type))
     each = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return Place(default_kind(), int(each) if each.isdecimal() and int(each) else None, can_share())
+    ranks_per_host = int(each) if each.isdecimal() and int(each) else None
+    return Place(default_kind(), ranks_per_host, can_share(), missing_compiler(default_kind()))
 
 
 def agree_on_setup(world: World, plan: Plan, model: nn.Module, seed: int, clip_norm: float | None, on_nan: str) -> None:

@@ -48,6 +48,7 @@ def refusals(plan: Plan, facts: StepFacts, place: Place | None = None) -> tuple[
     if place is not None:
         found += _of_homes(plan.inner_plan, place)
         found += _of_common_memory(plan, place)
+        found += _of_compiling(plan, place)
     return tuple(found)
 
 
@@ -130,6 +131,19 @@ def _of_common_memory(plan: Plan, place: Place) -> Iterator[Refusal]:
     spans = any(group[0] // each != group[-1] // each for group in plan.mesh.groups("data"))
     if spans or not place.shares_memory:
         yield no_common_memory(plan.data)
+
+
+def _of_compiling(plan: Plan, place: Place) -> Iterator[Refusal]:
+    if plan.compile != "none" and place.lacks:
+        yield no_compiler(plan, place.lacks)
+
+
+def no_compiler(plan: Plan, lacks: str) -> Refusal:
+    """The refusal of `compile=` at a place that lacks something it needs."""
+    return Refusal(
+        f"compile={plan.compile} needs a compiler", lacks,
+        "install it (apt-get install g++, or the PyTorch for your GPUs), name another with CXX, or leave compile= out",
+    )  # fmt: skip
 
 
 def of_rows(plan: Plan, rows: int) -> Iterator[Refusal]:
@@ -280,6 +294,9 @@ def of_modules(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
     if facts.modules is not None:
         for pattern, name in plan.exceptions:
             yield from of_exception(pattern, name, facts.modules, facts.parameters or {})
+        for pattern, value in plan.uncompiled:
+            if not any(fnmatch.fnmatchcase(path, pattern) for path in facts.modules):
+                yield _no_module(f"compile.{pattern}={value}", facts.modules)
     if facts.called is None:
         return
     if plan.recompute.kind != "none" and (refusal := no_layer(plan.recompute, facts.called)):
@@ -292,6 +309,11 @@ def of_modules(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:
             yield refusal
 
 
+def _no_module(what: str, modules: Iterable[str]) -> Refusal:
+    some = ", ".join([path for path in modules if path][:5])
+    return Refusal(f"{what} matches no module of the model", "", f"it has {some}, ...")
+
+
 def of_exception(
     pattern: str, name: str, modules: Iterable[str], parameters: Mapping[str, ParameterFacts]
 ) -> Iterator[Refusal]:
@@ -302,8 +324,7 @@ def of_exception(
     fitting = [path for path in modules if fnmatch.fnmatchcase(path, pattern)]
     what = f"precision.{pattern}={name}"
     if not fitting:
-        some = ", ".join([path for path in modules if path][:5])
-        yield Refusal(f"{what} matches no module of the model", "", f"it has {some}, ...")
+        yield _no_module(what, modules)
     for path in fitting:
         for weight, facts in parameters.items():
             inside = f"{weight}.".startswith(f"{path}.") or not path

@@ -135,6 +135,10 @@ class Plan:
     )
     backup: int = _key(Number(0), 0, "workers whose gradients a step does not wait for")
     bucket_bytes: int = _key(Bytes(), 25 * 2**20, "size of the buckets in which gradients are summed", name="bucket")
+    compile: str = _key(Choice(("none", "inductor")), "none", "the compiler of what runs between collectives")
+    uncompiled: tuple[tuple[str, str], ...] = _key(
+        Family("compile.", Choice(("none",))), (), "modules, by name pattern, that are not compiled"
+    )
 
     def __post_init__(self) -> None:
         for row in fields(self):

@@ -58,6 +58,7 @@ NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (("overlap",), ("outer", "workers"),
      "{key}={value} needs an outer optimizer; add outer=nesterov, or outer=sgd"),
     (("compress.",), ("compress",), "{value} names an exception, and the plan compresses nothing; give compress=KIND"),
+    (("compile.",), ("compile",), "{value} names an exception, and the plan compiles nothing; give compile=inductor"),
     (("sync", "compress"), ("data", "replica", "workers"),
      "{key}={value} is for several replicas, and the plan has one; add data=N, or leave {key}= out"),
 )  # fmt: skip

@@ -91,8 +91,10 @@ class Place:
     device          the type of their device
     ranks_per_host  the number of ranks on each host; None: all on one host
     shares_memory   whether the processes of a host may open each other's memory
+    lacks           what `compile=` needs and the place does not have, in words
     """
 
     device: str = "cpu"
     ranks_per_host: int | None = None
     shares_memory: bool = True
+    lacks: str = ""

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from plait.backends.eager.passes import EAGER_PASSES, eager_graphs, make_eager
+from plait.backends.choose import make_graphs, passes_of
+from plait.backends.eager.passes import eager_graphs
 from plait.backends.eager.rewrites.bucket_gradients import bucket_part
 from plait.backends.eager.rewrites.gather_ahead import gather_start
+from plait.backends.inductor.inductor_passes import describe_regions
 from plait.compile.compiled import Compiled
 from plait.compile.ir.calls import is_item, op_spec_of, output_node
 from plait.compile.ir.dtypes import dtype_name
@@ -83,6 +85,8 @@ class Explanation:
         lines += ["", "collectives of one step, in order (bytes that each rank sends)"]
         lines += [f"  {_row(item)}" for item in self.collectives] or ["  none"]
         lines += ["", *self._totals()]
+        if self.program.plan.compile != "none":
+            lines += ["", *describe_regions(self.program)]
         if self.compiled.without_rule:
             lines += ["", f"ops without a rule, run on whole inputs: {', '.join(sorted(self.compiled.without_rule))}"]
         return "\n".join(lines)
@@ -93,14 +97,15 @@ class Explanation:
 
     def diff(self, name: str) -> str:
         """The changes of one pass, as a unified diff of the graphs. Raises PlanError for an unknown pass."""
-        return pass_diff(self._watched(name).reports, name, [each.name for each in (*PASSES, *EAGER_PASSES)])
+        names = [each.name for each in PASSES] + [each.name for each in passes_of(self.program.plan)]
+        return pass_diff(self._watched(name).reports, name, names)
 
     def _watched(self, diff: str = "") -> Watcher:
         watcher = Watcher(diff)
         found = compile(
             self.program.captured, self.program.plan, self.layouts, watcher=watcher, cluster=self.program.cluster
         )
-        make_eager(found.program, watcher)
+        make_graphs(found.program, watcher)
         return watcher
 
     def tensor(self, name: str) -> str:

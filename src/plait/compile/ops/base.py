@@ -215,6 +215,7 @@ class OpSpec:
         random: the op in terms of `draw(shape, dtype, device, kind, params)`, its first argument (ops/random.py).
         dropout: position of the rate (dropout_p) of an op that is random only if the rate is not 0.
         communicates: its collective.
+        transfers: whether it begins or awaits a copy between the device and a home on the host or on disk.
         memory: the class of its memory, if that is not activations.
     """
 
@@ -239,6 +240,7 @@ class OpSpec:
     random: Callable[..., Any] | None = None
     dropout: int | None = None
     communicates: Communication | None = None
+    transfers: bool = False
     memory: MemoryUse | None = None
 
 

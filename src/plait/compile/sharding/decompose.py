@@ -16,7 +16,7 @@ from plait.compile.ir.shapes import StepMode, fake_of, frozen, spec_of
 from plait.compile.ir.views import view_of
 from plait.compile.ops import View
 
-_one_at_a_time = threading.Lock()  # make_fx changes torch itself while it traces
+tracing = threading.RLock()  # make_fx changes torch itself while it traces
 
 
 def decompose_node(node: Node, function: Callable[..., Any]) -> Node:
@@ -83,7 +83,7 @@ def _trace(node: Node, function: Callable[..., Any], sources: list[Node], values
         return function(*args, **kwargs)
 
     mode = values[0].fake_mode
-    with _one_at_a_time, mode, torch.no_grad():
+    with tracing, mode, torch.no_grad():
         traced = make_fx(torch.func.functionalize(run), tracing_mode="real", _allow_non_fake_inputs=True)(*values)
     for old in list(traced.graph.nodes):
         if old.op == "call_function" and view_of(old) is View.ALIAS:

@@ -82,4 +82,4 @@ def unstash_start(offload: OffloadStore, *stashed: Any) -> Arrival:
     return offload.unstash(stashed)
 
 
-register(fetch_start, arrival_wait, leave, stash, unstash_start, spec=OpSpec())
+register(fetch_start, arrival_wait, leave, stash, unstash_start, spec=OpSpec(transfers=True))
