@@ -16,7 +16,9 @@ from torch.nn import functional as F
 import plait
 from plait.api.trainer import Trainer
 from plait.api.verify import Verifier
+from plait.backends.eager.passes import eager_graphs
 from plait.comm.protocol import World
+from plait.compile.ir.node_info import info_of
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.local_batch import microbatches
 from plait.errors import CaptureError, PlanError
@@ -243,6 +245,18 @@ def test_activations_are_half_as_large() -> None:
     softmax = 4 * 64 * 64 * 4  # bytes, of the loss: float32 under every plan
     assert half - softmax == pytest.approx((wide - softmax) / 2, rel=0.02)
     assert half < 0.9 * autocast
+
+
+def test_microbatches_add_gradients_in_place_as_they_are_computed() -> None:
+    """In float32, without a float32 copy of each."""
+    plan = Plan.parse(f"micro=3 {HALF}")
+    program = Compiler(Captures(Llama(layers=1), loss_fn), plan).compiled(words(3)).program
+    for name in ("middle", "last"):
+        sums = [n for n in eager_graphs(program)[name].nodes if info_of(n).kind == "sum"]
+        assert {n.meta["val"].dtype for n in sums} == {torch.float32}
+        (readers,) = zip(*(n.users for n in sums), strict=True)
+        assert {n.target for n in readers} == {torch.ops.aten.add_.Tensor}
+        assert {n.args[1].meta["val"].dtype for n in readers} == {torch.bfloat16}
 
 
 class Counts(nn.Module):

@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from plait.compile.ir.calls import copy_graph, output_node, placeholders
 from plait.compile.ir.dtypes import dtype_name
 from plait.compile.ir.node_info import NodeInfo, describe, info_of
-from plait.compile.ir.views import is_fresh, is_whole_view, own_memory
+from plait.compile.ir.views import is_cast, is_fresh, is_whole_view, own_memory
 from plait.compile.passes.zero import gives_part, is_sum, narrow_parameters
 from plait.compile.rank_program import StepGraph
 
@@ -142,12 +142,17 @@ def _added(graph: Graph, term: Node, name: str) -> Node:
         if term.target is aten.mm.default and len(term.users) == 1:  # one kernel multiplies and adds
             total = graph.call_function(aten.addmm.default, (given, *term.args))
         else:
-            total = graph.call_function(aten.add.Tensor, (given, term))
+            total = graph.call_function(aten.add.Tensor, (given, _narrow_of(term)))
     total.meta = {**term.meta, "val": given.meta["val"]}
     return total
 
 
-aten = torch.ops.aten
+def _narrow_of(term: Node) -> Node:
+    """The gradient in the dtype in which it is computed, if a cast to a wider one is all that there is in between: the
+    addition widens it without memory of its own."""
+    source = term.all_input_nodes[0] if is_cast(term) else term
+    dtype = term.meta["val"].dtype
+    return source if torch.promote_types(source.meta["val"].dtype, dtype) == dtype else term
 
 
 def own_gradients(graph: Graph, gradients: Iterable[int]) -> Graph:
