@@ -1,4 +1,4 @@
-"""Step time in bf16 against float32, 2 processes, and against torch's DDP under autocast.
+"""Step time in bf16 against float32, 2 processes, and against torch's DDP under autocast and FSDP2 in bf16.
 
 python -m bench.precision [small wide] [--rounds 9] [--steps 3] [--write]
 """
@@ -18,6 +18,13 @@ def contenders(workload: str) -> list[Variant]:
         Variant("plait data=2 precision=bf16", variants.plait, (workload, "data=2 precision=bf16")),
         Variant("plait data=2 zero=2 precision=bf16", variants.plait, (workload, "data=2 zero=2 precision=bf16")),
         Variant("torch DDP, autocast to bf16", variants.torch_autocast, (workload,)),
+        Variant("plait data=2 precision=bf16-params", variants.plait, (workload, "data=2 precision=bf16-params")),
+        Variant(
+            "plait data=2 zero=3 precision=bf16-params",
+            variants.plait,
+            (workload, "data=2 zero=3 precision=bf16-params"),
+        ),
+        Variant("torch FSDP2, param_dtype bf16", variants.torch_fsdp2, (workload, True, True)),
     ]
 
 

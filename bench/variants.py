@@ -38,17 +38,19 @@ def torch_ddp(workload: str, fused: bool | None = None) -> Step:
     return _eager(DistributedDataParallel(WORKLOADS[workload].model()), WORKLOADS[workload].batch(rank, size), fused)
 
 
-def torch_fsdp2(workload: str, reshard: bool = True) -> Step:
-    """torch's fully_shard, each block and the whole; without `reshard` parameters stay whole till backward."""
+def torch_fsdp2(workload: str, reshard: bool = True, half: bool = False) -> Step:
+    """torch's fully_shard, each block and the whole; without `reshard` parameters stay whole till backward, and `half`
+    has them in bfloat16."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     rank, size = _join()
     model = WORKLOADS[workload].model()
     mesh = init_device_mesh("cpu", (size,))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     return _eager(model, WORKLOADS[workload].batch(rank, size))
 
 

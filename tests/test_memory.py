@@ -171,11 +171,14 @@ def captures() -> Captures:
     return Captures(ranks.gpt(), loss_fn)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_prediction_is_what_processes_allocate(precision: str) -> None:
+@pytest.mark.parametrize(
+    ("precision", "recomputes"),
+    [("fp32", ("none", "layer")), ("bf16", ("none",)), ("bf16-params", ("layer",))],
+)
+def test_the_prediction_is_what_processes_allocate(precision: str, recomputes: tuple[str, ...]) -> None:
     plans = [
         f"data=2 zero={zero} recompute={recompute} precision={precision}"
-        for recompute in ("none", "layer")
+        for recompute in recomputes
         for zero in range(4)
     ]
     measured = run("shm", Plan.parse(plans[0]).mesh, functools.partial(ranks.peaks, plans=plans))
