@@ -85,6 +85,8 @@ def _draw(rng: random.Random, spec: Spec) -> dict[str, str]:
         words["micro"] = str(micro)
     if kind == "agreement":
         _agreement(rng, words)
+    if spec.source in ("ids", "floats"):
+        _sequence(rng, words, spec, room)
     _memory(rng, words)
     _numbers(rng, words, spec)
     if rng.random() < 0.002:  # compiling takes seconds a region; scripts/fuzz --compiler gives it to all plans
@@ -92,6 +94,17 @@ def _draw(rng: random.Random, spec: Spec) -> dict[str, str]:
         if rng.random() < 0.5:
             words["compile.layers.0"] = "none"
     return words
+
+
+def _sequence(rng: random.Random, words: dict[str, str], spec: Spec, room: int) -> None:
+    """Keys that cut the sequence."""
+    sizes = [size for size in (2, 2, 3, 4) if size <= room and (spec.length % size == 0 or rng.random() < 0.1)]
+    if sizes and rng.random() < 0.2:
+        words["context"] = str(rng.choice(sizes))
+        if rng.random() < 0.6:
+            words["context.kind"] = rng.choice(["ring", "ring", "ulysses", "gather"])
+    if "tensor" in words and rng.random() < 0.35:
+        words["sequence"] = "yes"
 
 
 def _pipeline(rng: random.Random, words: dict[str, str], room: int) -> int:
@@ -119,7 +132,7 @@ def _memory(rng: random.Random, words: dict[str, str]) -> None:
     elif "data" in words and rng.random() < 0.1:
         words["central"] = "host"
     if rng.random() < 0.25:
-        words["recompute"] = rng.choice(["layer", "layer", "layers.0", "layers.*", "*.out", "budget=2KiB"])
+        words["recompute"] = rng.choice(["layer", "layer", "gathers", "layers.0", "layers.*", "*.out", "budget=2KiB"])
     if rng.random() < 0.1:
         for key in rng.sample(["home.optimizer", "home.parameters", "home.activations"], rng.choice([1, 1, 2])):
             words[key] = rng.choice(["host", "disk"])
