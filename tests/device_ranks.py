@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import device_kernels
 import fake_cuda  # first: before torch
 import torch
 from torch import Tensor, nn
@@ -117,6 +118,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {plan: functools.partial(train,
 CASES["not captured"] = fallback
 CASES["a wait for the device"] = waits
 CASES["two devices"] = mixes
+CASES |= device_kernels.CASES
 
 
 if __name__ == "__main__":
