@@ -29,6 +29,7 @@ from plait.cost.transformer_step import StepEstimate, TransformerProgram, estima
 from plait.plan.parallelism import ALTERNATE, FULL, NONE, SELECTIVE, Parallelism
 from plait.plan.sharding_plan import ZERO_STAGES
 from plait.schedule.families import make_schedule
+from plait.schedule.zero_bubble_search import StageSeconds, search_zero_bubble
 from plait.spec.cluster import Cluster, EfficiencyCurve
 from plait.spec.cluster_file import find_cluster
 
@@ -118,19 +119,26 @@ def _gpipe(row: PublishedRow, numbers: Numbers) -> float:
     return throughput(row.setup["pp"], row.setup["microbatches"]) / throughput(2, 1)
 
 
-SCHEDULES = {"1F1B": "1f1b", "1F1B-I": "interleaved", "ZB-H1": "zb-h1", "ZB-H2": "zb-h2", "ZB-1p": "zb-h1"}
+SCHEDULES = {"1F1B": ("1f1b",), "1F1B-I": ("interleaved",), "ZB-H1": ("zb-h1",), "ZB-H2": ("zb-h2",),
+             "ZB-1p": ("zb-h1", 1), "ZB-2p": ("zb-h2", 2)}  # fmt: skip
 
 
 def _zero_bubble(row: PublishedRow, _: Numbers) -> float:
-    """Simulated with the paper's profiled times. ZB-1p is a search in the memory of ZB-H1 and finds no less; ZB-2p in
-    that of ZB-H2 finds less than plait's schedules have."""
+    """Simulated with the paper's profiled times. ZB-1p and ZB-2p are searched in the memory of one and two times 1F1B;
+    the schedule without a search in that memory is among the candidates."""
     setup = row.setup
-    name = SCHEDULES.get(setup["schedule"], "zb-h2")
-    chunks = (setup["layers"] + 2) // setup["pp"] if name == "interleaved" else None
-    schedule = make_schedule(name, setup["pp"], setup["microbatches"], chunks)
-    each = schedule.num_stages // setup["pp"]
-    parts = [setup[key] / each for key in ("T_F_ms", "T_B_ms", "T_W_ms")]
-    return simulate(schedule, Costs.equal(schedule.num_stages, *parts, setup["T_comm_ms"])).bubble()
+    ranks, num_micro = setup["pp"], setup["microbatches"]
+    name, *times = SCHEDULES[setup["schedule"]]
+    chunks = (setup["layers"] + 2) // ranks if name == "interleaved" else None
+    candidates = [make_schedule(name, ranks, num_micro, chunks)]
+    parts = [setup[key] for key in ("T_F_ms", "T_B_ms", "T_W_ms")]
+    if times:
+        kept = 32 / (34 + 5 * setup["heads"] * setup["seq"] / setup["hidden"])  # by the paper's table 1
+        stages = [StageSeconds(*parts)] * ranks
+        candidates.append(search_zero_bubble(stages, setup["T_comm_ms"], num_micro, times[0] * ranks, kept))
+    each = candidates[0].num_stages // ranks
+    costs = Costs.equal(ranks * each, *(part / each for part in parts), setup["T_comm_ms"])
+    return min(simulate(schedule, costs).bubble() for schedule in candidates)
 
 
 def _with(cluster: Cluster, products: float = 0.0, memory: float = 0.0, links: float = 0.0) -> Cluster:

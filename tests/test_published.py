@@ -186,6 +186,16 @@ def test_zero_bubble_schedules_simulated_from_profiled_times(schedule: str, wors
     assert errors([row for row in rows if row.setup["microbatches"] <= 32])[1] < worst
 
 
+def test_a_search_leaves_as_little_bubble_as_the_papers() -> None:
+    """ZB-1p in the memory of 1F1B finds no less than ZB-H1; ZB-2p in twice of it nearly fills the bubble."""
+    rows = {
+        (row.setup["schedule"], row.setup["microbatches"]): row for row in of("Zero Bubble PP") if row.setup["pp"] == 8
+    }
+    assert predicted(rows["ZB-1p", 24]) == pytest.approx(rows["ZB-1p", 24].value, rel=1e-3)
+    assert predicted(rows["ZB-2p", 24]) == pytest.approx(rows["ZB-2p", 24].value, rel=0.05)
+    assert predicted(rows["ZB-2p", 32]) == pytest.approx(rows["ZB-2p", 32].value, abs=0.002)
+
+
 def test_a_shape_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="layers = 0; it is 1 or more"):
         TransformerShape(0, 8, 2, 10, 4)
