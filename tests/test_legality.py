@@ -199,9 +199,9 @@ NO_REFUSAL = {
     "integrations/servers/served_check.py": "argument",
     "integrations/servers/supervisor.py": "job", "integrations/servers/tables/sparse_table.py": "model",
     "integrations/servers/tables/table_shard.py": "argument", "report/explanation.py": "argument",
-    "report/simulation_text.py": "argument", "report/schedule_page.py": "argument",
-    "report/swimlane.py": "argument", "schedule/check.py": "argument",
-    "schedule/consistency.py": "argument", "schedule/families/__init__.py": "argument",
+    "report/simulation_text.py": "argument", "report/schedule_page.py": "argument", "report/swimlane.py": "argument",
+    "schedule/check.py": "argument", "schedule/consistency.py": "argument", "schedule/families/__init__.py": "argument",
+    "schedule/zero_bubble_search.py": "argument",
     "spec/mesh.py": "argument", "spec/schedule.py": "argument",
 }  # fmt: skip
 SOURCE = Path(plait.__file__).parent

@@ -39,6 +39,7 @@ def test_a_plan_as_numbers() -> None:
         batch=8, weights=2, pipeline=2, chunks=3, num_micro=8, cuts=ZERO_STAGES[2], sharded=4, recompute=FULL
     )
     assert Parallelism.of(plan).num_ranks == plan.num_processes
+    assert Parallelism.of(Plan.parse("data=2 context=4")) == Parallelism(batch=2, context=4)
     assert Parallelism.of(Plan()) == Parallelism()
 
 

@@ -258,7 +258,8 @@ def _data_time(own: float, how: Parallelism, cluster: Cluster, program: Transfor
     gradients = own * program.states.gradients
     if not how.cuts.parameters:
         return collective_time(CollectiveKind.ALL_REDUCE, gradients, group, cluster)
-    inner = group[: how.sharded]
+    across = how.context * how.weights
+    inner = group if how.sharded == ranks else range(0, how.sharded * across, across)
     half = program.value_bytes * own
     gathers = (3 if how.recompute == FULL else 2) * how.num_micro
     seconds = gathers * collective_time(CollectiveKind.ALL_GATHER, half, inner, cluster)

@@ -1,7 +1,7 @@
 """What a plan says of a transformer's step, as numbers: how many ranks share each part of the work and of the memory.
 
 Closed forms of memory and time (cost/transformer_step.py) read this, and no keys of a plan. It also has what published
-runs used and plait has no key for: context parallelism, sequence parallelism and selective recomputation.
+runs used and plait has no key for: sequence parallelism and selective recomputation.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class Parallelism:
         return cls(
             batch=math.prod(size for kind, size in sizes.items() if kind.cuts_rows),
             weights=math.prod(size for kind, size in sizes.items() if kind.cuts_weights),
+            context=math.prod(size for kind, size in sizes.items() if kind.cuts_sequence),
             pipeline=math.prod(size for kind, size in sizes.items() if kind.has_stages),
             chunks=plan.chunks,
             num_micro=plan.micro,
