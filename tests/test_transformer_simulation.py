@@ -6,10 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import plait
 from plait.api.cli import app
-from plait.api.job.gpt import BytesGPT
+from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.api.job.simulate_command import simulate_config
 from plait.cost.transformer import TransformerShape
 from plait.cost.transformer_simulation import SimulatedStep, program_of, simulate_step
@@ -80,9 +82,13 @@ def test_zero_and_recomputation_take_less_memory() -> None:
 
 
 def test_precision_halves_activations() -> None:
-    wide, narrow = step("data=8").estimate.memory, step("data=8 precision=bf16").estimate.memory
+    plans = ("data=8", "data=8 precision=bf16", "data=8 precision=bf16-params")
+    wide, autocast, narrow = (step(plan).estimate.memory for plan in plans)
     assert wide["activations"] == 2 * narrow["activations"]
-    assert wide["parameters"] == narrow["parameters"]
+    assert narrow["activations"] < autocast["activations"] < wide["activations"]  # the residual stream is in float32
+    assert narrow["parameters"] == wide["parameters"] * 1.5  # with copies in half precision
+    narrow_sums = step("data=8 precision=bf16-params reduce=bf16").estimate.sent["node"]
+    assert narrow_sums == step("data=8 precision=bf16-params").estimate.sent["node"] / 2
     assert step("precision=bf16").seconds < step("").seconds / 4
 
 
@@ -121,9 +127,21 @@ def test_the_shape_of_a_job_is_that_of_its_model() -> None:
     assert changed.estimate.memory["parameters"] > 1.8 * found.estimate.memory["parameters"]
 
 
+def test_memory_is_what_plait_predicts_op_by_op() -> None:
+    """The closed form of a GPT against `plait.memory`, which walks through the graphs that ranks run, and knows that
+    not all gradients are there when activations are."""
+    batch = {"x": torch.zeros(4, 64, dtype=torch.int64), "y": torch.zeros(4, 64, dtype=torch.int64)}
+    model = BytesGPT(layers=4, width=64, heads=4, sequence=64)
+    walked = plait.memory(model, loss_fn, batch, "precision=bf16").fullest
+    shape = TransformerShape(4, 64, 4, 256, 64, tied=False, dropout=False, stores_scores=False)
+    closed = step("precision=bf16", 4, shape=shape).estimate
+    assert closed.memory["activations"] + closed.memory["logits"] == pytest.approx(walked.saved, rel=0.2)
+    assert walked.peak <= closed.peak_memory <= 1.25 * walked.peak
+
+
 def test_a_shape_by_itself_on_the_command_line(tmp_path: Path) -> None:
     file = str(EXAMPLES / "shapes" / "llama3_70b.toml")
-    plan = "data=2 tensor=8 pipeline=4 micro=16 precision=bf16 zero=1 recompute=layer"
+    plan = "data=2 tensor=8 pipeline=4 micro=16 precision=bf16-params zero=1 recompute=layer"
     result = CliRunner().invoke(app, ["simulate", file, "--plan", plan, "--cluster", "h100x64"])
     assert result.exit_code == 0, result.output
     for text in ("64 of h100x64", "MFU", "tokens/s/rank", "1f1b on 4 ranks, 4 stages, 16 microbatches", "fits", "pod"):

@@ -16,6 +16,7 @@ from plait.cost.transformer_step import (
     TransformerProgram,
     estimate_step,
     head_time,
+    kept_bytes,
     layer_time,
     message_time,
 )
@@ -80,12 +81,21 @@ class SimulatedStep:
 
 
 def program_of(plan: Plan) -> TransformerProgram:
-    """What plait does of a step: float32 parameters, gradients and moments, and attention that skips what is masked."""
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(plan.precision, "float32")
-    size = 4 if dtype == "float32" else HALF_BYTES
-    # The loss has the logits, a float32 copy unless they are that, their log-softmax and gradient.
-    loss = 12 if dtype == "float32" else 14
-    return TransformerProgram(dtype, StateBytes(4, 4, 8), causal=0.5, loss_bytes=loss, value_bytes=size)
+    """What plait does of a step: float32 parameters, gradients and moments, copies of parameters in half precision, and
+    attention that skips what is masked."""
+    base, _, params = plan.precision.partition("-")
+    wide = base == "fp32"
+    return TransformerProgram(
+        {"bf16": "bfloat16", "fp16": "float16"}.get(base, "float32"),
+        StateBytes(4 if wide else 6, 4, 8),
+        causal=0.5,
+        loss_bytes=12
+        if wide
+        else 14,  # the logits, a float32 copy unless they are that, their log-softmax and gradient
+        value_bytes=4 if wide else HALF_BYTES,
+        stream_bytes=HALF_BYTES if params else 4,
+        reduce_bytes=HALF_BYTES if plan.reduce == "bf16" else 0,
+    )
 
 
 def simulate_step(
@@ -138,9 +148,7 @@ def cell_costs(
     inputs = [each * (layer.inputs + layer.backward_sent) for each in layers]
     weight = [each * layer.weight for each in layers]
     forward[-1], inputs[-1], weight[-1] = forward[-1] + head, inputs[-1] + head, weight[-1] + head
-    scale = program.value_bytes / HALF_BYTES
-    micro_rows = tokens / shape.sequence
-    kept = scale * shape.activation_bytes(micro_rows, how.weights, how.sequence, how.recompute)
+    kept = kept_bytes(shape, how, tokens / shape.sequence, program, how.recompute)
     return Costs(
         tuple(forward),
         tuple(inputs),

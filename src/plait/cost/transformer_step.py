@@ -40,6 +40,8 @@ class TransformerProgram:
         gather_efficiency: of the links, in gathers of parameters for their use.
         loss_bytes: bytes per element of the logits that the loss keeps, its gradient included.
         value_bytes: bytes of an activation.
+        stream_bytes: bytes of a value of the residual stream, which autocast leaves in float32.
+        reduce_bytes: bytes per parameter of gradients as they are summed over ranks; 0 for those of `states`.
     """
 
     dtype: str = "bfloat16"
@@ -50,6 +52,13 @@ class TransformerProgram:
     gather_efficiency: float = 1.0
     loss_bytes: float = 6.0
     value_bytes: int = HALF_BYTES
+    stream_bytes: int = HALF_BYTES
+    reduce_bytes: int = 0
+
+    @property
+    def summed_bytes(self) -> float:
+        """Bytes per parameter of gradients as they are summed over ranks."""
+        return self.reduce_bytes or self.states.gradients
 
 
 DEFAULT_PROGRAM = TransformerProgram()
@@ -255,7 +264,7 @@ def _data_time(own: float, how: Parallelism, cluster: Cluster, program: Transfor
     if ranks == 1:
         return 0.0
     group = range(0, ranks * how.weights, how.weights)
-    gradients = own * program.states.gradients
+    gradients = own * program.summed_bytes
     if not how.cuts.parameters:
         return collective_time(CollectiveKind.ALL_REDUCE, gradients, group, cluster)
     across = how.context * how.weights
@@ -268,6 +277,16 @@ def _data_time(own: float, how: Parallelism, cluster: Cluster, program: Transfor
     return max(seconds - compute, 0.0)  # a layer's parameters are gathered while the layer before it computes
 
 
+def kept_bytes(
+    shape: TransformerShape, how: Parallelism, rows: float, program: TransformerProgram, recompute: str
+) -> float:
+    """Bytes that a layer keeps from forward to backward on one rank, for a microbatch of `rows` sequences."""
+    found = shape.activation_bytes(rows, how.weights, how.sequence, recompute) * program.value_bytes / HALF_BYTES
+    inputs = 1 if recompute in (ALTERNATE, FULL) else 2  # of norms, which are of the residual stream
+    wider = inputs * (program.stream_bytes - program.value_bytes) * shape.hidden * rows * shape.sequence
+    return found + wider / (how.weights if how.sequence and recompute != FULL else 1)
+
+
 def _memory(
     shape: TransformerShape, how: Parallelism, rows: float, own: float, program: TransformerProgram
 ) -> dict[str, float]:
@@ -278,13 +297,12 @@ def _memory(
         "optimizer": own * states.optimizer / (parts if cuts.optimizer else 1),
     }
     rows /= how.context
-    scale = program.value_bytes / HALF_BYTES
-    layer = scale * shape.activation_bytes(rows, how.weights, how.sequence, how.recompute)
+    layer = kept_bytes(shape, how, rows, program, how.recompute)
     in_flight = min(how.num_micro, how.pipeline) / how.pipeline if how.chunks == 1 else 1.0
     factor = first_stage_factor(how.pipeline, how.chunks) if in_flight == 1.0 else in_flight
     sizes["activations"] = layer * shape.layers * factor
     if how.recompute in (ALTERNATE, FULL):  # of the layer that is recomputed
-        sizes["activations"] += scale * shape.activation_bytes(rows, how.weights, how.sequence, NONE)
+        sizes["activations"] += kept_bytes(shape, how, rows, program, NONE)
     logits = rows * shape.sequence * shape.vocab / how.weights
     sizes["logits"] = program.loss_bytes * logits
     if cuts.parameters:  # two layers are whole at a time
@@ -314,7 +332,7 @@ def _sent(
     add(range(how.weights), weights)
     ranks = how.batch * how.context
     group = range(0, ranks * how.weights, how.weights)
-    gradients = own * program.states.gradients
+    gradients = own * program.summed_bytes
     sums = (ranks - 1) / ranks * gradients
     if how.cuts.parameters:
         gathers = (3 if how.recompute == FULL else 2) * program.value_bytes * own * (how.sharded - 1) / how.sharded

@@ -1,7 +1,7 @@
 """What a plan says of a transformer's step, as numbers: how many ranks share each part of the work and of the memory.
 
 Closed forms of memory and time (cost/transformer_step.py) read this, and no keys of a plan. It also has what published
-runs used and plait has no key for: sequence parallelism and selective recomputation.
+runs used and plait has no key for: selective recomputation.
 """
 
 from __future__ import annotations
@@ -74,4 +74,5 @@ class Parallelism:
             cuts=ZERO_STAGES[plan.zero],
             sharded=math.prod(size for kind, size in sizes.items() if kind.cuts_states) if plan.zero else 1,
             recompute=recompute,
+            sequence=plan.sequence == "yes",
         )
