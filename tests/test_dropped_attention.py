@@ -30,7 +30,7 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rate: float, ca
         mask = torch.zeros(mask.shape).double().masked_fill(~mask, -torch.inf)
     _, weights = torch.ops.aten._scaled_dot_product_attention_math(q, k, v, mask, 0.0, causal)
     kept = torch.empty(weights.shape, dtype=torch.bool)
-    fill(kept, torch.randint(NUM_SEEDS, ()), 0, kept.shape, (None,) * 4, "bernoulli", (1 - rate,))
+    fill(kept, torch.randint(NUM_SEEDS, ()), 0, kept.shape, lambda _: (None,) * 4, "bernoulli", (1 - rate,))
     return weights * kept / (1 - rate) @ v
 
 

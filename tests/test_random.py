@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import pytest
@@ -11,13 +12,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from plait.compile.capture.capture import capture
 from plait.compile.ops import philox_kernel
 from plait.compile.ops import random as rule
 from plait.compile.ops.base import OP_SPECS, Call, Shard, Strategy, TensorSpec, strategies_of
 from plait.compile.ops.comm_ops import take
-from plait.compile.ops.draw import draw, fill
+from plait.compile.ops.draw import draw, fill, kept_by
+from plait.compile.ops.dropped_attention import dropped_attention, dropped_attention_backward
 from plait.compile.ops.philox import CalledWords, Groups
 from plait.compile.ops.random import GlobalRandom
 from plait.errors import CaptureError
@@ -114,10 +117,40 @@ def test_a_device_draws_much_by_as_many_calls_as_little(kind):
     counts = []
     for shape in ((4, 8), (64, 128, 4096)):
         with Calls() as calls:
-            fill(torch.empty(shape, device="meta"), 5, 0, shape, (None,) * len(shape), kind, KINDS[kind])
+            fill(
+                torch.empty(shape, device="meta"), 5, 0, shape, functools.partial(kept_by, (), shape), kind, KINDS[kind]
+            )
         counts.append(calls.count)
     assert counts[1] - counts[0] <= 5, counts  # those that number the rows, of one more dim
     assert counts[0] < 300
+
+
+class OneDevice(TorchDispatchMode):
+    """Fails where tensors are copied between a device and the host, for which the host waits."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor) and t.ndim]
+        assert len({t.device for t in tensors}) < 2, f"{func} has tensors of two devices"
+        assert func is not torch.ops.aten._local_scalar_dense.default or args[0].device.type == "cpu"
+        return result
+
+
+@pytest.mark.parametrize("cut", [(1, 2, 1, 1), (1, 2, 1, 3), (1, 4, 1, 3), (1, 2, 0, 1)])
+def test_the_host_does_not_wait_for_a_device_that_draws_a_part(cut):
+    shape = (6, 24)
+    out = torch.empty((6, 24 // cut[1]) if cut[2] else (3, 24), device="meta")
+    with OneDevice():
+        fill(out, 5, 0, shape, functools.partial(kept_by, (cut,), shape), "normal", (0.0, 1.0))
+
+
+@pytest.mark.parametrize("cuts", [[], [1, 2, 0, 1, 1, 3, 1, 1, 0, 2, 2, 1]])
+def test_the_host_does_not_wait_for_attention_with_dropout(cuts):
+    q, k, seed = (torch.empty(shape, device="meta") for shape in ((2, 2, 6, 4), (2, 2, 9, 4), ()))
+    rest = q.new_empty(1, 1, 6, 9), seed.long(), 0.4, True, 0.5, cuts
+    with OneDevice():
+        out, sums = dropped_attention._init_fn(q, k, k, *rest)
+        dropped_attention_backward._init_fn(out, q, k, k, *rest[:2], out, sums, *rest[2:], True)
 
 
 @pytest.mark.skipif(not philox_kernel.AVAILABLE, reason="there is no Triton")

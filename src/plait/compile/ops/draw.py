@@ -6,6 +6,7 @@ element's place in the global tensor (compile/ops/fill_random.py), so that a ran
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from plait.compile.ops.comm_ops import take
-from plait.compile.ops.fill_random import FILLS, fill_part
+from plait.compile.ops.fill_random import FILLS, Kept, fill_part
 from plait.compile.ops.philox import Seed
 from plait.spec.layout import Blocks
 
@@ -52,7 +53,7 @@ def draw(
     out = torch.empty(local, dtype=dtype, device=device)
     if out.is_meta or isinstance(out, FakeTensor) or out.numel() == 0:
         return out
-    fill(out, _mix(key & _MASK), index, shape, kept_by(cuts, shape, out.device), kind, params)
+    fill(out, _mix(key & _MASK), index, shape, functools.partial(kept_by, cuts, shape), kind, params)
     return out
 
 
@@ -61,12 +62,11 @@ def fill(
     seed: Seed,
     index: int,
     shape: Sequence[int],
-    kept: Sequence[Tensor | None],
+    kept: Kept,
     kind: str,
     params: Iterable[float],
 ) -> None:
-    """Fill a contiguous tensor with the part of a random tensor of this shape that has these indices of each dim, or
-    all (None)."""
+    """Fill a contiguous tensor with the part `kept` of a random tensor of this shape."""
     named = FILLS[kind]
     fill_part(out, seed, index, shape, kept, lambda words, block: named(words, block, *params))
 

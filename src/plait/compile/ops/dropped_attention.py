@@ -10,6 +10,7 @@ what fused kernels keep. It runs on any device, with any mask, and a part of it 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -49,31 +50,42 @@ class _Scores:
         most = _BLOCK.get(self.query.device.type, _LARGE_BLOCK)
         queries = max(1, min(num, most // max(row, 1)))
         samples = max(1, most // max(row * queries, 1)) if queries == num else 1
-        shape, kept, positions = self._places()
         for sample in range(0, batch, samples):
             for query in range(0, num, queries):
-                yield self._block(
-                    slice(sample, sample + samples), slice(query, query + queries), shape, kept, positions
-                )
+                yield self._block(slice(sample, sample + samples), slice(query, query + queries))
 
-    def _places(self) -> tuple[list[int], list[Tensor | None], Tensor]:
-        """The shape of all scores, the indices in it that are here, and the positions of the queries, on the host."""
+    @functools.cached_property
+    def _cuts(self) -> list[Cut]:
+        groups = [self.cuts[i : i + 4] for i in range(0, len(self.cuts), 4)]
+        return [(coordinate, size, dim, blocks) for coordinate, size, dim, blocks in groups]
+
+    @functools.cached_property
+    def _shape(self) -> list[int]:
+        """The shape of all scores, of which those here are a part."""
         shape = [*self.query.shape[:3], self.key.shape[2]]
-        cuts: list[Cut] = [
-            (self.cuts[i], self.cuts[i + 1], self.cuts[i + 2], self.cuts[i + 3]) for i in range(0, len(self.cuts), 4)
-        ]
-        for _, size, dim, _ in cuts:
+        for _, size, dim, _ in self._cuts:
             shape[dim] *= size
-        positions = kept_by([cut for cut in cuts if cut[2] == QUERIES], shape, torch.device("cpu"))[QUERIES]
-        kept = kept_by(cuts, shape, self.query.device)
-        return shape, kept, torch.arange(shape[QUERIES]) if positions is None else positions
+        return shape
 
-    def _block(
-        self, samples: slice, queries: slice, shape: list[int], kept: list[Tensor | None], positions: Tensor
-    ) -> _Block:
+    def _places(self, device: torch.device) -> list[Tensor]:
+        """The indices of each dim in all scores."""
+        kept = kept_by(self._cuts, self._shape, device)
+        own = zip(kept, self._shape, strict=True)
+        return [torch.arange(n, device=device) if some is None else some for some, n in own]
+
+    @functools.cached_property
+    def _here(self) -> list[Tensor]:
+        return self._places(self.query.device)
+
+    @functools.cached_property
+    def _on_host(self) -> list[Tensor]:
+        return self._places(torch.device("cpu"))
+
+    def _block(self, samples: slice, queries: slice) -> _Block:
         device = self.query.device
-        last = int(positions[queries][-1]) + 1 if self.causal else shape[3]
-        keys = slice(0, min(last, self.key.shape[2]))
+        num_keys = self.key.shape[2]
+        last = int(self._on_host[QUERIES][queries][-1]) + 1 if self.causal else num_keys
+        keys = slice(0, min(last, num_keys))
         q, k = self.query[samples, :, queries], self.key[samples, :, keys]
         scores = _product(_by_kv_head(q, k), k.mT).mul_(self.scale).view(*q.shape[:3], k.shape[2])
         where = _where(self.mask, samples, queries, keys)
@@ -81,16 +93,18 @@ class _Scores:
             some = self.mask[where]
             scores = scores.masked_fill_(~some, -math.inf) if some.dtype == torch.bool else scores.add_(some)
         if self.causal:
-            later = positions[queries].to(device)[:, None] < torch.arange(k.shape[2], device=device)
-            scores = scores.masked_fill_(later, -math.inf)
-        here = [(i, torch.arange(n, device=device) if i is None else i) for i, n in zip(kept, shape, strict=True)]
-        parts = [own[part] for (_, own), part in zip(here, (samples, slice(None), queries, keys), strict=True)]
+            later = self._here[QUERIES][queries, None] < torch.arange(k.shape[2], device=device)
+            # An addition is several times as fast as masked_fill_ on CPU.
+            scores = scores.add_(torch.zeros_like(later, dtype=scores.dtype).masked_fill_(later, -math.inf))
         kept_scores = torch.empty(scores.shape, dtype=torch.bool, device=device)
-        whole_keys = k.shape[2] == shape[3]
-        fill(
-            kept_scores, self.seed, 0, shape, [*parts[:3], None if whole_keys else parts[3]], "bernoulli",
-            (1 - self.rate,),
-        )  # fmt: skip
+
+        def kept(device: torch.device) -> list[Tensor | None]:
+            places = self._here if device == self.query.device else self._on_host
+            parts = zip(places, (samples, slice(None), queries, keys), strict=True)
+            some = [indices[part] for indices, part in parts]
+            return [*some[:3], None if k.shape[2] == num_keys else some[3]]
+
+        fill(kept_scores, self.seed, 0, self._shape, kept, "bernoulli", (1 - self.rate,))
         return _Block(samples, queries, keys, where, scores, kept_scores)
 
 

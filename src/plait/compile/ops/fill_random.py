@@ -20,13 +20,13 @@ from plait.compile.ops.philox import CalledWords, Groups, Seed, Words
 _CACHED, _AT_ONCE = 1 << 15, 1 << 25  # groups in a block, for each thread of a CPU, and on other devices
 
 
+# For each dim of a whole tensor the ascending indices that a part has, or None for all: on the device that is asked
+# for, because to send them there would make the host wait.
+Kept = Callable[[torch.device], Sequence[Tensor | None]]
+
+
 def fill_part(
-    out: Tensor,
-    seed: Seed,
-    stream: int,
-    shape: Sequence[int],
-    kept: Sequence[Tensor | None],
-    fill: Callable[[Words, Tensor], None],
+    out: Tensor, seed: Seed, stream: int, shape: Sequence[int], kept: Kept, fill: Callable[[Words, Tensor], None]
 ) -> None:
     """Fill a part of a random tensor.
 
@@ -35,10 +35,10 @@ def fill_part(
         seed: of the numbers.
         stream: which of the tensors with this seed it is, from 0 to 2**32 - 1.
         shape: of the whole tensor.
-        kept: for each dim the ascending indices that the part has, or None for all.
+        kept: the part.
         fill: writes numbers of words into a tensor of shape [..., 4].
     """
-    groups, places = _groups(list(shape), list(kept), out.device)
+    groups, places = _groups(list(shape), kept, out.device)
     num_rows, num_columns = len(groups.rows), len(groups.columns)
     target = out if places is None else out.new_empty(num_rows * num_columns * 4)
     target = target.view(num_rows, num_columns, 4)
@@ -50,25 +50,33 @@ def fill_part(
         out.view(num_rows, -1).copy_(target.flatten(1).index_select(1, places))
 
 
-def _groups(shape: list[int], kept: list[Tensor | None], device: torch.device) -> tuple[Groups, Tensor | None]:
+def _groups(shape: list[int], kept: Kept, device: torch.device) -> tuple[Groups, Tensor | None]:
     """The groups that a part needs, and the places of its elements in them, or None if it has all, in their order."""
+    indices = list(kept(device))
     while shape and shape[-1] == 1:
-        shape, kept = shape[:-1], kept[:-1]
+        shape, indices = shape[:-1], indices[:-1]
     last = shape[-1] if shape else 1
     rows = torch.zeros(1, dtype=torch.int64, device=device)
-    for n, indices in zip(shape[:-1], kept[:-1], strict=True):
-        own = torch.arange(n, device=device) if indices is None else indices.to(device)
+    for n, some in zip(shape[:-1], indices[:-1], strict=True):
+        own = torch.arange(n, device=device) if some is None else some
         rows = (rows[:, None] * n + own).view(-1)
     width = -(-last // 4)
-    indices = kept[-1] if shape else None
-    if indices is None:
+    some = indices[-1] if shape else None
+    if some is None:
         places = None if last % 4 == 0 else torch.arange(last, device=device)
         return Groups(rows, torch.arange(width, device=device), width), places
-    indices = indices.cpu()
-    columns, group = (indices // 4).unique(return_inverse=True)
-    at = group * 4 + indices % 4
-    whole = len(at) == 4 * len(columns)
-    return Groups(rows, columns.to(device), width), None if whole else at.to(device)
+    on_host = kept(torch.device("cpu"))[len(shape) - 1]
+    assert on_host is not None
+    if _has_whole_groups(on_host):
+        return Groups(rows, some[::4] // 4, width), None
+    return Groups(rows, some // 4, width), torch.arange(0, 4 * len(some), 4, device=device) + some % 4
+
+
+def _has_whole_groups(indices: Tensor) -> bool:
+    if len(indices) % 4:
+        return False
+    fours = indices.view(-1, 4)
+    return bool((fours == fours[:, :1] // 4 * 4 + torch.arange(4)).all())
 
 
 def _blocks(num_rows: int, num_columns: int, most: int) -> Iterator[tuple[slice, slice]]:
