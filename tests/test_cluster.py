@@ -8,10 +8,16 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+import torch
 
+from plait.api.job.gpt import BytesGPT, loss_fn
+from plait.compile.stage_costs import estimate_costs
 from plait.cost.collective_time import CollectiveKind, collective_time, send_time
 from plait.cost.op_time import op_time
+from plait.engine import compiler
+from plait.engine.compiler import Captures, Compiler
 from plait.errors import ConfigError, PlanError
+from plait.plan.plan import Plan
 from plait.spec.cluster import Cluster, DeviceSpec, EfficiencyCurve, LinkSpec
 from plait.spec.cluster_file import NUMBERS, cluster_of_device, find_cluster, parse_cluster, shipped
 
@@ -116,6 +122,24 @@ def test_the_machine_of_a_step(kind: str, num_devices: int) -> None:
     assert found.device.overlaps == (kind == "cuda")
     assert cluster_of_device("cuda", "NVIDIA H200", 8).device.memory == 141e9
     assert cluster_of_device("cuda", "NVIDIA H100 80GB HBM3", 8).device.memory == 80e9
+
+
+def test_a_step_is_compiled_for_the_machine_that_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU by round numbers, on an accelerator by those of the description that names it."""
+    batch = {"x": torch.zeros(4, 8, dtype=torch.int64), "y": torch.zeros(4, 8, dtype=torch.int64)}
+    captures = Captures(BytesGPT(layers=2, width=16, heads=2, sequence=8), loss_fn)
+    found = {}
+    for kind in ("cpu", "cuda"):
+        monkeypatch.setattr(compiler, "device_type", lambda graph, kind=kind: kind)
+        monkeypatch.setattr(compiler, "device_name", lambda kind: "NVIDIA H200" if kind == "cuda" else "")
+        program = Compiler(captures, Plan.parse("pipeline=2 micro=2")).compiled(batch).program
+        costs = estimate_costs(program, {cell: each.graph for cell, each in program.pipeline.cells.graphs.items()})
+        found[kind] = program.cluster, costs
+    assert found["cpu"][0].device.peak_of("float32") == 1e11
+    assert found["cpu"][1].bytes_per_second == 2.5e9
+    assert found["cuda"][0].device.memory == 141e9
+    assert found["cuda"][1].bytes_per_second == 450e9 * 0.8
+    assert all(after > 0 for after in found["cuda"][1].forward)
 
 
 def test_efficiency_is_linear_in_the_logarithm_of_the_size() -> None:
