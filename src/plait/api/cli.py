@@ -298,18 +298,35 @@ def simulate_plan(
 
 @app.command()
 def schedule(
-    name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="Such as 1f1b or zb-v, or a file of actions.")],
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="Such as 1f1b or zb-search, or a file of actions.")],
     stages: Annotated[int | None, typer.Option("--stages", min=1, help="Ranks of the pipeline.")] = None,
     micro: Annotated[int | None, typer.Option("--micro", min=1, help="Microbatches.")] = None,
     chunks: Annotated[int | None, typer.Option("--chunks", min=1, help="Stages on each rank.")] = None,
     costs: Annotated[Path | None, typer.Option("--costs", help="Seconds and bytes of each stage, as JSON.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page with the picture, to zoom into.")] = None,
+    memory: Annotated[
+        float, typer.Option("--memory", min=1, help="For zb-search: the most activations, in times of 1f1b's.")
+    ] = 2.0,
+    save: Annotated[Path | None, typer.Option("--save", help="Write a file, for schedule=FILE of a plan.")] = None,
 ) -> None:
     """Draw the schedule of a pipeline, with its simulated utilisation, bubble and memory. Nothing is run."""
     with _errors_shown_once():
-        from plait.report.schedule_page import describe_schedule, find_schedule, predict, write_schedule_page
+        from plait.report.schedule_page import (
+            SEARCHED,
+            describe_schedule,
+            find_schedule,
+            predict,
+            save_schedule,
+            search_schedule,
+            write_schedule_page,
+        )
 
-        found = find_schedule(name, stages, micro, chunks)
+        if name == SEARCHED:
+            found = search_schedule(stages, micro, costs, memory)
+        else:
+            found = find_schedule(name, stages, micro, chunks)
+        if save is not None:
+            save_schedule(save, found)
         trace = predict(found, costs)
         if html is not None:
             write_schedule_page(html, found, trace, costs)

@@ -12,8 +12,11 @@ from plait.schedule.check import check_schedule
 from plait.schedule.families import FAMILIES, find_family, make_schedule
 from plait.schedule.readiness import chain
 from plait.schedule.schedule_grid import draw_grid
+from plait.schedule.zero_bubble_search import StageSeconds, search_zero_bubble
 from plait.spec.schedule import Schedule
 from plait.spec.trace import Trace
+
+SEARCHED = "zb-search"
 
 
 def find_schedule(name: str, num_ranks: int | None, num_micro: int | None, chunks: int | None) -> Schedule:
@@ -34,6 +37,22 @@ def find_schedule(name: str, num_ranks: int | None, num_micro: int | None, chunk
     return make_schedule(name, num_ranks, num_micro, chunks)
 
 
+def search_schedule(num_ranks: int | None, num_micro: int | None, costs: Path | None, memory: float) -> Schedule:
+    """The schedule with split backwards that a search finds for the costs in a file.
+
+    `memory` is the most that a rank holds, in times of what 1f1b does. Raises PlanError if a number or the costs are
+    missing.
+    """
+    if num_ranks is None or num_micro is None or costs is None:
+        raise PlanError(f"{SEARCHED} is searched for given times: give --stages, --micro and --costs FILE")
+    given = read_costs(costs, num_ranks)
+    stages = [StageSeconds(*each) for each in zip(given.forward, given.backward, given.weight, strict=True)]
+    transfer = max((given.transfer(stage, stage + 1) for stage in range(num_ranks - 1)), default=0.0)
+    whole = [given.of("activation_bytes", stage) for stage in range(num_ranks)]
+    kept = max((given.kept_for_weight(stage) / each for stage, each in enumerate(whole) if each), default=1.0)
+    return search_zero_bubble(stages, transfer, num_micro, memory * num_ranks, kept)
+
+
 def _read(path: Path, asked: dict[str, int | None]) -> Schedule:
     try:
         schedule = Schedule.parse(path.read_text())
@@ -47,6 +66,14 @@ def _read(path: Path, asked: dict[str, int | None]) -> Schedule:
         if value is not None and value != has[option]:
             raise PlanError(f"{option} {value}, but the file {str(path)!r} is for {has[option]}; leave {option} out")
     return schedule
+
+
+def save_schedule(path: Path, schedule: Schedule) -> None:
+    """Write a schedule as a file that a plan can name. Raises PlanError if it cannot be written."""
+    try:
+        path.write_text(f"{schedule}\n")
+    except OSError as error:
+        raise PlanError(f"cannot write the schedule {str(path)!r}: {error.strerror}") from None
 
 
 def predict(schedule: Schedule, costs: Path | None) -> Trace:
