@@ -162,6 +162,7 @@ def verifier() -> Verifier:
         "stages=[tensor=2|data=2] micro=2", "replica=2 data=2 zero=3 reduce=bf16", "data=2 central=host micro=2",
         "data=2 zero=3 home.parameters=disk home.optimizer=disk home.activations=disk", "data=2 sync=2 outer=nesterov",
         "data=2 compress=int8", "pipeline=2 micro=4 schedule=pipedream", "workers=2 servers=1 staleness=0",
+        "data=2 context=2",
         "data=2 zero=3 precision.norm=fp32 precision.layers.1=fp32",
     ],
 )  # fmt: skip
@@ -316,13 +317,25 @@ def test_inputs_of_modules_are_cast_and_buffers_are_not() -> None:
         assert report.ok, report
 
 
+def test_the_model_itself_keeps_its_weights_and_its_dtype() -> None:
+    model = Llama(layers=1)
+    trainer = Trainer(model, loss_fn, ADAM, HALF)
+    before = model.head.weight.detach().clone()
+    trainer.step(words())
+    with trainer.gathered():
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert not torch.equal(model.head.weight, before)
+        assert model(words()).dtype == torch.float32
+    trainer.close()
+
+
 class Normed(nn.Module):
     """Batch norm, and a kernel that takes no two dtypes."""
 
     def __init__(self, mixes: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6, affine=mixes), nn.Linear(6, 2)
         self.mixes = mixes
 
     def forward(self, x: Tensor) -> Tensor:
@@ -333,8 +346,9 @@ class Normed(nn.Module):
 
 def test_batch_norm_stays_wide_and_kernels_of_two_dtypes_are_refused() -> None:
     rows = torch.randn(8, 4)
-    report = plait.verify(Normed(False), square, rows, f"data=2 zero=3 {HALF}")
-    assert report.ok, report
+    for model in (Normed(False), Normed(False).double()):
+        report = plait.verify(model, square, rows.to(model.last.weight.dtype), f"data=2 zero=3 {HALF}")
+        assert report.ok, report
     with pytest.raises(PlanError, match=rf"{HALF} .*compute it in float32: precision\.MODULE=fp32, or cast what it"):
         plait.verify(Normed(True), square, rows, HALF)
 

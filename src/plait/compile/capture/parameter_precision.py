@@ -37,7 +37,7 @@ def cast_parameters(
         model: the model. Gradients of the copies reach its own parameters.
         dtype: the half precision.
         kept: modules whose parameters, and those of modules within, stay as they are. Their inputs are cast to float32
-            (float64 if they have parameters in it), and what they return is cast to `dtype` for the modules outside.
+            (float64 if they have tensors in it), and what they return is cast to `dtype` for the modules outside.
         stand_ins: the model's tensors by the ids of those to which code may refer in their place; empty if to them.
 
     Yields the copies by name of parameter. Backward that calls modules again must run within the context too.
@@ -80,7 +80,7 @@ def _within(model: nn.Module, kept: Collection[nn.Module]) -> dict[nn.Module, to
     """The modules that are kept wide, with those within them, and the dtype in which each of them computes."""
     found: dict[nn.Module, torch.dtype] = {}
     for outer in (module for module in model.modules() if module in kept):
-        has_double = any(p.dtype == torch.float64 for p in outer.parameters())
+        has_double = any(own.dtype == torch.float64 for own in (*outer.parameters(), *outer.buffers()))
         found |= dict.fromkeys(outer.modules(), torch.float64 if has_double else torch.float32)
     return found
 
