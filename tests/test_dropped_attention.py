@@ -15,6 +15,7 @@ from plait.compile.ops import OP_SPECS, dropped_attention
 from plait.compile.ops.draw import fill
 from plait.compile.ops.random import GlobalRandom
 from plait.compile.ops.sdpa_with_dropout import NUM_SEEDS
+from plait.errors import CaptureError
 
 FORWARD, BACKWARD = torch.ops.plait.dropped_attention.default, torch.ops.plait.dropped_attention_backward.default
 MASKS = {
@@ -139,3 +140,12 @@ def test_in_half_precision_sums_are_wide(dtype: torch.dtype) -> None:
     wide, exact = FORWARD(q.double(), k.double(), v.double(), None, seed, 0.2, True, 0.5, [])
     assert (out.dtype, sums.dtype) == (dtype, torch.float32)
     assert torch.allclose(sums.double(), exact, 1e-5, 1e-5) and torch.allclose(out.double(), wide, 2e-2, 2e-2)
+
+
+def test_a_kernel_that_draws_a_mask_of_its_own_is_refused_by_name() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        q = model(batch).view(2, 4, 2, 8)
+        return torch.ops.aten._flash_attention_forward(q, q, q, None, None, 4, 4, 0.5, False, False)[0].sum()
+
+    with pytest.raises(CaptureError, match=r"_flash_attention_forward.*its numbers would depend on the plan"):
+        capture(nn.Linear(16, 16), loss, torch.randn(2, 4, 16))

@@ -16,6 +16,7 @@ from plait.compile.ops import (  # noqa: F401  (each registers its rows)
     loss,
     matmul,
     norm,
+    packed_attention,
     pointwise,
     random,
     reduce,
