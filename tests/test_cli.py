@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -158,20 +159,31 @@ def test_run_traces_a_script_as_it_is(folder: Path) -> None:
     assert "report.html" in page.stdout and (folder / "traced" / "report.html").stat().st_size > 1 << 20, page.output
 
 
-def test_train_on_two_processes_stop_and_resume_under_another_plan(folder: Path) -> None:
-    process = plait("train", "job.toml", "--plan", "data=2", "--set", "train.steps=100000")
+def test_train_on_two_processes_stop_and_resume_under_another_plan(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     metrics = folder / "run" / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    out, error = process.communicate()
-    assert process.returncode == 128 + signal.SIGTERM, error
-    assert "--resume goes on from there" in out and error == ""
+    begun, over = threading.Event(), threading.Event()
+
+    def stop() -> None:
+        while not over.wait(0.05) and not begun.is_set():
+            if metrics.exists() and metrics.stat().st_size:
+                begun.set()
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
+    launcher = CliRunner().invoke(app, ["train", "job.toml", "--plan", "data=2", "--set", "train.steps=100000"])
+    over.set()
+    stopper.join()
+    out, error = capfd.readouterr()
+    assert launcher.exit_code == 128 + signal.SIGTERM, launcher.output + error
+    assert "--resume goes on from there" in out and error == "" and launcher.output == ""
     done = len(read_metrics(metrics))
     steps = f"train.steps={done + 5}"
-    process = plait("train", "job.toml", "--plan", "tensor=2", "--set", steps, "--resume")
-    out, error = process.communicate()
-    assert process.returncode == 0, error
+    launcher = CliRunner().invoke(app, ["train", "job.toml", "--plan", "tensor=2", "--set", steps, "--resume"])
+    out, error = capfd.readouterr()
+    assert launcher.exit_code == 0, launcher.output + error
     assert f"going on after step {done}" in out and (folder / "run" / "sample.txt").exists()
     alone = CliRunner().invoke(app, ["train", "job.toml", "--set", steps, "--set", "train.out=one"])
     assert alone.exit_code == 0, alone.output

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import plait
+import plait.backends.eager.passes  # registers the calls of eager programs
 import plait.compile.pipeline  # registers plait's own calls
 from plait.compile.ops import OP_SPECS, comm_ops
 from plait.plan.axes import AXES

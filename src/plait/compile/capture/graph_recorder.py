@@ -168,6 +168,8 @@ class GraphRecorder(TorchDispatchMode):
     # the mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].device  # asked for several times by every call
         kwargs = kwargs or {}
         row = op_spec(func)
         if row.random is not None:

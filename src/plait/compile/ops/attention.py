@@ -136,6 +136,6 @@ for _name, _signature in _SIGNATURES.items():
         *overloads(_name),
         spec=OpSpec(
             strategies=attention_strategies(_signature), linear=_groups, formats=True, strided=True, role="attention",
-            dropout=_signature.dropout and _signature.dropout[0],
+            dropout=_signature.dropout and _signature.dropout[0], by_device=True,
         ),
     )  # fmt: skip

@@ -212,6 +212,7 @@ class OpSpec:
         reads: what it reads of its tensors: values, shape and dtype only, or memory with its strides and offsets.
         fake: computes the result on fake tensors, if the op's own shape function is wrong.
         instead: the op in terms of others, which a capture records in its place.
+        by_device: whether the shapes, strides or dtypes of its results depend on the kind of device.
         random: the op in terms of `draw(shape, dtype, device, kind, params)`, its first argument (ops/random.py).
         dropout: position of the rate (dropout_p) of an op that is random only if the rate is not 0.
         communicates: its collective.
@@ -237,6 +238,7 @@ class OpSpec:
     reads: Reads = "values"
     fake: Callable[..., Any] | None = None
     instead: Callable[..., Any] | None = None
+    by_device: bool = False
     random: Callable[..., Any] | None = None
     dropout: int | None = None
     communicates: Communication | None = None

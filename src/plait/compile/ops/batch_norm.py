@@ -247,6 +247,12 @@ register(*overloads("_batch_norm_no_update"), spec=OpSpec(strategies=_strategies
 register(*overloads("native_batch_norm_backward"), spec=_rule(_native_backward, 7, linear=0, formats=True))
 state(*overloads("_batch_norm_with_update"), batch_statistics=True)
 register(*overloads("batch_norm_backward"), spec=_rule(_any_backward, 7, linear=0, formats=True))
+state(
+    *overloads("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit.no_stats"),
+    *overloads("_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training"),
+    *overloads("_batch_norm_with_update", "_batch_norm_with_update_functional", "_batch_norm_no_update"),
+    by_device=True,
+)
 
 
 # At capture: kernels that change running statistics, which their schemas do not say, and those whose backward wants

@@ -166,7 +166,8 @@ _UPSAMPLE = {
 for _n, _modes in _UPSAMPLE.items():
     for _mode in _modes:
         _name = f"_upsample{_mode}" if _mode.startswith("_") else f"upsample_{_mode}"
-        register(*overloads(_name, f"{_name}.vec"), spec=OpSpec(factors=_planes(_n), linear=first_operand))
+        _forward_spec = OpSpec(factors=_planes(_n), linear=first_operand, by_device=True)
+        register(*overloads(_name, f"{_name}.vec"), spec=_forward_spec)
         # (grad, output_size, input_size, ...): input_size is the whole shape of the result.
         register(*overloads(f"{_name}_backward"), spec=OpSpec(factors=_planes(_n), linear=first_operand, sizes=2))
 
@@ -185,8 +186,14 @@ for _n in (2, 3):
     register(*overloads(f"max_unpool{_n}d"), spec=OpSpec(factors=_planes(_n)))
 
 register(*overloads("im2col", "col2im"), spec=OpSpec(factors=_samples, linear=first_operand))
-register(*overloads("grid_sampler_2d", "grid_sampler_3d"), spec=OpSpec(factors=_samples, linear=first_operand))
-register(*overloads("pixel_shuffle", "pixel_unshuffle"), spec=OpSpec(factors=_planes(3), linear=first_operand))
+register(
+    *overloads("grid_sampler_2d", "grid_sampler_3d"),
+    spec=OpSpec(factors=_samples, linear=first_operand, by_device=True),
+)
+register(
+    *overloads("pixel_shuffle", "pixel_unshuffle"),
+    spec=OpSpec(factors=_planes(3), linear=first_operand, by_device=True),
+)
 
 
 def _spectrum(call: Call) -> list[Factor]:
@@ -196,4 +203,5 @@ def _spectrum(call: Call) -> list[Factor]:
 
 
 for _op in overloads("_fft_r2c", "_fft_c2c", "_fft_c2r"):
-    register(_op, spec=OpSpec(factors=_spectrum, linear=first_operand if _op is aten._fft_c2c.default else no_groups))
+    _groups = first_operand if _op is aten._fft_c2c.default else no_groups
+    register(_op, spec=OpSpec(factors=_spectrum, linear=_groups, by_device=True))

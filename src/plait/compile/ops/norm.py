@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.compile.ops.base import Builder, Call, OpSpec, Partial, Placements, Shard, Strategy, register
+from plait.compile.ops.base import Builder, Call, OpSpec, Partial, Placements, Shard, Strategy, register, state
 from plait.compile.ops.dims import HALF, aten, blocks_of, first_operand, overloads, put, sharded_strategy, widened
 
 
@@ -227,3 +227,4 @@ register(
         fake=_fake_group_backward,
     ),
 )
+state(*overloads("native_layer_norm", "native_group_norm"), by_device=True)  # by the dtype of mean and rstd

@@ -149,7 +149,7 @@ register(
     *overloads("zeros_like", "ones_like", "empty_like", "full_like"),
     spec=OpSpec(factors=pointwise_factors, strategies=_like, reads="shape"),
 )
-register(*overloads("log_sigmoid_forward"), spec=OpSpec(strategies=_log_sigmoid))
+register(*overloads("log_sigmoid_forward"), spec=OpSpec(strategies=_log_sigmoid, by_device=True))
 register(*overloads("log_sigmoid_backward"), spec=OpSpec(strategies=_log_sigmoid, linear=first_operand))
 
 

@@ -160,11 +160,9 @@ register(*overloads("mean", "mean.dim"), spec=OpSpec(factors=_free, strategies=_
 register(*overloads("any", "any.dim", "any.dims"), spec=OpSpec(factors=_free, decompose=_any))
 register(*overloads("all", "all.dim", "all.dims"), spec=OpSpec(factors=_free, decompose=_all))
 register(
-    *overloads(
-        "prod", "prod.dim_int", "max.dim", "min.dim", "argmax", "argmin", "median", "median.dim", "nanmedian.dim",
-    ),
-    spec=OpSpec(factors=_free),
-)  # fmt: skip
+    *overloads("prod", "prod.dim_int", "max.dim", "min.dim", "argmax", "argmin", "median"), spec=OpSpec(factors=_free)
+)
+register(*overloads("median.dim", "nanmedian.dim"), spec=OpSpec(factors=_free, by_device=True))
 for _name, _finish in _FINISH.items():
     register(*overloads(f"{_name}.correction"), spec=OpSpec(factors=_free, decompose=_of_moments(_finish, True)))
     register(*overloads(_name, f"{_name}.dim"), spec=OpSpec(factors=_free, decompose=_of_moments(_finish, False)))
@@ -175,7 +173,7 @@ register(*overloads("cumsum"), spec=OpSpec(factors=_along(1), linear=first_opera
 register(*overloads("cumprod", "logcumsumexp", "cummax", "cummin", "sort", "argsort"), spec=OpSpec(factors=_along(1)))
 register(*overloads("sort.stable"), spec=OpSpec(factors=_along(2)))
 register(*overloads("topk"), spec=OpSpec(factors=_along(2)))
-register(*overloads("histc"), spec=OpSpec(factors=_histogram))
+register(*overloads("histc"), spec=OpSpec(factors=_histogram, by_device=True))
 
 
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
