@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import operator
 import shutil
 import weakref
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ from torch.fx import Graph, Node
 from torch.nn import functional as F
 
 import plait
+from plait.api.job.metrics import compile_progress
 from plait.backends.eager.rewrites.bucket_gradients import bucket_start
 from plait.backends.inductor import inductor_passes, region_compiler
 from plait.backends.inductor.inductor_passes import functions_of, make_with_regions
@@ -22,6 +25,7 @@ from plait.backends.inductor.region_compiler import CompileReport, compile_regio
 from plait.backends.inductor.region_graph import RegionFunction, graph_of_region, text_of, with_regions
 from plait.backends.inductor.regions import FusedRegion, free_views, regions_of
 from plait.compile.ir.node_info import NodeInfo, describe, info_of
+from plait.compile.ir.views import is_view
 from plait.compile.rank_program import RankProgram
 from plait.engine.compiler import Captures, Compiler
 from plait.errors import PlanError
@@ -226,6 +230,41 @@ def test_other_axes_of_a_mesh_and_other_strides_make_other_texts() -> None:
     assert len(texts) == 2
 
 
+def test_with_cuda_graphs_each_call_has_its_function_and_results_have_memory_of_their_own() -> None:
+    plan = "tensor=2 micro=2 compile=inductor cudagraphs=yes"
+    graphs = make_with_regions(program(plan))
+    functions = functions_of(graphs)
+    assert len({*functions}) == len(functions) > len({each.text for each in functions})
+    for each in functions:
+        given = [node.meta["val"] for node in each.graph.nodes if node.op == "placeholder"]
+        assert all(given[index].ndim in (1, 2) for index in each.fixed)
+    assert sum(len(each.fixed) for each in functions) > 20
+    versions = f"{plan} pipeline=2 schedule=pipedream"  # of which a cell may read an older one
+    assert not any(each.fixed for each in functions_of(make_with_regions(program(versions))))
+    copied = 0
+    for graph in graphs.values():
+        (results,) = next(node for node in graph.nodes if node.op == "output").args
+        assert not any(_is_of_region(result) for result in results)
+        copied += sum(result.target is aten.clone.default for result in results)
+    assert copied > 10
+
+
+def _is_of_region(node: Node) -> bool:
+    while node.op == "call_function" and (node.target is operator.getitem or is_view(node)):
+        node = node.all_input_nodes[0]
+    return isinstance(node.target, RegionFunction)
+
+
+def test_cuda_graphs_are_refused_on_cpu() -> None:
+    plan = Plan.parse("compile=inductor cudagraphs=yes")
+    assert [str(each) for each in refusals(plan, StepFacts(), Place("cpu"))] == [
+        "cudagraphs=yes: it records kernels of CUDA devices, and the ranks are on cpu; leave cudagraphs= out"
+    ]
+    assert refusals(plan, StepFacts(), Place("cuda")) == ()
+    with pytest.raises(PlanError, match="cudagraphs=yes: it records kernels of CUDA devices"):
+        plait.verify(net(), loss_fn, batch(), plan)
+
+
 # With Inductor itself.
 
 
@@ -261,7 +300,7 @@ def test_what_was_compiled_is_loaded_in_the_next_run(
     compile_regions(functions, Plan.parse("data=2 compile=inductor"))
     monkeypatch.setattr(region_compiler, "_compiled", {})
     before = counters["inductor"]["fxgraph_cache_hit"]
-    with caplog.at_level("INFO", logger="plait"):
+    with caplog.at_level("INFO", logger="plait.inductor"):
         report = compile_regions(functions, Plan.parse("data=2 compile=inductor"))
     assert report.num_regions > report.num_distinct == report.num_compiled
     assert counters["inductor"]["fxgraph_cache_hit"] - before == report.num_distinct
@@ -285,6 +324,18 @@ def test_a_region_frees_what_only_it_is_given_and_takes_other_strides(inductor: 
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
         assert one.stride() == other.stride()
+
+
+def test_a_job_says_what_it_compiles(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("plait.inductor")
+    with compile_progress():
+        log.info("region 1 of 2")
+        log.info("region 2 of 2")  # within the same seconds
+    log.info("nobody listens")
+    assert capsys.readouterr().out == "region 1 of 2\n"
+    assert str(CompileReport(32, 10, 10, 31.26)) == (
+        "compile=inductor: 32 regions, 10 different; 10 compiled or loaded in 31.3 s"
+    )
 
 
 def test_an_op_that_does_not_compile_is_named(inductor: Path, monkeypatch: pytest.MonkeyPatch) -> None:

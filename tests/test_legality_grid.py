@@ -22,7 +22,7 @@ from plait.backends.inductor.region_compiler import CompileReport
 from plait.comm.thread_world import run_ranks
 from plait.engine.compiler import Compiler
 from plait.engine.local_batch import batch_of_replica, microbatches, num_rows
-from plait.engine.setup_checks import check_captured, known_facts
+from plait.engine.setup_checks import check_captured, known_facts, place_of_threads
 from plait.errors import CaptureError, PlanError, Refusal
 from plait.plan.legality import refusals
 from plait.plan.plan import Plan
@@ -211,6 +211,7 @@ GRID: dict[str, tuple[str, ...]] = {
     "backup": ("", "1"),
     "compile": ("", "inductor"),
     "compile.nowhere": ("", "none"),
+    "cudagraphs": ("", "yes"),
     "rows": ("8", "6", "5"),
     "optimizer": tuple(OPTIMIZERS),
     "clip_norm": ("", "0.5"),
@@ -227,7 +228,7 @@ WITH = {
     "streaming": {"data": "2", "sync": "2", "outer": "nesterov"},
     "overlap": {"data": "2", "sync": "2", "outer": "nesterov"}, "compress.nowhere": {"data": "2", "compress": "int8"},
     "workers": {"servers": "1"}, "servers": {"workers": "2"}, "staleness": {"workers": "2", "servers": "1"},
-    "compile.nowhere": {"compile": "inductor"},
+    "compile.nowhere": {"compile": "inductor"}, "cudagraphs": {"compile": "inductor"},
     "backup": {"workers": "2", "servers": "1", "staleness": "0"}, "home.optimizer": {"data": "2"},
 }  # fmt: skip
 MOST_RANKS = 8
@@ -332,7 +333,7 @@ def said_before(verifier: plait.Verifier, plan: Plan) -> tuple[Refusal, ...]:
     nothing is laid out yet. Nothing where the step cannot be captured."""
     model, batch = verifier.captures.model, verifier.batch
     facts = replace(known_facts(plan, model, verifier.clip_norm), rows=num_rows(batch))
-    if found := refusals(plan, facts):
+    if found := refusals(plan, facts, place_of_threads()):
         return found
     if plan.workers:
         return ()

@@ -89,10 +89,9 @@ def _draw(rng: random.Random, spec: Spec) -> dict[str, str]:
         _sequence(rng, words, spec, room)
     _memory(rng, words)
     _numbers(rng, words, spec)
-    if rng.random() < 0.002:  # compiling takes seconds a region; scripts/fuzz --compiler gives it to all plans
+    if rng.random() > 0.997:  # compiling takes seconds a region; scripts/fuzz --compiler gives it to all plans
         words["compile"] = "inductor"
-        if rng.random() < 0.5:
-            words["compile.layers.0"] = "none"
+        words |= rng.choice([{}, {"compile.layers.0": "none"}, {"cudagraphs": "yes"}])
     return words
 
 

@@ -30,7 +30,7 @@ from plait.engine.local_batch import step_key
 from plait.engine.loss_scale import FIRST_SCALE
 from plait.engine.model_copy import Twin, preserved
 from plait.engine.optimizers import OptimizerFactory, make_optimizer
-from plait.engine.setup_checks import check_given, check_plan, check_step
+from plait.engine.setup_checks import check_given, check_plan, check_step, place_of_threads
 from plait.errors import CaptureError, LossError, PlaitError, PlanError, Refusal
 from plait.integrations.servers.served_check import ServedCheck
 from plait.optim.combined import CombinedOptimizer
@@ -83,7 +83,7 @@ class Verifier:
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         if not isinstance(plan, Plan):
             raise PlanError(f"the plan is a {type(plan).__name__}; give a Plan or its text, such as 'data=2 tensor=2'")
-        check_plan(plan, self.captures.model, self.clip_norm)
+        check_plan(plan, self.captures.model, self.clip_norm, place_of_threads())
         compiler = Compiler(self.captures, plan.inner_plan, layouts)
         if plan.workers:
             return self._verify_served(plan, compiler, layouts, tolerance)

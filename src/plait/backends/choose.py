@@ -10,6 +10,7 @@ from plait.backends.eager.offload.store import Offload
 from plait.backends.eager.passes import EAGER_PASSES, EagerDraft, eager_graphs, make_eager
 from plait.backends.inductor.inductor_backend import InductorBackend
 from plait.backends.inductor.inductor_passes import INDUCTOR_PASSES, inductor_graphs, make_with_regions
+from plait.backends.inductor.region_compiler import CompileReport
 from plait.compile.pass_manager import Pass, Watcher
 from plait.compile.rank_program import RankProgram
 from plait.plan.plan import Plan
@@ -29,6 +30,11 @@ def make_graphs(program: RankProgram, watcher: Watcher) -> dict[str, Graph]:
     """Make the graphs that the backend of a program's plan runs anew, without compiling regions. `watcher` is told of
     every pass."""
     return make_eager(program, watcher) if program.plan.compile == "none" else make_with_regions(program, watcher)
+
+
+def compile_report(program: RankProgram) -> CompileReport | None:
+    """What compiling the regions of a program took, which this compiles if it is not; None if the plan has none."""
+    return None if program.plan.compile == "none" else inductor_graphs(program)[1]
 
 
 def graphs_of(program: RankProgram) -> dict[str, Graph]:

@@ -163,6 +163,8 @@ class RankExecutor:
 
     def _build(self, captured: Captured, train: bool, num_micro: int) -> tuple[Compiled, Executable]:
         compiled = self.compiler.compiled_from(captured, train, num_micro)
+        if self.compiler.plan.compile != "none" and self.world.monitor is not None:
+            self.world.monitor.does("compiling the step")
         return compiled, self._backend.build(compiled.program, self.world, self._recorder)
 
     def _check_kinds(self, captured: Captured) -> None:

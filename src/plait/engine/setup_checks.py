@@ -102,6 +102,11 @@ def refuse(plan: Plan, facts: StepFacts, place: Place | None = None) -> None:
         raise PlanError(refusal)
 
 
+def place_of_threads() -> Place:
+    """Where ranks run that are threads of this process."""
+    return Place("cpu", lacks=missing_compiler("cpu"))
+
+
 def place_here(world: World | None = None) -> Place:
     """Where the ranks run: those that this process will start, or those of `world`.
 

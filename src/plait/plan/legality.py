@@ -136,6 +136,9 @@ def _of_common_memory(plan: Plan, place: Place) -> Iterator[Refusal]:
 def _of_compiling(plan: Plan, place: Place) -> Iterator[Refusal]:
     if plan.compile != "none" and place.lacks:
         yield no_compiler(plan, place.lacks)
+    if plan.cudagraphs == "yes" and place.device != "cuda":
+        why = f"it records kernels of CUDA devices, and the ranks are on {place.device}"
+        yield Refusal(f"cudagraphs={plan.cudagraphs}", why, "leave cudagraphs= out")
 
 
 def no_compiler(plan: Plan, lacks: str) -> Refusal:

@@ -139,6 +139,9 @@ class Plan:
     uncompiled: tuple[tuple[str, str], ...] = _key(
         Family("compile.", Choice(("none",))), (), "modules, by name pattern, that are not compiled"
     )
+    cudagraphs: str = _key(
+        Choice(("no", "yes")), "no", "whether compiled regions are recorded as CUDA graphs, and replayed"
+    )
 
     def __post_init__(self) -> None:
         for row in fields(self):

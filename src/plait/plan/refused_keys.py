@@ -59,6 +59,8 @@ NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
      "{key}={value} needs an outer optimizer; add outer=nesterov, or outer=sgd"),
     (("compress.",), ("compress",), "{value} names an exception, and the plan compresses nothing; give compress=KIND"),
     (("compile.",), ("compile",), "{value} names an exception, and the plan compiles nothing; give compile=inductor"),
+    (("cudagraphs",), ("compile",),
+     "cudagraphs={value} records what was compiled, and the plan compiles nothing; give compile=inductor"),
     (("sync", "compress"), ("data", "replica", "workers"),
      "{key}={value} is for several replicas, and the plan has one; add data=N, or leave {key}= out"),
 )  # fmt: skip

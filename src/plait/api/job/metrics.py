@@ -4,8 +4,11 @@ progress bar, or plain lines if there is no terminal."""
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +123,31 @@ def _rounded(value: Any) -> Any:
 
 
 _LINE_SECONDS = 5.0
+
+
+class _Lines(logging.Handler):
+    """Prints log records, at most one in so many seconds."""
+
+    _said = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.created - self._said >= _LINE_SECONDS:
+            self._said = record.created
+            print(record.getMessage(), flush=True)
+
+
+@contextmanager
+def compile_progress() -> Iterator[None]:
+    """Print a line every few seconds while regions of a plan with `compile=` are compiled."""
+    log, handler = logging.getLogger("plait.inductor"), _Lines()
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 class Reporter:

@@ -26,8 +26,9 @@ from plait.api.job.from_config import (
     scheduler_factory,
 )
 from plait.api.job.gpt import BytesGPT, sample_text
-from plait.api.job.metrics import MetricsLog, Reporter
+from plait.api.job.metrics import MetricsLog, Reporter, compile_progress
 from plait.api.trainer import StepEnd, Trainer
+from plait.backends.choose import compile_report
 from plait.comm.failure import guard
 from plait.comm.monitor import TIMEOUT
 from plait.comm.stop_vote import StopVote
@@ -118,7 +119,8 @@ class _Job:
         config, trainer = self.config, self.trainer
         started = time.monotonic()
         loader = self._loader(self.data.train, shuffle=True)
-        trainer.prepare(next(iter(self._loader(self.data.train, shuffle=True, ahead=False))))
+        with compile_progress() if trainer.world.rank == 0 else contextlib.nullcontext():
+            trainer.prepare(next(iter(self._loader(self.data.train, shuffle=True, ahead=False))))
         begins = Barrier(trainer.world)
         place = begins.on_first_rank("resume", lambda: self._prepare_folder(resume))
         if place:
@@ -137,6 +139,9 @@ class _Job:
             )
             if trainer.sharded_fraction is not None:
                 self.reporter.say(str(trainer.sharded_fraction))
+            compiled = trainer.executor.compiled
+            if compiled is not None and (report := compile_report(compiled.program)) is not None:
+                self.reporter.say(str(report))
         return loader
 
     def _prepare_folder(self, resume: Resume) -> str:

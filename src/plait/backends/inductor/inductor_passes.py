@@ -13,37 +13,70 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 from torch._ops import OpOverload
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from plait.backends.eager.passes import EAGER_PASSES, EagerDraft
 from plait.backends.inductor.region_compiler import CompileReport, compile_regions
-from plait.backends.inductor.region_graph import RegionFunction, graph_of_region, text_of, with_regions
+from plait.backends.inductor.region_graph import (
+    RegionFunction,
+    graph_of_region,
+    own_results,
+    text_of,
+    with_regions,
+)
 from plait.backends.inductor.regions import FusedRegion, free_views, regions_of
 from plait.compile.ir.calls import copy_graph
 from plait.compile.ir.gc_paused import collection_paused
+from plait.compile.ir.node_info import info_of
 from plait.compile.ir.views import is_view
 from plait.compile.pass_manager import Pass, Watcher, run_passes
 from plait.compile.rank_program import RankProgram
+from plait.plan.sharding_plan import Gather
 
 
 def _form_regions(draft: EagerDraft) -> None:
-    apart = [pattern for pattern, _ in draft.program.plan.uncompiled]
-    functions: dict[str, RegionFunction] = {}  # by text
+    program = draft.program
+    apart = [pattern for pattern, _ in program.plan.uncompiled]
+    functions: dict[tuple[str, int | None], RegionFunction] = {}
     for part in draft.parts.values():
         views = free_views(part.graph)
         steps = regions_of(part.graph, views, apart)
         mine: dict[FusedRegion, RegionFunction] = {}
         for region in [step for step in steps if isinstance(step, FusedRegion)]:
             graph = graph_of_region(region, views)
-            text = text_of(graph)
-            mine[region] = functions.setdefault(text, RegionFunction(graph, text))
+            key = text_of(graph), len(functions) if _replays(draft) else None
+            fixed = [index for index, node in enumerate(region.inputs) if _is_fixed(node, program)]
+            function = RegionFunction(graph, key[0], tuple(fixed) if _replays(draft) else (), key[1])
+            mine[region] = functions.setdefault(key, function)
         part.graph = with_regions(part.graph, steps, mine)
+
+
+def _own_results(draft: EagerDraft) -> None:
+    for part in draft.parts.values():
+        part.graph = own_results(part.graph, [i for i, output in enumerate(part.outputs) if output.kind != "value"])
+
+
+def _replays(draft: EagerDraft) -> bool:
+    return draft.program.plan.cudagraphs == "yes"
+
+
+def _is_fixed(node: Node, program: RankProgram) -> bool:
+    """Whether a tensor is a parameter that the graph reads where the optimizer writes it, at every call."""
+    parameter = program.sharding.parameters.get(info_of(node).name)
+    if node.op != "placeholder" or info_of(node).kind != "parameter" or parameter is None:
+        return False
+    if program.pipeline is not None and program.pipeline.schedule.asynchronous:
+        return False  # an older version may be read
+    away = info_of(node).name in program.sharding.away
+    return parameter.gather is Gather.NEVER and parameter.narrow is None and not away
 
 
 INDUCTOR_PASSES = (
     *EAGER_PASSES,
     Pass("form-regions", "joins the calls between collectives in regions, which are compiled", _form_regions,
          ["buckets", "sums in place"], ["regions"]),
+    Pass("own-results", "copies results out of memory that CUDA graphs write again", _own_results, ["regions"],
+         when=_replays),
 )  # fmt: skip
 
 _made: WeakKeyDictionary[RankProgram, tuple[dict[str, Graph], CompileReport]] = WeakKeyDictionary()

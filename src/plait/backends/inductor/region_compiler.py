@@ -34,7 +34,7 @@ from plait.errors import PlanError, Refusal
 from plait.plan.legality import no_compiler
 from plait.plan.plan import Plan
 
-_LOG = logging.getLogger("plait")
+_LOG = logging.getLogger("plait.inductor")  # tells of each region, at level INFO
 _compiled: dict[str, RunRegion] = {}  # by key; code once loaded stays in the process
 _lock = threading.RLock()
 
@@ -67,7 +67,7 @@ def compile_regions(functions: Sequence[RegionFunction], plan: Plan) -> CompileR
     Raises PlanError if there is no compiler, or for an op that Inductor cannot compile.
     """
     begun = time.monotonic()
-    settings: dict[str, Any] = {}
+    settings = {"triton.cudagraphs": plan.cudagraphs == "yes"}
     with _lock:
         by_key = {_key_of(each, settings): each for each in functions}
         missing = [key for key in by_key if key not in _compiled]
@@ -99,7 +99,8 @@ def _compile_missing(functions: Mapping[str, RegionFunction], settings: Mapping[
 
 def _key_of(function: RegionFunction, settings: Mapping[str, Any]) -> str:
     """The key of a region: its text, and all else that its code depends on."""
-    parts = (function.text, sorted(settings.items()), torch.__version__, torch.get_num_threads())
+    own = (function.text, function.fixed, function.site)
+    parts = (own, sorted(settings.items()), torch.__version__, torch.get_num_threads())
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -121,7 +122,8 @@ def _compile(function: RegionFunction, settings: Mapping[str, Any], plan: Plan) 
         end.meta.update(user_visible_output_idxs=[*range(len(output_node(function.graph).args[0]))])  # type: ignore[arg-type]
         try:
             with config.patch(dict(settings)), in_context(TracingContext(mode)):
-                compiled = compile_fx_inner(traced, inputs, is_inference=True)
+                # With CUDA graphs, what is recorded reads fixed inputs where they are, and has copies of others.
+                compiled = compile_fx_inner(traced, inputs, is_inference=True, static_input_idxs=function.fixed)
         except Exception as error:  # of many kinds, by the stage of the compiler that raised
             refusal = _cannot_compile(function, plan, error)
             raise PlanError(refusal) from error

@@ -11,15 +11,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from plait.backends.inductor.regions import FusedRegion, Step, functional
-from plait.compile.ir.calls import is_tensor, output_node, output_values, placeholders
+from plait.compile.ir.calls import is_item, is_tensor, output_node, output_values, placeholders
 from plait.compile.ir.node_info import NodeInfo, describe, info_of
-from plait.compile.ir.views import writes_in_place
+from plait.compile.ir.views import is_view, writes_in_place
 from plait.compile.ops import OpSpec, register
 
 RunRegion = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -29,13 +30,17 @@ class RegionFunction:
     """What a graph calls for a region. Until it is compiled it runs the region's calls one by one.
 
     graph     the region as a functional graph (`graph_of_region`)
-    text      of the graph; regions of equal text share one function
+    text      of the graph
+    fixed     indices of inputs that are at the same place in memory at every call
+    site      number of the one call of this function; None if all regions of equal text share it
     compiled  what runs in place of the calls
     """
 
-    def __init__(self, graph: Graph, text: str) -> None:
+    def __init__(self, graph: Graph, text: str, fixed: tuple[int, ...] = (), site: int | None = None) -> None:
         self.graph = graph
         self.text = text
+        self.fixed = fixed
+        self.site = site
         self.compiled: RunRegion | None = None
         self._module = GraphModule({}, graph)
         self.__name__ = self.__qualname__ = "region"  # torch.fx writes it into the code of the graph that calls it
@@ -154,3 +159,22 @@ def with_regions(graph: Graph, steps: Collection[Step], functions: Mapping[Fused
     found.node_copy(end, copies.__getitem__).meta = dict(end.meta)
     found.lint()
     return found
+
+
+def own_results(graph: Graph, indices: Collection[int]) -> Graph:
+    """Copy the results of a graph at these indices that a region returns, or views of what one returns. Changes `graph`
+    and returns it."""
+    end = output_node(graph)
+    results = list(end.args[0])  # type: ignore[arg-type]
+    for index in indices:
+        base = results[index]
+        while isinstance(base, Node) and (is_item(base) or is_view(base)):
+            base = base.all_input_nodes[0]
+        if isinstance(base, Node) and isinstance(base.target, RegionFunction):
+            result = results[index]
+            assert isinstance(result, Node)
+            with graph.inserting_before(end):
+                results[index] = graph.call_function(torch.ops.aten.clone.default, (result,))
+            results[index].meta = dict(result.meta)
+    end.args = (tuple(results),)
+    return graph
