@@ -186,3 +186,5 @@ def test_stages_do_not_exchange_messages_through_groups_bound_to_a_device() -> N
     _check_messages(Mesh((("data", 4), ("tensor", 2))), bound)
     with pytest.raises(WorldError, match="started with device_id=cuda:0.*call init_process_group without device_id"):
         _check_messages(Mesh((("data", 2), ("pipeline", 2))), bound)
+    with pytest.raises(WorldError, match="ranks of a ring, wait for each other"):
+        _check_messages(Mesh((("context", 2),)), bound)

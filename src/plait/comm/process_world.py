@@ -148,12 +148,13 @@ def process_world(
 
 
 def _check_messages(mesh: Mesh, bound: torch.device) -> None:
-    """Raise WorldError if stages exchange messages through groups that are bound to a device."""
-    if any(axis_kind(axis).has_stages and mesh.axis_size(axis) > 1 for axis in mesh.names):
+    """Raise WorldError if ranks exchange messages through groups that are bound to a device."""
+    kinds = [axis_kind(axis) for axis in mesh.names if mesh.axis_size(axis) > 1]
+    if any(kind.has_stages or kind.cuts_sequence for kind in kinds):
         raise WorldError(
             f"torch.distributed was started with device_id={bound}, with which messages of a group run one after the"
-            " other and stages of a pipeline wait for each other; call init_process_group without device_id, or leave"
-            " it to plait"
+            " other, so that stages of a pipeline, or ranks of a ring, wait for each other; call init_process_group"
+            " without device_id, or leave it to plait"
         )
 
 
