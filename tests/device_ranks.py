@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import traceback
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 import plait
 from plait.comm.dry_run_world import DryRunWorld
 from plait.compile.memory_meter import Meter
+from plait.engine.compiler import Captures, Compiler
 from plait.engine.ddp_fallback import EagerExecutor
 from plait.plan.plan import Plan
 
@@ -59,21 +59,28 @@ def devices(trainer: plait.Trainer) -> set[str]:
     return {tensor.device.type for tensor in found}
 
 
-def train(plan: str, **options: Any) -> dict[str, Any]:
-    """Two steps with clipping, and an evaluation. Returns where everything is on rank 0."""
-    parsed = Plan.parse(plan)
+@functools.cache
+def captures() -> Captures:
+    """The steps of one model, which all plans share."""
     torch.manual_seed(0)
-    model = Model()
+    return Captures(Model(), loss_fn, torch.device("cuda", 0))
+
+
+def train(plan: str) -> dict[str, Any]:
+    """Two steps with clipping, and an evaluation. Returns where everything is on the last rank."""
+    parsed = Plan.parse(plan)
     batch = {"x": torch.randint(0, 32, (8, 12)), "y": torch.randint(0, 32, (8, 12))}
 
     device = torch.device("cuda", 0)
     found = {}
-    for rank in {0, parsed.mesh.size - 1}:  # each alone: the others do not exist
+    compiler = Compiler(captures(), parsed)
+    for rank in sorted({0, parsed.mesh.size - 1}):  # each alone: the others do not exist
         world = DryRunWorld(parsed.mesh, rank, device, parsed.allreduce, False, Meter(device))
-        own = copy.deepcopy(model)
         with fake_cuda.fake_device():
             factory = functools.partial(torch.optim.AdamW, lr=1e-3)
-            trainer = plait.Trainer(own, loss_fn, factory, parsed, world=world, clip_norm=1.0, **options)
+            trainer = plait.Trainer(
+                compiler.model, loss_fn, factory, parsed, world=world, clip_norm=1.0, compiler=compiler
+            )
             for _ in range(2):
                 loss, aux = trainer.step(batch)
             found = {

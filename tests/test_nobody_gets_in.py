@@ -34,7 +34,7 @@ out = "run"
 save_every = 0
 """
 SCRIPT = """
-import functools, os, pathlib, sys, torch, torch.distributed as dist, plait
+import functools, os, pathlib, time, torch, torch.distributed as dist, plait
 class Stops(torch.nn.Linear):  # cannot be captured: trains under DDP
     def forward(self, x):
         return super().forward(x) if float(x.sum()) > -1e9 else x
@@ -45,6 +45,7 @@ trainer = plait.Trainer(Stops(4, 4), lambda model, x: model(x).square().mean(), 
 while True:
     trainer.step(torch.ones(8, 4))
     pathlib.Path("running." + os.environ["RANK"]).touch()
+    time.sleep(0.02)  # what is looked at meanwhile does not depend on how many steps there are
 """
 
 
