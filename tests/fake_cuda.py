@@ -81,6 +81,7 @@ def _install() -> None:
     cuda.memory_allocated = lambda *_: 0
     cuda.amp.common.amp_definitely_not_available = lambda: False
     cuda.is_bf16_supported = lambda *_, **__: True
+    cuda.get_device_capability = lambda *_: (9, 0)
     for name in ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adagrad_", "_fused_adagrad_.tensor_lr"):
         torch.library.impl(f"aten::{name}", "Meta", lambda *_, **__: None)
 

@@ -22,7 +22,7 @@ from plait.plan.plan import Plan
 from plait.plan.refused_keys import refused_together
 from plait.plan.step_facts import CutTrial, OptimizerFacts, ParameterFacts, Place, StepFacts
 
-GPU = Place("cuda")
+GPU, OLD = Place("cuda"), Place("cuda", without_bf16="the Tesla V100 of compute capability 7.0")
 WEIGHT = {"weight": ParameterFacts()}
 
 
@@ -34,6 +34,9 @@ WEIGHT = {"weight": ParameterFacts()}
         ("home.parameters=disk", StepFacts(), GPU, ["home.parameters=disk has parameters updated on the host"]),
         ("home.parameters=host home.optimizer=host", StepFacts(), GPU, []),
         ("home.parameters=host", StepFacts(), Place(), []),
+        ("precision=bf16 precision.head=bf16", StepFacts(), OLD, ["precision=bf16", "precision.head=bf16"]),
+        ("precision=fp16", StepFacts(), OLD, []),
+        ("precision=bf16", StepFacts(), GPU, []),
         ("home.parameters=host", StepFacts(), None, []),
         ("workers=2 servers=1 home.parameters=host", StepFacts(), GPU, ["home.parameters=host has parameters updated"]),
         ("data=4 central=host", StepFacts(), Place(ranks_per_host=4), []),
@@ -142,6 +145,10 @@ def test_a_trainer_is_refused_before_it_meets_other_ranks(monkeypatch: pytest.Mo
     with pytest.raises(PlanError, match="central=host keeps the parameters in memory that the ranks of data=2 share"):
         made("data=2 central=host")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 0))
+    with pytest.raises(PlanError, match="precision=bf16: the Tesla V100 of compute capability 7.0 has no units for bf"):
+        made("data=2 precision=bf16")
     with pytest.raises(PlanError, match="home.optimizer=device keeps the optimizer's state on cuda; add home.opt"):
         made("data=2 home.parameters=host")
 

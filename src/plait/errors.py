@@ -83,6 +83,10 @@ class HomeError(PlaitError):
     """A place for what a plan keeps outside the device that is missing, too small, or that failed; names the file."""
 
 
+class DeviceMemoryError(PlaitError, MemoryError):
+    """An accelerator's memory ran out; the message has what each class of tensors takes, and what would take less."""
+
+
 class WorldError(PlaitError):
     """Ranks that are missing, that disagree, or of which one has failed."""
 

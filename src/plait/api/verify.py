@@ -153,7 +153,8 @@ class Verifier:
             return RunResult(losses, gradients, parameters, replica.buffers, outputs=outputs[0])
 
         with self._preserved():
-            return run_ranks(plan.mesh, rank, algorithm=plan.allreduce, strict=True)[0]
+            device = next((p.device for p in compiler.model.parameters() if not p.is_meta), "cpu")
+            return run_ranks(plan.mesh, rank, device=device, algorithm=plan.allreduce, strict=True)[0]
 
     def _reference(self, plan: Plan, program: RankProgram) -> tuple[RunResult, list[RunResult]]:
         """The run on one device and its repetitions with other rounding.
@@ -395,7 +396,7 @@ def verify(
     """Compare `steps` steps under `plan`, with ranks as threads of this process, with one device.
 
     Args:
-        model: the model, which is left as it was.
+        model: the model, which is left as it was. Ranks compute on its device.
         loss_fn: as the Trainer takes it.
         batch: the global batch of every step.
         plan: a Plan or its text.

@@ -47,6 +47,14 @@ def memory_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
+def without_bf16(device: torch.device) -> str:
+    """The device in words, if it is a GPU that computes bfloat16 by other means than its own units, else ""."""
+    if device.type != _ACCELERATOR or torch.version.hip is not None:
+        return ""
+    major, minor = torch.cuda.get_device_capability(device)
+    return "" if major >= 8 else f"the {torch.cuda.get_device_name(device)} of compute capability {major}.{minor}"
+
+
 def own_device(kind: str | None = None) -> torch.device:
     """The device of this process, chosen by LOCAL_RANK among those of the host.
 
@@ -85,6 +93,11 @@ def synchronize(device: torch.device) -> None:
 def bytes_allocated(device: torch.device) -> int:
     """Bytes of an accelerator's memory that tensors of this process occupy."""
     return torch.cuda.memory_allocated(device)
+
+
+def bytes_in_all(device: torch.device) -> int:
+    """Bytes of an accelerator's memory."""
+    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def pinned_like(tensor: Tensor, device: torch.device) -> Tensor:

@@ -68,6 +68,8 @@ def prefer_fused(optimizer: torch.optim.Optimizer) -> None:
         )
         if unsaid and plain and floats and not torch.is_tensor(group.get("lr")):
             group["fused"] = True
+    if all(group.get("fused") for group in optimizer.param_groups):
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # as the constructor does
 
 
 def not_capturable(optimizer: torch.optim.Optimizer) -> None:

@@ -154,7 +154,8 @@ class EagerExecutor:
         with torch.set_grad_enabled(train):
             total = (self._forward if train else self._loss)(rows)
             weight, outputs = self._loss.weight, self._loss.outputs
-            sums = torch.stack([total.detach().double(), weight.detach().to(total.device).double()])
+            here = weight.detach().to(total.device, non_blocking=True)
+            sums = torch.stack([total.detach().double(), here.double()])
             if self._num > 1:
                 sums = self.world.comm(self._axis).all_reduce(sums).wait()
             if train:
@@ -163,7 +164,7 @@ class EagerExecutor:
                 (total * (self._num / sums[1].to(total.dtype))).backward()
         self.with_gradient = tuple(name for name, p in self.parameters.items() if p.grad is not None)
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        aux = None if outputs is None else (self._outputs(outputs, num),)
+        aux = None if outputs is None else (self._outputs(outputs, batch),)
         return StepResult((sums[0] / sums[1]).to(total.dtype), (sums[0], sums[1]), gradients, {}, aux=aux)
 
     def _refuse_other_numbers(self, rows: Any, num: int) -> None:
@@ -230,11 +231,12 @@ class EagerExecutor:
         apart = abs(loss - halves) / max(abs(loss), abs(halves))
         return loss, halves, 0.0 if apart <= _ROUNDING[self._loss.dtype.itemsize > 2] else 1.0
 
-    def _outputs(self, outputs: Outputs, num: int) -> Outputs:
+    def _outputs(self, outputs: Outputs, batch: Any) -> Outputs:
         """The auxiliary outputs of all ranks."""
         if self._num == 1:
             return copied(outputs)
-        return join_outputs(gather_outputs(self.world.comm(self._axis), outputs, num, self.world.device))
+        comm = self.world.comm(self._axis)
+        return join_outputs(gather_outputs(comm, outputs, self._sizes(batch), self.world.device))
 
     def whole_gradients(self) -> dict[str, Tensor]:
         return {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
@@ -270,10 +272,17 @@ class EagerExecutor:
         """This rank's rows, and their number."""
         if isinstance(batch, LocalBatch):
             return self._moved(batch.tree), batch.local_size
-        index, rows = self.world.mesh.coordinates(self.world.rank)[self._axis], num_rows(batch)
-        part = batch_part(batch, index, self._num)
+        index = self.world.mesh.coordinates(self.world.rank)[self._axis]
+        return self._moved(batch_part(batch, index, self._num)), self._sizes(batch)[index]
+
+    def _sizes(self, batch: Any) -> list[int]:
+        """The number of rows of each rank. All ranks must call it; for a LocalBatch the host waits."""
+        if isinstance(batch, LocalBatch):
+            mine = torch.tensor([batch.local_size], device=self.world.device)
+            return [int(n) for n in self.world.comm(self._axis).all_gather(mine).wait().flatten().tolist()]
+        rows = num_rows(batch)
         each = -(-rows // self._num)
-        return self._moved(part), min(each, rows - index * each)
+        return [max(0, min(each, rows - index * each)) for index in range(self._num)]
 
     def _moved(self, rows: Any) -> Any:
         """The rows, on this rank's device."""

@@ -35,10 +35,11 @@ from plait.compile.ops.draw import micro_key
 from plait.compile.stages.split import updates_within
 from plait.engine.compiler import Compiler
 from plait.engine.ddp_fallback import EagerExecutor, ddp_warning, refuse_unless_data_only
+from plait.engine.device_memory import explained
 from plait.engine.evaluation import evaluate
 from plait.engine.executor import StepExecutor, check_finite, clip
 from plait.engine.frozen_parameters import follow_frozen
-from plait.engine.local_batch import LocalBatch, replica_key, rows_of_replica, step_key
+from plait.engine.local_batch import LocalBatch, num_rows, replica_key, rows_of_replica, step_key
 from plait.engine.local_sgd.replicas import Replicas
 from plait.engine.loss_scale import LossScale
 from plait.engine.model_weights import AsItWas, refuse_away
@@ -116,8 +117,10 @@ class Engine:
         self._backend = backend
         self._executor: StepExecutor | None = None
         self._structure: str | None = None  # of the first batch
+        self._rows = 1  # of the last global batch
         self._num_waiting = 0  # batches whose gradients no update has taken yet
         self._unchecked: tuple[int, HostValue] | None = None  # the last step, whose loss is yet to be looked at
+        self._skipped: HostValue | None = None  # whether the last step made no update, for the scheduler
 
     @property
     def is_prepared(self) -> bool:
@@ -140,7 +143,8 @@ class Engine:
         self._structure = batch_structure(batch.tree if isinstance(batch, LocalBatch) else batch)
         state = self.state
         try:
-            self._prepare(batch)
+            with explained(state, "making ready to train", lambda: num_rows(batch)):
+                self._prepare(batch)
         except BaseException:
             self._executor = state.executor = state.optimizer = state.scheduler = state.replicas = None
             before.restore()
@@ -220,7 +224,9 @@ class Engine:
         number = state.step_number + 1
         self.same.begin(batch, f"step {number}")
         waiting = self._waiting()
-        result = self.run(self.rows_here(batch), micro_key(self.key(), self._num_waiting * self.plan.micro))
+        with explained(state, f"forward and backward of step {number}", lambda: num_rows(batch)):
+            result = self.run(self.rows_here(batch), micro_key(self.key(), self._num_waiting * self.plan.micro))
+        self._rows = num_rows(batch)
         self.same.check()
         if state.replicas is not None and state.replicas.local is None:
             with self.span("reduce", "gradients"):
@@ -248,9 +254,17 @@ class Engine:
 
     def check_last(self) -> None:
         """Check the loss of the last step, if that is still to be done. Raises LossError as `forward_backward`."""
+        self.settle()
         if self._unchecked is not None:
             (number, loss), self._unchecked = self._unchecked, None
             check_finite(self.executor, number, loss.get(), {}, self._on_nan)
+
+    def settle(self) -> None:
+        """Step the scheduler for the last step, if the host is still to learn whether that made an update."""
+        if self._skipped is not None:
+            skipped, self._skipped = self._skipped.get(), None
+            if not skipped:
+                self.state.scheduler.step()
 
     def run(self, batch: Any, key: int) -> StepResult:
         """Forward and backward of this replica's batch, and no more: `forward_backward` without its checks."""
@@ -294,29 +308,37 @@ class Engine:
         """Update the parameters with the gradients that wait.
 
         Returns the gradients' 2-norm before clipping; None without `clip_norm`. In fp16, gradients that are not finite
-        are dropped, and the loss scale is lowered. Raises PlanError if no gradients wait.
+        are dropped, and the loss scale is lowered; on an accelerator a fused optimizer does so without a wait of the
+        host, and the scheduler steps when the next update begins. Raises PlanError if no gradients wait.
         """
         state, executor = self.state, self.executor
-        updated, norm = True, None
+        updated, norm, skipped = True, None, None
+        self.settle()
         if not self.updates_within:
             if not self._num_waiting:
                 raise PlanError("optimizer_step(): no gradients wait for it; call forward_backward(batch) first")
             gradients = [p.grad for p in executor.parameters.values() if p.grad is not None]
             gradients += self.offload.norms.values()
-            updated = state.loss_scale is None or state.loss_scale.update(gradients)
+            if state.loss_scale is not None:
+                skipped = state.loss_scale.update(gradients)
+                if is_host(skipped.device) or not state.update.can_skip:
+                    updated, skipped = not bool(skipped), None
             del gradients  # an update needs the memory
             if updated:
-                with self.span("optimizer", "STEP"):
+                what = f"the update of step {state.step_number + 1}"
+                with self.span("optimizer", "STEP"), explained(state, what, lambda: self._rows):
                     norm = clip(executor, self.clip_norm) if self.clip_norm is not None else None
-                    state.update.step()
+                    state.update.step(skipped)
             self.zero_grad()
             if updated:
                 executor.updated()
-        if updated and state.scheduler is not None:
+        if state.scheduler is not None and skipped is not None:
+            self._skipped = HostValue(skipped)
+        elif state.scheduler is not None and updated:
             state.scheduler.step()
         state.step_number += 1
         if updated and state.average is not None:
-            state.average.update()
+            state.average.update(skipped)
         if state.replicas is not None:
             with self.span("reduce", "agree"):
                 state.replicas.stepped(state.step_number)
@@ -325,7 +347,8 @@ class Engine:
     def evaluate(self, data: Any) -> Any:
         """The mean loss over a batch or several batches; see Trainer.evaluate."""
         self.check_last()
-        return evaluate(self, data, self._structure)
+        with explained(self.state, "an evaluation", lambda: self._rows):
+            return evaluate(self, data, self._structure)
 
     def _update_within(self, gradients: dict[str, Tensor]) -> None:
         """Make one of the updates of an asynchronous schedule."""

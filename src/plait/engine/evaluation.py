@@ -5,6 +5,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
 from plait.compile.capture.loss_values import Outputs, join_outputs, results
 from plait.engine.executor import StepExecutor
 from plait.engine.local_batch import LocalBatch, batches_of, num_rows
@@ -32,14 +35,15 @@ class Evaluated(Protocol):
 def evaluate(run: Evaluated, data: Any, known: str | None) -> Any:
     """The mean loss over the batches of `data`, and the auxiliary outputs if the loss has any; see Trainer.evaluate.
 
-    `known` is the structure of the batches so far. Raises BatchError if there is no batch.
+    `known` is the structure of the batches so far. The host waits for the device once, at the end. Raises BatchError if
+    there is no batch.
     """
-    total, weight = 0.0, 0.0
+    sums: Tensor | None = None  # of the losses, and of their weights
     aux: list[Outputs] = []
     with ExitStack() as stack:
         for batch in batches_of(data, known):
             run.prepare(batch)
-            if run.state.replicas is not None and weight == 0:
+            if run.state.replicas is not None and sums is None:
                 stack.enter_context(run.state.replicas.aggregated(run.state.step_number))
             whole = _is_uneven(run, batch)
             here = batch if whole else run.rows_here(batch)
@@ -48,17 +52,20 @@ def evaluate(run: Evaluated, data: Any, known: str | None) -> Any:
             run.same.check()
             refuse_padding(batch, result)
             rows = num_rows(here)
-            parts = result.parts or (float(result.loss) * rows, rows)
+            mean = result.loss.double()
+            total, weight = result.parts or (mean * rows, torch.full_like(mean, rows))
             times = run.plan.mesh.axis_size(run.plan.relaxed_axis) if whole and run.state.replicas is not None else 1
-            total, weight = total + float(parts[0]) / times, weight + float(parts[1]) / times
+            found = torch.stack([total.detach().double(), weight.detach().to(total.device).double()]) / times
+            sums = found if sums is None else sums + found
             if result.aux is not None:
                 every = result.aux if run.state.replicas is None or whole else run.state.replicas.outputs(result.aux)
                 aux.append(without_padding(batch, join_outputs(every)))
     if run.state.replicas is not None:
-        total, weight = run.state.replicas.sum_of([total, weight])
-    if weight == 0:
+        sums = run.state.replicas.sum_of(torch.zeros(2, dtype=torch.float64) if sums is None else sums)
+    loss, num = (0.0, 0.0) if sums is None else sums.tolist()
+    if num == 0:
         raise BatchError("there was no batch to evaluate on")
-    return (total / weight, results(join_outputs(aux))) if aux else total / weight
+    return (loss / num, results(join_outputs(aux))) if aux else loss / num
 
 
 def _is_uneven(run: Evaluated, batch: Any) -> bool:

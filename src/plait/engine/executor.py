@@ -170,11 +170,13 @@ def clip(executor: StepExecutor, limit: float) -> Tensor:
 
 
 def scale_all(gradients: list[Tensor], factor: Tensor) -> None:
-    """Multiply tensors by a 0-d tensor, in place, without a wait of the host for a device."""
-    if gradients and is_host(factor.device):
-        torch._foreach_mul_(gradients, float(factor))
-    elif gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+    """Multiply tensors by a 0-d tensor, in place. The host waits for a factor on the device only if tensors are on the
+    host."""
+    by_place: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        by_place.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), some in by_place.items():
+        torch._foreach_mul_(some, float(factor) if is_host(device) else factor.to(device, dtype, non_blocking=True))
 
 
 def _late_checks(executor: StepExecutor) -> str:

@@ -2,7 +2,8 @@
 Training").
 
 The scale halves when a gradient overflows, and that step's update is skipped. It doubles after 2000 good steps in a
-row. These are the defaults of torch.amp.GradScaler.
+row. These are the defaults of torch.amp.GradScaler. As there, the scale is on the device, and so is what decides on it:
+the host does not wait for the gradients.
 """
 
 from __future__ import annotations
@@ -24,31 +25,45 @@ class LossScale:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.value = FIRST_SCALE
-        self.num_good = 0  # steps since the scale last changed
+        self._scale = torch.full((), FIRST_SCALE, device=world.device)
+        self._num_good = torch.zeros((), dtype=torch.int32, device=world.device)
+
+    @property
+    def value(self) -> float:
+        """The scale. The host waits for it."""
+        return float(self._scale)
+
+    @value.setter
+    def value(self, value: float) -> None:
+        self._scale.fill_(value)
+
+    @property
+    def num_good(self) -> int:
+        """Steps since the scale last changed. The host waits for it."""
+        return int(self._num_good)
+
+    @num_good.setter
+    def num_good(self, num: int) -> None:
+        self._num_good.fill_(num)
 
     def tensor(self) -> Tensor:
         """The scale as a 0-d float32 tensor, by which the graph multiplies the loss."""
-        return torch.full((), self.value, device=self._world.device)
+        return self._scale.clone()
 
-    def update(self, gradients: Iterable[Tensor]) -> bool:
-        """Set the next step's scale. Returns whether all gradients of all ranks are finite, so that the update may
-        be made.
+    def update(self, gradients: Iterable[Tensor]) -> Tensor:
+        """Set the next step's scale. Returns 1 if any gradient of any rank is not finite, so that there may be no
+        update, else 0, as a 0-d float32 tensor on the device.
 
         `gradients` are this rank's parts. All ranks must call it.
         """
+        device = self._world.device
         found = [g for g in gradients if g.numel()]  # a rank may have no part of an uneven tensor
         norms = torch._foreach_norm(found, float("inf")) if found else []
-        bad = torch.stack([(~norm.isfinite()).to(torch.int32).to(self._world.device) for norm in norms] or
-                          [torch.zeros((), dtype=torch.int32, device=self._world.device)]).amax()  # fmt: skip
-        good = not bool(self._world.everyone().all_reduce(bad.reshape(1), "max").wait())
-        self.num_good = self.num_good + 1 if good else 0
-        if not good:
-            self.value *= _BACKOFF
-        elif self.num_good == _INTERVAL:
-            self.value *= _GROWTH
-            self.num_good = 0
-        return good
+        bad = [(~norm.isfinite()).float().to(device, non_blocking=True) for norm in norms]
+        mine = torch.stack(bad).amax() if bad else torch.zeros((), device=device)
+        overflow = self._world.everyone().all_reduce(mine.reshape(1), "max").wait()[0]
+        torch._amp_update_scale_(self._scale, self._num_good, overflow, _GROWTH, _BACKOFF, _INTERVAL)
+        return overflow
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and the count of good steps, for a checkpoint."""

@@ -48,13 +48,14 @@ class MovingAverage:
         return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Update the average after a step."""
+    def update(self, skipped: Tensor | None = None) -> None:
+        """Update the average after a step. `skipped` is 1 if the step made no update, else 0, as a 0-d tensor."""
         assert self._holder is not None
+        share = 1 - self.decay
         for name, average in self.tensors.items():
             part = self._holder.local(name)
             assert part is not None
-            average.lerp_(part.to(average), 1 - self.decay)
+            average.lerp_(part.to(average), share if skipped is None else ((1 - skipped) * share).to(average.dtype))
 
     @contextmanager
     def applied(self) -> Iterator[None]:

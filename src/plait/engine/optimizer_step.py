@@ -116,8 +116,18 @@ class Update:
         for p in self._places:
             self.settle(p)  # some optimizers make their state when they are created
 
-    def step(self) -> None:
-        """Step the optimizer once on the current gradients, in the parameters or offloaded."""
+    @property
+    def can_skip(self) -> bool:
+        """Whether `step` takes `skipped`: the optimizer is one of torch's fused ones, and all of it on the device."""
+        away = bool(self._chunks) or self._shared_by is not None or self._sharding.updates_on_host
+        return not away and bool(getattr(self._optimizer, "_step_supports_amp_scaling", False))
+
+    def step(self, skipped: Tensor | None = None) -> None:
+        """Step the optimizer once on the current gradients, in the parameters or offloaded.
+
+        With `skipped`, a 0-d float32 tensor, nothing changes where it is 1, which the host need not know. It is for an
+        optimizer that `can_skip`.
+        """
         offload = self._offload
         if self._shared_by is not None:
             self._wait_for_readers(self._shared_by)
@@ -126,6 +136,10 @@ class Update:
                 kept = offload.in_memory(f"{_GRADIENT}/{name}")
                 assert kept is not None
                 p.grad = kept if offload.factor == 1 else kept.mul_(offload.factor)
+        if skipped is not None:
+            with _told(self._optimizer, skipped):
+                self._optimizer.step()
+            return
         if not self._chunks:
             self._optimizer.step()
             return
@@ -276,6 +290,16 @@ class Update:
     def _own(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
         """The parameters of this rank, each with its group."""
         return ((group, p) for group, p in each_parameter(self._optimizer) if p in self._names)
+
+
+@contextmanager
+def _told(optimizer: Any, skipped: Tensor) -> Iterator[None]:
+    """Context in which a fused optimizer knows of an overflow, as torch.amp.GradScaler tells it."""
+    optimizer.grad_scale, optimizer.found_inf = None, skipped
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
 
 
 def _is_offloaded(value: Any) -> bool:

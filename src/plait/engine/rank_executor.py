@@ -14,7 +14,7 @@ from plait.backends.choose import backend_of
 from plait.backends.eager.offload.store import Offload
 from plait.backends.recorder import TraceRecorder
 from plait.comm.agree import agree, attempt
-from plait.comm.device import is_host
+from plait.comm.device import Event, is_host
 from plait.comm.protocol import World
 from plait.compile.capture.batch import batch_form, batch_leaves, batch_numbers
 from plait.compile.capture.capture import Captured
@@ -286,12 +286,18 @@ class RankExecutor:
 
     def set_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Set the gradients of the parameters; those that are not named get None."""
+        moved = False
         for name, parameter in self.parameters.items():
             gradient = gradients.get(name)
             if gradient is not None and gradient.stride() != parameter.stride():
                 # Fused optimizers need equal strides, which autograd guarantees too.
                 gradient = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
-            parameter.grad = gradient if gradient is None else gradient.to(parameter.device)
+            if gradient is not None and gradient.device != parameter.device:
+                gradient = self.offload.copies.host_like(gradient).copy_(gradient, non_blocking=True)
+                moved = True
+            parameter.grad = gradient
+        if moved:  # to where the optimizer steps, which the host waits for once
+            Event(self.world.device).synchronize()
 
     def scale_gradients(self, factor: Tensor) -> None:
         """Multiply all gradients by the factor, wherever they are stored."""
@@ -317,7 +323,7 @@ class RankExecutor:
             norms = torch._foreach_norm(by_axes[group]) if by_axes[group] else []
             squares = torch.zeros_like(total)
             for norm in norms:
-                squares = squares + norm.to(device).double().square()
+                squares = squares + norm.to(device, non_blocking=True).double().square()
             for axis in group:
                 squares = self.world.comm(axis).all_reduce(squares.reshape(1)).wait()[0]
             total = total + squares

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from plait.backends.eager.offload.store import Offload, hollow
 from plait.backends.eager.rewrites.gather_ahead import Gathering
+from plait.comm.device import Event
 from plait.comm.protocol import World
 from plait.compile.ir.dtypes import dtype_named
 from plait.compile.rank_program import RankProgram
@@ -142,7 +143,7 @@ class Variables:
             offload.lend(f"parameter/{name}", part)
             offload.lend(f"input/{name}", shared.whole)
         elif self._sharding.updates_on_host:
-            self.inputs[name] = value.to(shared.whole.dtype)
+            self.inputs[name] = value.to(self._world.device, shared.whole.dtype)
         else:
             self.inputs[name] = shared.whole
             if adopt and not shared.narrow:
@@ -228,6 +229,8 @@ class Variables:
                 self._finish_gather(*ahead.pop(0))
         for each in ahead:
             self._finish_gather(*each)
+        if self._sharding.updates_on_host:
+            Event(self._world.device).synchronize()  # who sets a parameter next writes into what is being copied
 
     def _update_shared(self) -> None:
         if not self._shared:
@@ -239,7 +242,7 @@ class Variables:
         comm.barrier()  # no rank reads before all ranks have updated
         for name, shared in self._shared.items():
             if self._sharding.updates_on_host and name in self.inputs:
-                self.inputs[name].copy_(shared.whole)
+                self.inputs[name].copy_(shared.whole, non_blocking=True)
 
     def _start_gather(self, rows: FlatShards, names: list[str]) -> Gathering:
         """Start to gather a bucket."""

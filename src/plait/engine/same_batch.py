@@ -115,9 +115,8 @@ class SameBatch:
             return
         header = torch.tensor([int(local), place, self._part()])
         if torch.is_tensor(content):
-            summary = torch.cat([header.to(content.device), content.reshape(1)]).to(
-                self._world.device, non_blocking=True
-            )
+            header = header.to(content.device, non_blocking=True)
+            summary = torch.cat([header, content.reshape(1)]).to(self._world.device, non_blocking=True)
         else:
             summary = torch.cat([header, torch.tensor([content])]).to(self._world.device, non_blocking=True)
         works = [(group, group.all_gather(summary)) for group in self._groups]

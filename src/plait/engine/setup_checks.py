@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from plait.backends.inductor.toolchain import missing_compiler
 from plait.comm.agree import agree
-from plait.comm.device import default_kind
+from plait.comm.device import default_kind, without_bf16
 from plait.comm.protocol import World
 from plait.comm.sharing import can_share
 from plait.compile.capture.capture import Captured
@@ -113,10 +113,11 @@ def place_here(world: World | None = None) -> Place:
     The ranks of a given world are assumed to share what they need.
     """
     if world is not None:
-        return Place(world.device.type, lacks=missing_compiler(world.device.type))
-    each = os.environ.get("LOCAL_WORLD_SIZE", "")
-    ranks_per_host = int(each) if each.isdecimal() and int(each) else None
-    return Place(default_kind(), ranks_per_host, can_share(), missing_compiler(default_kind()))
+        kind = world.device.type
+        return Place(kind, lacks=missing_compiler(kind), without_bf16=without_bf16(world.device))
+    each, kind = os.environ.get("LOCAL_WORLD_SIZE", ""), default_kind()
+    num = int(each) if each.isdecimal() and int(each) else None
+    return Place(kind, num, can_share(), missing_compiler(kind), without_bf16(torch.device(kind)))
 
 
 def agree_on_setup(world: World, plan: Plan, model: nn.Module, seed: int, clip_norm: float | None, on_nan: str) -> None:

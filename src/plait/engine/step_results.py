@@ -38,20 +38,18 @@ def joined(results: Sequence[StepResult], scale: Tensor | None = None) -> StepRe
         for gradient in last.gradients.values():
             by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for dtype, gradients in by_dtype.items():
-            torch._foreach_mul_(gradients, factor.to(gradients[0].device, dtype))
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device, dtype, non_blocking=True))
     aux = None if last.aux is None else tuple(each for r in results for each in r.aux or ())
     return StepResult(loss, parts, last.gradients, last.buffers, 1.0 if factor is None else factor, aux)
 
 
-def gather_outputs(comm: Comm, outputs: Outputs, rows: float, device: torch.device) -> list[Outputs]:
-    """The outputs of every rank of the group, in order; this rank's outputs are of `rows` rows. All ranks must call
+def gather_outputs(comm: Comm, outputs: Outputs, sizes: Sequence[float], device: torch.device) -> list[Outputs]:
+    """The outputs of every rank of the group, in order; `sizes` are the numbers of their rows. All ranks must call
     it."""
     every: list[Outputs] = [{} for _ in range(comm.size)]
-    mine = torch.tensor([float(rows)], dtype=torch.float64, device=device)
-    sizes: list[float] = _gather(comm, mine).flatten().tolist()
     most = int(max(sizes))
     for name, part in outputs.items():
-        value = part.value.to(device)
+        value = part.value.to(device, non_blocking=True)
         if part.kind == ROWS and len(value) < most:  # an all-gather needs tensors of one shape
             value = torch.cat([value, value.new_zeros((most - len(value), *value.shape[1:]))])
         values = _gather(comm, value).unbind()

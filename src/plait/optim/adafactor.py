@@ -83,7 +83,7 @@ class Adafactor(ShardedOptimizer, torch.optim.Adafactor):
     def _direction(self, one: _Update, sums: tuple[Tensor, Tensor] | None) -> Tensor:
         """The gradient over the root of its variance; `sums` are the sums of squares of each row and each column."""
         state, eps = one.state, _eps(one)
-        weight = (state["step"].double() ** one.group["beta2_decay"]).to(one.gradient)
+        weight = (state["step"].double() ** one.group["beta2_decay"]).to(one.gradient, non_blocking=True)
         if sums is None:
             variance: Tensor = state["variance"].lerp_(one.gradient.square(), weight).clone()
         else:
@@ -103,10 +103,10 @@ class Adafactor(ShardedOptimizer, torch.optim.Adafactor):
             return []
 
         def each(values: list[Any]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float64, device=squares[0].device)
+            return torch.tensor(values, dtype=torch.float64).to(squares[0].device, non_blocking=True)
 
         nums = each([max(prod(self._parts.shape(one.parameter)), 1) for one in work])
-        times = torch.stack([one.state["step"] for one in work]).to(nums)
+        times = torch.stack([one.state["step"] for one in work]).to(nums, non_blocking=True)
         length = (torch.stack(squares).double() / nums).sqrt().maximum(each([one.group["eps"][1] for one in work]))
         rate = times.rsqrt().minimum(each([float(one.group["lr"]) for one in work]))
         limit = (torch.stack(moved).double() / nums).sqrt() / each([one.group["d"] for one in work])

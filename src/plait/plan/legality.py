@@ -49,6 +49,7 @@ def refusals(plan: Plan, facts: StepFacts, place: Place | None = None) -> tuple[
         found += _of_homes(plan.inner_plan, place)
         found += _of_common_memory(plan, place)
         found += _of_compiling(plan, place)
+        found += _of_old_devices(plan, place)
     return tuple(found)
 
 
@@ -147,6 +148,16 @@ def no_compiler(plan: Plan, lacks: str) -> Refusal:
         f"compile={plan.compile} needs a compiler", lacks,
         "install it (apt-get install g++, or the PyTorch for your GPUs), name another with CXX, or leave compile= out",
     )  # fmt: skip
+
+
+def _of_old_devices(plan: Plan, place: Place) -> Iterator[Refusal]:
+    asked = [("precision", plan.precision), *((f"precision.{name}", each) for name, each in plan.exceptions)]
+    for key, precision in asked if place.without_bf16 else ():
+        if precision.startswith("bf16"):
+            yield Refusal(
+                f"{key}={precision}", f"{place.without_bf16} has no units for bfloat16, which came with 8.0",
+                f"use {key}=fp16, or fp32",
+            )  # fmt: skip
 
 
 def of_rows(plan: Plan, rows: int) -> Iterator[Refusal]:

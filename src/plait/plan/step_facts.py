@@ -92,9 +92,11 @@ class Place:
     ranks_per_host  the number of ranks on each host; None: all on one host
     shares_memory   whether the processes of a host may open each other's memory
     lacks           what `compile=` needs and the place does not have, in words
+    without_bf16    the device in words, if it has no units for bfloat16
     """
 
     device: str = "cpu"
     ranks_per_host: int | None = None
     shares_memory: bool = True
     lacks: str = ""
+    without_bf16: str = ""

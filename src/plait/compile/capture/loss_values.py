@@ -181,8 +181,9 @@ def _join(name: str, parts: Sequence[LossPart]) -> LossPart:
     if kind == "mean":
         weights = [float(p.weight) for p in parts]
         total = sum(weights)
-        shares = torch.tensor([each / total for each in weights], dtype=_wide(stacked.dtype), device=stacked.device)
-        mean = (stacked.to(shares.dtype) * shares.view(-1, *[1] * (stacked.ndim - 1))).sum(0)
+        shares = torch.tensor([each / total for each in weights], dtype=_wide(stacked.dtype))
+        shares = shares.to(stacked.device, non_blocking=True).view(-1, *[1] * (stacked.ndim - 1))
+        mean = (stacked.to(shares.dtype) * shares).sum(0)
         return LossPart(kind, mean.to(stacked.dtype), total)
     summed = stacked.sum(0, dtype=stacked.dtype)
     if kind == "sum":

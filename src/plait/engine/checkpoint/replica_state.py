@@ -72,11 +72,11 @@ def restore(run: TrainState, source: Source, manifest: Manifest) -> None:
     for full, (shape, _) in manifest.tensors.items():
         name = full.removeprefix(_ERRORS)
         if name != full and name in replicas.trained:
-            exchange.errors[name] = torch.zeros(replicas.trained[name].shape)
+            exchange.errors[name] = torch.zeros_like(replicas.trained[name], dtype=torch.float32, requires_grad=False)
         prefix = f"factors/{_rank_within(run, replicas)}/"
         name = full.removeprefix(prefix)
         if name != full and name in replicas.trained:
-            exchange.factors[name] = torch.zeros(shape)
+            exchange.factors[name] = torch.zeros(shape, device=run.world.device)
             source.fill({full: whole_of(exchange.factors[name])})
     if local is not None:
         for part in saved["begun"]:

@@ -114,7 +114,7 @@ class MeanExchange:
     def _keep_error(self, name: str, error: Tensor) -> None:
         """Keep the compression error for the next exchange. The error of an overflow, whose step is skipped, is
         dropped."""
-        self.errors[name] = error if bool(error.isfinite().all()) else torch.zeros_like(error)
+        self.errors[name] = error.where(error.isfinite().all(), 0)
 
     def _coded(self, tensors: dict[str, Tensor]) -> Pending:
         comm, kind, size = self._comm, self._compression.kind, self._comm.size

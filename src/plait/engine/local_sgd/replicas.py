@@ -18,7 +18,7 @@ from torch import Tensor
 from plait.backends.backend import StepResult
 from plait.comm.protocol import World
 from plait.compile.capture.loss_values import ROWS, LossPart, Outputs, join_outputs
-from plait.engine.executor import StepExecutor
+from plait.engine.executor import StepExecutor, scale_all
 from plait.engine.local_sgd.diloco import LocalTraining
 from plait.engine.local_sgd.exchange import MeanExchange
 from plait.engine.step_results import gather_outputs
@@ -68,10 +68,9 @@ class Replicas:
         total, weight = result.parts or (result.loss, torch.ones_like(result.loss))
         mine = torch.stack([total.detach().double(), weight.detach().double()])
         sums = self._comm.all_reduce(mine).wait()
-        scale = float(mine[1] * self.num / sums[1])
         gradients = result.gradients
-        if scale != 1:
-            torch._foreach_mul_(list(gradients.values()), scale)
+        if result.parts is not None:
+            scale_all(list(gradients.values()), mine[1] * self.num / sums[1])
         gradients = {name: mean.to(gradients[name].dtype) for name, mean in self.exchange.mean(gradients).items()}
         self._seconds += time.perf_counter() - start
         loss = (sums[0] / sums[1]).to(result.loss.dtype)
@@ -86,7 +85,7 @@ class Replicas:
         for outputs in aux:
             rows = next((float(part.weight) for part in outputs.values() if part.kind == "mean"), 1.0)
             rows = next((float(len(part.value)) for part in outputs.values() if part.kind == ROWS), rows)
-            joined = join_outputs(gather_outputs(self._comm, outputs, rows, self._device))
+            joined = join_outputs(gather_outputs(self._comm, outputs, [rows] * self.num, self._device))
             for name, part in joined.items():
                 if part.kind == ROWS and before > 1:
                     rows = part.value.unflatten(0, (self.num, before, -1)).transpose(0, 1).flatten(0, 2)
@@ -149,11 +148,9 @@ class Replicas:
         """The means over replicas of float32 tensors, by name."""
         return self._means.mean(tensors) if tensors else {}
 
-    def sum_of(self, numbers: list[float]) -> list[float]:
-        """The sums over replicas of some numbers."""
-        mine = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-        found: list[float] = self._comm.all_reduce(mine).wait().tolist()
-        return found
+    def sum_of(self, numbers: Tensor) -> Tensor:
+        """The sums over replicas of a tensor of numbers."""
+        return self._comm.all_reduce(numbers.to(self._device)).wait()
 
     def _agree_on_buffers(self) -> None:
         buffers = self.float_buffers()
