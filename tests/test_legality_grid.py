@@ -196,6 +196,7 @@ GRID: dict[str, tuple[str, ...]] = {
     "home.activations": ("", "host", "disk"),
     "home.optimizer": ("", "host", "disk"),
     "central": ("", "host"),
+    "backend": ("",),  # tests/test_xla.py has a grid of its own
     "batchnorm": ("", "local"),
     "allreduce": ("", "ring"),
     "bucket": ("", "64B"),

@@ -84,13 +84,18 @@ class Estimator:
     def estimate(self, plan: Plan) -> MemoryEstimate:
         """The memory of each rank of the plan. Offloaded tensors count as if they were on the device.
 
-        Raises PlanError for a plan with parameter servers.
+        Raises PlanError for a plan with parameter servers, or for another backend.
         """
         if plan.workers:
             how = f"as {str(plan.inner_plan)!r}" if str(plan.inner_plan) else "on one device"
             raise PlanError(
                 f"the memory of parameter servers is not predicted; a worker computes {how}, without the optimizer's"
                 " state, which the servers share"
+            )
+        if plan.backend != "torch":
+            raise PlanError(
+                f"the memory of backend={plan.backend} is not predicted, because XLA decides what it keeps; the same"
+                " plan without it says what ranks of PyTorch would take"
             )
         model = self._captures.model
         homes: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Plan) if f.name.startswith("home")}

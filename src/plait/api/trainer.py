@@ -24,7 +24,8 @@ from plait.engine.checkpoint.saver import Saver
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.cpu_settings import give_freed_memory_back, keep_freed_memory, warn_of_slow_precision
 from plait.engine.ddp_fallback import check_allowed
-from plait.engine.engine import Engine, StepLoss
+from plait.engine.engine import StepLoss
+from plait.engine.engines import engine_for
 from plait.engine.environment import resolve_plan, resolve_trace
 from plait.engine.executor import StepExecutor
 from plait.engine.gathered import gathered, not_started
@@ -137,19 +138,22 @@ class Trainer:
             )
         check_plan(self.plan, model, clip_norm, place_here(world))
         self._adopt = world is None
-        if world is not None and world.mesh.spread != self.plan.mesh.spread:
+        if world is not None and world.mesh.spread != self.plan.process_mesh.spread:
             raise PlanError(
                 f"the world has ranks along {world.mesh.spread or 'no axis'}, and the plan {self.plan.title!r} along"
-                f" {self.plan.mesh.spread or 'none'}; make the world of the plan's own mesh (plan.mesh)"
+                f" {self.plan.process_mesh.spread or 'none'}; make the world of the plan's own mesh (plan.process_mesh)"
             )
-        self.world = world if world is not None else process_world(self.plan.mesh, algorithm=self.plan.allreduce)
+        device = None if self.plan.backend == "torch" else "cpu"  # XLA has the devices, and tensors come from the host
+        if world is None:
+            world = process_world(self.plan.process_mesh, device=device, algorithm=self.plan.allreduce)
+        self.world = world
         self._trace = resolve_trace(trace)
         if self._adopt and is_host(self.world.device):
             give_freed_memory_back() if self.plan.uses_disk else keep_freed_memory()
             if self.world.rank == 0:
                 warn_of_slow_precision(self.plan.precision, self.world.device)
         compiler = compiler or Compiler(Captures(model, loss_fn, self.world.device), self.plan.inner_plan, layouts)
-        self.engine = Engine(
+        self.engine = engine_for(self.plan)(
             compiler, self.plan, self.world, optimizer, scheduler,
             seed=seed, clip_norm=clip_norm, on_nan=on_nan, adopt=self._adopt, scratch=scratch,
             recorder=None if self._trace is None else TraceRecorder(self.world), allow=check_allowed(allow),
@@ -203,7 +207,7 @@ class Trainer:
         of this rank's replica on its part of the batch, without waiting for the others. Under an asynchronous schedule
         each microbatch contributes the loss of the weights that it used.
         """
-        found = self._forward_backward(batch)
+        found = self._forward_backward(batch, updates=True)
         self.optimizer_step()
         return found
 
@@ -221,12 +225,12 @@ class Trainer:
             )
         return self._forward_backward(batch)
 
-    def _forward_backward(self, batch: Any) -> Any:
+    def _forward_backward(self, batch: Any, updates: bool = False) -> Any:
         self.prepare(batch)
         self._saver.check(self.step_number)
         if self.engine.recorder is not None:
             self.engine.recorder.begin()
-        self._last = found = self.engine.forward_backward(batch)
+        self._last = found = self.engine.forward_backward(batch, updates)
         return found.loss if found.outputs is None else (found.loss, found.outputs)
 
     def gradients(self) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from plait.api.trainer import Trainer
 from plait.backends.choose import graphs_of
 from plait.comm.protocol import World
-from plait.comm.thread_world import run_ranks
+from plait.comm.thread_world import alone, run_ranks
 from plait.compile.capture.batch import map_batch
 from plait.compile.capture.capture import LossFn
 from plait.compile.capture.loss_values import loss_and_aux, results
@@ -153,6 +153,8 @@ class Verifier:
             return RunResult(losses, gradients, parameters, replica.buffers, outputs=outputs[0])
 
         with self._preserved():
+            if plan.backend != "torch":
+                return rank(alone(plan.process_mesh))
             device = next((p.device for p in compiler.model.parameters() if not p.is_meta), "cpu")
             return run_ranks(plan.mesh, rank, device=device, algorithm=plan.allreduce, strict=True)[0]
 

@@ -61,6 +61,11 @@ def _comm(ranks: tuple[int, ...], rank: int, axis: str, meetings: Meetings, algo
     return choose(meetings.comm(ranks, ranks.index(rank), axis), algorithm)
 
 
+def alone(mesh: Mesh) -> ThreadWorld:
+    """The world of the only rank of a mesh, in the present thread, on the CPU."""
+    return ThreadWorld(mesh, 0, torch.device("cpu"), Meetings(1), "backend")
+
+
 def run_ranks(
     mesh: Mesh,
     fn: Callable[[ThreadWorld], T],

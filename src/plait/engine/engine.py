@@ -106,7 +106,7 @@ class Engine:
     ) -> None:
         self.compiler, self.plan, self.world = compiler, plan, world
         self.clip_norm, self.recorder = clip_norm, recorder
-        self.state = TrainState(plan, world, seed)
+        self.state = self._make_state(seed)
         if Precision(plan.precision, plan.exceptions).scaled:
             self.state.loss_scale = LossScale(world)
         self.offload = offload or Offload(plan.inner_plan, world, scratch)
@@ -121,6 +121,9 @@ class Engine:
         self._num_waiting = 0  # batches whose gradients no update has taken yet
         self._unchecked: tuple[int, HostValue] | None = None  # the last step, whose loss is yet to be looked at
         self._skipped: HostValue | None = None  # whether the last step made no update, for the scheduler
+
+    def _make_state(self, seed: int) -> TrainState:
+        return TrainState(self.plan, self.world, seed)
 
     @property
     def is_prepared(self) -> bool:
@@ -200,7 +203,13 @@ class Engine:
             lambda made: describe_optimizer(made[0]),
             "give every rank the same optimizer",
         )
-        state.update = Update(state.optimizer, executor.parameters, executor.sharding, world, self.offload)
+        state.update = self._make_update()
+
+    def _make_update(self) -> Any:
+        """What steps the optimizer, and knows where its state is."""
+        assert self.state.optimizer is not None
+        executor = self.executor
+        return Update(self.state.optimizer, executor.parameters, executor.sharding, self.world, self.offload)
 
     def rows_here(self, batch: Any) -> Any:
         """The rows of a global batch that this rank's replica trains on."""
@@ -211,8 +220,8 @@ class Engine:
         key = step_key(self.state.seed, self.state.step_number)
         return key if self.state.replicas is None else replica_key(key, self.state.replicas.index)
 
-    def forward_backward(self, batch: Any) -> StepLoss:
-        """The loss of a global batch, and its gradients.
+    def forward_backward(self, batch: Any, updates: bool = False) -> StepLoss:
+        """The loss of a global batch, and its gradients. `updates` says that `optimizer_step` follows at once.
 
         The gradients are added to those of earlier batches that wait for an update, in the parameters of this rank.
         Under an asynchronous schedule the parameters are updated already. Raises LossError for a loss that is not
@@ -220,7 +229,7 @@ class Engine:
         Raises WorldError if the ranks have different batches.
         """
         self.prepare(batch)
-        state, executor = self.state, self.executor
+        state = self.state
         number = state.step_number + 1
         self.same.begin(batch, f"step {number}")
         waiting = self._waiting()
@@ -237,12 +246,17 @@ class Engine:
         outputs = None if result.aux is None else results(without_padding(batch, join_outputs(result.aux)))
         self._follow_frozen()
         if not self.updates_within:
-            executor.set_gradients(result.gradients)
-            for name, gradient in waiting.items():
-                own = executor.parameters[name]
-                own.grad = gradient if own.grad is None else own.grad.add_(gradient)
+            self._keep_gradients(result, waiting)
             self._num_waiting += 1
         return StepLoss(result.loss, None if result.parts is None else result.parts[1], outputs)
+
+    def _keep_gradients(self, result: StepResult, waiting: Mapping[str, Tensor]) -> None:
+        """Add the gradients of a batch to those that wait for an update."""
+        executor = self.executor
+        executor.set_gradients(result.gradients)
+        for name, gradient in waiting.items():
+            own = executor.parameters[name]
+            own.grad = gradient if own.grad is None else own.grad.add_(gradient)
 
     def _check_finite(self, number: int, result: StepResult) -> None:
         """Check the loss of this step. On an accelerator, for which the host does not wait, that of the step before."""
@@ -317,21 +331,10 @@ class Engine:
         if not self.updates_within:
             if not self._num_waiting:
                 raise PlanError("optimizer_step(): no gradients wait for it; call forward_backward(batch) first")
-            gradients = [p.grad for p in executor.parameters.values() if p.grad is not None]
-            gradients += self.offload.norms.values()
-            if state.loss_scale is not None:
-                skipped = state.loss_scale.update(gradients)
-                if is_host(skipped.device) or not state.update.can_skip:
-                    updated, skipped = not bool(skipped), None
-            del gradients  # an update needs the memory
-            if updated:
-                what = f"the update of step {state.step_number + 1}"
-                with self.span("optimizer", "STEP"), explained(state, what, lambda: self._rows):
-                    norm = clip(executor, self.clip_norm) if self.clip_norm is not None else None
-                    state.update.step(skipped)
+            updated, norm, skipped = self._update_with_gradients()
             self.zero_grad()
             if updated:
-                executor.updated()
+                self._read_updated(executor)
         if state.scheduler is not None and skipped is not None:
             self._skipped = HostValue(skipped)
         elif state.scheduler is not None and updated:
@@ -343,6 +346,31 @@ class Engine:
             with self.span("reduce", "agree"):
                 state.replicas.stepped(state.step_number)
         return norm
+
+    def _update_with_gradients(self) -> tuple[bool, Tensor | None, Tensor | None]:
+        """Update with the gradients that wait, unless those of fp16 are not finite.
+
+        Returns whether, their norm, and where the host does not know whether yet a 0-d tensor that is 1 if not.
+        """
+        state, executor = self.state, self.executor
+        updated, norm, skipped = True, None, None
+        gradients = [p.grad for p in executor.parameters.values() if p.grad is not None]
+        gradients += self.offload.norms.values()
+        if state.loss_scale is not None:
+            skipped = state.loss_scale.update(gradients)
+            if is_host(skipped.device) or not state.update.can_skip:
+                updated, skipped = not bool(skipped), None
+        del gradients  # an update needs the memory
+        if updated:
+            what = f"the update of step {state.step_number + 1}"
+            with self.span("optimizer", "STEP"), explained(state, what, lambda: self._rows):
+                norm = clip(executor, self.clip_norm) if self.clip_norm is not None else None
+                state.update.step(skipped)
+        return updated, norm, skipped
+
+    def _read_updated(self, executor: StepExecutor) -> None:
+        """Make steps read what the optimizer has made of the parameters."""
+        executor.updated()
 
     def evaluate(self, data: Any) -> Any:
         """The mean loss over a batch or several batches; see Trainer.evaluate."""
@@ -369,7 +397,7 @@ class Engine:
         assert state.optimizer is not None
         given = (state.optimizer, make, executor.parameters, absent, executor.frozen, self._trained, self.plan)
         if follow_frozen(*given):
-            state.update = Update(state.optimizer, executor.parameters, executor.sharding, self.world, self.offload)
+            state.update = self._make_update()
             note_absent(state.optimizer, absent)
             self._trained |= executor.layouts.keys() - {*executor.frozen}
         self._frozen = executor.frozen

@@ -71,7 +71,7 @@ def evaluate(run: Evaluated, data: Any, known: str | None) -> Any:
 def _is_uneven(run: Evaluated, batch: Any) -> bool:
     """Whether each rank evaluates the whole batch, because the ranks do not divide it. Raises BatchError for a
     LocalBatch."""
-    parts, rows = run.plan.num_batch_parts, num_rows(batch)
+    parts, rows = run.plan.num_process_parts, num_rows(batch)
     if run.executor.compiled is None or rows % parts == 0:
         return False
     if isinstance(batch, LocalBatch):

@@ -152,6 +152,11 @@ def depends_on_others(given: Any, members: Mapping[str, torch.optim.Optimizer]) 
     return ""
 
 
+def small_shape(ndim: int) -> tuple[int, ...]:
+    """The shape of the tensors of `ndim` dims that an optimizer is tried on."""
+    return _TRIED[:ndim]
+
+
 _Moved = Callable[[Sequence[Tensor], int, int], list[Tensor]]
 
 
@@ -170,7 +175,7 @@ def _trial(given: Any, members: Mapping[str, torch.optim.Optimizer]) -> tuple[li
             for key, t in zip(found, tensors, strict=True)
         }
         twin = _twin_of(given, members, toys)
-        with _schedulers_restored([given, *members.values()]):
+        with schedulers_restored([given, *members.values()]):
             for number in range(len(_SCALES)):
                 for index, (key, toy) in enumerate(toys.items()):
                     here = dim >= 0 or index % 2 == half
@@ -230,12 +235,12 @@ def tried(
     if isinstance(optimizer, CombinedOptimizer):
         optimizer = optimizer.member_of(group)
     twin = object.__new__(type(optimizer))
-    twin.__dict__ = _without_hooks(optimizer)
+    twin.__dict__ = without_hooks(optimizer)
     twin.state = defaultdict(dict)
     twin.param_groups = [{**group, **_options(group, tensors), "params": tensors}]
     if hasattr(twin, "bind"):
         twin.bind(WholeTensor())
-    with _schedulers_restored([optimizer]):
+    with schedulers_restored([optimizer]):
         for some in gradients or [[torch.zeros_like(t) for t in tensors]]:
             for tensor, gradient in zip(tensors, some, strict=True):
                 tensor.grad = gradient.clone(memory_format=torch.contiguous_format)
@@ -244,7 +249,7 @@ def tried(
 
 
 @contextmanager
-def _schedulers_restored(owners: Iterable[Any]) -> Iterator[None]:
+def schedulers_restored(owners: Iterable[Any]) -> Iterator[None]:
     """Context that restores the learning-rate schedulers which the owners hold, and may step themselves."""
     held = [value for owner in owners for value in vars(owner).values()]
     schedulers = [value for value in held if isinstance(value, torch.optim.lr_scheduler.LRScheduler)]
@@ -263,7 +268,7 @@ def _schedulers_restored(owners: Iterable[Any]) -> Iterator[None]:
             values[:] = items
 
 
-def _without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer's attributes without its step hooks, which are for the user's steps, and without a scheduler's
     wrapper."""
     found = {k: v for k, v in optimizer.__dict__.items() if k != "step"}
@@ -300,7 +305,7 @@ def _twin_of(
     memo |= twins
     memo |= {id(v): v for it in objects.values() for v in it.__dict__.values() if isinstance(v, LaidOutParts)}
     for key, it in objects.items():
-        own = _without_hooks(it) if isinstance(it, torch.optim.Optimizer) else dict(it.__dict__)
+        own = without_hooks(it) if isinstance(it, torch.optim.Optimizer) else dict(it.__dict__)
         state = own.pop("state", None)
         if isinstance(it, torch.optim.Optimizer) and id(state) not in memo:
             memo[id(state)] = defaultdict(dict)

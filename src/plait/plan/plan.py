@@ -103,6 +103,9 @@ class Plan:
     central: str = _key(
         Choice(("none", "host")), "none", "one copy of parameters and optimizer state for all data ranks of a host"
     )
+    backend: str = _key(
+        Choice(("torch", "xla")), "torch", "what runs the step: ranks of PyTorch, or XLA on all devices of one process"
+    )
     batchnorm: str = _key(Choice(("global", "local")), "global", "batch statistics over all ranks, or over each alone")
     allreduce: str = _key(Choice(("backend", "ring", "naive")), "backend", "the algorithm that sums gradients")
     sync: int | tuple[int, int] = _key(
@@ -226,9 +229,14 @@ class Plan:
         return Mesh(tuple((kind.name, sizes.get(kind.name, 1)) for kind in axes.AXES))
 
     @property
+    def process_mesh(self) -> Mesh:
+        """The mesh of the processes, or threads, that run the plan: with backend=xla one has the devices of `mesh`."""
+        return self.mesh if self.backend == "torch" else Mesh(tuple((name, 1) for name in self.mesh.names))
+
+    @property
     def num_processes(self) -> int:
-        """The number of ranks: the product of the sizes of all axes."""
-        return self.mesh.size
+        """The number of ranks: the product of the sizes of all axes, or 1 where one process has all devices."""
+        return self.process_mesh.size
 
     @property
     def copies(self) -> tuple[int, ...]:
@@ -265,6 +273,11 @@ class Plan:
     def num_batch_parts(self) -> int:
         """The number of parts into which each microbatch is cut: the product of the sizes of the batch axes."""
         return axes.num_batch_parts(self.mesh)
+
+    @property
+    def num_process_parts(self) -> int:
+        """The number of parts into which each microbatch is cut before processes get them; 1 where one has it whole."""
+        return axes.num_batch_parts(self.process_mesh)
 
     @property
     def num_stage_parts(self) -> int:
@@ -316,6 +329,11 @@ class Plan:
         """Raise PlanError unless the axes multiply to the number of processes."""
         if (need := self.num_processes) == num_processes:
             return
+        if self.backend != "torch":
+            raise PlanError(
+                f"the plan {self.title!r} has all {self.mesh.size} devices in one process, and there are"
+                f" {num_processes}; start one (--processes 1), or leave backend={self.backend} out"
+            )
         product = " x ".join(f"{name}={size}" for name, size in self.mesh.axes if size > 1)
         sum_text = f"{product} = {need}" if " x " in product else f"{need}"
         raise PlanError(

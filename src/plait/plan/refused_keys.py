@@ -13,6 +13,20 @@ NOT_YET: dict[str, tuple[str, str]] = {
 
 GIVEN = "given"  # in the tables below: any value but the default of the key
 
+# (keys, why XLA cannot have them)
+_NOT_WITH_XLA: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("pipeline", "stages"), "XLA's partitioner gives every device all layers"),
+    (("home.parameters", "home.activations", "home.optimizer", "central"),
+     "XLA keeps what a step needs in the memory of its devices"),
+    (("sync", "compress"), "one program of XLA runs on all devices, and they agree at every step"),
+    (("workers",), "workers and servers are processes of PyTorch"),
+    (("recompute",), "XLA decides itself what it keeps for the backward pass"),
+    (("batchnorm",), "XLA's program computes with the whole batch"),
+    (("axes.", "sequence"), "XLA's partitioner cuts the rows of a batch and weights"),  # axes. stands for context
+    (("compile", "cudagraphs"), "XLA compiles the whole step"),
+    (("allreduce", "bucket", "reduce"), "XLA chooses the collectives and what they have in common"),
+)  # fmt: skip
+
 # (key, value, other key, values of the other key that do not go with it, why, what to use instead)
 NOT_TOGETHER: tuple[tuple[str, str, str, tuple[str, ...], str, str], ...] = (
     ("central", "host", "zero", ("1", "2", "3"),
@@ -30,6 +44,10 @@ NOT_TOGETHER: tuple[tuple[str, str, str, tuple[str, ...], str, str], ...] = (
     ("sync", GIVEN, "home.parameters", ("disk",), "replicas exchange what is in memory", "use home.parameters=host"),
     ("compress", GIVEN, "home.parameters", ("disk",), "replicas exchange what is in memory",
      "use home.parameters=host"),
+    *(
+        ("backend", "xla", key, (GIVEN,), why, "leave one of the two out")
+        for keys, why in _NOT_WITH_XLA for key in keys
+    ),
 )  # fmt: skip
 
 OF_PIPELINES = ("schedule", "chunks", "cut")
@@ -82,7 +100,8 @@ def refused_together(values: Mapping[str, str], given: Collection[str]) -> Itera
 
     for key, value, other, bad, why, instead in NOT_TOGETHER:
         if has(key, value) and any(has(other, each) for each in bad):
-            yield Refusal(f"{key}={values[key]} does not go with {other}={values[other]}", why, instead)
+            shown = values[other] if other.endswith(".") else f"{other}={values[other]}"
+            yield Refusal(f"{key}={values[key]} does not go with {shown}", why, instead)
     for keys, needed, text in NEEDS:
         for key in keys:
             if key in given and not any(other in given for other in needed):

@@ -53,7 +53,7 @@ def draw(
     out = torch.empty(local, dtype=dtype, device=device)
     if out.is_meta or isinstance(out, FakeTensor) or out.numel() == 0:
         return out
-    fill(out, _mix(key & _MASK), index, shape, functools.partial(kept_by, cuts, shape), kind, params)
+    fill(out, seed_of(key), index, shape, functools.partial(kept_by, cuts, shape), kind, params)
     return out
 
 
@@ -79,6 +79,11 @@ def kept_by(cuts: Iterable[Cut], shape: Sequence[int], device: torch.device) -> 
         indices = torch.arange(shape[dim], device=device) if before is None else before
         kept[dim] = take(indices, coordinate, size, 0, blocks)
     return kept
+
+
+def seed_of(key: int) -> int:
+    """The 64 bits from which the numbers of a step with this key follow."""
+    return _mix(key & _MASK)
 
 
 def _mix(x: int) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 Seed = int | Tensor  # 64 bits; a tensor is an int64 of no dims on the device that draws
 
 _LOW = 0xFFFFFFFF
-_ROUNDS, _MULTIPLIERS, _STEPS = 10, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
+ROUNDS, MULTIPLIERS, STEPS = 10, (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
 
 
 class Words(Protocol):
@@ -47,8 +47,8 @@ class CalledWords:
         self._stream = stream
         low, high = seed & _LOW, (seed >> 32) & _LOW
         self._keys = [
-            ((low + step * _STEPS[0]) & _LOW, (high + step * _STEPS[1]) & _LOW)
-            for step in range(_ROUNDS)
+            ((low + step * STEPS[0]) & _LOW, (high + step * STEPS[1]) & _LOW)
+            for step in range(ROUNDS)
         ]  # fmt: skip
 
     def four(self, salt: int) -> Sequence[Tensor]:
@@ -58,8 +58,8 @@ class CalledWords:
         c, d = torch.full_like(a, self._stream), torch.full_like(a, salt)
         p, q = torch.empty_like(a), torch.empty_like(a)
         for one, two in self._keys:
-            torch.mul(a, _MULTIPLIERS[0], out=p)
-            torch.mul(c, _MULTIPLIERS[1], out=q)
+            torch.mul(a, MULTIPLIERS[0], out=p)
+            torch.mul(c, MULTIPLIERS[1], out=q)
             torch.bitwise_right_shift(q, 32, out=a).bitwise_xor_(b).bitwise_xor_(one).bitwise_and_(_LOW)
             torch.bitwise_right_shift(p, 32, out=c).bitwise_xor_(d).bitwise_xor_(two).bitwise_and_(_LOW)
             b, d, p, q = q, p, d, b

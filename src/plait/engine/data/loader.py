@@ -63,7 +63,7 @@ class Loader:
         if stream:
             _check_stream(dataset, shuffle, num_workers, batch_sampler)
         resolved = _plan_of(plan, world)
-        mesh = resolved.mesh if world is None else world.mesh
+        mesh = resolved.process_mesh if world is None else world.mesh
         self._rank = world.rank if world is not None else rank()
         if row_weights and resolved.sync != 1:
             raise PlanError(
@@ -71,7 +71,7 @@ class Loader:
                 " apart: leave it out, with drop_last=True"
             )
         split = Split(
-            resolved.micro, resolved.num_batch_parts, resolved.batch_part(mesh.coordinates(self._rank)),
+            resolved.micro, resolved.num_process_parts, resolved.batch_part(mesh.coordinates(self._rank)),
             bool(row_weights),
         )  # fmt: skip
         self._shuffle = not stream and shuffle is not False
@@ -335,7 +335,7 @@ def _plan_of(plan: Plan | str | None, world: World | None) -> Plan:
     if plan is None and "PLAIT_PLAN" not in os.environ:
         return Plan.parse(" ".join(f"{axis}={n}" for axis, n in world.mesh.axes if axis_kind(axis).cuts_rows))
     resolved = resolve_plan(plan)
-    mine, there = ([(axis, n) for axis, n in mesh.axes if n > 1] for mesh in (resolved.mesh, world.mesh))
+    mine, there = ([(axis, n) for axis, n in mesh.axes if n > 1] for mesh in (resolved.process_mesh, world.mesh))
     if mine != there:
         raise PlanError(f"the plan {resolved.title!r} is not for the ranks of this world: its mesh is {world.mesh}")
     return resolved

@@ -1,0 +1,74 @@
+"""An optimizer's update as a function of jax arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from plait.backends.xla.element_program import GRADIENT, PARAMETER, ElementProgram, ProgramValue, StepNumber
+from plait.backends.xla.lowerings import LOWERINGS
+from plait.backends.xla.lowerings.table import Result, jax_dtype
+from plait.backends.xla.simpler_ops import is_lowered
+from plait.errors import PlanError, Refusal
+
+
+@dataclass(frozen=True)
+class UpdateOfKind:
+    """A program, and the names of the parameters that it updates."""
+
+    program: ElementProgram
+    names: tuple[str, ...]
+
+
+State = dict[str, dict[str, Any]]  # the optimizer's state: arrays by parameter and key
+
+
+def check_lowered(program: ElementProgram, optimizer: str) -> None:
+    """Raise PlanError for an op of an optimizer's update that has no lowering."""
+    for call in program.calls:
+        if not is_lowered(call.op):
+            what = f"backend=xla has no lowering for the op {call.op}, which {optimizer} uses"
+            raise PlanError(Refusal(what, "", "use SGD, Adam or AdamW, or leave backend=xla out"))
+
+
+def updated(
+    updates: Sequence[UpdateOfKind],
+    parameters: Mapping[str, Any],
+    gradients: Mapping[str, Any],
+    state: Mapping[str, Mapping[str, Any]],
+    numbers: Sequence[Any],
+) -> tuple[dict[str, Any], State]:
+    """The new values of the parameters that are updated, and of their state.
+
+    `numbers` has an array for each of `updates`.
+    """
+    new: dict[str, Any] = {}
+    new_state: State = {}
+    for update, given in zip(updates, numbers, strict=True):
+        for name in update.names:
+            inputs = {PARAMETER: parameters[name], GRADIENT: gradients[name], **state.get(name, {})}
+            found = _run(update.program, inputs, given)
+            new[name] = found.pop(PARAMETER)
+            new_state[name] = found
+    return new, new_state
+
+
+def _run(program: ElementProgram, inputs: Mapping[str, Any], numbers: Any) -> dict[str, Any]:
+    values = [inputs[name] for name in program.inputs]
+    shape = inputs[PARAMETER].shape
+
+    def given(argument: Any) -> Any:
+        if isinstance(argument, ProgramValue):
+            return values[argument.index]
+        return numbers[argument.index] if isinstance(argument, StepNumber) else argument
+
+    for call in program.calls:
+        row, dtype = LOWERINGS[call.op], jax_dtype(call.dtype)
+        kwargs = {key: given(value) for key, value in call.kwargs if key != "dtype"}
+        if row.wants_result:
+            kwargs["result"] = Result(shape, dtype)
+        values.append(jnp.asarray(row.function(*map(given, call.args), **kwargs)).astype(dtype))
+    return {key: jnp.broadcast_to(values[index], shape) for key, index in program.outputs}

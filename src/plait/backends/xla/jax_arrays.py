@@ -1,0 +1,43 @@
+"""Tensors of torch as arrays of jax, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch import Tensor
+
+from plait.backends.xla.lowerings.table import jax_dtype, torch_dtype
+
+# dtypes that numpy knows only through another package: by an integer dtype of the same size
+_BY_BITS = {1: torch.uint8, 2: torch.int16}
+
+
+def _is_foreign(dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 or str(dtype).startswith("torch.float8")
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """A copy of a tensor in host memory."""
+    tensor = tensor.detach().cpu().resolve_conj().contiguous()
+    if _is_foreign(tensor.dtype):
+        return tensor.view(_BY_BITS[tensor.dtype.itemsize]).numpy().view(jax_dtype(tensor.dtype)).copy()
+    return tensor.numpy().copy()
+
+
+def to_torch(array: Any) -> Tensor:
+    """A copy of an array of any sharding, whole, in host memory. Waits for the array."""
+    values = np.array(array)
+    dtype = torch_dtype(array.dtype)
+    if _is_foreign(dtype):
+        bits = _BY_BITS[dtype.itemsize]
+        return torch.from_numpy(values.view(np.dtype(str(bits).removeprefix("torch.")))).view(dtype)
+    return torch.from_numpy(values)
+
+
+def put(tensor: Tensor, sharding: jax.sharding.Sharding) -> jax.Array:
+    """A copy of a tensor on the devices of a sharding."""
+    array: jax.Array = jax.device_put(to_numpy(tensor), sharding)
+    return array

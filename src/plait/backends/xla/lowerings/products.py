@@ -1,0 +1,172 @@
+"""Lowerings of matrix products, convolutions and Fourier transforms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from plait.backends.xla.lowerings.table import CannotLower, Result, aten, is_float, lowers, wide
+
+
+def accumulated(x: Any) -> Any:
+    """The dtype in which a product of `x` is added up."""
+    return jnp.float32 if x.dtype in (jnp.bfloat16, jnp.float16) else x.dtype
+
+
+def _matmul(x: Any, y: Any) -> Any:
+    return jnp.matmul(x, y, preferred_element_type=accumulated(x))
+
+
+@lowers(aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.matmul.default)
+def _mm(x: Any, y: Any) -> Any:
+    return _matmul(x, y)
+
+
+@lowers(aten.linear.default)
+def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    found = _matmul(x, weight.T)
+    return found if bias is None else found + bias.astype(found.dtype)
+
+
+@lowers(aten.vdot.default)
+def _vdot(x: Any, y: Any) -> Any:
+    return _matmul(jnp.conj(x), y)
+
+
+@lowers(aten.mm.dtype, aten.bmm.dtype)
+def _mm_dtype(x: Any, y: Any, dtype: Any) -> Any:
+    return _matmul(x, y)
+
+
+@lowers(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
+def _addmm(bias: Any, x: Any, y: Any, beta: float = 1, alpha: float = 1) -> Any:
+    product = _matmul(x, y)
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else product + (bias if beta == 1 else bias * beta).astype(product.dtype)
+
+
+@lowers(aten._grouped_mm.default)
+def _grouped_mm(x: Any, y: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    if offs is None or bias is not None:
+        raise CannotLower("with a bias, or without offsets")
+    if x.ndim == 2 and y.ndim == 3:
+        sizes = jnp.diff(offs, prepend=jnp.zeros(1, offs.dtype))
+        return lax.ragged_dot(x, y, sizes.astype(jnp.int32), preferred_element_type=accumulated(x))
+    if x.ndim == 2 and y.ndim == 2:  # of each group of columns of x and rows of y a product of its own
+        groups = jnp.searchsorted(offs, jnp.arange(x.shape[1]), side="right")
+        members = jax.nn.one_hot(groups, offs.shape[0], dtype=x.dtype)
+        return jnp.einsum("mk,kg,kn->gmn", x, members, y, preferred_element_type=accumulated(x))
+    raise CannotLower(f"of tensors with {x.ndim} and {y.ndim} dims")
+
+
+def _of_spatial(value: Sequence[int], num: int) -> tuple[int, ...]:
+    return tuple(value) * num if len(value) == 1 else tuple(value)
+
+
+def _convolve(
+    x: Any, weight: Any, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], transposed: bool,
+    output_padding: Sequence[int], groups: int,
+) -> Any:  # fmt: skip
+    num = weight.ndim - 2
+    stride, padding, dilation = (_of_spatial(each, num) for each in (stride, padding, dilation))
+    letters = "DHW"[3 - num :] if num <= 3 else ""
+    if not letters:
+        raise CannotLower(f"over {num} dims")
+    names = (f"NC{letters}", f"OI{letters}", f"NC{letters}")
+    exact = accumulated(x)
+    if not transposed:
+        return lax.conv_general_dilated(
+            x, weight, stride, [(p, p) for p in padding], rhs_dilation=dilation, dimension_numbers=names,
+            feature_group_count=groups, preferred_element_type=exact,
+        )  # fmt: skip
+    # [in, out / groups, ...] -> [out, in / groups, ...], turned around
+    rows, columns, *size = weight.shape
+    turned = jnp.flip(weight, range(2, weight.ndim)).reshape(groups, rows // groups, columns, *size)
+    turned = jnp.swapaxes(turned, 1, 2).reshape(groups * columns, rows // groups, *size)
+    extra = _of_spatial(output_padding, num)
+    edges = [(d * (n - 1) - p, d * (n - 1) - p + o) for n, d, p, o in zip(size, dilation, padding, extra, strict=True)]
+    return lax.conv_general_dilated(
+        x, turned, (1,) * num, edges, lhs_dilation=stride, rhs_dilation=dilation, dimension_numbers=names,
+        feature_group_count=groups, preferred_element_type=exact,
+    )  # fmt: skip
+
+
+def _along_channels(bias: Any, num: int) -> Any:
+    return bias.reshape(1, -1, *[1] * num)
+
+
+@lowers(aten.convolution.default)
+def _convolution(x: Any, weight: Any, bias: Any, *how: Any) -> Any:
+    found = _convolve(x, weight, *how)
+    return found if bias is None else found + _along_channels(bias, weight.ndim - 2).astype(found.dtype)
+
+
+@lowers(aten.convolution_backward.default)
+def _convolution_backward(
+    gradient: Any, x: Any, weight: Any, bias_sizes: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
+    output_padding: Any, groups: int, wanted: Sequence[bool],
+) -> Any:  # fmt: skip
+    how = (stride, padding, dilation, transposed, output_padding, groups)
+
+    def forward(x: Any, weight: Any) -> Any:
+        return _convolve(x, weight, *how)
+
+    of_bias = jnp.sum(wide(gradient), (0, *range(2, gradient.ndim))) if wanted[2] else None
+    _, pull = jax.vjp(forward, wide(x), wide(weight))
+    of_x, of_weight = pull(wide(gradient))
+    return of_x if wanted[0] else None, of_weight if wanted[1] else None, of_bias
+
+
+_NORMS = {0: "none", 1: "ortho", 2: "by n"}
+
+
+def _normalised(x: Any, num: int, normalization: int) -> Any:
+    """The sums of a Fourier transform over `num` elements, scaled as torch's number for a norm says."""
+    scale = {0: 1.0, 1: 1 / math.sqrt(num), 2: 1 / num}[normalization]
+    return x * scale
+
+
+@lowers(aten._fft_c2c.default)
+def _fft_c2c(x: Any, dims: Sequence[int], normalization: int, forward: bool) -> Any:
+    num = math.prod(x.shape[d] for d in dims)
+    found = jnp.fft.fftn(x, axes=dims) if forward else jnp.fft.ifftn(x, axes=dims) * num
+    return _normalised(found, num, normalization)
+
+
+@lowers(aten._fft_r2c.default)
+def _fft_r2c(x: Any, dims: Sequence[int], normalization: int, onesided: bool) -> Any:
+    num = math.prod(x.shape[d] for d in dims)
+    found = jnp.fft.rfftn(x, axes=dims) if onesided else jnp.fft.fftn(x, axes=dims)
+    return _normalised(found, num, normalization)
+
+
+@lowers(aten._fft_c2r.default)
+def _fft_c2r(x: Any, dims: Sequence[int], normalization: int, last: int) -> Any:
+    sizes = [*(x.shape[d] for d in dims[:-1]), last]
+    num = math.prod(sizes)
+    return _normalised(jnp.fft.irfftn(x, s=sizes, axes=dims) * num, num, normalization)
+
+
+@lowers(aten.linalg_vector_norm.default, result=True)
+def _vector_norm(
+    x: Any, order: float = 2, dim: Any = None, keepdim: bool = False, *, result: Result, dtype: Any = None
+) -> Any:
+    axes = None if dim is None or (isinstance(dim, Sequence) and not dim) else dim
+    axes = tuple(axes) if isinstance(axes, Sequence) else axes
+    size = jnp.abs(wide(x) if is_float(x) else x.astype(result.dtype))
+    if order == 2:
+        return jnp.sqrt(jnp.sum(size * size, axes, keepdims=keepdim))
+    if order == math.inf:
+        return jnp.max(size, axes, keepdims=keepdim)
+    if order == -math.inf:
+        return jnp.min(size, axes, keepdims=keepdim)
+    if order == 0:
+        return jnp.sum(size != 0, axes, keepdims=keepdim)
+    if order == 1:
+        return jnp.sum(size, axes, keepdims=keepdim)
+    return jnp.sum(size**order, axes, keepdims=keepdim) ** (1 / order)

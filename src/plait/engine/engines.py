@@ -1,0 +1,28 @@
+"""Which engine runs a plan."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from plait.engine.engine import Engine
+from plait.errors import PlanError, Refusal
+from plait.plan.plan import Plan
+
+
+def engine_for(plan: Plan) -> type[Engine]:
+    """The class of the engine that runs the plan. Raises PlanError where the packages that it needs are not there."""
+    if plan.backend == "torch":
+        return Engine
+    check_installed(plan)
+    from plait.engine.xla_engine import XlaEngine  # imports jax
+
+    return XlaEngine
+
+
+def check_installed(plan: Plan) -> None:
+    """Raise PlanError for a plan whose backend's package is not installed."""
+    if plan.backend == "xla" and importlib.util.find_spec("jax") is None:
+        what = "backend=xla runs the step through jax, which is not installed"
+        raise PlanError(
+            Refusal(what, "", "pip install 'plait[xla]' (on a TPU with jax[tpu]), or leave backend=xla out")
+        )
