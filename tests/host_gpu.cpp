@@ -344,10 +344,14 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     wait(from ? "a copy to the host" : "a copy from the host", device);
   else if (from != to && is_pinned) {
     finish(work_of(stream_of(device)), host.storage().data());
-    std::lock_guard<std::mutex> guard(lock);
-    const int stream = stream_of(device);
-    pending.push_back({stream, done_before[stream][stream], host, snapshot(from ? on_host(source) : source), to});
+    // Made before the lock is taken: to count a tensor once more may need Python's.
+    Pending copy{stream_of(device), 0, host, snapshot(from ? on_host(source) : source), to};
     if (from) std::memset(self.data_ptr(), 0xff, self.nbytes());
+    {
+      std::lock_guard<std::mutex> guard(lock);
+      copy.number = done_before[copy.stream][copy.stream];
+      pending.push_back(std::move(copy));
+    }
     if (from) return self;
   }
   Tensor target = to ? on_host(self) : self;

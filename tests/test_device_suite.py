@@ -1,4 +1,4 @@
-"""The device suite (tests/device) and the script that runs it, on a GPU in the host's memory: tests/host_gpu.py."""
+"""The device suite (tests/device) on a GPU in the host's memory (tests/host_gpu.py), and the script for real ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from host_gpu import LIBRARY, build
 
 ROOT = Path(__file__).parent.parent
 
@@ -16,11 +18,22 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.xdist_group("devices")
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++ to build tests/host_gpu.cpp with")
-def test_the_device_suite_passes_and_the_script_for_gpus_works(tmp_path: Path) -> None:
-    env = os.environ | {"PYTHON": sys.executable}
+def test_the_device_suite_passes_on_a_gpu_in_the_memory_of_the_host(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {LIBRARY: str(build(tmp_path)), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     env.pop("PYTEST_XDIST_WORKER", None)
-    command = [str(ROOT / "scripts" / "gpu"), "--short", str(tmp_path)]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=590, check=False)
+    command = [sys.executable, "-m", "pytest", "-p", "host_gpu", "-p", "no:cacheprovider", "-q", "tests/device"]
+    run = subprocess.run(
+        [*command, f"--basetemp={tmp_path / 'suite'}"],
+        env=env, cwd=ROOT, capture_output=True, text=True, timeout=590, check=False,
+    )  # fmt: skip
     assert run.returncode == 0, run.stdout[-20000:] + run.stderr[-2000:]
-    assert "## Llama tiny" in run.stdout and "| plait | 1 |" in run.stdout and "Error" not in run.stdout
-    assert not (ROOT / ".venv-gpu").exists(), "nothing was missing"
+
+
+def test_the_script_for_gpus_says_why_it_runs_nothing_here() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("here are GPUs")
+    env = os.environ | {"PYTHON": sys.executable}
+    run = subprocess.run([ROOT / "scripts" / "gpu"], env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("skipped: torch") and "sees no GPU" in run.stdout
