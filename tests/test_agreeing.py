@@ -466,3 +466,15 @@ def test_memory_and_explanation_are_those_of_a_replica() -> None:
     sent = explained_bytes("data=2 sync=8 compress=int8")
     assert num_local < sent < 2.2 * num_local
     assert rest == str(plait.explain(gpt(), loss_fn, gpt_batch(4), "tensor=2"))
+
+
+@pytest.mark.parametrize("compress", ["int8", "topk:0.5", "powersgd:2"])
+def test_what_is_sent_does_not_depend_on_the_default_dtype(compress: str) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 40)), torch.randn(4, 16)
+    torch.set_default_dtype(torch.float64)
+    try:
+        report = plait.verify(model, lambda m, x: m(x).square().mean(), batch, f"data=2 compress={compress}")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert report.ok, report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -216,13 +217,70 @@ class Recurrent(nn.Module):
     [
         (model, "context=7", tokens(), "context=7 does not divide the sequence of 25 positions.*pad it to 28"),
         (lambda: model(key_heads=1), "context=2 context.kind=ulysses", tokens(), "heads.*use context.kind=ring"),
+        (model, "context=2 context.kind=ring data=2", tokens(8), "does not divide the sequence of 8|cannot split"),
+        (model, "context.kind=ring", tokens(), "give context=N"),
+        (model, "sequence=yes data=2", tokens(), "give tensor=N"),
         (Recurrent, "context=2", tokens() % 4, "splits .*% of the floating-point operations.* in lstm"),
-        (Recurrent, "context=2 context.kind=ring", tokens() % 4, "finds no scaled_dot_product_attention"),
+        (Recurrent, "context=2 context.kind=ring", tokens() % 4, "finds no fused attention"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(make: Any, plan: str, batch: Tensor, why: str) -> None:
     with pytest.raises(PlanError, match=why):
         plait.verify(make(), shifted_loss, batch, plan)
+
+
+def late_shift(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The loss of the next token, of a model that sees the last one too."""
+    return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def test_a_shift_after_the_model_gathers_what_it_shifts() -> None:
+    report = plait.verify(model(), late_shift, tokens(LENGTH), "context=2", tolerance=1e-9)
+    assert report.ok, report
+    with pytest.raises(PlanError, match="context=2 does not divide the sequence of 23 positions.*pad it to 24"):
+        plait.verify(model(), late_shift, tokens(LENGTH - 1), "context=2")
+
+
+class Sink(Model):
+    """Attention to a learned key beside those of the sequence."""
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.tokens(tokens)
+        keys = torch.cat([self.places.weight[:1].expand(len(x), 1, -1), x], 1)
+        q, k = (each.unflatten(2, (4, 4)).transpose(1, 2) for each in (x, keys))
+        found = F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+        return self.head(self.layers[0](self.norm(found), None))
+
+
+def test_a_kind_that_one_attention_cannot_have_is_refused() -> None:
+    torch.manual_seed(0)
+    made = Sink().double()
+    report = plait.verify(made, shifted_loss, tokens(), "context=2", tolerance=1e-9)
+    assert report.ok, report
+    with pytest.raises(PlanError, match=r"context.kind=ring cannot split the attention in the loss"):
+        plait.verify(made, shifted_loss, tokens(), "context=2 context.kind=ring")
+
+
+def test_an_evaluation_of_another_length() -> None:
+    batch, other, made = tokens(), tokens(LENGTH), model()
+
+    def rank(world: World) -> tuple[float, float]:
+        make = lambda p: torch.optim.SGD(p, lr=0.0)  # noqa: E731
+        trainer = plait.Trainer(copy.deepcopy(made), shifted_loss, make, f"context={world.mesh.size}", world=world)
+        trainer.step(batch)
+        return float(trainer.evaluate(other)), float(trainer.evaluate(batch))
+
+    (alone,) = plait.run_ranks(Plan.parse("context=1").mesh, rank)
+    for found in plait.run_ranks(Plan.parse("context=2").mesh, rank):
+        assert found == pytest.approx(alone, rel=1e-12)
+
+
+def test_a_spec_that_names_nothing_is_refused() -> None:
+    class Misspelt(dict[str, Tensor]):
+        batch_spec = BatchSpec({"token": "rows, sequence"})
+
+    with pytest.raises(BatchError, match="names no tensor of the batch; these are tokens"):
+        plait.verify(model(), lambda m, b: shifted_loss(m, b["tokens"]), Misspelt(tokens=tokens()), "data=2")
 
 
 def test_a_batch_without_a_sequence_is_refused() -> None:

@@ -23,6 +23,7 @@ from plait.compile.sharding.sequence import (
     constrain_sequence,
     constrain_sums,
     is_balanced_by_stripes,
+    whole_attention,
     whole_sequences,
 )
 from plait.compile.sharding.sharded_fraction import sharded_fraction, step_flops
@@ -31,9 +32,17 @@ from plait.compile.stages.split import cut_in_stages
 from plait.errors import PlanError, UnevenBatchError
 from plait.plan.annotation import resolve_annotations
 from plait.plan.axes import AxisKind, axes_in_order, axis_kind
-from plait.plan.legality import little_of_the_step, no_sequence, uncut_attention, uneven_parts
+from plait.plan.legality import (
+    little_of_the_step,
+    no_sequence,
+    uncut_attention,
+    uneven_parts,
+    unsplit_attention,
+)
 from plait.plan.plan import Plan
 from plait.spec.layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard
+
+_NOTHING = 0.02  # of a step's operations: an axis that splits less has found only labels to cut
 
 
 def check_batch(draft: Draft) -> None:
@@ -105,9 +114,15 @@ def shard(draft: Draft) -> None:
             draft.reduce_axes[name] += (axis,)
         before = step_flops(graph) if kind.cuts_weights or kind.cuts_sequence else 0
         graph = partition(laid_out, axis, plan.context_kind)
-        if kind.cuts_sequence and cuts and before:
+        if kind.cuts_sequence and cuts and before and draft.trains:
+            if plan.context_kind != "auto" and (whole := whole_attention(laid_out)):
+                refusal = unsplit_attention(plan, axis, size, whole)
+                raise PlanError(refusal)
             share = (1 - step_flops(graph) / before) / (1 - 1 / size)
-            if refusal := little_of_the_step(axis, size, share, whole_sequences(laid_out)):
+            lengths = _lengths(captured)
+            if little := little_of_the_step(axis, size, share, whole_sequences(laid_out)):
+                uneven = share < _NOTHING and all(length % size for length in lengths.values())
+                refusal = no_sequence(axis, size, lengths) if uneven else little
                 raise PlanError(refusal)
         if kind.cuts_weights:
             flops[axis] = before, step_flops(graph)

@@ -288,11 +288,14 @@ def uncut_attention(plan: Plan, axis: str, size: int, divides_heads: Sequence[bo
         divides_heads: for each fused attention of the step, whether the axis divides its heads.
     """
     kind = plan.context_kind
-    if kind and not divides_heads:
+    if kind != "auto" and not divides_heads:
         return Refusal(
-            f"{axis}.kind={kind} finds no scaled_dot_product_attention without dropout",
-            "products and softmax of the model's own see keys and values that are gathered",
-            f"leave {axis}.kind out, or use fused attention (attn_implementation='sdpa' in transformers)",
+            f"{axis}.kind={kind} finds no fused attention that it can split",
+            "keys and values are gathered for attention with dropout, and for products and softmax, which PyTorch also"
+            " makes of scaled_dot_product_attention with a bias that needs a gradient, with a mask or tensors that have"
+            " not 4 dims, and with values of another width than keys",
+            f"leave {axis}.kind out, or use scaled_dot_product_attention with tensors of 4 dims and without dropout"
+            " (attn_implementation='sdpa' in transformers)",
         )
     if kind == "ulysses" and not all(divides_heads):
         return Refusal(
@@ -301,6 +304,19 @@ def uncut_attention(plan: Plan, axis: str, size: int, divides_heads: Sequence[bo
             f"use {axis}.kind=ring",
         )
     return None
+
+
+def unsplit_attention(plan: Plan, axis: str, size: int, whole: Sequence[str]) -> Refusal:
+    """The refusal of a kind of attention that some attention of the model cannot have.
+
+    Args:
+        whole: the modules of these.
+    """
+    return Refusal(
+        f"{axis}.kind={plan.context_kind} cannot split the attention in {', '.join(whole[:3])}",
+        f"{axis}={size} does not divide its queries or its keys, or they are not parts of one sequence",
+        f"leave {axis}.kind out: keys and values are then gathered there",
+    )  # fmt: skip
 
 
 def of_modules(plan: Plan, facts: StepFacts) -> Iterator[Refusal]:

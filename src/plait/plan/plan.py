@@ -74,10 +74,10 @@ class Plan:
         "whether ranks of tensor also split the sequence of what lies between split weights",
     )
     context_kind: str = _key(
-        Choice(("", "ulysses", "ring", "gather")),
-        "",
-        "how attention sees the positions of other ranks of context: exchanged for heads, travelling, or gathered; by"
-        " default what sends least",
+        Choice(("auto", "ulysses", "ring", "gather")),
+        "auto",
+        "how attention sees the positions of other ranks of context: exchanged for heads, travelling, or gathered; auto"
+        " is what sends least",
         name="context.kind",
     )
     zero: int = _key(Number(0, 3), 0, "split over data: 1 optimizer state, 2 and gradients, 3 and parameters")

@@ -77,6 +77,8 @@ NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
      "{key}={value} needs an outer optimizer; add outer=nesterov, or outer=sgd"),
     (("compress.",), ("compress",), "{value} names an exception, and the plan compresses nothing; give compress=KIND"),
     (("compile.",), ("compile",), "{value} names an exception, and the plan compiles nothing; give compile=inductor"),
+    (("context.kind",), ("axes.",), "context.kind={value} is how context=N sees other positions; give context=N"),
+    (("sequence",), ("tensor", "stages"), "sequence={value} cuts the sequence over the ranks of tensor; give tensor=N"),
     (("cudagraphs",), ("compile",),
      "cudagraphs={value} records what was compiled, and the plan compiles nothing; give compile=inductor"),
     (("sync", "compress"), ("data", "replica", "workers"),

@@ -61,6 +61,9 @@ def count_rows(batch: Any) -> int:
     """The number of rows of a batch: by its spec, or else the size of the first dim that most tensors share; 1 if none
     has one. Raises BatchError if tensors have different numbers of rows by the spec."""
     spec, sizes = spec_of(batch), row_sizes(batch)
+    names = [name for name, _ in _named_tensors(batch)]
+    if spec.dims and names and not any(map(spec.names, names)):
+        raise BatchError(f"the batch_spec ({spec}) names no tensor of the batch; these are {', '.join(names)}")
     said = {name: num for name, num in sizes if spec.names(name)}
     if len({*said.values()}) > 1:
         rows = ", ".join(f"{num} of {name}" for name, num in said.items())

@@ -68,8 +68,8 @@ class Factor:
 
 class Builder(Protocol):
     """Writes the nodes of the graph that one rank runs; shapes in it are local. `size` is the axis's number of
-    ranks. `context_kind` is how attention is computed where the sequence is cut: ulysses, gather or ring, or "" for
-    what sends least."""
+    ranks. `context_kind` is how attention is computed where the sequence is cut: ulysses, gather or ring, or auto
+    for what sends least."""
 
     axis: str
     size: int

@@ -29,11 +29,11 @@ _MOST_SCORES = 2**24  # a mask of more scores a rank is not written; keys and va
 
 
 def attention_kind(call: Call, size: int, kind: str) -> str:
-    """How `size` ranks compute an attention: the `kind`, or without one what sends the fewest bytes."""
+    """How `size` ranks compute an attention: the `kind`, or with auto what sends the fewest bytes."""
     signature = SIGNATURES[call.op]
     query, key, _ = signature.qkv(call)
     masks = signature.mask is not None or not signature.is_causal(call)  # whether queries can be kept from later keys
-    if kind:
+    if kind != "auto":
         return "ring" if kind == "gather" and not masks else kind
     heads, key_heads = query.shape[_HEADS], key.shape[_HEADS]
     if divides_heads(call, size) and heads + key_heads <= key_heads * size:

@@ -24,7 +24,7 @@ from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Sh
 class LocalBuilder:
     """Appends local nodes to `graph` and computes their values on fake tensors (see `ops.base.Builder`)."""
 
-    def __init__(self, axis: str, size: int, memo: ShapeMemo, context_kind: str = "") -> None:
+    def __init__(self, axis: str, size: int, memo: ShapeMemo, context_kind: str = "auto") -> None:
         self.graph = Graph()
         self.axis = axis
         self.size = size
@@ -269,7 +269,7 @@ def _localise_sizes(call: Call, strategy: Strategy, args: Any, position: int, si
     return (*args[:position], list(shape), *args[position + 1 :])
 
 
-def partition(found: Propagation, axis: str, context_kind: str = "") -> Graph:
+def partition(found: Propagation, axis: str, context_kind: str = "auto") -> Graph:
     """Write the graph of one rank from the placements `found` along an axis. Attention whose sequence is cut is of the
     given kind (see `ops.base.Builder`)."""
     graph = Partitioner(found, axis, context_kind).run()

@@ -23,7 +23,7 @@ from plait.compile.ir.calls import (
     settled,
     tensor_inputs,
 )
-from plait.compile.ir.node_info import describe, info_of
+from plait.compile.ir.node_info import describe, info_of, is_forward
 from plait.compile.ops import Call, comm_ops
 from plait.compile.ops.context_attention import attends_causally, attention_kind
 from plait.compile.sharding.propagate import Propagation, propagate
@@ -87,6 +87,12 @@ def constrain_sums(
         for name in names
         if name in nodes and isinstance(home := homes.get(name, REPLICATE), Shard)
     }
+
+
+def whole_attention(found: Propagation) -> list[str]:
+    """The modules with an attention that is not computed on parts of the sequence."""
+    nodes = (node for node in found.strategies if is_forward(node) and op_spec_of(node).role == "attention")
+    return list(dict.fromkeys(info_of(n).module or "the loss" for n in nodes if not found.strategies[n].sends))
 
 
 def whole_sequences(found: Propagation) -> list[str]:

@@ -120,7 +120,7 @@ class MeanExchange:
         comm, kind, size = self._comm, self._compression.kind, self._comm.size
         owned = {name: num_owned(tensor.numel(), size) for name, tensor in tensors.items()}
         num = sum(owned.values())
-        rows = torch.zeros(size, num, device=next(iter(tensors.values())).device)
+        rows = torch.zeros(size, num, dtype=torch.float32, device=next(iter(tensors.values())).device)
         for part, tensor in zip(rows.split(list(owned.values()), 1), tensors.values(), strict=True):
             part.copy_(functional.pad(tensor.reshape(-1), (0, part.numel() - tensor.numel())).view_as(part))
         coded = encode(rows, kind)

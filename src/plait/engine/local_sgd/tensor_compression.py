@@ -59,7 +59,7 @@ def decode(coded: Tensor, kind: str, num: int) -> Tensor:
 def first_factor(name: str, num_columns: int, rank: int) -> Tensor:
     """The initial Q of a matrix, [columns, rank], the same on every replica."""
     generator = torch.Generator().manual_seed(sum(name.encode()) + num_columns)
-    return torch.randn(num_columns, rank, generator=generator)
+    return torch.randn(num_columns, rank, generator=generator, dtype=torch.float32)
 
 
 def num_bytes(shape: Sequence[int], compression: Compression) -> int:
@@ -100,7 +100,7 @@ def decompress(coded: Tensor, shape: Sequence[int], compression: Compression) ->
     num = math.prod(shape)
     if compression.kind == "topk":
         indices, values = coded.chunk(2)
-        whole = torch.zeros(num)
+        whole = torch.zeros(num, dtype=torch.float32)
         whole[indices.view(torch.int32).long()] = values.view(torch.float32)
     elif compression.kind == "powersgd":
         rows, columns = as_matrix(shape)
