@@ -142,8 +142,8 @@ def test_a_loss_near_0_is_a_difference_of_large_numbers(seed: int, monkeypatch: 
         assert report.ok, report
     right = plait.Trainer._forward_backward
 
-    def wrong(self: plait.Trainer, batch: Any) -> Any:
-        return right(self, batch) + 0.05
+    def wrong(self: plait.Trainer, batch: Any, **options: Any) -> Any:
+        return right(self, batch, **options) + 0.05
 
     monkeypatch.setattr(plait.Trainer, "_forward_backward", wrong)
     assert not tied.verify("tensor=2").ok

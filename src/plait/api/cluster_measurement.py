@@ -103,7 +103,7 @@ def write_measured(text: str, out: Path | None) -> None:
 
 def _mesh(size: int, local: int) -> Mesh:
     """Hosts, pairs of ranks, and the ranks of a pair, so that groups of several sizes are measured."""
-    outer, middle, inner = [kind.name for kind in AXES if not kind.has_stages and not kind.per_stage]
+    outer, middle, inner = [kind.name for kind in AXES if kind.cuts_rows or (kind.cuts_weights and not kind.per_stage)]
     pair = 2 if local % 2 == 0 and local > 2 else 1
     return Mesh(((outer, size // local), (middle, local // pair), (inner, pair)))
 
@@ -185,7 +185,7 @@ def _collectives(world: ProcessWorld, axes: tuple[str, ...], within: int) -> Ite
         comms.append((world.everyone(), within, 1))
     for comm, size, stride in comms:
         for num_bytes in _MESSAGES if size > 1 else ():
-            for kind in CollectiveKind:
+            for kind in _FORMS:
                 run = _collective(comm, kind, num_bytes, world.device)
                 seconds = _slowest(world, _seconds(run, world.device, _RUNS))
                 yield MeasuredCollective(kind, num_bytes // size * size, size, stride, seconds)
@@ -221,7 +221,11 @@ def fit_link(level: str, size: int, measured: list[MeasuredCollective], inner: t
     return LinkSpec(level, max(float(latency), 1e-9), 1.0 / max(float(per_byte), 1e-14), size=size)
 
 
-_FORMS = {kind: "pairwise" if kind is CollectiveKind.ALL_TO_ALL else "ring" for kind in CollectiveKind}
+_FORMS = {  # a ring of keys and values is made of messages
+    kind: "pairwise" if kind is CollectiveKind.ALL_TO_ALL else "ring"
+    for kind in CollectiveKind
+    if kind is not CollectiveKind.RING
+}
 
 
 def _as_toml(

@@ -77,6 +77,8 @@ class LocalBuilder:
         key = (node, have, want)
         if have == want:
             return node
+        if isinstance(have, Only):  # what is written next then has another owner
+            return self._convert(node, have, want)
         if key not in self._converted:
             made = self._converted[key] = self._convert(node, have, want)
             if isinstance(have, Shard) and isinstance(want, Shard):
@@ -188,6 +190,8 @@ class Partitioner:
             if whole is not None and isinstance(want, Shard):
                 self.forms[key] = self.builder.convert(whole, REPLICATE, want)
             elif want == REPLICATE and (source := self._whole_source(node)) is not None:
+                owner = info_of(self.forms[source, REPLICATE]).owner
+                self.builder.info = replace(self.builder.info, owner=owner)
                 self.forms[key] = self._view_of(source, node)
             else:
                 self.forms[key] = self.builder.convert(local, have, want)
