@@ -221,7 +221,7 @@ def fit_link(level: str, size: int, measured: list[MeasuredCollective], inner: t
     return LinkSpec(level, max(float(latency), 1e-9), 1.0 / max(float(per_byte), 1e-14), size=size)
 
 
-_FORMS = {  # a ring of keys and values is made of messages
+_FORMS: dict[CollectiveKind, str] = {  # a ring of keys and values is made of messages
     kind: "pairwise" if kind is CollectiveKind.ALL_TO_ALL else "ring"
     for kind in CollectiveKind
     if kind is not CollectiveKind.RING
