@@ -123,23 +123,28 @@ void submit(DeviceIndex device, const std::vector<std::pair<Tensor, bool>>& used
 
 // Ends pending copies: all that this work has in it, or those of one piece of host memory.
 void finish(const Work& work, const void* memory = nullptr) {
-  std::vector<Pending> ready;
+  std::vector<Pending> ready;  // outlives the lock: to let a tensor go may need Python's
+  const char* race = nullptr;
   {
     std::lock_guard<std::mutex> guard(lock);
     for (auto each = pending.begin(); each != pending.end();) {
-      const bool is_ready = (!memory || memory == each->host.storage().data()) && is_after(work, each->stream, each->number);
-      if (is_ready) ready.push_back(std::move(*each));
-      each = is_ready ? pending.erase(each) : each + 1;
+      if ((memory && memory != each->host.storage().data()) || !is_after(work, each->stream, each->number)) {
+        ++each;
+        continue;
+      }
+      void* const host = each->host.data_ptr();
+      const void* const values = each->values.data_ptr();
+      const size_t size = each->values.nbytes();
+      if (!each->reads) {
+        std::memcpy(host, values, size);
+      } else if (std::memcmp(host, values, size)) {
+        race = "the host changed memory that was being copied";
+      }
+      ready.push_back(std::move(*each));
+      each = pending.erase(each);
     }
   }
-  for (auto& each : ready) {
-    const size_t size = each.values.nbytes();
-    if (!each.reads) {
-      std::memcpy(each.host.data_ptr(), each.values.data_ptr(), size);
-    } else if (std::memcmp(each.host.data_ptr(), each.values.data_ptr(), size)) {
-      tell("the host changed memory that was being copied");
-    }
-  }
+  tell(race);
 }
 
 // The host has come to the end of this work.

@@ -38,6 +38,7 @@ def losses_of(device: str, prefetch: int) -> tuple[list[float], list[str], set[s
             with counted(waits if number else []):
                 losses.append(trainer.step(each)[0])
             kinds |= {leaf.device.type for leaf in each.tree.values()}
+        loader.close()
         return [float(loss) for loss in losses], waits, kinds
 
     return plait.run_ranks(plan.mesh, rank, device=device)[0]
