@@ -249,14 +249,12 @@ class Sink(Model):
         keys = torch.cat([self.places.weight[:1].expand(len(x), 1, -1), x], 1)
         q, k = (each.unflatten(2, (4, 4)).transpose(1, 2) for each in (x, keys))
         found = F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
-        return self.head(self.layers[0](self.norm(found), None))
+        return self.head(self.norm(found))  # type: ignore[no-any-return]
 
 
-def test_a_kind_that_one_attention_cannot_have_is_refused() -> None:
+def test_a_kind_that_no_attention_can_have_is_refused() -> None:
     torch.manual_seed(0)
     made = Sink().double()
-    report = plait.verify(made, shifted_loss, tokens(), "context=2", tolerance=1e-9)
-    assert report.ok, report
     with pytest.raises(PlanError, match=r"context.kind=ring cannot split the attention in the loss"):
         plait.verify(made, shifted_loss, tokens(), "context=2 context.kind=ring")
 

@@ -185,7 +185,7 @@ def _collectives(world: ProcessWorld, axes: tuple[str, ...], within: int) -> Ite
         comms.append((world.everyone(), within, 1))
     for comm, size, stride in comms:
         for num_bytes in _MESSAGES if size > 1 else ():
-            for kind in _FORMS:
+            for kind in _MEASURED:
                 run = _collective(comm, kind, num_bytes, world.device)
                 seconds = _slowest(world, _seconds(run, world.device, _RUNS))
                 yield MeasuredCollective(kind, num_bytes // size * size, size, stride, seconds)
@@ -221,11 +221,8 @@ def fit_link(level: str, size: int, measured: list[MeasuredCollective], inner: t
     return LinkSpec(level, max(float(latency), 1e-9), 1.0 / max(float(per_byte), 1e-14), size=size)
 
 
-_FORMS: dict[CollectiveKind, str] = {  # a ring of keys and values is made of messages
-    kind: "pairwise" if kind is CollectiveKind.ALL_TO_ALL else "ring"
-    for kind in CollectiveKind
-    if kind is not CollectiveKind.RING
-}
+_FORMS = {kind: "pairwise" if kind is CollectiveKind.ALL_TO_ALL else "ring" for kind in CollectiveKind}
+_MEASURED = [kind for kind in CollectiveKind if kind is not CollectiveKind.RING]  # which is made of messages
 
 
 def _as_toml(

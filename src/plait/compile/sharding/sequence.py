@@ -90,9 +90,11 @@ def constrain_sums(
 
 
 def whole_attention(found: Propagation) -> list[str]:
-    """The modules with an attention that is not computed on parts of the sequence."""
-    nodes = (node for node in found.strategies if is_forward(node) and op_spec_of(node).role == "attention")
-    return list(dict.fromkeys(info_of(n).module or "the loss" for n in nodes if not found.strategies[n].sends))
+    """The modules with attention, if none of it is computed on parts of the sequence; else nothing."""
+    nodes = [node for node in found.strategies if is_forward(node) and op_spec_of(node).role == "attention"]
+    if any(found.strategies[node].sends for node in nodes):
+        return []
+    return list(dict.fromkeys(info_of(node).module or "the loss" for node in nodes))
 
 
 def whole_sequences(found: Propagation) -> list[str]:
