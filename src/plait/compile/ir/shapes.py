@@ -71,6 +71,10 @@ def needs_shapes_only(op: Any) -> bool:
     return has_kernel and not any(is_own(op) for is_own, _ in op_implementations_checks)
 
 
+class _HasValues(Exception):
+    """A tensor has values, on which the result may depend."""
+
+
 def on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of a call on fake tensors of one device, by the op's kernel for the meta device; None if that does not
     do, or raises what the call itself will."""
@@ -78,7 +82,7 @@ def on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
     def to_meta(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
-            raise NotImplementedError
+            raise _HasValues
         fakes.append(tensor)
         shape, stride, dtype, _ = spec_of(tensor)
         return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
