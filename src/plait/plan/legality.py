@@ -374,7 +374,9 @@ def no_layer(how: Recompute, called: Iterable[str]) -> Refusal | None:
         return None
     some = ", ".join(sorted(known)[:5]) or "none"
     if how.kind == "pattern":
-        return Refusal(f"recompute={how.pattern} matches no module of the model", "", f"it has {some}, ...")
+        near = difflib.get_close_matches(how.pattern, ("none", "layer", "gathers", "budget"), n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        return Refusal(f"recompute={how.pattern} matches no module of the model", "", f"{hint}it has {some}, ...")
     return Refusal(
         f"recompute=layer needs numbered layers, such as those of a ModuleList, but this model has modules {some}, ...",
         "", "name them, as in recompute=*.mlp, or give recompute=budget=SIZE",

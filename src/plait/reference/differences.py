@@ -106,6 +106,7 @@ class Report:
         lines = [
             f"plan             {self.plan}",
             f"steps            {self.steps}, tolerance {self.tolerance:g} of each tensor's largest value",
+            f"                 (where one device's rounding exceeds that, {self.tolerance:g} stands for the rounding)",
             f"loss             {self.loss:.2e}  (last {last}: one device {one:.6f}, plan {plan:.6f})",
             *([f"worst output     {_worst(self.outputs)}"] if self.outputs else []),
             *([f"worst gradient   {self.worst_gradient}"] if self.gradients else []),
