@@ -9,30 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from device_library import build_library, torch_folder
+
 LIBRARY = "PLAIT_TEST_FAKE_CUDA"  # environment variable: the path of the library
 _SOURCE = Path(__file__).with_suffix(".cpp")
 
 
-def _torch_folder() -> Path:
-    found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
-    return Path(found.origin).parent
-
-
 def build(folder: Path) -> Path:
     """Compile the library into a folder. Raises FileNotFoundError if there is no g++."""
-    torch, library = _torch_folder(), folder / "fake_cuda.so"
-    command = ["g++", "-O0", "-std=c++20", "-shared", "-fPIC", f"-I{torch / 'include'}", str(_SOURCE)]
-    subprocess.run([*command, f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(library)], check=True)
-    return library
+    return build_library(_SOURCE, folder)
 
 
 class _Anything:
@@ -68,7 +59,7 @@ def fake_device() -> Iterator[None]:
 
 def _install() -> None:
     assert "torch" not in sys.modules, "autograd looks for accelerators when torch is imported"
-    ctypes.CDLL(str(_torch_folder() / "lib" / "libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(torch_folder() / "lib" / "libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
     ctypes.CDLL(os.environ[LIBRARY]).register_device()
 
     import torch

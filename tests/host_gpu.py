@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import os
-import subprocess
 import sys
 import threading
 import types
@@ -21,25 +19,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from device_library import build_library, torch_folder
+
 LIBRARY = "PLAIT_TEST_HOST_GPU"  # environment variable: the path of the library
 NUM_DEVICES = 8
 MEMORY = 1 << 30  # bytes of each, as it says of itself
 _SOURCE = Path(__file__).with_suffix(".cpp")
 
 
-def _torch_folder() -> Path:
-    found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
-    return Path(found.origin).parent
-
-
 def build(folder: Path) -> Path:
     """Compile the library into a folder. Raises FileNotFoundError if there is no g++."""
-    torch, library = _torch_folder(), folder / "host_gpu.so"
-    include = [f"-I{torch / 'include'}", f"-I{torch / 'include/torch/csrc/api/include'}"]
-    command = ["g++", "-O0", "-std=c++20", "-shared", "-fPIC", *include, str(_SOURCE)]
-    subprocess.run([*command, f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(library)], check=True)
-    return library
+    return build_library(_SOURCE, folder)
 
 
 class Wait(NamedTuple):
@@ -102,7 +92,7 @@ def _raced(what: bytes) -> None:
 def _install() -> None:
     global _library, _callbacks
     assert "torch" not in sys.modules, "autograd looks for accelerators when torch is imported"
-    ctypes.CDLL(str(_torch_folder() / "lib" / "libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(torch_folder() / "lib" / "libtorch_cpu.so"), ctypes.RTLD_GLOBAL)
     _library = ctypes.CDLL(os.environ[LIBRARY])
     _library.bytes_now.restype = _library.bytes_most.restype = ctypes.c_size_t
     _library.register_device()

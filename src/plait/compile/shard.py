@@ -22,7 +22,7 @@ from plait.compile.sharding.sequence import (
     attention_calls,
     constrain_sequence,
     constrain_sums,
-    is_balanced_by_stripes,
+    needs_stripes,
     whole_attention,
     whole_sequences,
 )
@@ -80,7 +80,6 @@ def shard(draft: Draft) -> None:
     even = captured.rows % plan.num_batch_parts == 0
     leaves = {i.name for i in captured.inputs if i.kind == "batch"} if even else set[str]()
     split = {name: Shard(dim) for name, dim in captured.row_dims.items() if name in leaves}
-    sequences = {nodes[name]: dim for name, dim in captured.sequence_dims.items()}
     draft.reduce_axes = {o.name: () for o in captured.outputs if o.kind == "gradient"}
     flops: dict[str, tuple[int, int]] = {}  # by axis that splits weights: before it does, and after
     for kind in axes_in_order():
@@ -91,17 +90,7 @@ def shard(draft: Draft) -> None:
         if kind.cuts_rows:
             fixed |= {nodes[name]: placement for name, placement in split.items()}
             origin |= {nodes[name]: f"batch: {name}" for name in split}
-        cuts: dict[str, Placement] = {}
-        if kind.cuts_sequence:
-            calls = attention_calls(graph)
-            if refusal := uncut_attention(plan, axis, size, [divides_heads(call, size) for call in calls]):
-                raise PlanError(refusal)
-            cuts = constrain_sequence(graph, sequences, size, _blocks(calls, plan, size))
-            if not cuts and draft.trains:
-                refusal = no_sequence(axis, size, _lengths(captured))
-                raise PlanError(refusal)
-        elif kind.cuts_weights and plan.sequence == "yes":
-            cuts = constrain_sums(graph, sequences, size, fixed, axis)
+        cuts = _constrain(draft, graph, kind, fixed)
         wanted = tuple(
             fixed.get(nodes[o.name], REPLICATE) if o.kind == "gradient" else REPLICATE for o in captured.outputs
         )
@@ -115,15 +104,7 @@ def shard(draft: Draft) -> None:
         before = step_flops(graph) if kind.cuts_weights or kind.cuts_sequence else 0
         graph = partition(laid_out, axis, plan.context_kind)
         if kind.cuts_sequence and cuts and before and draft.trains:
-            if plan.context_kind != "auto" and (whole := whole_attention(laid_out)):
-                refusal = unsplit_attention(plan, axis, size, whole)
-                raise PlanError(refusal)
-            share = (1 - step_flops(graph) / before) / (1 - 1 / size)
-            lengths = _lengths(captured)
-            if little := little_of_the_step(axis, size, share, whole_sequences(laid_out)):
-                uneven = share < _NOTHING and all(length % size for length in lengths.values())
-                refusal = no_sequence(axis, size, lengths) if uneven else little
-                raise PlanError(refusal)
+            _check_cut(draft, axis, laid_out, (1 - step_flops(graph) / before) / (1 - 1 / size))
         if kind.cuts_weights:
             flops[axis] = before, step_flops(graph)
         draft.without_rule |= laid_out.without_rule
@@ -191,6 +172,42 @@ def _summed(laid_out: Propagation, outputs: Sequence[Output]) -> list[str]:
     ]
 
 
+def _constrain(draft: Draft, graph: Graph, kind: AxisKind, parameters: Mapping[str, Placement]) -> dict[str, Placement]:
+    """Constrain values to parts of the sequence along an axis that cuts it. Changes the graph.
+
+    Returns the placements of these values, by the names of the calls that constrain them; none along other axes.
+    """
+    plan, captured = draft.plan, draft.captured
+    size = plan.mesh.axis_size(kind.name)
+    nodes = {i.name: i.node for i in captured.inputs}
+    dims = {nodes[name]: dim for name, dim in captured.sequence_dims.items()}
+    if kind.cuts_weights and plan.sequence == "yes":
+        return constrain_sums(graph, dims, size, parameters, kind.name)
+    if not kind.cuts_sequence:
+        return {}
+    calls = attention_calls(graph)
+    if refusal := uncut_attention(plan, kind.name, size, [divides_heads(call, size) for call in calls]):
+        raise PlanError(refusal)
+    cuts = constrain_sequence(graph, dims, size, _blocks(calls, plan, size))
+    if not cuts and draft.trains:
+        refusal = no_sequence(kind.name, size, _lengths(captured))
+        raise PlanError(refusal)
+    return cuts
+
+
+def _check_cut(draft: Draft, axis: str, laid_out: Propagation, share: float) -> None:
+    """Raise PlanError if an axis that cuts the sequence splits too small a `share` of the step's floating-point
+    operations, or no attention in the way that the plan asks for."""
+    plan, size, lengths = draft.plan, laid_out.size, _lengths(draft.captured)
+    if plan.context_kind != "auto" and (whole := whole_attention(laid_out)):
+        refusal = unsplit_attention(plan, axis, size, whole)
+        raise PlanError(refusal)
+    if little := little_of_the_step(axis, size, share, whole_sequences(laid_out)):
+        uneven = share < _NOTHING and all(length % size for length in lengths.values())
+        refusal = no_sequence(axis, size, lengths) if uneven else little
+        raise PlanError(refusal)
+
+
 def _lengths(captured: Captured) -> dict[str, int]:
     """The length of the sequence of each tensor of the batch that has one."""
     values = {node.name: node.meta["val"] for node in placeholders(captured.graph.graph)}
@@ -200,7 +217,7 @@ def _lengths(captured: Captured) -> dict[str, int]:
 
 def _blocks(calls: Sequence[Call], plan: Plan, size: int) -> int | None:
     """The blocks of the sequence that an axis cuts; None if each rank has every n-th position."""
-    if is_balanced_by_stripes(calls, size, plan.context_kind):
+    if needs_stripes(calls, size, plan.context_kind):
         return None
     cut = [plan.mesh.axis_size(kind.name) for kind in axes_in_order() if kind.cuts_weights]
     return math.prod(cut) if plan.sequence == "yes" else 1

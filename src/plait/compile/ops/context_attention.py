@@ -5,8 +5,8 @@
     gather   keys and values are gathered (Dubey et al. 2024, "The Llama 3 Herd of Models")
     ring     keys and values travel from rank to rank (Liu et al. 2023, "Ring Attention")
 
-A rule does not know which of them is wanted: the strategy is the same, and what it writes is decided when it is
-written.
+The three are one strategy of a rule, because each takes and gives the same parts. Which of them is written is decided
+when the local graph is written (`Builder.context_kind`).
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def over_sequence(
     query = signature.qkv(call)[0]
     results = list(zip(call.outputs, signature.outputs, strict=False))
     found = []
-    for b in blocks:
-        part = Shard(_POSITIONS, b)
+    for each in blocks:
+        part = Shard(_POSITIONS, each)
         inputs = tuple(
-            _mask_part(spec, query, b) if looks.get(i) == MASK else (part if i in looks else REPLICATE)
+            _mask_part(spec, query, each) if looks.get(i) == MASK else (part if i in looks else REPLICATE)
             for i, spec in enumerate(call.inputs)
         )
         outputs: tuple[Placement, ...] = tuple(
@@ -106,8 +106,7 @@ class _Writer:
     # Arguments by place
 
     def _mask(self) -> Node | None:
-        found = None if self.signature.mask is None else self._get(self.signature.mask)
-        return found
+        return None if self.signature.mask is None else self._get(self.signature.mask)
 
     def _get(self, place: Place) -> Any:
         if isinstance(place, str):
@@ -125,9 +124,6 @@ class _Writer:
         spec = self.call.kwargs[place] if isinstance(place, str) else self.call.args[place]
         assert isinstance(spec, TensorSpec)
         return spec.index
-
-    def _causal(self) -> bool:
-        return self.signature.is_causal(self.call)
 
     def _outputs(self, result: Node, convert: Mapping[str, Placement]) -> tuple[Any, ...]:
         """The outputs of a call in the placements that the strategy says; those of a kind have been `convert`."""
@@ -159,7 +155,7 @@ class _Writer:
         for place, look in self.signature.inputs:
             if look == K:
                 self._set(place, self.b.convert(self._get(place), self.part, REPLICATE))
-        if self._causal():
+        if self.signature.is_causal(self.call):
             assert self.signature.causal is not None
             assert self.signature.causal is not None
             self._set(self.signature.causal[0], False)
@@ -185,7 +181,7 @@ class _Writer:
 
     def _ring(self) -> tuple[Any, ...]:
         b, signature = self.b, self.signature
-        form = (self._causal(), self.part.blocks, self.kwargs.get("scale"))
+        form = (self.signature.is_causal(self.call), self.part.blocks, self.kwargs.get("scale"))
         query, key, value = (self._get(signature.query + i) for i in range(3))
         mask = self._mask()
         spec = self.call.outputs[1]

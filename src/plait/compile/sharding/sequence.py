@@ -56,8 +56,9 @@ def attention_calls(graph: Graph) -> list[Call]:
     return [call_of(node) for node in graph.nodes if op_spec_of(node).role == "attention"]
 
 
-def is_balanced_by_stripes(calls: Iterable[Call], size: int, kind: str) -> bool:
-    """Whether ranks would compute unequal parts of a causal attention, unless each has every n-th position."""
+def needs_stripes(calls: Iterable[Call], size: int, kind: str) -> bool:
+    """Whether each rank should have every n-th position: the ranks of a ring with a contiguous part each would compute
+    unequal parts of a causal attention."""
     return any(attends_causally(call) and attention_kind(call, size, kind) == "ring" for call in calls)
 
 
@@ -166,8 +167,5 @@ def _dim_after(view: Node, dim: int) -> int | None:
         if factor.inputs[0] == dim:
             return factor.outputs[0]
     before, after = (list(spec.shape) if spec else [] for spec in (call.inputs[0], call.outputs[0]))
-    return (
-        dim
-        if len(before) == len(after) and before[:dim] + before[dim + 1 :] == after[:dim] + after[dim + 1 :]
-        else None
-    )
+    slices = len(before) == len(after) and before[:dim] + before[dim + 1 :] == after[:dim] + after[dim + 1 :]
+    return dim if slices else None
