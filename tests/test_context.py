@@ -188,6 +188,17 @@ def test_activations_of_a_layer_are_cut(plan: str, parts: int) -> None:
     assert saved(plan) == pytest.approx((saved("") + twice) / parts, rel=0.02)
 
 
+def test_explain_says_what_is_cut_of_the_batch() -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return shifted_loss(model, batch["tokens"]) + model(batch["others"]).square().mean()
+
+    batch = {"tokens": tokens(), "others": tokens(LENGTH - 1)}
+    lines = str(plait.explain(model(), loss, batch, "context=2")).splitlines()
+    (cut,) = (line for line in lines if line.split()[:1] == ["tokens"])
+    (whole,) = (line for line in lines if line.split()[:1] == ["others"])
+    assert cut.endswith("24 positions over context") and whole.endswith("int64[2, 23]")
+
+
 def test_sequences_are_named_by_a_spec() -> None:
     class Transposed(dict[str, Tensor]):
         batch_spec = BatchSpec({"tokens": "sequence, rows"})

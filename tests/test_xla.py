@@ -23,7 +23,7 @@ from plait.errors import PlanError
 from plait.plan.plan import Plan
 
 RANKS = Path(__file__).with_name("xla_ranks.py")
-PLANS = ("replica=2 data=2 zero=3 tensor=2", "data=4 zero=2 micro=2 precision=fp16")
+PLANS = ("replica=2 data=2 zero=3 tensor=2", "data=4 zero=2 micro=2 precision=fp16", "data=2 precision=bf16-params")
 EXACT = 1e-10  # of float64
 
 with_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="jax is not installed: plait[xla]")

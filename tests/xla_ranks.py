@@ -322,7 +322,7 @@ def lowerings() -> dict[str, Any]:
     return xla_lowerings.compared()
 
 
-PLANS = ("replica=2 data=2 zero=3 tensor=2", "data=4 zero=2 micro=2 precision=fp16")
+PLANS = ("replica=2 data=2 zero=3 tensor=2", "data=4 zero=2 micro=2 precision=fp16", "data=2 precision=bf16-params")
 CASES: dict[str, Callable[[], dict[str, Any]]] = {plan: functools.partial(verified, plan) for plan in PLANS}
 for _case in (trained, optimizers, checkpoints, halves, thawed, not_finite, draws, refused, lowerings):
     CASES[_case.__name__] = _case

@@ -23,6 +23,7 @@ from plait.compile.sharding.sequence import (
     constrain_sequence,
     constrain_sums,
     needs_stripes,
+    what_is_cut,
     whole_attention,
     whole_sequences,
 )
@@ -192,6 +193,9 @@ def _constrain(draft: Draft, graph: Graph, kind: AxisKind, parameters: Mapping[s
     if not cuts and draft.trains:
         refusal = no_sequence(kind.name, size, _lengths(captured))
         raise PlanError(refusal)
+    names = {i.node: i.name for i in captured.inputs}
+    for leaf, what in what_is_cut(graph, cuts).items():
+        draft.origins[names[leaf]] = f"{what} over {kind.name}"
     return cuts
 
 

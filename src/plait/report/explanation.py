@@ -75,7 +75,8 @@ class Explanation:
         batch = [i.name for i in self.program.captured.inputs if i.kind == "batch"]
         title = f"plan {self.program.plan.title}"
         lines = [*([self.agreement, "", f"each of them: {title}"] if self.agreement else [title]), "", "batch"]
-        lines += [f"  {name:40} {self.program.layouts[name]}" for name in batch if name in self.program.layouts]
+        layouts = self.program.layouts
+        lines += [f"  {name:40} {layouts[name]}{self._origin(name)}" for name in batch if name in layouts]
         lines += ["", "parameters"]
         lines += [f"  {name:40} {self.program.layouts[name]}{self._origin(name)}" for name in parameters]
         if self.compiled.share is not None:

@@ -51,6 +51,18 @@ def constrain_sequence(
     return fixed
 
 
+def what_is_cut(graph: Graph, cuts: Mapping[str, Placement]) -> dict[str, str]:
+    """What is cut of each tensor of the batch, in words, by placeholder name; nothing of those that stay whole."""
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        if isinstance(part := cuts.get(node.name), Shard):
+            leaf, num = node, node.meta["val"].shape[part.dim]
+            while leaf.op != "placeholder":
+                leaf = tensor_inputs(leaf)[0]
+            found[leaf.name] = f"{num} positions"
+    return found
+
+
 def attention_calls(graph: Graph) -> list[Call]:
     """The calls of fused attention."""
     return [call_of(node) for node in graph.nodes if op_spec_of(node).role == "attention"]
