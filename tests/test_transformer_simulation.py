@@ -102,7 +102,11 @@ def test_slow_lines_between_sites_are_seen() -> None:
     ("plan", "rows", "message"),
     [
         ("data=8 micro=2", 24, "24 rows are not whole microbatches: 8 ranks with 2 microbatches each"),
-        ("tensor=32 data=4", 64, "has 128 ranks, and free 64 devices; take a larger one"),
+        (
+            "tensor=32 data=4",
+            64,
+            "has 128 ranks, and the cluster free 64 devices; name a larger cluster, as in --cluster h100x128",
+        ),
         ("tensor=3", 63, "16 heads do not divide over 3 ranks"),
         ("pipeline=32 micro=2", 64, "16 layers are fewer than 32 ranks"),
         ("data=2 sync=8", 64, "agree later than at every step; simulate the plan of one replica"),

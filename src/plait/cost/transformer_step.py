@@ -180,7 +180,8 @@ def _check(shape: TransformerShape, how: Parallelism, rows: int, cluster: Cluste
         )
     if how.num_ranks > cluster.num_devices:
         raise PlanError(
-            f"the plan has {how.num_ranks} ranks, and {cluster.name} {cluster.num_devices} devices; take a larger one"
+            f"the plan has {how.num_ranks} ranks, and the cluster {cluster.name} {cluster.num_devices} devices; name a"
+            f" larger cluster, as in --cluster h100x{how.num_ranks}"
         )
     if shape.heads % how.weights:
         raise PlanError(f"{shape.heads} heads do not divide over {how.weights} ranks that split weights")
