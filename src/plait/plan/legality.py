@@ -259,9 +259,11 @@ def no_sequence(axis: str, size: int, lengths: Mapping[str, int]) -> Refusal:
             "name the dim with a batch_spec, such as BatchSpec({'tokens': 'rows, sequence'}), or use data=N",
         )
     name, length = max(lengths.items(), key=lambda item: item[1])
+    padded = -(-length // size) * size
     return Refusal(
         f"{axis}={size} does not divide the sequence of {length} positions", f"of {name} in the batch",
-        f"pad it to {-(-length // size) * size}, or choose a size that divides it",
+        f"pad it to {padded}, or to {padded + 1} if inputs and targets are all but its last and its first position, or"
+        " choose a size that divides it",
     )  # fmt: skip
 
 
