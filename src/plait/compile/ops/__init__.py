@@ -11,6 +11,7 @@ from plait.compile.ops import (  # noqa: F401  (each registers its rows)
     conv,
     create,
     dropped_attention,
+    experts,
     index,
     index_list,
     loss,

@@ -1,0 +1,292 @@
+"""Products of rows with the weights of experts: row s with those of expert ids[s].
+
+    expert_mm(x[S, k], weight[E, k, n], ids[S]) -> [S, n]          x[s] @ weight[ids[s]]
+    expert_outer(x[S, k], grad[S, n], ids[S], E) -> [E, k, n]      sums of x[s] (outer) grad[s] over the rows of an expert
+    expert_rows(table[E, ...], ids[S]) -> [S, ...]                 table[ids[s]]
+    expert_sums(rows[S, ...], ids[S], E) -> [E, ...]               sums of rows[s] over the rows of an expert
+
+A mixture of experts has S = tokens * experts per token rows. Models write these products in many ways: a loop over
+experts, weights looked up for each row, rows sorted by expert and multiplied in groups. compile/passes/find_experts.py
+finds them and writes these four calls, in which rows are in the order of the tokens, so that an axis can cut them like
+any others. compile/passes/group_experts.py then sorts the rows by expert, or sends them to the ranks that have their
+experts: along `axis`, each of `parts` ranks has E / parts experts, in order, and rows of its own. `capacity` is how many
+times the rows of a balanced router one rank takes from another; 0 is all that there can be.
+
+A row whose id is E or more belongs to no expert: its results are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from plait.compile.ops.base import Builder, Call, OpSpec, Placements, Shard, Strategy, einsum, register
+from plait.compile.ops.dims import HALF
+
+# ---- rows sorted by expert ----
+
+
+def expert_order(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The order that sorts rows by expert, the place of each row in it, and the end of each expert's rows: [S], [S],
+    [E], int64. Rows without an expert come last."""
+    known = ids.long().clamp(max=num_experts)
+    order = known.argsort(stable=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=ids.device))
+    counts = known.new_zeros(num_experts + 1).scatter_add_(0, known, torch.ones_like(known))
+    return order, places, counts[:num_experts].cumsum(0)
+
+
+def take_rows(x: Tensor, order: Tensor, times: int = 1) -> Tensor:
+    """Row order[i] // times of `x` for each i: each row of x stands for `times` rows one after the other."""
+    return x.index_select(0, order // times if times > 1 else order)
+
+
+def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x[R, k] sorted by expert, times weight[E, k, n]: [R, n]. Rows after the last end are zero."""
+    if x.is_cuda and x.dtype is torch.bfloat16 and _is_aligned(x.shape[1]) and _is_aligned(weight.shape[2]):
+        out = torch._grouped_mm(x, weight, ends.int())
+        return out.masked_fill_((torch.arange(len(x), device=x.device) >= ends[-1]).unsqueeze(1), 0)
+    out = x.new_empty(x.shape[0], weight.shape[2])
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            torch.mm(x[start:end], weight[expert], out=out[start:end])
+        start = end
+    out[start:].zero_()
+    return out
+
+
+def grouped_outer(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    """The sums of x[r] (outer) grad[r] over the rows of each expert: [E, k, n]."""
+    if x.is_cuda and x.dtype is torch.bfloat16 and _is_aligned(x.shape[1]) and _is_aligned(grad.shape[1]):
+        # The kernel sums rows up to each end, and leaves experts without rows as they were.
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        out = torch._grouped_mm(x.t(), grad, ends.int())
+        return out.masked_fill_((counts == 0).view(-1, 1, 1), 0)
+    out = x.new_empty(len(ends), x.shape[1], grad.shape[1])
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            torch.mm(x[start:end].t(), grad[start:end], out=out[expert])
+        else:
+            out[expert].zero_()
+        start = end
+    return out
+
+
+def grouped_rows(table: Tensor, ends: Tensor, order: Tensor) -> Tensor:
+    """The row of table[E, ...] of each of the rows in `order`'s length: [R, ...]. Rows after the last end are zero."""
+    place = torch.arange(len(order), device=ends.device)
+    expert = torch.searchsorted(ends, place, right=True)
+    out = table.index_select(0, expert.clamp(max=len(ends) - 1))
+    return out.mul_(_wide(place < ends[-1], out.ndim))
+
+
+def grouped_sums(rows: Tensor, ends: Tensor) -> Tensor:
+    """The sum of the rows of each expert: [E, ...]."""
+    place = torch.arange(len(rows), device=ends.device)
+    expert = torch.searchsorted(ends, place, right=True)
+    wide = rows.float() if rows.dtype in HALF else rows
+    out = wide.new_zeros(len(ends) + 1, *rows.shape[1:]).index_add_(0, expert, wide)
+    return out[:-1].to(rows.dtype)
+
+
+def _is_aligned(num: int) -> bool:
+    return num % 8 == 0  # 16 bytes of bfloat16, which the kernel needs of its rows
+
+
+def _wide(mask: Tensor, ndim: int) -> Tensor:
+    return mask.view(-1, *(1,) * (ndim - 1))
+
+
+# ---- rows sent to the ranks that have their experts ----
+
+
+def pair_rows(num_rows: int, parts: int, capacity: float) -> int:
+    """How many rows a rank of `num_rows` sends to each of `parts` ranks, room for rows that it may not have
+    included."""
+    if not capacity:
+        return num_rows
+    return min(num_rows, max(1, -(-round(num_rows * capacity * 1000) // (1000 * parts))))
+
+
+def expert_slots(ids: Tensor, num_experts: int, parts: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where a rank's rows travel: to each of `parts` ranks, which have num_experts experts each, `room` rows.
+
+    Returns:
+        slots: [S], the place of each row among the rows that are sent; parts * room for one that is not: it has no
+            expert, or there is no room.
+        rows: [parts * room], the row at each place; row 0 where there is none.
+        local: [parts * room], the expert of the row at each place, among those of the rank that it is sent to;
+            num_experts where there is none.
+    """
+    ids = ids.long()
+    known = ids.clamp(max=num_experts * parts)
+    order, places, ends = expert_order(known // num_experts, parts)
+    starts = torch.cat([ends.new_zeros(1), ends])  # also of rows without an expert, which come last
+    target = known // num_experts
+    within = places - starts[target]
+    nowhere = parts * room
+    slots = torch.where((target < parts) & (within < room), target * room + within, nowhere)
+    rows = ids.new_zeros(nowhere + 1).scatter_(0, slots, torch.arange(len(ids), device=ids.device))[:-1]
+    local = ids.new_full((nowhere + 1,), num_experts).scatter_(0, slots, known % num_experts)[:-1]
+    return slots, rows, local
+
+
+def return_rows(rows: Tensor, slots: Tensor) -> Tensor:
+    """The row of each place in `slots`; zero for a row that was not sent."""
+    nowhere = len(rows)
+    out = rows.index_select(0, slots.clamp(max=nowhere - 1))
+    return out.masked_fill_(_wide(slots == nowhere, out.ndim), 0)
+
+
+def take_sent(x: Tensor, rows: Tensor, local: Tensor, num_experts: int, times: int = 1) -> Tensor:
+    """The rows that are sent. A place without a row has a copy of row 0, with which elementwise ops are finite."""
+    return x.index_select(0, rows // times if times > 1 else rows)
+
+
+# ---- in the order of the tokens ----
+
+
+@torch.library.custom_op("plait::expert_mm", mutates_args=())
+def expert_mm(x: Tensor, weight: Tensor, ids: Tensor, axis: str = "", parts: int = 1) -> Tensor:
+    """Row s of x[S, k] times the weight of its expert, of weight[E, k, n]: [S, n]."""
+    order, places, ends = expert_order(ids, len(weight))
+    return take_rows(grouped_mm(take_rows(x, order), weight, ends), places)
+
+
+@expert_mm.register_fake
+def _(x: Tensor, weight: Tensor, ids: Tensor, axis: str = "", parts: int = 1) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("plait::expert_outer", mutates_args=())
+def expert_outer(x: Tensor, grad: Tensor, ids: Tensor, num_experts: int, axis: str = "", parts: int = 1) -> Tensor:
+    """The sums of x[s] (outer) grad[s] over the rows of each expert, x[S, k] and grad[S, n]: [E, k, n]."""
+    order, _, ends = expert_order(ids, num_experts)
+    return grouped_outer(take_rows(x, order), take_rows(grad, order), ends)
+
+
+@expert_outer.register_fake
+def _(x: Tensor, grad: Tensor, ids: Tensor, num_experts: int, axis: str = "", parts: int = 1) -> Tensor:
+    return x.new_empty(num_experts, x.shape[1], grad.shape[1])
+
+
+@torch.library.custom_op("plait::expert_rows", mutates_args=())
+def expert_rows(table: Tensor, ids: Tensor, axis: str = "", parts: int = 1) -> Tensor:
+    """The row of table[E, ...] of each row's expert: [S, ...]."""
+    order, places, ends = expert_order(ids, len(table))
+    return take_rows(grouped_rows(table, ends, order), places)
+
+
+@expert_rows.register_fake
+def _(table: Tensor, ids: Tensor, axis: str = "", parts: int = 1) -> Tensor:
+    return table.new_empty(ids.shape[0], *table.shape[1:])
+
+
+@torch.library.custom_op("plait::expert_sums", mutates_args=())
+def expert_sums(rows: Tensor, ids: Tensor, num_experts: int, axis: str = "", parts: int = 1) -> Tensor:
+    """The sum of the rows of each expert, of rows[S, ...]: [E, ...]."""
+    order, _, ends = expert_order(ids, num_experts)
+    return grouped_sums(take_rows(rows, order), ends)
+
+
+@expert_sums.register_fake
+def _(rows: Tensor, ids: Tensor, num_experts: int, axis: str = "", parts: int = 1) -> Tensor:
+    return rows.new_empty(num_experts, *rows.shape[1:])
+
+
+def _keep_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, ids = ctx.saved_tensors
+    wants_x, wants_weight = ctx.needs_input_grad[:2]
+    dx = expert_mm(grad, weight.transpose(1, 2), ids) if wants_x else None
+    return dx, expert_outer(x, grad, ids, len(weight)) if wants_weight else None, None, None, None
+
+
+def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.num_experts = len(inputs[0])
+
+
+def _rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (ids,) = ctx.saved_tensors
+    return expert_sums(grad, ids, ctx.num_experts), None, None, None
+
+
+expert_mm.register_autograd(_product_backward, setup_context=_keep_product)
+expert_rows.register_autograd(_rows_backward, setup_context=_keep_rows)
+
+EXPERT_MM, EXPERT_OUTER = expert_mm._opoverload, expert_outer._opoverload
+EXPERT_ROWS, EXPERT_SUMS = expert_rows._opoverload, expert_sums._opoverload
+
+
+def axis_of(call_args: Sequence[Any], op: Any) -> tuple[str, int]:
+    """The axis whose ranks have parts of the experts, and their number; no name for a call that has all experts."""
+    rest = call_args[_WHERE[op] :]
+    return (rest[0], rest[1]) if rest and rest[0] else ("", 1)
+
+
+_WHERE = {EXPERT_MM: 3, EXPERT_OUTER: 4, EXPERT_ROWS: 2, EXPERT_SUMS: 3}  # position of `axis`
+
+
+def _experts(*dims: int | None) -> Callable[[Call, Placements, int], list[Strategy]]:
+    """The strategy by which ranks have parts of the experts and rows of their own. All tensors are cut along dim 0;
+    rows stay where they are, and only those on the way to an expert and back are sent."""
+
+    def strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
+        if axis_of(call.args, call.op)[0]:
+            return []  # another axis has the experts
+        own = (Shard(0),)
+        return [Strategy(own * len(call.inputs), own, _emit, sends=True)]
+
+    return strategies
+
+
+def _emit(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same call, of a part of the experts. Rows travel as compile/passes/group_experts.py writes it."""
+    first = list(args[: _WHERE[call.op]])
+    if isinstance(first[-1], int):
+        first[-1] //= b.size
+    return b.call(call.op, *first, b.axis, b.size)
+
+
+def _spec(text: str, linear: Callable[[Call], Sequence[tuple[int, ...]]], weighted: bool = False) -> OpSpec:
+    return OpSpec(factors=einsum(text), strategies=_experts(), linear=linear, weighted=weighted)
+
+
+register(EXPERT_MM, spec=_spec("s k, E k n, s -> s n", lambda call: [(0,), (1,)], weighted=True))
+register(EXPERT_OUTER, spec=_spec("s k, s n, s -> E k n", lambda call: [(0,), (1,)]))
+
+
+def _rows_spec(backward: bool) -> OpSpec:
+    """Dims behind the first stay as they are."""
+
+    def factors(call: Call) -> Any:
+        ndim = call.inputs[0].ndim
+        names = " ".join(f"d{i}" for i in range(1, ndim))
+        text = f"s {names}, s -> E {names}" if backward else f"E {names}, s -> s {names}"
+        return einsum(text)(call)
+
+    return OpSpec(factors=factors, strategies=_experts(), linear=lambda call: [(0,)])
+
+
+register(EXPERT_ROWS, spec=_rows_spec(False))
+register(EXPERT_SUMS, spec=_rows_spec(True))
+
+
+@register_flop_formula(EXPERT_MM.overloadpacket)
+def _(x: Any, weight: Any, ids: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
+    return int(2 * x[0] * x[1] * weight[2])
+
+
+@register_flop_formula(EXPERT_OUTER.overloadpacket)
+def _(x: Any, grad: Any, ids: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
+    return int(2 * x[0] * x[1] * grad[1])
