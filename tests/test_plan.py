@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from plait.errors import PlanError
 from plait.plan.kinds import Recompute
 from plait.plan.plan import Plan, describe_keys
-from plait.plan.refused_keys import NOT_YET
 from plait.spec.mesh import Mesh
 
 
@@ -162,15 +161,13 @@ def test_agreements_that_make_no_sense(text: str, message: str) -> None:
         Plan.parse(text)
 
 
-@pytest.mark.parametrize("key", sorted(NOT_YET))
-def test_every_refusal_says_what_works(key: str) -> None:
-    name = key + "x" if key.endswith(".") else key
-    with pytest.raises(PlanError, match=r"yet; use|yet; convert"):
-        Plan.parse(f"{name}=2")
-
-
-def test_no_key_is_both_known_and_refused() -> None:
-    assert not {name for name, _, _ in describe_keys()} & set(NOT_YET)
+def test_the_ranks_of_experts_are_ranks_of_data() -> None:
+    plan = Plan.parse("data=4 expert=2 tensor=2")
+    assert plan.mesh.spread == "data=2 expert=2 tensor=2" and plan.num_processes == 8 and plan.num_batch_parts == 4
+    assert str(Plan.parse("expert=2")) == "data=2 expert=2" and Plan(expert=2) == Plan(data=2, expert=2)
+    assert plan.mesh.groups("expert")[0] == (0, 2)
+    with pytest.raises(PlanError, match=r"expert=4 does not divide data=6.*such as data=8"):
+        Plan.parse("data=6 expert=4")
 
 
 def test_direct_values_are_checked() -> None:

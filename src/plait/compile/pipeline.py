@@ -19,6 +19,7 @@ from plait.compile.ir.node_info import set_info
 from plait.compile.pass_manager import Pass, Watcher, run_passes
 from plait.compile.passes.accumulation import graphs_by_turn, narrow_dtypes, own_gradients
 from plait.compile.passes.auxiliary import mark_auxiliary
+from plait.compile.passes.group_experts import group_experts
 from plait.compile.passes.late_sums import sum_last
 from plait.compile.passes.recomputation import recompute, widen_again
 from plait.compile.passes.zero import gather_parameters, scatter_gradients
@@ -54,6 +55,10 @@ def _mark_auxiliary(draft: Draft) -> None:
 def _own_gradients(draft: Draft) -> None:
     gradients = [i for i, output in enumerate(draft.captured.outputs) if output.kind == "gradient"]
     draft.graph = own_gradients(draft.graph, gradients)
+
+
+def _group_experts(draft: Draft) -> None:
+    draft.graph = group_experts(draft.graph, draft.plan.expert_capacity or 0.0)
 
 
 def _sum_last(draft: Draft) -> None:
@@ -149,6 +154,8 @@ PASSES = (
          ["own gradients", "auxiliary calls"], ["choices"]),
     Pass("shard", "propagates placements and writes the graph of one rank", shard,
          ["choices", "even batch"], ["local graph", "layouts"]),
+    Pass("group-experts", "sorts rows by expert, and sends them to the ranks that have their experts", _group_experts,
+         ["local graph"]),
     Pass("sum-last", "casts gradients before they are summed over ranks", _sum_last, ["local graph"]),
     Pass("keep-formats", "converts inputs of kernels to the formats they rely on", _keep_formats,
          ["local graph", "formats"]),

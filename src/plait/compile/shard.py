@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -14,7 +14,9 @@ from plait.compile.ir.calls import output_node, placeholders
 from plait.compile.ir.dtypes import dtype_name
 from plait.compile.ops import Call
 from plait.compile.ops.context_attention import divides_heads
+from plait.compile.ops.experts import mark_experts
 from plait.compile.sharding.auto_sharding import auto_sharding
+from plait.compile.passes.find_experts import expert_weights
 from plait.compile.sharding.narrow_gathers import gathered_of, mark_gathered
 from plait.compile.sharding.partition import partition
 from plait.compile.sharding.propagate import Propagation, propagate
@@ -35,8 +37,10 @@ from plait.plan.annotation import resolve_annotations
 from plait.plan.axes import AxisKind, axes_in_order, axis_kind
 from plait.plan.legality import (
     little_of_the_step,
+    no_experts,
     no_sequence,
     uncut_attention,
+    uneven_experts,
     uneven_parts,
     unsplit_attention,
 )
@@ -95,6 +99,8 @@ def shard(draft: Draft) -> None:
         wanted = tuple(
             fixed.get(nodes[o.name], REPLICATE) if o.kind == "gradient" else REPLICATE for o in captured.outputs
         )
+        if kind.cuts_experts:
+            mark_experts(graph, axis)
         if kind.per_stage:
             rows = {nodes[name]: placement for name, placement in split.items()}
             laid_out = propagate_by_role(graph, size, fixed, rows, wanted, origin, axis)
@@ -159,8 +165,27 @@ def _choose_parameters(
             reasons |= {name: "layouts= says so" for name, on in annotated.items() if axis in on}
             origin |= {node: f"auto sharding: {names[node]}" for node in found}
             fixed |= found
+        if kind.cuts_experts and size > 1:
+            found = _experts(graph, axis, size, names, fixed)
+            origin |= {node: f"experts: {names[node]}" for node in found}
+            fixed |= found
         chosen[axis] = (fixed, origin)
     return chosen, reasons
+
+
+def _experts(
+    graph: Graph, axis: str, size: int, names: Mapping[str, str], annotated: Collection[str]
+) -> dict[str, Placement]:
+    """The placements of the weights of experts along an axis, by node. Raises PlanError if there are none, or if the
+    axis does not divide them."""
+    found = {node: num for node, num in expert_weights(graph).items() if node not in annotated}
+    for node, num in found.items():
+        if refusal := uneven_experts(axis, size, names[node], num):
+            raise PlanError(refusal)
+    if not found and not annotated:
+        refusal = no_experts(axis, size)
+        raise PlanError(refusal)
+    return {node: Shard(0) for node in found}
 
 
 def _summed(laid_out: Propagation, outputs: Sequence[Output]) -> list[str]:

@@ -23,6 +23,8 @@ class AxisKind:
     cuts_rows      each rank has a part of the rows of every batch, and gradients are summed over the axis
     cuts_weights   each rank has a part of each weight that auto sharding chooses
     cuts_sequence  each rank has a part of the sequence of every row, through the whole model
+    cuts_experts   each rank has a part of the experts of every mixture of experts
+    within         the axis that it subdivides: the sizes of both keys are not multiplied
     cuts_states    ZeRO cuts optimizer states over the axis, and central storage is shared by its ranks
     has_stages     each rank has stages of the model
     per_stage      the ranks have the same stage, and `stages=` says for each stage which kind the axis is
@@ -35,6 +37,8 @@ class AxisKind:
     cuts_rows: bool = False
     cuts_weights: bool = False
     cuts_sequence: bool = False
+    cuts_experts: bool = False
+    within: str = ""
     cuts_states: bool = False
     has_stages: bool = False
     per_stage: bool = False
@@ -47,6 +51,7 @@ AXES: tuple[AxisKind, ...] = (
     AxisKind("pipeline", order=0, has_stages=True),
     AxisKind("replica", order=20, cuts_rows=True),
     AxisKind("data", order=10, cuts_rows=True, cuts_states=True, without_graph=True),
+    AxisKind("expert", order=60, cuts_rows=True, cuts_experts=True, within="data"),
     AxisKind("context", order=50, cuts_sequence=True),
     AxisKind("tensor", order=30, cuts_weights=True),
     AxisKind("inner", order=40, cuts_weights=True, per_stage=True),

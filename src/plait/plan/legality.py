@@ -246,6 +246,28 @@ def uneven_parts(plan: Plan, rows: int, trains: bool = True) -> Refusal | None:
     )  # fmt: skip
 
 
+def no_experts(axis: str, size: int) -> Refusal:
+    """The refusal of an axis that cuts experts, for a step in which none are found."""
+    return Refusal(
+        f"{axis}={size} finds no experts in the model",
+        "experts are found where weights [experts, ...] are looked up by row, where rows that are sorted by expert are"
+        " multiplied in groups, in a loop over the experts that are hit, and in products of [experts, capacity, ...]",
+        f"name their weights with layouts=, such as {{'*.experts.*': '8@{axis}, -, -'}}, put the weights of experts"
+        " that are separate modules into one tensor, or use data=N",
+    )
+
+
+def uneven_experts(axis: str, size: int, name: str, num: int) -> Refusal | None:
+    """The refusal of an axis that does not divide the experts; `name` is that of their weight."""
+    if num % size == 0:
+        return None
+    fits = max(n for n in range(1, size + 1) if num % n == 0)
+    return Refusal(
+        f"{axis}={size} does not divide the {num} experts of {name}", "",
+        f"use {axis}={fits}" if fits > 1 else f"leave {axis}= out",
+    )  # fmt: skip
+
+
 def no_sequence(axis: str, size: int, lengths: Mapping[str, int]) -> Refusal:
     """The refusal of an axis that can cut the sequence of no tensor of the batch.
 

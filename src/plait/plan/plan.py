@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, cast
 
-from plait.errors import PlanError
+from plait.errors import PlanError, Refusal
 from plait.plan import axes
 from plait.plan.compression import NO_COMPRESSION, Compression
 from plait.plan.kinds import (
@@ -37,7 +37,7 @@ from plait.plan.kinds import (
     ScheduleName,
     StagePlans,
 )
-from plait.plan.refused_keys import OF_AGREEMENT, names_not_yet, refuse_key, refused_together
+from plait.plan.refused_keys import OF_AGREEMENT, refused_together
 from plait.spec.mesh import Mesh
 
 _OTHER_AXES = "axes."  # stands for the keys of axes with a row in plan/axes.py but no field below
@@ -63,6 +63,14 @@ class Plan:
     )
     replica: int = _key(Axis(), 1, "copies of the data ranks, each with its part of the batch and all that zero splits")
     data: int = _key(Axis(), 1, "ranks that each take a part of the batch")
+    expert: int = _key(Axis(), 1, "ranks, of those of data, that each take a part of the experts; alone it gives data")
+    expert_capacity: float | None = _key(
+        Real(0.01),
+        None,
+        "room for the rows of a rank at each rank with experts, as a multiple of what a balanced router sends; rows"
+        " beyond it are dropped; by default there is room for all",
+        name="expert.capacity",
+    )
     tensor: int = _key(Axis(), 1, "ranks that each take a part of the weights")
     stages: tuple[tuple[str, int], ...] = _key(
         StagePlans(), (), "how the ranks of each stage split it, as [tensor=2 | data=2], with which pipeline is 2"
@@ -158,10 +166,29 @@ class Plan:
                 f"stages={StagePlans().show(self.stages)} has {len(self.stages)} stages, but the plan has"
                 f" pipeline={Places().show(self.pipeline)}; make them agree, or leave pipeline= out"
             )
+        self._fit_within()
         values = {key_name(row): _kind(row).show(getattr(self, row.name)) for row in fields(self)}
         given = {key_name(row) for row in fields(self) if getattr(self, row.name) != row.default}
         for refusal in refused_together(values, given):
             raise PlanError(refusal)
+
+    def _fit_within(self) -> None:
+        """Give an axis that another subdivides the size of that other, if it has none. PlanError if it is not a
+        multiple."""
+        for kind in axes.AXES:
+            if not kind.within or (size := getattr(self, kind.name)) == 1:
+                continue
+            whole = getattr(self, kind.within)
+            if whole == 1:
+                object.__setattr__(self, kind.within, size)
+            elif whole % size:
+                raise PlanError(
+                    Refusal(
+                        f"{kind.name}={size} does not divide {kind.within}={whole}",
+                        f"the ranks of {kind.name} are ranks of {kind.within}, which it subdivides",
+                        f"give a {kind.within}= that it divides, such as {kind.within}={-(-whole // size) * size}",
+                    )
+                )
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -182,7 +209,6 @@ class Plan:
             elif key in _axes_without_field(cls):
                 key = _OTHER_AXES
             if key not in rows:
-                refuse_key(key, value, place)
                 raise PlanError(f"unknown key {key!r} ({place}); {_hint(key, rows)}")
             row, kind = rows[key], _kind(rows[key])
             try:
@@ -226,6 +252,9 @@ class Plan:
             for row in fields(self)
             if isinstance(kind := _kind(row), Axis)
         } | dict(self.other_axes)
+        for kind in axes.AXES:
+            if kind.within:
+                sizes[kind.within] //= sizes.get(kind.name, 1)
         return Mesh(tuple((kind.name, sizes.get(kind.name, 1)) for kind in axes.AXES))
 
     @property
@@ -382,6 +411,5 @@ def _kind(row: Field[Any]) -> Kind:
 
 def _hint(key: str, names: Iterable[str]) -> str:
     known = [*(name for name in names if name != _OTHER_AXES), *_axes_without_field(Plan)]
-    near = difflib.get_close_matches(key.lower(), [*known, *names_not_yet()], n=2, cutoff=0.6)
-    near = [name for name in near if name in known] or near
+    near = difflib.get_close_matches(key.lower(), known, n=2, cutoff=0.6)
     return (f"did you mean {' or '.join(near)}? " if near else "") + f"the keys are {', '.join(known)}"

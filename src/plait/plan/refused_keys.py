@@ -1,15 +1,10 @@
-"""Refusals of the keys of a plan alone: keys that do not exist yet, and values that do not go together."""
+"""Refusals of the keys of a plan alone: values that do not go together."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from plait.errors import PlanError, Refusal
-
-# By key: what it would do, and what to use instead. A key that ends in `.` stands for all keys that begin with it.
-NOT_YET: dict[str, tuple[str, str]] = {
-    "expert": ("puts experts on different ranks", "use tensor=N, or a layout such as 'only:tensor=1'"),
-}
+from plait.errors import Refusal
 
 GIVEN = "given"  # in the tables below: any value but the default of the key
 
@@ -22,7 +17,7 @@ _NOT_WITH_XLA: tuple[tuple[tuple[str, ...], str], ...] = (
     (("workers",), "workers and servers are processes of PyTorch"),
     (("recompute",), "XLA decides itself what it keeps for the backward pass"),
     (("batchnorm",), "XLA's program computes with the whole batch"),
-    (("axes.", "sequence"), "XLA's partitioner cuts the rows of a batch and weights"),  # axes. stands for context
+    (("axes.", "sequence", "expert"), "XLA's partitioner cuts the rows of a batch and weights"),  # axes. stands for context
     (("compile", "cudagraphs"), "XLA compiles the whole step"),
     (("allreduce", "bucket", "reduce"), "XLA chooses the collectives and what they have in common"),
 )  # fmt: skip
@@ -35,6 +30,10 @@ NOT_TOGETHER: tuple[tuple[str, str, str, tuple[str, ...], str, str], ...] = (
      "leave zero= out, or leave central=host out to have copies on every rank"),
     ("central", "host", "home.parameters", ("disk",), "central=host keeps the parameters in shared memory",
      "use home.parameters=host, or leave central=host out"),
+    ("expert", GIVEN, "central", ("host",), "the ranks of data do not have all experts, so they cannot share one copy",
+     "use zero=2, which needs no common memory"),
+    ("expert", GIVEN, "stages", (GIVEN,), "stages= says for each stage how its ranks split it, by tensor or by data",
+     "use pipeline=N with expert="),
     ("stages", GIVEN, "tensor", (GIVEN,), "stages= says which stages are split by tensor",
      "write tensor=N within the brackets, or leave stages= out"),
     ("workers", GIVEN, "streaming", (GIVEN,), "a worker pushes all changes of its steps at once",
@@ -79,16 +78,13 @@ NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (("compile.",), ("compile",), "{value} names an exception, and the plan compiles nothing; give compile=inductor"),
     (("context.kind",), ("axes.",), "context.kind={value} is how context=N sees other positions; give context=N"),
     (("sequence",), ("tensor", "stages"), "sequence={value} cuts the sequence over the ranks of tensor; give tensor=N"),
+    (("expert.capacity",), ("expert",),
+     "expert.capacity={value} is room for rows that travel to their experts; give expert=N with it"),
     (("cudagraphs",), ("compile",),
      "cudagraphs={value} records what was compiled, and the plan compiles nothing; give compile=inductor"),
     (("sync", "compress"), ("data", "replica", "workers"),
      "{key}={value} is for several replicas, and the plan has one; add data=N, or leave {key}= out"),
 )  # fmt: skip
-
-
-def names_not_yet() -> tuple[str, ...]:
-    """Every key that does not exist yet, without the dot of a family of keys."""
-    return tuple(key.rstrip(".") for key in NOT_YET)
 
 
 def refused_together(values: Mapping[str, str], given: Collection[str]) -> Iterator[Refusal]:
@@ -184,6 +180,11 @@ def _of_replicas(values: Mapping[str, str], key: str, given: Collection[str]) ->
                 f"{key}={values[key]} does not go with {other}={values[other]} over the same ranks, because none of"
                 " them then has a whole replica", "", f"add replica=N, over which {key}= then works",
             )  # fmt: skip
+    if "expert" in given and "replica" not in given:
+        yield Refusal(
+            f"{key}={values[key]} does not go with expert={values['expert']} over the same ranks, because none of them"
+            " has all experts", "", f"add replica=N, over which {key}= then works",
+        )  # fmt: skip
     shortest = int(values["sync"].partition("..")[0])
     if int(values["streaming"]) > shortest:
         yield Refusal(
@@ -196,13 +197,3 @@ def _of_replicas(values: Mapping[str, str], key: str, given: Collection[str]) ->
             f" sync={values['sync']}",
             "", f"give at most {shortest - 1}",
         )  # fmt: skip
-
-
-def refuse_key(key: str, value: str, place: str) -> None:
-    """Raise PlanError if `key` is one that this version does not have. `place` says where in the plan it is."""
-    family = key.partition(".")[0] + "."
-    row = NOT_YET.get(key) or NOT_YET.get(family) or NOT_YET.get(key + ".")
-    if row is None:
-        return
-    what, instead = row
-    raise PlanError(f"{key}={value} ({place}) {what}, which this version of plait does not do yet; {instead}")

@@ -122,6 +122,14 @@ def all_to_all(
     return _join(rows, dim, blocks)
 
 
+@carries_out(comm_ops.exchange)
+def exchange(world: World, tensor: Tensor, axis: str) -> Tensor:
+    """Part i of dim 0 goes to rank i; part j of the result is from rank j."""
+    comm = world.comm(axis)
+    parts = tensor.contiguous().view(comm.size, tensor.shape[0] // comm.size, *tensor.shape[1:])
+    return comm.all_to_all(parts).wait().view(tensor.shape)
+
+
 @carries_out(comm_ops.broadcast)
 def broadcast(world: World, tensor: Tensor, axis: str, root: int) -> Tensor:
     """Only(root) -> whole. Other ranks than the root pass any tensor of the shape."""

@@ -59,6 +59,7 @@ all_gather = CommOp("all_gather")  # (tensor, axis, dim, blocks): Shard(dim, blo
 reduce_scatter = CommOp("reduce_scatter")  # (tensor, axis, dim, blocks): partial sums -> Shard(dim, blocks)
 shard = CommOp("shard")  # (tensor, axis, dim, blocks): whole -> Shard(dim, blocks), this rank's part; nothing is sent
 all_to_all = CommOp("all_to_all")  # (tensor, axis, dim, blocks, to_dim, to_blocks): Shard -> Shard on another dim
+exchange = CommOp("exchange")  # (tensor, axis): of as many equal parts of dim 0 as there are ranks, part i to rank i
 broadcast = CommOp("broadcast")  # (tensor, axis, root): Only(root) -> whole; other ranks pass any tensor of the shape
 constrain = CommOp("constrain")  # (tensor) -> the tensor, in the placement that is fixed for the call
 # (query, key, value, axis, ring, mask) -> output, log-sum-exp; each Shard(2, blocks), of a mask the rows of the queries
@@ -218,6 +219,15 @@ register(
         factors=_factors(2, 4),
         linear=first_operand,
         emit=_emit,
+        moves=True,
+        communicates=Communication(CollectiveKind.ALL_TO_ALL),
+        memory=_ARRIVES,
+    ),
+)
+register(
+    exchange,
+    spec=OpSpec(
+        linear=first_operand,
         moves=True,
         communicates=Communication(CollectiveKind.ALL_TO_ALL),
         memory=_ARRIVES,

@@ -8,9 +8,9 @@
 A mixture of experts has S = tokens * experts per token rows. Models write these products in many ways: a loop over
 experts, weights looked up for each row, rows sorted by expert and multiplied in groups. compile/passes/find_experts.py
 finds them and writes these four calls, in which rows are in the order of the tokens, so that an axis can cut them like
-any others. compile/passes/group_experts.py then sorts the rows by expert, or sends them to the ranks that have their
-experts: along `axis`, each of `parts` ranks has E / parts experts, in order, and rows of its own. `capacity` is how many
-times the rows of a balanced router one rank takes from another; 0 is all that there can be.
+any others. An axis that cuts experts marks them with its name first (`mark_experts`). Of such a call each of `parts`
+ranks has E / parts experts, in order, and rows of its own. compile/passes/group_experts.py then sorts the rows by
+expert, or sends them to the ranks that have their experts.
 
 A row whose id is E or more belongs to no expert: its results are zero.
 """
@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Graph
 from torch.utils.flop_counter import register_flop_formula
 
-from plait.compile.ops.base import Builder, Call, OpSpec, Placements, Shard, Strategy, einsum, register
+from plait.compile.ops.base import Builder, Call, Factor, OpSpec, Placements, Shard, Strategy, einsum, register
 from plait.compile.ops.dims import HALF
 
 # ---- rows sorted by expert ----
@@ -45,6 +46,7 @@ def take_rows(x: Tensor, order: Tensor, times: int = 1) -> Tensor:
     return x.index_select(0, order // times if times > 1 else order)
 
 
+@torch.library.custom_op("plait::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x[R, k] sorted by expert, times weight[E, k, n]: [R, n]. Rows after the last end are zero."""
     if x.is_cuda and x.dtype is torch.bfloat16 and _is_aligned(x.shape[1]) and _is_aligned(weight.shape[2]):
@@ -60,6 +62,12 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
+@grouped_mm.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("plait::grouped_outer", mutates_args=())
 def grouped_outer(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
     """The sums of x[r] (outer) grad[r] over the rows of each expert: [E, k, n]."""
     if x.is_cuda and x.dtype is torch.bfloat16 and _is_aligned(x.shape[1]) and _is_aligned(grad.shape[1]):
@@ -76,6 +84,11 @@ def grouped_outer(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
             out[expert].zero_()
         start = end
     return out
+
+
+@grouped_outer.register_fake
+def _(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], x.shape[1], grad.shape[1])
 
 
 def grouped_rows(table: Tensor, ends: Tensor, order: Tensor) -> Tensor:
@@ -120,7 +133,7 @@ def expert_slots(ids: Tensor, num_experts: int, parts: int, room: int) -> tuple[
     Returns:
         slots: [S], the place of each row among the rows that are sent; parts * room for one that is not: it has no
             expert, or there is no room.
-        rows: [parts * room], the row at each place; row 0 where there is none.
+        rows: [parts * room], the row at each place; where there is none row 0, of which elementwise ops are finite.
         local: [parts * room], the expert of the row at each place, among those of the rank that it is sent to;
             num_experts where there is none.
     """
@@ -142,11 +155,6 @@ def return_rows(rows: Tensor, slots: Tensor) -> Tensor:
     nowhere = len(rows)
     out = rows.index_select(0, slots.clamp(max=nowhere - 1))
     return out.masked_fill_(_wide(slots == nowhere, out.ndim), 0)
-
-
-def take_sent(x: Tensor, rows: Tensor, local: Tensor, num_experts: int, times: int = 1) -> Tensor:
-    """The rows that are sent. A place without a row has a copy of row 0, with which elementwise ops are finite."""
-    return x.index_select(0, rows // times if times > 1 else rows)
 
 
 # ---- in the order of the tokens ----
@@ -228,26 +236,35 @@ EXPERT_MM, EXPERT_OUTER = expert_mm._opoverload, expert_outer._opoverload
 EXPERT_ROWS, EXPERT_SUMS = expert_rows._opoverload, expert_sums._opoverload
 
 
-def axis_of(call_args: Sequence[Any], op: Any) -> tuple[str, int]:
-    """The axis whose ranks have parts of the experts, and their number; no name for a call that has all experts."""
-    rest = call_args[_WHERE[op] :]
+def axis_of(args: Sequence[Any], op: Any) -> tuple[str, int]:
+    """The axis whose ranks have parts of the experts, and their number, 0 as long as they are not cut; no name for a
+    call that has all experts."""
+    rest = args[_WHERE[op] :]
     return (rest[0], rest[1]) if rest and rest[0] else ("", 1)
 
 
+def mark_experts(graph: Graph, axis: str) -> None:
+    """Say of the calls of experts that an axis is to cut the experts. Changes the graph."""
+    for node in graph.nodes:
+        if node.target in _WHERE:
+            node.args = (*node.args[: _WHERE[node.target]], axis, 0)
+
+
 _WHERE = {EXPERT_MM: 3, EXPERT_OUTER: 4, EXPERT_ROWS: 2, EXPERT_SUMS: 3}  # position of `axis`
+IDS = {EXPERT_MM: 2, EXPERT_OUTER: 2, EXPERT_ROWS: 1, EXPERT_SUMS: 1}  # position of `ids`
 
 
-def _experts(*dims: int | None) -> Callable[[Call, Placements, int], list[Strategy]]:
-    """The strategy by which ranks have parts of the experts and rows of their own. All tensors are cut along dim 0;
-    rows stay where they are, and only those on the way to an expert and back are sent."""
+def _cut_experts(call: Call, given: Placements, size: int) -> list[Strategy]:
+    """The strategy of a marked call: ranks have parts of the experts and rows of their own. All tensors are cut along
+    dim 0; the rows that the caller has stay where they are."""
+    if axis_of(call.args, call.op)[1] != 0:
+        return []
+    return [Strategy((Shard(0),) * len(call.inputs), (Shard(0),), _emit, sends=True)]
 
-    def strategies(call: Call, given: Placements, size: int) -> list[Strategy]:
-        if axis_of(call.args, call.op)[0]:
-            return []  # another axis has the experts
-        own = (Shard(0),)
-        return [Strategy(own * len(call.inputs), own, _emit, sends=True)]
 
-    return strategies
+def _unmarked(rule: Callable[[Call], Sequence[Any]]) -> Callable[[Call], Sequence[Any]]:
+    """What a rule says of a call whose experts are whole, or else nothing."""
+    return lambda call: () if axis_of(call.args, call.op)[0] else rule(call)
 
 
 def _emit(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -258,35 +275,34 @@ def _emit(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwa
     return b.call(call.op, *first, b.axis, b.size)
 
 
-def _spec(text: str, linear: Callable[[Call], Sequence[tuple[int, ...]]], weighted: bool = False) -> OpSpec:
-    return OpSpec(factors=einsum(text), strategies=_experts(), linear=linear, weighted=weighted)
+def _spec(
+    factors: Callable[[Call], Sequence[Factor]], linear: Sequence[tuple[int, ...]], weighted: bool = False
+) -> OpSpec:
+    return OpSpec(
+        factors=_unmarked(factors), strategies=_cut_experts, linear=_unmarked(lambda call: linear), weighted=weighted
+    )
 
 
-register(EXPERT_MM, spec=_spec("s k, E k n, s -> s n", lambda call: [(0,), (1,)], weighted=True))
-register(EXPERT_OUTER, spec=_spec("s k, s n, s -> E k n", lambda call: [(0,), (1,)]))
-
-
-def _rows_spec(backward: bool) -> OpSpec:
+def _rows_factors(call: Call) -> Sequence[Factor]:
     """Dims behind the first stay as they are."""
-
-    def factors(call: Call) -> Any:
-        ndim = call.inputs[0].ndim
-        names = " ".join(f"d{i}" for i in range(1, ndim))
-        text = f"s {names}, s -> E {names}" if backward else f"E {names}, s -> s {names}"
-        return einsum(text)(call)
-
-    return OpSpec(factors=factors, strategies=_experts(), linear=lambda call: [(0,)])
+    rest = " ".join(f"d{i}" for i in range(1, call.inputs[0].ndim))
+    text = f"s {rest}, s -> E {rest}" if call.op is EXPERT_SUMS else f"E {rest}, s -> s {rest}"
+    return einsum(text)(call)
 
 
-register(EXPERT_ROWS, spec=_rows_spec(False))
-register(EXPERT_SUMS, spec=_rows_spec(True))
+register(EXPERT_MM, spec=_spec(einsum("s k, E k n, s -> s n"), [(0,), (1,)], weighted=True))
+register(EXPERT_OUTER, spec=_spec(einsum("s k, s n, s -> E k n"), [(0,), (1,)]))
+register(EXPERT_ROWS, EXPERT_SUMS, spec=_spec(_rows_factors, [(0,)]))
+GROUPED_MM, GROUPED_OUTER = grouped_mm._opoverload, grouped_outer._opoverload
+register(GROUPED_MM, GROUPED_OUTER, spec=OpSpec(weighted=True))
+register(expert_order, expert_slots, take_rows, return_rows, grouped_rows, grouped_sums, spec=OpSpec())
 
 
-@register_flop_formula(EXPERT_MM.overloadpacket)
+@register_flop_formula([EXPERT_MM.overloadpacket, GROUPED_MM.overloadpacket])
 def _(x: Any, weight: Any, ids: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
     return int(2 * x[0] * x[1] * weight[2])
 
 
-@register_flop_formula(EXPERT_OUTER.overloadpacket)
+@register_flop_formula([EXPERT_OUTER.overloadpacket, GROUPED_OUTER.overloadpacket])
 def _(x: Any, grad: Any, ids: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
     return int(2 * x[0] * x[1] * grad[1])

@@ -119,7 +119,7 @@ class LocalBuilder:
                 return self.convert(self.convert(node, have, REPLICATE), REPLICATE, want)
 
 
-def _memo_of(graph: Graph) -> ShapeMemo:
+def memo_of(graph: Graph) -> ShapeMemo:
     """The memo that all plans of a step share."""
     modes = (getattr(node.meta["val"], "fake_mode", None) for node in placeholders(graph))
     return next((mode.shapes for mode in modes if isinstance(mode, StepMode)), ShapeMemo())
@@ -135,7 +135,7 @@ class Partitioner:
     def __init__(self, found: Propagation, axis: str, context_kind: str) -> None:
         self.found = found
         self.axis = axis
-        self.builder = LocalBuilder(axis, found.size, _memo_of(found.graph), context_kind)
+        self.builder = LocalBuilder(axis, found.size, memo_of(found.graph), context_kind)
         self.local: dict[Node, Any] = {}  # old node -> new node, or a tuple of new nodes
         self.forms: dict[tuple[Node, Placement], Node] = {}
 

@@ -1,0 +1,272 @@
+"""Rows of a mixture of experts, sorted by expert, on the ranks that have their experts.
+
+    expert_mm(x, weight, ids)  ->  x[order] -> grouped_mm -> back to the order of the tokens           one rank has all
+    expert_mm(x, weight, ids, axis, parts)
+                               ->  x to its experts' ranks -> grouped_mm -> back to the tokens' ranks   ranks have parts
+
+Calls of a model's experts follow each other: a product, an activation function, a product. What lies between two of
+them, and works on each row by itself, stays with the experts; rows are sent to them once and back once, in the forward
+pass and in the backward pass (Lepikhin et al. 2020, "GShard"; Rajbhandari et al. 2022, "DeepSpeed-MoE").
+
+Rows travel in equal parts of a fixed length, so that nothing has to wait for how many there are. Without a `capacity`
+a part has room for all rows of a rank, and none is lost. With one it has room for `capacity` times the rows that it
+would have if all experts got the same number, and a row beyond that has zero as the result of its expert.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from plait.compile.ir.calls import call_of, is_item, num_bytes, op_spec_of, output_node, tensor_inputs
+from plait.compile.ir.node_info import info_of
+from plait.compile.ops import Shard, comm_ops, experts
+from plait.compile.ops.experts import EXPERT_MM, EXPERT_OUTER, EXPERT_ROWS, EXPERT_SUMS
+from plait.compile.sharding.partition import LocalBuilder, memo_of
+from plait.spec.layout import REPLICATE
+
+_aten = torch.ops.aten
+_PRODUCTS = (EXPERT_MM, EXPERT_OUTER, EXPERT_ROWS, EXPERT_SUMS)
+_GIVES_ROWS = (EXPERT_MM, EXPERT_ROWS)
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where rows go: by the values of `ids`, to experts that are on this rank, or along an axis.
+
+    Attributes:
+        ids: the node of the expert of each row.
+        num_experts: of one rank.
+        axis: the axis whose ranks have parts of the experts; empty if this rank has all.
+        parts: the number of these ranks.
+    """
+
+    ids: Node
+    num_experts: int
+    axis: str
+    parts: int
+
+
+def group_experts(graph: Graph, capacity: float = 0.0) -> Graph:
+    """Write out the calls of experts of a local graph. Returns another graph, or the same if there are none."""
+    if not any(node.target in _PRODUCTS for node in graph.nodes):
+        return graph
+    found = _Grouper(graph, capacity).run()
+    found.eliminate_dead_code()
+    found.lint()
+    return found
+
+
+def route_of(node: Node) -> Route:
+    """The route of a call of experts."""
+    op = node.target
+    axis, parts = experts.axis_of(node.args, op)
+    ids = node.args[experts.IDS[op]]
+    assert isinstance(ids, Node)
+    place = {EXPERT_MM: 1, EXPERT_ROWS: 0, EXPERT_OUTER: 3, EXPERT_SUMS: 2}[op]
+    num = node.args[place]
+    if isinstance(num, Node):  # the weights of the experts
+        num = num.meta["val"].shape[0]
+    return Route(ids, num, axis, parts)  # type: ignore[arg-type]
+
+
+def _row_inputs(node: Node) -> list[Node]:
+    """The inputs of a call of experts that have rows."""
+    args = {EXPERT_MM: (0,), EXPERT_OUTER: (0, 1), EXPERT_ROWS: (), EXPERT_SUMS: (0,)}[node.target]
+    return [node.args[i] for i in args]  # type: ignore[misc]
+
+
+class _Grouper:
+    def __init__(self, graph: Graph, capacity: float) -> None:
+        self.graph = graph
+        self.capacity = capacity
+        self.b = LocalBuilder("", 1, memo_of(graph))
+        self.natural: dict[Node, Any] = {}  # old node -> new node, rows in the order of the tokens
+        self.grouped: dict[Node, Node] = {}  # old node -> new node, rows with their experts
+        self.routes: dict[Route, _Written] = {}
+        self.sent: dict[tuple[Node, Route], Node] = {}
+        self.follows = self._find_followers()
+
+    def _find_followers(self) -> dict[Node, Route]:
+        """The calls between calls of experts that work on each row by itself, and their routes."""
+        routes: dict[Node, Route] = {}
+        for node in self.graph.nodes:
+            if node.target in _GIVES_ROWS:
+                routes[node] = route_of(node)
+            elif node.op == "call_function" and node.target not in _PRODUCTS:
+                if (route := _follows(node, routes)) is not None:
+                    routes[node] = route
+        wanted: set[Node] = set()
+        for node in reversed(self.graph.nodes):
+            if node.target in _PRODUCTS:
+                route = route_of(node)
+                wanted |= {each for each in _row_inputs(node) if routes.get(each) == route}
+            elif node in wanted and node.target not in _GIVES_ROWS:
+                wanted |= {each for each in node.all_input_nodes if each in routes}
+        found = {node: route for node, route in routes.items() if node in wanted or node.target in _GIVES_ROWS}
+        for node, route in routes.items():
+            if node not in found and _sends_less(node, found):
+                found[node] = route
+        return found
+
+    def run(self) -> Graph:
+        for node in self.graph.nodes:
+            self.b.info = info_of(node)
+            if node.op == "output":
+                (results,) = node.args
+                self.b.graph.output(map_arg(results, self._natural))
+                output_node(self.b.graph).meta = dict(node.meta)
+            elif node.target in _PRODUCTS:
+                self._product(node)
+            elif node in self.follows:
+                self._follow(node)
+            else:
+                copy = self.b.graph.node_copy(node, self._natural)
+                copy.meta = dict(node.meta)
+                self.natural[node] = copy
+        return self.b.graph
+
+    def _natural(self, node: Node) -> Node:
+        """The value with rows in the order of the tokens, on the ranks of the tokens."""
+        if node not in self.natural:
+            if is_item(node) or not isinstance(node.meta["val"], (tuple, list)):
+                self.natural[node] = self._route(self.follows[node]).back(self.grouped[node])
+            else:
+                raise AssertionError(f"{node} is read as a whole")
+        return self.natural[node]  # type: ignore[no-any-return]
+
+    def _with_experts(self, node: Node, route: Route) -> Node:
+        """The value with each row where its expert is."""
+        if self.follows.get(node) == route:
+            return self.grouped[node]
+        key = (node, route)
+        if key not in self.sent:
+            source, times = _repeated(node)
+            self.sent[key] = self._route(route).there(self._natural(source), times)
+        return self.sent[key]
+
+    def _route(self, route: Route) -> _Written:
+        if route not in self.routes:
+            num_rows = route.ids.meta["val"].shape[0]
+            room = experts.pair_rows(num_rows, route.parts, self.capacity)
+            self.routes[route] = _Written(self.b, self._natural(route.ids), route, room)
+        return self.routes[route]
+
+    def _product(self, node: Node) -> None:
+        route = route_of(node)
+        where = self._route(route)
+        rows = [self._with_experts(each, route) for each in _row_inputs(node)]
+        if node.target is EXPERT_MM:
+            weight = self._natural(node.args[1])  # type: ignore[arg-type]
+            self.grouped[node] = self.b.call(experts.GROUPED_MM, *rows, weight, where.ends)
+        elif node.target is EXPERT_ROWS:
+            table = self._natural(node.args[0])  # type: ignore[arg-type]
+            self.grouped[node] = self.b.call(experts.grouped_rows, table, where.ends, where.order)
+        elif node.target is EXPERT_OUTER:
+            self.natural[node] = self.b.call(experts.GROUPED_OUTER, *rows, where.ends)
+        else:
+            self.natural[node] = self.b.call(experts.grouped_sums, *rows, where.ends)
+
+    def _follow(self, node: Node) -> None:
+        def local(each: Node) -> Node:
+            return self.grouped[each] if each in self.follows else self._natural(each)
+
+        args, kwargs = map_arg((node.args, node.kwargs), local)
+        if is_item(node):
+            maker, index = args
+            self.grouped[node] = self.b.node(operator.getitem, (maker, index), {}, maker.meta["val"][index])
+            return
+        position = op_spec_of(node).sizes
+        if position is not None:
+            num_rows = next(self.grouped[i] for i in node.all_input_nodes if i in self.follows).meta["val"].shape[0]
+            args = (*args[:position], [num_rows, *args[position][1:]], *args[position + 1 :])
+        self.grouped[node] = self.b.call(node.target, *args, **kwargs)
+
+
+class _Written:
+    """The calls of one route: where each row goes, and from where it comes back."""
+
+    def __init__(self, b: LocalBuilder, ids: Node, route: Route, room: int) -> None:
+        self.b = b
+        self.axis = route.axis
+        if route.axis:
+            self.slots, self.rows, local = self._several(
+                experts.expert_slots, ids, route.num_experts, route.parts, room
+            )
+            ids = self._exchange(local)
+        self.order, self.places, self.ends = self._several(experts.expert_order, ids, route.num_experts)
+
+    def there(self, x: Node, times: int) -> Node:
+        """Rows in the order of the tokens, each row of `x` standing for several -> rows with their experts."""
+        if not self.axis:
+            return self.b.call(experts.take_rows, x, self.order, times)
+        sent = self._exchange(self.b.call(experts.take_rows, x, self.rows, times))
+        return self.b.call(experts.take_rows, sent, self.order)
+
+    def back(self, y: Node) -> Node:
+        """Rows with their experts -> rows in the order of the tokens."""
+        y = self.b.call(experts.take_rows, y, self.places)
+        return self.b.call(experts.return_rows, self._exchange(y), self.slots) if self.axis else y
+
+    def _exchange(self, x: Node) -> Node:
+        return self.b.collective(comm_ops.exchange, x, self.b.shape(x), axis=self.axis)
+
+    def _several(self, function: Callable[..., Any], *args: Any) -> list[Node]:
+        made = self.b.call(function, *args)
+        return [
+            self.b.node(operator.getitem, (made, i), {}, value) for i, value in enumerate(made.meta["val"])
+        ]
+
+
+def _follows(node: Node, routes: dict[Node, Route]) -> Route | None:
+    """The route of a call each of whose rows is computed from the same row of values of that route; else None."""
+    found = {routes[each] for each in node.all_input_nodes if each in routes}
+    if len(found) != 1:
+        return None
+    if is_item(node):
+        return next(iter(found))
+    row = op_spec_of(node)
+    if not row.known or row.emit is not None or row.communicates or row.random is not None:
+        return None
+    call = call_of(node)
+    given = tuple(Shard(0) if each in routes else REPLICATE for each in tensor_inputs(node))
+    for factor in row.factors(call):
+        has = tuple(Shard(0) if dim == 0 else REPLICATE for dim in factor.inputs)
+        if has == given and all(dim == 0 for dim in factor.outputs) and all(d in (0, None) for d in factor.inputs):
+            return next(iter(found))
+    return None
+
+
+def _sends_less(node: Node, stay: Collection[Node]) -> bool:
+    """Whether it is less to send the result of a call back than those of its inputs that `stay` with the experts, as
+    the sum of a product and a bias is."""
+    if isinstance(node.meta["val"], (tuple, list)) or is_item(node):
+        return False
+    inputs = [each for each in node.all_input_nodes if each in stay]
+    alone = [each for each in inputs if all(user is node or user in stay for user in each.users)]
+    return len(inputs) > 0 and num_bytes(node.meta["val"]) < sum(num_bytes(each.meta["val"]) for each in alone)
+
+
+def _repeated(node: Node) -> tuple[Node, int]:
+    """A value of which each row stands for several rows of this one, and how many: those of a token for each of its
+    experts. The value itself, and 1, if it is not made so."""
+    source = node
+    if source.op == "call_function" and op_spec_of(source).view is not None and source.meta["val"].ndim == 2:
+        source = source.args[0]  # type: ignore[assignment]
+        while source.op == "call_function" and op_spec_of(source).copies == 0:
+            source = source.args[0]  # type: ignore[assignment]
+        if source.target is _aten.expand.default:
+            once = source.args[0]
+            if once.target is _aten.unsqueeze.default and once.args[1] in (1, -2):  # type: ignore[union-attr]
+                base: Node = once.args[0]  # type: ignore[assignment, union-attr]
+                times = source.meta["val"].shape[1]
+                shape = (base.meta["val"].shape[0] * times, *base.meta["val"].shape[1:])
+                if tuple(node.meta["val"].shape) == shape and base.meta["val"].dtype == node.meta["val"].dtype:
+                    return base, times
+    return node, 1
