@@ -28,7 +28,7 @@ def test_reads_every_key() -> None:
         bucket_bytes=512 * 1024,
     )  # fmt: skip
     assert plan.mesh == Mesh(
-        (("pipeline", 2), ("replica", 2), ("data", 2), ("context", 1), ("tensor", 3), ("inner", 1))
+        (("pipeline", 2), ("replica", 2), ("data", 2), ("expert", 1), ("context", 1), ("tensor", 3), ("inner", 1))
     )
     assert plan.num_processes == 24
 
@@ -83,7 +83,7 @@ def test_text_parses_back(plan: Plan) -> None:
         ("=2", ["cannot read '=2'"]),
         ("dta=2", ["unknown key 'dta'", "did you mean data?"]),
         ("pipline=2", ["unknown key 'pipline'", "did you mean pipeline"]),
-        ("xyzzy=2", ["unknown key 'xyzzy'", "the keys are pipeline, replica, data, tensor"]),
+        ("xyzzy=2", ["unknown key 'xyzzy'", "the keys are pipeline, replica, data, expert, expert.capacity, tensor"]),
         ("batchnorm=globl", ["'globl'", "global, local"]),
         ("allreduce=tree", ["'tree'", "backend, ring, naive"]),
         ("bucket=25", ["'25'", "MiB"]),

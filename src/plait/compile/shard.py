@@ -15,8 +15,8 @@ from plait.compile.ir.dtypes import dtype_name
 from plait.compile.ops import Call
 from plait.compile.ops.context_attention import divides_heads
 from plait.compile.ops.experts import mark_experts
-from plait.compile.sharding.auto_sharding import auto_sharding
 from plait.compile.passes.find_experts import expert_weights
+from plait.compile.sharding.auto_sharding import auto_sharding
 from plait.compile.sharding.narrow_gathers import gathered_of, mark_gathered
 from plait.compile.sharding.partition import partition
 from plait.compile.sharding.propagate import Propagation, propagate

@@ -252,9 +252,9 @@ class Plan:
             for row in fields(self)
             if isinstance(kind := _kind(row), Axis)
         } | dict(self.other_axes)
-        for kind in axes.AXES:
-            if kind.within:
-                sizes[kind.within] //= sizes.get(kind.name, 1)
+        for each in axes.AXES:
+            if each.within:
+                sizes[each.within] //= sizes.get(each.name, 1)
         return Mesh(tuple((kind.name, sizes.get(kind.name, 1)) for kind in axes.AXES))
 
     @property

@@ -1,9 +1,9 @@
 """Products of rows with the weights of experts: row s with those of expert ids[s].
 
-    expert_mm(x[S, k], weight[E, k, n], ids[S]) -> [S, n]          x[s] @ weight[ids[s]]
-    expert_outer(x[S, k], grad[S, n], ids[S], E) -> [E, k, n]      sums of x[s] (outer) grad[s] over the rows of an expert
-    expert_rows(table[E, ...], ids[S]) -> [S, ...]                 table[ids[s]]
-    expert_sums(rows[S, ...], ids[S], E) -> [E, ...]               sums of rows[s] over the rows of an expert
+    expert_mm(x[S, k], weight[E, k, n], ids[S]) -> [S, n]        x[s] @ weight[ids[s]]
+    expert_outer(x[S, k], grad[S, n], ids[S], E) -> [E, k, n]    the sum of x[s] (outer) grad[s] over an expert's rows
+    expert_rows(table[E, ...], ids[S]) -> [S, ...]               table[ids[s]]
+    expert_sums(rows[S, ...], ids[S], E) -> [E, ...]             the sum of rows[s] over an expert's rows
 
 A mixture of experts has S = tokens * experts per token rows. Models write these products in many ways: a loop over
 experts, weights looked up for each row, rows sorted by expert and multiplied in groups. compile/passes/find_experts.py
@@ -96,7 +96,7 @@ def grouped_rows(table: Tensor, ends: Tensor, order: Tensor) -> Tensor:
     place = torch.arange(len(order), device=ends.device)
     expert = torch.searchsorted(ends, place, right=True)
     out = table.index_select(0, expert.clamp(max=len(ends) - 1))
-    return out.mul_(_wide(place < ends[-1], out.ndim))
+    return out.mul_(_by_row(place < ends[-1], out.ndim))
 
 
 def grouped_sums(rows: Tensor, ends: Tensor) -> Tensor:
@@ -112,8 +112,9 @@ def _is_aligned(num: int) -> bool:
     return num % 8 == 0  # 16 bytes of bfloat16, which the kernel needs of its rows
 
 
-def _wide(mask: Tensor, ndim: int) -> Tensor:
-    return mask.view(-1, *(1,) * (ndim - 1))
+def _by_row(mask: Tensor, ndim: int) -> Tensor:
+    """A mask of rows, for tensors of so many dims."""
+    return mask.view(-1, *[1] * (ndim - 1))
 
 
 # ---- rows sent to the ranks that have their experts ----
@@ -139,7 +140,7 @@ def expert_slots(ids: Tensor, num_experts: int, parts: int, room: int) -> tuple[
     """
     ids = ids.long()
     known = ids.clamp(max=num_experts * parts)
-    order, places, ends = expert_order(known // num_experts, parts)
+    _, places, ends = expert_order(known // num_experts, parts)
     starts = torch.cat([ends.new_zeros(1), ends])  # also of rows without an expert, which come last
     target = known // num_experts
     within = places - starts[target]
@@ -154,7 +155,7 @@ def return_rows(rows: Tensor, slots: Tensor) -> Tensor:
     """The row of each place in `slots`; zero for a row that was not sent."""
     nowhere = len(rows)
     out = rows.index_select(0, slots.clamp(max=nowhere - 1))
-    return out.masked_fill_(_wide(slots == nowhere, out.ndim), 0)
+    return out.masked_fill_(_by_row(slots == nowhere, out.ndim), 0)
 
 
 # ---- in the order of the tokens ----
@@ -176,7 +177,8 @@ def _(x: Tensor, weight: Tensor, ids: Tensor, axis: str = "", parts: int = 1) ->
 def expert_outer(x: Tensor, grad: Tensor, ids: Tensor, num_experts: int, axis: str = "", parts: int = 1) -> Tensor:
     """The sums of x[s] (outer) grad[s] over the rows of each expert, x[S, k] and grad[S, n]: [E, k, n]."""
     order, _, ends = expert_order(ids, num_experts)
-    return grouped_outer(take_rows(x, order), take_rows(grad, order), ends)
+    sums: Tensor = grouped_outer(take_rows(x, order), take_rows(grad, order), ends)
+    return sums
 
 
 @expert_outer.register_fake
@@ -250,8 +252,8 @@ def mark_experts(graph: Graph, axis: str) -> None:
             node.args = (*node.args[: _WHERE[node.target]], axis, 0)
 
 
-_WHERE = {EXPERT_MM: 3, EXPERT_OUTER: 4, EXPERT_ROWS: 2, EXPERT_SUMS: 3}  # position of `axis`
-IDS = {EXPERT_MM: 2, EXPERT_OUTER: 2, EXPERT_ROWS: 1, EXPERT_SUMS: 1}  # position of `ids`
+_WHERE: dict[Any, int] = {EXPERT_MM: 3, EXPERT_OUTER: 4, EXPERT_ROWS: 2, EXPERT_SUMS: 3}  # position of `axis`
+IDS: dict[Any, int] = {EXPERT_MM: 2, EXPERT_OUTER: 2, EXPERT_ROWS: 1, EXPERT_SUMS: 1}  # position of `ids`
 
 
 def _cut_experts(call: Call, given: Placements, size: int) -> list[Strategy]:

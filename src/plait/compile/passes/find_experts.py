@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
-from plait.compile.ir.calls import op_spec_of, placeholders
+from plait.compile.ir.calls import op_spec_of
 from plait.compile.ir.node_info import info_of
 from plait.compile.ops.experts import EXPERT_MM, EXPERT_ROWS
 

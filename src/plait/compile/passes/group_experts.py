@@ -34,6 +34,9 @@ from plait.spec.layout import REPLICATE
 _aten = torch.ops.aten
 _PRODUCTS = (EXPERT_MM, EXPERT_OUTER, EXPERT_ROWS, EXPERT_SUMS)
 _GIVES_ROWS = (EXPERT_MM, EXPERT_ROWS)
+# Positions of the weights of experts, or of their number, and of the arguments that have rows.
+_EXPERTS: dict[Any, int] = {EXPERT_MM: 1, EXPERT_ROWS: 0, EXPERT_OUTER: 3, EXPERT_SUMS: 2}
+_ROWS: dict[Any, tuple[int, ...]] = {EXPERT_MM: (0,), EXPERT_ROWS: (), EXPERT_OUTER: (0, 1), EXPERT_SUMS: (0,)}
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,7 @@ def route_of(node: Node) -> Route:
     axis, parts = experts.axis_of(node.args, op)
     ids = node.args[experts.IDS[op]]
     assert isinstance(ids, Node)
-    place = {EXPERT_MM: 1, EXPERT_ROWS: 0, EXPERT_OUTER: 3, EXPERT_SUMS: 2}[op]
-    num = node.args[place]
+    num = node.args[_EXPERTS[op]]
     if isinstance(num, Node):  # the weights of the experts
         num = num.meta["val"].shape[0]
     return Route(ids, num, axis, parts)  # type: ignore[arg-type]
@@ -78,8 +80,7 @@ def route_of(node: Node) -> Route:
 
 def _row_inputs(node: Node) -> list[Node]:
     """The inputs of a call of experts that have rows."""
-    args = {EXPERT_MM: (0,), EXPERT_OUTER: (0, 1), EXPERT_ROWS: (), EXPERT_SUMS: (0,)}[node.target]
-    return [node.args[i] for i in args]  # type: ignore[misc]
+    return [node.args[i] for i in _ROWS[node.target]]  # type: ignore[misc]
 
 
 class _Grouper:
@@ -99,9 +100,8 @@ class _Grouper:
         for node in self.graph.nodes:
             if node.target in _GIVES_ROWS:
                 routes[node] = route_of(node)
-            elif node.op == "call_function" and node.target not in _PRODUCTS:
-                if (route := _follows(node, routes)) is not None:
-                    routes[node] = route
+            elif node.op == "call_function" and node.target not in _PRODUCTS and (route := _follows(node, routes)):
+                routes[node] = route
         wanted: set[Node] = set()
         for node in reversed(self.graph.nodes):
             if node.target in _PRODUCTS:
@@ -177,6 +177,7 @@ class _Grouper:
         def local(each: Node) -> Node:
             return self.grouped[each] if each in self.follows else self._natural(each)
 
+        args: Any
         args, kwargs = map_arg((node.args, node.kwargs), local)
         if is_item(node):
             maker, index = args
@@ -219,9 +220,7 @@ class _Written:
 
     def _several(self, function: Callable[..., Any], *args: Any) -> list[Node]:
         made = self.b.call(function, *args)
-        return [
-            self.b.node(operator.getitem, (made, i), {}, value) for i, value in enumerate(made.meta["val"])
-        ]
+        return [self.b.node(operator.getitem, (made, i), {}, value) for i, value in enumerate(made.meta["val"])]
 
 
 def _follows(node: Node, routes: dict[Node, Route]) -> Route | None:
@@ -256,17 +255,15 @@ def _sends_less(node: Node, stay: Collection[Node]) -> bool:
 def _repeated(node: Node) -> tuple[Node, int]:
     """A value of which each row stands for several rows of this one, and how many: those of a token for each of its
     experts. The value itself, and 1, if it is not made so."""
-    source = node
-    if source.op == "call_function" and op_spec_of(source).view is not None and source.meta["val"].ndim == 2:
-        source = source.args[0]  # type: ignore[assignment]
-        while source.op == "call_function" and op_spec_of(source).copies == 0:
-            source = source.args[0]  # type: ignore[assignment]
-        if source.target is _aten.expand.default:
-            once = source.args[0]
-            if once.target is _aten.unsqueeze.default and once.args[1] in (1, -2):  # type: ignore[union-attr]
-                base: Node = once.args[0]  # type: ignore[assignment, union-attr]
-                times = source.meta["val"].shape[1]
-                shape = (base.meta["val"].shape[0] * times, *base.meta["val"].shape[1:])
-                if tuple(node.meta["val"].shape) == shape and base.meta["val"].dtype == node.meta["val"].dtype:
-                    return base, times
-    return node, 1
+    source: Any = node
+    while source.op == "call_function" and source.target is not _aten.expand.default:
+        if op_spec_of(source).view is None and op_spec_of(source).copies != 0:
+            return node, 1
+        source = source.args[0]
+    once: Any = source.args[0] if source.op == "call_function" else None
+    if once is None or once.target is not _aten.unsqueeze.default or once.args[1] not in (1, -2):
+        return node, 1
+    base, value = once.args[0], node.meta["val"]
+    (num, *width), times = base.meta["val"].shape, source.meta["val"].shape[1]
+    same = tuple(value.shape) == (num * times, *width) and base.meta["val"].dtype == value.dtype
+    return (base, times) if same and source.meta["val"].shape[2:] == base.meta["val"].shape[1:] else (node, 1)

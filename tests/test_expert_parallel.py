@@ -1,0 +1,178 @@
+"""expert=N: ranks of data that each have a part of the experts, to which rows travel and from which they come back."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+from plait.api.verify import verify
+from plait.compile.ir.node_info import phase_of
+from plait.compile.ops import comm_ops
+from plait.compile.ops.experts import expert_mm, expert_order, expert_rows, expert_slots, pair_rows
+from plait.engine.compiler import Compiler
+from plait.errors import PlanError
+from plait.plan.plan import Plan
+
+pytestmark = pytest.mark.xdist_group("expert_parallel")  # plans share what is captured
+
+WIDTH, INNER, EXPERTS, TOP, ROWS = 8, 12, 4, 2, 16
+
+
+class Experts(nn.Module):
+    """Gated MLPs with biases, one for each expert."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(num, WIDTH, 2 * INNER) * 0.3)
+        self.up_bias = nn.Parameter(torch.randn(num, 2 * INNER) * 0.3)
+        self.down = nn.Parameter(torch.randn(num, INNER, WIDTH) * 0.3)
+        self.down_bias = nn.Parameter(torch.randn(num, WIDTH) * 0.3)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        expert = ids.reshape(-1)
+        rows = x.unsqueeze(1).expand(*ids.shape, WIDTH).reshape(-1, WIDTH)
+        gate, value = (expert_mm(rows, self.up, expert) + expert_rows(self.up_bias, expert)).chunk(2, -1)
+        y = expert_mm(nn.functional.silu(gate) * value, self.down, expert) + expert_rows(self.down_bias, expert)
+        return (y * weights.reshape(-1, 1)).view(*ids.shape, WIDTH).sum(1)
+
+
+class Block(nn.Module):
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate = nn.Linear(WIDTH, num, bias=False)
+        self.experts = Experts(num)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        weights, ids = self.gate(h).softmax(-1).topk(TOP, -1)
+        return x + self.experts(h, ids, weights / weights.sum(-1, keepdim=True))  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    def __init__(self, num: int = EXPERTS) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, WIDTH)
+        self.layers = nn.ModuleList([Block(num), Block(num)])
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+def batch(rows: int = ROWS) -> dict[str, Tensor]:
+    some = torch.Generator().manual_seed(3)
+    return {name: torch.randn(rows, n, generator=some).double() for name, n in (("x", 6), ("y", 3))}
+
+
+@functools.cache
+def verifier() -> plait.Verifier:
+    torch.manual_seed(0)
+    return plait.Verifier(Net().double(), loss_fn, batch(), clip_norm=0.5)
+
+
+def collectives(plan: str) -> dict[tuple[str, str], list[Any]]:
+    """The collectives of one step along the axis expert, by phase and op."""
+    compiled = Compiler(verifier().captures, Plan.parse(plan)).compiled(batch())
+    (graph,) = [each.graph for each in compiled.program.graphs.values()]
+    found: dict[tuple[str, str], list[Any]] = {}
+    for node in graph.nodes:
+        if isinstance(node.target, comm_ops.CommOp) and "expert" in node.args:
+            found.setdefault((phase_of(node), node.target.__name__), []).append(node)
+    return found
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "expert=2",
+        "expert=4",
+        "data=4 expert=2",
+        "data=2 tensor=2",
+        "expert=2 tensor=2 zero=1",
+        "data=4 expert=2 zero=1 micro=2",
+        "data=4 expert=2 zero=2 precision=bf16",
+        "data=4 expert=2 zero=3 recompute=layer",
+        "expert=2 pipeline=2 micro=2 schedule=zb-h1",
+        "replica=2 expert=2 sync=2",
+        "expert=2 expert.capacity=4 micro=2",
+        "expert=2 precision=bf16-params",
+        "expert=2 home.optimizer=disk",
+    ],
+)
+def test_the_numbers_are_those_of_one_device(plan: str) -> None:
+    report = verifier().verify(plan)
+    assert report.ok, report
+
+
+def test_rows_travel_there_and_back_once_in_each_pass() -> None:
+    found = collectives("expert=2")
+    rows = ROWS // 2 * TOP  # of a rank
+    for phase in ("forward", "backward"):
+        sent = [node for node in found[phase, "exchange"] if node.meta["val"].ndim == 2]
+        assert len(sent) == 2 * len(Net().layers)
+        assert all(tuple(node.meta["val"].shape) == (2 * rows, WIDTH) for node in sent)
+    ids = [node for node in found["forward", "exchange"] if node.meta["val"].ndim == 1]
+    assert len(ids) == len(Net().layers)
+    assert {kind for _, kind in found} == {"exchange", "all_reduce"}  # the latter of the loss and of other gradients
+
+
+def test_a_capacity_makes_what_is_sent_as_small() -> None:
+    rows = ROWS // 2 * TOP
+    sent = [node for node in collectives("expert=2 expert.capacity=1.25")["forward", "exchange"]]
+    assert {node.meta["val"].shape[0] for node in sent} == {2 * pair_rows(rows, 2, 1.25)} == {20}
+    assert [pair_rows(96, 4, c) for c in (0.0, 1.0, 1.1, 8.0)] == [96, 24, 27, 96]
+
+
+def test_rows_beyond_the_capacity_are_dropped_and_verify_sees_it() -> None:
+    report = verifier().verify("expert=2 expert.capacity=0.5")
+    assert not report.ok
+
+
+def test_slots_by_hand() -> None:
+    slots, rows, local = expert_slots(torch.tensor([0, 3, 1, 2, 2, 4]), 2, 2, 2)  # experts 0, 1 and 2, 3; 4 is none
+    assert slots.tolist() == [0, 2, 1, 3, 4, 4]  # no room for the last row of expert 2
+    assert rows.tolist() == [0, 2, 1, 3] and local.tolist() == [0, 1, 1, 0]
+    order, places, ends = expert_order(torch.tensor([1, 0, 2, 1]), 2)
+    assert (order.tolist(), places.tolist(), ends.tolist()) == ([1, 0, 3, 2], [1, 0, 3, 2], [1, 3])
+
+
+def test_experts_that_the_axis_does_not_divide() -> None:
+    model = Net(3).double()
+    with pytest.raises(PlanError, match=re.escape("expert=2 does not divide the 3 experts of layers.0.experts.up")):
+        verify(model, loss_fn, batch(), "expert=2")
+
+
+def test_a_model_without_experts() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    with pytest.raises(PlanError, match=r"expert=2 finds no experts in the model.*name their weights with layouts="):
+        verify(model, loss_fn, batch(), "expert=2")
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("expert=2 sync=4", "add replica=N"),
+        ("expert=2 central=host", "use zero=2"),
+        ("expert=2 backend=xla", "backend=xla does not go with expert=2"),
+        ("data=2 expert.capacity=2", "give expert=N with it"),
+        ("expert=2 stages=[tensor=2|data=2]", "use pipeline=N with expert="),
+        ("expert=2 expert.capacity=0", "0.01 or more"),
+    ],
+)
+def test_keys_that_do_not_go_with_experts(plan: str, message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        Plan.parse(plan)
