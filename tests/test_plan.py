@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from plait.errors import PlanError
 from plait.plan.kinds import Recompute
-from plait.plan.plan import Plan, describe_keys
+from plait.plan.plan import Plan
 from plait.spec.mesh import Mesh
 
 

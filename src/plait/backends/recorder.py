@@ -145,7 +145,7 @@ class TraceRecorder:
     def _count(self) -> Counter[int]:
         """Bytes sent to each rank so far."""
         found: Counter[int] = Counter()
-        for axis in self.world.mesh.names:
+        for axis in self.world.mesh.communicators:
             found.update(self.world.comm(axis).links.sent)
         return found
 

@@ -38,7 +38,7 @@ class DryRunWorld:
         self._algorithm = algorithm
         self._shared_memory = shared_memory
         self._shared: dict[str, DryRunSharedMemoryComm] = {}
-        self._comms = {axis: self._comm(axis, mesh.group(rank, axis)) for axis in mesh.names}
+        self._comms = {axis: self._comm(axis, mesh.group(rank, axis)) for axis in mesh.communicators}
         self._everyone = self._comm("", tuple(range(mesh.size)))
 
     @property

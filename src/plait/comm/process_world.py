@@ -108,7 +108,7 @@ def process_world(
     make_current(where)
     if size == 1 and not started:
         world = ProcessWorld(mesh, 0, where, LocalStore(), owns_group=False)
-        world._comms = {axis: AloneComm(0) for axis in mesh.names}
+        world._comms = {axis: AloneComm(0) for axis in mesh.communicators}
         return world
     if not started:
         join(where)
@@ -117,7 +117,7 @@ def process_world(
     rank = dist.get_rank()
     _num_worlds += 1
     world = ProcessWorld(mesh, rank, where, _store(str(_num_worlds)), owns_group=not started)
-    groups = {axis: mesh.groups(axis) for axis in mesh.names} | {"": (tuple(range(size)),)}
+    groups = {axis: mesh.groups(axis) for axis in mesh.communicators} | {"": (tuple(range(size)),)}
     remedy = "give every rank the same plan and the same arguments"
     agree(world, f"{mesh}, {where.type}, allreduce={algorithm}", "mesh, device and transport", remedy=remedy)
     shared = _share_memory(world, groups) if shared_memory and is_host(where) else {}
@@ -132,7 +132,10 @@ def process_world(
         elif axis in shared:
             comm = choose(shared[axis], algorithm)
         else:
-            group = device_mesh(world).get_group(axis) if axis else dist.group.WORLD
+            if axis in mesh.joined:
+                group = _new_group(ranks)
+            else:
+                group = device_mesh(world).get_group(axis) if axis else dist.group.WORLD
             _allow_time(group)
             own = ProcessGroupComm(ranks, ranks.index(rank), group, where, world.monitor)
             if axis:

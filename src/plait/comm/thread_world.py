@@ -36,7 +36,7 @@ class ThreadWorld:
         self.store: KeyValueStore = meetings.store
         self.monitor: RankMonitor | None = ThreadWatch(meetings, rank) if mesh.size > 1 else None
         self._comms: dict[str, Comm] = {}
-        for axis in mesh.names:
+        for axis in mesh.communicators:
             ranks = mesh.group(rank, axis)
             comm = self._comms[axis] = _comm(ranks, rank, axis, meetings, algorithm)
             for channel in meetings.channels if comm.size > 1 else ():

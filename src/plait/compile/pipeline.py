@@ -22,7 +22,7 @@ from plait.compile.passes.auxiliary import mark_auxiliary
 from plait.compile.passes.group_experts import group_experts
 from plait.compile.passes.late_sums import sum_last
 from plait.compile.passes.recomputation import recompute, widen_again
-from plait.compile.passes.zero import gather_parameters, scatter_gradients
+from plait.compile.passes.zero import gather_parameters, join_sums, scatter_gradients
 from plait.compile.rank_program import RankProgram, StepGraph, cell_name
 from plait.compile.shard import assign_roles, check_batch, choose_layouts, shard
 from plait.compile.sharding.flat_shards import cuts_of
@@ -59,6 +59,10 @@ def _own_gradients(draft: Draft) -> None:
 
 def _group_experts(draft: Draft) -> None:
     draft.graph = group_experts(draft.graph, draft.plan.expert_capacity or 0.0)
+
+
+def _join_sums(draft: Draft) -> None:
+    draft.graph = join_sums(draft.graph, draft.plan.mesh.joined)
 
 
 def _sum_last(draft: Draft) -> None:
@@ -114,14 +118,18 @@ def _narrow_parameters(draft: Draft) -> None:
 
 def _gather_parameters(draft: Draft) -> None:
     for part in draft.parts.values():
-        part.graph = gather_parameters(part.graph, draft.cuts, draft.sharding.axis)
+        part.graph = gather_parameters(part.graph, draft.cuts, _cut_axes(draft))
 
 
 def _scatter_gradients(draft: Draft) -> None:
-    cuts = draft.cuts
+    cuts, axes = draft.cuts, _cut_axes(draft)
     for part in draft.parts.values():
-        kept = {i: cuts[name] for i, name in part.gradients.items() if name in cuts}
-        part.graph = scatter_gradients(part.graph, kept, draft.sharding.axis)
+        kept = {i: (cuts[name], axes[name]) for i, name in part.gradients.items() if name in cuts}
+        part.graph = scatter_gradients(part.graph, kept)
+
+
+def _cut_axes(draft: Draft) -> dict[str, str]:
+    return {name: each.cut_axis for name, each in draft.sharding.parameters.items()}
 
 
 def _accumulate(draft: Draft) -> None:
@@ -156,6 +164,8 @@ PASSES = (
          ["choices", "even batch"], ["local graph", "layouts"]),
     Pass("group-experts", "sorts rows by expert, and sends them to the ranks that have their experts", _group_experts,
          ["local graph"]),
+    Pass("join-sums", "sums gradients over axes that are joined at once", _join_sums, ["local graph"],
+         when=lambda draft: bool(draft.plan.mesh.joined)),
     Pass("sum-last", "casts gradients before they are summed over ranks", _sum_last, ["local graph"]),
     Pass("keep-formats", "converts inputs of kernels to the formats they rely on", _keep_formats,
          ["local graph", "formats"]),

@@ -35,16 +35,16 @@ from plait.compile.stages.split import cut_in_stages
 from plait.errors import PlanError, UnevenBatchError
 from plait.plan.annotation import resolve_annotations
 from plait.plan.axes import AxisKind, axes_in_order, axis_kind
-from plait.plan.legality import (
+from plait.plan.legality import uneven_parts
+from plait.plan.plan import Plan
+from plait.plan.refused_cuts import (
     little_of_the_step,
     no_experts,
     no_sequence,
     uncut_attention,
     uneven_experts,
-    uneven_parts,
     unsplit_attention,
 )
-from plait.plan.plan import Plan
 from plait.spec.layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard
 
 _NOTHING = 0.02  # of a step's operations: an axis that splits less has found only labels to cut

@@ -51,19 +51,20 @@ def step_collectives(program: RankProgram, graphs: Mapping[str, Graph]) -> list[
     For a stage of a pipeline they are those of one rank. `graphs` are those that a backend runs, by their names in the
     program.
     """
-    sizes = dict(program.plan.mesh.axes)
+    mesh = program.plan.mesh
+    sizes = {axis: mesh.axis_size(axis) for axis in mesh.communicators}
     by_turn = {turn: collectives(graph, sizes) for turn, graph in graphs.items()}
     gathered = program.sharding.gathered(Gather.UPDATE)
     if program.pipeline is None:
         found = [one for turn in program.turns for one in by_turn[turn]]
-        return found + ([_gather_of_parts(program, gathered, sizes)] if gathered else [])
+        return found + _gathers_of_parts(program, gathered, sizes)
     found = []
     for cell in program.pipeline.cells.graphs:
         turns = [turn for num in _runs(program.pipeline, cell) for turn in program.turns_of_cell(cell, num)]
         found += [replace(one, stage=cell[1]) for turn in turns for one in by_turn[turn]]
     for stage in range(program.pipeline.cells.num_stages) if gathered else ():
         names = [name for name in gathered if stage in program.pipeline.stages[name]]
-        found += [replace(_gather_of_parts(program, names, sizes), stage=stage)] if names else []
+        found += [replace(one, stage=stage) for one in _gathers_of_parts(program, names, sizes)]
     return found
 
 
@@ -101,15 +102,20 @@ def _runs(pipeline: Pipeline, cell: Cell) -> list[int]:
     return [max(pipeline.num_micro(cell), default=0)]
 
 
-def _gather_of_parts(program: RankProgram, names: Sequence[str], sizes: Mapping[str, int]) -> Collective:
-    """The all-gather of parameters after an update in which each rank has updated a part of them."""
-    sharding = program.sharding
-    held = sum(
-        math.prod(program.cuts[name].part_shape(0)) * dtype_named(sharding.parameters[name].compute.dtype).itemsize
-        for name in names
-    )
-    info = NodeInfo(phase="update", origin="zero")
-    return _collective(CollectiveKind.ALL_GATHER, sharding.axis, held, sizes, info, f"{len(names)} parameters")
+def _gathers_of_parts(program: RankProgram, names: Sequence[str], sizes: Mapping[str, int]) -> list[Collective]:
+    """The all-gathers of parameters, one along each axis, after an update in which each rank has updated a part of
+    them."""
+    parameters = program.sharding.parameters
+    found = []
+    for axis in dict.fromkeys(parameters[name].cut_axis for name in names):
+        mine = [name for name in names if parameters[name].cut_axis == axis]
+        held = sum(
+            math.prod(program.cuts[name].part_shape(0)) * dtype_named(parameters[name].compute.dtype).itemsize
+            for name in mine
+        )
+        info = NodeInfo(phase="update", origin="zero")
+        found.append(_collective(CollectiveKind.ALL_GATHER, axis, held, sizes, info, f"{len(mine)} parameters"))
+    return found
 
 
 def _sent_by(node: Node, does: Communication, sizes: Mapping[str, int]) -> list[Collective]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from plait.backends.eager.offload.store import Offload, hollow
 from plait.backends.eager.rewrites.gather_ahead import Gathering
 from plait.comm.device import Event
-from plait.comm.protocol import World
+from plait.comm.protocol import Comm, World
 from plait.compile.ir.dtypes import dtype_named
 from plait.compile.rank_program import RankProgram
 from plait.compile.sharding.flat_shards import Cut, FlatShards
@@ -117,7 +117,7 @@ class Variables:
 
     def _split(self, name: str, whole: Tensor, cut: Cut, narrow: str | None) -> None:
         """Store a parameter whole for the graph, and this rank's part for the optimizer."""
-        part = cut.part(whole, self._world.comm(self._axis).rank)
+        part = cut.part(whole, self._comm(name).rank)
         if narrow is not None:
             part = part.clone(memory_format=torch.contiguous_format)
             whole = whole.to(dtype_named(narrow))
@@ -154,7 +154,7 @@ class Variables:
     def _store_offloaded(self, name: str, value: Tensor, cut: Cut | None, narrow: str | None, trains: bool) -> None:
         """Store the optimizer's tensor on the host or on disk, and the graph's on the device or to be fetched."""
         offload = self._offload
-        part = value if cut is None else cut.part(value, self._world.comm(self._axis).rank).contiguous()
+        part = value if cut is None else cut.part(value, self._comm(name).rank).contiguous()
         offload.forms[name] = torch.empty_like(part, device="meta")
         whole = value if narrow is None else value.to(dtype_named(narrow))
         if cut is not None:
@@ -192,15 +192,19 @@ class Variables:
 
     def _make_buckets(self) -> Iterator[tuple[FlatShards, list[str]]]:
         """The buckets in which updated parts are gathered, with the names of their parameters."""
-        by_dtype: dict[torch.dtype, list[str]] = {}
+        alike: dict[tuple[torch.dtype, str], list[str]] = {}
         for name in self._cuts:
-            by_dtype.setdefault(self._wholes[name].dtype, []).append(name)
-        for names in by_dtype.values():
+            alike.setdefault((self._wholes[name].dtype, self._sharding.parameters[name].cut_axis), []).append(name)
+        for names in alike.values():
             sizes = [self._wholes[name].nbytes for name in names]
             limit = bucket_limit(sum(sizes), self._bucket_bytes)
             for members in split_buckets(sizes, limit, limit):
                 bucket = [names[i] for i in members]
                 yield FlatShards(tuple(self._cuts[name] for name in bucket)), bucket
+
+    def _comm(self, name: str) -> Comm:
+        """The ranks over which a parameter is cut."""
+        return self._world.comm(self._sharding.parameters[name].cut_axis)
 
     def local(self, name: str) -> Tensor | None:
         """This rank's part of a parameter; from disk as a copy. None if another rank has it."""
@@ -254,7 +258,7 @@ class Variables:
         ]
         held = [part for name in names if (part := self.local(name)) is not None]
         parts = tuple(part.to(device, non_blocking=True) for part in held)
-        return Gathering(self._world.comm(self._axis), rows.plain, tuple(form.dtype for form in forms), parts, wholes)
+        return Gathering(self._comm(names[0]), rows.plain, tuple(form.dtype for form in forms), parts, wholes)
 
     def _finish_gather(self, gathering: Gathering, names: list[str]) -> None:
         """Finish gathering a bucket."""

@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import fnmatch
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from plait.errors import Refusal
 from plait.plan.axes import axis_kind, batch_axes, ddp_axis
@@ -28,8 +28,6 @@ _WITHOUT_GRAPH = (
     "home_optimizer", "batchnorm", "allreduce", "bucket_bytes", "sync", "outer", "outer_lr", "outer_momentum",
     "moments", "streaming", "overlap", "compress", "uncompressed",
 )  # fmt: skip
-
-_LEAST_SHARE = 0.25  # of the operations of a step, that an axis which cuts the sequence must split
 
 
 def refusals(plan: Plan, facts: StepFacts, place: Place | None = None) -> tuple[Refusal, ...]:
@@ -243,103 +241,6 @@ def uneven_parts(plan: Plan, rows: int, trains: bool = True) -> Refusal | None:
         f"{axes} does not divide {'the batch' if plan.micro == 1 else 'a microbatch'} of {rows}", "",
         f"give a batch size that is a multiple of {parts * plan.micro}, or a plan with"
         f" data={max(d for d in range(1, parts + 1) if rows % d == 0)}",
-    )  # fmt: skip
-
-
-def no_experts(axis: str, size: int) -> Refusal:
-    """The refusal of an axis that cuts experts, for a step in which none are found."""
-    return Refusal(
-        f"{axis}={size} finds no experts in the model",
-        "experts are found where weights [experts, ...] are looked up by row, where rows that are sorted by expert are"
-        " multiplied in groups, in a loop over the experts that are hit, and in products of [experts, capacity, ...]",
-        f"name their weights with layouts=, such as {{'*.experts.*': '8@{axis}, -, -'}}, put the weights of experts"
-        " that are separate modules into one tensor, or use data=N",
-    )
-
-
-def uneven_experts(axis: str, size: int, name: str, num: int) -> Refusal | None:
-    """The refusal of an axis that does not divide the experts; `name` is that of their weight."""
-    if num % size == 0:
-        return None
-    fits = max(n for n in range(1, size + 1) if num % n == 0)
-    return Refusal(
-        f"{axis}={size} does not divide the {num} experts of {name}", "",
-        f"use {axis}={fits}" if fits > 1 else f"leave {axis}= out",
-    )  # fmt: skip
-
-
-def no_sequence(axis: str, size: int, lengths: Mapping[str, int]) -> Refusal:
-    """The refusal of an axis that can cut the sequence of no tensor of the batch.
-
-    Args:
-        lengths: the length of the sequence of each tensor of the batch that has one.
-    """
-    if not lengths:
-        return Refusal(
-            f"{axis}={size} finds no sequence in the batch",
-            "no tensor of it is [rows, positions] of integers, or [rows, positions, features]",
-            "name the dim with a batch_spec, such as BatchSpec({'tokens': 'rows, sequence'}), or use data=N",
-        )
-    name, length = max(lengths.items(), key=lambda item: item[1])
-    padded = -(-length // size) * size
-    return Refusal(
-        f"{axis}={size} does not divide the sequence of {length} positions", f"of {name} in the batch",
-        f"pad it to {padded}, or to {padded + 1} if inputs and targets are all but its last and its first position, or"
-        " choose a size that divides it",
-    )  # fmt: skip
-
-
-def little_of_the_step(axis: str, size: int, share: float, whole: Sequence[str]) -> Refusal | None:
-    """The refusal of an axis that cuts the sequence, but hardly any of the work.
-
-    Args:
-        share: the fraction of the floating-point operations that it splits.
-        whole: the ops that need the whole sequence, with their modules.
-    """
-    if share >= _LEAST_SHARE:
-        return None
-    return Refusal(
-        f"{axis}={size} splits {100 * share:.0f}% of the floating-point operations",
-        f"these need the whole sequence: {', '.join(whole[:4]) or 'all of them'}",
-        "use data=N or tensor=N, or name the dims that are the sequence with a batch_spec",
-    )  # fmt: skip
-
-
-def uncut_attention(plan: Plan, axis: str, size: int, divides_heads: Sequence[bool]) -> Refusal | None:
-    """The refusal of a kind of attention that the model's does not allow.
-
-    Args:
-        divides_heads: for each fused attention of the step, whether the axis divides its heads.
-    """
-    kind = plan.context_kind
-    if kind != "auto" and not divides_heads:
-        return Refusal(
-            f"{axis}.kind={kind} finds no fused attention that it can split",
-            "keys and values are gathered for attention with dropout, and for products and softmax, which PyTorch also"
-            " makes of scaled_dot_product_attention with a bias that needs a gradient, with a mask or tensors that have"
-            " not 4 dims, and with values of another width than keys",
-            f"leave {axis}.kind out, or use scaled_dot_product_attention with tensors of 4 dims and without dropout"
-            " (attn_implementation='sdpa' in transformers)",
-        )
-    if kind == "ulysses" and not all(divides_heads):
-        return Refusal(
-            f"{axis}={size} does not divide the heads of attention, of queries or of keys and values",
-            f"{axis}.kind=ulysses gives each rank a part of the heads",
-            f"use {axis}.kind=ring",
-        )
-    return None
-
-
-def unsplit_attention(plan: Plan, axis: str, size: int, whole: Sequence[str]) -> Refusal:
-    """The refusal of a kind of attention that some attention of the model cannot have.
-
-    Args:
-        whole: the modules of these.
-    """
-    return Refusal(
-        f"{axis}.kind={plan.context_kind} cannot split the attention in {', '.join(whole[:3])}",
-        f"{axis}={size} does not divide its queries or its keys, or they are not parts of one sequence",
-        f"leave {axis}.kind out: keys and values are then gathered there",
     )  # fmt: skip
 
 

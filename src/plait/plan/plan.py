@@ -38,7 +38,7 @@ from plait.plan.kinds import (
     StagePlans,
 )
 from plait.plan.refused_keys import OF_AGREEMENT, refused_together
-from plait.spec.mesh import Mesh
+from plait.spec.mesh import JOIN, Mesh
 
 _OTHER_AXES = "axes."  # stands for the keys of axes with a row in plan/axes.py but no field below
 _HOME = Choice(("device", "host", "disk"))
@@ -255,7 +255,14 @@ class Plan:
         for each in axes.AXES:
             if each.within:
                 sizes[each.within] //= sizes.get(each.name, 1)
-        return Mesh(tuple((kind.name, sizes.get(kind.name, 1)) for kind in axes.AXES))
+        return Mesh(
+            tuple((kind.name, sizes.get(kind.name, 1)) for kind in axes.AXES),
+            tuple(
+                f"{kind.within}{JOIN}{kind.name}"
+                for kind in axes.AXES
+                if kind.within and min(sizes[kind.within], sizes.get(kind.name, 1)) > 1
+            ),
+        )
 
     @property
     def process_mesh(self) -> Mesh:

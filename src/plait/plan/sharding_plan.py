@@ -17,16 +17,16 @@ home.*        large parameters, and their gradients, are kept on the host or on 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-from plait.plan.axes import axis_kind, zero_axis
+from plait.plan.axes import AXES, axis_kind, zero_axis
 from plait.plan.plan import Plan
 from plait.spec.layout import Layout, Only, Replicate, Shard
-from plait.spec.mesh import Mesh
+from plait.spec.mesh import JOIN, Mesh
 
 DEVICE, HOST, DISK = "device", "host", "disk"  # kinds of memory, as home.* names them
 SMALL = 1 << 14  # elements; a smaller tensor stays where it is: moving it takes as long as moving one of this size
@@ -58,6 +58,7 @@ class ParameterSharding:
     compute          the layout in which the graph reads it, once it is gathered
     state            the layout in which the optimizer holds it, its gradient and its optimizer state
     cut_dim          the dim along which a rank's tensor of `compute` is cut to become that of `state`; None: it is not
+    cut_axis         the axis, or the joined axes, over whose ranks it is cut
     gather           when the parts are gathered
     reduce_axes      the axes over which ranks sum their terms of its gradient
     frozen           whether it did not train when training began
@@ -69,6 +70,7 @@ class ParameterSharding:
     compute: Layout
     state: Layout
     cut_dim: int | None = None
+    cut_axis: str = ""
     gather: Gather = Gather.NEVER
     reduce_axes: tuple[str, ...] = ()
     frozen: bool = False
@@ -104,7 +106,8 @@ class ShardingPlan:
     """How the ranks of a plan hold the parameters of a step.
 
     mesh                  the plan's mesh
-    axis                  the axis over whose ranks states are cut; empty where each rank has all of them
+    axis                  the axis over whose ranks states are cut, or the joined axes over which most are; empty where
+                          each rank has all of them
     parameters            by name, in the order of the step's inputs
     sums_each_microbatch  whether gradients are summed over ranks at every microbatch, and a rank keeps its part
     updates_on_host       whether the optimizer's step runs on the host beside a device that computes
@@ -117,11 +120,6 @@ class ShardingPlan:
     sums_each_microbatch: bool = False
     updates_on_host: bool = False
     activation_memory: str = DEVICE
-
-    @property
-    def num_parts(self) -> int:
-        """Into how many parts states are cut."""
-        return self.mesh.axis_size(self.axis) if self.axis else 1
 
     @cached_property
     def states(self) -> dict[str, Layout]:
@@ -172,7 +170,7 @@ def sharding_plan(
         device: the type of device that computes.
     """
     cuts = ZERO_STAGES[2 if plan.central == "host" else plan.zero]
-    axis = zero_axis() if cuts.optimizer and plan.mesh.axis_size(zero_axis()) > 1 else ""
+    axes = state_axes(plan.mesh) if cuts.optimizer else ()
     shares = plan.shares_parameters
     gather = Gather.NEVER if shares else Gather.USE if cuts.parameters else Gather.UPDATE
     on_host = updates_on_host(plan, device)
@@ -181,11 +179,14 @@ def sharding_plan(
     found = {}
     for name, compute in layouts.items():
         is_frozen, large = name in frozen, is_large(math.prod(compute.shape))
-        cut_dim = None if is_frozen and not cuts.parameters else state_dim(compute, plan.mesh, axis)
+        axis, cut_dim = _state_cut(compute, plan.mesh, axes)
+        if is_frozen and not cuts.parameters:
+            cut_dim = None
         found[name] = ParameterSharding(
             compute,
             compute if cut_dim is None else _cut(compute, axis, cut_dim),
             cut_dim,
+            "" if cut_dim is None else axis,
             Gather.NEVER if cut_dim is None else gather,
             (reduce_axes or {}).get(name, ()),
             is_frozen,
@@ -194,16 +195,36 @@ def sharding_plan(
             gradient_memory if large else DEVICE,
         )
     activation_memory = _memory(plan.home_activations, device)
-    return ShardingPlan(plan.mesh, axis, found, cuts.gradients, on_host, activation_memory)
+    return ShardingPlan(plan.mesh, JOIN.join(axes), found, cuts.gradients, on_host, activation_memory)
+
+
+def state_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes with several ranks over which ZeRO cuts: its own and those that subdivide it."""
+    own = zero_axis()
+    names = [kind.name for kind in AXES if own in (kind.name, kind.within)]
+    return tuple(name for name in names if mesh.axis_size(name) > 1)
+
+
+def _state_cut(layout: Layout, mesh: Mesh, axes: Sequence[str]) -> tuple[str, int | None]:
+    """The axis, or the joined axes, over which a parameter's state is cut, and the dim. Joined axes cut evenly."""
+    free = [axis for axis in axes if isinstance(layout.on(axis), Replicate)]
+    if len(free) > 1:
+        joined = JOIN.join(free)
+        dim = state_dim(layout, mesh, joined)
+        if dim is not None and layout.local_shape(mesh)[dim] % mesh.axis_size(joined) == 0:
+            return joined, dim
+    axis = free[0] if free else ""
+    return axis, state_dim(layout, mesh, axis)
 
 
 def state_dim(layout: Layout, mesh: Mesh, axis: str) -> int | None:
-    """The dim of a parameter that is cut over the axis: the first that divides evenly, or else the longest.
+    """The dim of a parameter that is cut over the axis, or joined axes, along which ranks have the same: the first that
+    divides evenly, or else the longest.
 
     None without an axis. Scalars stay whole, and so does what lies on one rank of an axis only, and a dim that another
     axis cuts.
     """
-    if not axis or not isinstance(layout.on(axis), Replicate):
+    if not axis or not all(isinstance(layout.on(name), Replicate) for name in axis.split(JOIN)):
         return None
     taken = {p.dim for _, p in layout.placements if isinstance(p, Shard)}
     free = [dim for dim, n in enumerate(layout.shape) if dim not in taken and n > 1]
@@ -215,8 +236,9 @@ def state_dim(layout: Layout, mesh: Mesh, axis: str) -> int | None:
 
 
 def _cut(layout: Layout, axis: str, dim: int) -> Layout:
-    others = tuple((other, p) for other, p in layout.placements if other != axis)
-    return replace(layout, placements=(*others, (axis, Shard(dim))))
+    names = axis.split(JOIN)
+    others = tuple((other, p) for other, p in layout.placements if other not in names)
+    return replace(layout, placements=(*others, *((name, Shard(dim)) for name in names)))
 
 
 def is_large(num_elements: int) -> bool:

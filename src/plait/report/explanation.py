@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -31,8 +32,8 @@ from plait.compile.step_collectives import Collective, step_collectives
 from plait.cost.memory_model import human_bytes
 from plait.errors import LayoutError, PlanError
 from plait.plan.annotation import Annotations
-from plait.plan.axes import stage_axis, zero_axis
-from plait.plan.sharding_plan import DEVICE, Gather, ParameterSharding
+from plait.plan.axes import stage_axis
+from plait.plan.sharding_plan import DEVICE, Gather, ParameterSharding, state_axes
 from plait.spec.action import BACKWARD, FORWARD
 from plait.spec.layout import Layout, Only
 
@@ -188,8 +189,8 @@ class Explanation:
         for axis, sent in self.sent_bytes.items():
             size = mesh.axis_size(axis)
             lines.append(f"  {axis:8} {size} ranks, each sends {most}{human_bytes(sent)} a step")
-        over = zero_axis()
-        for kind, what in _FORMULAS:
+        every = [*state_axes(mesh), *mesh.joined]
+        for over, (kind, what) in itertools.product(every, _FORMULAS):
             mine = [c for c in self.collectives if c.kind == kind.title and c.axis == over and c.value.endswith(what)]
             if not mine:
                 continue

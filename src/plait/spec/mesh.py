@@ -9,18 +9,22 @@ from functools import cached_property, lru_cache
 
 from plait.errors import PlanError
 
+JOIN = "*"  # between the names of axes that are joined
+
 
 @dataclass(frozen=True)
 class Mesh:
     """Named axes and their sizes, outermost first: ranks that differ only along the last axis are neighbours.
 
-    Raises PlanError for an axis that is named twice and for a size below 1.
+    Ranks of two axes that follow each other may be one group, by the name `data*expert`; `joined` are those pairs that
+    communicate as one. Raises PlanError for an axis that is named twice and for a size below 1.
 
     >>> Mesh((("data", 2), ("tensor", 2))).coordinates(2)
     {'data': 1, 'tensor': 0}
     """
 
     axes: tuple[tuple[str, int], ...]
+    joined: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = self.names
@@ -47,10 +51,18 @@ class Mesh:
         """Number of ranks."""
         return math.prod(size for _, size in self.axes)
 
+    @property
+    def communicators(self) -> tuple[str, ...]:
+        """The axes, and pairs of axes, along which a rank has a group."""
+        return (*self.names, *self.joined)
+
     def axis_size(self, axis: str) -> int:
+        """The number of ranks along an axis, or along axes that are joined."""
         for name, size in self.axes:
             if name == axis:
                 return size
+        if JOIN in axis:
+            return math.prod(self.axis_size(name) for name in axis.split(JOIN))
         raise PlanError(f"unknown axis {axis!r}; the mesh has {', '.join(self.names) or 'no axes'}")
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -66,8 +78,9 @@ class Mesh:
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along `axis`, in order; `rank` is one of them."""
-        here = self.coordinates(rank)
-        return tuple(self.rank({**here, axis: i}) for i in range(self.axis_size(axis)))
+        size, stride = self.axis_size(axis), self.stride(axis)
+        first = rank - rank // stride % size * stride
+        return tuple(range(first, first + size * stride, stride))
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """Every group of ranks along `axis`, in the order of their first ranks. Takes time linear in the ranks."""
@@ -81,7 +94,8 @@ class Mesh:
     def stride(self, axis: str) -> int:
         """The distance between neighbours along `axis`: the product of the sizes of the axes inside it."""
         self.axis_size(axis)
-        return math.prod(size for _, size in self.axes[self.names.index(axis) + 1 :])
+        last = axis.split(JOIN)[-1]
+        return math.prod(size for _, size in self.axes[self.names.index(last) + 1 :])
 
 
 @lru_cache(maxsize=4096)

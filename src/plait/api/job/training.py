@@ -222,7 +222,7 @@ class _Job:
     def _sent(self) -> int:
         """Bytes that this rank has sent since the last call."""
         world = self.trainer.world
-        total = sum(world.comm(axis).links.total() for axis in world.mesh.names)
+        total = sum(world.comm(axis).links.total() for axis in world.mesh.communicators)
         sent, self.num_sent = total - self.num_sent, total
         return sent
 

@@ -18,14 +18,15 @@ from plait.compile.ir.node_info import describe, info_of, phase_of, set_info
 from plait.compile.ir.views import is_view, view_anew
 from plait.compile.ops import comm_ops
 from plait.compile.sharding.flat_shards import Cut
+from plait.spec.mesh import JOIN
 
 aten = torch.ops.aten
 
 
-def gather_parameters(graph: Graph, cuts: Mapping[str, Cut], axis: str) -> Graph:
-    """Replace parameters by parts that are gathered along `axis` before their use. Changes `graph` and returns it.
+def gather_parameters(graph: Graph, cuts: Mapping[str, Cut], axes: Mapping[str, str]) -> Graph:
+    """Replace parameters by parts that are gathered before their use. Changes `graph` and returns it.
 
-    `cuts` says how each parameter is cut of which a rank holds only a part, by name.
+    `cuts` says how each parameter is cut of which a rank holds only a part, and `axes` along which axis, by name.
     """
     held = [node for node in placeholders(graph) if info_of(node).name in cuts]
     if not held:
@@ -46,7 +47,7 @@ def gather_parameters(graph: Graph, cuts: Mapping[str, Cut], axis: str) -> Graph
                 if dtype != whole.dtype:
                     sent = graph.call_function(aten._to_copy.default, (node,), {"dtype": whole.dtype})
                     describe(sent, made, part.new_empty(part.shape, dtype=whole.dtype))
-                gathered = graph.call_function(comm_ops.gather_part, (sent, axis, cut.plain))
+                gathered = graph.call_function(comm_ops.gather_part, (sent, axes[info.name], cut.plain))
             describe(gathered, made, whole)
             for reader in readers:
                 reader.replace_input_with(node, gathered)
@@ -103,8 +104,9 @@ def repeat_views(graph: Graph, held: list[Node]) -> None:
     graph.eliminate_dead_code()
 
 
-def scatter_gradients(graph: Graph, cuts: Mapping[int, Cut], axis: str) -> Graph:
-    """Let the graph return this rank's part along `axis` of the outputs in `cuts`. Changes `graph` and returns it.
+def scatter_gradients(graph: Graph, cuts: Mapping[int, tuple[Cut, str]]) -> Graph:
+    """Let the graph return this rank's part of the outputs in `cuts`, along the axis given there. Changes `graph` and
+    returns it.
 
     An all-reduce over the axis becomes a reduce-scatter. It then comes before all-reduces over other axes, so that
     these sum parts. An output that is not summed over the axis is the same on every rank, which takes its part.
@@ -112,7 +114,7 @@ def scatter_gradients(graph: Graph, cuts: Mapping[int, Cut], axis: str) -> Graph
     end = output_node(graph)
     results = list(end.args[0])  # type: ignore[arg-type]
     replaced: list[Node] = []
-    for index, cut in cuts.items():
+    for index, (cut, axis) in cuts.items():
         if isinstance(result := results[index], Node):
             sums = sums_before(result, end)
             summed_over = [str(one.args[1]) for one in sums]
@@ -128,6 +130,24 @@ def scatter_gradients(graph: Graph, cuts: Mapping[int, Cut], axis: str) -> Graph
     for node in replaced:
         if not node.users:  # two outputs may be one sum
             graph.erase_node(node)
+    return graph
+
+
+def join_sums(graph: Graph, joined: Sequence[str]) -> Graph:
+    """Let outputs that are summed over two axes, one after the other, be summed over both at once. Changes `graph` and
+    returns it."""
+    end = output_node(graph)
+    for result in dict.fromkeys(end.all_input_nodes):
+        sums = {str(one.args[1]): one for one in sums_before(result, end)}
+        for name in joined:
+            first, *others = axes = name.split(JOIN)
+            if all(axis in sums for axis in axes):
+                sums[first].args = (sums[first].args[0], name, "sum")
+                for axis in others:
+                    source = sums[axis].args[0]
+                    assert isinstance(source, Node)
+                    sums[axis].replace_all_uses_with(source)
+                    graph.erase_node(sums[axis])
     return graph
 
 

@@ -55,7 +55,7 @@ class Cut:
 def cuts_of(sharding: ShardingPlan) -> dict[str, Cut]:
     """How each parameter is cut of which a rank has only a part, by name."""
     return {
-        name: Cut(each.compute.local_shape(sharding.mesh), each.cut_dim, sharding.num_parts)
+        name: Cut(each.compute.local_shape(sharding.mesh), each.cut_dim, sharding.mesh.axis_size(each.cut_axis))
         for name, each in sharding.parameters.items()
         if each.cut_dim is not None
     }

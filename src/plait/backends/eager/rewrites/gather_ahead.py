@@ -108,9 +108,9 @@ def bucket_gathers(graph: Graph, bucket_bytes: int) -> Graph:
 
     for phase in ("forward", "backward"):
         readers = {node: list(node.users) for node in gathers if phase_of(node) == phase}
-        groups: dict[torch.dtype, dict[Node, list[Node]]] = {}  # a bucket has one dtype
+        groups: dict[Any, dict[Node, list[Node]]] = {}  # a bucket has one dtype, and is gathered along one axis
         for node in in_order(graph, readers):
-            groups.setdefault(node.meta["val"].dtype, {})[node] = readers[node]
+            groups.setdefault((node.meta["val"].dtype, node.args[2]), {})[node] = readers[node]
         for group in groups.values():
             read_ahead(graph, in_buckets(graph, group, bucket_bytes), group, start, gather_wait, "zero=3")
     for node in gathers:
