@@ -19,6 +19,7 @@ from plait.compile.ir.node_info import set_info
 from plait.compile.pass_manager import Pass, Watcher, run_passes
 from plait.compile.passes.accumulation import graphs_by_turn, narrow_dtypes, own_gradients
 from plait.compile.passes.auxiliary import mark_auxiliary
+from plait.compile.passes.find_experts import find_experts
 from plait.compile.passes.late_sums import sum_last
 from plait.compile.passes.recomputation import recompute, widen_again
 from plait.compile.passes.zero import gather_parameters, scatter_gradients
@@ -28,7 +29,7 @@ from plait.compile.sharding.flat_shards import cuts_of
 from plait.compile.sharding.formats import keep_formats, note_formats
 from plait.compile.stages.split import cut_in_stages, split_in_cells
 from plait.plan.annotation import Annotations
-from plait.plan.axes import stage_axis
+from plait.plan.axes import axis_kind, stage_axis
 from plait.plan.plan import Plan
 from plait.plan.sharding_plan import Gather, sharding_plan
 from plait.spec.cluster import Cluster
@@ -54,6 +55,16 @@ def _mark_auxiliary(draft: Draft) -> None:
 def _own_gradients(draft: Draft) -> None:
     gradients = [i for i, output in enumerate(draft.captured.outputs) if output.kind == "gradient"]
     draft.graph = own_gradients(draft.graph, gradients)
+
+
+def _find_experts(draft: Draft) -> None:
+    draft.graph = find_experts(draft.graph)
+
+
+def _cuts_rows(draft: Draft) -> bool:
+    """Whether ranks have rows of their own, and do not only split weights or stages."""
+    kinds = [axis_kind(axis) for axis, size in draft.plan.mesh.axes if size > 1]
+    return any(not kind.has_stages and not kind.cuts_weights for kind in kinds)
 
 
 def _sum_last(draft: Draft) -> None:
@@ -145,8 +156,10 @@ PASSES = (
     Pass("check-batch", "checks that the plan divides the batch", check_batch, provides=["even batch"]),
     Pass("assign-roles", "finds the stages that split weights and the stages that split the batch", assign_roles,
          ["own gradients", "even batch"], when=lambda draft: bool(draft.plan.stages)),
+    Pass("find-experts", "finds products with the weights of experts, whatever order their rows are in", _find_experts,
+         ["own gradients", "auxiliary calls"], ["experts"], when=_cuts_rows),
     Pass("choose-layouts", "chooses which parameters are sharded over each axis", choose_layouts,
-         ["own gradients", "auxiliary calls"], ["choices"]),
+         ["own gradients", "auxiliary calls", "experts"], ["choices"]),
     Pass("shard", "propagates placements and writes the graph of one rank", shard,
          ["choices", "even batch"], ["local graph", "layouts"]),
     Pass("sum-last", "casts gradients before they are summed over ranks", _sum_last, ["local graph"]),
