@@ -19,6 +19,7 @@ from plait.compile.ir.node_info import set_info
 from plait.compile.pass_manager import Pass, Watcher, run_passes
 from plait.compile.passes.accumulation import graphs_by_turn, narrow_dtypes, own_gradients
 from plait.compile.passes.auxiliary import mark_auxiliary
+from plait.compile.passes.find_experts import find_experts
 from plait.compile.passes.group_experts import group_experts
 from plait.compile.passes.late_sums import sum_last
 from plait.compile.passes.recomputation import recompute, widen_again
@@ -29,7 +30,7 @@ from plait.compile.sharding.flat_shards import cuts_of
 from plait.compile.sharding.formats import keep_formats, note_formats
 from plait.compile.stages.split import cut_in_stages, split_in_cells
 from plait.plan.annotation import Annotations
-from plait.plan.axes import stage_axis
+from plait.plan.axes import axis_kind, stage_axis
 from plait.plan.plan import Plan
 from plait.plan.sharding_plan import Gather, sharding_plan
 from plait.spec.cluster import Cluster
@@ -63,6 +64,16 @@ def _group_experts(draft: Draft) -> None:
 
 def _join_sums(draft: Draft) -> None:
     draft.graph = join_sums(draft.graph, draft.plan.mesh.joined)
+
+
+def _find_experts(draft: Draft) -> None:
+    draft.graph = find_experts(draft.graph)
+
+
+def _cuts_rows(draft: Draft) -> bool:
+    """Whether ranks have rows of their own, and do not only split weights or stages."""
+    kinds = [axis_kind(axis) for axis, size in draft.plan.mesh.axes if size > 1]
+    return any(not kind.has_stages and not kind.cuts_weights for kind in kinds)
 
 
 def _sum_last(draft: Draft) -> None:
@@ -158,8 +169,10 @@ PASSES = (
     Pass("check-batch", "checks that the plan divides the batch", check_batch, provides=["even batch"]),
     Pass("assign-roles", "finds the stages that split weights and the stages that split the batch", assign_roles,
          ["own gradients", "even batch"], when=lambda draft: bool(draft.plan.stages)),
+    Pass("find-experts", "finds products with the weights of experts, whatever order their rows are in", _find_experts,
+         ["own gradients", "auxiliary calls"], ["experts"], when=_cuts_rows),
     Pass("choose-layouts", "chooses which parameters are sharded over each axis", choose_layouts,
-         ["own gradients", "auxiliary calls"], ["choices"]),
+         ["own gradients", "auxiliary calls", "experts"], ["choices"]),
     Pass("shard", "propagates placements and writes the graph of one rank", shard,
          ["choices", "even batch"], ["local graph", "layouts"]),
     Pass("group-experts", "sorts rows by expert, and sends them to the ranks that have their experts", _group_experts,

@@ -1,4 +1,4 @@
-"""Refusals of axes that cannot cut what they are for, the sequence or experts. A pass finds them in the captured step."""
+"""Refusals of axes that cannot cut what they are for, the sequence or experts, as a pass finds in a captured step."""
 
 from __future__ import annotations
 

@@ -177,7 +177,24 @@ class MemoryUse:
     gives: str = ""
 
 
-Role = Literal["lookup", "softmax", "class loss", "norm", "attention"]
+@dataclass(frozen=True)
+class RowAccess:
+    """A read or a write of the rows of a table, whose first dims are indexed.
+
+    Attributes:
+        table: the tensor.
+        indices: the index of each of its first dims; they are broadcast together.
+        values: what is written at the rows; None for a read.
+        adds: whether the values are added to the rows, so that a row may be written several times.
+    """
+
+    table: Any
+    indices: tuple[Any, ...]
+    values: Any = None
+    adds: bool = False
+
+
+Role = Literal["lookup", "softmax", "class loss", "norm", "attention", "grouped product"]
 Reads = Literal["values", "shape", "memory"]
 
 
@@ -202,7 +219,8 @@ class OpSpec:
             along a dim that no factor names.
         weighted: whether the op is a sum weighted by an operand, such as a model's weight.
         role: what passes look for: a lookup in a table, a softmax that may lead to a loss, a loss over classes, a norm
-            (whose sums over a sharded dim are small), or a fused attention.
+            (whose sums over a sharded dim are small), a fused attention, or the product of rows sorted by group with a
+            matrix for each group.
         batch_statistics: whether the op, in training, computes or reads statistics of the whole batch.
 
     Results and inputs:
@@ -212,6 +230,9 @@ class OpSpec:
         reads: what it reads of its tensors: values, shape and dtype only, or memory with its strides and offsets.
         fake: computes the result on fake tensors, if the op's own shape function is wrong.
         instead: the op in terms of others, which a capture records in its place.
+        access: the rows that it reads or writes by number, from its arguments; None if they are indexed otherwise.
+        picks: position of the output that has places along a dim, from 0 to its size.
+        fills: the number that all elements of its result are.
         by_device: whether the shapes, strides or dtypes of its results depend on the kind of device.
         random: the op in terms of `draw(shape, dtype, device, kind, params)`, its first argument (ops/random.py).
         dropout: position of the rate (dropout_p) of an op that is random only if the rate is not 0.
@@ -238,6 +259,9 @@ class OpSpec:
     reads: Reads = "values"
     fake: Callable[..., Any] | None = None
     instead: Callable[..., Any] | None = None
+    access: Callable[..., RowAccess | None] = field(default=lambda *args, **kwargs: None)
+    picks: int | None = None
+    fills: int | None = None
     by_device: bool = False
     random: Callable[..., Any] | None = None
     dropout: int | None = None
@@ -318,6 +342,7 @@ __all__ = [
     "Partial",
     "Placement",
     "Replicate",
+    "RowAccess",
     "Shard",
     "Strategy",
     "TensorSpec",

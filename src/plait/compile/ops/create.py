@@ -17,6 +17,7 @@ from plait.compile.ops.base import (
     Shard,
     Strategy,
     register,
+    state,
 )
 from plait.compile.ops.dims import aten, overloads
 
@@ -101,6 +102,8 @@ register(
     *overloads("new_zeros", "new_ones", "new_full", "new_empty"),
     spec=OpSpec(strategies=_new, emit=_emit_new, reads="shape"),
 )
+state(*overloads("zeros", "new_zeros"), fills=0)
+state(*overloads("ones", "new_ones"), fills=1)
 register(*overloads("new_empty_strided"), spec=OpSpec(strategies=_new, emit=_emit_new_strided))
 register(*overloads("arange", "arange.start", "arange.start_step"), spec=OpSpec(strategies=_arange, emit=_emit_arange))
 

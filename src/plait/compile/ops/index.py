@@ -21,9 +21,11 @@ from plait.compile.ops.base import (
     OpSpec,
     Partial,
     Placements,
+    RowAccess,
     Shard,
     Strategy,
     register,
+    state,
 )
 from plait.compile.ops.dims import aten, equal_blocks_of, first_operand, is_floating, overloads, positive, put
 from plait.spec.layout import Blocks
@@ -238,6 +240,23 @@ register(
     *overloads("index_add", "index_copy"),
     spec=OpSpec(factors=_index_add_factors, strategies=_scatter_along, linear=_written),
 )
+
+
+def _rows_read(table: Any, dim: int, index: Any) -> RowAccess | None:
+    return RowAccess(table, (index,)) if dim == 0 else None
+
+
+def _rows_written(table: Any, dim: int, index: Any, values: Any) -> RowAccess | None:
+    return RowAccess(table, (index,), values) if dim == 0 else None
+
+
+def _rows_added(table: Any, dim: int, index: Any, values: Any, *, alpha: float = 1) -> RowAccess | None:
+    return RowAccess(table, (index,), values, adds=True) if dim == 0 and alpha == 1 else None
+
+
+state(*overloads("index_select"), access=_rows_read)
+state(*overloads("index_copy"), access=_rows_written)
+state(*overloads("index_add"), access=_rows_added)
 
 
 def _buckets(call: Call) -> Sequence[Factor]:

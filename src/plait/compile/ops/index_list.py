@@ -17,6 +17,7 @@ from plait.compile.ops.base import (
     OpSpec,
     Partial,
     Placements,
+    RowAccess,
     Shard,
     Strategy,
     TensorSpec,
@@ -110,9 +111,20 @@ def _emit_along(builder: Builder, call: Call, strategy: Strategy, args: Any, kwa
     return builder.call(aten.masked_fill.Scalar, found, outside, 0)
 
 
+def _rows(indices: Sequence[Any]) -> tuple[Any, ...] | None:
+    """The indices, if they are those of the first dims."""
+    given = tuple(i for i in indices if i is not None)
+    return given if given and all(i is not None for i in indices[: len(given)]) else None
+
+
+def _rows_read(table: Any, indices: Sequence[Any]) -> RowAccess | None:
+    rows = _rows(indices)
+    return RowAccess(table, rows) if rows is not None else None
+
+
 register(
     *overloads("index.Tensor", "_unsafe_index.Tensor"),
-    spec=OpSpec(factors=_factors, strategies=_along, linear=first_operand),
+    spec=OpSpec(factors=_factors, strategies=_along, linear=first_operand, access=_rows_read),
 )
 
 
@@ -173,7 +185,12 @@ def _put_groups(call: Call) -> Sequence[tuple[int, ...]]:
     return [(0, len(call.inputs) - 1)]
 
 
+def _rows_written(table: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> RowAccess | None:
+    rows = _rows(indices)
+    return RowAccess(table, rows, values, adds=accumulate) if rows is not None else None
+
+
 register(
     *overloads("index_put", "_unsafe_index_put"),
-    spec=OpSpec(factors=_put_factors, strategies=_put_along, linear=_put_groups),
+    spec=OpSpec(factors=_put_factors, strategies=_put_along, linear=_put_groups, access=_rows_written),
 )

@@ -149,6 +149,8 @@ register(
     *overloads("zeros_like", "ones_like", "empty_like", "full_like"),
     spec=OpSpec(factors=pointwise_factors, strategies=_like, reads="shape"),
 )
+state(*overloads("zeros_like"), fills=0)
+state(*overloads("ones_like"), fills=1)
 register(*overloads("log_sigmoid_forward"), spec=OpSpec(strategies=_log_sigmoid, by_device=True))
 register(*overloads("log_sigmoid_backward"), spec=OpSpec(strategies=_log_sigmoid, linear=first_operand))
 

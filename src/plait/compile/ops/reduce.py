@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.compile.ops.base import Builder, Call, Factor, OpSpec, Partial, Placements, Shard, Strategy, register
+from plait.compile.ops.base import Builder, Call, Factor, OpSpec, Partial, Placements, Shard, Strategy, register, state
 from plait.compile.ops.dims import aten, blocks_of, dims_of, first_operand, overloads, positive, widened
 
 
@@ -174,6 +174,8 @@ register(*overloads("cumprod", "logcumsumexp", "cummax", "cummin", "sort", "args
 register(*overloads("sort.stable"), spec=OpSpec(factors=_along(2)))
 register(*overloads("topk"), spec=OpSpec(factors=_along(2)))
 register(*overloads("histc"), spec=OpSpec(factors=_histogram, by_device=True))
+state(*overloads("argmax", "argmin", "argsort"), picks=0)
+state(*overloads("sort", "sort.stable", "topk", "max.dim", "min.dim"), picks=1)
 
 
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
