@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -375,3 +376,37 @@ def test_the_spread_of_equal_values_is_exactly_zero() -> None:
         assert report.ok, report
         gradient = next(each for each in report.gradients if each.name == "other.weight")
         assert gradient.relative == 0, report
+
+
+class Read(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(8, 8), nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids))  # type: ignore[no-any-return]
+
+
+def test_the_loss_of_the_next_step_has_the_rounding_of_gradients_in_half_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gradients that were added in bf16 had changed the weights, and the loss was held to float64."""
+    from plait.comm import thread_transport
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+    torch.manual_seed(0)
+    batch = {"x": torch.randint(0, 8, (8, 4)), "y": torch.randn(8, 4, 4, dtype=torch.float64)}
+    factory = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+    verifier = plait.Verifier(Read().double(), loss, batch, optimizer=factory)
+    report = verifier.verify("replica=2 reduce=bf16")
+    assert report.ok, report
+    (_, (one, plan)) = report.losses
+    assert abs(plan - one) > report.tolerance * one  # which is more than equal numbers would differ by
+    exact = thread_transport.reduce_terms
+    monkeypatch.setattr(
+        thread_transport, "reduce_terms", lambda terms, op: exact(terms, op) * (1.02 if terms[0].numel() > 8 else 1)
+    )
+    wrong = verifier.verify("replica=2 reduce=bf16")
+    assert wrong.loss > wrong.tolerance, wrong

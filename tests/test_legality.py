@@ -189,6 +189,8 @@ DECIDE_ELSEWHERE = {
     "integrations/servers/make_job.py": "what servers hold, and tables, which plan/ does not know",
     "integrations/servers/optimizer_shard.py": "how a user's optimizer groups what a server holds",
     "integrations/servers/served_check.py": "what verify can run in one process",
+    "cost/step_simulation.py": "what a cluster has, which a plan does not know",
+    "api/simulate_step.py": "what simulations describe",
     "api/verify.py": "which precision kernels take, a run on one device shows",
     "cost/transformer_simulation.py": "what devices have room for, the simulation finds",
 }
@@ -212,7 +214,8 @@ NO_REFUSAL = {
     "integrations/servers/served_check.py": "argument",
     "integrations/servers/supervisor.py": "job", "integrations/servers/tables/sparse_table.py": "model",
     "integrations/servers/tables/table_shard.py": "argument", "report/explanation.py": "argument",
-    "report/simulation_text.py": "argument", "report/schedule_page.py": "argument", "report/swimlane.py": "argument",
+    "report/simulation_text.py": "argument", "report/step_prediction.py": "argument",
+    "report/schedule_page.py": "argument", "report/swimlane.py": "argument",
     "schedule/check.py": "argument", "schedule/consistency.py": "argument", "schedule/families/__init__.py": "argument",
     "schedule/zero_bubble_search.py": "argument",
     "spec/mesh.py": "argument", "spec/schedule.py": "argument",

@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import plait
-from plait.api.job.gpt import loss_fn
+from bench import context_memory
+from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.api.memory import Estimator
 from plait.compile.memory_meter import Meter
-from plait.cost.memory_model import RankMemory, StateBytes, model_state_bytes, single_changes
+from plait.cost.memory_model import ACTIVATIONS, RankMemory, StateBytes, model_state_bytes, single_changes
+from plait.cost.transformer import TransformerShape
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.dry_run import dry_run
 from plait.engine.local_batch import microbatches
+from plait.plan.parallelism import SELECTIVE
 from plait.plan.plan import Plan
 from plait.report.memory_table import verdict
 
@@ -217,6 +220,51 @@ def test_pipelines_over_torch_distributed_let_go_of_what_is_taken() -> None:
     for rank in range(2):
         expected = [each.step_peak for each in rehearsed(plans, shared_memory=False, rank=rank)]
         assert [allocated for allocated, _ in measured[rank]] == pytest.approx(expected, rel=0.01)
+
+
+def test_a_ring_of_eight_takes_an_eighth_and_its_buffers() -> None:
+    """docs/bench/context_memory.md has 8,192 positions."""
+    length, width, vocab = 1024, 64, 16
+    tokens = context_memory.batch(length, vocab)
+    captures = Captures(context_memory.model(length, width, 3, vocab), loss_fn)
+    one, ring = (
+        context_memory.predicted(captures, tokens, Plan.parse(plan)) for plan in ("", "context=8 context.kind=ring")
+    )
+    most = one.at_peak[ACTIVATIONS] / 8 + context_memory.ring_bytes(8, length, width)
+    assert ring.at_peak[ACTIVATIONS] == pytest.approx(most, rel=0.05)
+    found = context_memory.counted(captures, tokens, Plan.parse("context=8 context.kind=ring"))
+    # Ranks that are threads send copies; the last one to join a collective holds its result for all.
+    copies = context_memory.ring_bytes(8, length, width) * 2 / 3
+    least = context_memory.step_bytes(ring)
+    assert 0.95 * least <= min(found) <= 1.05 * (least + copies)
+
+
+class Dropout(nn.Module):
+    """As on a GPU, where dropout keeps a mask of bytes for backward; on a CPU it is of floats."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.native_dropout(x, 0.1, True)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("heads", "hidden", "rows", "sequence"), [(64, 6144, 4, True), (64, 6144, 4, False), (128, 20480, 1, True)]
+)
+def test_activations_of_a_layer_of_korthikanti_et_al(heads: int, hidden: int, rows: int, sequence: bool) -> None:
+    """The 22B and 530B models of table 5 over 8 ranks, with selective recomputation, as fused attention has it."""
+    length, ranks = 2048, 8
+    tokens = torch.zeros(rows, length, dtype=torch.int64)
+    split = " sequence=yes recompute=gathers" if sequence else ""
+
+    def saved(layers: int) -> int:
+        with torch.device("meta"):
+            model = BytesGPT(layers, hidden, heads, length)
+        for block in model.blocks:
+            block.drop = Dropout()
+        plan = f"tensor={ranks}{split} precision=bf16-params"
+        return plait.memory(model, loss_fn, {"x": tokens, "y": tokens}, plan).fullest.saved
+
+    published = TransformerShape(2, hidden, heads, 256, length).activation_bytes(rows, ranks, sequence, SELECTIVE)
+    assert saved(3) - saved(2) == pytest.approx(published, rel=0.002)
 
 
 def test_a_stage_that_is_too_large_is_named_with_a_cut_that_fits() -> None:

@@ -121,16 +121,6 @@ def test_what_is_not_simulated(plan: str, rows: int, message: str) -> None:
         step(plan, rows)
 
 
-def test_the_shape_of_a_job_is_that_of_its_model() -> None:
-    found = simulate_config(EXAMPLES / "bytes_gpt.toml", Plan(), "h100")
-    elements = sum(parameter.numel() for parameter in BytesGPT().parameters())
-    assert found.estimate.memory["parameters"] == 4 * (elements - 2 * 256)  # without the last norm
-    assert found.rows == 32
-    changed = simulate_config(EXAMPLES / "bytes_gpt.toml", Plan(), "h100", ["train.batch_size=64", "model.layers=16"])
-    assert changed.rows == 64
-    assert changed.estimate.memory["parameters"] > 1.8 * found.estimate.memory["parameters"]
-
-
 def test_memory_is_what_plait_predicts_op_by_op() -> None:
     """The closed form of a GPT against `plait.memory`, which walks through the graphs that ranks run, and knows that
     not all gradients are there when activations are."""
@@ -167,7 +157,6 @@ def test_a_shape_by_itself_on_the_command_line(tmp_path: Path) -> None:
         ("[shape]\nlayers = 2.5\n", "shape.layers = 2.5; it should be a whole number"),
         ("[shape]\ngated = 1\n", "shape.gated = 1; it should be true or false"),
         ("shape = 1\n", "shape = 1; it should be a table"),
-        ("[model]\nname = 'mine:make'\n", "'mine:make' has no shape that plait simulate knows"),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, message: str) -> None:

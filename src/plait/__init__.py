@@ -21,6 +21,7 @@ _HOME = {
     "Report": "plait.api.verify",
     "explain": "plait.api.explain",
     "memory": "plait.api.memory",
+    "simulate": "plait.api.simulate_step",
     "run_ranks": "plait.comm.thread_world",
     "Weighted": "plait.compile.capture.loss_values",
     "Sum": "plait.compile.capture.loss_values",

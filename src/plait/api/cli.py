@@ -282,18 +282,19 @@ def simulate_plan(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A job's TOML file, or one with a [shape].")],
     plan: PlanOption = None,
     cluster: Annotated[str, typer.Option("--cluster", help="Such as h100x64, or a TOML file.")] = "cpu",
-    html: Annotated[Path | None, typer.Option("--html", help="Write a page with the pipeline's swimlanes.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page with the ranks' swimlanes.")] = None,
     changes: SetOption = None,
 ) -> None:
-    """Predict a transformer's step on a cluster: time, MFU, memory by class, bytes by link. Nothing is run."""
+    """Predict a step on a cluster: time, MFU, memory by class, bytes by link. Nothing is run."""
     with _errors_shown_once():
         from plait.api.job.simulate_command import simulate_config
+        from plait.cost.transformer_simulation import SimulatedStep
         from plait.report.simulation_text import describe_step, write_step_page
 
         found = simulate_config(config, _plan_of(plan), cluster, changes or [])
         if html is not None:
-            write_step_page(html, found)
-        print(describe_step(found))
+            write_step_page(html, found.plan.title, found.cluster.name, found.seconds, found.trace)
+        print(describe_step(found) if isinstance(found, SimulatedStep) else found)
 
 
 @app.command()

@@ -18,9 +18,10 @@ from plait.compile.stage_costs import cut_within
 from plait.cost.memory_model import GRADIENTS, OPTIMIZER, PARAMETERS, RankMemory, single_changes
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.dry_run import dry_run
-from plait.engine.local_batch import batch_of_replica, microbatches, num_rows
+from plait.engine.local_batch import batch_of_replica, num_rows
 from plait.engine.local_sgd.replicas import bytes_kept
 from plait.engine.optimizers import OptimizerFactory
+from plait.engine.setup_checks import check_plan, check_step
 from plait.errors import PlanError
 from plait.plan.annotation import Annotations
 from plait.plan.axes import stage_axis
@@ -80,6 +81,7 @@ class Estimator:
         self._optimizer = optimizer
         self._layouts = layouts
         self._built = not any(p.is_meta for p in model.parameters()) if built is None else built
+        self._last: tuple[Plan, RankProgram] | None = None
 
     def estimate(self, plan: Plan) -> MemoryEstimate:
         """The memory of each rank of the plan. Offloaded tensors count as if they were on the device.
@@ -97,13 +99,13 @@ class Estimator:
                 f"the memory of backend={plan.backend} is not predicted, because XLA decides what it keeps; the same"
                 " plan without it says what ranks of PyTorch would take"
             )
-        model = self._captures.model
         homes: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Plan) if f.name.startswith("home")}
         given, plan = plan, dataclasses.replace(plan.inner_plan, **homes)
         batch, kept = batch_of_replica(self._batch, given), bytes_kept(given)
         if not is_host(self._device):
             plan = plan.with_own_parameters()
         program = self._program(batch, plan)
+        model = self._captures.model
         found: dict[Any, tuple[list[int], RankMemory]] = {}
         for number in range(given.mesh.size):
             here = given.mesh.coordinates(number)
@@ -118,8 +120,16 @@ class Estimator:
         num_parameters = sum(math.prod(layout.shape) for layout in program.sharding.states.values())
         return MemoryEstimate(given, num_parameters, tuple((tuple(ranks), each) for ranks, each in found.values()))
 
+    def program(self, plan: Plan) -> RankProgram:
+        """The program of the plan's ranks. Raises PlanError, LayoutError and BatchError as the Trainer would."""
+        return self._program(batch_of_replica(self._batch, plan), plan.inner_plan)
+
     def _program(self, batch: Any, plan: Plan) -> RankProgram:
-        return Compiler(self._captures, plan, self._layouts).compiled(microbatches(batch, plan.micro)[0]).program
+        if self._last is None or self._last[0] != plan:
+            check_plan(plan, self._captures.model, None)
+            compiler = Compiler(self._captures, plan, self._layouts)
+            self._last = plan, check_step(compiler, batch, plan).program
+        return self._last[1]
 
     def until_it_fits(self, plan: Plan, limit: int) -> list[MemoryEstimate]:
         """Estimate plans that differ from `plan` in one key, up to the first that takes at most `limit` bytes on every

@@ -104,8 +104,14 @@ class Verifier:
         optimizer = self.optimizer if plan.sync != 1 else None
         program = self._compiled(compiler, check.first_batch, plan, optimizer).program
 
-        def serial(plan: Plan, rounding: float = 0.0, draw: int = 0, wide: bool = False) -> RunResult:
-            twin = self._twin(rounding, draw)
+        def serial(
+            plan: Plan,
+            rounding: float = 0.0,
+            draw: int = 0,
+            wide: bool = False,
+            coarse: Mapping[str, float] | None = None,
+        ) -> RunResult:
+            twin = self._twin(rounding, draw, coarse)
             if wide:
                 twin.widen()
             return check.serial(twin, plan, _widened(self.batch) if wide else self.batch)
@@ -169,7 +175,7 @@ class Verifier:
         own = stale is not None or bool(plan.relaxed_axis)  # the plan has a definition of its own
         bits = _value_bits(program)
         levels = sorted({*bits.values()})
-        key = (num_parts, plan.micro, plan.precision, plan.exceptions, str(plan) if own else "", *levels)
+        key = (num_parts, plan.micro, plan.precision, plan.exceptions, plan.reduce, str(plan) if own else "", *levels)
         if key not in self._references:
             if plan.relaxed_axis:
                 serial: Callable[..., RunResult] = functools.partial(self._run_replicas, program)
@@ -184,7 +190,8 @@ class Verifier:
         """The run of a plan's serial program, and repetitions of it with other rounding.
 
         `bits` is the relative rounding of its values, by name. `program` takes a plan, `rounding` (the relative change
-        of the weights), `draw` (which random change) and `wide` (whether to compute half precision in float32).
+        of the weights), `draw` (which random change), `wide` (whether to compute half precision in float32) and
+        `coarse` (the rounding of gradients, by parameter).
         """
         run, levels = self._as_it_was(program), sorted({*bits.values()})
         try:
@@ -212,6 +219,12 @@ class Verifier:
             again += [run(plan, rounding=last_bits(plan), draw=draw) for draw in (1, 2, 3)]
         if in_half(plan):
             again.append(run(replace(plan, precision="fp32", exceptions=())))
+        named = [name for name, _ in self.captures.model.named_parameters() if name in bits]
+        if coarse := {name: bits[name] for name in named if bits[name] > bits["loss"]}:
+            # Gradients are rounded where the loss is not, as with reduce=bf16: updates bring that to later losses. A
+            # loss is one number, which a single run may leave as it is by chance.
+            runs = [run(plan, draw=draw, coarse=coarse) for draw in range(4)]
+            again += [replace(one, rounding=levels[-1], of_gradients=True) for one in runs]
         return _comparable(reference), again
 
     def _run_one_device(
@@ -223,11 +236,12 @@ class Verifier:
         stale: Pipeline | None = None,
         draw: int = 0,
         wide: bool = False,
+        coarse: Mapping[str, float] | None = None,
     ) -> RunResult:
         scaled = Precision(plan.precision, plan.exceptions).scaled
         if scale is None:
             scale = FIRST_SCALE if scaled else 1.0
-        twin, batch = self._twin(rounding, draw), self.batch
+        twin, batch = self._twin(rounding, draw, coarse), self.batch
         if wide:
             twin.widen()
             batch = _widened(batch)
@@ -252,7 +266,7 @@ class Verifier:
             _finite(losses, {})
             overflown = scaled and any(p.grad is not None and not p.grad.isfinite().all() for p in named.values())
             if overflown and scale > 1:  # the trainer too lowers its scale, but this run does so before the first step
-                return self._run_one_device(plan, num_parts, rounding, scale / 2, draw=draw, wide=wide)
+                return self._run_one_device(plan, num_parts, rounding, scale / 2, draw=draw, wide=wide, coarse=coarse)
             if step == 0:
                 gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
             if self.clip_norm is not None:
@@ -272,13 +286,14 @@ class Verifier:
         draw: int = 0,
         wide: bool = False,
         scale: float | None = None,
+        coarse: Mapping[str, float] | None = None,
     ) -> RunResult:
         """The run of replicas that synchronize later, as the first of them ends it; arguments as _run_one_device."""
         if scale is None:
             scale = FIRST_SCALE if Precision(plan.precision, plan.exceptions).scaled else 1.0
         pipeline = program.pipeline
         stale = pipeline if pipeline is not None and pipeline.schedule.asynchronous else None
-        twins = [self._twin(rounding, draw) for _ in range(plan.mesh.axis_size(plan.relaxed_axis))]
+        twins = [self._twin(rounding, draw, coarse) for _ in range(plan.mesh.axis_size(plan.relaxed_axis))]
         for twin in twins if wide else ():
             twin.widen()
         batch = _widened(self.batch) if wide else self.batch
@@ -293,7 +308,7 @@ class Verifier:
                     self.captures.loss_fn, batch, step_key(self.seed, step), step + 1, self.clip_norm
                 )
             except OverflowError:  # the trainer too lowers its scale, but this run does so before the first step
-                return self._run_replicas(program, plan, rounding, draw, wide, scale / 2)
+                return self._run_replicas(program, plan, rounding, draw, wide, scale / 2, coarse)
             losses.append(loss)
             outputs.append(aux)
             gradients = gradients or found
@@ -316,16 +331,29 @@ class Verifier:
 
         return found
 
-    def _twin(self, rounding: float, draw: int = 0) -> Twin:
-        """A copy of the model, with its values changed by the relative `rounding`."""
+    def _twin(self, rounding: float, draw: int = 0, coarse: Mapping[str, float] | None = None) -> Twin:
+        """A copy of the model, with its values changed by the relative `rounding`, and each gradient that `coarse`
+        names by that much of its largest value."""
         twin = Twin(self.captures.model)
+        generator = torch.Generator().manual_seed(self.seed + draw)
+        named = dict(twin.named_parameters()) if coarse else {}
+        for name, bits in (coarse or {}).items():
+            if named[name].requires_grad:
+                named[name].register_hook(functools.partial(_changed, bits, generator))
         if rounding:
-            generator = torch.Generator().manual_seed(self.seed + draw)
             for parameter in (p for p in twin.parameters() if p.is_floating_point()):
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter)
                 last_bits = max(rounding, torch.finfo(parameter.dtype).eps / 4)
                 parameter.data.mul_(1 + last_bits * noise)
         return twin
+
+
+def _changed(bits: float, generator: torch.Generator, gradient: Tensor) -> Tensor:
+    """A gradient changed by `bits` of its largest value: ranks round terms that may cancel in their sum."""
+    if not gradient.numel() or gradient.layout != torch.strided:
+        return gradient
+    noise = torch.randn(gradient.shape, generator=generator).to(gradient)
+    return gradient + bits * gradient.abs().max() * noise
 
 
 def _round_as_within(optimizer: torch.optim.Optimizer, seed: int) -> None:

@@ -41,7 +41,7 @@ def collectives(graph: Graph, sizes: Mapping[str, int]) -> list[Collective]:
     for node in graph.nodes:
         does = op_spec_of(node).communicates
         if does is not None and does.part != "wait":
-            found += _sent_by(node, does, sizes)
+            found += sent_by(node, does, sizes)
     return found
 
 
@@ -118,7 +118,7 @@ def _gathers_of_parts(program: RankProgram, names: Sequence[str], sizes: Mapping
     return found
 
 
-def _sent_by(node: Node, does: Communication, sizes: Mapping[str, int]) -> list[Collective]:
+def sent_by(node: Node, does: Communication, sizes: Mapping[str, int]) -> list[Collective]:
     """The collectives of a call: its own over the first of its axes, and all-reduces over the others."""
     info = info_of(node)
     axes = node.args[does.axis]

@@ -133,6 +133,7 @@ class RunResult:
         scale: the factor of the loss, if the precision needs one: the largest that did not overflow.
         outputs: what the loss function returned beside the loss, in the first step.
         rounding: the relative change made to the weights, in a repetition.
+        of_gradients: whether the repetition changed gradients instead, by what they are rounded to beyond the loss.
     """
 
     losses: list[float]
@@ -142,6 +143,7 @@ class RunResult:
     scale: float = 1.0
     outputs: dict[str, Tensor] = field(default_factory=dict)
     rounding: float = 0.0
+    of_gradients: bool = False
 
 
 def compare(
@@ -167,10 +169,11 @@ def compare(
     """
     by_name = {} if bits is None else bits
     coarsest = max(by_name.values(), default=last_bits(plan))
-    of = functools.partial(_Rounding.of, again=again, otherwise=coarsest, bits=by_name)
+    of_weights = [run for run in again if not run.of_gradients]
+    of = functools.partial(_Rounding.of, again=of_weights, otherwise=coarsest, bits=by_name)
     # After an update every value depends on every gradient, and so on the coarsest precision that one passed through.
-    updated = functools.partial(of, bits={}) if len(mine.losses) > 1 else of
-    loss = of("loss")
+    updated = functools.partial(of, again=again, bits={}) if len(mine.losses) > 1 else of
+    loss, by_updates = of("loss"), [run for run in again if run.of_gradients]
     code = _CODE_STEPS.get(plan.compress.kind, 0.0) if plan.inner_plan.num_processes > 1 else 0.0
     return Report(
         plan=plan.title,
@@ -181,13 +184,16 @@ def compare(
             _relative(
                 abs(there - here),
                 abs(here),
-                max(loss.margin * abs(r - here) for r in rest),
+                # A loss after an update has the rounding of gradients too; before one, those repetitions show none.
+                max(
+                    *(loss.margin * abs(run.losses[step] - here) for run in loss.again),
+                    *(HALF_MARGIN * abs(run.losses[step] - here) for run in by_updates),
+                    0.0,
+                ),
                 loss.ulp * abs(here),
                 tolerance,
             )
-            for here, there, *rest in zip(
-                reference.losses, mine.losses, *(run.losses for run in loss.again), strict=True
-            )
+            for step, (here, there) in enumerate(zip(reference.losses, mine.losses, strict=True))
         ),
         gradients=_differences("gradients", reference, mine, of, tolerance, code),
         parameters=_differences("parameters", reference, mine, updated, tolerance),

@@ -9,6 +9,7 @@ Bytes are bytes, seconds are seconds, and a bandwidth is bytes per second in one
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -59,6 +60,12 @@ class DeviceSpec:
         memory_efficiency: of the memory's bandwidth, by the bytes of one op.
         overlaps: whether an op reads memory while it computes, so that it takes the longer of the two and not the sum.
         op_seconds: what every op takes at least.
+        view_seconds: what a call takes that only makes a view.
+        step_seconds: what a step takes besides its calls: checks, the loss, what Python does between two steps.
+        together: the speed of one rank if so many of its host's ranks compute, in units of that when all of them do:
+            points (ranks, speed). Ranks that have cores of one host share its cores and memory; a device of its own
+            always has speed 1.
+        beside_transfers: the fraction of its speed at which a rank computes while it sends and receives.
         price_per_hour: of one device, in US dollars; None where it is not known.
     """
 
@@ -71,6 +78,10 @@ class DeviceSpec:
     memory_efficiency: EfficiencyCurve = EfficiencyCurve()
     overlaps: bool = True
     op_seconds: float = 0.0
+    view_seconds: float = 0.0
+    step_seconds: float = 0.0
+    together: tuple[tuple[int, float], ...] = ()
+    beside_transfers: float = 1.0
     price_per_hour: float | None = None
 
     def peak_of(self, dtype: str) -> float:
@@ -82,6 +93,15 @@ class DeviceSpec:
     def fastest(self) -> tuple[str, float]:
         """The dtype with the highest peak, and the peak."""
         return max(self.peak, key=lambda each: each[1])
+
+    def speed(self, num_active: float) -> float:
+        """The speed of a rank if `num_active` ranks of its host compute, in units of that when all do."""
+        if not self.together:
+            return 1.0
+        for (low, first), (high, last) in itertools.pairwise(self.together):
+            if num_active <= high:
+                return first + (last - first) * max(num_active - low, 0.0) / (high - low)
+        return self.together[-1][1]
 
 
 @dataclass(frozen=True)
@@ -97,6 +117,7 @@ class LinkSpec:
         size: the devices in a domain of this level; 0 for all of the cluster.
         efficiency: of the bandwidth, by the bytes of one transfer.
         torus: whether a device is joined only to its neighbours, on a ring along each axis.
+        overlaps: whether ranks compute while it transfers; if not, they themselves copy, as in memory that they share.
     """
 
     level: str
@@ -106,6 +127,26 @@ class LinkSpec:
     size: int = 0
     efficiency: EfficiencyCurve = EfficiencyCurve()
     torus: bool = False
+    overlaps: bool = True
+
+
+@dataclass(frozen=True)
+class CallTime:
+    """One call that was measured.
+
+    Attributes:
+        signature: the op with the shapes and dtypes of its arguments, as in cost/step_program.py.
+        seconds: of the call.
+        flops: floating-point operations of a product; 0 for other ops.
+        num_bytes: bytes that it reads and writes.
+        dtype: in which it computes.
+    """
+
+    signature: str
+    seconds: float
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -148,6 +189,7 @@ class Cluster:
         host: None where nothing is known of it.
         sources: where the numbers are from, by the path of the key in the file.
         measured: host and date of the measurement; empty for a description from data sheets.
+        calls: calls that were measured.
 
     Raises ConfigError for levels out of order, and for domains that do not divide each other or the devices.
     """
@@ -160,6 +202,7 @@ class Cluster:
     host: HostSpec | None = None
     sources: tuple[tuple[str, str], ...] = ()
     measured: str = ""
+    calls: tuple[CallTime, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.links:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import ConfigError
-from plait.spec.cluster import LEVELS, Cluster, DeviceSpec, EfficiencyCurve, HostSpec, LinkSpec
+from plait.spec.cluster import LEVELS, CallTime, Cluster, DeviceSpec, EfficiencyCurve, HostSpec, LinkSpec
 
 _DATASHEET = "the data sheet of the device"
 _MEASURE = "`plait cluster measure`, which writes it"
@@ -44,6 +44,9 @@ NUMBERS: Mapping[str, NumberRow] = {
     "device.memory": NumberRow("bytes", 2**26, 1e14, _DATASHEET),
     "device.memory_bandwidth": NumberRow("bytes/s", 1e8, 1e15, _DATASHEET),
     "device.op_seconds": NumberRow("seconds", 0, 1e-2, _MEASURE, needed=False),
+    "device.view_seconds": NumberRow("seconds", 0, 1e-2, _MEASURE, needed=False),
+    "device.step_seconds": NumberRow("seconds", 0, 10, _MEASURE, needed=False),
+    "device.beside_transfers": NumberRow("the fraction of its speed", 0.01, 1, _MEASURE, needed=False),
     "device.price_per_hour": NumberRow("US dollars", 0, 1e4, "the price list of the cloud", needed=False),
     "links.latency": NumberRow("seconds", 0, 10, _NETWORK),
     "links.bandwidth": NumberRow("bytes/s in one direction, not bits", 1e4, 1e14, _NETWORK),
@@ -60,8 +63,8 @@ NUMBERS: Mapping[str, NumberRow] = {
     "host.nics": NumberRow("network cards", 0, 1e3, "ip link"),
     "host.nic_bandwidth": NumberRow("bytes/s in one direction, not bits", 0, 1e13, "the data sheet of the card"),
 }
-_TEXTS = {"name", "doc", "measured", "device.name", "device.matches", "device.overlaps", "links.level", "links.torus",
-          "host.cpu"}  # fmt: skip
+_TEXTS = {"name", "doc", "measured", "device.name", "device.matches", "device.overlaps", "device.together",
+          "links.level", "links.torus", "links.overlaps", "host.cpu"}  # fmt: skip
 _CURVES = {  # the size of what, and the highest fraction: caches are faster than memory
     "device.matmul_efficiency": ("the flops of a product", 1.0),
     "device.memory_efficiency": ("the bytes of an op", 100.0),
@@ -149,7 +152,7 @@ def parse_cluster(text: str, place: str, name: str) -> Cluster:
         raise ConfigError(
             f"{place}: [[links]] is missing; give one for each level of {', '.join(LEVELS)} that there is"
         )
-    known = {"name", "doc", "measured", "devices", "device", "links", "host"}
+    known = {"name", "doc", "measured", "devices", "device", "links", "host", "calls"}
     if unknown := raw.keys() - known:
         raise ConfigError(f"{place}: unknown key {min(unknown)}; {_near(min(unknown), known)}")
     made = Cluster(
@@ -161,6 +164,7 @@ def parse_cluster(text: str, place: str, name: str) -> Cluster:
         host=_host(reader, reader.table(raw, "host")) if "host" in raw else None,
         sources=tuple(sources.items()),
         measured=str(raw.get("measured", "")),
+        calls=_calls(reader, raw.get("calls", {})),
     )
     for link in made.links:
         if link.bandwidth > made.device.memory_bandwidth:
@@ -187,6 +191,10 @@ def _device(reader: _Reader, table: dict[str, Any]) -> DeviceSpec:
         memory_efficiency=reader.curve(table, "device.memory_efficiency"),
         overlaps=bool(table.get("overlaps", True)),
         op_seconds=reader.number(table, "device.op_seconds"),
+        view_seconds=reader.number(table, "device.view_seconds"),
+        step_seconds=reader.number(table, "device.step_seconds"),
+        together=_together(reader, table.get("together", [])),
+        beside_transfers=reader.number(table, "device.beside_transfers", default=1.0),
         price_per_hour=reader.number(table, "device.price_per_hour") if "price_per_hour" in table else None,
     )
 
@@ -204,7 +212,44 @@ def _link(reader: _Reader, table: dict[str, Any]) -> LinkSpec:
         size=int(reader.number(table, "links.size")),
         efficiency=reader.curve(table, "links.efficiency"),
         torus=bool(table.get("torus", False)),
+        overlaps=bool(table.get("overlaps", True)),
     )
+
+
+def _together(reader: _Reader, given: Any) -> tuple[tuple[int, float], ...]:
+    """Points [ranks, speed] with ascending numbers of ranks."""
+    try:
+        found = tuple((int(ranks), float(speed)) for ranks, speed in given)
+        numbers = [ranks for ranks, _ in found]
+        good = numbers == sorted(set(numbers)) and all(each > 0 for point in found for each in point)
+    except (TypeError, ValueError):
+        good = False
+    if not good:
+        raise ConfigError(
+            f"{reader.place}: device.together = {given!r}; it is points [ranks that compute, speed of one of them],"
+            f" with ascending numbers; {_MEASURE}"
+        )
+    return found
+
+
+def _calls(reader: _Reader, given: Any) -> tuple[CallTime, ...]:
+    """The table [calls]: signature = [seconds, flops, bytes, dtype]."""
+    if not isinstance(given, dict):
+        raise ConfigError(f"{reader.place}: calls = {given!r}; it is a table, by the signature of a call")
+    found = []
+    for signature, row in given.items():
+        try:
+            seconds, flops, num_bytes, dtype = row
+            good = 0 <= float(seconds) < 1e4 and float(flops) >= 0 and float(num_bytes) >= 0 and type(dtype) is str
+        except (TypeError, ValueError):
+            good = False
+        if not good:
+            raise ConfigError(
+                f"{reader.place}: calls.{signature!r} = {row!r}; it is [seconds, flops, bytes, dtype], as measured by"
+                f" {_MEASURE}"
+            )
+        found.append(CallTime(signature, float(seconds), float(flops), float(num_bytes), dtype))
+    return tuple(found)
 
 
 def _host(reader: _Reader, table: dict[str, Any]) -> HostSpec:

@@ -18,7 +18,7 @@ def print_memory(config: Config, plan: Plan, limit: str | None) -> bool:
     """Print the estimate of a job, and with a limit such as `16GiB` whether it fits. Returns whether it fits."""
     most = _bytes(limit) if limit is not None else None
     check_job(config, plan, writes=False)
-    model, loss_fn = _without_values(config)
+    model, loss_fn = make_model_without_values(config)
     estimator = Estimator(
         model, loss_fn, first_batch(config, make_data(config)), optimizer_factory(config), config.layouts, built=True
     )
@@ -40,7 +40,7 @@ def _bytes(limit: str) -> int:
     return number
 
 
-def _without_values(config: Config) -> tuple[torch.nn.Module, LossFn]:
+def make_model_without_values(config: Config) -> tuple[torch.nn.Module, LossFn]:
     """The model on the meta device if its constructor works there, else with values."""
     try:
         with torch.device("meta"):

@@ -8,7 +8,7 @@
     [train]
     batch_size = 1024     sequences, of all ranks together
 
-The file of a job has a shape if its model is `bytes_gpt`.
+A file of a job is simulated as `plait.simulate` does: its model is captured, and lowered for the plan.
 """
 
 from __future__ import annotations
@@ -18,28 +18,48 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plait.api.job.config import Config, load_config
 from plait.cost.transformer import TransformerShape
 from plait.cost.transformer_simulation import SimulatedStep, simulate_step
 from plait.errors import ConfigError
 from plait.plan.plan import Plan
+from plait.spec.cluster import Cluster
 from plait.spec.cluster_file import find_cluster
 
-_GPT = {"layers": 8, "width": 256, "heads": 8, "sequence": 128, "dropout": 0.0}  # as job/gpt.py has by default
+if TYPE_CHECKING:
+    from plait.report.step_prediction import StepPrediction  # needs torch, and a [shape] does not
 
 
-def simulate_config(path: Path, plan: Plan, cluster: str, changes: Sequence[str] = ()) -> SimulatedStep:
-    """The step of the file `path`. Raises ConfigError for a file without a shape, and what `simulate_step` raises."""
+def simulate_config(
+    path: Path, plan: Plan, cluster: str, changes: Sequence[str] = ()
+) -> SimulatedStep | StepPrediction:
+    """The step of the file `path`: closed forms of a [shape], and of a job the program that its ranks would run.
+
+    Raises ConfigError for a bad file, and what `simulate_step` and `plait.simulate` raise.
+    """
     where = find_cluster(cluster)
     raw = _shape_file(path)
     if raw is None:
-        config = load_config(path, changes)
-        return simulate_step(_shape_of(config, path), plan, config.train.batch_size, where)
+        return _simulate_job(load_config(path, changes), plan, where)
     if changes:
         raise ConfigError(f"--set {changes[0]!r}: {path} has a [shape]; change the file")
     return simulate_step(_read_shape(raw, path), plan, _rows(raw, path), where)
+
+
+def _simulate_job(config: Config, plan: Plan, cluster: Cluster) -> StepPrediction:
+    from plait.api.job.from_config import check_job, first_batch, make_data, optimizer_factory
+    from plait.api.job.memory_command import make_model_without_values
+    from plait.api.simulate_step import Simulator
+
+    check_job(config, plan, writes=False)
+    model, loss_fn = make_model_without_values(config)
+    batch = first_batch(config, make_data(config))
+    simulator = Simulator(
+        model, loss_fn, batch, cluster, optimizer=optimizer_factory(config), layouts=config.layouts, built=True
+    )
+    return simulator.simulate(plan)
 
 
 def _shape_file(path: Path) -> dict[str, Any] | None:
@@ -78,16 +98,3 @@ def _rows(raw: dict[str, Any], path: Path) -> int:
     if unknown := (raw.keys() - {"shape", "train"}) | {f"train.{key}" for key in train.keys() - {"batch_size"}}:
         raise ConfigError(f"{path}: unknown key {min(unknown)}; a file with a [shape] has that and train.batch_size")
     return rows
-
-
-def _shape_of(config: Config, path: Path) -> TransformerShape:
-    if config.model.name != "bytes_gpt":
-        raise ConfigError(
-            f"{path}: model.name = {config.model.name!r} has no shape that plait simulate knows; give a file with a"
-            " [shape] (layers, hidden, heads, vocab, sequence...), or model.name = 'bytes_gpt'"
-        )
-    given = _GPT | config.model.arguments
-    return TransformerShape(
-        layers=given["layers"], hidden=given["width"], heads=given["heads"], vocab=256, sequence=given["sequence"],
-        tied=False, dropout=given["dropout"] > 0, stores_scores=False,
-    )  # fmt: skip

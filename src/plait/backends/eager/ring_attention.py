@@ -91,11 +91,13 @@ def ring_attention(
     sums = torch.full(query.shape[:3], float("-inf"), dtype=wide, device=query.device)
     for source, (k, v) in _travel(comm, [key, value], (_KEYS, _VALUES)):
         block = parts.block(source)
-        if block is None:
-            continue
-        n = block.skip
-        more, logs = _attend(query[:, :, n:], k[:, :, : k.shape[2] - n], v[:, :, : v.shape[2] - n], block, parts.scale)
-        _add(out[:, :, n:], sums[:, :, n:], more, _without_hidden(logs, block.mask))
+        if block is not None:
+            n = block.skip
+            k, v = k[:, :, : k.shape[2] - n], v[:, :, : v.shape[2] - n]
+            more, logs = _attend(query[:, :, n:], k, v, block, parts.scale)
+            _add(out[:, :, n:], sums[:, :, n:], more, _without_hidden(logs, block.mask))
+            del more, logs  # what is not read again must not take memory while the next part travels
+        del k, v
     return out.to(query.dtype), sums.masked_fill_(sums.isinf(), 0.0)  # as kernels say of queries that see no key
 
 
@@ -135,23 +137,38 @@ def ring_attention_backward(
                 *(k[:, :, : k.shape[2] - n], v[:, :, : v.shape[2] - n]),
                 *(block, parts.scale),
             )
-            of_query[:, :, n:] += found[0]
-            for share, more in zip(shares, found[1:], strict=True):
-                share[:, :, : share.shape[2] - n] += more
+            _add_gradients(of_query[:, :, n:], [share[:, :, : share.shape[2] - n] for share in shares], found)
+            del found
+        del k, v
         if source == comm.rank:
             own = shares
             continue
-        for share, work in zip(shares, coming, strict=False):
-            share += work.wait()
-        for work in sent:
-            work.wait()
+        _add_arrived(shares, coming)
+        _wait_for(sent)
         sent = [comm.send(share, after, tag) for share, tag in zip(shares, tags, strict=True)]
         coming = [comm.recv(share, before, tag) for share, tag in zip(shares, tags, strict=True)]
-    for share, work in zip(own, coming, strict=False):
-        share += work.wait()
-    for work in sent:
-        work.wait()
+        del shares
+    _add_arrived(own, coming)
+    _wait_for(sent)
     return of_query.to(query.dtype), own[0].to(key.dtype), own[1].to(value.dtype)
+
+
+def _add_gradients(of_query: Tensor, shares: list[Tensor], found: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Add the gradients of one part to those of the queries, and to the shares of its keys and values."""
+    for total, more in zip([of_query, *shares], found, strict=True):
+        total += more
+
+
+def _add_arrived(shares: list[Tensor], coming: list[Work]) -> None:
+    """Add the shares of other ranks as they arrive. Empties `coming`, so that these take no more memory."""
+    for share in shares if coming else ():
+        share += coming.pop(0).wait()
+
+
+def _wait_for(sent: list[Work]) -> None:
+    """Wait until what is sent has left. Empties the list."""
+    while sent:
+        sent.pop().wait()
 
 
 def _travel(comm: Comm, tensors: list[Tensor], tags: tuple[int, ...]) -> Iterator[tuple[int, list[Tensor]]]:
@@ -164,9 +181,8 @@ def _travel(comm: Comm, tensors: list[Tensor], tags: tuple[int, ...]) -> Iterato
         sent = [] if last else [comm.send(each, after, tag) for each, tag in zip(held, tags, strict=True)]
         coming = [] if last else [comm.recv(each, before, tag) for each, tag in zip(held, tags, strict=True)]
         yield (comm.rank - step) % comm.size, held
-        held = [work.wait() for work in coming]
-        for work in sent:
-            work.wait()
+        held = [coming.pop(0).wait() for _ in tensors] if coming else []
+        _wait_for(sent)
 
 
 def _add(out: Tensor, sums: Tensor, more: Tensor, logs: Tensor) -> None:

@@ -7,17 +7,22 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from plait.compile.ir.calls import num_bytes, output_values, tensor_inputs
+from plait.compile.ir.calls import call_of, num_bytes, op_spec_of, output_values, tensor_inputs
 from plait.compile.ir.dtypes import torch_name
-from plait.compile.ir.views import is_view
+from plait.compile.ir.views import is_view, writes_in_place
 from plait.cost.op_time import op_time
 from plait.spec.cluster import DeviceSpec
 
 
 def flops_of(node: Node) -> int:
     """Floating-point operations of a matrix product, convolution or attention; 0 for other ops."""
+    if (own := op_spec_of(node).flops) is not None:
+        return int(own(call_of(node)))
     packet = getattr(node.target, "overloadpacket", None)
     formula = flop_registry.get(packet)
+    if formula is None and writes_in_place(node):  # takes as many as the op that makes a new tensor
+        name = str(packet).rpartition(".")[2]
+        formula = flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), None))
     if formula is None:
         return 0
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])

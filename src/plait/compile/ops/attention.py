@@ -7,6 +7,8 @@ attention with dropout is an op of plait's own (compile/ops/dropped_attention.py
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -129,6 +131,14 @@ _SIGNATURES: dict[str, Signature] = {
 }
 
 
+def _flops(signature: Signature, call: Call) -> float:
+    """Two products forward and five backward, masked or not, as torch counts them."""
+    query, key, value = signature.qkv(call)
+    pairs = math.prod(query.shape[:-1]) * key.shape[-2]
+    wide, values = query.shape[-1], value.shape[-1]
+    return 2.0 * pairs * (3 * wide + 2 * values if signature.backward else wide + values)
+
+
 for _name, _signature in _SIGNATURES.items():
     SIGNATURES.update(dict.fromkeys(overloads(_name), _signature))
     _groups = first_operand if _signature.query else no_groups  # backward ops are linear in the gradient
@@ -137,5 +147,6 @@ for _name, _signature in _SIGNATURES.items():
         spec=OpSpec(
             strategies=attention_strategies(_signature), linear=_groups, formats=True, strided=True, role="attention",
             dropout=_signature.dropout and _signature.dropout[0], by_device=True,
+            flops=functools.partial(_flops, _signature),
         ),
     )  # fmt: skip

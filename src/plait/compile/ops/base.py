@@ -239,6 +239,7 @@ class OpSpec:
         communicates: its collective.
         transfers: whether it begins or awaits a copy between the device and a home on the host or on disk.
         memory: the class of its memory, if that is not activations.
+        flops: floating-point operations of a call, for ops whose formula torch.utils.flop_counter lacks.
     """
 
     known: bool = True
@@ -268,6 +269,7 @@ class OpSpec:
     communicates: Communication | None = None
     transfers: bool = False
     memory: MemoryUse | None = None
+    flops: Callable[[Call], float] | None = None
 
 
 NO_OP_SPEC = OpSpec(known=False)  # for an op without a row

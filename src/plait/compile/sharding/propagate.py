@@ -279,13 +279,8 @@ class Propagator:
             self.available.setdefault(source, set()).add(want)
             if source in found.origin and node not in found.origin and not isinstance(want, Replicate):
                 found.origin[node] = found.origin[source]
-        sources = [i for i in inputs if i in self.from_parameter]
-        if (
-            len(inputs) == 1
-            and sources
-            and num_bytes(sources[0].meta["val"])
-            == sum(num_bytes(v) for v in output_values(node) if hasattr(v, "numel"))
-        ):
+        numels = [value.numel() for value in output_values(node) if hasattr(value, "numel")]
+        if len(inputs) == 1 and inputs[0] in self.from_parameter and inputs[0].meta["val"].numel() == sum(numels):
             self.from_parameter.add(node)  # a view or a cast of a parameter
 
     def _sink(self, required: tuple[Placement, ...]) -> None:

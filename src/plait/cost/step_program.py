@@ -1,0 +1,165 @@
+"""StepProgram: what a rank of a plan issues in a step, as plain values without graphs or tensors.
+
+    RankProgram and the graphs of a backend -> compile/step_calls.py -> StepProgram
+                                            -> cost/step_simulation.py, on a Cluster -> times and a Trace
+
+A call has a `signature`: the op with the shapes and dtypes of its arguments. A cluster whose calls were measured has
+their seconds by signature; of other calls the time is estimated from arithmetic and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from plait.cost.collective_time import CollectiveKind
+from plait.schedule.readiness import Cell, Edges, Place
+from plait.spec.mesh import Mesh
+from plait.spec.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """A call that a rank computes alone.
+
+    Attributes:
+        signature: the op, and the shapes and dtypes of its arguments.
+        phase: forward, backward or update.
+        flops: floating-point operations of a matrix product, convolution or attention; 0 for other ops.
+        num_bytes: bytes that it reads and writes; 0 for a view.
+        dtype: in which it computes.
+        module: path of the module that it belongs to.
+    """
+
+    signature: str
+    phase: str
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    dtype: str = "float32"
+    module: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AxisCollective:
+    """One collective that a call begins: its kind, the axis, and the bytes that a rank puts in."""
+
+    kind: CollectiveKind
+    axis: str
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveCall:
+    """A call that begins collectives, waits for them, or does both.
+
+    Attributes:
+        signature: as in OpCall.
+        phase: forward, backward or update.
+        transfers: the collectives, one after the other; those that a wait ends too.
+        part: "whole", "start" or "wait".
+        begun: of a wait, the position of the start among the graph's calls.
+        lane: the communicator; collectives of one lane run one after the other.
+        what: what is sent, in words.
+    """
+
+    signature: str
+    phase: str
+    transfers: tuple[AxisCollective, ...]
+    part: str = "whole"
+    begun: int = -1
+    lane: str = ""
+    what: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCall:
+    """A call that begins a copy between the device and the host or the disk, or waits for one.
+
+    Attributes:
+        signature: as in OpCall.
+        phase: forward or backward.
+        num_bytes: of the copy.
+        part: "start" or "wait".
+        begun: of a wait, the position of the start among the graph's calls.
+        home: host or disk.
+    """
+
+    signature: str
+    phase: str
+    num_bytes: int
+    part: str
+    begun: int = -1
+    home: str = "host"
+
+
+Call = OpCall | CollectiveCall | CopyCall
+
+
+@dataclass(frozen=True)
+class PipelineCalls:
+    """How the ranks along the pipeline axis run the graphs of cells.
+
+    Attributes:
+        axis: the pipeline axis.
+        schedule: with its transfers.
+        edges: which cells need which.
+        turns: for each rank along the axis and cell, the names of the graphs of its microbatches, in order.
+        messages: for a SEND of a rank, the bytes that it moves.
+        exchanged: by rank, the bytes of gradients that it sends to other ranks that have the same parameters, after all
+            cells.
+        shared: by rank, what all ranks of the axis do after the step: sums of losses, and buffers that are broadcast.
+    """
+
+    axis: str
+    schedule: Schedule
+    edges: Edges
+    turns: Mapping[tuple[int, Cell], tuple[str, ...]]
+    messages: Mapping[Place, int]
+    exchanged: tuple[int, ...] = ()
+    after: tuple[CollectiveCall, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """All that one rank of each place of the pipeline issues in a step.
+
+    Attributes:
+        mesh: the plan's mesh.
+        graphs: the calls of each graph, by name.
+        turns: the graphs of the microbatches of a step, in order, without a pipeline.
+        updates: by place along the pipeline, the calls of the optimizer's update, and of what follows it.
+        pipeline: the schedule's part, if the step is split.
+        rows: rows of the global batch.
+        tokens: tokens of the global batch, or its rows if it has none.
+        model_flops: floating-point operations of the model's products on the whole batch, without recomputation.
+        dtype: that of most of these.
+        batch_bytes: bytes of the batch that a rank reads.
+    """
+
+    mesh: Mesh
+    graphs: Mapping[str, tuple[Call, ...]]
+    turns: tuple[str, ...]
+    updates: tuple[tuple[Call, ...], ...]
+    pipeline: PipelineCalls | None = None
+    rows: int = 1
+    tokens: int = 1
+    model_flops: float = 0.0
+    dtype: str = "float32"
+    batch_bytes: int = 0
+
+    @property
+    def num_places(self) -> int:
+        """Places along the pipeline; 1 without one."""
+        return len(self.updates)
+
+    def rank_of(self, place: int) -> int:
+        """A rank at this place: the one whose other coordinates are 0."""
+        here = dict.fromkeys(self.mesh.names, 0)
+        return self.mesh.rank(here | ({self.pipeline.axis: place} if self.pipeline is not None else {}))
+
+    def calls_of(self, place: int) -> list[tuple[str, int]]:
+        """The graphs that the rank at this place runs in a step, each with how often."""
+        if self.pipeline is None:
+            return [(name, self.turns.count(name)) for name in dict.fromkeys(self.turns)]
+        names = [name for (rank, _), turns in self.pipeline.turns.items() if rank == place for name in turns]
+        return [(name, names.count(name)) for name in dict.fromkeys(names)]
