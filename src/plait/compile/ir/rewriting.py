@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from plait.compile.ir.calls import call_of, is_tensor, op_spec_of, tensor_inputs
+from plait.compile.ir.calls import call_of, is_tensor, op_spec_of, output_values, tensor_inputs
 from plait.compile.ir.node_info import describe, info_of
 from plait.compile.ops import View
 
@@ -20,23 +22,12 @@ aten = torch.ops.aten
 def write(like: Node, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
     """A new call where the graph inserts. It belongs to what `like` belongs to, and has its value worked out."""
     node = like.graph.call_function(op, args, kwargs)
-    value = evaluate(op, args, kwargs)
+    (mode,) = {value.fake_mode for value in output_values(like) if isinstance(value, FakeTensor)}
+    given = map_arg((args, kwargs), lambda source: source.meta["val"])
+    with mode, torch.no_grad():
+        value = op(*given[0], **given[1])
     describe(node, replace(info_of(like), formats=None), value)
     return node
-
-
-def evaluate(op: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The value of a call: fake tensors like those of the nodes among its arguments."""
-    modes: list[Any] = []
-
-    def value(node: Node) -> Any:
-        found = node.meta["val"]
-        modes.append(found.fake_mode if isinstance(found, torch.Tensor) else found[0].fake_mode)
-        return found
-
-    given = map_arg((tuple(args), kwargs), value)
-    with modes[0], torch.no_grad():
-        return op(*given[0], **given[1])
 
 
 def same_order(node: Node) -> Node | None:
@@ -78,6 +69,14 @@ def in_shape(node: Node, shape: Sequence[int]) -> Node:
     return write(node, aten.reshape.default, node, list(shape))
 
 
+def swaps(node: Node) -> bool:
+    """Whether the node is a view of its tensor with the last two dims swapped."""
+    if node.op != "call_function" or op_spec_of(node).view is None or not is_tensor(node):
+        return False
+    ndim = node.meta["val"].ndim
+    return ndim > 1 and dims_from(node) == [*range(ndim - 2), ndim - 1, ndim - 2]
+
+
 def root_of(node: Node) -> Node:
     """The first value that has all elements of the node's value in the same order."""
     while (source := same_order(node)) is not None:
@@ -97,3 +96,67 @@ def take_place(node: Node, value: Node) -> None:
                 take_place(user, value)
     if any(user.users or user.op == "output" for user in node.users):
         node.replace_all_uses_with(in_shape(value, node.meta["val"].shape))
+
+
+class Axes:
+    """How the dims of a value are those of another that views of it lead to, followed from the last one back.
+
+    Each dim is a tuple of ranges, outermost first; a range of one element is none. `start` has the dims of the last
+    value, `dims` those of the value that was reached. A dim that a view merges or splits is split in both."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self.sizes = dict(enumerate(shape))
+        self.start: list[tuple[int, ...]] = [(d,) if n > 1 else () for d, n in enumerate(shape)]
+        self.dims = list(self.start)
+
+    def back(self, node: Node) -> bool:
+        """Go from a view to what it is a view of; False, and nothing changes, if it is none or has other elements."""
+        row = op_spec_of(node)
+        if node.op != "call_function" or not is_tensor(node) or row.view is None:
+            return False
+        (source,) = tensor_inputs(node)[:1]
+        shape = source.meta["val"].shape
+        if _kind(source) != _kind(node):
+            return False
+        if row.view in (View.RESHAPE, View.ALIAS):
+            return self._regroup(shape)
+        found: list[tuple[int, ...]] = [()] * len(shape)
+        for dim, origin in zip(self.dims, dims_from(node), strict=True):
+            if origin is not None:
+                found[origin] = dim
+            elif dim:
+                return False
+        if any(self.size(dim) != n for dim, n in zip(found, shape, strict=True)):
+            return False
+        self.dims = found
+        return True
+
+    def size(self, dim: Sequence[int]) -> int:
+        """The number of elements of the ranges."""
+        return math.prod(self.sizes[one] for one in dim)
+
+    def _regroup(self, shape: Sequence[int]) -> bool:
+        rest = [one for dim in self.dims for one in dim]
+        splits: dict[int, tuple[int, int]] = {}
+        sizes, found = dict(self.sizes), list[tuple[int, ...]]()
+        for n in shape:
+            dim: list[int] = []
+            while n > 1:
+                if not rest:
+                    return False
+                one = rest.pop(0)
+                if sizes[one] > n:
+                    if sizes[one] % n:
+                        return False
+                    parts = splits[one] = len(sizes), len(sizes) + 1
+                    sizes |= {parts[0]: n, parts[1]: sizes[one] // n}
+                    one, rest = parts[0], [parts[1], *rest]
+                elif n % sizes[one]:
+                    return False
+                dim.append(one)
+                n //= sizes[one]
+            found.append(tuple(dim))
+        self.sizes, self.dims = sizes, found
+        for one, parts in splits.items():
+            self.start = [tuple(p for each in dim for p in (parts if each == one else (each,))) for dim in self.start]
+        return True

@@ -183,7 +183,8 @@ class RowAccess:
 
     Attributes:
         table: the tensor.
-        indices: the index of each of its first dims; they are broadcast together.
+        indices: the index of each of its first dims; they are broadcast together. A single index of as many dims as
+            the table has more than one is one for each element.
         values: what is written at the rows; None for a read.
         adds: whether the values are added to the rows, so that a row may be written several times.
     """
@@ -194,7 +195,7 @@ class RowAccess:
     adds: bool = False
 
 
-Role = Literal["lookup", "softmax", "class loss", "norm", "attention", "grouped product"]
+Role = Literal["lookup", "softmax", "class loss", "norm", "attention", "sort", "grouped product"]
 Reads = Literal["values", "shape", "memory"]
 
 
@@ -219,8 +220,8 @@ class OpSpec:
             along a dim that no factor names.
         weighted: whether the op is a sum weighted by an operand, such as a model's weight.
         role: what passes look for: a lookup in a table, a softmax that may lead to a loss, a loss over classes, a norm
-            (whose sums over a sharded dim are small), a fused attention, or the product of rows sorted by group with a
-            matrix for each group.
+            (whose sums over a sharded dim are small), a fused attention, a sort along a dim, or the product of rows
+            sorted by group with a matrix for each group, (rows, matrices, ends of the groups).
         batch_statistics: whether the op, in training, computes or reads statistics of the whole batch.
 
     Results and inputs:

@@ -195,8 +195,12 @@ def _grouped_strategies(call: Call, given: Placements, size: int) -> list[Strate
     ]
 
 
-GROUPED = OpSpec(factors=_grouped_factors, linear=lambda call: [(0,), (1,)], weighted=True, formats=True)
-GROUPED_BACKWARD = OpSpec(factors=_grouped_backward_factors, linear=lambda call: [(3,)], formats=True)
+GROUPED = OpSpec(
+    factors=_grouped_factors, linear=lambda call: [(0,), (1,)], weighted=True, formats=True, role="grouped product"
+)
+GROUPED_BACKWARD = OpSpec(
+    factors=_grouped_backward_factors, linear=lambda call: [(3,)], formats=True, role="grouped product"
+)
 
 
 def _fake_grouped(a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor:
@@ -218,5 +222,6 @@ register(
         weighted=True,
         formats=True,
         fake=_fake_grouped,
+        role="grouped product",
     ),
 )

@@ -176,6 +176,7 @@ register(*overloads("topk"), spec=OpSpec(factors=_along(2)))
 register(*overloads("histc"), spec=OpSpec(factors=_histogram, by_device=True))
 state(*overloads("argmax", "argmin", "argsort"), picks=0)
 state(*overloads("sort", "sort.stable", "topk", "max.dim", "min.dim"), picks=1)
+state(*overloads("argsort", "sort", "sort.stable"), role="sort")
 
 
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:

@@ -2,7 +2,8 @@
 
 A mixture of experts multiplies each row by the weights of the expert that a router chose for it. Models write that as
 
-    weights looked up for each row: bmm(weight[ids], x), whose backward is index_put(zeros, ids, bmm(x, grad))
+    weights looked up for each row    bmm(weight[ids], x), whose backward is index_put(zeros, ids, bmm(x, grad))
+    rows sorted by expert             grouped products (sorted_rows.py)
 
 and rows that these calls have are in the order of the tokens, as those of all other calls, so that whatever cuts
 tokens cuts them too.
@@ -15,12 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from plait.compile.ir.calls import is_item, is_tensor, op_spec_of, placeholders, tensor_inputs
+from plait.compile.ir.calls import is_item, op_spec_of, placeholders, tensor_inputs
 from plait.compile.ir.node_info import info_of
-from plait.compile.ir.rewriting import dims_from, in_shape, root_of, same_order, take_place, write
+from plait.compile.ir.rewriting import Axes, dims_from, in_shape, root_of, same_order, swaps, take_place, write
 from plait.compile.ir.views import view_of
 from plait.compile.ops import RowAccess
 from plait.compile.ops.experts import EXPERT_MM, EXPERT_OUTER, EXPERT_ROWS, EXPERT_SUMS
+from plait.compile.passes.row_numbers import access_of, repeat_rows, without_row_numbers
+from plait.compile.passes.sorted_rows import Groups, rows_in_order
 
 aten = torch.ops.aten
 
@@ -29,15 +32,22 @@ def find_experts(graph: Graph) -> Graph:
     """Write products with the weights of experts as calls of compile/ops/experts.py. Changes `graph` and returns it."""
     finder = _Finder(graph)
     for node in list(graph.nodes):
+        if op_spec_of(node).role == "sort" and (groups := rows_in_order(node)) is not None:
+            finder.grouped(groups)
+    for node in list(graph.nodes):
         if node.target is aten.bmm.default:
             finder.product(node)
         elif (access := access_of(node)) is not None and access.adds:
             finder.outer(node, access)
+        elif node.target is EXPERT_MM:
+            finder.known(node)
+    if not finder.found:
+        return graph
     for node in list(graph.nodes):
         if (access := access_of(node)) is not None:
             finder.rows(node, access)
-    if finder.found:
-        _without_detours(graph)
+    without_row_numbers(graph)
+    _without_detours(graph)
     graph.eliminate_dead_code()
     return graph
 
@@ -52,57 +62,56 @@ def _without_detours(graph: Graph) -> None:
             node.replace_all_uses_with(origin)
 
 
-def access_of(node: Node) -> RowAccess | None:
-    """The rows of a table that a call reads or writes by their numbers; None for other calls."""
-    if node.op != "call_function" or not is_tensor(node):
-        return None
-    access = op_spec_of(node).access(*node.args, **node.kwargs)
-    if access is None or any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in access.indices):
-        return None
-    return access
-
-
 @dataclass(frozen=True)
-class _Chain:
-    """What a value of [S, a, b] is made of: `source`, in which the last two dims may be swapped, then casts."""
+class _Matrices:
+    """A value of [batch, m, n] with a matrix [a, b] for each row; or what it becomes, a value with a matrix for each
+    row of which [batch, m, n] is made.
 
-    source: Node
-    swapped: bool
-    casts: tuple[torch.dtype, ...]
+    The rows are batch * several. Where there are several for one of the batch, they lie before `a` or `b` within m or
+    n.
+    """
+
+    source: Node  # the value that was reached
+    swapped: bool  # whether b is in m, and a in n
+    several: tuple[int, int]  # the number of rows before what is in m, and before what is in n; one of them is 1
+    casts: tuple[torch.dtype, ...]  # on the way
 
 
-def _chain(node: Node) -> _Chain:
-    """Follow a value through casts, swaps of its last two dims, and views that keep these."""
-    swapped, casts = False, []
-    while node.op == "call_function":
-        last = node.meta["val"].shape[-2:]
-        if (source := same_order(node)) is not None and source.meta["val"].shape[-2:] == last and source is not node:
-            node = source
-        elif _swaps(node):
-            node, swapped = tensor_inputs(node)[0], not swapped
-        elif op_spec_of(node).copies == 0:
-            casts.append(node.meta["val"].dtype)
+def _matrices(node: Node, lookup: bool) -> _Matrices | None:
+    """Follow a value back through views and casts: with `lookup` from the operand [batch, m, n] of a product to the
+    matrices [rows..., a, b] that were looked up, else from these to the product of [batch, m, n]."""
+    axes, casts = Axes(node.meta["val"].shape), list[torch.dtype]()
+    while True:
+        if op_spec_of(node).copies == 0:
+            if node.meta["val"].dtype != tensor_inputs(node)[0].meta["val"].dtype:
+                casts.append(node.meta["val"].dtype)
+            node = tensor_inputs(node)[0]
+        elif axes.back(node):
             node = tensor_inputs(node)[0]
         else:
             break
-    return _Chain(node, swapped, tuple(reversed(casts)))
-
-
-def _swaps(node: Node) -> bool:
-    """Whether the node is its tensor with the last two dims swapped."""
-    if node.op != "call_function" or view_of(node) is None or not is_tensor(node):
-        return False
-    ndim = node.meta["val"].ndim
-    return ndim > 2 and dims_from(node) == [*range(ndim - 2), ndim - 1, ndim - 2]
+    wide, narrow = (axes.dims, axes.start) if lookup else (axes.start, axes.dims)
+    if len(wide) < 3 or len(narrow) != 3:
+        return None
+    *rows, a, b = wide
+    index = tuple(one for dim in rows for one in dim)
+    batch, m, n = narrow
+    several = index[len(batch) :]
+    num = axes.size(several)
+    if index[: len(batch)] != batch:
+        return None
+    for swapped, one, two in ((False, a, b), (True, b, a)):
+        if (m, n) == ((*several, *one), two):
+            return _Matrices(node, swapped, (num, 1), tuple(reversed(casts)))
+        if (m, n) == (one, (*several, *two)):
+            return _Matrices(node, swapped, (1, num), tuple(reversed(casts)))
+    return None
 
 
 class _Finder:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._from_batch: set[Node] = set()  # what differs from row to row, so that it is no weight
-        for node in graph.nodes:
-            if info_of(node).kind == "batch" or any(one in self._from_batch for one in node.all_input_nodes):
-                self._from_batch.add(node)
+        self._from_batch = _from_batch(graph)
         self._ids: dict[tuple[Node, int], Node] = {}  # by what they are read from, and the number of experts
         self._tables: dict[tuple[Node, torch.dtype | None], Node] = {}  # cast, and with the last two dims swapped
 
@@ -111,35 +120,10 @@ class _Finder:
         """Whether there are products with the weights of experts."""
         return bool(self._ids)
 
-    # ---- weights looked up for each row ----
-
-    def product(self, node: Node) -> None:
-        """bmm(weight[ids], x[S, k, 1]) or bmm(x[S, 1, k], weight[ids])."""
-        left, right = tensor_inputs(node)
-        for weight, x, transposed in ((left, right, True), (right, left, False)):
-            num_rows, *sizes = x.meta["val"].shape
-            if sizes[1 if transposed else 0] != 1:
-                continue
-            chain = _chain(weight)
-            if (found := self._lookup(chain.source, num_rows)) is None:
-                continue
-            table, ids = found
-            with self.graph.inserting_before(node):
-                table = self._table(node, table, chain.swapped != transposed, chain.casts)
-                rows = in_shape(x, [num_rows, max(sizes)])
-                take_place(node, write(node, EXPERT_MM, rows, table, ids))
-            return
-
-    def _lookup(self, node: Node, num_rows: int) -> tuple[Node, Node] | None:
-        """The table of matrices and the numbers of the experts, of matrices looked up for `num_rows` rows."""
-        access = access_of(node)
-        if access is None or access.values is not None or len(access.indices) != 1:
-            return None
-        (index,) = access.indices
-        shape = access.table.meta["val"].shape
-        if len(shape) != 3 or index.meta["val"].numel() != num_rows or access.table in self._from_batch:
-            return None
-        return access.table, self._expert_ids(index, shape[0])
+    def known(self, node: Node) -> None:
+        """A product that the model itself has as a call of compile/ops/experts.py."""
+        _, weight, ids = tensor_inputs(node)
+        self._ids.setdefault((root_of(ids), weight.meta["val"].shape[0]), ids)
 
     def _expert_ids(self, index: Node, num_experts: int) -> Node:
         """The indices as [S], counted from the first expert."""
@@ -157,8 +141,74 @@ class _Finder:
             self._ids[key] = ids
         return self._ids[key]
 
+    # ---- rows sorted by expert ----
+
+    def grouped(self, groups: Groups) -> None:
+        """Grouped products of rows that are in the order of the tokens by now."""
+        for node in groups.products:
+            with self.graph.inserting_before(node):
+                inputs = tensor_inputs(node)
+                ids = self._expert_ids(groups.ids, inputs[2].meta["val"].shape[0])
+                if len(inputs) == 4:
+                    x, weight, _, grad = inputs
+                    both = (
+                        write(node, EXPERT_MM, grad, self._table(node, weight, True, ()), ids),
+                        write(node, EXPERT_OUTER, x, grad, ids, weight.meta["val"].shape[0]),
+                    )
+                    for user in list(node.users):
+                        assert is_item(user)
+                        user.replace_all_uses_with(both[user.args[1]])  # type: ignore[index]
+                    continue
+                x, other, ends = inputs
+                if other.meta["val"].ndim == 3:
+                    found = write(node, EXPERT_MM, x, self._table(node, other, False, ()), ids)
+                else:
+                    rows = tensor_inputs(x)[0] if swaps(x) else write(node, aten.t.default, x)
+                    found = write(node, EXPERT_OUTER, rows, other, ids, ends.meta["val"].shape[0])
+                node.replace_all_uses_with(found)
+
+    # ---- weights looked up for each row ----
+
+    def product(self, node: Node) -> None:
+        """bmm(weight[ids], x[batch, k, 1]) or bmm(x[batch, 1, k], weight[ids])."""
+        left, right = tensor_inputs(node)
+        for weight, x, contracted in ((left, right, 1), (right, left, 0)):
+            batch, *sizes = x.meta["val"].shape
+            if sizes[contracted] != 1 or (found := self._lookup(weight)) is None:
+                continue
+            matrices, table, ids = found
+            several, num_rows = max(matrices.several), ids.meta["val"].numel()
+            with self.graph.inserting_before(node):
+                # expert_mm contracts the first dim of the matrices; here it is m or n.
+                table = self._table(node, table, matrices.swapped != (contracted == 1), matrices.casts)
+                in_contraction = several == 1 or matrices.several[contracted] == several
+                rows = self._rows(node, x, batch, 1 if in_contraction else several, num_rows)
+                result = write(node, EXPERT_MM, rows, table, ids)
+                if in_contraction and several > 1:
+                    result = in_shape(result, [batch, several, table.meta["val"].shape[2]])
+                    result = write(node, aten.sum.dim_IntList, result, [1])
+                take_place(node, result)
+            return
+
+    def _rows(self, like: Node, x: Node, batch: int, times: int, num_rows: int) -> Node:
+        """The elements of x as [num_rows, -1], after each of `batch` rows is repeated some times."""
+        if times == 1:
+            return in_shape(x, [num_rows, x.meta["val"].numel() // num_rows])
+        return repeat_rows(like, in_shape(x, [batch, x.meta["val"].numel() // batch]), times)
+
+    def _lookup(self, operand: Node) -> tuple[_Matrices, Node, Node] | None:
+        """Matrices that are looked up, their table and the numbers of the experts."""
+        matrices = _matrices(operand, lookup=True)
+        access = access_of(matrices.source) if matrices is not None else None
+        if matrices is None or access is None or access.values is not None or len(access.indices) != 1:
+            return None
+        (index,), shape = access.indices, access.table.meta["val"].shape
+        if len(shape) != 3 or access.table in self._from_batch:
+            return None
+        return matrices, access.table, self._expert_ids(index, shape[0])
+
     def _table(self, like: Node, table: Node, transposed: bool, casts: tuple[torch.dtype, ...]) -> Node:
-        while _swaps(table):
+        while swaps(table):
             table, transposed = tensor_inputs(table)[0], not transposed
         for dtype in casts:
             if (table, dtype) not in self._tables:
@@ -169,29 +219,29 @@ class _Finder:
         return self._tables[table, None] if transposed else table
 
     def outer(self, node: Node, access: RowAccess) -> None:
-        """index_put(zeros, ids, bmm(x[S, k, 1], grad[S, 1, n])), added."""
+        """index_put(zeros, ids, bmm(x[batch, k, 1], grad[batch, 1, n])), added."""
         shape = access.table.meta["val"].shape
-        if len(shape) != 3 or len(access.indices) != 1 or access.values.meta["val"].ndim < 3:
+        if len(shape) != 3 or len(access.indices) != 1:
             return
-        chain = _chain(access.values)
-        product, (index,) = chain.source, access.indices
-        if product.target is not aten.bmm.default:
+        ids = self._ids.get((root_of(access.indices[0]), shape[0]))
+        matrices = _matrices(access.values, lookup=False)
+        if ids is None or matrices is None or matrices.source.target is not aten.bmm.default:
             return
-        left, right = tensor_inputs(product)
-        num_rows, k, one = left.meta["val"].shape
-        ids = self._ids.get((root_of(index), shape[0]))
-        if one != 1 or ids is None or ids.meta["val"].numel() != num_rows:
+        left, right = tensor_inputs(matrices.source)
+        batch, _, one = left.meta["val"].shape
+        num_rows = ids.meta["val"].numel()
+        if one != 1 or batch * max(matrices.several) != num_rows:
             return
-        n = right.meta["val"].shape[2]
         with self.graph.inserting_before(node):
-            rows = [in_shape(left, [num_rows, k]), in_shape(right, [num_rows, n])]
-            total = write(node, EXPERT_OUTER, *(reversed(rows) if chain.swapped else rows), ids, shape[0])
-            for dtype in chain.casts:
+            several = max(matrices.several)
+            rows = [
+                self._rows(node, x, batch, 1 if num == several else several, num_rows)
+                for x, num in zip((left, right), matrices.several, strict=True)
+            ]
+            total = write(node, EXPERT_OUTER, *(reversed(rows) if matrices.swapped else rows), ids, shape[0])
+            for dtype in matrices.casts:
                 total = write(node, aten._to_copy.default, total, dtype=dtype)
-            node.replace_all_uses_with(self._added(node, access.table, total))
-
-    def _added(self, node: Node, table: Node, total: Node) -> Node:
-        return total if op_spec_of(table).fills == 0 else write(node, aten.add.Tensor, table, total)
+            node.replace_all_uses_with(_added(node, access.table, total))
 
     # ---- other tables of experts: biases ----
 
@@ -200,7 +250,8 @@ class _Finder:
         shape = access.table.meta["val"].shape
         if len(access.indices) != 1 or not shape or not access.table.meta["val"].dtype.is_floating_point:
             return
-        ids = self._ids.get((root_of(access.indices[0]), shape[0]))
+        (index,) = access.indices
+        ids = self._ids.get((root_of(index), shape[0]))
         if ids is None or (access.values is not None and not access.adds):
             return
         with self.graph.inserting_before(node):
@@ -208,13 +259,24 @@ class _Finder:
                 if access.table not in self._from_batch:
                     take_place(node, write(node, EXPERT_ROWS, access.table, ids))
                 return
-            values = access.values
-            wanted = [*access.indices[0].meta["val"].shape, *shape[1:]]
+            values, wanted = access.values, [*index.meta["val"].shape, *shape[1:]]
             if list(values.meta["val"].shape) != wanted:
                 values = write(node, aten.expand.default, values, wanted)
             values = in_shape(values, [ids.meta["val"].numel(), *shape[1:]])
-            total = write(node, EXPERT_SUMS, values, ids, shape[0])
-            node.replace_all_uses_with(self._added(node, access.table, total))
+            node.replace_all_uses_with(_added(node, access.table, write(node, EXPERT_SUMS, values, ids, shape[0])))
+
+
+def _added(like: Node, table: Node, total: Node) -> Node:
+    return total if op_spec_of(table).fills == 0 else write(like, aten.add.Tensor, table, total)
+
+
+def _from_batch(graph: Graph) -> set[Node]:
+    """What is computed from the batch, so that it is no weight."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if info_of(node).kind == "batch" or any(one in found for one in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _counts_from_zero(node: Node) -> bool:
@@ -223,7 +285,7 @@ def _counts_from_zero(node: Node) -> bool:
         if (source := same_order(node)) is not None:
             node = source
         elif is_item(node):
-            (source, output) = node.args
+            source, output = node.args  # type: ignore[assignment]
             return isinstance(source, Node) and op_spec_of(source).picks == output
         elif op_spec_of(node).copies == 0 and not tensor_inputs(node)[0].meta["val"].dtype.is_floating_point:
             node = tensor_inputs(node)[0]
@@ -240,34 +302,31 @@ def expert_weights(graph: Graph) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     parameters = {node for node in placeholders(graph) if info_of(node).kind == "parameter"}
-    from_batch: set[Node] = set()
+    from_batch = _from_batch(graph)
     for node in graph.nodes:
-        if info_of(node).kind == "batch" or any(one in from_batch for one in node.all_input_nodes):
-            from_batch.add(node)
         tables: list[Node] = []
         if node.target is EXPERT_MM:
-            tables = [node.args[1]]
+            tables = tensor_inputs(node)[1:2]
         elif node.target is EXPERT_ROWS:
-            tables = [node.args[0]]
+            tables = tensor_inputs(node)[:1]
         elif node.target in (aten.bmm.default, aten.baddbmm.default):
             operands = tensor_inputs(node)
             if any(one in from_batch for one in operands):
                 tables = [one for one in operands if one not in from_batch and one.meta["val"].ndim == 3]
         for table in tables:
-            for source in _with_first_dim(table):
-                if source in parameters:
-                    found[source.name] = source.meta["val"].shape[0]
+            if (source := _with_first_dim(table)) in parameters:
+                found[source.name] = source.meta["val"].shape[0]
     return found
 
 
-def _with_first_dim(node: Node) -> list[Node]:
-    """The inputs of the graph of which views and casts that keep the first dim make the value."""
+def _with_first_dim(node: Node) -> Node:
+    """The earliest value of which views and casts that keep the first dim make the node's value."""
     num = node.meta["val"].shape[0]
     while node.op == "call_function":
         inputs = tensor_inputs(node)
         if len(inputs) != 1 or not inputs[0].meta["val"].ndim or inputs[0].meta["val"].shape[0] != num:
-            return []
+            break
         if same_order(node) is None and op_spec_of(node).copies != 0 and dims_from(node)[0] != 0:
-            return []
+            break
         node = inputs[0]
-    return [node]
+    return node

@@ -1,0 +1,132 @@
+"""Rows read and written by numbers that are known before the step runs: row i // n for each i.
+
+Experts take each token several times, by numbers such as arange(tokens * n) // n. Written as a repetition and a sum of
+neighbours, rows stay where they are, whatever cuts them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from plait.compile.ir.calls import is_tensor, op_spec_of
+from plait.compile.ir.rewriting import dims_from, in_shape, take_place, write
+from plait.compile.ops import RowAccess
+from plait.compile.ops.draw import draw
+
+aten = torch.ops.aten
+_MOST_BYTES = 1 << 28  # of a value that is worked out before the step runs
+
+
+def access_of(node: Node) -> RowAccess | None:
+    """The rows of a table that a call reads or writes by their numbers; None for other calls."""
+    if node.op != "call_function" or not is_tensor(node):
+        return None
+    access = op_spec_of(node).access(*node.args, **node.kwargs)
+    if access is None or any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in access.indices):
+        return None
+    return access
+
+
+def known_value(node: Node, given: Mapping[Node, Tensor], memo: dict[Node, Any]) -> Any:
+    """The value of a node that is computed from `given` values and constants, on the CPU. `memo` has what was found.
+
+    None if it depends on anything else, or is large.
+    """
+    stack = [node]
+    while stack:
+        one = stack[-1]
+        if one in memo:
+            stack.pop()
+        elif one in given:
+            memo[one] = given[one]
+        elif one.op != "call_function" or one.target is draw or _is_large(one):
+            memo[one] = None
+        elif missing := [source for source in one.all_input_nodes if source not in memo]:
+            stack += missing
+        else:
+            memo[one] = _run(one, memo)
+    return memo[node]
+
+
+def _is_large(node: Node) -> bool:
+    values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+    return any(isinstance(v, Tensor) and v.numel() * v.element_size() > _MOST_BYTES for v in values)
+
+
+def _run(node: Node, memo: Mapping[Node, Any]) -> Any:
+    if any(memo[source] is None for source in node.all_input_nodes):
+        return None
+    args, kwargs = map_arg((node.args, node.kwargs), lambda source: memo[source])
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    try:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    except (RuntimeError, IndexError, TypeError):
+        return None
+
+
+def without_row_numbers(graph: Graph) -> None:
+    """Write reads and writes of row i // n for each i as views, repetitions and sums of neighbours."""
+    memo: dict[Node, Any] = {}
+    for node in list(graph.nodes):
+        access = access_of(node)
+        if access is None or (index := _column(access)) is None:
+            continue
+        if (times := _times(access, index, memo)) is None:
+            continue
+        table, rows = access.table, [math.prod(access.table.meta["val"].shape[: len(index)])]
+        rest = list(table.meta["val"].shape[len(index) :])
+        with graph.inserting_before(node):
+            if access.values is None:
+                found = in_shape(table, [*rows, *rest])
+                take_place(node, repeat_rows(node, found, times) if times > 1 else found)
+                continue
+            values = access.values
+            shape = [*index[0].meta["val"].shape, *rest]
+            if list(values.meta["val"].shape) != shape:
+                values = write(node, aten.expand.default, values, shape)
+            if times > 1:
+                values = write(node, aten.sum.dim_IntList, in_shape(values, [*rows, times, *rest]), [1])
+            if access.adds and op_spec_of(table).fills != 0:
+                values = write(node, aten.add.Tensor, table, in_shape(values, table.meta["val"].shape))
+            take_place(node, values)
+
+
+def repeat_rows(like: Node, x: Node, times: int) -> Node:
+    """Each row of x `times` times, one after the other."""
+    num, *rest = x.meta["val"].shape
+    wide = write(like, aten.unsqueeze.default, x, 1)
+    wide = write(like, aten.expand.default, wide, [num, times, *rest])
+    return write(like, aten.reshape.default, wide, [num * times, *rest])
+
+
+def _column(access: RowAccess) -> tuple[Node, ...] | None:
+    """The indices as one number for each row, also if each element of a row has its own, all equal."""
+    (first, *more), ndim = access.indices, access.table.meta["val"].ndim
+    if more or first.meta["val"].ndim != ndim or ndim == 1:
+        return access.indices if all(i.meta["val"].shape == first.meta["val"].shape for i in more) else None
+    while op_spec_of(first).view is not None and dims_from(first)[1:] == [None] * (ndim - 1):
+        (first,) = first.all_input_nodes
+    return None if first.meta["val"].numel() != first.meta["val"].shape[0] else (first,)
+
+
+def _times(access: RowAccess, index: tuple[Node, ...], memo: dict[Node, Any]) -> int | None:
+    """How often each row of the table is meant, one after the other; None if other rows are."""
+    values = [known_value(i, {}, memo) for i in index]
+    shape = access.table.meta["val"].shape[: len(index)]
+    num, total = math.prod(shape), math.prod(index[0].meta["val"].shape)
+    if any(v is None for v in values) or not num or total % num:
+        return None
+    places = torch.zeros_like(values[0].reshape(-1))
+    for n, value in zip(shape, values, strict=True):
+        places = places * n + value.reshape(-1).remainder(n)
+    times = total // num
+    written_once = times == 1 or access.values is None or access.adds
+    return times if written_once and torch.equal(places, torch.arange(total) // times) else None

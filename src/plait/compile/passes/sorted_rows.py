@@ -1,0 +1,262 @@
+"""Rows that a model sorts by expert, multiplies in groups and brings back: shown to be free of the order, and unsorted.
+
+A sort gives an order, and values read by it have their rows in that order. Computed with any other order of the same
+rows, a value in sorted order has the same rows in the other order, as long as each call on the way treats rows alike
+(its row has a factor for them), sums over all of them, or brings them back. If every call that the order reaches does,
+the step is the same with rows left as they are, and the groups are the experts of each row.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from plait.compile.ir.calls import call_of, is_item, is_tensor, op_spec_of, output_values, tensor_inputs
+from plait.compile.ir.rewriting import Axes, dims_from, same_order, write
+from plait.compile.ops import RowAccess
+from plait.compile.passes.row_numbers import access_of, known_value
+
+aten = torch.ops.aten
+_INVERSE = -1  # in place of the dim whose rows are sorted: the place of each row in the order
+_FREE = None  # does not depend on the order
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Grouped products whose groups are those of `ids`, the expert of each row."""
+
+    ids: Node
+    products: tuple[Node, ...]
+
+
+def rows_in_order(sort: Node) -> Groups | None:
+    """Leave rows that are sorted by expert for grouped products in the order in which they came. Changes the graph.
+
+    None if the sort is for something else, or what reads the rows depends on their order; nothing is then changed.
+    """
+    reached = _Reached(sort)
+    if not reached.all_follow() or not reached.products:
+        return None
+    (keys,) = tensor_inputs(sort)
+    graph, length = sort.graph, keys.meta["val"].shape[0]
+    with graph.inserting_before(sort):
+        natural = write(sort, aten.arange.default, length, device=keys.meta["val"].device)
+    if is_tensor(sort):
+        sort.replace_all_uses_with(natural)
+    for item in list(sort.users):
+        item.replace_all_uses_with(natural if item.args[1] == 1 else keys)
+    ids = reached.ids if keys.meta["val"].dtype.is_floating_point else keys
+    return Groups(ids, tuple(reached.products))
+
+
+class _Unknown(Exception):
+    """A call may depend on the order of the rows."""
+
+
+class _Reached:
+    """The values that a sort reaches, and how each depends on the order: the dim along which it is sorted, _INVERSE, or
+    _FREE."""
+
+    def __init__(self, sort: Node) -> None:
+        self.sort = sort
+        self.products: list[Node] = []
+        self.ids = sort
+        self._length = 0
+        self._status: dict[Node, tuple[int | None, ...]] = {}
+        self._orders: set[Node] = set()  # the order itself
+        self._ends: dict[tuple[Node, int], bool] = {}
+        self._constants: dict[Node, Any] = {}
+
+    def all_follow(self) -> bool:
+        """Whether all that is computed from the sort is known to depend on the order only as its rows do."""
+        keys = self.sort.all_input_nodes[0]
+        if len(self.sort.all_input_nodes) != 1 or keys.meta["val"].ndim != 1:
+            return False
+        self.ids = _integers(keys)
+        self._length = keys.meta["val"].shape[0]
+        self._status[self.sort] = (0,) * len(output_values(self.sort))
+        self._orders = {self.sort} if is_tensor(self.sort) else {u for u in self.sort.users if u.args[1] == 1}
+        position = {node: i for i, node in enumerate(self.sort.graph.nodes)}
+        waiting = [(position[user], user) for user in self.sort.users]
+        heapq.heapify(waiting)
+        try:
+            while waiting:
+                _, node = heapq.heappop(waiting)
+                if node in self._status:
+                    continue
+                self._status[node] = self._follow(node)
+                if any(status is not _FREE for status in self._status[node]):
+                    for user in node.users:
+                        heapq.heappush(waiting, (position[user], user))
+        except _Unknown:
+            return False
+        return True
+
+    def _of(self, node: Node) -> int | None:
+        return self._status.get(node, (_FREE,))[0]
+
+    def _follow(self, node: Node) -> tuple[int | None, ...]:
+        """How the outputs of a call depend on the order. Raises _Unknown if that is not known."""
+        if node.op != "call_function":
+            raise _Unknown
+        if is_item(node):
+            source, output = node.args
+            return (self._status[source][output],)  # type: ignore[index]
+        row, inputs = op_spec_of(node), tensor_inputs(node)
+        have = [self._of(one) for one in inputs]
+        outputs = output_values(node)
+        if row.reads == "shape" or not any(isinstance(v, Tensor) for v in outputs):
+            return (_FREE,) * len(outputs)
+        if len(inputs) == 1 and inputs[0] in self._orders:
+            if row.role == "sort" and self._inverts(node):
+                return (_INVERSE,) if len(outputs) == 1 else (_FREE, _INVERSE)
+            if (same_order(node) is not None or row.copies == 0) and node.meta["val"].ndim == 1:
+                self._orders.add(node)
+        if have == [_INVERSE]:
+            if row.copies == 0 or (same_order(node) is not None and node.meta["val"].ndim == 1):
+                return (_INVERSE,)
+            raise _Unknown
+        access = access_of(node)
+        if access is not None and access.values is not None:
+            return (self._written(access),)
+        if _INVERSE in have:
+            return (self._brought_back(access),)
+        if row.role == "grouped product":
+            return self._product(node, inputs, have)
+        return self._alike(node, inputs, have)
+
+    # ---- calls that treat rows alike ----
+
+    def _alike(self, node: Node, inputs: list[Node], have: list[int | None]) -> tuple[int | None, ...]:
+        row = op_spec_of(node)
+        if row.random is not None or row.role in ("attention", "sort") or row.batch_statistics:
+            raise _Unknown
+        if row.view is not None and len(inputs) == 1 and is_tensor(node) and have[0] is not None:
+            axes = Axes(node.meta["val"].shape)
+            if axes.back(node) and (found := _same_dim(axes, have[0])) is not None:
+                return (found,)
+        for factor in row.factors(call_of(node)):
+            dims = zip(inputs, factor.inputs, have, strict=True)
+            if all(dim == had if had is not None else self._repeats(one, dim) for one, dim, had in dims):
+                return factor.outputs
+        raise _Unknown
+
+    def _repeats(self, node: Node, dim: int | None) -> bool:
+        """Whether a value that does not depend on the order is the same all along a dim."""
+        while dim is not None and node.meta["val"].shape[dim] > 1:
+            if op_spec_of(node).fills is not None:
+                return True
+            if op_spec_of(node).view is not None and is_tensor(node):
+                dim = dims_from(node)[dim]
+            elif op_spec_of(node).copies != 0:
+                return False
+            node = tensor_inputs(node)[0]
+        return True
+
+    # ---- rows written and brought back ----
+
+    def _written(self, access: RowAccess) -> int | None:
+        indices, table = [self._of(one) for one in access.indices], access.table.meta["val"]
+        index, values = access.indices[0].meta["val"], access.values.meta["val"]
+        is_wide = len(indices) == 1 and index.ndim == table.ndim
+        ndim = table.ndim if is_wide else table.ndim - len(indices) + index.ndim
+        has_rows = values.ndim == ndim and values.shape[:1] == index.shape[:1]
+        every = len(indices) == 1 and index.ndim == 1 and table.shape[0] == self._length
+        had = self._of(access.values)
+        if self._of(access.table) is not _FREE:
+            raise _Unknown
+        if indices == [_INVERSE]:
+            if had is _FREE and has_rows and every and (not access.adds or self._repeats(access.table, 0)):
+                return 0
+        elif all(one == 0 for one in indices):
+            is_order = every and access.indices[0] in self._orders
+            if had is _FREE and is_order and not access.adds and self._counts(access.values):
+                return _INVERSE
+            alike = had == 0 if has_rows else had is _FREE
+            if (alike or (had is _FREE and self._repeats(access.values, 0))) and (access.adds or is_order):
+                return _FREE
+        raise _Unknown
+
+    def _counts(self, node: Node) -> bool:
+        value = known_value(node, {}, self._constants)
+        return isinstance(value, Tensor) and torch.equal(value, torch.arange(self._length))
+
+    def _inverts(self, node: Node) -> bool:
+        """Whether a sort of the order gives the place of each row in it."""
+        place = torch.arange(self._length)
+        found = known_value(node, {tensor_inputs(node)[0]: place.roll(1)}, {})
+        return torch.equal(found if isinstance(found, Tensor) else found[1], place.roll(-1))
+
+    def _brought_back(self, access: RowAccess | None) -> int | None:
+        if access is None or len(access.indices) != 1 or self._of(access.indices[0]) != _INVERSE:
+            raise _Unknown
+        if self._of(access.table) != 0 or access.indices[0].meta["val"].ndim != 1:
+            raise _Unknown
+        return _FREE
+
+    # ---- grouped products ----
+
+    def _product(self, node: Node, inputs: list[Node], have: list[int | None]) -> tuple[int | None, ...]:
+        if len(inputs) < 3 or any(not isinstance(arg, Node) and arg is not None for arg in node.args):
+            raise _Unknown
+        if len(inputs) == 3:
+            matrices = inputs[1].meta["val"].ndim == 3
+            wanted: list[int | None] = [0, None, None] if matrices else [1, 0, None]
+            found: list[int | None] = [0] if matrices else [None]
+            num = inputs[1 if matrices else 2].meta["val"].shape[0]
+        else:
+            wanted, found = [0, None, None, 0], [0, None]
+            num = inputs[1].meta["val"].shape[0]
+        if have != wanted or node.kwargs or not self._are_ends(inputs[2], num):
+            raise _Unknown
+        self.products.append(node)
+        return tuple(found)
+
+    def _are_ends(self, ends: Node, num: int) -> bool:
+        """Whether the groups are those of rows sorted by expert: worked out for several ids."""
+        if (ends, num) not in self._ends:
+            self._ends[ends, num] = all(self._agrees(ends, num, ids) for ids in _samples(self._length, num))
+        return self._ends[ends, num]
+
+    def _agrees(self, ends: Node, num: int, ids: Tensor) -> bool:
+        root = self.ids
+        value = root.meta["val"]
+        memo: dict[Node, Any] = {}
+        given = {root: ids.to(value.dtype).reshape(value.shape)}
+        found = known_value(ends, given, memo)
+        order = known_value(self.sort, given, memo)
+        if not isinstance(found, Tensor) or order is None:
+            return False
+        order = order if isinstance(order, Tensor) else order[1]
+        counts = torch.bincount(ids, minlength=num)[:num]
+        return torch.equal(found.long(), counts.cumsum(0)) and bool((ids[order].diff() >= 0).all())
+
+
+def _integers(node: Node) -> Node:
+    """The first integers of which views and casts make the keys of a sort."""
+    while True:
+        source = same_order(node)
+        if source is None and op_spec_of(node).copies == 0:
+            source = tensor_inputs(node)[0]
+        if source is None or source.meta["val"].dtype.is_floating_point:
+            return node
+        node = source
+
+
+def _same_dim(axes: Axes, dim: int) -> int | None:
+    """The dim of a view whose ranges are those of a dim of its tensor."""
+    if not axes.dims[dim]:
+        return None
+    return axes.start.index(axes.dims[dim]) if axes.dims[dim] in axes.start else None
+
+
+def _samples(length: int, num: int) -> list[Tensor]:
+    """Experts of rows: about as many of each, of one alone, of few, in the order of the rows and against it."""
+    place = torch.arange(length)
+    found = [place % num, place * num // length, num - 1 - place * num // length, place * 7 * (place + 3) % num]
+    return [*found, torch.zeros_like(place), torch.full_like(place, num - 1), place % 2 * (num - 1)]
