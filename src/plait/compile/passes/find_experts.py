@@ -23,7 +23,7 @@ from plait.compile.ir.views import view_of
 from plait.compile.ops import RowAccess
 from plait.compile.ops.experts import EXPERT_MM, EXPERT_OUTER, EXPERT_ROWS, EXPERT_SUMS
 from plait.compile.passes.row_numbers import access_of, repeat_rows, without_row_numbers
-from plait.compile.passes.sorted_rows import Groups, rows_in_order
+from plait.compile.passes.sorted_rows import RowGroups, rows_in_order
 
 aten = torch.ops.aten
 
@@ -143,7 +143,7 @@ class _Finder:
 
     # ---- rows sorted by expert ----
 
-    def grouped(self, groups: Groups) -> None:
+    def grouped(self, groups: RowGroups) -> None:
         """Grouped products of rows that are in the order of the tokens by now."""
         for node in groups.products:
             with self.graph.inserting_before(node):

@@ -40,7 +40,7 @@ _ROWS: dict[Any, tuple[int, ...]] = {EXPERT_MM: (0,), EXPERT_ROWS: (), EXPERT_OU
 
 
 @dataclass(frozen=True)
-class Route:
+class ExpertRoute:
     """Where rows go: by the values of `ids`, to experts that are on this rank, or along an axis.
 
     Attributes:
@@ -66,7 +66,7 @@ def group_experts(graph: Graph, capacity: float = 0.0) -> Graph:
     return found
 
 
-def route_of(node: Node) -> Route:
+def route_of(node: Node) -> ExpertRoute:
     """The route of a call of experts."""
     op = node.target
     axis, parts = experts.axis_of(node.args, op)
@@ -75,7 +75,7 @@ def route_of(node: Node) -> Route:
     num = node.args[_EXPERTS[op]]
     if isinstance(num, Node):  # the weights of the experts
         num = num.meta["val"].shape[0]
-    return Route(ids, num, axis, parts)  # type: ignore[arg-type]
+    return ExpertRoute(ids, num, axis, parts)  # type: ignore[arg-type]
 
 
 def _row_inputs(node: Node) -> list[Node]:
@@ -90,13 +90,13 @@ class _Grouper:
         self.b = LocalBuilder("", 1, memo_of(graph))
         self.natural: dict[Node, Any] = {}  # old node -> new node, rows in the order of the tokens
         self.grouped: dict[Node, Node] = {}  # old node -> new node, rows with their experts
-        self.routes: dict[Route, _Written] = {}
-        self.sent: dict[tuple[Node, Route], Node] = {}
+        self.routes: dict[ExpertRoute, _Written] = {}
+        self.sent: dict[tuple[Node, ExpertRoute], Node] = {}
         self.follows = self._find_followers()
 
-    def _find_followers(self) -> dict[Node, Route]:
+    def _find_followers(self) -> dict[Node, ExpertRoute]:
         """The calls between calls of experts that work on each row by itself, and their routes."""
-        routes: dict[Node, Route] = {}
+        routes: dict[Node, ExpertRoute] = {}
         for node in self.graph.nodes:
             if node.target in _GIVES_ROWS:
                 routes[node] = route_of(node)
@@ -141,7 +141,7 @@ class _Grouper:
                 raise AssertionError(f"{node} is read as a whole")
         return self.natural[node]  # type: ignore[no-any-return]
 
-    def _with_experts(self, node: Node, route: Route) -> Node:
+    def _with_experts(self, node: Node, route: ExpertRoute) -> Node:
         """The value with each row where its expert is."""
         if self.follows.get(node) == route:
             return self.grouped[node]
@@ -151,7 +151,7 @@ class _Grouper:
             self.sent[key] = self._route(route).there(self._natural(source), times)
         return self.sent[key]
 
-    def _route(self, route: Route) -> _Written:
+    def _route(self, route: ExpertRoute) -> _Written:
         if route not in self.routes:
             num_rows = route.ids.meta["val"].shape[0]
             room = experts.pair_rows(num_rows, route.parts, self.capacity)
@@ -193,7 +193,7 @@ class _Grouper:
 class _Written:
     """The calls of one route: where each row goes, and from where it comes back."""
 
-    def __init__(self, b: LocalBuilder, ids: Node, route: Route, room: int) -> None:
+    def __init__(self, b: LocalBuilder, ids: Node, route: ExpertRoute, room: int) -> None:
         self.b = b
         self.axis = route.axis
         if route.axis:
@@ -223,7 +223,7 @@ class _Written:
         return [self.b.node(operator.getitem, (made, i), {}, value) for i, value in enumerate(made.meta["val"])]
 
 
-def _follows(node: Node, routes: dict[Node, Route]) -> Route | None:
+def _follows(node: Node, routes: dict[Node, ExpertRoute]) -> ExpertRoute | None:
     """The route of a call each of whose rows is computed from the same row of values of that route; else None."""
     found = {routes[each] for each in node.all_input_nodes if each in routes}
     if len(found) != 1:

@@ -27,14 +27,14 @@ _FREE = None  # does not depend on the order
 
 
 @dataclass(frozen=True)
-class Groups:
+class RowGroups:
     """Grouped products whose groups are those of `ids`, the expert of each row."""
 
     ids: Node
     products: tuple[Node, ...]
 
 
-def rows_in_order(sort: Node) -> Groups | None:
+def rows_in_order(sort: Node) -> RowGroups | None:
     """Leave rows that are sorted by expert for grouped products in the order in which they came. Changes the graph.
 
     None if the sort is for something else, or what reads the rows depends on their order; nothing is then changed.
@@ -51,7 +51,7 @@ def rows_in_order(sort: Node) -> Groups | None:
     for item in list(sort.users):
         item.replace_all_uses_with(natural if item.args[1] == 1 else keys)
     ids = reached.ids if keys.meta["val"].dtype.is_floating_point else keys
-    return Groups(ids, tuple(reached.products))
+    return RowGroups(ids, tuple(reached.products))
 
 
 class _Unknown(Exception):
