@@ -79,6 +79,9 @@ NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (("compile.",), ("compile",), "{value} names an exception, and the plan compiles nothing; give compile=inductor"),
     (("context.kind",), ("axes.",), "context.kind={value} is how context=N sees other positions; give context=N"),
     (("sequence",), ("tensor", "stages"), "sequence={value} cuts the sequence over the ranks of tensor; give tensor=N"),
+    (("shapes.limit",), ("shapes",),
+     "shapes.limit={value} is for batches that are padded to few shapes; give shapes=bucket:64 with it, or leave it"
+     " out"),
     (("cudagraphs",), ("compile",),
      "cudagraphs={value} records what was compiled, and the plan compiles nothing; give compile=inductor"),
     (("sync", "compress"), ("data", "replica", "workers"),
