@@ -221,6 +221,7 @@ NO_REFUSAL = {
     "spec/mesh.py": "argument", "spec/schedule.py": "argument",
 }  # fmt: skip
 SOURCE = Path(plait.__file__).parent
+OF_PLAN = {"refusals", "no_common_memory", "nothing_to_pad", "padding_changes", "padding_unchecked"}
 
 
 def test_plans_are_refused_in_plan() -> None:
@@ -245,5 +246,5 @@ def _is_refusal(given: ast.expr) -> bool:
     if isinstance(given, ast.Subscript):
         given = given.value
     if isinstance(given, ast.Call) and isinstance(given.func, ast.Name):
-        return given.func.id in ("Refusal", "refusals", "no_common_memory")
+        return given.func.id == "Refusal" or given.func.id in OF_PLAN
     return isinstance(given, ast.Name) and given.id == "refusal"

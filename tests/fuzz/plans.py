@@ -104,6 +104,8 @@ def _sequence(rng: random.Random, words: dict[str, str], spec: Spec, room: int) 
             words["context.kind"] = rng.choice(["ring", "ring", "ulysses", "gather"])
     if "tensor" in words and rng.random() < 0.35:
         words["sequence"] = "yes"
+    if rng.random() < 0.12:
+        words["shapes"] = f"bucket:{rng.choice([1, 4, 6, 8, spec.length])}"
 
 
 def _pipeline(rng: random.Random, words: dict[str, str], room: int) -> int:

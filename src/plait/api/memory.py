@@ -101,7 +101,8 @@ class Estimator:
             )
         homes: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(Plan) if f.name.startswith("home")}
         given, plan = plan, dataclasses.replace(plan.inner_plan, **homes)
-        batch, kept = batch_of_replica(self._batch, given), bytes_kept(given)
+        padded = Compiler(self._captures, plan).padded(self._batch)
+        batch, kept = batch_of_replica(padded, given), bytes_kept(given)
         if not is_host(self._device):
             plan = plan.with_own_parameters()
         program = self._program(batch, plan)

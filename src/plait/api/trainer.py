@@ -19,6 +19,7 @@ from plait.comm.process_world import process_world
 from plait.comm.protocol import World
 from plait.compile.capture.capture import LossFn
 from plait.compile.sharding.sharded_fraction import ShardedFraction
+from plait.engine.capture_report import CaptureReport
 from plait.engine.checkpoint import load, saved_state, snapshot
 from plait.engine.checkpoint.saver import Saver
 from plait.engine.compiler import Captures, Compiler
@@ -189,6 +190,11 @@ class Trainer:
     def executor(self) -> StepExecutor:
         """The rank's parameters and executables. Raises PlanError before the first batch."""
         return self.engine.executor
+
+    @property
+    def captures(self) -> CaptureReport:
+        """The captures of the step so far: their number, their times, and what caused each."""
+        return self.engine.captures
 
     def prepare(self, batch: Any) -> None:
         """Capture the step, lower it under the plan and place the parameters, as the first `step` would."""

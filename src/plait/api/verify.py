@@ -16,7 +16,7 @@ from plait.api.trainer import Trainer
 from plait.backends.choose import graphs_of
 from plait.comm.protocol import World
 from plait.comm.thread_world import alone, run_ranks
-from plait.compile.capture.batch import map_batch
+from plait.compile.capture.batch import batch_tensors, map_batch
 from plait.compile.capture.capture import LossFn
 from plait.compile.capture.loss_values import loss_and_aux, results
 from plait.compile.capture.precision import Precision, narrowest
@@ -90,7 +90,7 @@ class Verifier:
         compiled = self._compiled(compiler, self.batch, plan, self.optimizer)
         program = compiled.program
         graphs_of(program)  # what does not compile is found before there are ranks
-        reference, again = self._reference(plan, program)
+        reference, again = self._reference(plan, program, compiler)
         mine = self._run_plan(plan, compiler, min(reference.scale, again[0].scale) / _HEADROOM)
         rules, bits = sorted(compiled.without_rule), _value_bits(program)
         return compare(reference, mine, again, plan, tolerance, rules, bits)
@@ -103,6 +103,7 @@ class Verifier:
         # With sync= a worker steps the optimizer on its own parts; else servers step it, which make_job has tried.
         optimizer = self.optimizer if plan.sync != 1 else None
         program = self._compiled(compiler, check.first_batch, plan, optimizer).program
+        batch = self._batch_of_reference(compiler, program)
 
         def serial(
             plan: Plan,
@@ -114,7 +115,7 @@ class Verifier:
             twin = self._twin(rounding, draw, coarse)
             if wide:
                 twin.widen()
-            return check.serial(twin, plan, _widened(self.batch) if wide else self.batch)
+            return check.serial(twin, plan, _widened(batch) if wide else batch)
 
         bits = _value_bits(program)
         reference, again = self._with_repetitions(serial, plan, bits)
@@ -164,23 +165,34 @@ class Verifier:
             device = next((p.device for p in compiler.model.parameters() if not p.is_meta), "cpu")
             return run_ranks(plan.mesh, rank, device=device, algorithm=plan.allreduce, strict=True)[0]
 
-    def _reference(self, plan: Plan, program: RankProgram) -> tuple[RunResult, list[RunResult]]:
+    def _batch_of_reference(self, compiler: Compiler, program: RankProgram) -> Any:
+        """The batch of the run on one device: as it was given, also if the plan pads it, except that random numbers,
+        which are drawn by position, are those of the padded batch."""
+        draws = any(each.kind == "key" for each in program.captured.inputs)
+        return compiler.padded(self.batch) if draws else self.batch
+
+    def _reference(self, plan: Plan, program: RankProgram, compiler: Compiler) -> tuple[RunResult, list[RunResult]]:
         """The run on one device and its repetitions with other rounding.
 
-        Plans share it unless they differ in local batch norm, microbatches or precision.
+        Plans share it unless they differ in local batch norm, microbatches, precision or random numbers.
         """
+        batch = self._batch_of_reference(compiler, program)
         num_parts = plan.inner_plan.num_batch_parts if plan.batchnorm == "local" else 1
         pipeline = program.pipeline
         stale = pipeline if pipeline is not None and pipeline.schedule.asynchronous else None
         own = stale is not None or bool(plan.relaxed_axis)  # the plan has a definition of its own
         bits = _value_bits(program)
         levels = sorted({*bits.values()})
-        key = (num_parts, plan.micro, plan.precision, plan.exceptions, plan.reduce, str(plan) if own else "", *levels)
+        lengths = () if batch is self.batch else tuple(leaf.shape for leaf in batch_tensors(batch))
+        key = (
+            num_parts, plan.micro, plan.precision, plan.exceptions, plan.reduce, str(plan) if own else "", lengths,
+            *levels,
+        )  # fmt: skip
         if key not in self._references:
             if plan.relaxed_axis:
-                serial: Callable[..., RunResult] = functools.partial(self._run_replicas, program)
+                serial: Callable[..., RunResult] = functools.partial(self._run_replicas, program, batch)
             else:
-                serial = functools.partial(self._run_one_device, num_parts=num_parts, stale=stale)
+                serial = functools.partial(self._run_one_device, batch, num_parts=num_parts, stale=stale)
             self._references[key] = self._with_repetitions(serial, plan, bits)
         return self._references[key]
 
@@ -229,6 +241,7 @@ class Verifier:
 
     def _run_one_device(
         self,
+        batch: Any,
         plan: Plan,
         num_parts: int,
         rounding: float = 0.0,
@@ -241,7 +254,7 @@ class Verifier:
         scaled = Precision(plan.precision, plan.exceptions).scaled
         if scale is None:
             scale = FIRST_SCALE if scaled else 1.0
-        twin, batch = self._twin(rounding, draw, coarse), self.batch
+        twin = self._twin(rounding, draw, coarse)
         if wide:
             twin.widen()
             batch = _widened(batch)
@@ -266,7 +279,9 @@ class Verifier:
             _finite(losses, {})
             overflown = scaled and any(p.grad is not None and not p.grad.isfinite().all() for p in named.values())
             if overflown and scale > 1:  # the trainer too lowers its scale, but this run does so before the first step
-                return self._run_one_device(plan, num_parts, rounding, scale / 2, draw=draw, wide=wide, coarse=coarse)
+                return self._run_one_device(
+                    batch, plan, num_parts, rounding, scale / 2, draw=draw, wide=wide, coarse=coarse
+                )
             if step == 0:
                 gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
             if self.clip_norm is not None:
@@ -281,6 +296,7 @@ class Verifier:
     def _run_replicas(
         self,
         program: RankProgram,
+        batch: Any,
         plan: Plan,
         rounding: float = 0.0,
         draw: int = 0,
@@ -296,7 +312,7 @@ class Verifier:
         twins = [self._twin(rounding, draw, coarse) for _ in range(plan.mesh.axis_size(plan.relaxed_axis))]
         for twin in twins if wide else ():
             twin.widen()
-        batch = _widened(self.batch) if wide else self.batch
+        batch = _widened(batch) if wide else batch
         optimizers = [make_optimizer(self.optimizer, _trained(twin)) for twin in twins]
         held = program.sharding.states
         states = {n: held[n] for n, _ in self.captures.model.named_parameters() if n in held}
@@ -308,7 +324,7 @@ class Verifier:
                     self.captures.loss_fn, batch, step_key(self.seed, step), step + 1, self.clip_norm
                 )
             except OverflowError:  # the trainer too lowers its scale, but this run does so before the first step
-                return self._run_replicas(program, plan, rounding, draw, wide, scale / 2, coarse)
+                return self._run_replicas(program, batch, plan, rounding, draw, wide, scale / 2, coarse)
             losses.append(loss)
             outputs.append(aux)
             gradients = gradients or found

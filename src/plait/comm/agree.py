@@ -84,6 +84,12 @@ def attempt(world: World, work: Callable[[], T], what: str, same: Callable[[T], 
     return result
 
 
+def from_first_rank(world: World, work: Callable[[], str], what: str) -> str:
+    """The text that `work` returns on rank 0, on every rank. If it raises, all ranks raise as `attempt` does."""
+    text = attempt(world, lambda: work() if world.rank == 0 else "", what)
+    return text if world.mesh.size == 1 else _exchanged(world, text, what)[0]
+
+
 def _leave(world: World, text: str) -> None:
     """Set this rank's last text. Rank 0, which may host the store, then waits a moment for the other ranks."""
     keys = _post(world, text)

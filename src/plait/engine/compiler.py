@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm.device import device_name
-from plait.compile.capture.batch import batch_form, batch_numbers
+from plait.compile.capture.batch import batch_form, batch_leaves, batch_numbers
 from plait.compile.capture.capture import Captured, LossFn, capture, one_at_a_time
 from plait.compile.capture.compare_steps import same_step
 from plait.compile.capture.precision import FULL, Precision
@@ -27,6 +27,8 @@ from plait.compile.compiled import NOTHING_SETTLED, Compiled
 from plait.compile.ir.calls import device_type
 from plait.compile.pipeline import compile
 from plait.compile.stages.split import updates_within
+from plait.engine.capture_report import Leaves, difference_of_leaves, leaves_of
+from plait.engine.padding_rules import PaddingRules, find_rules, likely_rules
 from plait.engine.python_effects import Changes, examine, settled
 from plait.engine.python_watch import PythonWatch, Variant, is_flag
 from plait.plan.annotation import Annotations
@@ -34,7 +36,7 @@ from plait.plan.plan import Plan
 from plait.spec.cluster_file import cluster_of_device
 
 MOST_KEPT = 64  # largest number of captures, and of their lowered steps, that are kept
-_MANY = 8  # number of captures after which a warning says why there are so many
+_MANY = 8  # number of captures after which a warning says why there are so many; the next comes at twice as many
 _Kind = tuple[str, bool, Precision, bool]
 _Key = tuple[_Kind, Variant, str]  # the text is what the step asked of Python numbers in the batch
 
@@ -76,7 +78,10 @@ class Captures:
         self._watch: PythonWatch | None = None
         self._found: Recent[_Key, Captured] = Recent()
         self.changes: dict[int, Changes] = {}
-        self._reasons: list[str] = []
+        self._causes: dict[int, str] = {}  # by the id of a capture, why it was made
+        self._num_captured = Counter[bool]()  # by whether the step trains
+        self._reasons: list[str] = []  # of the last captures of steps that train
+        self._leaves: dict[str, Leaves] = {}  # the dtype and shape of each tensor of a batch, by the batch's form
         self._has_warned = False
 
     @property
@@ -103,6 +108,7 @@ class Captures:
         """The step on a global batch; `train=False` is the forward pass of evaluation. Raises CaptureError if it
         cannot be captured."""
         kind = (batch_form(batch), train, precision, normalised)
+        self._leaves[kind[0]] = leaves_of(batch)
         numbers = batch_numbers(batch)
         with one_at_a_time:
             variant = self.variant
@@ -168,36 +174,46 @@ class Captures:
                 stacklevel=2,
             )
 
+    def cause(self, captured: Captured) -> str:
+        """Why a step was captured, in words; empty for the first capture."""
+        return self._causes.get(id(captured), "")
+
     def _count(self, kind: _Kind, variant: Variant, found: Captured) -> None:
-        """Warn once of many captures, with the differences between them."""
-        if not self._warns:
+        """Note why a step is captured again, and warn of many captures, with the differences between them."""
+        train = kind[1]
+        others = [(key, one) for key, one in self._found.items() if key[0][1] == train]
+        self._num_captured[train] += 1
+        if not others:
             return
-        others = [(key, one) for key, one in self._found.items() if key[0][1] == kind[1]]
-        if others and len(self._reasons) <= _MANY:
-            (last, before, _), one = others[-1]
-            differs = found.asked.difference(one.asked) if (last, before) == (kind, variant) else ""
-            self._reasons.append(differs or _difference((last, before), (kind, variant), self.watch))
-        if len(self._reasons) == _MANY:
-            reasons = "; ".join(dict.fromkeys(self._reasons[-3:]))
+        (last, before, _), one = others[-1]
+        differs = found.asked.difference(one.asked) if (last, before) == (kind, variant) else ""
+        cause = self._causes[id(found)] = differs or self._difference((last, before), (kind, variant))
+        if not train or not self._warns:
+            return
+        self._reasons = [*self._reasons[-2:], cause]
+        number = self._num_captured[train] - 1
+        if number >= _MANY and number & (number - 1) == 0:
             warnings.warn(
-                f"the training step was captured {_MANY + 1} times, which takes seconds each: {reasons}. A number that"
-                " changes from step to step is captured once if it is a 0-d tensor, or one of the batch that Python"
-                " does not need to know (no float(n), no shape); pad batches to a few lengths. The last"
+                f"the training step was captured {number + 1} times, which takes seconds each:"
+                f" {'; '.join(dict.fromkeys(self._reasons))}. A number that changes from step to step is captured once"
+                " if it is a 0-d tensor, or one of the batch that Python does not need to know (no float(n), no shape);"
+                " for sequences of many lengths add shapes=bucket:64 to the plan, which pads them to few. The last"
                 f" {MOST_KEPT} captures are kept",
                 stacklevel=2,
             )
 
-
-def _difference(one: tuple[_Kind, Variant], other: tuple[_Kind, Variant], watch: PythonWatch) -> str:
-    (before, was), (kind, now) = one, other
-    if before[0] != kind[0]:
-        return f"a batch {kind[0]} after {before[0]}"
-    old, new = dict(was), dict(now)
-    place = next((place for place in {**old, **new} if old.get(place) != new.get(place)), None)
-    if place is None:
-        return "another precision or plan"
-    first = watch.at_first(place)
-    return f"{place} is {_shown(new.get(place, first))} after {_shown(old.get(place, first))}"
+    def _difference(self, one: tuple[_Kind, Variant], other: tuple[_Kind, Variant]) -> str:
+        (before, was), (kind, now) = one, other
+        if before[0] != kind[0]:
+            return difference_of_leaves(self._leaves[before[0]], self._leaves[kind[0]]) or (
+                f"a batch {kind[0]} after {before[0]}"
+            )
+        old, new = dict(was), dict(now)
+        place = next((place for place in {**old, **new} if old.get(place) != new.get(place)), None)
+        if place is None:
+            return "another precision or plan"
+        first = self.watch.at_first(place)
+        return f"{place} is {_shown(new.get(place, first))} after {_shown(old.get(place, first))}"
 
 
 def _shown(token: Any) -> str:
@@ -209,7 +225,8 @@ class Compiler:
     """Compiles the captured steps of a model under a plan, and caches the result by the batch's structure and
     shapes.
 
-    Layouts of parameters are decided with the first batch, and kept from then on.
+    Layouts of parameters are decided with the first batch, and kept from then on. With `shapes=bucket:N` it also knows
+    how batches are padded; who gives it a batch has padded it.
     """
 
     def __init__(self, captures: Captures, plan: Plan, annotations: Annotations | None = None) -> None:
@@ -219,6 +236,8 @@ class Compiler:
         self._found: Recent[tuple[int, bool, int], Compiled] = Recent()
         self._settled = NOTHING_SETTLED
         self._lock = threading.Lock()
+        self._rules: dict[tuple[bool, tuple[str, ...]], PaddingRules] = {}
+        self._rules_lock = threading.Lock()
 
     @property
     def model(self) -> nn.Module:
@@ -229,6 +248,30 @@ class Compiler:
     def loss_fn(self) -> LossFn:
         """The captured loss function."""
         return self.captures.loss_fn
+
+    @staticmethod
+    def names_of(batch: Any) -> tuple[str, ...]:
+        """The names of the tensors of a batch, for which there are rules of padding."""
+        return tuple(batch_leaves(batch))
+
+    def padding_rules(self, batch: Any, train: bool = True) -> PaddingRules:
+        """How batches with these tensors are padded. Raises PlanError if padding changes the step of this batch."""
+        key = (train, self.names_of(batch))
+        with self._rules_lock:
+            if key not in self._rules:
+                self._rules[key] = find_rules(self.model, self.loss_fn, batch, self.plan.shapes, train, seed=0)
+            return self._rules[key]
+
+    def padded(self, batch: Any) -> Any:
+        """A global batch as a step that trains sees it: padded, if the plan has buckets.
+
+        Where the model has no values yet, this does not check that padding changes nothing, as training does.
+        """
+        if not self.plan.shapes:
+            return batch
+        has_values = not any(p.is_meta for p in self.model.parameters())
+        rules = self.padding_rules(batch) if has_values else likely_rules(self.model, batch, self.plan.shapes)
+        return rules.pad(batch, rules.to_multiple(rules.lengths(batch), self.plan.shapes))
 
     def captured(self, batch: Any, train: bool = True) -> Captured:
         """The captured step of a global microbatch."""

@@ -33,6 +33,8 @@ from plait.compile.capture.loss_values import join_outputs, results
 from plait.compile.capture.precision import Precision
 from plait.compile.ops.draw import micro_key
 from plait.compile.stages.split import updates_within
+from plait.engine.batch_padding import BatchPadding, PaddedBatch
+from plait.engine.capture_report import CaptureReport
 from plait.engine.compiler import Compiler
 from plait.engine.ddp_fallback import EagerExecutor, ddp_warning, refuse_unless_data_only
 from plait.engine.device_memory import explained
@@ -111,6 +113,7 @@ class Engine:
             self.state.loss_scale = LossScale(world)
         self.offload = offload or Offload(plan.inner_plan, world, scratch)
         self.same = SameBatch(world, plan)
+        self.padding = BatchPadding(compiler, world)
         self.updates_within = updates_within(plan)
         self.factories = (optimizer, scheduler)
         self._on_nan, self._adopt, self._allow = on_nan, adopt, allow
@@ -137,6 +140,11 @@ class Engine:
             raise PlanError(NO_BATCH_YET)
         return self._executor
 
+    @property
+    def captures(self) -> CaptureReport:
+        """The captures of the step so far; none of a model that is not captured."""
+        return CaptureReport(tuple(self._executor.captures) if isinstance(self._executor, RankExecutor) else ())
+
     def prepare(self, batch: Any) -> bool:
         """Capture the step, lay it out, place the parameters and make the optimizer, with the first batch; whether this
         was the first. If it fails the model is as it was."""
@@ -159,7 +167,7 @@ class Engine:
         state, world = self.state, self.world
         refuse_away(self.compiler.model)
         agree_on_setup(world, self.plan, self.compiler.model, state.seed, self.clip_norm, self._on_nan)
-        self.hold(self.rows_here(batch))
+        self.hold(self.rows_here(self.padded(batch).batch))
         if (compiled := self.executor.compiled) is not None:
             captured = compiled.program.captured
             given = (self.compiler, self.plan, captured, self.clip_norm)
@@ -211,6 +219,10 @@ class Engine:
         executor = self.executor
         return Update(self.state.optimizer, executor.parameters, executor.sharding, self.world, self.offload)
 
+    def padded(self, batch: Any, train: bool = True) -> PaddedBatch:
+        """The batch with its sequences padded, if the plan says so. All ranks must call it."""
+        return self.padding.padded(batch, train)
+
     def rows_here(self, batch: Any) -> Any:
         """The rows of a global batch that this rank's replica trains on."""
         return rows_of_replica(batch, self.plan, self.world) if self.plan.relaxed_axis else batch
@@ -231,6 +243,8 @@ class Engine:
         self.prepare(batch)
         state = self.state
         number = state.step_number + 1
+        padded = self.padded(batch)
+        batch = padded.batch
         self.same.begin(batch, f"step {number}")
         waiting = self._waiting()
         with explained(state, f"forward and backward of step {number}", lambda: num_rows(batch)):
@@ -243,7 +257,9 @@ class Engine:
         refuse_padding(batch, result)
         with self.same.awaited():
             self._check_finite(number, result)
-        outputs = None if result.aux is None else results(without_padding(batch, join_outputs(result.aux)))
+        outputs = (
+            None if result.aux is None else results(padded.cropped(without_padding(batch, join_outputs(result.aux))))
+        )
         self._follow_frozen()
         if not self.updates_within:
             self._keep_gradients(result, waiting)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from plait.compile.capture.loss_values import Outputs, join_outputs, results
+from plait.engine.batch_padding import PaddedBatch
 from plait.engine.executor import StepExecutor
 from plait.engine.local_batch import LocalBatch, batches_of, num_rows
 from plait.engine.same_batch import SameBatch
@@ -28,6 +29,7 @@ class Evaluated(Protocol):
     @property
     def executor(self) -> StepExecutor: ...
     def prepare(self, batch: Any) -> bool: ...
+    def padded(self, batch: Any, train: bool = True) -> PaddedBatch: ...
     def rows_here(self, batch: Any) -> Any: ...
     def key(self) -> int: ...
 
@@ -41,10 +43,12 @@ def evaluate(run: Evaluated, data: Any, known: str | None) -> Any:
     sums: Tensor | None = None  # of the losses, and of their weights
     aux: list[Outputs] = []
     with ExitStack() as stack:
-        for batch in batches_of(data, known):
-            run.prepare(batch)
+        for given in batches_of(data, known):
+            run.prepare(given)
             if run.state.replicas is not None and sums is None:
                 stack.enter_context(run.state.replicas.aggregated(run.state.step_number))
+            padded = run.padded(given, train=False)
+            batch = padded.batch
             whole = _is_uneven(run, batch)
             here = batch if whole else run.rows_here(batch)
             run.same.begin(batch, f"evaluation after step {run.state.step_number}")
@@ -59,7 +63,7 @@ def evaluate(run: Evaluated, data: Any, known: str | None) -> Any:
             sums = found if sums is None else sums + found
             if result.aux is not None:
                 every = result.aux if run.state.replicas is None or whole else run.state.replicas.outputs(result.aux)
-                aux.append(without_padding(batch, join_outputs(every)))
+                aux.append(padded.cropped(without_padding(batch, join_outputs(every))))
     if run.state.replicas is not None:
         sums = run.state.replicas.sum_of(torch.zeros(2, dtype=torch.float64) if sums is None else sums)
     loss, num = (0.0, 0.0) if sums is None else sums.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Mapping
 
@@ -32,6 +33,21 @@ def initial_parameters(
     for name, parameter in model.named_parameters():
         value = _of_rank_0(parameter.detach(), world)
         yield name, local_part(value, layouts[name], world) if lies_here(layouts[name], world) else None
+
+
+def with_values(model: nn.Module, seed: int) -> nn.Module:
+    """The model if it has values; of a model on the meta device a copy in host memory, initialised as in training.
+
+    Raises PlaitError for a module that leaves values uninitialised.
+    """
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return model
+    made = copy.deepcopy(model)
+    for path, module in made.named_modules():
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        if any(tensor.is_meta for _, tensor in own):
+            _fill(made, module, path, torch.device("cpu"), seed)
+    return made
 
 
 def initial_buffers(model: nn.Module, world: World) -> dict[str, Tensor]:

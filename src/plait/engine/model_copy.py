@@ -22,19 +22,20 @@ _KINDS = ("_parameters", "_buffers", "_modules")
 class Twin(nn.Module):
     """Copies of a model's parameters and buffers.
 
-    While `installed`, they replace the originals in the model's modules and wherever else code refers to the originals.
-    Copying the modules instead would miss what a closure calls.
+    Floating-point values are converted to `dtype`, if it is given. While `installed`, they replace the originals in the
+    model's modules and wherever else code refers to the originals. Copying the modules instead would miss what a
+    closure calls.
     """
 
     model: nn.Module
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.__dict__["model"] = model  # not registered as a submodule
         self._made: dict[int, Tensor] = {}  # by the id of the original
         self._originals = [*model.parameters(), *model.buffers()]
         for original in self._originals:
-            self._made[id(original)] = _copy_of(original)
+            self._made[id(original)] = _copy_of(original, dtype)
         self._held = [
             (module, {kind: self._copied(getattr(module, kind)) for kind in _KINDS}) for module in model.modules()
         ]
@@ -102,8 +103,10 @@ def _fill(held: dict[str, Any], values: dict[str, Any]) -> None:
     held.update(values)
 
 
-def _copy_of(original: Tensor) -> Tensor:
+def _copy_of(original: Tensor, dtype: torch.dtype | None) -> Tensor:
     value = original.detach().clone()
+    if dtype is not None and value.is_floating_point():
+        value = value.to(dtype)
     if not isinstance(original, nn.Parameter):
         return value
     made = nn.Parameter(value, requires_grad=original.requires_grad)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +24,7 @@ from plait.compile.capture.compare_steps import captured_digest
 from plait.compile.compiled import Compiled
 from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.rank_program import RankProgram
+from plait.engine.capture_report import StepCapture
 from plait.engine.compiler import Compiler, Recent
 from plait.engine.executor import scale_all
 from plait.engine.initial_values import initial_buffers
@@ -33,6 +36,7 @@ from plait.engine.step_results import joined
 from plait.errors import CaptureError, PlanError
 from plait.spec.layout import Layout
 
+_LOG = logging.getLogger("plait")
 _SAME_CODE = (
     "model and loss must do the same on every rank: look for what depends on the rank, on the clock or on random"
     " numbers of Python, and for values made with a seed of each rank's own"
@@ -65,6 +69,7 @@ class RankExecutor:
         self._backend = backend or backend_of(compiler.plan, self.offload)
         self._executables: Recent[tuple[int, bool, int], Executable] = Recent()
         self.compiled: Compiled  # the step of the first batch
+        self.captures: list[StepCapture] = []  # in order
         self._signatures: dict[tuple[str, bool], None] = {}  # of batches so far
         self.with_gradient: tuple[str, ...] = ()  # parameters that the last step gave gradients of, on any rank
         self.changing: frozenset[str] = frozenset()  # parameters that do not train, and that the step itself changes
@@ -124,6 +129,7 @@ class RankExecutor:
 
     def executable(self, batch: Any, train: bool = True, num_micro: int = 1) -> Executable:
         """The program for a microbatch of this structure and shape; to evaluate, for the first of `num_micro`."""
+        started = time.perf_counter()
         whole = global_like(batch) if isinstance(batch, LocalBatch) else batch
         signature = batch_form(whole)
         is_new = (signature, train) not in self._signatures
@@ -159,7 +165,17 @@ class RankExecutor:
             if not self._executables:
                 self.compiled = compiled
             self._executables[key] = executable
+            self._note(captured, train, time.perf_counter() - started)
         return self._executables[key]
+
+    def _note(self, captured: Captured, train: bool, seconds: float) -> None:
+        """Note a capture, and log all but the first."""
+        first = not any(each.train == train for each in self.captures)
+        cause = "the first batch" if first else self.compiler.captures.cause(captured) or "captured by another trainer"
+        self.captures.append(StepCapture(cause, seconds, train))
+        if not first and self.world.rank == 0:
+            what = f"{'the step' if train else 'the evaluation'} was captured again in {seconds:.1f} s"
+            _LOG.info("%s, time %d: %s", what, len(self.captures), cause)
 
     def _build(self, captured: Captured, train: bool, num_micro: int) -> tuple[Compiled, Executable]:
         compiled = self.compiler.compiled_from(captured, train, num_micro)

@@ -86,6 +86,8 @@ def check_step(
     if not plan.workers:
         for refusal in of_rows(plan, num_rows(batch)):
             raise UnevenBatchError(refusal)
+    if plan.shapes:
+        first = microbatches(batch_of_replica(compiler.padded(batch), plan), plan.micro)[0]
     captured = compiler.captured(first)
     facts = check_captured(compiler, plan, captured, clip_norm)
     compiled = compiler.compiled_from(captured)

@@ -300,6 +300,28 @@ class ScheduleName(Kind):
 
 
 @dataclass(frozen=True)
+class Buckets(Kind):
+    """The number of which sequences of a batch are padded to a multiple, as `bucket:64`; 0, as `exact`, for none."""
+
+    def parse(self, word: str) -> int:
+        if word == "exact":
+            return 0
+        kind, colon, number = word.partition(":")
+        if kind != "bucket" or not colon or not number.isdecimal() or not int(number):
+            raise ValueError(self._expected)
+        return int(number)
+
+    def check(self, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(self._expected)
+
+    def show(self, value: Any) -> str:
+        return f"bucket:{value}" if value else "exact"
+
+    _expected = "it is exact, or bucket:N with a whole number of positions, 1 or more, like bucket:64"
+
+
+@dataclass(frozen=True)
 class Names(Kind):
     """Names of modules, separated by commas."""
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from plait.errors import Refusal
 from plait.plan.axes import axis_kind, batch_axes, ddp_axis
 from plait.plan.kinds import Recompute
+from plait.plan.padding_refusals import of_buckets
 from plait.plan.plan import Plan
 from plait.plan.sharding_plan import parameters_away, updates_on_host
 from plait.plan.step_facts import OptimizerFacts, ParameterFacts, Place, StepFacts
@@ -26,7 +27,7 @@ _HALF = (DTYPE_NAMES["bf16"], DTYPE_NAMES["fp16"])
 # Fields of a plan that PyTorch's DDP supports, or that change speed only.
 _WITHOUT_GRAPH = (
     "home_optimizer", "batchnorm", "allreduce", "bucket_bytes", "sync", "outer", "outer_lr", "outer_momentum",
-    "moments", "streaming", "overlap", "compress", "uncompressed",
+    "moments", "streaming", "overlap", "compress", "uncompressed", "shapes", "shapes_limit",
 )  # fmt: skip
 
 
@@ -36,6 +37,7 @@ def refusals(plan: Plan, facts: StepFacts, place: Place | None = None) -> tuple[
     Without a `place`, the plan may run on any machine.
     """
     found = [*_of_updates_within(plan, facts), *_of_agreement(plan, facts), *of_modules(plan, facts)]
+    found += of_buckets(plan)
     found += [] if facts.rows is None else of_rows(plan, facts.rows)
     found += of_graph(plan, facts.uncaptured, facts.nearest) if facts.uncaptured else ()
     found += of_changes(plan, facts)

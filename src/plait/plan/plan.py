@@ -21,6 +21,7 @@ from plait.plan.kinds import (
     NO_RECOMPUTE,
     Axis,
     AxisSizes,
+    Buckets,
     Bytes,
     Choice,
     Compressions,
@@ -90,6 +91,12 @@ class Plan:
     )
     zero: int = _key(Number(0, 3), 0, "split over data: 1 optimizer state, 2 and gradients, 3 and parameters")
     micro: int = _key(Number(1), 1, "parts of the batch that run one after the other, with one update at the end")
+    shapes: int = _key(
+        Buckets(), 0, "bucket:N pads the sequences of each batch to a multiple of N, so that few shapes are captured"
+    )
+    shapes_limit: int = _key(
+        Number(1), 16, "shapes after which a batch is padded to one that was captured before", name="shapes.limit"
+    )
     schedule: str = _key(ScheduleName(), "1f1b", "the order in which a pipeline's ranks take microbatches, or a file")
     chunks: int = _key(Number(1), 1, "stages that each rank of a pipeline has, where the schedule leaves it open")
     cut: tuple[str, ...] = _key(Names(), (), "modules with which the stages of a pipeline begin, but the first")

@@ -81,6 +81,9 @@ NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (("sequence",), ("tensor", "stages"), "sequence={value} cuts the sequence over the ranks of tensor; give tensor=N"),
     (("expert.capacity",), ("expert",),
      "expert.capacity={value} is room for rows that travel to their experts; give expert=N with it"),
+    (("shapes.limit",), ("shapes",),
+     "shapes.limit={value} is for batches that are padded to few shapes; give shapes=bucket:64 with it, or leave it"
+     " out"),
     (("cudagraphs",), ("compile",),
      "cudagraphs={value} records what was compiled, and the plan compiles nothing; give compile=inductor"),
     (("sync", "compress"), ("data", "replica", "workers"),

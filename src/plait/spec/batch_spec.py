@@ -29,10 +29,15 @@ class BatchSpec:
     paths in the batch, as in error messages: `inputs.tokens`, `0`. If no pattern has the word `sequence`, plait finds
     the sequences (compile/capture/batch.py).
 
-    Raises BatchError for an unknown word, and for a tensor with two dims of rows.
+    `pad` has by name pattern the values with which `shapes=` pads a tensor, such as {"document": -1}. Values of other
+    tensors are found (engine/padding_rules.py).
+
+    Raises BatchError for an unknown word, for a tensor with two dims of rows, and for a padding value that is no
+    number.
     """
 
     dims: Mapping[str, str] = field(default_factory=dict)
+    pad: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for pattern, text in self.dims.items():
@@ -46,6 +51,10 @@ class BatchSpec:
                     raise BatchError(
                         f"{text!r} for {pattern} says of two dims that they are the {word}; a tensor has one"
                     )
+
+        for pattern, value in self.pad.items():
+            if not isinstance(value, (bool, int, float)):
+                raise BatchError(f"the padding value of {pattern} is {value!r}; give a number, or True or False")
 
     @property
     def has_sequences(self) -> bool:
@@ -74,6 +83,10 @@ class BatchSpec:
         """The index of the dim that is a sequence, or None if no word says that the tensor has one."""
         words = _words(self._text(leaf) or "")
         return words.index(SEQUENCE) if SEQUENCE in words else None
+
+    def pad_value(self, leaf: str) -> float | None:
+        """The value with which a tensor is padded, or None if no pattern matches its name."""
+        return next((value for pattern, value in self.pad.items() if fnmatch.fnmatchcase(leaf, pattern)), None)
 
     def __str__(self) -> str:
         return "; ".join(f"{pattern}: {text}" for pattern, text in self.dims.items())

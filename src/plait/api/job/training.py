@@ -240,6 +240,8 @@ class _Job:
     def _finish(self) -> None:
         """Print where the results are, and on rank 0 write a sample of text from the whole model."""
         section = self.config.sample
+        if self.trainer.captures.again:
+            self._say(f"the step was {self.trainer.captures}")
         self._say(f"done: checkpoint and metrics are in {self.config.train.out}")
         if self.config.model.name != "bytes_gpt" or not section.length:
             return
