@@ -76,7 +76,9 @@ class Limits:
                 low, dots, high = each.partition("..")
                 if dots and not (low.isdecimal() and high.isdecimal() and int(low) <= int(high)):
                     raise PlanError(f"cannot read {word!r}; a range is like {key}=1..8")
-        return cls(found)
+        made = cls(found)
+        made.sizes("bucket")
+        return made
 
     def allow(self, key: str, value: object) -> bool:
         """Whether the key may have this value."""
