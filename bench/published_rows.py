@@ -25,7 +25,8 @@ from plait.cost.memory_model import StateBytes, model_state_bytes
 from plait.cost.parallel_forms import training_seconds
 from plait.cost.simulate import simulate
 from plait.cost.transformer import TransformerShape
-from plait.cost.transformer_step import StepEstimate, TransformerProgram, estimate_step
+from plait.cost.transformer_program import TransformerProgram
+from plait.cost.transformer_step import StepEstimate, estimate_step
 from plait.plan.parallelism import ALTERNATE, FULL, NONE, SELECTIVE, Parallelism
 from plait.plan.sharding_plan import ZERO_STAGES
 from plait.schedule.families import make_schedule

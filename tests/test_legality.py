@@ -193,6 +193,9 @@ DECIDE_ELSEWHERE = {
     "api/simulate_step.py": "what simulations describe",
     "api/verify.py": "which precision kernels take, a run on one device shows",
     "cost/transformer_simulation.py": "what devices have room for, the simulation finds",
+    "cost/transformer_states.py": "which clusters have hosts of which something is known",
+    "cost/transformer_step.py": "the least that a budget can be, the shape says",
+    "cost/plan_search.py": "which plans there are for a model on a cluster, the search finds",
 }
 
 # Files with errors that are none of a plan for a model: of an argument or a file (argument), or of a job that runs and

@@ -38,8 +38,9 @@ def test_a_plan_as_numbers() -> None:
         "pipeline=2 replica=2 data=4 tensor=2 zero=2 micro=8 recompute=layer schedule=interleaved chunks=3"
     )
     assert Parallelism.of(plan) == Parallelism(
-        batch=8, weights=2, pipeline=2, chunks=3, num_micro=8, cuts=ZERO_STAGES[2], sharded=4, recompute=FULL
-    )
+        batch=8, weights=2, pipeline=2, chunks=3, num_micro=8, cuts=ZERO_STAGES[2], sharded=4, recompute=FULL,
+        schedule="interleaved",
+    )  # fmt: skip
     assert Parallelism.of(plan).num_ranks == plan.num_processes
     assert Parallelism.of(Plan.parse("data=2 context=4")) == Parallelism(batch=2, context=4)
     assert Parallelism.of(Plan()) == Parallelism()
@@ -92,6 +93,14 @@ def test_precision_halves_activations() -> None:
     assert step("precision=bf16").seconds < step("").seconds / 4
 
 
+def test_a_pipeline_over_a_slow_line_waits_for_it() -> None:
+    far = find_cluster("two-sites")
+    found = step("pipeline=4 data=4 micro=16", cluster=far)  # only the second of three hops is between the sites
+    message = 4 * SHAPE.sequence * SHAPE.hidden / (125e6 * 0.9 / 8)
+    assert found.seconds > 16 * message
+    assert found.seconds > 20 * step("pipeline=4 data=4 micro=16", cluster=find_cluster("h100x16")).seconds
+
+
 def test_slow_lines_between_sites_are_seen() -> None:
     near, far = (step("data=16", cluster=find_cluster(name)) for name in ("h100x16", "two-sites"))
     assert far.estimate.data > 100 * near.estimate.data
@@ -109,16 +118,95 @@ def test_slow_lines_between_sites_are_seen() -> None:
         ),
         ("tensor=3", 63, "16 heads do not divide over 3 ranks"),
         ("pipeline=32 micro=2", 64, "16 layers are fewer than 32 ranks"),
-        ("data=2 sync=8", 64, "agree later than at every step; simulate the plan of one replica"),
-        ("home.optimizer=host", 64, "keeps values outside the device"),
+        (
+            "data=2 sync=8 compress=powersgd:2",
+            64,
+            "what it sends depends on the shapes of tensors; write compress=none",
+        ),
+        ("home.optimizer=host", 64, "nothing is known of its hosts; leave home"),
+        ("data=2 central=host", 64, "closed forms have no parameters that ranks share; write zero=2"),
         ("pipeline=2 micro=4 schedule=pipedream", 64, "it has no end of a step"),
-        ("recompute=budget=1GiB", 64, "depends on the model's ops"),
+        ("recompute=budget=1GiB", 64, "the inputs of layers and the loss of a microbatch take 28096MiB; give at least"),
+        ("recompute=gathers data=2 zero=3", 64, "depends on the model's ops"),
         ("stages=[tensor=2|data=2]", 64, "has stages that differ"),
     ],
 )
 def test_what_is_not_simulated(plan: str, rows: int, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         step(plan, rows)
+
+
+def test_values_off_the_device_cost_copies_that_compute_does_not_hide() -> None:
+    node = find_cluster("v100")
+    large = TransformerShape(40, 5120, 40, 50257, 2048, stores_scores=False)
+    plain, host, disk, all_away = (
+        step(f"micro=16 precision=fp16-params recompute=layer {homes}", 16, node, large)
+        for homes in (
+            "",
+            "home.optimizer=host",
+            "home.optimizer=disk",
+            "home.parameters=host home.activations=host home.optimizer=host",
+        )
+    )
+    assert not plain.fits
+    assert host.estimate.peak_memory < plain.estimate.peak_memory / 2
+    assert host.estimate.optimizer > 5 * plain.estimate.optimizer  # the host's memory is slower than the device's
+    assert disk.seconds > host.seconds
+    states = sum(plain.estimate.memory[kind] for kind in ("parameters", "gradients", "optimizer"))
+    assert sum(all_away.estimate.host_memory.values()) == pytest.approx(
+        states + plain.estimate.memory["activations"], rel=0.05
+    )
+    assert all_away.fits
+    few = "micro=4 precision=fp16-params recompute=layer home.parameters=host home.optimizer=host"
+    assert step(few, 16, node, large).estimate.copies == 0.0  # behind what four rows compute
+    little = step("home.parameters=host home.optimizer=host precision=fp16-params", 1, node, large).estimate
+    assert little.copies > 0.3 * little.compute
+
+
+def test_replicas_that_agree_later_exchange_seldom() -> None:
+    far = find_cluster("two-sites")
+    every, seldom, fewer_bits = (
+        step(f"replica=2 data=8 zero=1 {more}", cluster=far).estimate
+        for more in ("", "sync=64 outer=nesterov", "sync=64 outer=nesterov compress=int8")
+    )
+    own = every.memory["parameters"] / 4 / 8  # of which a rank of the eight trains a part
+    assert seldom.sent["site"] == pytest.approx(4 * own / 64)  # a float32 sum of two, of which each sends half twice
+    assert seldom.data + seldom.agreement < every.data / 20
+    assert fewer_bits.agreement == pytest.approx(seldom.agreement * (1 + 4 / 256) / 4, rel=0.03)
+    assert seldom.memory["optimizer"] == every.memory["optimizer"] * 2  # the agreed weights, and a momentum
+    hidden = step("replica=2 data=8 zero=1 sync=64 outer=nesterov overlap=4", cluster=far).estimate
+    assert hidden.agreement < seldom.agreement
+
+
+def test_a_budget_lies_between_layers_and_nothing() -> None:
+    nothing, layer = step("micro=8"), step("micro=8 recompute=layer")
+    saved = nothing.estimate.memory["activations"] + nothing.estimate.memory["logits"]
+    budgets = [step(f"micro=8 recompute=budget={int(saved * part) // 2**20}MiB") for part in (0.4, 0.6, 0.8)]
+    times = [each.seconds for each in (layer, *budgets, nothing)]
+    assert times == sorted(times, reverse=True)
+    assert budgets[0].estimate.peak_memory < budgets[2].estimate.peak_memory < nothing.estimate.peak_memory
+    assert budgets[2].estimate.model_flops == nothing.estimate.model_flops
+
+
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", "1f1b", "interleaved chunks=2", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "looped-bfs chunks=2"]
+)
+def test_a_long_schedule_repeats_what_its_first_rounds_do(schedule: str) -> None:
+    plan = Plan.parse(f"pipeline=4 micro=64 schedule={schedule}")
+    whole, short = (simulate_step(SHAPE, plan, 64, FREE, most_actions=most) for most in (0, 100))
+    assert short.trace is not None
+    assert whole.trace is not None
+    assert short.trace.seconds < whole.trace.seconds / 2
+    assert short.seconds == pytest.approx(whole.seconds, rel=0.002)
+    assert short.estimate.memory["activations"] == pytest.approx(whole.estimate.memory["activations"], rel=0.02)
+
+
+def test_stages_have_the_layers_that_even_out_their_time() -> None:
+    found = step("pipeline=4 micro=8", shape=replace(SHAPE, layers=18, vocab=256000))
+    assert sum(found.layers) == 18
+    assert found.layers[-1] < min(found.layers[:-1])  # the output layer is as long as several
+    even = step("pipeline=4 micro=8", shape=replace(SHAPE, layers=18, vocab=256))
+    assert max(even.layers) - min(even.layers) == 1
 
 
 def test_memory_is_what_plait_predicts_op_by_op() -> None:

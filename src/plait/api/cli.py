@@ -1,5 +1,5 @@
-"""The command line: plait train, verify, explain, memory, simulate, schedule, report, compare, checkpoint, cluster and
-run."""
+"""The command line: plait train, verify, explain, memory, simulate, plan, schedule, report, compare, checkpoint,
+cluster and run."""
 
 from __future__ import annotations
 
@@ -295,6 +295,29 @@ def simulate_plan(
         if html is not None:
             write_step_page(html, found.plan.title, found.cluster.name, found.seconds, found.trace)
         print(describe_step(found) if isinstance(found, SimulatedStep) else found)
+
+
+@app.command("plan")
+def plan_job(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A job's TOML file, or one with a [shape].")],
+    cluster: Annotated[str, typer.Option("--cluster", help="Such as h100x64, or a TOML file.")] = "cpu",
+    memory: Annotated[str, typer.Option("--memory", help="What a rank may take, such as 70GiB.")] = "",
+    batch: Annotated[str, typer.Option("--batch", help="Rows of the global batch: 512, or a range 512..2048.")] = "",
+    limits: Annotated[
+        str, typer.Option("--limit-keys", help='What keys may be, such as "tensor=1..8 zero=1,3 sync=1".')
+    ] = "",
+    changes: SetOption = None,
+) -> None:
+    """Search for the fastest plan on a cluster: what fits, what it takes, why others lost. Nothing is run."""
+    with _errors_shown_once():
+        from plait.api.job.plan_command import line_to_run, plan_config
+        from plait.report.plan_text import describe_plans
+        from plait.spec.cluster_file import find_cluster
+
+        found = plan_config(config, find_cluster(cluster), memory, batch, limits, changes or [])
+        print(describe_plans(found, line_to_run(found, config, cluster, changes or [])))
+        if not found.best:
+            raise typer.Exit(1)
 
 
 @app.command()

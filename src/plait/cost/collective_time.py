@@ -18,6 +18,7 @@ n ranks in domains of m have S bytes.
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -68,6 +69,13 @@ def collective_time(
 
     Raises PlanError for a form that the collective does not have.
     """
+    return _collective_time(kind, num_bytes, group if isinstance(group, range) else tuple(group), cluster, form)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _collective_time(
+    kind: CollectiveKind, num_bytes: float, group: range | tuple[int, ...], cluster: Cluster, form: str
+) -> float:
     spread = cluster.spread(group)
     if math.prod(spread) == 1 or num_bytes == 0:
         return 0.0

@@ -95,6 +95,37 @@ def few_microbatches_time(
     return slots * (forward + backward + weight), slots * (forward + backward) + weight
 
 
+def schedule_wait(
+    schedule: str, ranks: int, num_micro: int, chunks: int, forward: float, inputs: float, weight: float
+) -> float:
+    """Seconds of the bubble of a schedule by its name, for `forward`, `inputs` and `weight` seconds of a microbatch on
+    a rank; 1F1B's for a schedule that has no closed form."""
+    whole, ahead = forward + inputs + weight, ranks - 1
+    if schedule == "naive":
+        return ahead * num_micro * whole
+    if schedule == "zb-h1":
+        return ahead * max(forward + inputs - weight, 0.0)
+    if schedule == "zb-h2":  # its forwards ahead fill the bubble, if there are as many
+        return ahead * max(forward + inputs - 2 * weight, 0.0) if num_micro >= 2 * ranks - 1 else ahead * whole / 2
+    if schedule in ("zb-v", "dualpipe-v"):
+        return ahead * max(forward + inputs - 2 * weight, whole / 6) / (1 if num_micro >= 2 * ranks - 1 else 0.5)
+    return ahead / chunks * whole
+
+
+def schedule_activations(schedule: str, ranks: int, num_micro: int, chunks: int = 1) -> float:
+    """What the fullest rank keeps under a schedule, in activations that a microbatch has of all layers."""
+    most = num_micro / ranks
+    if schedule == "naive":
+        return 1 / ranks
+    if schedule in ("gpipe", "looped-bfs"):
+        return most
+    if schedule == "zb-h2":
+        return min(most, (2 * ranks - 1) / ranks)
+    if schedule == "dualpipe-v":
+        return min(most, (2 * ranks + 1) / (2 * ranks))
+    return min(most, 1.0) if chunks == 1 or schedule == "zb-v" else min(most, first_stage_factor(ranks, chunks))
+
+
 def first_stage_factor(ranks: int, chunks: int = 1) -> float:
     """What the first rank of 1F1B keeps, in activations of all layers: 1, as it has p microbatches of 1/p of them in
     flight; with chunks interleaved 1 + (p-1)/(p v) (Korthikanti et al. 2022, section 4.2.3)."""

@@ -5,28 +5,34 @@ simulate_step(shape, plan, rows, cluster) -> SimulatedStep
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plait.cost.costs import Costs
 from plait.cost.memory_model import StateBytes
 from plait.cost.simulate import simulate
 from plait.cost.transformer import HALF_BYTES, TransformerShape
+from plait.cost.transformer_memory import kept_bytes, memory_of_rank
+from plait.cost.transformer_program import TransformerProgram
 from plait.cost.transformer_step import (
     StepEstimate,
-    TransformerProgram,
     estimate_step,
     head_time,
-    kept_bytes,
     layer_time,
     message_time,
 )
 from plait.errors import PlanError, Refusal
-from plait.plan.parallelism import Parallelism
+from plait.plan.parallelism import ON_DEVICE, Homes, Parallelism
 from plait.plan.plan import Plan
-from plait.schedule.families import make_schedule
+from plait.plan.sharding_plan import DEVICE, DISK, HOST
+from plait.schedule.families import find_family, make_schedule
 from plait.spec.cluster import Cluster
 from plait.spec.schedule import Schedule
 from plait.spec.trace import Trace
+
+_CONTENTION = 0.15  # assumed: collectives take some of a GPU's multiprocessors, and of its memory's bandwidth
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,9 @@ class SimulatedStep:
         dtype: of products.
         estimate: the closed forms; `bubble` is replaced by what the simulated schedule has.
         schedule: of the pipeline, if there is one.
-        trace: of the pipeline's ranks, without sums of gradients and updates.
+        trace: of the pipeline's ranks, without sums of gradients and updates; of the first microbatches alone, if there
+            are more of them than were simulated.
+        layers: of each stage of the pipeline.
     """
 
     plan: Plan
@@ -52,6 +60,7 @@ class SimulatedStep:
     estimate: StepEstimate
     schedule: Schedule | None = None
     trace: Trace | None = None
+    layers: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -69,7 +78,14 @@ class SimulatedStep:
 
     @property
     def fits(self) -> bool:
-        return self.estimate.peak_memory <= self.cluster.device.memory
+        """Whether the device and its host have room."""
+        return self.misses_by(self.cluster.device.memory) <= 0
+
+    def misses_by(self, memory: float) -> float:
+        """Bytes that the step takes beyond `memory` of the device, or beyond the host's; at most 0 if it fits."""
+        found, ranks = self.estimate, self.plan.num_processes
+        homes = Homes(self.plan.home_parameters, self.plan.home_activations, self.plan.home_optimizer)
+        return misses_by(found.peak_memory - memory, found.host_memory, self.cluster, ranks, homes)
 
     @property
     def dollars_per_million_tokens(self) -> float | None:
@@ -80,10 +96,31 @@ class SimulatedStep:
         return price * self.plan.num_processes / 3600 / self.tokens_per_second * 1e6
 
 
+def misses_by(
+    beyond: float, away: Mapping[str, float], cluster: Cluster, num_ranks: int, homes: Homes = ON_DEVICE
+) -> float:
+    """Bytes that a plan takes too many of: `beyond` what the device has, or what all ranks of a host keep `away`, by
+    class, beyond its memory and disk."""
+    if not away or cluster.host is None:
+        return beyond
+    share = min(cluster.node_size, num_ranks)
+    kept = {DISK: 0.0, HOST: 0.0, DEVICE: 0.0}
+    places = {"parameters": homes.parameters, "activations": homes.activations, "optimizer": homes.optimizer}
+    for kind, num_bytes in away.items():
+        kept[places.get(kind, homes.parameters if homes.parameters == DISK else HOST)] += num_bytes * share
+    return max(beyond, kept[HOST] - cluster.host.ram, kept[DISK] - cluster.host.disk)
+
+
 def program_of(plan: Plan) -> TransformerProgram:
-    """What plait does of a step: float32 parameters, gradients and moments, copies of parameters in half precision, and
-    attention that skips what is masked."""
-    base, _, params = plan.precision.partition("-")
+    """What plait does of a step: float32 parameters, gradients and moments, copies of parameters in half precision,
+    attention that skips what is masked, and sums of gradients in buckets while backward computes."""
+    return program_in(plan.precision, plan.reduce)
+
+
+@functools.cache
+def program_in(precision: str, reduce: str = "fp32") -> TransformerProgram:
+    """The same by the words of precision= and reduce=."""
+    base, _, params = precision.partition("-")
     wide = base == "fp32"
     return TransformerProgram(
         {"bf16": "bfloat16", "fp16": "float16"}.get(base, "float32"),
@@ -94,38 +131,114 @@ def program_of(plan: Plan) -> TransformerProgram:
         else 14,  # the logits, a float32 copy unless they are that, their log-softmax and gradient
         value_bytes=4 if wide else HALF_BYTES,
         stream_bytes=HALF_BYTES if params else 4,
-        reduce_bytes=HALF_BYTES if plan.reduce == "bf16" else 0,
+        reduce_bytes=HALF_BYTES if reduce == "bf16" else 0,
+        hides_sums=True,
+        contention=_CONTENTION,
     )
 
 
 def simulate_step(
-    shape: TransformerShape, plan: Plan, rows: int, cluster: Cluster, program: TransformerProgram | None = None
+    shape: TransformerShape,
+    plan: Plan,
+    rows: int,
+    cluster: Cluster,
+    program: TransformerProgram | None = None,
+    most_actions: int = 0,
 ) -> SimulatedStep:
     """The step of a plan.
 
+    With `most_actions`, fewer microbatches are simulated of a schedule that has more actions: 3 times as many as ranks,
+    or a few more. What each further round of as many as ranks takes is what the last simulated one took.
+
     Raises PlanError for a plan that does not divide rows, layers or heads, that has more ranks than the cluster, or
-    that closed forms do not describe: stages that differ, workers, replicas that agree later, values kept off the
-    device.
+    that closed forms do not describe: stages that differ, workers, parameters that ranks share, homes on a cluster of
+    whose hosts nothing is known.
     """
-    _refuse(plan)
     program = program or program_of(plan)
     how = Parallelism.of(plan)
     if how.pipeline == 1:
         found = estimate_step(shape, how, rows, cluster, program)
         return SimulatedStep(plan, cluster, rows, rows * shape.sequence, program.dtype, found)
-    schedule = make_schedule(plan.schedule, how.pipeline, how.num_micro, plan.chunks if plan.chunks > 1 else None)
+    chunks = plan.chunks if plan.chunks > 1 else None
+    schedule = make_schedule(plan.schedule, how.pipeline, how.num_micro, chunks)
     if schedule.asynchronous:
         raise PlanError(Refusal(f"schedule={plan.schedule}", "it has no end of a step", "take a synchronous schedule"))
     how = replace(how, chunks=schedule.num_stages // how.pipeline)
     found = estimate_step(shape, how, rows, cluster, program)
-    trace = simulate(schedule, cell_costs(shape, how, rows, cluster, program, schedule.num_stages))
+    layers = stage_layers(shape, how, rows, cluster, program, schedule.num_stages)
+    costs = cell_costs(shape, how, rows, cluster, program, layers)
+    run = _run(schedule, costs, most_actions)
+    # A value is on its way while ranks compute, but the next one waits until the link is free again.
+    seconds = max(run.seconds, run.busy / how.num_micro + how.num_micro * how.chunks * costs.communication)
     # The rank that computes longest is the one of the estimate; what it does not compute is messages and bubble.
-    busy = max(trace.busy(rank) for rank in range(schedule.num_ranks))
     worked = found.compute + found.weights
-    waits = max(trace.seconds - busy, 0.0)
-    found = replace(found, compute=found.compute * busy / worked, weights=found.weights * busy / worked, messages=0.0,
-                    bubble=waits)  # fmt: skip
-    return SimulatedStep(plan, cluster, rows, rows * shape.sequence, program.dtype, found, schedule, trace)
+    memory, host_memory = memory_of_rank(shape, how, rows, program, run.kept)
+    found = replace(
+        found,
+        compute=found.compute * run.busy / worked,
+        weights=found.weights * run.busy / worked,
+        messages=0.0,
+        bubble=max(seconds - run.busy, 0.0),
+        memory=memory,
+        host_memory=host_memory,
+    )
+    return SimulatedStep(plan, cluster, rows, rows * shape.sequence, program.dtype, found, schedule, run.trace, layers)
+
+
+@dataclass(frozen=True)
+class _PipelineRun:
+    """Seconds of a step, those that the busiest rank computes, and the bytes of activations of the fullest."""
+
+    seconds: float
+    busy: float
+    kept: float
+    trace: Trace
+
+
+def _run(schedule: Schedule, costs: Costs, most_actions: int = 0) -> _PipelineRun:
+    """A step of the schedule; of its first microbatches, with what is repeated added, if it has too many actions."""
+    ranks, num_micro = schedule.num_ranks, schedule.num_micro
+    rounds = max((num_micro - 3 * ranks) // ranks, 0)
+    if not most_actions or rounds < 2 or sum(map(len, schedule.ranks)) <= most_actions:
+        trace = simulate(schedule, costs)
+        busy = max(trace.busy(rank) for rank in range(ranks))
+        return _PipelineRun(trace.seconds, busy, max(each.value for each in trace.memory), trace)
+    family, chunks = find_family(schedule.name), schedule.num_stages // ranks
+    made = [
+        make_schedule(schedule.name, ranks, num_micro - less * ranks, chunks if family.any_chunks else None)
+        for less in (rounds, rounds + 1)
+    ]
+    last, before = (_run(each, costs) for each in made)
+    return _PipelineRun(
+        last.seconds + rounds * (last.seconds - before.seconds),
+        last.busy + rounds * (last.busy - before.busy),
+        last.kept + rounds * (last.kept - before.kept),
+        last.trace,
+    )
+
+
+def stage_layers(
+    shape: TransformerShape,
+    how: Parallelism,
+    rows: int,
+    cluster: Cluster,
+    program: TransformerProgram,
+    num_stages: int,
+) -> tuple[int, ...]:
+    """The layers of each stage: as even in time as whole layers can be, the output layer on the last."""
+    tokens = rows / (how.batch * how.num_micro) * shape.sequence / how.context
+    layer = layer_time(shape, how, tokens, cluster, program)
+    head = head_time(shape, how, tokens, cluster, program)
+    seconds = layer.compute + layer.sent
+    even = shape.layers / num_stages
+    _, last = min(
+        (max(-(-(shape.layers - last) // (num_stages - 1)) * seconds, last * seconds + head), -last)
+        for last in range(max(math.floor(even - head / seconds), 1), max(math.floor(even), 1) + 1)
+    )
+    least, more = divmod(shape.layers + last, num_stages - 1)
+    # Later stages keep fewer microbatches: those in the middle have what is left over.
+    begin = max((num_stages - 1 - more) // 2, 0)
+    return (*(least + (begin <= stage < begin + more) for stage in range(num_stages - 1)), -last)
 
 
 def cell_costs(
@@ -134,16 +247,12 @@ def cell_costs(
     rows: int,
     cluster: Cluster,
     program: TransformerProgram,
-    num_stages: int,
+    layers: Sequence[int],
 ) -> Costs:
-    """The costs of the stages: whole layers, as even as can be, the output layer on the last."""
+    """The costs of stages with so many layers each, the output layer on the last."""
     tokens = rows / (how.batch * how.num_micro) * shape.sequence / how.context
     layer = layer_time(shape, how, tokens, cluster, program)
     head = head_time(shape, how, tokens, cluster, program) / 3
-    least, more = divmod(shape.layers, num_stages)
-    # Later stages keep fewer microbatches, and the last has the output layer: the middle has what is left over.
-    extra = set(range(max((num_stages - more) // 2, 0), max((num_stages - more) // 2, 0) + more))
-    layers = [least + (stage in extra) for stage in range(num_stages)]
     forward = [each * (layer.forward + layer.forward_sent) for each in layers]
     inputs = [each * (layer.inputs + layer.backward_sent) for each in layers]
     weight = [each * layer.weight for each in layers]
@@ -156,16 +265,3 @@ def cell_costs(
         communication=message_time(shape, how, tokens, cluster, program),
         activation_bytes=tuple(int(each * kept) for each in layers),
     )
-
-
-def _refuse(plan: Plan) -> None:
-    if plan.relaxed_axis:
-        raise PlanError(
-            Refusal(f"the plan {plan.title!r}", "its replicas agree later than at every step",
-                    f"simulate the plan of one replica, {plan.inner_plan.title!r}")
-        )  # fmt: skip
-    if {plan.home_parameters, plan.home_activations, plan.home_optimizer} != {"device"} or plan.shares_parameters:
-        raise PlanError(
-            Refusal(f"the plan {plan.title!r}", "it keeps values outside the device, whose copies are not simulated",
-                    "leave home.* and central= out")
-        )  # fmt: skip

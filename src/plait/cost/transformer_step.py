@@ -10,58 +10,23 @@ of a pipeline takes m + (p-1)/v times a microbatch on the slowest rank (Narayana
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from plait.cost.collective_time import CollectiveKind, collective_time, send_time
-from plait.cost.memory_model import StateBytes
 from plait.cost.op_time import op_time
-from plait.cost.parallel_forms import first_stage_factor
+from plait.cost.parallel_forms import schedule_wait
 from plait.cost.transformer import HALF_BYTES, TransformerShape
-from plait.errors import PlanError
-from plait.plan.parallelism import ALTERNATE, FULL, NONE, SELECTIVE, Parallelism
+from plait.cost.transformer_memory import kept_bytes, least_budget, memory_of_rank, own_parameters
+from plait.cost.transformer_program import DEFAULT_PROGRAM, TransformerProgram
+from plait.cost.transformer_states import exchange_time, host_work, sums_time, trained
+from plait.errors import PlanError, Refusal
+from plait.plan.kinds import Bytes
+from plait.plan.parallelism import ALTERNATE, BUDGET, FULL, NONE, SELECTIVE, Parallelism
 from plait.spec.cluster import Cluster
-
-# Adam in mixed precision: half-precision weights and gradients, float32 weights and two moments.
-MIXED = StateBytes(parameters=2, gradients=2, optimizer=12)
-
-
-@dataclass(frozen=True)
-class TransformerProgram:
-    """What a program does of a step, beside how it is spread.
-
-    Attributes:
-        dtype: of products; its peak is the device's.
-        states: bytes per parameter.
-        traffic: how often what a layer keeps is read or written between products, in a forward. About 2: it is written,
-            and read once. Fused kernels have less.
-        causal: the fraction of attention's products that is computed: 0.5 if kernels skip what the mask hides.
-        attention: how fast attention's products are, relative to products of matrices.
-        gather_efficiency: of the links, in gathers of parameters for their use.
-        loss_bytes: bytes per element of the logits that the loss keeps, its gradient included.
-        value_bytes: bytes of an activation.
-        stream_bytes: bytes of a value of the residual stream, which autocast leaves in float32.
-        reduce_bytes: bytes per parameter of gradients as they are summed over ranks; 0 for those of `states`.
-    """
-
-    dtype: str = "bfloat16"
-    states: StateBytes = MIXED
-    traffic: float = 2.0
-    causal: float = 1.0
-    attention: float = 1.0
-    gather_efficiency: float = 1.0
-    loss_bytes: float = 6.0
-    value_bytes: int = HALF_BYTES
-    stream_bytes: int = HALF_BYTES
-    reduce_bytes: int = 0
-
-    @property
-    def summed_bytes(self) -> float:
-        """Bytes per parameter of gradients as they are summed over ranks."""
-        return self.reduce_bytes or self.states.gradients
-
-
-DEFAULT_PROGRAM = TransformerProgram()
 
 
 @dataclass(frozen=True)
@@ -79,6 +44,9 @@ class StepEstimate:
         hardware_flops: with repeated ones, as papers count them.
         memory: bytes by class, on the rank with most.
         sent: bytes that the rank sends, by the level of the link.
+        copies: between host and device, as far as compute does not hide them.
+        agreement: exchanges of replicas that agree every few steps, for one step, as far as steps do not hide them.
+        host_memory: bytes by class that the rank keeps outside the device.
     """
 
     compute: float
@@ -91,10 +59,27 @@ class StepEstimate:
     hardware_flops: float
     memory: dict[str, float]
     sent: dict[str, float]
+    copies: float = 0.0
+    agreement: float = 0.0
+    host_memory: dict[str, float] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.weights + self.messages + self.bubble + self.data + self.optimizer
+        within = self.compute + self.weights + self.messages + self.bubble + self.data + self.optimizer
+        return within + self.copies + self.agreement
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds by what they are spent on, in words."""
+        return {
+            "compute": self.compute,
+            "weights' sums": self.weights,
+            "bubble and messages": self.messages + self.bubble,
+            "gradients' sums": self.data,
+            "update": self.optimizer,
+            "copies to the host": self.copies,
+            "exchanges": self.agreement,
+        }
 
     @property
     def peak_memory(self) -> float:
@@ -140,35 +125,142 @@ def estimate_step(
     Raises PlanError if ranks or microbatches do not divide the rows or the layers, or if the cluster has too few
     devices.
     """
-    _check(shape, how, rows, cluster)
-    micro_rows = rows / (how.batch * how.num_micro)
-    tokens = micro_rows * shape.sequence / how.context
-    layers = shape.layers / how.pipeline
+    _check(shape, how, rows, cluster, program)
+    tokens = rows / (how.batch * how.num_micro) * shape.sequence / how.context
+    cells = cell_times(shape, how, rows, cluster, program)
+    own = own_parameters(shape, how)
+    whole = how.num_micro * cells.compute
+    states = state_times(shape, how, rows, cluster, program, cells)
+    memory, host_memory = memory_of_rank(shape, how, rows, program)
+    found = StepEstimate(
+        compute=whole,
+        weights=how.num_micro * cells.weights,
+        messages=how.num_micro * cells.messages,
+        bubble=cells.wait(how),
+        data=states.data,
+        optimizer=states.update,
+        model_flops=shape.step_flops(rows),
+        hardware_flops=shape.step_flops(rows, NONE if how.recompute == BUDGET else how.recompute),
+        memory=memory,
+        sent=_sent(shape, how, tokens, own, cluster, program),
+        copies=states.copies,
+        host_memory=host_memory,
+    )
+    return replace(found, agreement=agreement(how, states.exchange, found.seconds))
+
+
+@dataclass(frozen=True)
+class CellTimes:
+    """Seconds of a microbatch on the rank of a pipeline that computes longest.
+
+    Attributes:
+        compute: ops.
+        weights: collectives between ranks that split weights, or sequences.
+        messages: to neighbours.
+        forward: of all these, those of the forward.
+        weight: the part of the backward for the weights.
+    """
+
+    compute: float
+    weights: float
+    messages: float
+    forward: float
+    weight: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.weights + self.messages
+
+    @property
+    def inputs(self) -> float:
+        """The part of the backward for the inputs."""
+        return self.seconds - self.forward - self.weight
+
+    def wait(self, how: Parallelism) -> float:
+        """Seconds of the bubble."""
+        if how.pipeline == 1:
+            return 0.0
+        return schedule_wait(how.order, how.pipeline, how.num_micro, how.chunks, self.forward, self.inputs, self.weight)
+
+
+def cell_times(
+    shape: TransformerShape,
+    how: Parallelism,
+    rows: int,
+    cluster: Cluster,
+    program: TransformerProgram,
+    whole_layers: bool = False,
+) -> CellTimes:
+    """What a microbatch takes. With `whole_layers` ranks have whole layers, so that the work is as even as these allow;
+    else each has its part of the layers, and the last the output layer too."""
+    tokens = rows / (how.batch * how.num_micro) * shape.sequence / how.context
     layer = layer_time(shape, how, tokens, cluster, program)
     head = head_time(shape, how, tokens, cluster, program)
-    compute = layers * layer.compute + head
-    weights = layers * layer.sent
-    message = 2 * how.chunks * message_time(shape, how, tokens, cluster, program)
-    micro = compute + weights + message
-    own = _own_parameters(shape, how)
-    data = _data_time(own, how, cluster, program, how.num_micro * compute)
-    wait = (how.pipeline - 1) / how.chunks * micro
-    updated = own / (how.sharded if how.cuts.optimizer else 1)
-    return StepEstimate(
-        compute=how.num_micro * compute,
-        weights=how.num_micro * weights,
-        messages=how.num_micro * message,
-        bubble=wait,
-        data=data,
-        optimizer=2 * updated * program.states.optimizer / cluster.device.memory_bandwidth,
-        model_flops=shape.step_flops(rows),
-        hardware_flops=shape.step_flops(rows, how.recompute),
-        memory=_memory(shape, how, micro_rows, own, program),
-        sent=_sent(shape, how, tokens, own, cluster, program),
+    layers, ends = shape.layers / how.pipeline, head
+    if whole_layers:
+        layers, ends = longest_rank(shape.layers, how.pipeline, layer.compute + layer.sent, head)
+    messages = 2 * how.chunks * message_time(shape, how, tokens, cluster, program)
+    return CellTimes(
+        layers * layer.compute + ends,
+        layers * layer.sent,
+        messages,
+        layers * (layer.forward + layer.forward_sent) + (ends + messages) / 3,
+        layers * layer.weight + ends / 3,
     )
 
 
-def _check(shape: TransformerShape, how: Parallelism, rows: int, cluster: Cluster) -> None:
+def longest_rank(layers: int, ranks: int, layer: float, head: float) -> tuple[int, float]:
+    """The layers, and the seconds of an output layer, of the rank that computes longest if whole layers are cut as
+    evenly as can be: a layer takes `layer` seconds, and the last rank has an output layer of `head` too."""
+    if ranks == 1:
+        return layers, head
+    even = layers / ranks
+    found = []
+    for last in range(max(math.floor(even - head / layer), 0), math.ceil(even) + 1):
+        others = -(-(layers - last) // (ranks - 1))
+        found.append(max((others * layer, others, 0.0), (last * layer + head, last, head)))
+    _, longest, ends = min(found)
+    return longest, ends
+
+
+@dataclass(frozen=True)
+class StateTimes:
+    """Seconds of what states take in a step; `exchange` is of one exchange between replicas that agree later."""
+
+    data: float
+    update: float
+    copies: float
+    exchange: float
+
+
+def state_times(
+    shape: TransformerShape,
+    how: Parallelism,
+    rows: int,
+    cluster: Cluster,
+    program: TransformerProgram,
+    cells: CellTimes,
+) -> StateTimes:
+    """What sums of gradients, the update, copies and exchanges take beside a rank's cells."""
+    own, traffic = own_parameters(shape, how), program.state_traffic
+    whole = how.num_micro * cells.compute
+    data = sums_time(own, how, cluster, traffic, whole, cells.seconds - cells.forward)
+    update, copies = 2 * trained(own, how) * program.states.optimizer / cluster.device.memory_bandwidth, 0.0
+    if how.homes.any_away:
+        kept = kept_bytes(shape, how, rows / (how.batch * how.num_micro * how.context), program, how.recompute)
+        activations = how.num_micro * shape.layers / how.pipeline * kept
+        forward = how.num_micro * cells.forward
+        host = host_work(own, activations, how, cluster, traffic, forward, how.num_micro * cells.seconds - forward)
+        update, copies = host.update or update, host.copies
+    return StateTimes(data, update, copies, exchange_time(own, how, cluster))
+
+
+def agreement(how: Parallelism, exchange: float, seconds: float) -> float:
+    """Seconds a step of exchanges that take `exchange`, as far as steps of `seconds` do not hide them."""
+    return 0.0 if how.later is None else max(exchange - how.later.overlap * seconds, 0.0) / how.later.steps
+
+
+def _check(shape: TransformerShape, how: Parallelism, rows: int, cluster: Cluster, program: TransformerProgram) -> None:
     if rows % (how.batch * how.num_micro):
         raise PlanError(
             f"{rows} rows are not whole microbatches: {how.batch} ranks with {how.num_micro} microbatches each; give a"
@@ -183,11 +275,30 @@ def _check(shape: TransformerShape, how: Parallelism, rows: int, cluster: Cluste
             f"the plan has {how.num_ranks} ranks, and the cluster {cluster.name} {cluster.num_devices} devices; name a"
             f" larger cluster, as in --cluster h100x{how.num_ranks}"
         )
+    if how.recompute == BUDGET:
+        micro_rows = rows / (how.batch * how.num_micro * how.context)
+        if how.budget < (least := least_budget(shape, how, micro_rows, program)):
+            shown = Bytes().show(-(-int(least) // 2**20) * 2**20)
+            raise PlanError(
+                Refusal(f"recompute=budget={Bytes().show(how.budget)} cannot be met",
+                        f"the inputs of layers and the loss of a microbatch take {shown}", "give at least that")
+            )  # fmt: skip
     if shape.heads % how.weights:
         raise PlanError(f"{shape.heads} heads do not divide over {how.weights} ranks that split weights")
 
 
 def layer_time(
+    shape: TransformerShape, how: Parallelism, tokens: float, cluster: Cluster, program: TransformerProgram
+) -> LayerTime:
+    """Seconds of a layer for a microbatch of `tokens` tokens on each rank."""
+    spread = Parallelism(
+        weights=how.weights, context=how.context, recompute=how.recompute, sequence=how.sequence, budget=how.budget
+    )
+    return _layer_time(shape, spread, tokens, cluster, program)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _layer_time(
     shape: TransformerShape, how: Parallelism, tokens: float, cluster: Cluster, program: TransformerProgram
 ) -> LayerTime:
     device, parts, hidden = cluster.device, how.weights, shape.hidden
@@ -216,6 +327,8 @@ def layer_time(
         ALTERNATE: shape.alternate_fraction * matrices + between,
         FULL: forward,
     }
+    if how.recompute == BUDGET:
+        again[BUDGET] = _repeated(shape, how, rows, program, again)
     # Products take twice as long in backward, and what lies between them as long: it reads what forward has written.
     # Attention that does not keep its scores makes them again, a fifth product beside four.
     scores_again = 0.0 if shape.stores_scores else attention / 2
@@ -243,72 +356,31 @@ def head_time(
 def message_time(
     shape: TransformerShape, how: Parallelism, tokens: float, cluster: Cluster, program: TransformerProgram
 ) -> float:
-    """Seconds of a value between neighbours of the pipeline. Ranks that split weights send a part each, and gather."""
+    """Seconds of a value between the neighbours of the pipeline that have the slowest link. Ranks that split weights
+    send a part each, and gather."""
     if how.pipeline == 1:
         return 0.0
     num_bytes = program.value_bytes * tokens * shape.hidden
     stride = how.num_ranks // how.pipeline
-    seconds = send_time(num_bytes / how.weights, 0, stride, cluster)
+    sources = range(0, how.num_ranks - stride, stride)
+    farthest = max(sources, key=lambda source: cluster.between(source, source + stride))
+    seconds = send_time(num_bytes / how.weights, farthest, farthest + stride, cluster)
     if not how.sequence:
         seconds += collective_time(CollectiveKind.ALL_GATHER, num_bytes, range(how.weights), cluster)
     return seconds
 
 
-def _own_parameters(shape: TransformerShape, how: Parallelism) -> float:
-    """Parameters of the rank with most: its layers, and an embedding or an output layer."""
-    ends = shape.embedding_parameters if how.pipeline == 1 else max(shape.vocab * shape.hidden, 1)
-    return (shape.layers / how.pipeline * shape.layer_parameters + ends) / how.weights
-
-
-def _data_time(own: float, how: Parallelism, cluster: Cluster, program: TransformerProgram, compute: float) -> float:
-    ranks = how.batch * how.context
-    if ranks == 1:
-        return 0.0
-    group = range(0, ranks * how.weights, how.weights)
-    gradients = own * program.summed_bytes
-    if not how.cuts.parameters:
-        return collective_time(CollectiveKind.ALL_REDUCE, gradients, group, cluster)
-    across = how.context * how.weights
-    inner = group if how.sharded == ranks else range(0, how.sharded * across, across)
-    half = program.value_bytes * own
-    gathers = (3 if how.recompute == FULL else 2) * how.num_micro
-    seconds = gathers * collective_time(CollectiveKind.ALL_GATHER, half, inner, cluster)
-    seconds += how.num_micro * collective_time(CollectiveKind.REDUCE_SCATTER, gradients, inner, cluster)
-    seconds /= program.gather_efficiency
-    return max(seconds - compute, 0.0)  # a layer's parameters are gathered while the layer before it computes
-
-
-def kept_bytes(
-    shape: TransformerShape, how: Parallelism, rows: float, program: TransformerProgram, recompute: str
+def _repeated(
+    shape: TransformerShape, how: Parallelism, rows: float, program: TransformerProgram, again: dict[str, float]
 ) -> float:
-    """Bytes that a layer keeps from forward to backward on one rank, for a microbatch of `rows` sequences."""
-    found = shape.activation_bytes(rows, how.weights, how.sequence, recompute) * program.value_bytes / HALF_BYTES
-    inputs = 1 if recompute in (ALTERNATE, FULL) else 2  # of norms, which are of the residual stream
-    wider = inputs * (program.stream_bytes - program.value_bytes) * shape.hidden * rows * shape.sequence
-    return found + wider / (how.weights if how.sequence and recompute != FULL else 1)
-
-
-def _memory(
-    shape: TransformerShape, how: Parallelism, rows: float, own: float, program: TransformerProgram
-) -> dict[str, float]:
-    states, cuts, parts = program.states, how.cuts, how.sharded
-    sizes = {
-        "parameters": own * states.parameters / (parts if cuts.parameters else 1),
-        "gradients": own * states.gradients / (parts if cuts.gradients else 1),
-        "optimizer": own * states.optimizer / (parts if cuts.optimizer else 1),
-    }
-    rows /= how.context
-    layer = kept_bytes(shape, how, rows, program, how.recompute)
-    in_flight = min(how.num_micro, how.pipeline) / how.pipeline if how.chunks == 1 else 1.0
-    factor = first_stage_factor(how.pipeline, how.chunks) if in_flight == 1.0 else in_flight
-    sizes["activations"] = layer * shape.layers * factor
-    if how.recompute in (ALTERNATE, FULL):  # of the layer that is recomputed
-        sizes["activations"] += kept_bytes(shape, how, rows, program, NONE)
-    logits = rows * shape.sequence * shape.vocab / how.weights
-    sizes["logits"] = program.loss_bytes * logits
-    if cuts.parameters:  # two layers are whole at a time
-        sizes["buffers"] = 2 * program.value_bytes * shape.layer_parameters / how.weights
-    return sizes
+    """Seconds that are repeated so that a layer keeps what the budget leaves it: between those of the kinds of
+    recomputation that keep a little more and a little less."""
+    kept = kept_bytes(shape, how, rows, program, BUDGET)
+    points = sorted((kept_bytes(shape, how, rows, program, kind), again[kind]) for kind in (FULL, ALTERNATE, NONE))
+    for (less, longer), (more, shorter) in itertools.pairwise(points):
+        if kept <= more:
+            return longer + (shorter - longer) * (kept - less) / max(more - less, 1.0)
+    return 0.0
 
 
 def _sent(
@@ -331,7 +403,11 @@ def _sent(
     layers, whole = shape.layers / how.pipeline, program.value_bytes * tokens * shape.hidden
     weights = CollectiveKind.ALL_REDUCE.sent_bytes(int(whole), how.weights) * again * layers * how.num_micro
     add(range(how.weights), weights)
-    ranks = how.batch * how.context
+    if how.later is not None:
+        stride = how.agreeing * how.context * how.weights
+        changes = CollectiveKind.ALL_REDUCE.sent_bytes(int(trained(own, how) * how.later.sent_bytes), how.num_replicas)
+        add(range(0, how.num_replicas * stride, stride), changes / how.later.steps)
+    ranks = how.agreeing * how.context
     group = range(0, ranks * how.weights, how.weights)
     gradients = own * program.summed_bytes
     sums = (ranks - 1) / ranks * gradients

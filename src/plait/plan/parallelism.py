@@ -8,14 +8,58 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from plait.errors import PlanError
-from plait.plan.axes import AXES
+from plait.errors import PlanError, Refusal
+from plait.plan.axes import AXES, zero_axis
 from plait.plan.plan import Plan
-from plait.plan.sharding_plan import ZERO_STAGES, ZeroStage
+from plait.plan.sharding_plan import DEVICE, DISK, ZERO_STAGES, ZeroStage
 
-# Kinds of recomputation: nothing; the attention's scores; all but every other product and attention; whole layers.
-NONE, SELECTIVE, ALTERNATE, FULL = "none", "selective", "alternate", "full"
+# Kinds of recomputation: nothing; the attention's scores; all but every other product and attention; whole layers; as
+# much as a budget of bytes needs.
+NONE, SELECTIVE, ALTERNATE, FULL, BUDGET = "none", "selective", "alternate", "full", "budget"
+
+# Bytes of an element as replicas send it, by the kind of compression; codes of 8 and 4 bits have a scale for 256.
+_SENT_BYTES = {"none": 4.0, "bf16": 2.0, "fp8": 1 + 4 / 256, "int8": 1 + 4 / 256, "int4": 0.5 + 4 / 256}
+
+
+class Homes(NamedTuple):
+    """The kinds of memory that keep parameters with their gradients, activations, and the optimizer's state."""
+
+    parameters: str = DEVICE
+    activations: str = DEVICE
+    optimizer: str = DEVICE
+
+    @property
+    def any_on_disk(self) -> bool:
+        """Whether anything is kept on disk."""
+        return DISK in (self.parameters, self.activations, self.optimizer)
+
+    @property
+    def any_away(self) -> bool:
+        """Whether anything is kept outside the device."""
+        return not self.parameters == self.activations == self.optimizer == DEVICE
+
+
+ON_DEVICE = Homes()
+
+
+class LaterAgreement(NamedTuple):
+    """Replicas that train by themselves and exchange their weights every `steps` steps.
+
+    Attributes:
+        replicas: how many there are.
+        steps: steps between two exchanges; the longest, where the interval grows.
+        overlap: steps that run during an exchange.
+        sent_bytes: bytes of an element as it is sent.
+        kept_bytes: bytes that a rank keeps beside each element that it trains.
+    """
+
+    replicas: int
+    steps: int
+    overlap: int = 0
+    sent_bytes: float = 4.0
+    kept_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -31,8 +75,14 @@ class Parallelism:
         num_micro: microbatches of a step.
         cuts: what the ranks of `sharded` have parts of.
         sharded: ranks over which the states of a parameter are cut, within `batch` and `context`; 1 without ZeRO.
-        recompute: `none`, `selective`, `alternate` or `full`.
+        recompute: `none`, `selective`, `alternate`, `full` or `budget`.
         sequence: whether ranks of `weights` also split what lies between the weights (sequence parallelism).
+        budget: with `budget`, the bytes that a microbatch may keep for its backward, on all stages together.
+        homes: where states and activations are kept.
+        later: replicas that agree later than at every step. They are the outer part of `batch`.
+        bucket: bytes of the buckets in which gradients are summed.
+        schedule: the order in which a pipeline's ranks take microbatches.
+        precision: of products and activations, by its word in a plan.
     """
 
     batch: int = 1
@@ -45,10 +95,31 @@ class Parallelism:
     sharded: int = 1
     recompute: str = NONE
     sequence: bool = False
+    budget: int = 0
+    homes: Homes = ON_DEVICE
+    later: LaterAgreement | None = None
+    bucket: int = 25 * 2**20
+    schedule: str = "1f1b"
+    precision: str = "fp32"
 
     @property
     def num_ranks(self) -> int:
         return self.batch * self.weights * self.context * self.pipeline
+
+    @property
+    def order(self) -> str:
+        """The schedule; chunks of a 1F1B are interleaved."""
+        return "interleaved" if self.chunks > 1 and self.schedule == "1f1b" else self.schedule
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that agree later than at every step; 1 if all ranks agree at every step."""
+        return 1 if self.later is None else self.later.replicas
+
+    @property
+    def agreeing(self) -> int:
+        """Ranks that cut the rows and agree at every step."""
+        return self.batch // self.num_replicas
 
     @classmethod
     def of(cls, plan: Plan) -> Parallelism:
@@ -57,12 +128,17 @@ class Parallelism:
             raise PlanError(
                 f"the plan {plan.title!r} has stages that differ, or workers, which closed forms do not have"
             )
-        mesh = plan.mesh
+        if plan.shares_parameters:
+            raise PlanError(
+                Refusal(f"the plan {plan.title!r}", "closed forms have no parameters that ranks share",
+                        "write zero=2 in place of central=host")
+            )  # fmt: skip
+        mesh, inner = plan.mesh, plan.inner_plan.mesh
         sizes = {kind: mesh.axis_size(kind.name) for kind in AXES}
-        recompute = {"none": NONE, "layer": FULL}.get(plan.recompute.kind)
+        recompute = {"none": NONE, "layer": FULL, "budget": BUDGET}.get(plan.recompute.kind)
         if recompute is None:
             raise PlanError(
-                f"recompute={plan.recompute.kind} depends on the model's ops; write recompute=layer or none"
+                f"recompute={plan.recompute.kind} depends on the model's ops; write recompute=layer, a budget or none"
             )
         return cls(
             batch=math.prod(size for kind, size in sizes.items() if kind.cuts_rows),
@@ -72,7 +148,28 @@ class Parallelism:
             chunks=plan.chunks,
             num_micro=plan.micro,
             cuts=ZERO_STAGES[plan.zero],
-            sharded=math.prod(size for kind, size in sizes.items() if kind.cuts_states) if plan.zero else 1,
+            sharded=inner.axis_size(zero_axis()) if plan.zero else 1,
             recompute=recompute,
             sequence=plan.sequence == "yes",
+            budget=plan.recompute.budget_bytes,
+            homes=Homes(plan.home_parameters, plan.home_activations, plan.home_optimizer),
+            later=_later(plan),
+            bucket=plan.bucket_bytes,
+            schedule=plan.schedule,
+            precision=plan.precision,
         )
+
+
+def _later(plan: Plan) -> LaterAgreement | None:
+    """What replicas exchange that agree later than at every step, or in fewer bits."""
+    if not plan.relaxed_axis:
+        return None
+    kind = plan.compress.kind
+    if kind not in _SENT_BYTES:
+        raise PlanError(
+            Refusal(f"compress={plan.compress}", "what it sends depends on the shapes of tensors",
+                    f"write compress={' or '.join(_SENT_BYTES)}")
+        )  # fmt: skip
+    steps = plan.sync if isinstance(plan.sync, int) else plan.sync[1]
+    kept = 8.0 * plan.keeps_agreed + 4.0 * (kind != "none")
+    return LaterAgreement(plan.mesh.axis_size(plan.relaxed_axis), steps, plan.overlap, _SENT_BYTES[kind], kept)

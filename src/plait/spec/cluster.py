@@ -230,6 +230,13 @@ class Cluster:
             )
 
     @cached_property
+    def _hash(self) -> int:
+        return hash((self.name, self.num_devices, self.device, self.links, self.host))
+
+    def __hash__(self) -> int:  # computed once: what is looked up by cluster is looked up often
+        return self._hash
+
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """The devices in a domain of each level, at most those that there are."""
         return tuple(min(link.size or self.num_devices, self.num_devices) for link in self.links)
@@ -239,6 +246,12 @@ class Cluster:
         """Devices of one host."""
         within = [size for link, size in zip(self.links, self.sizes, strict=True) if link.level in ("package", "node")]
         return within[-1] if within else 1
+
+    @property
+    def has_host_memory(self) -> bool:
+        """Whether hosts are known to have memory beside that of their devices: one that a device reads as fast as its
+        own is its own."""
+        return self.host is not None and 2 * self.host.device_bandwidth < self.device.memory_bandwidth
 
     def with_devices(self, num_devices: int, name: str = "") -> Cluster:
         """The same kind of cluster with another number of devices."""

@@ -40,12 +40,24 @@ def simulate_config(
     Raises ConfigError for a bad file, and what `simulate_step` and `plait.simulate` raise.
     """
     where = find_cluster(cluster)
-    raw = _shape_file(path)
-    if raw is None:
+    if not has_shape(path):
         return _simulate_job(load_config(path, changes), plan, where)
+    shape, rows = read_shape(path, changes)
+    return simulate_step(shape, plan, rows, where)
+
+
+def read_shape(path: Path, changes: Sequence[str] = ()) -> tuple[TransformerShape, int]:
+    """The shape of a file that has one, and the rows of its global batch. Raises ConfigError for bad ones."""
     if changes:
         raise ConfigError(f"--set {changes[0]!r}: {path} has a [shape]; change the file")
-    return simulate_step(_read_shape(raw, path), plan, _rows(raw, path), where)
+    raw = _shape_file(path)
+    assert raw is not None
+    return _read_shape(raw, path), _rows(raw, path)
+
+
+def has_shape(path: Path) -> bool:
+    """Whether a file has a [shape], and so no job that could run."""
+    return _shape_file(path) is not None
 
 
 def _simulate_job(config: Config, plan: Plan, cluster: Cluster) -> StepPrediction:

@@ -1,0 +1,480 @@
+"""Search for the plan of a step: closed forms for all that is legal, a simulation of the best few dozen.
+
+    search(evaluator, cluster, rows, limits) -> FoundPlans
+
+An evaluator knows a model. It says which plans are legal (a `PlanSpace`), what each roughly takes, and what one takes
+as simulated. Nothing is random: the same input gives the same answer.
+
+A plan whose replicas agree later than at every step trains on other numbers, and how many tokens that costs is not
+known before it is measured. It counts RELAXED_WORTH of its tokens per second, which is assumed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from plait.cost.memory_model import human_bytes
+from plait.cost.transformer_step import StepEstimate
+from plait.errors import PlanError, Refusal
+from plait.plan.known_strategies import names_of
+from plait.plan.legality import refusals
+from plait.plan.parallelism import Homes, Parallelism
+from plait.plan.plan import Plan
+from plait.plan.plan_space import Limits, PlanChoice, PlanSpace, plan_of
+from plait.plan.step_facts import StepFacts
+from plait.spec.cluster import Cluster
+
+RELAXED_WORTH = 0.9  # of its tokens per second, for a plan whose replicas agree later; DiLoCo's own paper loses none
+USABLE = 0.92  # of a device's memory: the rest is for the driver, buffers of communicators and fragments; assumed
+MOST_SIMULATED = 40
+_OF_ONE_MESH = 4  # candidates of one spread of ranks that are simulated at most
+_SHOWN = 8
+_MOST_DEVICES = 1 << 17
+_HOPELESS = 3.0  # times the best: such outlines are not looked into
+_BINS = 8  # of memory, for a factor of 2: of each the fastest plan is kept
+
+Progress = Callable[[str, int, int], None]  # (what is done, how many are done, of how many)
+
+
+class PlannedStep(Protocol):
+    """What a step of a plan takes, as simulated."""
+
+    @property
+    def estimate(self) -> StepEstimate: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def tokens_per_second(self) -> float: ...
+    @property
+    def mfu(self) -> float: ...
+    @property
+    def dollars_per_million_tokens(self) -> float | None: ...
+    def misses_by(self, memory: float) -> float:
+        """Bytes that the step takes beyond `memory` of a device, or beyond the host's."""
+        ...
+
+
+class RoughStep(NamedTuple):
+    """What closed forms say of a plan: its seconds, its bytes on the device, and those that it takes beyond what there
+    is on the device or the host, which are at most 0 if it fits."""
+
+    choice: PlanChoice
+    seconds: float
+    memory: float
+    missing: float
+
+
+class PlanEvaluator(Protocol):
+    """A model, for a search."""
+
+    def space(self, num_ranks: int, rows: tuple[int, ...], limits: Limits) -> PlanSpace:
+        """The plans for so many ranks."""
+        ...
+
+    def floor(self, outline: Parallelism, rows: int) -> float:
+        """Seconds that no plan of an outline is below."""
+        ...
+
+    def rough(
+        self, space: PlanSpace, outline: Parallelism, rows: int, homes: Sequence[Homes], memory: float, most: float
+    ) -> Iterator[RoughStep]:
+        """Closed forms of all plans of an outline with these homes, but of those that take more than `most` seconds."""
+        ...
+
+    def refine(self, how: Parallelism, rows: int, memory: float, limits: Limits) -> Parallelism:
+        """The same plan with the best budget of recomputation and the best buckets."""
+        ...
+
+    def simulate(self, plan: Plan, rows: int) -> PlannedStep:
+        """The step of a plan. Raises PlanError for a plan that cannot be had."""
+        ...
+
+    def on(self, cluster: Cluster) -> PlanEvaluator:
+        """The same model on another cluster."""
+        ...
+
+    @property
+    def divides(self) -> str:
+        """What ranks must divide, in words."""
+        ...
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan that was found.
+
+    Attributes:
+        plan: the plan.
+        rows: of the global batch.
+        step: what it takes.
+        why: why it is before the next one.
+    """
+
+    plan: Plan
+    rows: int
+    step: PlannedStep
+    why: str = ""
+
+    @property
+    def worth(self) -> float:
+        """The fraction of its tokens per second that counts."""
+        return RELAXED_WORTH if self.plan.relaxed_axis else 1.0
+
+    @property
+    def score(self) -> float:
+        """Tokens per second, by which candidates are ranked."""
+        return self.step.tokens_per_second * self.worth
+
+    @property
+    def memory(self) -> float:
+        """Bytes on the device of the fullest rank."""
+        return self.step.estimate.peak_memory
+
+
+@dataclass(frozen=True)
+class LostChoice:
+    """A well-known strategy that was not chosen: the best plan of its kind, and why it lost."""
+
+    name: str
+    plan: Plan
+    rows: int
+    seconds: float
+    why: str
+
+
+@dataclass(frozen=True)
+class FoundPlans:
+    """What a search found.
+
+    Attributes:
+        cluster: where plans run.
+        memory: bytes that a rank may take.
+        best: the fastest plan of each spread of ranks, fastest first.
+        front: plans of which none is both faster and smaller, fastest first.
+        lost: well-known strategies that were not chosen.
+        nearest: if nothing fits, the plan that takes the fewest bytes.
+        enough: if nothing fits, the smallest number of devices of this kind that would do; 0 if none was found.
+        num_rough: plans that closed forms were computed of.
+        num_simulated: plans that were simulated.
+        refused: how many of the candidates were refused, by the reason.
+    """
+
+    cluster: Cluster
+    memory: float
+    best: tuple[Candidate, ...]
+    front: tuple[Candidate, ...]
+    lost: tuple[LostChoice, ...]
+    nearest: Candidate | None
+    enough: int
+    num_rough: int
+    num_simulated: int
+    refused: tuple[tuple[str, int], ...]
+
+
+class _Kept:
+    """The best of what closed forms were computed of, while a search goes on."""
+
+    def __init__(self, domains: tuple[int, ...]) -> None:
+        self.num = 0
+        self.best = math.inf  # seconds per row of the fastest plan that fits, by its worth
+        self.named: dict[str, tuple[tuple[bool, float], int, RoughStep]] = {}
+        self.nearest: tuple[float, float, int, RoughStep] | None = None
+        self._domains = domains
+        self._meshes: dict[tuple[object, ...], list[tuple[float, int, int, RoughStep]]] = {}
+        self._bins: dict[int, tuple[float, int, RoughStep]] = {}
+        self._names: dict[tuple[object, ...], list[str]] = {}
+
+    def offer(self, rows: int, step: RoughStep) -> None:
+        """Keep the step if it is among the best of its kind."""
+        self.num += 1
+        outline, later = step.choice.outline, step.choice.states.later
+        score, fits = step.seconds / rows / (1.0 if later is None else RELAXED_WORTH), step.missing <= 0
+        key = (not fits, score if fits else step.missing)
+        for name in self._names_of(step.choice):
+            if name not in self.named or key < self.named[name][0]:
+                self.named[name] = key, rows, step
+        if not fits:
+            if self.nearest is None or (step.missing, score) < self.nearest[:2]:
+                self.nearest = step.missing, score, rows, step
+            return
+        self.best = min(self.best, score)
+        place = int(_BINS * math.log2(max(step.memory, 1.0)))
+        if place not in self._bins or score < self._bins[place][0]:
+            self._bins[place] = score, rows, step
+        mesh = (rows, outline.batch, outline.weights, outline.context, outline.pipeline, later is None)
+        heap = self._meshes.setdefault(mesh, [])
+        item = (-score, -self.num, rows, step)
+        if len(heap) < _OF_ONE_MESH:
+            heapq.heappush(heap, item)
+        elif item[0] > heap[0][0]:
+            heapq.heapreplace(heap, item)
+
+    def _names_of(self, choice: PlanChoice) -> list[str]:
+        """The strategies of a choice, which depend on neither microbatches, recomputation nor precision."""
+        outline, states, homes, schedule, _ = choice
+        ranks = outline.batch, outline.weights, outline.context, outline.pipeline
+        key = ranks, states, homes, schedule
+        if key not in self._names:
+            self._names[key] = names_of(choice.how, self._domains)
+        return self._names[key]
+
+    def fastest(self) -> list[tuple[int, RoughStep]]:
+        """The fastest steps, of every mesh a few."""
+        found = sorted((item for heap in self._meshes.values() for item in heap), key=lambda item: (-item[0], -item[1]))
+        return [(rows, step) for _, _, rows, step in found[:MOST_SIMULATED]]
+
+    def front(self) -> list[tuple[int, RoughStep]]:
+        """Steps of which none that was kept is both faster and smaller."""
+        found, least = [], math.inf
+        for score, rows, step in sorted(self._bins.values(), key=lambda item: (item[0], item[2].memory)):
+            if step.memory < least and score <= _HOPELESS * self.best:
+                found.append((rows, step))
+                least = step.memory
+        return found
+
+
+def search(
+    evaluator: PlanEvaluator,
+    cluster: Cluster,
+    rows: tuple[int, ...],
+    limits: Limits,
+    memory: float | None = None,
+    progress: Progress | None = None,
+    smaller: bool = True,
+) -> FoundPlans:
+    """The best plans for a model on a cluster.
+
+    Args:
+        evaluator: the model.
+        cluster: where to run; plans take all of its devices, or those of one domain of its links.
+        rows: sizes of the global batch to choose from.
+        limits: values that keys may have.
+        memory: bytes that a rank may take; by default USABLE of those of the device.
+        progress: is called with what is done, how much is done, and of how much.
+        smaller: whether plans may leave devices idle.
+
+    Raises PlanError if no plan is legal; a plan that is legal but does not fit is in `nearest`.
+    """
+    limit, tell = memory or USABLE * cluster.device.memory, progress or _say_nothing
+    kept = _explore(evaluator, cluster, rows, limits, limit, tell, smaller)
+    judge = _Judge(evaluator, limits, limit)
+    chosen = [*kept.fastest(), *kept.front()]
+    for index, (each, step) in enumerate(chosen):
+        tell("simulated", index, len(chosen))
+        judge.judge(step.choice.how, each)
+    tell("simulated", len(chosen), len(chosen))
+    ranked = judge.ranked()
+    if not ranked:
+        return _nothing_fits(evaluator, cluster, rows, limits, kept, judge)
+    lost = [_lost(judge, name, each, step, ranked[0], cluster) for name, (_, each, step) in kept.named.items()]
+    return FoundPlans(
+        cluster, limit, _with_reasons(_one_a_mesh(ranked)), _with_reasons(_front(ranked)),
+        tuple(sorted((each for each in lost if each is not None), key=lambda each: each.name)),
+        None, 0, kept.num, judge.num, judge.refusals(),
+    )  # fmt: skip
+
+
+def _explore(
+    evaluator: PlanEvaluator,
+    cluster: Cluster,
+    rows: tuple[int, ...],
+    limits: Limits,
+    memory: float,
+    tell: Progress,
+    smaller: bool,
+) -> _Kept:
+    """The closed forms of all plans: on all devices, on those of a domain of links, on a power of two, and on one."""
+    kept = _Kept(cluster.sizes)
+    counts = {cluster.num_devices}
+    if smaller:
+        counts |= {1, 1 << cluster.num_devices.bit_length() - 1, *cluster.sizes}
+    _look(evaluator, [evaluator.space(count, rows, limits) for count in sorted(counts)], kept, memory, tell)
+    if not kept.num:
+        raise PlanError(
+            Refusal(f"no plan of {cluster.num_devices} ranks on {cluster.name} is legal for a batch of"
+                    f" {' or '.join(map(str, rows))} rows",
+                    f"ranks divide the rows, or {evaluator.divides}" + (f", within {limits}" if limits.values else ""),
+                    "give another batch, another number of devices, or wider limits")
+        )  # fmt: skip
+    return kept
+
+
+def _look(evaluator: PlanEvaluator, spaces: Sequence[PlanSpace], kept: _Kept, memory: float, tell: Progress) -> None:
+    """Offer all plans of the spaces: first with all on the device, then what homes could make faster."""
+    outlines = [
+        (evaluator.floor(outline, rows) / rows, index, rows, outline)
+        for index, space in enumerate(spaces)
+        for rows, outline in space.outlines()
+    ]
+    outlines.sort(key=lambda each: each[0])
+    for what, takes in _PASSES:
+        homes = [tuple(home for home in space.homes if takes(home)) for space in spaces]
+        away = what != _PASSES[0][0]
+        if not any(homes) or (what == _PASSES[-1][0] and kept.best < math.inf):
+            continue
+        for number, (floor, index, rows, outline) in enumerate(outlines):
+            if number % 64 == 0:
+                tell(what, number, len(outlines))
+            most = kept.best * (1.0 if away else _HOPELESS)
+            if floor > most:
+                break
+            for step in evaluator.rough(spaces[index], outline, rows, homes[index], memory, most * rows):
+                kept.offer(rows, step)
+        tell(what, len(outlines), len(outlines))
+
+
+# What is looked through one after the other: values off the device cost time, and are worth it only where more fits.
+_PASSES: tuple[tuple[str, Callable[[Homes], bool]], ...] = (
+    ("closed forms", lambda home: not home.any_away),
+    ("closed forms, values on the host", lambda home: home.any_away and not home.any_on_disk),
+    ("closed forms, values on disk", lambda home: home.any_on_disk),
+)
+
+
+def _nothing_fits(
+    evaluator: PlanEvaluator, cluster: Cluster, rows: tuple[int, ...], limits: Limits, kept: _Kept, judge: _Judge
+) -> FoundPlans:
+    """The nearest plan, and the smallest number of devices on which one fits."""
+    assert kept.nearest is not None
+    _, _, each, step = kept.nearest
+    nearest = judge.judge(step.choice.how, each)
+    enough = _enough(evaluator, cluster, rows, limits, judge.memory)
+    return FoundPlans(
+        cluster, judge.memory, (), (), (), nearest, enough, kept.num, judge.num, judge.refusals()
+    )  # fmt: skip
+
+
+def _enough(evaluator: PlanEvaluator, cluster: Cluster, rows: tuple[int, ...], limits: Limits, memory: float) -> int:
+    """The smallest number of devices, in whole domains of links, on which a plan fits; 0 if none was found."""
+
+    def fits(count: int) -> bool:
+        larger = evaluator.on(cluster.with_devices(count))
+        space = larger.space(count, rows, limits)
+        smallest = (each for each in space.outlines() if each[0] == each[1].batch * each[1].num_micro)
+        return any(
+            step.missing <= 0
+            for num, outline in smallest
+            for step in larger.rough(space, outline, num, space.homes, memory, math.inf)
+        )
+
+    if cluster.links[-1].size and cluster.links[-1].size <= cluster.num_devices:
+        return 0  # there is no link for more
+    node = next((link.size for link in reversed(cluster.links[:-1]) if link.size), 1)
+    low, high = 0, -(-(cluster.num_devices + 1) // node)
+    while high * node <= _MOST_DEVICES and not fits(high * node):
+        low, high = high, 2 * high
+    if high * node > _MOST_DEVICES:
+        return 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle * node) else (middle, high)
+    return high * node
+
+
+class _Judge:
+    """Simulates plans, each once, and counts those that are refused."""
+
+    def __init__(self, evaluator: PlanEvaluator, limits: Limits, memory: float) -> None:
+        self._evaluator = evaluator
+        self._limits = limits
+        self.memory = memory
+        self._found: dict[tuple[str, int], Candidate | None] = {}
+        self._refused: Counter[str] = Counter()
+
+    @property
+    def num(self) -> int:
+        return len(self._found)
+
+    def refusals(self) -> tuple[tuple[str, int], ...]:
+        return tuple(self._refused.most_common())
+
+    def judge(self, how: Parallelism, rows: int) -> Candidate | None:
+        """The candidate, with budget and buckets chosen; None if it is refused."""
+        try:
+            plan = plan_of(self._evaluator.refine(how, rows, self.memory, self._limits))
+        except PlanError as error:
+            self._refused[str(error)] += 1
+            return None
+        key = str(plan), rows
+        if key not in self._found:
+            try:
+                for refusal in refusals(plan, StepFacts(rows=rows)):
+                    raise PlanError(refusal)
+                self._found[key] = Candidate(plan, rows, self._evaluator.simulate(plan, rows))
+            except PlanError as error:
+                self._refused[str(error)] += 1
+                self._found[key] = None
+        return self._found[key]
+
+    def ranked(self) -> list[Candidate]:
+        """What fits, best first; of equals the one that takes less memory, and then the shorter line."""
+        fits = [each for each in self._found.values() if each is not None and each.step.misses_by(self.memory) <= 0]
+        return sorted(fits, key=lambda each: (-each.score, each.memory, len(str(each.plan)), str(each.plan)))
+
+
+def _one_a_mesh(ranked: Sequence[Candidate]) -> list[Candidate]:
+    found: dict[tuple[object, ...], Candidate] = {}
+    for each in ranked:
+        how = Parallelism.of(each.plan)
+        ranks = (how.batch, how.weights, how.context, how.pipeline)
+        found.setdefault((each.rows, ranks, each.plan.relaxed_axis, how.homes.any_away), each)
+    return list(found.values())[:_SHOWN]
+
+
+def _front(ranked: Sequence[Candidate]) -> list[Candidate]:
+    found: list[Candidate] = []
+    for each in ranked:
+        if not found or each.memory < found[-1].memory * 0.99:
+            found.append(each)
+    return found
+
+
+def _with_reasons(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """The candidates with why each is before the next."""
+    made = []
+    for index, each in enumerate(found):
+        why = ""
+        if index + 1 < len(found):
+            why = main_difference(found[index + 1].step, each.step)
+        made.append(Candidate(each.plan, each.rows, each.step, why))
+    return tuple(made)
+
+
+def _lost(
+    judge: _Judge, name: str, rows: int, step: RoughStep, winner: Candidate, cluster: Cluster
+) -> LostChoice | None:
+    """Why the best plan of a well-known strategy lost; None if the winner is one of its plans."""
+    if name in names_of(Parallelism.of(winner.plan), cluster.sizes):
+        return None
+    found = judge.judge(step.choice.how, rows)
+    if found is None:
+        return None
+    missing = found.step.misses_by(judge.memory)
+    if missing > 0:
+        why = f"does not fit, by {human_bytes(missing)}"
+    else:
+        why = f"{winner.score / found.score - 1:.0%} slower: {main_difference(found.step, winner.step)}"
+    return LostChoice(name, found.plan, rows, found.step.seconds, why)
+
+
+def main_difference(slower: PlannedStep, faster: PlannedStep) -> str:
+    """What the slower of two steps spends most more on, for as many tokens."""
+    less, more = faster.estimate.parts, slower.estimate.parts
+    share = faster.tokens / slower.tokens
+    name = max(more, key=lambda each: more[each] * share - less[each])
+    if more[name] * share - less[name] < 1e-4 * faster.seconds:
+        return "is as fast"
+    if name == "compute":
+        return f"computes {more[name] * share / max(less[name], 1e-12) - 1:.1%} longer"
+    return f"spends {more[name] / slower.seconds:.1%} of its step on {name}, not {less[name] / faster.seconds:.1%}"
+
+
+def _say_nothing(what: str, done: int, of: int) -> None:
+    pass

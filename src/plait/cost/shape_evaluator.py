@@ -1,0 +1,135 @@
+"""A transformer's shape, for a search: which plans divide it, their closed forms, their simulated steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from plait.cost.parallel_forms import schedule_activations
+from plait.cost.plan_search import PlanEvaluator, RoughStep
+from plait.cost.transformer import TransformerShape
+from plait.cost.transformer_memory import kept_bytes, least_budget, logits_bytes, memory_of_rank
+from plait.cost.transformer_simulation import SimulatedStep, misses_by, program_in, simulate_step
+from plait.cost.transformer_step import CellTimes, agreement, cell_times, estimate_step, state_times
+from plait.plan.parallelism import BUDGET, FULL, NONE, Homes, Parallelism
+from plait.plan.plan import Plan
+from plait.plan.plan_space import Limits, PlanChoice, PlanSpace, StateOption
+from plait.plan.sharding_plan import DEVICE
+from plait.spec.cluster import Cluster
+
+_MOST_ACTIONS = 4_000  # of a schedule that is simulated whole
+_BUCKETS = (25 * 2**20, 5 * 2**20, 100 * 2**20, 400 * 2**20)  # the default first, which others must be better than
+_SHARE_OF_EXCHANGES = 0.05  # of a step, that replicas which agree later may spend: as seldom as that needs
+_BUDGET_STEPS = 8  # halvings, in the search for the largest budget that fits
+
+
+@dataclass(frozen=True)
+class ShapeEvaluator:
+    """Plans of a decoder of this shape on a cluster, with the data types that its devices are made for."""
+
+    shape: TransformerShape
+    cluster: Cluster
+
+    def on(self, cluster: Cluster) -> PlanEvaluator:
+        """The same shape on another cluster."""
+        return ShapeEvaluator(self.shape, cluster)
+
+    @property
+    def divides(self) -> str:
+        """What ranks must divide, in words."""
+        shape = self.shape
+        return (
+            f"{shape.heads} heads and {shape.groups} key-value heads, {shape.sequence} positions or the"
+            f" {shape.layers} layers"
+        )
+
+    def space(self, num_ranks: int, rows: tuple[int, ...], limits: Limits) -> PlanSpace:
+        """The plans for so many ranks."""
+        peaks = dict(self.cluster.device.peak)
+        halves = [word for word, dtype in (("bf16", "bfloat16"), ("fp16", "float16")) if dtype in peaks]
+        words = [f"{halves[0]}-params", halves[0]] if halves and self.cluster.device.overlaps else []
+        return PlanSpace(
+            num_ranks, rows, self.cluster.sizes, self.shape.layers, (self.shape.heads, self.shape.groups),
+            self.shape.sequence, (*words, "fp32"), self.cluster.has_host_memory, limits,
+        )  # fmt: skip
+
+    def _cells(self, outline: Parallelism, rows: int) -> CellTimes:
+        program = program_in(outline.precision)
+        return cell_times(self.shape, outline, rows, self.cluster, program, whole_layers=True)
+
+    def floor(self, outline: Parallelism, rows: int) -> float:
+        """Seconds of the microbatches of an outline, without a bubble, sums, copies and update."""
+        return outline.num_micro * self._cells(outline, rows).seconds
+
+    def rough(
+        self, space: PlanSpace, outline: Parallelism, rows: int, homes: Sequence[Homes], memory: float, most: float
+    ) -> Iterator[RoughStep]:
+        """Closed forms of all plans of an outline with these homes, but of those that take more than `most` seconds."""
+        program, shape = program_in(outline.precision), self.shape
+        cells = self._cells(outline, rows)
+        micro_rows = rows / (outline.batch * outline.num_micro * outline.context)
+        kept = shape.layers * kept_bytes(shape, outline, micro_rows, program, outline.recompute)
+        orders = []
+        for name, chunks in space.schedules(outline):
+            order = replace(outline, schedule=name, chunks=chunks)
+            factor = schedule_activations(order.order, order.pipeline, order.num_micro, chunks)
+            orders.append((name, chunks, cells.wait(order) + outline.num_micro * (chunks - 1) * cells.messages, factor))
+        for option in space.states(outline):
+            for home in homes:
+                how = replace(outline, cuts=option.cuts, sharded=option.sharded, later=option.later, homes=home)
+                states = state_times(shape, how, rows, self.cluster, program, cells)
+                rest = outline.num_micro * cells.seconds + states.data + states.update + states.copies
+                if rest > most:
+                    continue
+                least, away = memory_of_rank(shape, how, rows, program, 0.0)
+                for name, chunks, wait, factor in orders:
+                    in_flight = kept * factor
+                    device, host = sum(least.values()) + in_flight, away
+                    if home.activations != DEVICE:
+                        device -= max(in_flight - 2 * kept / shape.layers, 0.0)
+                        host = away | {"activations": in_flight}
+                    seconds, chosen = rest + wait, option
+                    if option.later is not None:
+                        steps = self._steps_between(space, states.exchange, seconds)
+                        chosen = StateOption(option.cuts, option.sharded, option.later._replace(steps=steps))
+                        seconds += agreement(replace(how, later=chosen.later), states.exchange, seconds)
+                    missing = misses_by(device - memory, host, self.cluster, how.num_ranks, home)
+                    yield RoughStep(PlanChoice(outline, chosen, home, name, chunks), seconds, device, missing)
+
+    def _steps_between(self, space: PlanSpace, exchange: float, seconds: float) -> int:
+        """The fewest steps between two exchanges that take a small part of the time; the most if none do."""
+        few = [steps for steps in space.sync_steps if exchange <= _SHARE_OF_EXCHANGES * steps * seconds]
+        return few[0] if few else space.sync_steps[-1]
+
+    def refine(self, how: Parallelism, rows: int, memory: float, limits: Limits) -> Parallelism:
+        """The same plan with the best budget of recomputation and the best buckets."""
+        found = [replace(how, bucket=size) for size in limits.sizes("bucket") or _BUCKETS]
+        if how.recompute == FULL and limits.allow("recompute", "budget"):
+            found += [budgeted for each in found if (budgeted := self._with_budget(each, rows, memory)) is not None]
+        return min(found, key=lambda each: round(self._seconds(each, rows), 4))
+
+    def _seconds(self, how: Parallelism, rows: int) -> float:
+        return estimate_step(self.shape, how, rows, self.cluster, program_in(how.precision)).seconds
+
+    def _with_budget(self, how: Parallelism, rows: int, memory: float) -> Parallelism | None:
+        """The plan that repeats as little as fits; None if whole layers must be repeated."""
+        program = program_in(how.precision)
+        micro_rows = rows / (how.batch * how.num_micro * how.context)
+        least = least_budget(self.shape, how, micro_rows, program)
+        kept = self.shape.layers * kept_bytes(self.shape, how, micro_rows, program, NONE)
+        fits, too_much = 0.0, kept + logits_bytes(self.shape, how, micro_rows, program)
+        for _ in range(_BUDGET_STEPS):
+            middle = (max(fits, least) + too_much) / 2
+            tried = replace(how, recompute=BUDGET, budget=int(middle))
+            taken, away = memory_of_rank(self.shape, tried, rows, program)
+            if misses_by(sum(taken.values()) - memory, away, self.cluster, how.num_ranks, how.homes) <= 0:
+                fits = middle
+            else:
+                too_much = middle
+        unit = 2**20 if fits < 2**34 else 2**28
+        budget = int(fits) // unit * unit
+        return replace(how, recompute=BUDGET, budget=budget) if budget >= least else None
+
+    def simulate(self, plan: Plan, rows: int) -> SimulatedStep:
+        """The step of a plan, of long schedules their first rounds."""
+        return simulate_step(self.shape, plan, rows, self.cluster, most_actions=_MOST_ACTIONS)

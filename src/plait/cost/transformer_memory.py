@@ -1,0 +1,79 @@
+"""The bytes that a transformer's step takes on its fullest rank, by class, in closed form."""
+
+from __future__ import annotations
+
+from plait.cost.parallel_forms import schedule_activations
+from plait.cost.transformer import HALF_BYTES, TransformerShape
+from plait.cost.transformer_program import TransformerProgram
+from plait.cost.transformer_states import trained
+from plait.plan.parallelism import ALTERNATE, BUDGET, FULL, NONE, Parallelism
+from plait.plan.sharding_plan import DEVICE
+
+
+def own_parameters(shape: TransformerShape, how: Parallelism) -> float:
+    """Parameters of the rank with most: its layers, and an embedding or an output layer."""
+    ends = shape.embedding_parameters if how.pipeline == 1 else max(shape.vocab * shape.hidden, 1)
+    return (shape.layers / how.pipeline * shape.layer_parameters + ends) / how.weights
+
+
+def kept_bytes(
+    shape: TransformerShape, how: Parallelism, rows: float, program: TransformerProgram, recompute: str
+) -> float:
+    """Bytes that a layer keeps from forward to backward on one rank, for a microbatch of `rows` sequences."""
+    if recompute == BUDGET:
+        least, most = (kept_bytes(shape, how, rows, program, kind) for kind in (FULL, NONE))
+        return min(max((how.budget - logits_bytes(shape, how, rows, program)) / shape.layers, least), most)
+    found = shape.activation_bytes(rows, how.weights, how.sequence, recompute) * program.value_bytes / HALF_BYTES
+    inputs = 1 if recompute in (ALTERNATE, FULL) else 2  # of norms, which are of the residual stream
+    wider = inputs * (program.stream_bytes - program.value_bytes) * shape.hidden * rows * shape.sequence
+    return found + wider / (how.weights if how.sequence and recompute != FULL else 1)
+
+
+def least_budget(shape: TransformerShape, how: Parallelism, rows: float, program: TransformerProgram) -> float:
+    """Bytes of the smallest budget: the inputs of all layers, and what the loss keeps."""
+    inputs = kept_bytes(shape, how, rows, program, FULL)
+    return shape.layers * inputs + logits_bytes(shape, how, rows, program)
+
+
+def logits_bytes(shape: TransformerShape, how: Parallelism, rows: float, program: TransformerProgram) -> float:
+    return program.loss_bytes * rows * shape.sequence * shape.vocab / how.weights
+
+
+def memory_of_rank(
+    shape: TransformerShape, how: Parallelism, rows: float, program: TransformerProgram, kept: float | None = None
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes by class on the device of the fullest rank, and outside it, for a step of `rows` sequences.
+
+    `kept` are the bytes of activations of all microbatches in flight, where a simulated schedule has told them.
+    """
+    own = own_parameters(shape, how)
+    states, cuts, parts, homes = program.states, how.cuts, how.sharded, how.homes
+    sizes = {
+        "parameters": own * states.parameters / (parts if cuts.parameters else 1),
+        "gradients": own * states.gradients / (parts if cuts.gradients else 1),
+        "optimizer": own * states.optimizer / (parts if cuts.optimizer else 1),
+    }
+    if how.later is not None:
+        sizes["optimizer"] += how.later.kept_bytes * trained(own, how)
+    rows /= how.batch * how.num_micro * how.context
+    layer = kept_bytes(shape, how, rows, program, how.recompute)
+    factor = schedule_activations(how.order, how.pipeline, how.num_micro, how.chunks)
+    sizes["activations"] = layer * shape.layers * factor if kept is None else kept
+    away: dict[str, float] = {}
+    if homes.activations != DEVICE:  # but of the layer that computes, and of the one that is copied
+        away["activations"] = sizes["activations"]
+        sizes["activations"] = min(2 * layer, away["activations"])
+    if how.recompute in (ALTERNATE, FULL, BUDGET):  # of the layer that is recomputed
+        sizes["activations"] += kept_bytes(shape, how, rows, program, NONE)
+        sizes["activations"] -= layer if how.recompute == BUDGET else 0.0
+    sizes["logits"] = logits_bytes(shape, how, rows, program)
+    most = max(2 * shape.layer_parameters, shape.vocab * shape.hidden) / how.weights  # two layers are there at a time
+    if cuts.parameters:
+        sizes["buffers"] = 2 * program.value_bytes * shape.layer_parameters / how.weights
+    if homes.optimizer != DEVICE:
+        away["optimizer"] = sizes.pop("optimizer")
+        away["gradients"], sizes["gradients"] = sizes["gradients"], min(most * states.gradients, sizes["gradients"])
+    if homes.parameters != DEVICE:
+        away["parameters"] = sizes.pop("parameters")
+        sizes["buffers"] = most * program.stream_bytes
+    return sizes, away

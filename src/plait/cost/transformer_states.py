@@ -1,0 +1,185 @@
+"""What the states of a transformer take: sums of gradients, gathers, updates, copies, exchanges of replicas.
+
+Closed forms, as in cost/transformer_step.py, which adds them up. A rank has `own` parameters before ZeRO cuts them.
+
+    sums       an all-reduce a step; with zero=2 a reduce-scatter a microbatch; with zero=3 gathers for each use too
+               (Rajbhandari et al. 2020, "ZeRO"). Over several replicas parts are summed between them
+    hidden     sums of the last microbatch run while its backward computes, all but the last bucket's (Li et al. 2020,
+               "PyTorch Distributed")
+    copies     over the link between host and device, while the device computes (Rajbhandari et al. 2021,
+               "ZeRO-Infinity"); an update on the host reads and writes the states in the host's memory
+    exchanges  replicas that agree every H steps all-reduce their weights (Douillard et al. 2023, "DiLoCo"), of which
+               `overlap` steps hide what they can
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plait.cost.collective_time import CollectiveKind, collective_time
+from plait.cost.memory_model import StateBytes
+from plait.errors import PlanError, Refusal
+from plait.plan.parallelism import FULL, Parallelism
+from plait.plan.sharding_plan import DEVICE, DISK
+from plait.spec.cluster import Cluster, HostSpec
+
+_COPIES_REACH = 0.8  # of the bandwidth between host and device; assumed
+_FIRST_BUCKETS = 16  # a bucket has at most such a part of the gradients, but 1 MiB at least (schedule/buckets.py)
+
+
+@dataclass(frozen=True)
+class StateTraffic:
+    """How a program stores and sends states.
+
+    Attributes:
+        states: bytes per parameter.
+        summed_bytes: of a gradient, as it is summed.
+        value_bytes: of a parameter, as it is gathered.
+        fetched_bytes: of a parameter, as it is copied to the device.
+        gather_efficiency: of the links, in gathers of parameters for their use.
+        hides_sums: whether sums of gradients run while the last backward computes.
+        contention: the seconds that compute loses for each second of a collective that it hides.
+    """
+
+    states: StateBytes
+    summed_bytes: float
+    value_bytes: float
+    fetched_bytes: float
+    gather_efficiency: float = 1.0
+    hides_sums: bool = False
+    contention: float = 0.0
+
+    def exposed(self, seconds: float, compute: float) -> float:
+        """What collectives of so many seconds add to a step in which they run beside `compute` seconds of ops."""
+        return max(seconds - compute, 0.0) + self.contention * min(seconds, compute)
+
+
+def sums_time(
+    own: float, how: Parallelism, cluster: Cluster, traffic: StateTraffic, compute: float, backward: float
+) -> float:
+    """Seconds of sums of gradients, and of gathers of parameters, as far as compute does not hide them.
+
+    `compute` are the seconds of all microbatches, `backward` those of the last microbatch's backward.
+    """
+    ranks, across = how.agreeing * how.context, how.context * how.weights
+    if ranks == 1:
+        return 0.0
+    group = range(0, ranks * how.weights, how.weights)
+    gradients = own * traffic.summed_bytes
+    inner = group if how.sharded == ranks else range(0, how.sharded * across, across)
+    rest = 0.0  # sums of the parts, over ranks that do not cut them
+    if how.cuts.gradients and how.sharded < ranks:
+        part = gradients / how.sharded
+        rest = collective_time(CollectiveKind.ALL_REDUCE, part, range(0, across, how.weights), cluster)
+        outer = range(0, how.agreeing * across, how.sharded * across)
+        rest += collective_time(CollectiveKind.ALL_REDUCE, part, outer, cluster)
+    if how.cuts.parameters:
+        half = traffic.value_bytes * own
+        gathers = (3 if how.recompute == FULL else 2) * how.num_micro
+        seconds = gathers * collective_time(CollectiveKind.ALL_GATHER, half, inner, cluster)
+        seconds += how.num_micro * collective_time(CollectiveKind.REDUCE_SCATTER, gradients, inner, cluster)
+        seconds /= traffic.gather_efficiency
+        return traffic.exposed(seconds, compute) + rest  # a layer's are gathered while the layer before it computes
+    hides = traffic.hides_sums and cluster.device.overlaps
+    size = min(how.bucket, max(gradients / _FIRST_BUCKETS, 2**20)) if hides else gradients
+    num = max(round(gradients / size), 1)
+    if how.cuts.gradients:
+        each = collective_time(CollectiveKind.REDUCE_SCATTER, gradients / num, inner, cluster)
+        earlier = (how.num_micro - 1) * num * each
+        gathered = collective_time(CollectiveKind.ALL_GATHER, own * traffic.states.parameters, inner, cluster)
+    else:
+        each = collective_time(CollectiveKind.ALL_REDUCE, gradients / num, group, cluster)
+        earlier = gathered = 0.0
+    if not hides:
+        return earlier + num * each + rest + gathered
+    earlier = traffic.exposed(earlier, (how.num_micro - 1) * backward)
+    return earlier + traffic.exposed((num - 1) * each, backward * (num - 1) / num) + each + rest + gathered
+
+
+@dataclass(frozen=True)
+class HostWork:
+    """What keeping values off the device takes in a step: seconds of copies that compute does not hide, and of the
+    update on the host."""
+
+    copies: float = 0.0
+    update: float = 0.0
+
+
+def host_work(
+    own: float,
+    activations: float,
+    how: Parallelism,
+    cluster: Cluster,
+    traffic: StateTraffic,
+    forward: float,
+    backward: float,
+) -> HostWork:
+    """Seconds of copies and of the update on the host.
+
+    Args:
+        activations: bytes that a rank keeps for backward, of all microbatches.
+        forward: seconds of the forwards of all microbatches, behind which copies hide.
+        backward: seconds of their backwards.
+
+    Raises PlanError for a cluster of whose host nothing is known.
+    """
+    homes = how.homes
+    if not homes.any_away:
+        return HostWork()
+    host = _host(cluster, how)
+    share = min(cluster.node_size, how.num_ranks)
+    to_device = to_host = after = from_disk = 0.0
+    held = own / (how.sharded if how.cuts.parameters else 1)
+    if homes.parameters != DEVICE:
+        fetched = 2 * how.num_micro * held * traffic.fetched_bytes  # for forward, and again for backward
+        to_device += fetched
+        from_disk += fetched if homes.parameters == DISK else 0.0
+    gradients = own * traffic.states.gradients / (how.sharded if how.cuts.gradients else 1)
+    updated = own / (how.sharded if how.cuts.optimizer else 1)
+    update = 0.0
+    if homes.optimizer != DEVICE:
+        to_host += how.num_micro * gradients
+        to_device += (how.num_micro - 1) * gradients  # earlier microbatches' sums, to be added to
+        states = updated * traffic.states.optimizer
+        if homes.parameters == DEVICE:
+            after = updated * traffic.fetched_bytes / host.device_bandwidth
+        moved = 2 * states + updated * (traffic.states.gradients + 2 * 4)  # a float32 parameter is read and written
+        update = moved / (host.ram_bandwidth / share)
+        from_disk += 2 * states if homes.optimizer == DISK else 0.0
+    link, ram = (
+        _COPIES_REACH * host.device_bandwidth,
+        host.ram_bandwidth / share,
+    )  # all ranks of a host share its memory
+    disk = host.disk_bandwidth / share
+    seconds = max(max(to_host, to_device) / link, (to_host + to_device) / ram, from_disk / disk if from_disk else 0.0)
+    if homes.activations == DEVICE:
+        return HostWork(max(seconds - forward - backward, 0.0) + after, update)
+    each = max(activations / link, activations / ram, activations / disk if homes.activations == DISK else 0.0)
+    copies = max(each + seconds / 3 - forward, 0.0) + max(each + 2 * seconds / 3 - backward, 0.0)
+    return HostWork(copies + after, update)
+
+
+def _host(cluster: Cluster, how: Parallelism) -> HostSpec:
+    if not cluster.has_host_memory or cluster.host is None:
+        why = (
+            "nothing is known of its hosts"
+            if cluster.host is None
+            else "its devices have no memory beside their host's"
+        )
+        raise PlanError(Refusal(f"a plan with home.* on the cluster {cluster.name}", why, "leave home.* out"))
+    return cluster.host
+
+
+def exchange_time(own: float, how: Parallelism, cluster: Cluster) -> float:
+    """Seconds of one exchange of replicas that agree later; 0 if there are none."""
+    if how.later is None:
+        return 0.0
+    stride = how.agreeing * how.context * how.weights
+    group = range(0, how.later.replicas * stride, stride)
+    num_bytes = trained(own, how) * how.later.sent_bytes
+    return collective_time(CollectiveKind.ALL_REDUCE, num_bytes, group, cluster)
+
+
+def trained(own: float, how: Parallelism) -> float:
+    """Elements that a rank updates."""
+    return own / (how.sharded if how.cuts.optimizer else 1)

@@ -1,0 +1,338 @@
+"""All plans that a search looks through: what divides ranks, rows, layers and heads, within limits that a user sets.
+
+    PlanSpace(...).outlines()          how ranks are spread, microbatches, recomputation, precision
+        .states(outline)               what ZeRO cuts over how many ranks, replicas that agree later
+        .homes                         where states and activations are kept
+        .schedules(outline)            the order of a pipeline, and its chunks
+    plan_of(parallelism)               the plan that says so
+
+These are apart because the time of a layer depends on the first alone, and sums of gradients on the first two. An axis
+that is worth a search has a line in `_meshes`; a key has its values in one of the functions below.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from plait.errors import PlanError
+from plait.plan.kinds import Bytes, Recompute
+from plait.plan.parallelism import BUDGET, FULL, NONE, ON_DEVICE, Homes, LaterAgreement, Parallelism
+from plait.plan.plan import Plan
+from plait.plan.sharding_plan import DISK, HOST, ZERO_STAGES, ZeroStage
+
+# The keys that a search chooses, in the order in which messages list them.
+SEARCHED_KEYS = (
+    "data", "replica", "tensor", "sequence", "context", "pipeline", "schedule", "chunks", "zero", "micro", "recompute",
+    "precision", "bucket", "home.parameters", "home.activations", "home.optimizer", "sync", "compress",
+)  # fmt: skip
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+_CHUNKS = {"interleaved": (2, 3, 4, 5, 6, 8), "looped-bfs": (2, 4), "zb-v": (2,), "dualpipe-v": (2,)}
+SYNC_STEPS = (8, 16, 32, 64, 128, 256, 512)  # DiLoCo's is 500 (Douillard et al. 2023)
+_HOMES = (
+    ON_DEVICE,
+    Homes(activations=HOST),
+    Homes(optimizer=HOST),
+    Homes(activations=HOST, optimizer=HOST),
+    Homes(parameters=HOST, optimizer=HOST),
+    Homes(HOST, HOST, HOST),
+    Homes(parameters=HOST, optimizer=DISK),
+    Homes(HOST, HOST, DISK),
+)
+_PER_ELEMENT = {"none": (4.0, 8.0), "int8": (1 + 4 / 256, 12.0), "int4": (0.5 + 4 / 256, 12.0)}  # sent, and kept
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a user allows of the values of keys: `tensor=1..8 zero=1,3 sync=1`.
+
+    `values` has, by key, words and ranges; a key that is not there may have any value.
+    """
+
+    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> Limits:
+        """Read limits. Raises PlanError for a word that cannot be read, and a key that is not searched."""
+        found: dict[str, tuple[str, ...]] = {}
+        for word in text.split():
+            key, equals, value = word.partition("=")
+            if not equals or not value:
+                raise PlanError(
+                    f"cannot read {word!r} of the limits {text!r}; a limit is a key with its values, like tensor=1..8"
+                    " or zero=1,3"
+                )
+            if key not in SEARCHED_KEYS:
+                near = difflib.get_close_matches(key, SEARCHED_KEYS, n=2)
+                hint = f"did you mean {' or '.join(near)}? " if near else ""
+                raise PlanError(f"{key!r} is not searched; {hint}the keys are {', '.join(SEARCHED_KEYS)}")
+            found[key] = tuple(value.split(","))
+            for each in found[key]:
+                low, dots, high = each.partition("..")
+                if dots and not (low.isdecimal() and high.isdecimal() and int(low) <= int(high)):
+                    raise PlanError(f"cannot read {word!r}; a range is like {key}=1..8")
+        made = cls(found)
+        made.sizes("bucket")
+        return made
+
+    def allow(self, key: str, value: object) -> bool:
+        """Whether the key may have this value."""
+        if key not in self.values:
+            return True
+        shown = str(value)
+        for each in self.values[key]:
+            low, dots, high = each.partition("..")
+            if shown == each or (dots and shown.isdecimal() and int(low) <= int(shown) <= int(high)):
+                return True
+        return False
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={','.join(words)}" for key, words in self.values.items())
+
+    def names(self, key: str) -> tuple[str, ...]:
+        """The values of a key that are named; () if it may have any."""
+        return self.values.get(key, ())
+
+    def sizes(self, key: str) -> tuple[int, ...]:
+        """The named values of a key, in bytes. Raises PlanError for one that is no size."""
+        try:
+            return tuple(int(Bytes().parse(word)) for word in self.names(key))
+        except ValueError as error:
+            raise PlanError(f"cannot read the limit {key}={','.join(self.names(key))}: {error}") from None
+
+
+NO_LIMITS = Limits()
+
+
+class StateOption(NamedTuple):
+    """How states are cut: by ZeRO over how many ranks; and replicas that agree later."""
+
+    cuts: ZeroStage = ZERO_STAGES[0]
+    sharded: int = 1
+    later: LaterAgreement | None = None
+
+
+class PlanChoice(NamedTuple):
+    """One plan of a space, in the parts that were chosen one after the other."""
+
+    outline: Parallelism
+    states: StateOption
+    homes: Homes
+    schedule: str
+    chunks: int
+
+    @property
+    def how(self) -> Parallelism:
+        """The plan as numbers."""
+        return replace(
+            self.outline, cuts=self.states.cuts, sharded=self.states.sharded, later=self.states.later,
+            homes=self.homes, schedule=self.schedule, chunks=self.chunks,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlanSpace:
+    """What decides which plans are legal, as plain values.
+
+    Attributes:
+        num_ranks: of the plan.
+        rows: sizes of the global batch to try.
+        domains: ranks in a domain of each level of links, innermost first.
+        layers: which a pipeline cuts.
+        heads: which ranks that split weights divide, of queries and of keys.
+        sequence: positions, which ranks of a context divide; 1 if there is no sequence.
+        precisions: words of precision= to try.
+        has_host: whether values can be kept outside the device.
+        limits: what a user allows.
+    """
+
+    num_ranks: int
+    rows: tuple[int, ...]
+    domains: tuple[int, ...]
+    layers: int
+    heads: tuple[int, ...]
+    sequence: int = 1
+    precisions: tuple[str, ...] = ("fp32",)
+    has_host: bool = False
+    limits: Limits = NO_LIMITS
+
+    def outlines(self) -> Iterator[tuple[int, Parallelism]]:
+        """(rows, how ranks are spread), without ZeRO, homes, replicas and schedules."""
+        limits = self.limits
+        precisions = limits.names("precision") or self.precisions
+        kinds = [kind for word, kind in (("none", NONE), ("layer", FULL)) if limits.allow("recompute", word)]
+        if "budget" in limits.names("recompute") and not kinds:
+            kinds = [FULL]  # of which a candidate may get a budget
+        for rows in self.rows:
+            for mesh in self._meshes:
+                if rows % mesh.batch:
+                    continue
+                for num_micro in divisors(rows // mesh.batch):
+                    if not limits.allow("micro", num_micro) or (mesh.pipeline == 1 and num_micro > 64):
+                        continue
+                    for recompute in kinds:
+                        for precision in precisions:
+                            yield (
+                                rows,
+                                replace(mesh, num_micro=num_micro, recompute=recompute, precision=precision),
+                            )
+
+    @cached_property
+    def _meshes(self) -> tuple[Parallelism, ...]:
+        limits, found = self.limits, []
+        for pipeline in divisors(self.num_ranks):
+            if pipeline > self.layers or not limits.allow("pipeline", pipeline):
+                continue
+            for weights in divisors(self.num_ranks // pipeline):
+                if any(heads % weights for heads in self.heads) or not limits.allow("tensor", weights):
+                    continue
+                for context in divisors(self.num_ranks // pipeline // weights):
+                    if self.sequence % context or not limits.allow("context", context):
+                        continue
+                    batch = self.num_ranks // pipeline // weights // context
+                    for sequence in (False, True) if weights > 1 and self.sequence % weights == 0 else (False,):
+                        if limits.allow("sequence", "yes" if sequence else "no"):
+                            found.append(Parallelism(batch, weights, context, pipeline, sequence=sequence))
+        return tuple(found)
+
+    @cached_property
+    def homes(self) -> tuple[Homes, ...]:
+        """Where values may be kept; the device first, if all may be there."""
+        return tuple(each for each in (_HOMES if self.has_host else _HOMES[:1]) if self._allows_homes(each))
+
+    def states(self, outline: Parallelism) -> list[StateOption]:
+        """The ways to cut states over the ranks of an outline, and to agree, whatever their homes."""
+        limits, found = self.limits, []
+        for replicas, later in self._replicas(outline):
+            agreeing = outline.batch // replicas
+            for data in divisors(agreeing):
+                if later is not None and data != agreeing:
+                    continue  # the axis of replicas is taken
+                if not limits.allow("data", replicas if later and agreeing == 1 else data):
+                    continue
+                if not limits.allow("replica", replicas if later and agreeing > 1 else agreeing // data):
+                    continue
+                for stage in range(4):
+                    if stage and data == 1:
+                        continue
+                    if (stage == 0 and data != agreeing) or not limits.allow("zero", stage):
+                        continue  # without ZeRO all ranks that cut rows are alike
+                    found.append(StateOption(ZERO_STAGES[stage], data if stage else 1, later))
+        return found
+
+    def _allows_homes(self, homes: Homes) -> bool:
+        named = {"parameters": homes.parameters, "activations": homes.activations, "optimizer": homes.optimizer}
+        return all(self.limits.allow(f"home.{key}", value) for key, value in named.items())
+
+    def _replicas(self, outline: Parallelism) -> Iterator[tuple[int, LaterAgreement | None]]:
+        """Numbers of replicas, and how they agree later: each domain of a level is a replica."""
+        limits = self.limits
+        if limits.allow("sync", 1):
+            yield 1, None
+        counts = {self.num_ranks // below for below in (1, *self.domains) if below < self.num_ranks}
+        for replicas in sorted(counts):
+            if outline.batch % replicas:
+                continue
+            for kind in limits.names("compress") or ("none",):
+                if kind in _PER_ELEMENT and self.sync_steps:
+                    yield replicas, LaterAgreement(replicas, self.sync_steps[-1], 0, *_PER_ELEMENT[kind])
+
+    @cached_property
+    def sync_steps(self) -> tuple[int, ...]:
+        """The steps between two exchanges that replicas may have, ascending."""
+        return tuple(steps for steps in SYNC_STEPS if self.limits.allow("sync", steps))
+
+    def schedules(self, outline: Parallelism) -> list[tuple[str, int]]:
+        """(schedule, chunks) for the pipeline of an outline."""
+        if outline.pipeline == 1:
+            return [("1f1b", 1)]
+        limits, found = self.limits, []
+        for name in SCHEDULES:
+            if limits.allow("schedule", name):
+                for chunks in _CHUNKS.get(name, (1,)):
+                    if outline.pipeline * chunks <= self.layers and limits.allow("chunks", chunks):
+                        found.append((name, chunks))
+        return found
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, ascending."""
+    small = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
+
+
+def batch_sizes(low: int, high: int) -> tuple[int, ...]:
+    """Sizes of the batch to try: the lower one, doubled while it is below the upper one, and that."""
+    found = [low]
+    while found[-1] * 2 <= high:
+        found.append(found[-1] * 2)
+    return tuple(dict.fromkeys([*found, high]))
+
+
+def plan_of(how: Parallelism) -> Plan:
+    """The plan that a Parallelism describes. Raises PlanError, with a Refusal, for one that cannot be had."""
+    agreeing = how.agreeing
+    words: dict[str, object] = {
+        "pipeline": how.pipeline,
+        "tensor": how.weights,
+        "micro": how.num_micro,
+        "zero": ZERO_STAGES_BY_CUTS[how.cuts],
+        "precision": how.precision,
+        "bucket_bytes": how.bucket,
+        "recompute": _recompute(how),
+        "sequence": "yes" if how.sequence else "no",
+        "home_parameters": how.homes.parameters,
+        "home_activations": how.homes.activations,
+        "home_optimizer": how.homes.optimizer,
+    }
+    if how.context > 1:
+        words["other_axes"] = (("context", how.context),)
+    if how.pipeline > 1:
+        words |= {"schedule": how.schedule}
+        if how.schedule in ("interleaved", "looped-bfs"):
+            words["chunks"] = how.chunks
+    data = how.sharded if how.cuts.optimizer else agreeing
+    words |= {"data": data, "replica": agreeing // data}
+    if how.later is not None:
+        kind = next(kind for kind, (sent, _) in _PER_ELEMENT.items() if sent == how.later.sent_bytes)
+        words |= {"sync": how.later.steps, "outer": "nesterov", "overlap": how.later.overlap}
+        words |= {"data": how.later.replicas} if agreeing == 1 else {"replica": how.later.replicas, "data": agreeing}
+        parsed = Plan.parse(f"data=2 compress={kind}").compress
+        words["compress"] = parsed
+    return Plan(**words)  # type: ignore[arg-type]
+
+
+ZERO_STAGES_BY_CUTS = {cuts: stage for stage, cuts in ZERO_STAGES.items()}
+
+
+def _recompute(how: Parallelism) -> Recompute:
+    if how.recompute == BUDGET:
+        return Recompute("budget", budget_bytes=how.budget)
+    return Recompute("layer" if how.recompute == FULL else "none")
+
+
+def budget_words(num_bytes: float) -> int:
+    """A budget of recomputation as a round number of bytes, at most the given one."""
+    unit = 2**20 if num_bytes < 2**33 else 2**26
+    return max(int(num_bytes) // unit * unit, 2**20)
+
+
+def memory_of(text: str) -> int:
+    """The bytes of a text such as 70GiB. Raises PlanError for another text."""
+    try:
+        return int(Bytes().parse(text))
+    except ValueError as error:
+        raise PlanError(f"--memory {text}: {error}") from None
+
+
+def batches_of(text: str) -> tuple[int, ...]:
+    """The sizes of the batch that a text such as 512..2048 allows. Raises PlanError for another text."""
+    low, dots, high = text.partition("..")
+    if not low.isdecimal() or (dots and not high.isdecimal()) or int(low) < 1 or (dots and int(high) < int(low)):
+        raise PlanError(f"--batch {text}: it is a number of rows of the global batch, or a range like 512..2048")
+    return batch_sizes(int(low), int(high) if dots else int(low))

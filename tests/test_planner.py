@@ -1,0 +1,250 @@
+"""plait plan: the space of legal plans, the search through it, and what is said where nothing fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from plait.api.cli import app
+from plait.cost.plan_search import RELAXED_WORTH, USABLE, Candidate, FoundPlans, search
+from plait.cost.shape_evaluator import ShapeEvaluator
+from plait.cost.transformer import TransformerShape
+from plait.cost.transformer_simulation import simulate_step
+from plait.errors import PlanError
+from plait.plan.legality import refusals
+from plait.plan.parallelism import Parallelism
+from plait.plan.plan import Plan
+from plait.plan.plan_space import Limits, PlanChoice, PlanSpace, batch_sizes, plan_of
+from plait.plan.step_facts import StepFacts
+from plait.spec.cluster import Cluster
+from plait.spec.cluster_file import find_cluster
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+GPT = TransformerShape(16, 2048, 16, 50257, 1024, dropout=False, stores_scores=False)
+LLAMA_7B = TransformerShape(
+    32, 4096, 32, 32000, 4096, ffn=11008, gated=True, biases=False, tied=False, learned_positions=False, dropout=False,
+    stores_scores=False,
+)  # fmt: skip
+
+
+def found(
+    shape: TransformerShape, cluster: str | Cluster, rows: int, limits: str = "", memory: float | None = None
+) -> FoundPlans:
+    where = find_cluster(cluster) if isinstance(cluster, str) else cluster
+    return search(ShapeEvaluator(shape, where), where, (rows,), Limits.parse(limits), memory)
+
+
+def choices(space: PlanSpace) -> list[PlanChoice]:
+    return [
+        PlanChoice(outline, option, home, *order)
+        for _, outline in space.outlines()
+        for option in space.states(outline)
+        for home in space.homes
+        for order in space.schedules(outline)
+    ]
+
+
+def test_all_plans_of_a_space_are_legal_and_say_what_they_are() -> None:
+    space = PlanSpace(8, (16,), (4, 8), 4, (8, 8), 64, ("bf16-params", "fp32"), True)
+    of_all = choices(space)
+    assert len(of_all) > 20_000
+    for choice in islice(of_all, 0, None, 37):
+        how = choice.how
+        plan = plan_of(how)
+        assert plan.num_processes == 8
+        assert not refusals(plan, StepFacts(rows=16)), plan
+        again = Parallelism.of(Plan.parse(str(plan)))
+        chunks = how.chunks if how.schedule in ("interleaved", "looped-bfs") else 1  # others have a fixed number
+        schedule = how.schedule if how.pipeline > 1 else "1f1b"
+        assert again == replace(how, chunks=chunks, schedule=schedule)
+
+
+def test_a_space_has_every_key_that_is_searched() -> None:
+    space = PlanSpace(8, (32,), (4, 8), 4, (8, 8), 64, ("bf16-params", "fp32"), True)
+    plans = [str(plan_of(choice.how)) for choice in choices(space)[::11]]
+    words = {word.partition("=")[0] for plan in plans for word in plan.split()}
+    assert words >= {
+        "data", "replica", "tensor", "sequence", "context", "pipeline", "schedule", "chunks", "zero", "micro",
+        "recompute", "precision", "home.parameters", "home.activations", "home.optimizer", "sync", "outer",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("limits", "kept"),
+    [
+        ("tensor=1..2 pipeline=1", lambda plan: plan.tensor <= 2 and plan.pipeline == 1),
+        ("zero=1,3 sync=1", lambda plan: plan.zero in (1, 3) and plan.sync == 1),
+        ("precision=fp16-params recompute=layer", lambda plan: plan.precision == "fp16-params"),
+        ("schedule=zb-v pipeline=2..8", lambda plan: plan.schedule == "zb-v" and plan.pipeline > 1),
+        ("home.optimizer=host", lambda plan: plan.home_optimizer == "host"),
+        ("sync=64 compress=int8", lambda plan: plan.sync == 64 and str(plan.compress) == "int8"),
+        ("data=4 replica=2", lambda plan: (plan.data, plan.replica) == (4, 2)),
+        ("micro=2 context=2", lambda plan: plan.micro == 2 and plan.mesh.axis_size("context") == 2),
+    ],
+)
+def test_limits(limits: str, kept: object) -> None:
+    space = PlanSpace(8, (32,), (4, 8), 4, (8, 8), 64, ("bf16-params",), True, Limits.parse(limits))
+    plans = [plan_of(choice.how) for choice in choices(space)[::3]]
+    assert plans
+    assert callable(kept)
+    assert all(kept(plan) for plan in plans)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ("tensr=2", "'tensr' is not searched; did you mean tensor"),
+        ("tensor", "cannot read 'tensor' of the limits"),
+        ("tensor=4..2", "a range is like tensor=1..8"),
+        ("tensor=a..b", "a range is like tensor=1..8"),
+    ],
+)
+def test_bad_limits(limits: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Limits.parse(limits)
+
+
+def test_no_plan_of_all_is_better() -> None:
+    """Against every plan of a small space, each simulated."""
+    node = find_cluster("h100x8")
+    limits = Limits.parse("micro=1,4 sync=1 home.parameters=device home.activations=device home.optimizer=device"
+                          " precision=bf16-params recompute=none,layer")  # fmt: skip
+    evaluator = ShapeEvaluator(GPT, node)
+    best = search(evaluator, node, (64,), limits).best[0]
+    space = evaluator.space(8, (64,), limits)
+    every = []
+    for choice in choices(space):
+        step = simulate_step(GPT, plan_of(choice.how), 64, node)
+        if step.misses_by(USABLE * node.device.memory) <= 0:
+            every.append(step)
+    assert len(every) > 500
+    fastest = min(every, key=lambda each: each.seconds)
+    assert best.step.seconds <= fastest.seconds * 1.001, (best.plan, fastest.plan)
+
+
+def test_the_same_input_has_the_same_answer() -> None:
+    first, again = (found(GPT, "a100x16", 64, "micro=1..8") for _ in range(2))
+    assert [str(each.plan) for each in first.best] == [str(each.plan) for each in again.best]
+    assert [str(each.plan) for each in first.front] == [str(each.plan) for each in again.front]
+    assert [each.why for each in first.lost] == [each.why for each in again.lost]
+
+
+def test_the_best_come_first_and_the_front_has_nothing_better() -> None:
+    node = found(GPT, "h100x8", 64)
+    scores = [each.score for each in node.best]
+    assert scores == sorted(scores, reverse=True)
+    for earlier, later in zip(node.front, node.front[1:], strict=False):
+        assert earlier.score >= later.score
+        assert earlier.memory > later.memory
+    assert node.front[0].plan == node.best[0].plan
+    assert all(each.step.misses_by(node.memory) <= 0 for each in (*node.best, *node.front))
+    assert {each.name for each in node.lost} >= {"data parallel (DDP)", "Megatron-LM: tensor, 1F1B, data"} - {
+        "data parallel (DDP)" if node.best[0].plan.zero == 0 else ""
+    }
+
+
+def test_less_memory_has_another_plan() -> None:
+    rich, poor = found(GPT, "h100x8", 64), found(GPT, "h100x8", 64, memory=6e9)
+    assert poor.best[0].memory <= 6e9
+    assert poor.best[0].score < rich.best[0].score
+    assert any("does not fit" in each.why for each in poor.lost)
+
+
+def test_slow_lines_between_sites_are_left_to_replicas_that_agree_later() -> None:
+    far = found(LLAMA_7B, "two-sites", 64, "micro=2..8 context=1")
+    best = far.best[0].plan
+    assert best.relaxed_axis == "replica"
+    assert best.replica == 2
+    assert far.best[0].score == pytest.approx(RELAXED_WORTH * far.best[0].step.tokens_per_second)
+    together = [each for each in far.best if not each.plan.relaxed_axis]
+    assert all(each.score < far.best[0].score for each in together)
+    near = found(LLAMA_7B, "h100x16", 64, "micro=2..8 context=1")
+    assert not near.best[0].plan.relaxed_axis
+    one_site = found(LLAMA_7B, "two-sites", 64, "sync=1 micro=2..8 context=1").best[0]
+    assert one_site.plan.num_processes == 8  # the line costs more than the other site gives
+
+
+def test_what_does_not_fit_a_device_goes_to_its_host() -> None:
+    shape = TransformerShape(40, 5120, 40, 50257, 2048, stores_scores=False)
+    one = found(shape, "v100x1", 16, "micro=4..16")
+    best = one.best[0].plan
+    assert best.home_parameters == best.home_optimizer == "host"
+    assert one.best[0].step.misses_by(one.memory) <= 0
+
+
+def test_a_model_that_fits_nowhere() -> None:
+    shape = TransformerShape(80, 8192, 64, 128000, 4096, stores_scores=False)
+    evaluator = ShapeEvaluator(shape, find_cluster("h100x8"))
+    limits = (
+        "home.optimizer=device home.parameters=device home.activations=device recompute=layer schedule=1f1b context=1"
+    )
+    nothing = found(shape, "h100x8", 64, limits)
+    assert nothing.best == ()
+    assert isinstance(nothing.nearest, Candidate)
+    missing = nothing.nearest.step.misses_by(nothing.memory)
+    assert missing > 1e9
+    assert nothing.enough > 8
+    enough = found(shape, f"h100x{nothing.enough}", 64, limits)
+    assert enough.best
+    if nothing.enough > 16:
+        assert not found(shape, f"h100x{nothing.enough - 8}", 64, limits).best
+    assert evaluator.divides
+
+
+def test_nothing_legal_is_an_error() -> None:
+    with pytest.raises(PlanError, match=r"no plan of 8 ranks on h100x8 is legal .*within tensor=3"):
+        found(GPT, "h100x8", 64, "tensor=3")
+
+
+def test_an_odd_number_of_devices_leaves_some_idle() -> None:
+    five = found(replace(GPT, layers=4), find_cluster("h100x5"), 64)
+    assert five.best[0].plan.num_processes in (4, 5)
+
+
+def test_batches() -> None:
+    assert batch_sizes(512, 2048) == (512, 1024, 2048)
+    assert batch_sizes(100, 250) == (100, 200, 250)
+    assert batch_sizes(7, 7) == (7,)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    file = str(EXAMPLES / "bytes_gpt.toml")
+    result = CliRunner().invoke(app, ["plan", file, "--cluster", "h100x4", "--limit-keys", "sync=1"])
+    assert result.exit_code == 0, result.output
+    lines = result.output.strip().splitlines()
+    assert lines[-1].startswith(f"plait train {file} --plan ")
+    Plan.parse(lines[-1].split('"')[1])
+    for text in ("the best plans", "faster and smaller", "well-known choices that lost", "$/M tokens", "simulated"):
+        assert text in result.output
+    larger = CliRunner().invoke(app, ["plan", file, "--cluster", "h100x4", "--batch", "64..128", "--memory", "70GiB"])
+    assert "--set train.batch_size=128" in larger.output
+    assert "70.0 GiB each (as given)" in larger.output
+    shape = tmp_path / "shape.toml"
+    text = (EXAMPLES / "shapes" / "llama3_70b.toml").read_text()
+    shape.write_text(text.replace("layers = 80", "layers = 40"))
+    alone = CliRunner().invoke(app, ["plan", str(shape), "--cluster", "h100x4", "--limit-keys", "home.optimizer=device"
+                                     " home.parameters=device home.activations=device"])  # fmt: skip
+    assert alone.exit_code == 1
+    assert "no plan fits" in alone.output
+    assert "the nearest misses by" in alone.output
+    assert "the smallest cluster of these devices that would do has" in alone.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory", "70"], "--memory 70: a size has a number and a unit"),
+        (["--batch", "8..2"], "--batch 8..2: it is a number of rows"),
+        (["--limit-keys", "bucket=25"], "cannot read the limit bucket=25: a size has a number and a unit"),
+        (["--limit-keys", "data=3"], "is legal for a batch of 32 rows"),
+        (["--cluster", "h10"], "there is no cluster 'h10'"),
+    ],
+)
+def test_bad_options(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["plan", str(EXAMPLES / "bytes_gpt.toml"), *options])
+    assert result.exit_code == 2
+    assert message in result.output
