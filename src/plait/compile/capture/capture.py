@@ -279,7 +279,7 @@ def _capture(
         stack.enter_context(DrawnDropout())
         late = stack.enter_context(LateValues(recorder.known_value, lambda: recorder.phase == "forward"))
         recorder.scalar = late.scalar
-        stack.enter_context(Selections(late, recorder.node_of))
+        stack.enter_context(Selections(late, recorder))
         forward = stack.enter_context(ForwardModules(model, recorder))
         given = batch_numbers(batch)
         numbers = BatchNumbers(given, late, recorder, fake_mode, inputs_of)

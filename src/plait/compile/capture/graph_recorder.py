@@ -115,6 +115,10 @@ class GraphRecorder(TorchDispatchMode):
         assert node is not None, f"a tensor of type {type(tensor).__name__} that no recorded op made"
         return node
 
+    def tensor_of(self, node: Node) -> Tensor | None:
+        """A tensor whose value is that of the node; None if there is none any more."""
+        return next((one for one in reversed(self._kept) if self.nodes[id(one)] is node), None)
+
     def was_written(self, tensor: Tensor) -> bool:
         """Whether an op changed this tensor, or a view of it, in place."""
         return self._group_of[id(tensor)] in self._written

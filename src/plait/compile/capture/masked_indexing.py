@@ -8,7 +8,8 @@ is finite and has no gradient. What needs the number of rows as a shape raises t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import plait.compile.capture.masked_ops  # noqa: F401  (fills the table of what selections do)
+from plait.compile.capture.expert_loops import ExpertLoop, ExpertRows, Place
+from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.late_values import LateValues
 from plait.compile.capture.masked_rows import Selected, dynamic, rows_of
 from plait.compile.ops.draw import draw
@@ -27,27 +30,37 @@ from plait.compile.ops.draw import draw
 class Selections(TorchFunctionMode):
     """While entered, indexing with a mask whose values are not known yet returns a `Selected`.
 
-    `node_of` returns the node of the graph that computes a tensor.
+    `recorder` writes the graph.
     """
 
-    def __init__(self, late: LateValues, node_of: Callable[[Tensor], Node]) -> None:
+    def __init__(self, late: LateValues, recorder: GraphRecorder) -> None:
         super().__init__()
         self.late = late
-        self._node_of = node_of
+        self._recorder = recorder
+        self._left: list[ExpertLoop] = []  # loops that ended before their last place
         self._masks: list[tuple[Node, Tensor]] = []
 
     def mask(self, keep: Tensor) -> Tensor:
         """The mask, or an earlier one that is computed in the same way, so that both select the same rows."""
         keep = keep.reshape(-1)
-        node = self._node_of(keep)
+        node = self._recorder.node_of(keep)
         for earlier, found in self._masks:
             if _same(earlier, node):
                 return found
         self._masks.append((node, keep))
         return keep
 
+    def each(self, places: Selected) -> Iterator[Any]:
+        """The experts that a mask selects, all at once: see expert_loops.py."""
+        if not places.positions:
+            raise dynamic()
+        loop = ExpertLoop(places, self._recorder)
+        return loop.run(sys._getframe(2), self._left)
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._left and sys.exc_info()[1] is None:
+            raise dynamic()
         if func is Tensor.__getitem__:
             found = self._item(*args)
         elif func is Tensor.__setitem__:
@@ -70,8 +83,14 @@ class Selections(TorchFunctionMode):
             chosen = Selected.of(x.flatten(0, first.ndim - 1), first, self)
             return chosen[(slice(None), *rest)] if rest else chosen  # type: ignore[index]
         each = index if isinstance(index, tuple) else (index,)
+        if len(each) == 1 and isinstance(each[0], Place):
+            return each[0].of(x)
         if not any(isinstance(i, Selected) for i in each):
             return NotImplemented
+        if not isinstance(each[0], Selected):  # rows are the first dim
+            raise dynamic()
+        if isinstance(each[0], ExpertRows):
+            return each[0].read(x, each)
         if len(each) == 1 and first.positions and first.ndim == 1 and x.shape[0] == len(first.values):
             return first.like(first.filled(x))
         if first.values.dtype == torch.bool:
@@ -79,6 +98,8 @@ class Selections(TorchFunctionMode):
         return rows_of(each, lambda *values: x[tuple(values)])
 
     def _set_item(self, x: Any, index: Any, value: Any) -> Any:
+        if isinstance(value, ExpertRows):
+            return value.write(x, index)
         if not isinstance(value, Selected):
             return NotImplemented
         mask = index.keep if isinstance(index, Selected) and index.positions else index

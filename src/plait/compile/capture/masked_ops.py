@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx.node import map_aggregate
 
 from plait.compile.capture.late_values import LateNumber
-from plait.compile.capture.masked_rows import HANDLERS, Selected, dynamic, plain, rows_of, same_rows
+from plait.compile.capture.masked_rows import HANDLERS, Selected, UnknownCount, dynamic, plain, rows_of, same_rows
 
 _IGNORED = -100  # the class that cross_entropy and nll_loss ignore by default
 
@@ -111,9 +111,17 @@ def _squeeze(func: Any, x: Selected, dim: Any = None) -> Selected:
     dims = [d for d in range(1, x.ndim) if x.values.shape[d] == 1] if dim is None else sorted(_dims(x, dim))
     if 0 in dims:
         raise dynamic()
+    found = x.like(x.values.squeeze(tuple(dims)))
     # What nonzero() of a mask of one dim gives are places, in a tensor of two dims.
-    places = x.positions and len(dims) == x.ndim - 1
-    return Selected(x.values.squeeze(tuple(dims)), x.keep, x.owner, places)
+    found.positions = x.positions and len(dims) == x.ndim - 1
+    return found
+
+
+def _pieces(func: Any, x: Selected, size: Any, dim: int = 0) -> tuple[Selected, ...]:
+    """split and chunk along another dim than the rows."""
+    if not isinstance(x, Selected) or 0 in _dims(x, dim):
+        raise dynamic()
+    return tuple(x.like(part) for part in func(x.values, size, dim))
 
 
 def _flatten(func: Any, x: Selected, start_dim: int = 0, end_dim: int = -1) -> Selected:
@@ -128,7 +136,9 @@ def _view(func: Any, x: Selected, *shape: Any) -> Selected:
     sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
     rows, rest = sizes[0], sizes[1:]
     row = math.prod(x.values.shape[1:])
-    known = isinstance(rows, LateNumber) or (rows == -1 and all(isinstance(n, int) and n > 0 for n in rest))
+    known = isinstance(rows, (LateNumber, UnknownCount)) or (
+        rows == -1 and all(isinstance(n, int) and n > 0 for n in rest)
+    )
     if not known or (-1 not in rest and math.prod(rest) != row):
         raise dynamic()
     return x.like(x.values.reshape(len(x.values), *rest))
@@ -329,6 +339,7 @@ HANDLERS |= {
     "normalize": _normalize,
     "embedding": _embedding,
     "dropout": _dropout,
+    **dict.fromkeys(["chunk", "split"], _pieces),
     "unsqueeze": _unsqueeze,
     "squeeze": _squeeze,
     "flatten": _flatten,
@@ -357,10 +368,15 @@ HANDLERS |= {
 }
 
 
+def give_operators(kind: type[Any]) -> None:
+    """Let Python's operators on values of the class call its `__torch_function__`."""
+    for name in _OPERATORS:
+        setattr(kind, f"__{name}__", _operator(name))
+
+
 def _operator(name: str) -> Callable[..., Any]:
     method = getattr(Tensor, f"__{name}__")
-    return lambda *args: Selected.__torch_function__(method, (), args, {})
+    return lambda first, *others: type(first).__torch_function__(method, (), (first, *others), {})
 
 
-for _name in _OPERATORS:
-    setattr(Selected, f"__{_name}__", _operator(_name))
+give_operators(Selected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,9 @@ class Owner(Protocol):
 
     def mask(self, keep: Tensor) -> Tensor:
         """The mask, or an earlier one that is computed in the same way."""
+
+    def each(self, places: Selected) -> Iterator[Any]:
+        """What a loop over the places that a mask selects goes through."""
 
 
 class Selected:
@@ -82,7 +85,10 @@ class Selected:
             if hasattr(Tensor, name) and not name.startswith("__"):
                 raise dynamic()
             raise AttributeError(name)
-        return lambda *args, **kwargs: Selected.__torch_function__(method, (), (self, *args), kwargs)
+        return lambda *args, **kwargs: type(self).__torch_function__(method, (), (self, *args), kwargs)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.owner.each(self)
 
     def __len__(self) -> int:
         raise dynamic()
@@ -100,6 +106,22 @@ class Selected:
         if handler is None:
             raise dynamic()
         return handler(func, *args, **kwargs)
+
+
+class UnknownCount:
+    """A number of rows that the step never has as a number of its own; any use but as the size of a view raises."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__class__":
+            return UnknownCount
+        raise dynamic()
+
+    def _raise(self, *others: Any) -> Any:
+        raise dynamic()
+
+    __index__ = __int__ = __float__ = __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _raise
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __truediv__ = __rtruediv__ = _raise
+    __hash__ = object.__hash__
 
 
 def dynamic() -> DynamicOutputShapeException:

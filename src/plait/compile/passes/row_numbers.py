@@ -7,21 +7,17 @@ neighbours, rows stay where they are, whatever cuts them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from plait.compile.ir.calls import is_tensor, op_spec_of
 from plait.compile.ir.rewriting import dims_from, in_shape, take_place, write
+from plait.compile.ir.samples import known_value
 from plait.compile.ops import RowAccess
-from plait.compile.ops.draw import draw
 
 aten = torch.ops.aten
-_MOST_BYTES = 1 << 28  # of a value that is worked out before the step runs
 
 
 def access_of(node: Node) -> RowAccess | None:
@@ -32,44 +28,6 @@ def access_of(node: Node) -> RowAccess | None:
     if access is None or any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in access.indices):
         return None
     return access
-
-
-def known_value(node: Node, given: Mapping[Node, Tensor], memo: dict[Node, Any]) -> Any:
-    """The value of a node that is computed from `given` values and constants, on the CPU. `memo` has what was found.
-
-    None if it depends on anything else, or is large.
-    """
-    stack = [node]
-    while stack:
-        one = stack[-1]
-        if one in memo:
-            stack.pop()
-        elif one in given:
-            memo[one] = given[one]
-        elif one.op != "call_function" or one.target is draw or _is_large(one):
-            memo[one] = None
-        elif missing := [source for source in one.all_input_nodes if source not in memo]:
-            stack += missing
-        else:
-            memo[one] = _run(one, memo)
-    return memo[node]
-
-
-def _is_large(node: Node) -> bool:
-    values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
-    return any(isinstance(v, Tensor) and v.numel() * v.element_size() > _MOST_BYTES for v in values)
-
-
-def _run(node: Node, memo: Mapping[Node, Any]) -> Any:
-    if any(memo[source] is None for source in node.all_input_nodes):
-        return None
-    args, kwargs = map_arg((node.args, node.kwargs), lambda source: memo[source])
-    if "device" in kwargs:
-        kwargs = {**kwargs, "device": torch.device("cpu")}
-    try:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-    except (RuntimeError, IndexError, TypeError):
-        return None
 
 
 def without_row_numbers(graph: Graph) -> None:

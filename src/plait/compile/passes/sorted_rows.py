@@ -18,8 +18,9 @@ from torch.fx import Node
 
 from plait.compile.ir.calls import call_of, is_item, is_tensor, op_spec_of, output_values, tensor_inputs
 from plait.compile.ir.rewriting import Axes, dims_from, same_order, write
+from plait.compile.ir.samples import known_value, sample_ids, whole_numbers
 from plait.compile.ops import RowAccess
-from plait.compile.passes.row_numbers import access_of, known_value
+from plait.compile.passes.row_numbers import access_of
 
 aten = torch.ops.aten
 _INVERSE = -1  # in place of the dim whose rows are sorted: the place of each row in the order
@@ -77,7 +78,7 @@ class _Reached:
         keys = self.sort.all_input_nodes[0]
         if len(self.sort.all_input_nodes) != 1 or keys.meta["val"].ndim != 1:
             return False
-        self.ids = _integers(keys)
+        self.ids = whole_numbers(keys)
         self._length = keys.meta["val"].shape[0]
         self._status[self.sort] = (0,) * len(output_values(self.sort))
         self._orders = {self.sort} if is_tensor(self.sort) else {u for u in self.sort.users if u.args[1] == 1}
@@ -220,7 +221,7 @@ class _Reached:
     def _are_ends(self, ends: Node, num: int) -> bool:
         """Whether the groups are those of rows sorted by expert: worked out for several ids."""
         if (ends, num) not in self._ends:
-            self._ends[ends, num] = all(self._agrees(ends, num, ids) for ids in _samples(self._length, num))
+            self._ends[ends, num] = all(self._agrees(ends, num, ids) for ids in sample_ids(self._length, num))
         return self._ends[ends, num]
 
     def _agrees(self, ends: Node, num: int, ids: Tensor) -> bool:
@@ -237,26 +238,8 @@ class _Reached:
         return torch.equal(found.long(), counts.cumsum(0)) and bool((ids[order].diff() >= 0).all())
 
 
-def _integers(node: Node) -> Node:
-    """The first integers of which views and casts make the keys of a sort."""
-    while True:
-        source = same_order(node)
-        if source is None and op_spec_of(node).copies == 0:
-            source = tensor_inputs(node)[0]
-        if source is None or source.meta["val"].dtype.is_floating_point:
-            return node
-        node = source
-
-
 def _same_dim(axes: Axes, dim: int) -> int | None:
     """The dim of a view whose ranges are those of a dim of its tensor."""
     if not axes.dims[dim]:
         return None
     return axes.start.index(axes.dims[dim]) if axes.dims[dim] in axes.start else None
-
-
-def _samples(length: int, num: int) -> list[Tensor]:
-    """Experts of rows: about as many of each, of one alone, of few, in the order of the rows and against it."""
-    place = torch.arange(length)
-    found = [place % num, place * num // length, num - 1 - place * num // length, place * 7 * (place + 3) % num]
-    return [*found, torch.zeros_like(place), torch.full_like(place, num - 1), place % 2 * (num - 1)]
