@@ -260,7 +260,8 @@ WITH = {
     "streaming": {"data": "2", "sync": "2", "outer": "nesterov"},
     "overlap": {"data": "2", "sync": "2", "outer": "nesterov"}, "compress.nowhere": {"data": "2", "compress": "int8"},
     "workers": {"servers": "1"}, "servers": {"workers": "2"}, "staleness": {"workers": "2", "servers": "1"},
-    "expert.capacity": {"expert": "2"}, "context.kind": {"context": "2"}, "sequence": {"tensor": "2"}, "shapes.limit": {"shapes": "bucket:4"},
+    "expert.capacity": {"expert": "2"},
+    "context.kind": {"context": "2"}, "sequence": {"tensor": "2"}, "shapes.limit": {"shapes": "bucket:4"},
     "compile.nowhere": {"compile": "inductor"}, "cudagraphs": {"compile": "inductor"},
     "backup": {"workers": "2", "servers": "1", "staleness": "0"}, "home.optimizer": {"data": "2"},
 }  # fmt: skip
