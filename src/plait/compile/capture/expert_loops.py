@@ -24,13 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Node
-from torch.utils._python_dispatch import _disable_current_modes
 
 from plait.compile.capture.expert_stand_ins import ExpertRows, OwnRow
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.masked_rows import Owner, Selected, UnknownCount, dynamic
 from plait.compile.ir.calls import is_item, is_tensor, op_spec_of, tensor_inputs
-from plait.compile.ir.samples import known_value, sample_ids, whole_numbers
+from plait.compile.ir.samples import holds_for_samples, known_value, whole_numbers
 from plait.compile.ir.views import is_view, writes_in_place
 from plait.compile.ops.draw import draw
 
@@ -61,7 +60,7 @@ class ExpertLoop:
         self.waiting = [{}]
         while self.waiting:
             answers = self.waiting.pop(0)
-            if any(same and self._is_beyond(number) for number, same in answers.items()):
+            if any(same and self.is_beyond(number) for number, same in answers.items()):
                 continue
             body = _Round(self, answers, sys._getframe(1))
             try:
@@ -71,9 +70,10 @@ class ExpertLoop:
                 raise
             body.check(sys._getframe(1))
 
-    def _is_beyond(self, number: int) -> bool:
-        """Whether no row can have this place, as ids are from a sort or topk of fewer."""
-        return self._root is not None and (bound := _bound(self._root)) is not None and not 0 <= number < bound
+    def is_beyond(self, number: int) -> bool:
+        """Whether no row has this place: there is none, or rows have the places of a topk among fewer."""
+        bound = None if self._root is None else _bound(self._root)
+        return not 0 <= number < min(len(self.places.keep), len(self.places.keep) if bound is None else bound)
 
     def find_rows(self, mask: Tensor) -> None:
         """Find the place of each row from a mask of [places, ...], true at the rows of each place."""
@@ -107,36 +107,37 @@ class ExpertLoop:
         return list(dict.fromkeys(found))
 
     def _says(self, mask: Node, root: Node, order: tuple[int, ...], num: int) -> bool:
-        """Whether the mask is true at the rows of each place, worked out for several ids."""
+        """Whether the mask is true at the rows of each place."""
 
-        def agrees(ids: Tensor, given: Tensor) -> bool:
-            found = self._value(mask, root, given)
+        def is_one_hot(ids: Tensor, given: dict[Node, Tensor]) -> bool:
+            found = known_value(mask, given, {})
             places = torch.arange(num).view(-1, *(1,) * len(order))
-            return isinstance(found, Tensor) and torch.equal(found != 0, given.permute(order).long() == places)
+            return isinstance(found, Tensor) and torch.equal(found != 0, given[root].permute(order).long() == places)
 
-        return _for_samples(root, num, agrees)
+        return self._is_settled(mask, root) and holds_for_samples(mask, root, num, is_one_hot, order)
 
     def _goes_to_all(self) -> bool:
         """Whether the loop goes to every place that has a row."""
         assert self._root is not None
-        root, node = self._root, self.recorder.node_of(self.places.keep)
+        node, num = self.recorder.node_of(self.places.keep), len(self.places.keep)
 
-        def agrees(ids: Tensor, given: Tensor) -> bool:
-            found = self._value(node, root, given)
+        def goes_to_all(ids: Tensor, given: dict[Node, Tensor]) -> bool:
+            found = known_value(node, given, {})
             return isinstance(found, Tensor) and bool(found[ids].all())
 
-        return _for_samples(root, len(self.places.keep), agrees)
+        return self._is_settled(node, self._root) and holds_for_samples(node, self._root, num, goes_to_all)
 
-    def _value(self, node: Node, root: Node, given: Tensor) -> Any:
-        """The value of a node for that of the root; None if calls have changed what it is computed from in place."""
-        memo: dict[Node, Any] = {}
-        found = known_value(node, {root: given}, memo)
-        if self.recorder.mutating:
-            bases = {_base(one) for one in memo}
-            written = (one for one in self.recorder.graph.nodes if writes_in_place(one))
-            if any(_base(source) in bases for one in written for source in one.all_input_nodes):
-                return None
-        return found
+    def _is_settled(self, node: Node, root: Node) -> bool:
+        """Whether no call has changed in place what the node is computed from."""
+        if not self.recorder.mutating:
+            return True
+        bases, queue = {_base(root)}, [node]
+        for one in queue:
+            if one is not root and _base(one) not in bases:
+                bases.add(_base(one))
+                queue += one.all_input_nodes
+        written = (one for one in self.recorder.graph.nodes if writes_in_place(one))
+        return not any(_base(source) in bases for one in written for source in one.all_input_nodes)
 
     def positions(self) -> list[Tensor]:
         """The indices of all rows in a mask of one place, in the order of ids."""
@@ -177,9 +178,9 @@ class _Round:
     def is_place(self, number: int) -> bool:
         """Whether the place is the number. The rows for which the answer is the other one get a round of their own."""
         if number not in self.answers:
-            if self.keep is not None or True in self.answers.values():
-                if True in self.answers.values():
-                    return False
+            if True in self.answers.values() or self.loop.is_beyond(number):
+                return False
+            if self.keep is not None:
                 raise dynamic()
             self.loop.waiting.append({**self.answers, number: True})
             self.answers[number] = False
@@ -194,7 +195,7 @@ class _Round:
             conditions = [
                 loop.ids == number if same else loop.ids != number
                 for number, same in self.answers.items()
-                if not loop._is_beyond(number)
+                if not loop.is_beyond(number)
             ]
             if not loop._goes_to_all():
                 conditions.append(loop.places.keep[loop.ids])
@@ -338,14 +339,6 @@ def _base(node: Node) -> Node:
 
 def _is_fractional(value: Tensor) -> bool:
     return value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool
-
-
-def _for_samples(root: Node, num: int, holds: Callable[[Tensor, Tensor], bool]) -> bool:
-    """Whether something holds for samples of the places of rows, which it is given flat and as the root's value."""
-    value = root.meta["val"]
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-        samples = sample_ids(value.numel(), num)
-        return all(holds(ids, ids.to(value.dtype).reshape(value.shape)) for ids in samples)
 
 
 def _bound(node: Node) -> int | None:
