@@ -18,10 +18,12 @@ from torch.fx.node import map_arg
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.ir.calls import is_item, op_spec_of, output_node
 from plait.compile.ir.node_info import info_of
+from plait.compile.ir.rewriting import swaps
 from plait.compile.ir.shapes import frozen
 from plait.compile.ir.views import is_view
 from plait.compile.ops import View
 from plait.compile.ops.draw import draw
+from plait.compile.ops.experts import EXPERT_OUTER
 
 aten = torch.ops.aten
 
@@ -34,6 +36,7 @@ def clean(graph: Graph) -> Graph:
     _share(graph)
     _each(graph, _shorter)
     _each(graph, _joined)
+    _each(graph, _turned)
     graph.eliminate_dead_code()
     graph.lint()
     return graph
@@ -172,6 +175,17 @@ def _joined(node: Node) -> Node | None:
         joined = node.graph.call_function(aten.cat.default, ([piece for _, piece in pieces], dim))
     joined.meta = dict(node.meta)
     return joined
+
+
+def _turned(node: Node) -> Node | None:
+    """Replace transposed sums of x (outer) grad, the gradient of transposed weights, by sums of grad (outer) x."""
+    if not swaps(node) or (outer := _first(node)).target is not EXPERT_OUTER or len(outer.users) > 1:
+        return None
+    x, grad, *rest = outer.args
+    with node.graph.inserting_before(node):
+        turned = node.graph.call_function(EXPERT_OUTER, (grad, x, *rest))
+    turned.meta = {**outer.meta, "val": node.meta["val"].contiguous()}
+    return turned
 
 
 def _summands(node: Node) -> list[Node]:

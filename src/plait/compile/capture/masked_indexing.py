@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import plait.compile.capture.masked_ops  # noqa: F401  (fills the table of what selections do)
-from plait.compile.capture.expert_loops import ExpertLoop, ExpertRows, Place
+from plait.compile.capture.expert_loops import ExpertLoop, LoopIndex
+from plait.compile.capture.expert_stand_ins import ExpertRows
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.late_values import LateValues
 from plait.compile.capture.masked_rows import Selected, dynamic, rows_of
@@ -83,7 +84,7 @@ class Selections(TorchFunctionMode):
             chosen = Selected.of(x.flatten(0, first.ndim - 1), first, self)
             return chosen[(slice(None), *rest)] if rest else chosen  # type: ignore[index]
         each = index if isinstance(index, tuple) else (index,)
-        if len(each) == 1 and isinstance(each[0], Place):
+        if len(each) == 1 and isinstance(each[0], LoopIndex):
             return each[0].of(x)
         if not any(isinstance(i, Selected) for i in each):
             return NotImplemented

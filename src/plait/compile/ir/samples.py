@@ -3,19 +3,21 @@ these. A property of what a model computes from them is known if all samples hav
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
+from torch.utils._python_dispatch import _disable_current_modes
 
 from plait.compile.ir.calls import op_spec_of, output_values, tensor_inputs
 from plait.compile.ir.rewriting import same_order
+from plait.compile.ir.shapes import StepMode, frozen, spec_of
 from plait.compile.ops.draw import draw
 
-_MOST_BYTES = 1 << 28  # of a value that is worked out before the step runs
+_MOST_BYTES = 1 << 31  # of a value that is worked out before the step runs
 
 
 def known_value(node: Node, given: Mapping[Node, Tensor], memo: dict[Node, Any]) -> Any:
@@ -67,9 +69,53 @@ def whole_numbers(node: Node) -> Node:
         node = source
 
 
+def holds_for_samples(
+    node: Node, root: Node, num_experts: int, agrees: Callable[[Tensor, dict[Node, Tensor]], bool], *how: Any
+) -> bool:
+    """Whether `agrees` holds for samples of the experts of rows: their ids, flat, and the value of the root for them.
+
+    `agrees` must depend on nothing but `how` and how `node` is computed from `root`: layers that compute it alike are
+    tried once.
+    """
+    value = root.meta["val"]
+    mode, key = value.fake_mode, (agrees.__qualname__, num_experts, how, _signature(node, root))
+    known = mode.holds if isinstance(mode, StepMode) else {}
+    if key not in known:
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+            samples = sample_ids(value.numel(), num_experts)
+            known[key] = all(agrees(ids, {root: ids.to(value.dtype).reshape(value.shape)}) for ids in samples)
+    return known[key]
+
+
+def _signature(node: Node, root: Node) -> tuple[Any, ...]:
+    """How a node is computed from a root: equal for nodes of different layers that are computed alike."""
+    numbers: dict[Node, int] = {root: 0}
+    found: list[Any] = [spec_of(root.meta["val"])]
+    stack = [node]
+    while stack:
+        one = stack[-1]
+        missing = [source for source in one.all_input_nodes if source not in numbers] if one not in numbers else []
+        if one.op != "call_function" or one.target is draw:
+            missing = []
+        if missing:
+            stack += missing
+            continue
+        stack.pop()
+        if one in numbers:
+            continue
+        numbers[one] = len(numbers)
+        if one.op != "call_function":
+            found.append((one.op, one.name))
+        else:
+            args, kwargs = map_arg((one.args, one.kwargs), lambda source: ("node", numbers[source]))
+            found.append((one.target, frozen(args, spec_of), frozen(kwargs, spec_of)))
+    return tuple(found)
+
+
 def sample_ids(num_rows: int, num_experts: int) -> list[Tensor]:
-    """Experts of rows: about as many of each, of one alone, of few, in the order of the rows and against it."""
+    """Experts of rows: about as many of each, of one alone, of two, in the order of the rows and against it."""
     place = torch.arange(num_rows)
-    spread = [place * num_experts // num_rows, place * 7 * (place + 3) % num_experts]
-    few = [torch.zeros_like(place), torch.full_like(place, num_experts - 1), place % 2 * (num_experts - 1)]
-    return [place % num_experts, *spread, num_experts - 1 - spread[0], *few]
+    order = place * num_experts // num_rows
+    mixed = place * 7 * (place + 3) % num_experts
+    few = [torch.zeros_like(place), place % 2 * (num_experts - 1)]
+    return [place % num_experts, order, num_experts - 1 - order, mixed, *few]

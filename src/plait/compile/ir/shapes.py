@@ -113,12 +113,14 @@ class StepMode(FakeTensorMode):
 
     shapes          results of calls, which must not be changed or bound
     decompositions  graphs of the simpler ops of a call, by the call and its arguments
+    holds           properties of computations that were tried on samples (ir/samples.py), by what is computed how
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.shapes = ShapeMemo()
         self.decompositions: dict[Any, GraphModule] = {}
+        self.holds: dict[Any, bool] = {}
 
 
 def _map(result: Any, change: Callable[[Tensor], Any]) -> Any:

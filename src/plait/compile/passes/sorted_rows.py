@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from plait.compile.ir.calls import call_of, is_item, is_tensor, op_spec_of, output_values, tensor_inputs
 from plait.compile.ir.rewriting import Axes, dims_from, same_order, write
-from plait.compile.ir.samples import known_value, sample_ids, whole_numbers
+from plait.compile.ir.samples import holds_for_samples, known_value, whole_numbers
 from plait.compile.ops import RowAccess
 from plait.compile.passes.row_numbers import access_of
 
@@ -70,7 +70,6 @@ class _Reached:
         self._length = 0
         self._status: dict[Node, tuple[int | None, ...]] = {}
         self._orders: set[Node] = set()  # the order itself
-        self._ends: dict[tuple[Node, int], bool] = {}
         self._constants: dict[Node, Any] = {}
 
     def all_follow(self) -> bool:
@@ -219,23 +218,18 @@ class _Reached:
         return tuple(found)
 
     def _are_ends(self, ends: Node, num: int) -> bool:
-        """Whether the groups are those of rows sorted by expert: worked out for several ids."""
-        if (ends, num) not in self._ends:
-            self._ends[ends, num] = all(self._agrees(ends, num, ids) for ids in sample_ids(self._length, num))
-        return self._ends[ends, num]
+        """Whether the groups are those of rows sorted by expert."""
 
-    def _agrees(self, ends: Node, num: int, ids: Tensor) -> bool:
-        root = self.ids
-        value = root.meta["val"]
-        memo: dict[Node, Any] = {}
-        given = {root: ids.to(value.dtype).reshape(value.shape)}
-        found = known_value(ends, given, memo)
-        order = known_value(self.sort, given, memo)
-        if not isinstance(found, Tensor) or order is None:
-            return False
-        order = order if isinstance(order, Tensor) else order[1]
-        counts = torch.bincount(ids, minlength=num)[:num]
-        return torch.equal(found.long(), counts.cumsum(0)) and bool((ids[order].diff() >= 0).all())
+        def are_ends(ids: Tensor, given: dict[Node, Tensor]) -> bool:
+            found = known_value(ends, given, {})
+            return isinstance(found, Tensor) and torch.equal(found.long(), ids.bincount(minlength=num).cumsum(0))
+
+        def rises(ids: Tensor, given: dict[Node, Tensor]) -> bool:
+            found = known_value(self.sort, given, {})
+            order = found if isinstance(found, Tensor) or found is None else found[1]
+            return order is not None and bool((ids[order].diff() >= 0).all())
+
+        return holds_for_samples(self.sort, self.ids, num, rises) and holds_for_samples(ends, self.ids, num, are_ends)
 
 
 def _same_dim(axes: Axes, dim: int) -> int | None:

@@ -1,0 +1,282 @@
+"""What stands for the rows of a loop over experts and for the tables that its body looks up: see expert_loops.py.
+
+What the body computes from rows is computed for all of them, row by row. What it computes from table[expert] is
+computed from the table; in a product with rows, each row takes the matrix of its own expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_aggregate
+
+from plait.compile.capture.masked_ops import give_operators
+from plait.compile.capture.masked_rows import HANDLERS, Owner, Selected, UnknownCount, dynamic, same_rows
+from plait.compile.ops.experts import expert_mm, expert_rows
+
+
+class Round(Protocol):
+    """The round of a loop to which rows belong.
+
+    keep   one bool for each row: whether it is in this round; None before any rows are asked for
+    every  whether all rows are
+    """
+
+    keep: Tensor | None
+    every: bool
+
+    @property
+    def ids(self) -> Tensor | None:
+        """The place of each row."""
+
+    @property
+    def owner(self) -> Owner: ...
+
+    def node_of(self, tensor: Tensor) -> Node: ...
+
+    def rows(self, mask: Tensor) -> tuple[ExpertRows, ...]:
+        """The indices that torch.where gives of the mask of one place."""
+
+    def adding(self, x: Tensor, add: Callable[[], Tensor]) -> Tensor:
+        """Add rows to a value that was there before the loop."""
+
+    def reading(self, read: Callable[[], Tensor]) -> tuple[Tensor, list[Node]]:
+        """A value, and the calls that compute it."""
+
+    def forgive(self, nodes: Sequence[Node]) -> None:
+        """Let these calls read a value to which rows are added: nothing else is computed from them."""
+
+
+class OwnRow:
+    """table[place]: for each row, the row of a table for its own place. What is done with it is done with the table."""
+
+    def __init__(self, table: Tensor, body: Round) -> None:
+        self.table = table
+        self.body = body
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.table.shape[1:]
+
+    @property
+    def ndim(self) -> int:
+        return self.table.ndim - 1
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("T", "mT"):
+            return _transposed(self)
+        if name in ("dtype", "device", "requires_grad", "is_cuda"):
+            return getattr(self.table, name)
+        method = None if name.startswith("__") else getattr(Tensor, name, None)
+        if not callable(method):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: OwnRow.__torch_function__(method, (), (self, *args), kwargs)
+
+    def _unknown(self, *others: Any) -> Any:
+        raise dynamic()
+
+    __bool__ = __len__ = __iter__ = _unknown
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _call(func, args, kwargs or {})
+
+
+class ExpertRows(Selected):
+    """Values of the rows of one round of a loop, which is all that is known of them together."""
+
+    def __init__(self, values: Tensor, body: Round) -> None:
+        assert body.keep is not None
+        super().__init__(values, body.keep, body.owner)
+        self.body = body
+        self.source: tuple[Tensor, Any, list[Node]] | None = None  # the value and rows that were read
+        self.more: ExpertRows | None = None  # what was added to them
+
+    def like(self, values: Tensor) -> ExpertRows:
+        return ExpertRows(values, self.body)
+
+    def filled(self, values: Tensor, fill: float | None = None) -> Tensor:
+        raise dynamic()
+
+    @property
+    def count(self) -> Tensor:
+        raise dynamic()
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        return (UnknownCount(), *self.values.shape[1:])
+
+    def terms(self) -> Tensor:
+        """The values, with zeros in rows of other rounds."""
+        return self.values if self.body.every else super().filled(self.values, 0)
+
+    def read(self, x: Tensor, index: Sequence[Any]) -> ExpertRows:
+        """x[index], where `index` begins with these rows."""
+        if any(one.values.dtype == torch.bool for one in same_rows(index)):
+            raise dynamic()
+        places = tuple(one.values if isinstance(one, Selected) else one for one in index)
+        values, nodes = self.body.reading(lambda: x[places])
+        found = self.like(values)
+        found.source = x, index, nodes
+        return found
+
+    def write(self, x: Tensor, index: Any) -> None:
+        """x[index] = these rows, which must be x[index] with others added."""
+        each = index if isinstance(index, tuple) else (index,)
+        if self.source is None or self.more is None or self.source[0] is not x or len(each) != 1:
+            raise dynamic()
+        if len(self.source[1]) != 1 or self.source[1][0] is not each[0]:
+            raise dynamic()
+        self.body.forgive([*self.source[2], self.body.node_of(self.values)])
+        more = self.more.terms().to(x.dtype).expand(len(each[0].values), *x.shape[1:])
+        self.body.adding(x, lambda: x.index_add_(0, each[0].values, more))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _call(func, args, kwargs or {})
+
+
+give_operators(OwnRow)
+
+
+# ---- torch functions ----
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> Any:
+    name = getattr(func, "__name__", "").strip("_")
+    if name in _LOOKS:
+        return _LOOKS[name](*args, **kwargs)
+    first = args[0] if args else None
+    if isinstance(first, OwnRow) and not _rows_in(args, kwargs):
+        if name not in _ON_TABLE:
+            raise dynamic()
+        return _ON_TABLE[name](func, first, *args[1:], **kwargs)
+    if name in _PRODUCTS and any(isinstance(one, OwnRow) for one in args):
+        return _PRODUCTS[name](*args, **kwargs)
+    if name == "index_add":
+        return _index_add(func, *args, **kwargs)
+    handler = HANDLERS.get(name)
+    if handler is None:
+        raise dynamic()
+    ndim = max(one.ndim for one in _rows_in(args, kwargs))
+    found = handler(func, *_with_rows(args, ndim), **_with_rows(kwargs, ndim))
+    results = found if isinstance(found, (tuple, list)) else (found,)
+    if any(not isinstance(one, (ExpertRows, int, UnknownCount)) for one in _flat(results)):
+        raise dynamic()
+    if name in ("add", "iadd", "radd") and len(args) == 2 and isinstance(found, ExpertRows):
+        # x[rows] + more, which may be what is written to x[rows]
+        for one, other in (args, args[::-1]):
+            if isinstance(one, ExpertRows) and one.source is not None and isinstance(other, ExpertRows):
+                found.source, found.more = one.source, other
+    return found
+
+
+def _flat(values: Any) -> list[Any]:
+    return [each for value in values for each in (value if isinstance(value, (tuple, list)) else (value,))]
+
+
+def _rows_in(*values: Any) -> list[ExpertRows]:
+    found: list[ExpertRows] = []
+    map_aggregate(values, lambda v: found.append(v) if isinstance(v, ExpertRows) else None)
+    return found
+
+
+def _with_rows(values: Any, ndim: int) -> Any:
+    """The arguments, with the row of each row's place where there is a table."""
+    return map_aggregate(values, lambda v: _looked_up(v, ndim) if isinstance(v, OwnRow) else v)
+
+
+def _looked_up(own: OwnRow, ndim: int) -> ExpertRows:
+    assert own.body.ids is not None
+    rows = expert_rows(own.table, own.body.ids)
+    return ExpertRows(rows.reshape(len(rows), *(1,) * (ndim - rows.ndim), *rows.shape[1:]), own.body)
+
+
+def _where(condition: Any, *others: Any, **kwargs: Any) -> Any:
+    """torch.where of the mask of a place."""
+    if others or kwargs:
+        return _call_handler(torch.where, "where", (condition, *others), kwargs)
+    if not isinstance(condition, OwnRow):
+        raise dynamic()
+    return condition.body.rows(condition.table)
+
+
+def _nonzero(condition: Any, as_tuple: bool = False) -> Any:
+    if not isinstance(condition, OwnRow) or not as_tuple:
+        raise dynamic()
+    return condition.body.rows(condition.table)
+
+
+def _call_handler(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    rows = _rows_in(args, kwargs)
+    if not rows:
+        raise dynamic()
+    ndim = max(one.ndim for one in rows)
+    return HANDLERS[name](func, *_with_rows(args, ndim), **_with_rows(kwargs, ndim))
+
+
+def _on_table(func: Any, own: OwnRow, *args: Any, **kwargs: Any) -> OwnRow:
+    """What is done to each element by itself."""
+    if any(isinstance(one, (Tensor, OwnRow)) for one in (*args, *kwargs.values())):
+        raise dynamic()
+    return OwnRow(func(own.table, *args, **kwargs), own.body)
+
+
+def _transposed(own: OwnRow, one: int = 0, two: int = 1) -> OwnRow:
+    return OwnRow(own.table.transpose(one % own.ndim + 1, two % own.ndim + 1), own.body)
+
+
+def _table_pieces(func: Any, own: OwnRow, size: Any, dim: int = 0) -> tuple[OwnRow, ...]:
+    return tuple(OwnRow(part, own.body) for part in func(own.table, size, dim % own.ndim + 1))
+
+
+def _matmul(x: Any, weight: Any) -> ExpertRows:
+    if not isinstance(x, ExpertRows) or not isinstance(weight, OwnRow) or x.ndim != 2 or weight.ndim != 2:
+        raise dynamic()
+    ids = x.body.ids
+    if weight.body is not x.body or ids is None:
+        raise dynamic()
+    values, table = _as_autocast([x.values, weight.table])
+    return x.like(expert_mm(values, table, ids))
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> ExpertRows:
+    if not isinstance(weight, OwnRow) or not isinstance(bias, (OwnRow, Tensor, type(None))):
+        raise dynamic()
+    found = _matmul(x, _transposed(weight))
+    if bias is None:
+        return found
+    if isinstance(bias, OwnRow):
+        (table,) = _as_autocast([bias.table])
+        return found.like(found.values + _looked_up(OwnRow(table, bias.body), 2).values)
+    return found.like(found.values + _as_autocast([bias])[0])
+
+
+def _as_autocast(tensors: list[Tensor]) -> list[Tensor]:
+    """The operands of a product, cast as torch.autocast casts them."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return [t.to(dtype) if t.dtype.is_floating_point and t.dtype != torch.float64 else t for t in tensors]
+
+
+def _index_add(func: Any, x: Any, dim: int, index: Any, source: Any, *, alpha: float = 1) -> Tensor:
+    if not isinstance(x, Tensor) or dim != 0 or not isinstance(index, ExpertRows) or not isinstance(source, ExpertRows):
+        raise dynamic()
+    same_rows([index, source])
+    return index.body.adding(x, lambda: func(x, 0, index.values, source.terms(), alpha=alpha))
+
+
+_LOOKS = {"where": _where, "nonzero": _nonzero}
+_ON_TABLE: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("to", "float", "double", "half", "bfloat16"), _on_table),
+    **dict.fromkeys(("detach", "contiguous", "clone", "mul", "neg"), _on_table),
+    **dict.fromkeys(("t", "transpose", "swapaxes"), lambda func, own, *dims: _transposed(own, *dims)),
+    **dict.fromkeys(("chunk", "split"), _table_pieces),
+}  # fmt: skip
+_PRODUCTS = {"linear": _linear, "matmul": _matmul, "mm": _matmul}
