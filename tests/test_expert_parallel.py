@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpointing import ADAMW, assert_same_state, on, whole_state
 from torch import Tensor, nn
 
 import plait
@@ -148,6 +150,27 @@ def test_slots_by_hand() -> None:
     assert rows.tolist() == [0, 2, 1, 3] and local.tolist() == [0, 1, 1, 0]
     order, places, ends = expert_order(torch.tensor([1, 0, 2, 1]), 2)
     assert (order.tolist(), places.tolist(), ends.tolist()) == ([1, 0, 3, 2], [1, 0, 3, 2], [1, 3])
+
+
+def test_a_checkpoint_goes_from_each_plan_to_the_next(tmp_path: Path) -> None:
+    expected: list[Any] = []
+    for index, plan in enumerate(["", "data=4 expert=2 zero=3", "expert=2 tensor=2", "expert=4 zero=1", "data=2"]):
+        compiler = Compiler(verifier().captures, Plan.parse(plan))
+
+        def run(world: Any, index: int = index, compiler: Compiler = compiler) -> None:
+            trainer = plait.Trainer(
+                compiler.model, loss_fn, ADAMW, compiler.plan, world=world, compiler=compiler, seed=index
+            )
+            trainer.prepare(batch())
+            if index:
+                trainer.load(tmp_path / str(index - 1))
+                assert_same_state(whole_state(trainer), expected[0])
+            else:
+                trainer.step(batch())
+                expected.append(whole_state(trainer))
+            trainer.save(tmp_path / str(index))
+
+        on(plan, run)
 
 
 class WithCapacity(nn.Module):
