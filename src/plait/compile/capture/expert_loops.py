@@ -249,7 +249,7 @@ class _Round:
             raise dynamic()
 
     def _may_become(self, old: Any, new: Any) -> bool:
-        if new is old or isinstance(new, (ExpertRows, OwnRow, LoopIndex, UnknownCount)):
+        if new is old or isinstance(new, (ExpertRows, OwnRow, LoopIndex, UnknownCount, _Answer)):
             return True
         if isinstance(new, Tensor):
             return any(new is one for one in self._results)

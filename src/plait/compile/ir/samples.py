@@ -113,9 +113,10 @@ def _signature(node: Node, root: Node) -> tuple[Any, ...]:
 
 
 def sample_ids(num_rows: int, num_experts: int) -> list[Tensor]:
-    """Experts of rows: about as many of each, of one alone, of two, in the order of the rows and against it."""
+    """Experts of rows: about as many of each, all of one, half of two, one of the last, in the order of the rows and
+    against it."""
     place = torch.arange(num_rows)
     order = place * num_experts // num_rows
     mixed = place * 7 * (place + 3) % num_experts
-    few = [torch.zeros_like(place), place % 2 * (num_experts - 1)]
+    few = [torch.zeros_like(place), place % 2 * (num_experts - 1), (place == 0) * (num_experts - 1)]
     return [place % num_experts, order, num_experts - 1 - order, mixed, *few]

@@ -183,16 +183,17 @@ class RowAccess:
 
     Attributes:
         table: the tensor.
-        indices: the index of each of its first dims; they are broadcast together. A single index of as many dims as
-            the table has more than one is one for each element.
+        indices: the index of each of its first dims; they are broadcast together.
         values: what is written at the rows; None for a read.
         adds: whether the values are added to the rows, so that a row may be written several times.
+        by_element: whether the one index has a number for each element of the rows, as gather's.
     """
 
     table: Any
     indices: tuple[Any, ...]
     values: Any = None
     adds: bool = False
+    by_element: bool = False
 
 
 Role = Literal["lookup", "softmax", "class loss", "norm", "attention", "sort", "grouped product"]

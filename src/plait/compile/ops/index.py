@@ -242,7 +242,7 @@ register(
 )
 
 
-def _rows_read(table: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> RowAccess | None:
+def _rows_read(table: Any, dim: int, index: Any) -> RowAccess | None:
     return RowAccess(table, (index,)) if dim == 0 else None
 
 
@@ -254,10 +254,24 @@ def _rows_added(table: Any, dim: int, index: Any, values: Any, *, alpha: float =
     return RowAccess(table, (index,), values, adds=True) if dim == 0 and alpha == 1 else None
 
 
-# gather and scatter have an index for each element.
-state(*overloads("gather", "index_select"), access=_rows_read)
-state(*overloads("scatter.src", "index_copy"), access=_rows_written)
-state(*overloads("scatter_add", "index_add"), access=_rows_added)
+def _elements_read(table: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> RowAccess | None:
+    return RowAccess(table, (index,), by_element=True) if dim == 0 else None
+
+
+def _elements_written(table: Any, dim: int, index: Any, values: Any) -> RowAccess | None:
+    return RowAccess(table, (index,), values, by_element=True) if dim == 0 else None
+
+
+def _elements_added(table: Any, dim: int, index: Any, values: Any) -> RowAccess | None:
+    return RowAccess(table, (index,), values, adds=True, by_element=True) if dim == 0 else None
+
+
+state(*overloads("index_select"), access=_rows_read)
+state(*overloads("index_copy"), access=_rows_written)
+state(*overloads("index_add"), access=_rows_added)
+state(*overloads("gather"), access=_elements_read)
+state(*overloads("scatter.src"), access=_elements_written)
+state(*overloads("scatter_add"), access=_elements_added)
 
 
 def _buckets(call: Call) -> Sequence[Factor]:

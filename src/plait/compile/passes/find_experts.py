@@ -43,10 +43,10 @@ def find_experts(graph: Graph) -> Graph:
             finder.known(node)
     if not finder.found:
         return graph
+    without_row_numbers(graph)
     for node in list(graph.nodes):
         if (access := access_of(node)) is not None:
             finder.rows(node, access)
-    without_row_numbers(graph)
     _without_detours(graph)
     graph.eliminate_dead_code()
     return graph
@@ -67,13 +67,14 @@ class _Matrices:
     """A value of [batch, m, n] with a matrix [a, b] for each row; or what it becomes, a value with a matrix for each
     row of which [batch, m, n] is made.
 
-    The rows are batch * several. Where there are several for one of the batch, they lie before `a` or `b` within m or
-    n.
+    The rows are batch * several. Where there are several for one of the batch, they lie before or behind `a` or `b`
+    within m or n.
     """
 
     source: Node  # the value that was reached
     swapped: bool  # whether b is in m, and a in n
-    several: tuple[int, int]  # the number of rows before what is in m, and before what is in n; one of them is 1
+    several: tuple[int, int]  # the number of rows within m, and within n; one of them is 1
+    inner: bool  # whether they lie behind a or b
     casts: tuple[torch.dtype, ...]  # on the way
 
 
@@ -101,10 +102,11 @@ def _matrices(node: Node, lookup: bool) -> _Matrices | None:
     if index[: len(batch)] != batch:
         return None
     for swapped, one, two in ((False, a, b), (True, b, a)):
-        if (m, n) == ((*several, *one), two):
-            return _Matrices(node, swapped, (num, 1), tuple(reversed(casts)))
-        if (m, n) == (one, (*several, *two)):
-            return _Matrices(node, swapped, (1, num), tuple(reversed(casts)))
+        for inner in (False, True):
+            wide_m, wide_n = ((*dim, *several) if inner else (*several, *dim) for dim in (one, two))
+            if (m, n) in ((wide_m, two), (one, wide_n)):
+                where = (num, 1) if m == wide_m else (1, num)
+                return _Matrices(node, swapped, where, inner, tuple(reversed(casts)))
     return None
 
 
@@ -181,26 +183,32 @@ class _Finder:
             with self.graph.inserting_before(node):
                 # expert_mm contracts the first dim of the matrices; here it is m or n.
                 table = self._table(node, table, matrices.swapped != (contracted == 1), matrices.casts)
-                in_contraction = several == 1 or matrices.several[contracted] == several
-                rows = self._rows(node, x, batch, 1 if in_contraction else several, num_rows)
-                result = write(node, EXPERT_MM, rows, table, ids)
-                if in_contraction and several > 1:
+                result = write(node, EXPERT_MM, self._rows(node, x, matrices, contracted, num_rows), table, ids)
+                if several > 1:
                     result = in_shape(result, [batch, several, table.meta["val"].shape[2]])
-                    result = write(node, aten.sum.dim_IntList, result, [1])
+                    if matrices.several[contracted] == several:
+                        result = write(node, aten.sum.dim_IntList, result, [1])
+                    elif matrices.inner:
+                        result = write(node, aten.transpose.int, result, 1, 2)
                 take_place(node, result)
             return
 
-    def _rows(self, like: Node, x: Node, batch: int, times: int, num_rows: int) -> Node:
-        """The elements of x as [num_rows, -1], after each of `batch` rows is repeated some times."""
-        if times == 1:
-            return in_shape(x, [num_rows, x.meta["val"].numel() // num_rows])
-        return repeat_rows(like, in_shape(x, [batch, x.meta["val"].numel() // batch]), times)
+    def _rows(self, like: Node, x: Node, matrices: _Matrices, side: int, num_rows: int) -> Node:
+        """The elements of x, of which each of the batch is or takes several rows, as [num_rows, -1]. They meet m or n
+        of the matrices, as `side` says."""
+        batch, several = x.meta["val"].shape[0], max(matrices.several)
+        if matrices.several[side] < several:
+            return repeat_rows(like, in_shape(x, [batch, x.meta["val"].numel() // batch]), several)
+        width = x.meta["val"].numel() // num_rows
+        if several > 1 and matrices.inner:
+            x = write(like, aten.transpose.int, in_shape(x, [batch, width, several]), 1, 2)
+        return in_shape(x, [num_rows, width])
 
     def _lookup(self, operand: Node) -> tuple[_Matrices, Node, Node] | None:
         """Matrices that are looked up, their table and the numbers of the experts."""
         matrices = _matrices(operand, lookup=True)
         access = access_of(matrices.source) if matrices is not None else None
-        if matrices is None or access is None or access.values is not None or len(access.indices) != 1:
+        if matrices is None or access is None or access.values is not None or not _is_by_expert(access):
             return None
         (index,), shape = access.indices, access.table.meta["val"].shape
         if len(shape) != 3 or access.table in self._from_batch:
@@ -221,7 +229,7 @@ class _Finder:
     def outer(self, node: Node, access: RowAccess) -> None:
         """index_put(zeros, ids, bmm(x[batch, k, 1], grad[batch, 1, n])), added."""
         shape = access.table.meta["val"].shape
-        if len(shape) != 3 or len(access.indices) != 1:
+        if len(shape) != 3 or not _is_by_expert(access):
             return
         ids = self._ids.get((root_of(access.indices[0]), shape[0]))
         matrices = _matrices(access.values, lookup=False)
@@ -233,11 +241,7 @@ class _Finder:
         if one != 1 or batch * max(matrices.several) != num_rows:
             return
         with self.graph.inserting_before(node):
-            several = max(matrices.several)
-            rows = [
-                self._rows(node, x, batch, 1 if num == several else several, num_rows)
-                for x, num in zip((left, right), matrices.several, strict=True)
-            ]
+            rows = [self._rows(node, x, matrices, side, num_rows) for side, x in enumerate((left, right))]
             total = write(node, EXPERT_OUTER, *(reversed(rows) if matrices.swapped else rows), ids, shape[0])
             for dtype in matrices.casts:
                 total = write(node, aten._to_copy.default, total, dtype=dtype)
@@ -248,7 +252,7 @@ class _Finder:
     def rows(self, node: Node, access: RowAccess) -> None:
         """Rows of a table, or sums into its rows, by the numbers that a product with experts has."""
         shape = access.table.meta["val"].shape
-        if len(access.indices) != 1 or not shape or not access.table.meta["val"].dtype.is_floating_point:
+        if not shape or not _is_by_expert(access) or not access.table.meta["val"].dtype.is_floating_point:
             return
         (index,) = access.indices
         ids = self._ids.get((root_of(index), shape[0]))
@@ -264,6 +268,11 @@ class _Finder:
                 values = write(node, aten.expand.default, values, wanted)
             values = in_shape(values, [ids.meta["val"].numel(), *shape[1:]])
             node.replace_all_uses_with(_added(node, access.table, write(node, EXPERT_SUMS, values, ids, shape[0])))
+
+
+def _is_by_expert(access: RowAccess) -> bool:
+    """Whether one number says which row is meant, as that of an expert does."""
+    return len(access.indices) == 1 and not access.by_element
 
 
 def _added(like: Node, table: Node, total: Node) -> Node:

@@ -47,7 +47,9 @@ def without_row_numbers(graph: Graph) -> None:
                 take_place(node, repeat_rows(node, found, times) if times > 1 else found)
                 continue
             values = access.values
-            shape = [*index[0].meta["val"].shape, *rest]
+            shape = [math.prod(index[0].meta["val"].shape), *rest]
+            if not access.by_element:
+                shape = [*index[0].meta["val"].shape, *rest]
             if list(values.meta["val"].shape) != shape:
                 values = write(node, aten.expand.default, values, shape)
             if times > 1:
@@ -67,12 +69,18 @@ def repeat_rows(like: Node, x: Node, times: int) -> Node:
 
 def _column(access: RowAccess) -> tuple[Node, ...] | None:
     """The indices as one number for each row, also if each element of a row has its own, all equal."""
-    (first, *more), ndim = access.indices, access.table.meta["val"].ndim
-    if more or first.meta["val"].ndim != ndim or ndim == 1:
-        return access.indices if all(i.meta["val"].shape == first.meta["val"].shape for i in more) else None
-    while op_spec_of(first).view is not None and dims_from(first)[1:] == [None] * (ndim - 1):
+    first, shape = access.indices[0], access.table.meta["val"].shape
+    if not access.by_element:
+        alike = all(i.meta["val"].shape == first.meta["val"].shape for i in access.indices)
+        return access.indices if alike else None
+    values = access.values.meta["val"].shape if access.values is not None else first.meta["val"].shape
+    if first.meta["val"].shape[1:] != shape[1:] or values != first.meta["val"].shape:
+        return None
+    while math.prod(first.meta["val"].shape[1:]) > 1:
+        if op_spec_of(first).view is None or dims_from(first) != [0, *[None] * (len(shape) - 1)]:
+            return None
         (first,) = first.all_input_nodes
-    return None if first.meta["val"].numel() != first.meta["val"].shape[0] else (first,)
+    return (first,)
 
 
 def _times(access: RowAccess, index: tuple[Node, ...], memo: dict[Node, Any]) -> int | None:

@@ -163,10 +163,9 @@ class _Reached:
     def _written(self, access: RowAccess) -> int | None:
         indices, table = [self._of(one) for one in access.indices], access.table.meta["val"]
         index, values = access.indices[0].meta["val"], access.values.meta["val"]
-        is_wide = len(indices) == 1 and index.ndim == table.ndim
-        ndim = table.ndim if is_wide else table.ndim - len(indices) + index.ndim
+        ndim = table.ndim if access.by_element else table.ndim - len(indices) + index.ndim
         has_rows = values.ndim == ndim and values.shape[:1] == index.shape[:1]
-        every = len(indices) == 1 and index.ndim == 1 and table.shape[0] == self._length
+        every = len(indices) == index.ndim == 1 and table.shape[0] == self._length
         had = self._of(access.values)
         if self._of(access.table) is not _FREE:
             raise _Unknown
