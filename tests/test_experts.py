@@ -44,7 +44,7 @@ IDS = torch.tensor([3, 0, 1, 3, 3, 0, 1, 4, 0, 1, 3, 3])  # nobody has expert 2,
         (EXPERT_ROWS, (f(4), IDS)),
         (EXPERT_SUMS, (f(12, 6, 2), IDS, 4)),
     ],
-    ids=str,
+    ids=["mm", "outer", "rows", "scalars", "sums"],
 )
 def test_rows_and_columns_may_be_cut(op: Any, args: tuple[Any, ...]) -> None:
     """The strategies by which ranks have parts of the experts need another pass, which carries the rows out."""
@@ -466,8 +466,9 @@ def family(name: str, written: str) -> plait.Verifier:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_of_transformers(name: str, written: str) -> None:
     verifier = family(name, written)
-    report = verifier.verify("data=2")
-    assert report.ok, report
+    for plan in ("expert=2", *(["data=2", "data=4 expert=4"] if written == "batched_mm" else [])):
+        report = verifier.verify(plan)
+        assert report.ok, (plan, report)
     program = Compiler(verifier.captures, Plan.parse("data=2")).compiled(verifier.batch).program
     counts = [each for each in step_collectives(program, eager_graphs(program)) if each.phase == "forward"]
     assert all(each.tensor_bytes <= 64 for each in counts), counts  # what the losses divide by, and no tokens
