@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
+import torch
 
-from plait.api import cluster_measurement
+from plait.api import call_measurement, cluster_measurement
+from plait.api.call_measurement import as_rows, distinct_calls, measure_calls, measure_updates
 from plait.api.cluster_measurement import MeasuredCollective, fit_link, measure_here, write_measured
+from plait.api.job.gpt import BytesGPT, loss_fn
+from plait.api.simulate_step import Simulator
 from plait.cost.collective_time import CollectiveKind, collective_time
+from plait.cost.step_simulation import StepSimulator
 from plait.errors import ConfigError
+from plait.plan.plan import Plan
 from plait.spec.cluster import Cluster, DeviceSpec, LinkSpec
 from plait.spec.cluster_file import find_cluster, parse_cluster
 
@@ -70,3 +77,26 @@ def test_links_of_several_hosts_are_two_levels() -> None:
     ]
     assert found.links[1].bandwidth < found.links[0].bandwidth
     assert found.device.matmul_efficiency.at(1e6) == 0.5
+
+
+def test_calls_of_a_step_are_measured_once_each_and_say_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_measurement, "_SECONDS", 0.0)
+    monkeypatch.setattr(call_measurement, "_CACHE", 0)
+    batch = {"x": torch.zeros(4, 8, dtype=torch.int64), "y": torch.zeros(4, 8, dtype=torch.int64)}
+    simulator = Simulator(BytesGPT(2, 16, 2, 8), loss_fn, batch, "cpu")
+    lowered = simulator._estimator(0).program(Plan())
+    nodes = distinct_calls([lowered])
+    host = torch.device("cpu")
+    found = measure_calls(nodes, host) + measure_updates([lowered], functools.partial(torch.optim.AdamW, lr=1e-3), host)
+    assert all(call.seconds > 0 for call in found)
+    assert len({call.signature for call in found}) == len(found)
+    text = "devices = 1\n[device]\nname = 'd'\nmemory = 1e10\nmemory_bandwidth = 1e10\n[device.peak]\nfloat32 = 1e11\n"
+    text += "[[links]]\nlevel = 'node'\nsize = 0\nlatency = 1e-6\nbandwidth = 1e9\n" + as_rows(found)
+    cluster = parse_cluster(text, "mine.toml", "mine")
+    program = simulator.program(Plan())
+    seconds = {call.signature: call.seconds for call in cluster.calls}
+    calls = [*program.graphs["alone"], *program.updates[0]]
+    missing = {call.signature.partition("(")[0] for call in calls if call.signature not in seconds}
+    assert missing <= {"getitem"}
+    alone = StepSimulator(cluster).simulate(program)
+    assert alone.seconds == pytest.approx(sum(seconds.get(call.signature, 0.0) for call in calls))

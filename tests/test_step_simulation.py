@@ -12,12 +12,14 @@ from typer.testing import CliRunner
 
 import plait
 from plait.api.cli import app
+from plait.api.deep_models import DEEP, Layers, equal_layers, layers_of_stages, with_fewer
 from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.api.simulate_step import Simulator
 from plait.backends.eager.passes import eager_graphs
 from plait.compile.step_collectives import step_collectives
 from plait.cost.collective_time import CollectiveKind, collective_time
 from plait.cost.op_time import CallTimes, op_time
+from plait.cost.repeated_layers import with_layers
 from plait.cost.step_program import AxisCollective, CollectiveCall, CopyCall, OpCall, PipelineCalls, StepProgram
 from plait.cost.step_simulation import StepSimulator, shared_times
 from plait.errors import ConfigError, PlanError
@@ -200,7 +202,7 @@ PLANS = ["data=2 micro=2", "data=2 zero=1", "data=2 zero=3", "tensor=2", "data=2
 @pytest.mark.parametrize("plan", PLANS)
 def test_bytes_by_link_are_those_of_the_collectives(plan: str) -> None:
     found = step(plan)
-    lowered = simulator()._estimator.program(Plan.parse(plan))
+    lowered = simulator()._estimator(0).program(Plan.parse(plan))
     sent = {}
     for one in step_collectives(lowered, eager_graphs(lowered)):
         if lowered.plan.mesh.axis_size(one.axis) > 1:
@@ -218,7 +220,7 @@ def test_bytes_by_link_are_those_of_the_collectives(plan: str) -> None:
 def test_memory_is_what_plait_memory_predicts(plan: str) -> None:
     found = step(plan, True)
     assert found.memory is not None
-    assert found.peak_memory == simulator()._estimator.estimate(Plan.parse(plan)).peak
+    assert found.peak_memory == simulator()._estimator(0).estimate(Plan.parse(plan)).peak
     assert found.fits
 
 
@@ -285,3 +287,85 @@ def test_a_group_is_measured_where_it_lies() -> None:
     across = StepProgram(mesh, {}, (), ((),))
     found = steps.collective_seconds(across, AxisCollective(CollectiveKind.ALL_REDUCE, "data", 1 << 20), 0)
     assert found == collective_time(CollectiveKind.ALL_REDUCE, 1 << 20, range(0, 16, 8), cluster)
+
+
+def op(name: str) -> OpCall:
+    return OpCall(f"{name}(float32[2])", "forward", num_bytes=8.0)
+
+
+def test_what_a_layer_adds_is_repeated_where_it_stands() -> None:
+    """A wait belongs to the start of its own layer, also where that lies in the layer before."""
+    begin = CollectiveCall("start()", "forward", (GRADIENTS,), "start", lane="data")
+
+    def gathered(layers: int) -> list[OpCall | CollectiveCall]:
+        calls: list[OpCall | CollectiveCall] = [op("embed"), begin]
+        for _ in range(layers):
+            at = max(i for i, call in enumerate(calls) if call is begin)
+            calls += [begin, replace(begin, part="wait", begun=at), op("layer")]
+        last = max(i for i, call in enumerate(calls) if call is begin)
+        return [*calls, replace(begin, part="wait", begun=last), op("head")]
+
+    assert with_layers(gathered(1), gathered(2), 3) == tuple(gathered(4))
+    assert with_layers(gathered(1), gathered(2), 0) == tuple(gathered(1))
+    assert with_layers([op("embed"), op("other")], gathered(2), 3) is None
+
+
+def test_buckets_have_the_bytes_of_all_layers() -> None:
+    def summed(num_bytes: int) -> CollectiveCall:
+        return CollectiveCall(
+            "start()", "backward", (AxisCollective(CollectiveKind.ALL_REDUCE, "data", num_bytes),), "start"
+        )
+
+    found = with_layers([op("a"), summed(10)], [op("a"), op("a"), summed(14)], 5)
+    assert found == (op("a"),) * 6 + (summed(30),)
+
+
+class Deep(torch.nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.enter = torch.nn.Linear(8, 16)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(layers))
+        self.leave = torch.nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.leave(x)
+
+
+@functools.cache
+def deep() -> Simulator:
+    batch = {"x": torch.zeros(64, 8), "y": torch.zeros(64, 1)}
+
+    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (model(batch["x"]) - batch["y"]).square().mean()
+
+    return Simulator(Deep(DEEP + 2), loss, batch, "h100x64")
+
+
+@pytest.mark.parametrize(
+    "plan", ["data=2", "data=2 zero=3", "data=2 zero=1 pipeline=6 micro=8", "pipeline=2 micro=4 chunks=3"]
+)
+def test_a_deep_model_is_simulated_from_a_few_of_its_layers(plan: str) -> None:
+    """As if all of it were lowered, where stages have equal layers: 18 over 6 stages."""
+    given = Plan.parse(f"{plan} schedule=interleaved" if "chunks" in plan else plan)
+    whole = given if len(given.copies) == 1 else replace(given, cut=tuple(f"layers.{3 * i}" for i in range(1, 6)))
+    few = deep().simulate(given, memory=False)
+    if "chunks" not in plan:  # whose stages a cut cannot name
+        all_of_it = deep().simulate(whole, memory=False)
+        assert few.seconds == pytest.approx(all_of_it.seconds, rel=0.03)
+        assert few.sent["node"] == pytest.approx(all_of_it.sent["node"], rel=0.05)
+        assert few.program.model_flops == all_of_it.program.model_flops
+    assert few.trace.num_ranks == len(given.copies)
+    assert few.memory is None
+
+
+def test_layers_lie_where_memory_and_the_output_layer_leave_room() -> None:
+    assert layers_of_stages(126, 16) == [7, *[8] * 14, 7]
+    assert layers_of_stages(8, 4) == [2] * 4
+    assert equal_layers(Deep(3)) == Layers("layers", 3)
+    assert equal_layers(torch.nn.Linear(2, 2)) is None
+    few = with_fewer(Deep(5), Layers("layers", 5), 2)
+    assert len(few.layers) == 2
+    assert few(torch.zeros(1, 8)).shape == (1, 1)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait.api.deep_models import DEEP, deep_program, equal_layers, with_fewer
 from plait.api.memory import Estimator
 from plait.backends.eager.passes import eager_graphs
 from plait.compile.capture.batch import batch_tensors
@@ -16,11 +17,12 @@ from plait.compile.capture.capture import LossFn
 from plait.compile.ir.dtypes import dtype_named
 from plait.compile.rank_program import RankProgram
 from plait.compile.step_calls import gathers_after_update, step_program
-from plait.cost.step_program import Call, OpCall, StepProgram
+from plait.cost.step_program import Call, OpCall, StepProgram, moved_by
 from plait.cost.step_simulation import StepSimulator
 from plait.engine.local_batch import batch_of_replica, num_rows, num_tokens
 from plait.engine.optimizer_step import StateEstimate
 from plait.engine.optimizers import OptimizerFactory, make_optimizer
+from plait.engine.setup_checks import check_plan
 from plait.errors import PlanError, Refusal
 from plait.optim.combined import each_parameter, title_of
 from plait.plan.annotation import Annotations
@@ -57,7 +59,8 @@ def simulate(
         cluster: a Cluster, or what `plait cluster show` takes: a name such as "h100x64", or a TOML file.
         optimizer: as the Trainer takes it.
         layouts: annotations of parameters by name pattern.
-        memory: whether to predict the memory of each rank too, which takes as long again.
+        memory: whether to predict the memory of each rank too, which takes as long again. It is not predicted of models
+            with more than 16 equal layers, of which only a few are lowered.
 
     Raises PlanError, LayoutError or CaptureError as the Trainer would; PlanError for a plan whose replicas agree later
     or with parameter servers, and for more ranks than the cluster has devices; ConfigError for a cluster that is not
@@ -83,7 +86,10 @@ class Simulator:
         built: bool | None = None,
     ) -> None:
         self.cluster = find_cluster(cluster) if isinstance(cluster, str) else cluster
-        self._estimator = Estimator(model, loss_fn, batch, optimizer, layouts, built)
+        self._model = model
+        self._given = (loss_fn, batch, optimizer, layouts, built)
+        self._estimators: dict[int, Estimator] = {}  # by the number of equal layers that are lowered; 0 for all
+        self._layers = equal_layers(model)
         self._batch = batch
         self._optimizer = optimizer
         self._steps = StepSimulator(self.cluster)
@@ -94,48 +100,89 @@ class Simulator:
             why = "its workers push and pull at times of their own" if plan.workers else "its replicas agree later"
             inner = plan.inner_plan.title
             raise PlanError(Refusal(f"the plan {plan.title!r}", why, f"simulate the plan of one of them, {inner!r}"))
-        program = self.program(plan)
+        deep = self._deep(plan)
+        program = deep or self.program(plan)
         found = self._steps.simulate(program)
-        return StepPrediction(plan, self.cluster, program, found, self._estimator.estimate(plan) if memory else None)
+        estimate = self._estimator(0).estimate(plan) if memory and deep is None else None
+        return StepPrediction(plan, self.cluster, program, found, estimate)
 
     def program(self, plan: Plan) -> StepProgram:
-        """What the ranks of the plan issue in a step."""
-        lowered = self._estimator.program(plan)
-        rows = num_rows(self._batch)
-        return step_program(
-            lowered,
-            eager_graphs(lowered),
-            rows,
-            num_tokens(self._batch),
-            tuple(self._update(lowered, place) for place in range(_num_places(lowered))),
-            _bytes_of(batch_of_replica(self._batch, plan)) // plan.num_batch_parts,
-        )
+        """What the ranks of the plan issue in a step, of a model that is lowered as a whole."""
+        return self._described(0, plan)
 
-    def _update(self, program: RankProgram, place: int) -> tuple[Call, ...]:
-        """The calls of an update on a rank at this place."""
-        mesh, sharding = program.plan.mesh, program.sharding
-        here = dict.fromkeys(mesh.names, 0) | ({stage_axis(): place} if program.pipeline is not None else {})
-        trained = {output.name for output in program.captured.outputs if output.kind == "gradient"}
-        shapes = {
-            name: (each.state.local_shape(mesh, here), dtype_named(each.state.dtype))
-            for name, each in sharding.parameters.items()
-            if name in trained and each.state.lies_at(here)
-        }
-        calls: list[Call] = []
-        if shapes:
-            twins = {n: nn.Parameter(torch.empty(s, dtype=d, device="meta")) for n, (s, d) in shapes.items()}
-            made = make_optimizer(self._optimizer, list(twins.items()))
-            estimate = StateEstimate(made)
-            moved = elements = 0
-            for group, parameter in each_parameter(made):
-                # Parameters and state are read and written, gradients read.
-                moved += 3 * parameter.numel() * parameter.itemsize
-                moved += 2 * sum(estimate.state_bytes(group, tuple(parameter.shape), parameter.dtype))
-                elements += parameter.numel()
-            dtype = sharding.parameters[next(iter(shapes))].state.dtype
-            signature = f"update({title_of(made)}, {len(shapes)} of {elements} {dtype})"
-            calls.append(OpCall(signature, "update", 0.0, float(moved), dtype))
-        return (*calls, *gathers_after_update(program, here))
+    def _deep(self, plan: Plan) -> StepProgram | None:
+        """The program of a model of many equal layers, of which few are lowered; None for others."""
+        layers = self._layers
+        if layers is None or layers.number <= DEEP:
+            return None
+        check_plan(plan, self._model, None)
+        return deep_program(layers, plan, self._described)
+
+    def _described(self, number: int, plan: Plan) -> StepProgram:
+        return describe_program(self._estimator(number).program(plan), self._batch, self._optimizer)
+
+    def _estimator(self, number: int) -> Estimator:
+        if number not in self._estimators:
+            model = self._model
+            if number and self._layers is not None:
+                model = with_fewer(model, self._layers, number)
+            self._estimators[number] = Estimator(model, *self._given)
+        return self._estimators[number]
+
+
+def describe_program(program: RankProgram, batch: Any, optimizer: OptimizerFactory = _ADAMW) -> StepProgram:
+    """What the ranks of a compiled program issue in a step on a global batch, and in the update."""
+    plan = program.plan
+    return step_program(
+        program,
+        eager_graphs(program),
+        num_rows(batch),
+        num_tokens(batch),
+        tuple(_update(program, place, optimizer) for place in range(_num_places(program))),
+        _bytes_of(batch_of_replica(batch, plan)) // plan.num_batch_parts,
+    )
+
+
+def local_shapes(program: RankProgram, place: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of what a rank at this place of the pipeline updates, by the name of the parameter."""
+    here = _coordinates(program, place)
+    trained = {output.name for output in program.captured.outputs if output.kind == "gradient"}
+    return {
+        name: (each.state.local_shape(program.plan.mesh, here), dtype_named(each.state.dtype))
+        for name, each in program.sharding.parameters.items()
+        if name in trained and each.state.lies_at(here)
+    }
+
+
+def update_call(program: RankProgram, place: int, optimizer: OptimizerFactory) -> OpCall | None:
+    """The update of the parameters of a rank at this place, as one call; None if it has none."""
+    shapes = local_shapes(program, place)
+    if not shapes:
+        return None
+    twins = {n: nn.Parameter(torch.empty(s, dtype=d, device="meta")) for n, (s, d) in shapes.items()}
+    made = make_optimizer(optimizer, list(twins.items()))
+    estimate = StateEstimate(made)
+    moved = elements = 0
+    for group, parameter in each_parameter(made):
+        # Parameters and state are read and written, gradients read.
+        moved += 3 * parameter.numel() * parameter.itemsize
+        moved += 2 * sum(estimate.state_bytes(group, tuple(parameter.shape), parameter.dtype))
+        elements += parameter.numel()
+    dtype = program.sharding.parameters[next(iter(shapes))].state.dtype
+    signature = f"update({title_of(made)}, {len(shapes)} of {elements} {dtype})"
+    return OpCall(signature, "update", 0.0, float(moved), dtype)
+
+
+def _update(program: RankProgram, place: int, optimizer: OptimizerFactory) -> tuple[Call, ...]:
+    """The calls of an update on a rank at this place, and of what follows it."""
+    own = update_call(program, place, optimizer)
+    gathers = gathers_after_update(program, _coordinates(program, place))
+    return tuple(gathers) if own is None else (own, *moved_by(gathers, 1))
+
+
+def _coordinates(program: RankProgram, place: int) -> dict[str, int]:
+    here = dict.fromkeys(program.plan.mesh.names, 0)
+    return here | ({stage_axis(): place} if program.pipeline is not None else {})
 
 
 def _num_places(program: RankProgram) -> int:

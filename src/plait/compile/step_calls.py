@@ -90,6 +90,14 @@ def signature_of(node: Node) -> str:
     return f"{name}({', '.join(args)})"
 
 
+def call_bytes(node: Node) -> int:
+    """Bytes that a call reads and writes; 0 for a view."""
+    if is_view(node) or is_item(node):
+        return 0
+    moved = sum(num_bytes(each.meta["val"]) for each in tensor_inputs(node))
+    return moved + sum(num_bytes(value) for value in output_values(node) if isinstance(value, torch.Tensor))
+
+
 def gathers_after_update(program: RankProgram, here: Mapping[str, int]) -> list[CollectiveCall]:
     """The calls by which the rank at `here` gathers the parts that an update has changed, one bucket ahead."""
     sharding, mesh = program.sharding, program.plan.mesh
@@ -133,11 +141,10 @@ def _call(node: Node, sizes: Mapping[str, int], sharding: ShardingPlan, place: M
         return _copy(node, sharding, place, phase)
     if is_view(node) or is_item(node):
         return OpCall(signature_of(node), phase, module=info_of(node).module)
-    inputs = [each.meta["val"] for each in tensor_inputs(node)]
-    moved = sum(map(num_bytes, inputs))
-    moved += sum(num_bytes(value) for value in output_values(node) if isinstance(value, torch.Tensor))
-    dtype = torch_name(inputs[0].dtype) if inputs else "float32"
-    return OpCall(signature_of(node), phase, float(flops_of(node)), float(moved), dtype, info_of(node).module)
+    inputs = tensor_inputs(node)
+    dtype = torch_name(inputs[0].meta["val"].dtype) if inputs else "float32"
+    moved = float(call_bytes(node))
+    return OpCall(signature_of(node), phase, float(flops_of(node)), moved, dtype, info_of(node).module)
 
 
 def _collective(

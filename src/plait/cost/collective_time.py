@@ -65,7 +65,7 @@ def collective_time(
             all-to-all.
         group: the ranks, such as `range(0, 64, 8)`.
         cluster: where they are.
-        form: "ring", "tree" or "hierarchical"; by default the fastest that the collective has.
+        form: "ring", "tree" or "hierarchical"; by default as measured, or the fastest that the collective has.
 
     Raises PlanError for a form that the collective does not have.
     """
@@ -79,6 +79,8 @@ def _collective_time(
     spread = cluster.spread(group)
     if math.prod(spread) == 1 or num_bytes == 0:
         return 0.0
+    if not form and (known := cluster.measured_seconds(kind.title, num_bytes, spread)) is not None:
+        return known
     if kind is CollectiveKind.ALL_TO_ALL:
         forms = {"pairwise": _pairwise}
     elif kind is CollectiveKind.BROADCAST:

@@ -9,8 +9,8 @@ their seconds by signature; of other calls the time is estimated from arithmetic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from plait.cost.collective_time import CollectiveKind
 from plait.schedule.readiness import Cell, Edges, Place
@@ -93,6 +93,13 @@ class CopyCall:
 
 
 Call = OpCall | CollectiveCall | CopyCall
+
+
+def moved_by(calls: Sequence[Call], by: int) -> tuple[Call, ...]:
+    """The calls of a list that stands `by` places later in another: waits name the places of their starts."""
+    return tuple(
+        call if isinstance(call, OpCall) or call.begun < 0 else replace(call, begun=call.begun + by) for call in calls
+    )
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,11 @@ class StepSimulator:
         return replace(found, sent=self._most_sent(program))
 
     def graph(self, program: StepProgram, calls: Sequence[Call], place: int) -> GraphTime:
-        """The time of a graph's calls on the rank at a place."""
-        return _Timeline(self, program, place).run(calls)
+        """The time of a graph's calls on the rank at a place. In a pipeline it is at the speed of measured calls."""
+        speed = 1.0
+        if program.pipeline is None:
+            speed = self.cluster.device.speed(min(program.mesh.size, self.cluster.node_size))
+        return _Timeline(self, program, place, speed).run(calls)
 
     def collective_seconds(self, program: StepProgram, transfer: AxisCollective, place: int) -> float:
         """Seconds of a collective that all groups of its axis do at the same time."""
@@ -353,7 +356,8 @@ def _begun(calls: Iterable[Call]) -> list[AxisCollective]:
 class _Timeline:
     """The streams of one rank while it runs a graph."""
 
-    def __init__(self, simulator: StepSimulator, program: StepProgram, place: int) -> None:
+    def __init__(self, simulator: StepSimulator, program: StepProgram, place: int, pace: float) -> None:
+        self._pace = pace
         self._simulator = simulator
         self._program = program
         self._place = place
@@ -385,6 +389,7 @@ class _Timeline:
 
     def _work(self, seconds: float) -> None:
         """Compute for so long, slower while a lane transfers."""
+        seconds *= self._simulator.cluster.device.in_step / self._pace
         speed = self._simulator.cluster.device.beside_transfers
         busy = max(max(self._free.values(), default=0.0) - self._now, 0.0)
         if speed < 1 and busy > 0:

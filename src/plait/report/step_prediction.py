@@ -24,7 +24,7 @@ class StepPrediction:
         cluster: where it runs.
         program: what the ranks issue.
         simulated: its times, bytes sent and trace.
-        memory: of each rank; None if it was not asked for.
+        memory: of each rank; None if it was not asked for, and for a model of which only a few layers were lowered.
     """
 
     plan: Plan
@@ -67,7 +67,7 @@ class StepPrediction:
     def peak_memory(self) -> int:
         """Bytes on the fullest rank. Raises PlanError if the memory was not asked for."""
         if self.memory is None:
-            raise PlanError("the memory was not predicted; call simulate(memory=True)")
+            raise PlanError("the memory was not predicted; `plait.memory` predicts that of models of any depth")
         return self.memory.peak
 
     @property
@@ -104,6 +104,8 @@ class StepPrediction:
             lines += ["", "memory of the fullest rank, at its peak"]
             lines += [f"  {name:18} {human_bytes(value):>10}" for name, value in fullest.at_peak.items() if value]
             lines.append(memory_line(self.peak_memory, device.memory))
+        else:
+            lines += ["", "memory: not predicted"]
         lines += ["", "bytes that a rank sends in a step, by the level of the link"]
         lines += [f"  {level:18} {human_bytes(value):>10}" for level, value in found.sent.items()] or ["  none"]
         return "\n".join(lines)

@@ -61,9 +61,11 @@ class DeviceSpec:
         overlaps: whether an op reads memory while it computes, so that it takes the longer of the two and not the sum.
         op_seconds: what every op takes at least.
         view_seconds: what a call takes that only makes a view.
+        in_step: how long calls take in a step, over what they take when they are measured one by one: their operands
+            are in no cache, and Python has other code to run in between.
         step_seconds: what a step takes besides its calls: checks, the loss, what Python does between two steps.
-        together: the speed of one rank if so many of its host's ranks compute, in units of that when all of them do:
-            points (ranks, speed). Ranks that have cores of one host share its cores and memory; a device of its own
+        together: the speed of one rank if so many of its host's ranks compute, in units of that at which calls were
+            measured: points (ranks, speed). Ranks on cores of one host share its cores and memory; a device of its own
             always has speed 1.
         beside_transfers: the fraction of its speed at which a rank computes while it sends and receives.
         price_per_hour: of one device, in US dollars; None where it is not known.
@@ -79,6 +81,7 @@ class DeviceSpec:
     overlaps: bool = True
     op_seconds: float = 0.0
     view_seconds: float = 0.0
+    in_step: float = 1.0
     step_seconds: float = 0.0
     together: tuple[tuple[int, float], ...] = ()
     beside_transfers: float = 1.0
@@ -95,7 +98,7 @@ class DeviceSpec:
         return max(self.peak, key=lambda each: each[1])
 
     def speed(self, num_active: float) -> float:
-        """The speed of a rank if `num_active` ranks of its host compute, in units of that when all do."""
+        """The speed of a rank if `num_active` ranks of its host compute, in units of that of measured calls."""
         if not self.together:
             return 1.0
         for (low, first), (high, last) in itertools.pairwise(self.together):
@@ -150,6 +153,25 @@ class CallTime:
 
 
 @dataclass(frozen=True)
+class CollectiveTime:
+    """One collective that was measured, on a group of ranks `stride` apart.
+
+    Attributes:
+        kind: its title, such as all_reduce.
+        size: ranks of the group.
+        stride: between neighbours.
+        num_bytes: of the whole tensor.
+        seconds: while all such groups do it.
+    """
+
+    kind: str
+    size: int
+    stride: int
+    num_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class HostSpec:
     """The computer that has the devices of one node.
 
@@ -190,6 +212,7 @@ class Cluster:
         sources: where the numbers are from, by the path of the key in the file.
         measured: host and date of the measurement; empty for a description from data sheets.
         calls: calls that were measured.
+        collectives: collectives that were measured.
 
     Raises ConfigError for levels out of order, and for domains that do not divide each other or the devices.
     """
@@ -203,6 +226,7 @@ class Cluster:
     sources: tuple[tuple[str, str], ...] = ()
     measured: str = ""
     calls: tuple[CallTime, ...] = ()
+    collectives: tuple[CollectiveTime, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.links:
@@ -240,6 +264,29 @@ class Cluster:
     def sizes(self) -> tuple[int, ...]:
         """The devices in a domain of each level, at most those that there are."""
         return tuple(min(link.size or self.num_devices, self.num_devices) for link in self.links)
+
+    @cached_property
+    def _measured(self) -> dict[tuple[str, tuple[int, ...]], list[tuple[float, float]]]:
+        """Points (bytes, seconds) of the collectives that were measured, by kind and spread of the group."""
+        found: dict[tuple[str, tuple[int, ...]], list[tuple[float, float]]] = {}
+        for each in self.collectives:
+            group = range(0, each.size * each.stride, each.stride)
+            found.setdefault((each.kind, self.spread(group)), []).append((each.num_bytes, each.seconds))
+        return {key: sorted(points) for key, points in found.items()}
+
+    def measured_seconds(self, kind: str, num_bytes: float, spread: tuple[int, ...]) -> float | None:
+        """Seconds of a collective between those that were measured on groups that lie alike, linear in bytes; beyond
+        the largest as long for each byte. None where no such group was measured."""
+        points = self._measured.get((kind, spread))
+        if not points:
+            return None
+        after = bisect.bisect_left([size for size, _ in points], num_bytes)
+        if after == 0:
+            return points[0][1]
+        if after == len(points):
+            return points[-1][1] * num_bytes / points[-1][0]
+        (low, first), (high, last) = points[after - 1 : after + 1]
+        return first + (last - first) * (num_bytes - low) / (high - low)
 
     @property
     def node_size(self) -> int:

@@ -20,7 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import ConfigError
-from plait.spec.cluster import LEVELS, CallTime, Cluster, DeviceSpec, EfficiencyCurve, HostSpec, LinkSpec
+from plait.spec.cluster import (
+    LEVELS,
+    CallTime,
+    Cluster,
+    CollectiveTime,
+    DeviceSpec,
+    EfficiencyCurve,
+    HostSpec,
+    LinkSpec,
+)
 
 _DATASHEET = "the data sheet of the device"
 _MEASURE = "`plait cluster measure`, which writes it"
@@ -45,6 +54,7 @@ NUMBERS: Mapping[str, NumberRow] = {
     "device.memory_bandwidth": NumberRow("bytes/s", 1e8, 1e15, _DATASHEET),
     "device.op_seconds": NumberRow("seconds", 0, 1e-2, _MEASURE, needed=False),
     "device.view_seconds": NumberRow("seconds", 0, 1e-2, _MEASURE, needed=False),
+    "device.in_step": NumberRow("times what a call takes by itself", 0.1, 10, _MEASURE, needed=False),
     "device.step_seconds": NumberRow("seconds", 0, 10, _MEASURE, needed=False),
     "device.beside_transfers": NumberRow("the fraction of its speed", 0.01, 1, _MEASURE, needed=False),
     "device.price_per_hour": NumberRow("US dollars", 0, 1e4, "the price list of the cloud", needed=False),
@@ -152,7 +162,7 @@ def parse_cluster(text: str, place: str, name: str) -> Cluster:
         raise ConfigError(
             f"{place}: [[links]] is missing; give one for each level of {', '.join(LEVELS)} that there is"
         )
-    known = {"name", "doc", "measured", "devices", "device", "links", "host", "calls"}
+    known = {"name", "doc", "measured", "devices", "device", "links", "host", "calls", "collectives"}
     if unknown := raw.keys() - known:
         raise ConfigError(f"{place}: unknown key {min(unknown)}; {_near(min(unknown), known)}")
     made = Cluster(
@@ -165,6 +175,7 @@ def parse_cluster(text: str, place: str, name: str) -> Cluster:
         sources=tuple(sources.items()),
         measured=str(raw.get("measured", "")),
         calls=_calls(reader, raw.get("calls", {})),
+        collectives=_collectives(reader, raw.get("collectives", [])),
     )
     for link in made.links:
         if link.bandwidth > made.device.memory_bandwidth:
@@ -192,6 +203,7 @@ def _device(reader: _Reader, table: dict[str, Any]) -> DeviceSpec:
         overlaps=bool(table.get("overlaps", True)),
         op_seconds=reader.number(table, "device.op_seconds"),
         view_seconds=reader.number(table, "device.view_seconds"),
+        in_step=reader.number(table, "device.in_step", default=1.0),
         step_seconds=reader.number(table, "device.step_seconds"),
         together=_together(reader, table.get("together", [])),
         beside_transfers=reader.number(table, "device.beside_transfers", default=1.0),
@@ -258,6 +270,24 @@ def _host(reader: _Reader, table: dict[str, Any]) -> HostSpec:
     numbers: dict[str, Any] = {name: reader.number(table, f"host.{name}") for name in names}
     counts = {name: int(numbers[name]) for name in ("cores", "nics")}
     return HostSpec(reader.text(table, "host.cpu"), **numbers | counts)
+
+
+def _collectives(reader: _Reader, given: Any) -> tuple[CollectiveTime, ...]:
+    """The list collectives: rows [kind, ranks, stride, bytes, seconds]."""
+    found = []
+    for row in given if isinstance(given, list) else [given]:
+        try:
+            kind, size, stride, num_bytes, seconds = row
+            good = type(kind) is str and size > 1 and stride > 0 and num_bytes > 0 and 0 <= seconds < 1e4
+        except (TypeError, ValueError):
+            good = False
+        if not good:
+            raise ConfigError(
+                f"{reader.place}: collectives has {row!r}; it is rows [kind, ranks, stride, bytes of the whole tensor,"
+                f" seconds], as measured by {_MEASURE}"
+            )
+        found.append(CollectiveTime(kind, int(size), int(stride), float(num_bytes), float(seconds)))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
