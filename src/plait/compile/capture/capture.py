@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -49,6 +47,7 @@ from plait.compile.capture.random_sources import nothing_drawn
 from plait.compile.capture.reachable import PLAIN, Reached
 from plait.compile.ir.gc_paused import collection_paused
 from plait.compile.ir.shapes import StepMode
+from plait.compile.ops.higher_order import WrittenOut
 from plait.compile.ops.sdpa_with_dropout import DrawnDropout
 from plait.errors import BatchError, CaptureError, LossError, PlanError
 
@@ -269,14 +268,11 @@ def _capture(
         outside = Outside(reached, model_fakes, recorder, fake_mode, where, move=device is not None)
         recorder.outside = outside
         stack.enter_context(_plain_kernels())
-        if "torch._dynamo" in sys.modules:  # functions under torch.compile run as they were written
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
         stack.enter_context(fake_mode)
         stack.enter_context(recorder)
         stack.enter_context(Exchange(model_fakes.made, outside.fake_of))
         stack.enter_context(DrawnDropout())
+        stack.enter_context(WrittenOut())
         late = stack.enter_context(LateValues(recorder.known_value, lambda: recorder.phase == "forward"))
         recorder.scalar = late.scalar
         stack.enter_context(Selections(late, recorder))

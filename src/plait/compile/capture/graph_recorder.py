@@ -174,6 +174,10 @@ class GraphRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].device  # asked for several times by every call
+        with torch._C.DisableTorchFunction():  # torch.vmap calls ops with the modes of functions in place
+            return self._dispatch(func, args, kwargs)
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         kwargs = kwargs or {}
         row = op_spec(func)
         if row.random is not None:

@@ -7,6 +7,7 @@ of a tensor, because an element's number depends on its global position only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from plait.compile.ops.base import (
     state,
 )
 from plait.compile.ops.draw import draw
+from plait.compile.ops.higher_order import WrittenOut
 from plait.compile.ops.sdpa_with_dropout import DrawnDropout
 from plait.errors import CaptureError
 
@@ -254,17 +256,18 @@ class GlobalRandom(TorchDispatchMode):
         super().__init__()
         self._key = key
         self._index = 0
-        self._attention: list[DrawnDropout] = []
+        self._modes: list[ExitStack] = []
 
     def __enter__(self) -> GlobalRandom:
-        self._attention.append(DrawnDropout())
-        self._attention[-1].__enter__()
+        self._modes.append(ExitStack())
+        self._modes[-1].enter_context(DrawnDropout())
+        self._modes[-1].enter_context(WrittenOut())
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._attention.pop().__exit__(*exception)
+        self._modes.pop().close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
