@@ -227,15 +227,16 @@ def over_both_axes(world: World) -> list[list[int]]:
         found: list[int] = comm.all_gather(torch.tensor(world.rank)).wait().tolist()
         return found
 
-    return [members(world.comm("data")), members(world.comm("tensor")), members(world.everyone())]
+    joined = members(world.comm("data*tensor"))
+    return [members(world.comm("data")), members(world.comm("tensor")), joined, members(world.everyone())]
 
 
 @pytest.mark.parametrize("transport", ["threads", "gloo", "shm"])
 def test_a_comm_for_each_axis(transport: str) -> None:
-    results = run(transport, Mesh((("data", 2), ("tensor", 2))), over_both_axes)
-    everyone = [0, 1, 2, 3]
+    results = run(transport, Mesh((("data", 2), ("tensor", 2)), ("data*tensor",)), over_both_axes)
+    both = [[0, 1, 2, 3]] * 2  # of both axes at once, and of everyone
     assert results == [
-        [[0, 2], [0, 1], everyone], [[1, 3], [0, 1], everyone], [[0, 2], [2, 3], everyone], [[1, 3], [2, 3], everyone]
+        [[0, 2], [0, 1], *both], [[1, 3], [0, 1], *both], [[0, 2], [2, 3], *both], [[1, 3], [2, 3], *both]
     ]  # fmt: skip
 
 

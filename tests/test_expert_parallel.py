@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpointing import ADAMW, assert_same_state, on, whole_state
 from torch import Tensor, nn
 
 import plait
@@ -148,6 +150,95 @@ def test_slots_by_hand() -> None:
     assert rows.tolist() == [0, 2, 1, 3] and local.tolist() == [0, 1, 1, 0]
     order, places, ends = expert_order(torch.tensor([1, 0, 2, 1]), 2)
     assert (order.tolist(), places.tolist(), ends.tolist()) == ([1, 0, 3, 2], [1, 0, 3, 2], [1, 3])
+
+
+def test_a_checkpoint_goes_from_each_plan_to_the_next(tmp_path: Path) -> None:
+    expected: list[Any] = []
+    for index, plan in enumerate(["", "data=4 expert=2 zero=3", "expert=2 tensor=2", "expert=4 zero=1", "data=2"]):
+        compiler = Compiler(verifier().captures, Plan.parse(plan))
+
+        def run(world: Any, index: int = index, compiler: Compiler = compiler) -> None:
+            trainer = plait.Trainer(
+                compiler.model, loss_fn, ADAMW, compiler.plan, world=world, compiler=compiler, seed=index
+            )
+            trainer.prepare(batch())
+            if index:
+                trainer.load(tmp_path / str(index - 1))
+                assert_same_state(whole_state(trainer), expected[0])
+            else:
+                trainer.step(batch())
+                expected.append(whole_state(trainer))
+            trainer.save(tmp_path / str(index))
+
+        on(plan, run)
+
+
+class WithCapacity(nn.Module):
+    """Switch Transformer's form: each expert takes the first tokens that chose it, by products with one-hot masks."""
+
+    def __init__(self, capacity: int = 6) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.gate = nn.Linear(6, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(EXPERTS, 6, INNER) * 0.3)
+        self.down = nn.Parameter(torch.randn(EXPERTS, INNER, 3) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        top, ids = self.gate(x).softmax(-1).max(-1)
+        chosen = nn.functional.one_hot(ids, EXPERTS)
+        place = (chosen.cumsum(0) - 1) * chosen
+        kept = (place < self.capacity) & (chosen > 0)
+        sent = nn.functional.one_hot(place.clamp(max=self.capacity - 1), self.capacity) * kept.unsqueeze(-1)
+        rows = torch.einsum("tec,tw->ecw", sent.to(x.dtype), x)
+        found = torch.bmm(torch.bmm(rows, self.up).relu(), self.down)
+        return torch.einsum("tec,ecw->tw", sent * top[:, None, None], found)
+
+
+class Balanced(nn.Module):
+    """A router that a bias balances, which follows the counts of the whole batch (DeepSeek-V3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(EXPERTS, 6, 3) * 0.3)
+        self.register_buffer("bias", torch.zeros(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x).sigmoid()
+        ids = (scores + self.bias).topk(TOP, -1)[1]
+        with torch.no_grad():
+            counts = nn.functional.one_hot(ids, EXPERTS).sum((0, 1)).to(self.bias.dtype)
+            self.bias += 0.1 * torch.sign(counts.mean() - counts)
+        y = torch.bmm(x.repeat_interleave(TOP, 0).unsqueeze(1), self.up[ids.flatten()]).squeeze(1)
+        return (y * scores.gather(1, ids).reshape(-1, 1)).view(-1, TOP, 3).sum(1)
+
+
+class Dense(nn.Module):
+    """Every expert computes every token, by products in which experts are no dim of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(EXPERTS, 6, 3) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("te,tew->tw", self.gate(x).softmax(-1), torch.einsum("th,ehw->tew", x, self.up))
+
+
+@pytest.mark.parametrize("make", [WithCapacity, Balanced])
+def test_other_mixtures(make: type[nn.Module]) -> None:
+    torch.manual_seed(1)
+    each = plait.Verifier(make().double(), loss_fn, batch(), steps=3)
+    for plan in ("expert=2", "data=4 expert=2 zero=1", "expert=4 micro=2" if make is Balanced else "expert=2 tensor=2"):
+        report = each.verify(plan)
+        assert report.ok, (plan, report)
+
+
+def test_experts_that_are_not_found_are_named() -> None:
+    each = plait.Verifier(Dense().double(), loss_fn, batch())
+    with pytest.raises(PlanError, match=re.escape("layouts=, such as {'*.experts.*': 'expert, -, -'}")):
+        each.verify("expert=2")
+    assert each.verify("expert=2", layouts={"up": "expert, -, -"}).ok
 
 
 def test_experts_that_the_axis_does_not_divide() -> None:

@@ -105,6 +105,22 @@ class Branching(nn.Module):
         return self.layers[1](x if float(x.detach().sum()) > 0 else -x)
 
 
+class Mixture(nn.Module):
+    """Four experts, of which each row has two; their weights are looked up for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.up = nn.Parameter(torch.randn(4, 8, 4) * 0.3)
+        self.down = nn.Parameter(torch.randn(4, 4, 8) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x).softmax(-1).topk(2, -1)
+        rows, expert = x.repeat_interleave(2, 0).unsqueeze(1), ids.flatten()
+        y = (rows @ self.up[expert]).relu() @ self.down[expert]
+        return x + (y.squeeze(1) * weights.reshape(-1, 1)).view(-1, 2, 8).sum(1)
+
+
 def squares(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean()
 
@@ -176,12 +192,15 @@ MODELS = {
     "frozen": Case(frozen, (8,)),
     "branching": Case(Branching, (8,)),
     "masked": Case(Tied, (3,), first_tokens, 12),
+    "experts": Case(Mixture, (8,)),
 }
 DRAWN = [name for name in MODELS if name != "masked"]  # which is for some of ALWAYS
 
 # Every key of a plan, and what stands beside it, with values; the first is that of a key that is left out.
 GRID: dict[str, tuple[str, ...]] = {
     "data": ("", "2", "3"),
+    "expert": ("", "2", "3"),
+    "expert.capacity": ("", "9"),
     "tensor": ("", "2", "4"),
     "pipeline": ("", "2", "[1,2]"),
     "replica": ("", "2"),
@@ -241,6 +260,7 @@ WITH = {
     "streaming": {"data": "2", "sync": "2", "outer": "nesterov"},
     "overlap": {"data": "2", "sync": "2", "outer": "nesterov"}, "compress.nowhere": {"data": "2", "compress": "int8"},
     "workers": {"servers": "1"}, "servers": {"workers": "2"}, "staleness": {"workers": "2", "servers": "1"},
+    "expert.capacity": {"expert": "2"},
     "context.kind": {"context": "2"}, "sequence": {"tensor": "2"}, "shapes.limit": {"shapes": "bucket:4"},
     "compile.nowhere": {"compile": "inductor"}, "cudagraphs": {"compile": "inductor"},
     "backup": {"workers": "2", "servers": "1", "staleness": "0"}, "home.optimizer": {"data": "2"},

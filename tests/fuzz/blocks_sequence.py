@@ -345,6 +345,18 @@ class Experts(nn.Module):
         elif self.spelling == "gather":
             inner = F.gelu(torch.einsum("tw,tkwi->tki", flat, self.up[index]))
             out = torch.einsum("tki,tkiw,tk->tw", inner, self.down[index], top)
+        elif self.spelling == "batched":  # as transformers' batched_mm
+            rows, expert = flat.repeat_interleave(self.chosen, 0), index.flatten()
+            inner = F.silu(torch.bmm(rows.unsqueeze(1), self.up[expert]))
+            found = torch.bmm(inner, self.down[expert]).squeeze(1) * top.flatten()[:, None]
+            out = found.view(*index.shape, -1).sum(1)
+        elif self.spelling == "hit":  # as transformers loops over the experts that are hit
+            out = torch.zeros_like(flat)
+            mask = F.one_hot(index, number).permute(2, 1, 0)
+            for place in mask.sum((-1, -2)).greater(0).nonzero():
+                which, rows = torch.where(mask[place[0]])
+                found = F.silu(flat[rows] @ self.up[place[0]]) @ self.down[place[0]]
+                out.index_add_(0, rows, found * top[rows, which, None])
         else:  # bmm: every expert on every token
             inner = F.silu(torch.bmm(flat.expand(number, -1, -1), self.up))
             out = (torch.bmm(inner, self.down) * chosen.t()[..., None]).sum(0)

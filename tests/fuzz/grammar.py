@@ -310,7 +310,7 @@ SEQUENCE: list[Row] = [
     (0.3, "RecurrentLoop", _choices(kind=["LSTMCell", "GRUCell", "RNNCell"])),
     (1.5, "Experts", lambda rng, shape: {
         "experts": rng.choice([2, 3, 4]), "chosen": rng.choice([1, 2, 2]),
-        "spelling": rng.choice(["dense", "loop", "index_add", "einsum", "gather", "bmm"]),
+        "spelling": rng.choice(["dense", "loop", "index_add", "einsum", "gather", "bmm", "batched", "hit", "hit"]),
         "balance": rng.random() < 0.4}),
     (0.7, "GroupedExperts", _choices(
         experts=[2, 3, 4], chosen=[1, 2], half=[True, False], sigmoid=[True, False])),

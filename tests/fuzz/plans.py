@@ -79,6 +79,8 @@ def _draw(rng: random.Random, spec: Spec) -> dict[str, str]:
             words[key], room = str(size), room // size
             if key != "tensor":
                 rows //= size
+    if rng.random() < (0.6 if any("Experts" in layer.name for layer in spec.layers) else 0.03):
+        _experts(rng, words)
     if rows % micro and rng.random() < 0.9:
         micro = 1
     if micro > 1:
@@ -93,6 +95,15 @@ def _draw(rng: random.Random, spec: Spec) -> dict[str, str]:
         words["compile"] = "inductor"
         words |= rng.choice([{}, {"compile.layers.0": "none"}, {"cudagraphs": "yes"}])
     return words
+
+
+def _experts(rng: random.Random, words: dict[str, str]) -> None:
+    """Ranks of data that each have a part of the experts."""
+    sizes = [size for size in (2, 3, 4) if int(words.get("data", "1")) % size == 0]
+    if sizes:
+        words["expert"] = str(rng.choice(sizes))
+        if rng.random() < 0.2:
+            words["expert.capacity"] = "100"  # room for all
 
 
 def _sequence(rng: random.Random, words: dict[str, str], spec: Spec, room: int) -> None:

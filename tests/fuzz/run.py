@@ -110,12 +110,13 @@ class Fuzzer:
 
     def _skip(self) -> None:
         """Pass by models that are not wanted."""
-        unwanted = set(self.options.without.split(","))
+        unwanted, wanted = set(self.options.without.split(",")), set(self.options.only.split(",")) - {""}
         for _ in range(1000):
-            if not unwanted & model_of(self.options.seed, self._next).words:
+            words = model_of(self.options.seed, self._next).words
+            if not unwanted & words and (not wanted or wanted & words):
                 return
             self._next += PLANS_EACH
-        raise SystemExit(f"--without {self.options.without} leaves no model: each of 1000 has one of these")
+        raise SystemExit(f"--without {self.options.without} --only {self.options.only} leave none of 1000 models")
 
     def _work(self) -> None:
         worker = Worker(self.options.limit, self.options.compiler)
@@ -169,6 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--case", type=int, default=None, help="this case of the seed alone, in full")
     parser.add_argument("--first", type=int, default=0, help="the case to begin with")
     parser.add_argument("--without", default="-", help="no models with these layers, options, dtypes or tasks")
+    parser.add_argument("--only", default="", help="models with one of these")
     parser.add_argument(
         "--compiler", choices=["inductor", "none"], default="",
         help="all plans have compile=inductor; with none the calls of a region run one by one, which is far faster",

@@ -45,7 +45,7 @@ class BatchPadding:
 
     def __init__(self, compiler: Compiler, world: World) -> None:
         self._compiler, self._world = compiler, world
-        self._multiple, self._limit = compiler.plan.shapes, compiler.plan.shapes_limit
+        self._pads, self._limit = bool(compiler.plan.shapes), compiler.plan.shapes_limit
         self._rules: dict[tuple[bool, tuple[str, ...]], PaddingRules] = {}
         self._met: dict[bool, dict[tuple[int, ...], None]] = {True: {}, False: {}}  # by whether a step trains
 
@@ -55,7 +55,7 @@ class BatchPadding:
         With LocalBatches, all ranks pad to what the longest of their batches needs, for which they exchange lengths.
         Raises PlanError, with a Refusal, if padding changes the step of the first batch.
         """
-        if not self._multiple:
+        if not self._pads:
             return PaddedBatch(batch)
         local = isinstance(batch, LocalBatch)
         tree = batch.tree if local else batch
@@ -91,22 +91,20 @@ class BatchPadding:
         self, rules: PaddingRules, lengths: Mapping[str, int], met: dict[tuple[int, ...], None]
     ) -> dict[str, int]:
         """The lengths to pad to, which are noted as met."""
-        own = {"": max(lengths.values(), default=0)} if rules.together else dict(lengths)
-        wanted = tuple(rules.rounded(length, self._multiple) for length in own.values())
+        apart = {name: rules.rounded(name, length) for name, length in rules.apart(lengths).items()}
+        wanted = tuple(apart.values())
         if wanted not in met and len(met) >= self._limit:
             fitting = [known for known in met if all(one >= other for one, other in zip(known, wanted, strict=True))]
-            wanted = min(fitting, key=sum) if fitting else self._doubled(rules, wanted, met)
+            wanted = min(fitting, key=sum) if fitting else self._doubled(rules, apart, met)
         met[wanted] = None
-        if not rules.together:
-            return dict(zip(own, wanted, strict=True))
-        return {name: length + wanted[0] - own[""] for name, length in lengths.items()}
+        return rules.of_all(lengths, dict(zip(apart, wanted, strict=True)))
 
     def _doubled(
-        self, rules: PaddingRules, wanted: tuple[int, ...], met: Mapping[tuple[int, ...], None]
+        self, rules: PaddingRules, apart: Mapping[str, int], met: Mapping[tuple[int, ...], None]
     ) -> tuple[int, ...]:
         """Lengths that are those met, or at least twice as long where these are too short."""
         longest = [max(lengths) for lengths in zip(*met, strict=True)]
         return tuple(
-            known if length <= known else max(length, rules.rounded(2 * known, self._multiple))
-            for known, length in zip(longest, wanted, strict=True)
+            known if length <= known else max(length, rules.rounded(name, 2 * known))
+            for known, (name, length) in zip(longest, apart.items(), strict=True)
         )

@@ -271,7 +271,7 @@ class Compiler:
             return batch
         has_values = not any(p.is_meta for p in self.model.parameters())
         rules = self.padding_rules(batch) if has_values else likely_rules(self.model, batch, self.plan.shapes)
-        return rules.pad(batch, rules.to_multiple(rules.lengths(batch), self.plan.shapes))
+        return rules.pad(batch, rules.to_multiple(rules.lengths(batch)))
 
     def captured(self, batch: Any, train: bool = True) -> Captured:
         """The captured step of a global microbatch."""

@@ -11,17 +11,17 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from plait.compile.capture.batch import (
     batch_leaves,
+    batch_numbers,
     count_rows,
     map_batch,
     sequence_dims,
@@ -29,11 +29,10 @@ from plait.compile.capture.batch import (
     take_rows,
 )
 from plait.compile.capture.capture import LossFn, one_at_a_time
-from plait.compile.capture.loss_values import ROWS, LossPart, Outputs, read_loss
-from plait.compile.ops.base import NO_OP_SPEC, OP_SPECS
-from plait.compile.ops.random import GlobalRandom
+from plait.compile.capture.loss_values import LossPart, Outputs
 from plait.engine.initial_values import with_values
-from plait.engine.model_copy import Twin, preserved
+from plait.engine.model_copy import preserved
+from plait.engine.padding_check import StepValues, difference, dims_of_outputs, step_values
 from plait.errors import PlanError
 from plait.plan.padding_refusals import nothing_to_pad, padding_changes, padding_unchecked
 
@@ -60,46 +59,76 @@ class LeafPadding:
 class PaddingRules:
     """How the batches of a step are padded.
 
+    multiple  of which lengths become multiples
     leaves    by name, the tensors that are padded
     outputs   by name of an output of the loss function, (its dim, the tensor of the batch whose padding it has)
     together  whether all tensors get the same number of positions, rather than each its own multiple
     most      the largest length that the model takes; None if that is not known
+    offsets   by name of a tensor with the places where packed documents begin and end, the tensor of their positions
+    longest   by name of a number, which is the length of the longest document, the same
     """
 
+    multiple: int
     leaves: Mapping[str, LeafPadding]
     outputs: Mapping[str, tuple[tuple[int, str], ...]] = field(default_factory=dict)
     together: bool = False
     most: int | None = None
+    offsets: Mapping[str, str] = field(default_factory=dict)
+    longest: Mapping[str, str] = field(default_factory=dict)
 
     def lengths(self, batch: Any) -> dict[str, int]:
-        """The length of the sequence of each tensor of a batch that is padded."""
+        """The length of the sequence, or number of offsets, of each tensor of a batch that is padded."""
         leaves = batch_leaves(batch)
-        return {n: leaves[n].shape[p.dim] for n, p in self.leaves.items() if n in leaves and leaves[n].ndim > p.dim}
+        found = {n: leaves[n].shape[p.dim] for n, p in self.leaves.items() if n in leaves and leaves[n].ndim > p.dim}
+        return found | {name: len(leaves[name]) for name in self.offsets if name in leaves}
 
-    def rounded(self, length: int, multiple: int) -> int:
-        """A length rounded up to a multiple, but not beyond what the model takes."""
-        found = -(-length // multiple) * multiple
-        return found if self.most is None or length > self.most else min(found, self.most)
+    def rounded(self, name: str, length: int) -> int:
+        """The length of a tensor rounded up to a multiple, but not beyond what the model takes.
 
-    def to_multiple(self, lengths: Mapping[str, int], multiple: int) -> dict[str, int]:
-        """The lengths to which tensors of these lengths are padded."""
+        The number of offsets has room for a document of padding.
+        """
+        found = -(-(length + (name in self.offsets)) // self.multiple) * self.multiple
+        if self.most is None or length > self.most or name in self.offsets:
+            return found
+        return min(found, self.most)
+
+    def apart(self, lengths: Mapping[str, int]) -> dict[str, int]:
+        """The lengths that are rounded each for itself; those that get the same padding as one, named ''."""
         if not self.together:
-            return {name: self.rounded(length, multiple) for name, length in lengths.items()}
-        more = self.rounded(longest := max(lengths.values(), default=0), multiple) - longest
-        return {name: length + more for name, length in lengths.items()}
+            return dict(lengths)
+        found = {name: length for name, length in lengths.items() if name in self.offsets}
+        return {"": max(length for name, length in lengths.items() if name not in found)} | found
+
+    def of_all(self, lengths: Mapping[str, int], apart: Mapping[str, int]) -> dict[str, int]:
+        """The lengths to which tensors of these lengths are padded, from those of `apart`."""
+        if not self.together:
+            return dict(apart)
+        more = apart[""] - self.apart(lengths)[""]
+        return {name: apart[name] if name in apart else length + more for name, length in lengths.items()}
+
+    def to_multiple(self, lengths: Mapping[str, int]) -> dict[str, int]:
+        """The lengths to which tensors of these lengths are padded, for few more positions."""
+        return self.of_all(lengths, {name: self.rounded(name, each) for name, each in self.apart(lengths).items()})
 
     def pad(self, batch: Any, lengths: Mapping[str, int]) -> Any:
-        """The batch with its tensors padded to these lengths."""
+        """The batch with its tensors padded to these lengths. Padding of packed documents is one document more."""
+        leaves = batch_leaves(batch)
 
         def change(name: str, leaf: Any) -> Any:
-            rule = self.leaves.get(name)
-            if rule is None or not torch.is_tensor(leaf) or leaf.ndim <= rule.dim:
+            if (of := self.longest.get(name)) is not None and isinstance(leaf, int):
+                most = max(leaf, lengths[of] - leaves[of].shape[self.leaves[of].dim])
+                return -(-most // self.multiple) * self.multiple
+            if not torch.is_tensor(leaf) or name not in lengths:
                 return leaf
-            more = lengths.get(name, 0) - leaf.shape[rule.dim]
-            if more <= 0:
+            value: float
+            if (of := self.offsets.get(name)) is not None:
+                dim, value = 0, math.prod(leaves[of].shape[: self.leaves[of].dim]) * lengths[of]
+            else:
+                dim, value = self.leaves[name].dim, self.leaves[name].value
+            if (more := lengths[name] - leaf.shape[dim]) <= 0:
                 return leaf
-            shape = (*leaf.shape[: rule.dim], more, *leaf.shape[rule.dim + 1 :])
-            return torch.cat([leaf, leaf.new_full(shape, rule.value)], rule.dim)
+            shape = (*leaf.shape[:dim], more, *leaf.shape[dim + 1 :])
+            return torch.cat([leaf, leaf.new_full(shape, value)], dim)
 
         return map_batch(change, batch)
 
@@ -117,17 +146,19 @@ class PaddingRules:
     def to_text(self) -> str:
         """The rules as text, which `from_text` reads."""
         leaves = {name: (rule.dim, rule.value) for name, rule in self.leaves.items()}
-        return json.dumps([leaves, {n: list(dims) for n, dims in self.outputs.items()}, self.together, self.most])
+        outputs = {name: list(dims) for name, dims in self.outputs.items()}
+        rest = [self.together, self.most, dict(self.offsets), dict(self.longest)]
+        return json.dumps([self.multiple, leaves, outputs, *rest])
 
     @classmethod
     def from_text(cls, text: str) -> PaddingRules:
         """The rules that `to_text` wrote."""
-        leaves, outputs, together, most = json.loads(text)
+        multiple, leaves, outputs, *rest = json.loads(text)
         return cls(
+            multiple,
             {name: LeafPadding(dim, value) for name, (dim, value) in leaves.items()},
             {name: tuple((dim, leaf) for dim, leaf in dims) for name, dims in outputs.items()},
-            together,
-            most,
+            *rest,
         )
 
 
@@ -151,8 +182,9 @@ def find_rules(model: nn.Module, loss_fn: LossFn, batch: Any, multiple: int, tra
         made = with_values(model, seed)
         with preserved(made, loss_fn):
             device = next((p.device for p in made.parameters()), torch.device("cpu"))
-            step = functools.partial(_run, made, loss_fn, train, device)
-            return _Search(step, batch, dims, multiple, _longest(model), _candidates(model, batch, dims)).rules()
+            step = functools.partial(step_values, made, loss_fn, train, device)
+            likely = likely_rules(model, batch, multiple)
+            return _Search(step, batch, dims, likely, _candidates(model, batch, dims)).rules()
 
 
 def likely_rules(model: nn.Module, batch: Any, multiple: int) -> PaddingRules:
@@ -162,24 +194,13 @@ def likely_rules(model: nn.Module, batch: Any, multiple: int) -> PaddingRules:
         raise PlanError(nothing_to_pad(multiple))
     candidates = _candidates(model, batch, dims)
     leaves = {name: LeafPadding(dim, candidates[name][0]) for name, dim in dims.items()}
-    return PaddingRules(leaves, most=_longest(model))
+    offsets = _offsets(batch, dims)
+    return PaddingRules(
+        multiple, leaves, most=_longest(model), offsets=offsets, longest=_longest_documents(batch, offsets)
+    )
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What a run of the step gave.
-
-    values   tensors by what they are, in words
-    outputs  what the loss function returned beside the loss
-    eps      the rounding of the narrowest dtype in which something was computed
-    """
-
-    values: dict[str, Tensor]
-    outputs: Outputs
-    eps: float
-
-
-_Step = Callable[[Any, torch.dtype | None], _Found]
+_Step = Callable[[Any, torch.dtype | None], StepValues]
 
 
 class _Search:
@@ -190,12 +211,11 @@ class _Search:
         step: _Step,
         batch: Any,
         dims: Mapping[str, int],
-        multiple: int,
-        most: int | None,
+        rules: PaddingRules,
         candidates: Mapping[str, Sequence[float]],
     ) -> None:
-        self._step, self._multiple = step, multiple
-        self._dims, self._most, self._candidates = dims, most, candidates
+        self._step, self._multiple = step, rules.multiple
+        self._dims, self._rules, self._candidates = dims, rules, candidates
         self._given = batch
         self._first: Mapping[str, float] = {name: values[0] for name, values in candidates.items()}
 
@@ -204,8 +224,8 @@ class _Search:
         why = ""
         for trial in itertools.islice(self._trials(batch), _MOST_TRIALS):
             lengths = trial.lengths(batch)
-            wanted = trial.to_multiple(lengths, self._multiple)
-            if wanted == lengths:  # there is nothing to see without padding
+            wanted = trial.to_multiple(lengths)
+            if all(wanted[name] == lengths[name] for name in trial.leaves):  # there is nothing to see without padding
                 wanted = {name: length + self._multiple for name, length in lengths.items()}
             try:
                 found = self._step(trial.pad(batch, wanted), dtype)
@@ -213,14 +233,14 @@ class _Search:
                 why = why or f"padded it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 continue
             more = {name: wanted[name] - length for name, length in lengths.items()}
-            outputs, differs = _outputs_of(without, found, lengths, more)
-            differs = differs or _difference(without, found)
+            outputs, differs = dims_of_outputs(without, found, lengths, more)
+            differs = differs or difference(without, found)
             if not differs:
-                return PaddingRules(trial.leaves, outputs, trial.together, trial.most)
+                return replace(trial, outputs=outputs)
             why = differs if not why or why.startswith("padded it raises") else why
         raise PlanError(padding_changes(self._multiple, self._first, why))
 
-    def _reference(self) -> tuple[Any, _Found, torch.dtype | None]:
+    def _reference(self) -> tuple[Any, StepValues, torch.dtype | None]:
         """A part of the batch, what it gives without padding, and the dtype in which that runs.
 
         Positions at the end of the batch are left out where that makes the padding a larger part of the sequence.
@@ -245,7 +265,9 @@ class _Search:
         less = longest - 1 - self._multiple * (longest > self._multiple)
 
         def shorter(name: str, leaf: Any) -> Any:
-            dim = self._dims.get(name)
+            dim, of = self._dims.get(name), self._rules.offsets.get(name)
+            if of is not None:  # documents end with the sequence
+                return leaf.clamp(max=max(batch_leaves(batch)[of].shape[self._dims[of]] - less, 1))
             return leaf if dim is None else leaf.narrow(dim, 0, max(leaf.shape[dim] - less, 1))
 
         return map_batch(shorter, batch)
@@ -268,7 +290,7 @@ class _Search:
         ]
         for _, out, together, each in sorted(ways, key=lambda way: way[0]):
             rules = {n: LeafPadding(dim, each[n]) for n, dim in self._dims.items() if n not in out}
-            yield PaddingRules(rules, together=together, most=self._most)
+            yield replace(self._rules, leaves=rules, together=together)
 
     def _changes(self) -> Iterator[dict[str, float]]:
         """Other values for no tensor, for one, and for two."""
@@ -276,88 +298,6 @@ class _Search:
             for names in itertools.combinations(self._dims, num):
                 for values in itertools.product(*(self._candidates[name][1:] for name in names)):
                     yield dict(zip(names, values, strict=True))
-
-
-def _run(
-    model: nn.Module, loss_fn: LossFn, train: bool, device: torch.device, batch: Any, dtype: torch.dtype | None
-) -> _Found:
-    """The step on a copy of the model in this dtype, without chance."""
-
-    def moved(_: str, leaf: Any) -> Any:
-        if not torch.is_tensor(leaf):
-            return leaf
-        return leaf.to(device, dtype if dtype is not None and leaf.is_floating_point() else None).contiguous()
-
-    batch = map_batch(moved, batch)
-    twin = Twin(model, dtype)
-    with _WithoutChance() as mode, torch.set_grad_enabled(train), twin.installed() as own:
-        if not train:
-            own.eval()
-        loss = read_loss(loss_fn(own, batch), count_rows(batch))
-        if train:
-            loss.mean.backward()
-    values = {"the loss": loss.mean.detach(), "the sum of its terms": loss.total.detach()}
-    values |= {} if loss.weight is None else {"its weight": loss.weight.detach().double()}
-    values |= {f"the gradient of {n}": p.grad for n, p in twin.named_parameters() if p.grad is not None}
-    values |= {f"the buffer {n}": b for n, b in twin.named_buffers() if b.is_floating_point()}
-    return _Found(values, loss.outputs or {}, mode.eps)
-
-
-def _difference(without: _Found, padded: _Found) -> str:
-    """What padding has changed by more than rounding, in words; empty if nothing."""
-    tolerance = max(without.eps, padded.eps) ** 0.75
-    if without.values.keys() != padded.values.keys():
-        return f"{sorted(without.values.keys() ^ padded.values.keys())[0]} is there in one case only"
-    largest = max((float(v.abs().max()) for n, v in without.values.items() if "gradient" in n and v.numel()), default=0)
-    for name, value in without.values.items():
-        other = padded.values[name]
-        if value.shape != other.shape:
-            return f"{name} has shape {list(value.shape)}, and {list(other.shape)} with padding"
-        if not value.numel():
-            continue
-        scale = float(value.abs().max())
-        if "gradient" in name:
-            scale = max(scale, 1e-3 * largest)
-        error = float((value - other).abs().max())
-        if not error <= tolerance * scale + max(without.eps, padded.eps):
-            shown = f"{_shown(value)}, and {_shown(other)} with padding"
-            return f"{name} is {shown}" if value.numel() == 1 else f"{name} differs by {error:.3g} of {scale:.3g}"
-    return ""
-
-
-def _outputs_of(
-    without: _Found, padded: _Found, lengths: Mapping[str, int], more: Mapping[str, int]
-) -> tuple[dict[str, tuple[tuple[int, str], ...]], str]:
-    """The dims of outputs that have positions of padding, and what padding changes in the outputs, in words."""
-    found: dict[str, tuple[tuple[int, str], ...]] = {}
-    tolerance = max(without.eps, padded.eps) ** 0.75
-    for name, part in without.outputs.items():
-        if (other := padded.outputs.get(name)) is None or other.kind != part.kind:
-            return found, f"the output {name!r} is not there with padding"
-        value, wide = part.value, other.value
-        dims = []
-        for dim, (short, long) in enumerate(zip(value.shape, wide.shape, strict=False)):
-            if short == long:
-                continue
-            leaves = [leaf for leaf, number in more.items() if number == long - short]
-            if part.kind != ROWS or not leaves or value.ndim != wide.ndim:
-                return found, f"the output {name!r} has shape {list(value.shape)}, and {list(wide.shape)} with padding"
-            leaf = min(leaves, key=lambda each: abs(lengths[each] - short))
-            wide = wide.narrow(dim, 0, short)
-            dims.append((dim, leaf))
-        if dims:
-            found[name] = tuple(dims)
-        pairs = [(value, wide)]
-        pairs += [(torch.as_tensor(part.weight), torch.as_tensor(other.weight))] if part.kind != ROWS else []
-        for one, two in pairs:
-            scale = float(one.double().abs().max()) if one.numel() else 0.0
-            if one.numel() and not float((one.double() - two.double()).abs().max()) <= tolerance * (scale + 1):
-                return found, f"the output {name!r} is {_shown(one)}, and {_shown(two)} with padding"
-    return found, ""
-
-
-def _shown(value: Tensor) -> str:
-    return f"{float(value):.9g}" if value.numel() == 1 else f"a tensor of norm {float(value.double().norm()):.9g}"
 
 
 def _longest(model: nn.Module) -> int | None:
@@ -389,6 +329,28 @@ def _candidates(model: nn.Module, batch: Any, dims: Mapping[str, int]) -> dict[s
     return found
 
 
+def _offsets(batch: Any, dims: Mapping[str, int]) -> dict[str, str]:
+    """The tensors of the batch with the places where the packed documents of its one row begin and end, such as
+    cu_seq_lens_q, and for each the tensor whose positions they are."""
+    found: dict[str, str] = {}
+    leaves = batch_leaves(batch)
+    sizes = {leaves[name].shape[dim]: name for name, dim in dims.items() if math.prod(leaves[name].shape[:dim]) == 1}
+    for name, leaf in leaves.items():
+        if leaf.ndim == 1 and len(leaf) > 1 and leaf.dtype in (torch.int32, torch.int64):
+            places = leaf.tolist()
+            if places[0] == 0 and places == sorted(places) and places[-1] in sizes:
+                found[name] = sizes[places[-1]]
+    return found
+
+
+def _longest_documents(batch: Any, offsets: Mapping[str, str]) -> dict[str, str]:
+    """The numbers of the batch that are the length of its longest document, such as max_length_q."""
+    leaves = batch_leaves(batch)
+    longest = {int(leaves[name].diff().max()): of for name, of in offsets.items()}
+    numbers = batch_numbers(batch)
+    return {name: longest[int(n)] for name, n in numbers.items() if "max" in name and int(n) == n and n in longest}
+
+
 def _padding_id(model: nn.Module) -> int:
     """The id that a model gives to padding, or 0."""
     known = getattr(getattr(model, "config", None), "pad_token_id", None)
@@ -396,57 +358,3 @@ def _padding_id(model: nn.Module) -> int:
         return known
     ids = {m.padding_idx for m in model.modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None}
     return ids.pop() if len(ids) == 1 else 0
-
-
-class _NoDropout(TorchFunctionMode):
-    """Runs fused attention without dropout."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is F.scaled_dot_product_attention:
-            kwargs["dropout_p"] = 0.0
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-                del kwargs["dropout_p"]
-        return func(*args, **kwargs)
-
-
-# The number that each kind of draw gives: numbers of other lengths would differ by chance.
-_CONSTANT: dict[str, Callable[..., float]] = {
-    "bernoulli": lambda p: float(p > 0), "uniform": lambda low, high: (low + high) / 2,
-    "normal": lambda mean, std: mean + std / 2, "randint": lambda low, high: (int(low) + int(high) - 1) // 2,
-    "exponential": lambda rate: 1 / rate, "geometric": lambda p: 1.0, "cauchy": lambda median, sigma: median + sigma,
-    "log_normal": lambda mean, std: 1.0,
-}  # fmt: skip
-
-
-class _WithoutChance(GlobalRandom):
-    """Runs eager code in which every random number is the same. `eps` is the coarsest rounding that was seen."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.eps = torch.finfo(torch.float64).eps
-        self._no_dropout: list[_NoDropout] = []
-
-    def __enter__(self) -> _WithoutChance:
-        super().__enter__()
-        self._no_dropout.append(_NoDropout())
-        self._no_dropout[-1].__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._no_dropout.pop().__exit__(*exception)
-        super().__exit__(*exception)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        drawn = OP_SPECS.get(func, NO_OP_SPEC).random
-        found = func(*args, **(kwargs or {})) if drawn is None else drawn(self._draw, *args, **(kwargs or {}))
-        for value in found if isinstance(found, (tuple, list)) else (found,):
-            if isinstance(value, Tensor) and value.is_floating_point():
-                self.eps = max(self.eps, torch.finfo(value.dtype).eps)
-        return found
-
-    def _draw(
-        self, shape: Any, dtype: torch.dtype, device: torch.device, kind: str, params: tuple[float, ...]
-    ) -> Tensor:
-        return torch.full(tuple(shape), _CONSTANT[kind](*params), dtype=dtype, device=device)

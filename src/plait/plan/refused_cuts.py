@@ -16,7 +16,7 @@ def no_experts(axis: str, size: int) -> Refusal:
         f"{axis}={size} finds no experts in the model",
         "experts are found where weights [experts, ...] are looked up by row, where rows that are sorted by expert are"
         " multiplied in groups, in a loop over the experts that are hit, and in products of [experts, capacity, ...]",
-        f"name their weights with layouts=, such as {{'*.experts.*': '8@{axis}, -, -'}}, put the weights of experts"
+        f"name their weights with layouts=, such as {{'*.experts.*': '{axis}, -, -'}}, put the weights of experts"
         " that are separate modules into one tensor, or use data=N",
     )
 

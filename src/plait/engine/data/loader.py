@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from plait.comm.device import own_device
 from plait.comm.protocol import World
+from plait.compile.capture.batch import count_rows, row_sizes
 from plait.engine.data.batch_reader import BatchReader
 from plait.engine.data.prefetch import Prefetcher, Waited, WaitGauge
 from plait.engine.data.sample_order import BatchRows, Order, Sampled, Split, Stream, check_batch_size
@@ -132,7 +133,15 @@ class Loader:
             first = False
             self._position += 1
             self._items += rows.total - rows.padding
-            yield LocalBatch(tree, len(rows.items), rows.total, self._place(rows), rows.padding)
+            yield self._local(tree, rows)
+
+    def _local(self, tree: Any, rows: BatchRows) -> LocalBatch:
+        """The rows of a batch as a LocalBatch. A collate function that packs items into fewer rows does so on every
+        rank alike."""
+        num, here = len(rows.items), count_rows(tree)
+        if here == num or num in (size for _, size in row_sizes(tree)):
+            return LocalBatch(tree, num, rows.total, self._place(rows), rows.padding)
+        return LocalBatch(tree, here, here * (rows.total // num), self._place(rows))
 
     def _ended(self) -> bool:
         return self._epoch_over or (isinstance(self._order, Order) and self._position >= self._order.num_batches)
@@ -227,6 +236,11 @@ class Loader:
             )
         if self._row_weights in tree:
             raise BatchError(f"row_weights={self._row_weights!r}: the batch has an entry of that name; choose another")
+        if len(rows.items) not in (size for _, size in row_sizes(tree)):
+            raise BatchError(
+                f"row_weights={self._row_weights!r} weighs rows, and the collate function makes {count_rows(tree)} of"
+                f" {len(rows.items)} items; leave it out, with drop_last=True"
+            )
         weights = torch.ones(len(rows.items))
         weights[len(rows.items) - rows.here :] = 0
         made = copy.copy(tree)
@@ -264,7 +278,8 @@ def loader(
     prefetch        batches that are prepared on the device ahead of the step, also those of the next epoch; 0: each
                     batch is read on request, by the thread that requests it
     collate         list of items -> a batch's tree of tensors, with the rows as dim 0, or where the batch's attribute
-                    `batch_spec` says
+                    `batch_spec` says. It may pack a rank's items into fewer rows, as many on every rank, such as one
+                    (transformers' DataCollatorWithFlattening); rows of different lengths need shapes=bucket:N
     batch_sampler   in place of batch_size and shuffle: yields the indices of each GLOBAL batch, equal on every rank
     drop_last       whether a short last batch is dropped; if not, the plan must divide it, or `row_weights` pads it
     row_weights     the key of a new entry of the batch, [rows] float32: a short batch is padded to a size that the plan
