@@ -11,7 +11,7 @@ from rule_makers import b, f, i, op_of, split, u
 from rule_table import HALF, table
 from rule_twins import gpu_samples
 
-from plait.compile.ops import pointwise
+from plait.compile.ops import experts, pointwise
 
 
 def pointwise_samples(op: Any) -> list[Sample]:
@@ -91,4 +91,16 @@ def all_samples() -> dict[Any, list[Sample]]:
         ("new_empty_strided", (f(6), [6, 4], [1, 6])),
     ):
         found[op_of(name)] = [Sample(op_of(name), args, {}, shapes_only=True)]
-    return found
+    return found | expert_samples()
+
+
+def expert_samples() -> dict[Any, list[Sample]]:
+    """Calls of experts, none of whose rows has expert 2, and one of whose rows has none."""
+    ids = torch.tensor([3, 0, 1, 3, 3, 0, 1, 4, 0, 1, 3, 3])
+    calls = {
+        experts.EXPERT_MM: [(f(12, 6), f(4, 6, 12), ids)],
+        experts.EXPERT_OUTER: [(f(12, 6), f(12, 18), ids, 4)],
+        experts.EXPERT_ROWS: [(f(4, 6), ids), (f(4), ids)],
+        experts.EXPERT_SUMS: [(f(12, 6, 2), ids, 4)],
+    }
+    return {op: [Sample(op, args, {}) for args in cases] for op, cases in calls.items()}

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from oracle import Sample, check
-from rule_makers import f
+from oracle import check
+from rule_samples import expert_samples
 from torch import Tensor, nn
 from torch.fx import Graph
 
@@ -23,7 +23,6 @@ from plait.compile.ir.calls import copy_graph, op_spec_of, placeholders
 from plait.compile.ir.node_info import set_info
 from plait.compile.ops import OP_SPECS
 from plait.compile.ops.base import no_strategies
-from plait.compile.ops.experts import EXPERT_MM, EXPERT_OUTER, EXPERT_ROWS, EXPERT_SUMS
 from plait.compile.passes.find_experts import expert_weights, find_experts
 from plait.compile.passes.row_numbers import access_of
 from plait.compile.step_collectives import step_collectives
@@ -32,23 +31,13 @@ from plait.errors import CaptureError
 from plait.plan.plan import Plan
 
 WIDTH, INNER, EXPERTS, CHOSEN = 16, 24, 4, 2
-IDS = torch.tensor([3, 0, 1, 3, 3, 0, 1, 4, 0, 1, 3, 3])  # nobody has expert 2, and one row has none
 
 
-@pytest.mark.parametrize(
-    ("op", "args"),
-    [
-        (EXPERT_MM, (f(12, 6), f(4, 6, 12), IDS)),
-        (EXPERT_OUTER, (f(12, 6), f(12, 18), IDS, 4)),
-        (EXPERT_ROWS, (f(4, 6), IDS)),
-        (EXPERT_ROWS, (f(4), IDS)),
-        (EXPERT_SUMS, (f(12, 6, 2), IDS, 4)),
-    ],
-    ids=["mm", "outer", "rows", "scalars", "sums"],
-)
-def test_rows_and_columns_may_be_cut(op: Any, args: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize("op", expert_samples(), ids=str)
+def test_rows_and_columns_may_be_cut(op: Any) -> None:
     """The strategies by which ranks have parts of the experts need another pass, which carries the rows out."""
-    assert check(Sample(op, args, {}), replace(OP_SPECS[op], strategies=no_strategies)) > 1
+    for sample in expert_samples()[op]:
+        assert check(sample, replace(OP_SPECS[op], strategies=no_strategies)) > 1
 
 
 # ---- one layer, in many forms ----
