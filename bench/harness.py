@@ -7,8 +7,10 @@ what counts is the ratio within a round. Memory is measured apart, in fresh proc
 from __future__ import annotations
 
 import argparse
+import ctypes
 import dataclasses
 import datetime
+import gc
 import multiprocessing
 import os
 import platform
@@ -24,6 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "bench"
 START_SECONDS = 600  # a group that has not started by then never will
 TURN_SECONDS = 600
 
@@ -52,11 +55,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak resident MiB of one rank: over its whole life, over steps other than the first, and before any step."""
+    """Resident MiB of one rank: the peak over its whole life, the peak over steps other than the first, what it had
+    before any step, and what it has between steps, with unused memory given back. What is above that the steps need;
+    below it are parameters, optimizer state and all code that is loaded."""
 
     life: float
     steps: float
     start: float
+    rest: float
 
 
 class Group:
@@ -158,7 +164,7 @@ def compare(variants: Sequence[Variant], num_rounds: int, num_steps: int, memory
 def table(results: Sequence[Result], bases: Sequence[str]) -> str:
     """Markdown: one row a variant; ratios to each base are `median (min-max)` over rounds."""
     by_name = {result.name: result for result in results}
-    head = ["variant", "ms/step", *(f"time / {base}" for base in bases), "faults/step", "peak MiB (steps)"]
+    head = ["variant", "ms/step", *(f"time / {base}" for base in bases), "faults/step", "peak MiB (steps, above rest)"]
     lines = [head, ["---"] * len(head)]
     for result in results:
         ratios = [result.ratios(by_name[base]) for base in bases]
@@ -167,9 +173,13 @@ def table(results: Sequence[Result], bases: Sequence[str]) -> str:
             f"{result.median * 1e3:.1f}",
             *(f"{statistics.median(r):.3f} ({min(r):.3f}-{max(r):.3f})" for r in ratios),
             f"{result.faults:.0f}",
-            f"{result.memory.life:.0f} ({result.memory.steps:.0f})" if result.memory else "",
+            _memory_text(result.memory) if result.memory else "",
         ])  # fmt: skip
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _memory_text(memory: Memory) -> str:
+    return f"{memory.life:.0f} ({memory.steps:.0f}, +{memory.steps - memory.rest:.0f})"
 
 
 def publish_comparison(
@@ -205,7 +215,7 @@ def publish(title: str, body: str, name: str, write: bool) -> None:
     text = f"# {title}\n\n{machine()}\n\n{body}\n"
     print(text)
     if write:
-        path = Path(__file__).resolve().parent.parent / "docs" / "bench" / f"{name}.md"
+        path = DOCS / f"{name}.md"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         print(f"written to {path}")
@@ -256,15 +266,24 @@ def _memory(step: Callable[[], Any], num_steps: int) -> Memory:
     start = _high_water()
     step()
     life = _high_water()
+    gc.collect()
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+    rest = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM; ru_maxrss would count the parent's memory
     for _ in range(num_steps):
         step()
     steps = _high_water()
-    return Memory(max(life, steps), steps, start)
+    return Memory(max(life, steps), steps, start, rest)
 
 
 def _high_water() -> float:
-    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    return _status("VmHWM")
+
+
+def _status(name: str) -> float:
+    """MiB of a line of this process's status."""
+    found = re.search(rf"{name}:\s*(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found[1]) / 1024
 

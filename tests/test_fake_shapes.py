@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from plait.compile.ir import shapes
 from plait.compile.ir.shapes import ShapeMemo, fake_of, needs_shapes_only, on_meta, spec_of
 from plait.compile.ops import pointwise
 
@@ -58,3 +59,25 @@ def test_what_meta_cannot_tell_is_left_to_the_mode() -> None:
         assert on_meta(aten.add.Tensor, (here, torch.ones(4)), {}) is None
         with pytest.raises(RuntimeError, match="broadcast"):
             ShapeMemo().call(aten.add.Tensor, (here, torch.ones(4)), {}, aten.add.Tensor, mode)
+
+
+def test_the_next_step_is_told_without_the_kernel_and_gets_tensors_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "_by_kernel", shapes.ProcessMemo(2))
+    found, asked = [], shapes._by_kernel
+    for _ in range(2):
+        mode = FakeTensorMode()
+        with mode:
+            one, other = torch.ones(3, 1), torch.ones(4)
+        found.append(ShapeMemo().call(aten.add.Tensor, (one, other), {}, aten.add.Tensor))
+        assert found[-1].fake_mode is mode and len(asked) == 1
+    assert found[0] is not found[1] and _geometry(found[0]) == _geometry(found[1])
+    default = torch.get_default_dtype()
+    with mode:
+        number = torch.ones(3, dtype=torch.int64)
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            assert ShapeMemo().call(aten.div.Tensor, (number, number), {}, aten.div.Tensor).dtype == dtype
+    finally:
+        torch.set_default_dtype(default)
+    assert len(asked) == 1  # it began anew when it was full

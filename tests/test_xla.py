@@ -130,6 +130,23 @@ def test_keys_that_xla_cannot_have_are_refused_by_name(key: str) -> None:
         Plan.parse(f"data=2 {key} backend=xla")
 
 
+def test_explain_leaves_the_collectives_to_xla() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(8, 8)
+    found, of_torch = (
+        plait.explain(model, lambda m, x: m(x).square().mean(), x, f"data=2 zero=1 tensor=2{backend}")
+        for backend in (" backend=xla", "")
+    )
+    assert found.program.layouts == of_torch.program.layouts
+    assert str(found).endswith(
+        "collectives\n  XLA's partitioner inserts them from these layouts when it compiles the step"
+    )
+    assert found.collectives == () and of_torch.collectives and found.sent_bytes == {}
+    one = found.tensor("0.weight").splitlines()
+    assert "  gradient  summed over data, as XLA's partitioner chooses" in one
+    assert any(line.startswith("  state     f32[8@tensor") for line in one) and "all_reduce" not in "".join(one)
+    assert "bucket" in of_torch.tensor("0.weight") and "bucket" not in found.passes()
+
+
 def test_one_process_has_all_devices() -> None:
     plan = Plan.parse("data=4 tensor=2 backend=xla")
     assert str(plan) == "data=4 tensor=2 backend=xla" and plan.num_processes == 1 and plan.mesh.size == 8

@@ -21,14 +21,23 @@ def backend_of(plan: Plan, offload: Offload) -> Backend:
     return EagerBackend(offload) if plan.compile == "none" else InductorBackend(offload)
 
 
+def chooses_collectives(plan: Plan) -> bool:
+    """Whether the backend of a plan takes the layouts alone, and inserts collectives of its own choice."""
+    return plan.backend == "xla"
+
+
 def passes_of(plan: Plan) -> tuple[Pass[EagerDraft], ...]:
-    """The passes of the backend of a plan, in order."""
+    """The passes of the backend of a plan, in order; none if it takes the layouts alone."""
+    if chooses_collectives(plan):
+        return ()
     return EAGER_PASSES if plan.compile == "none" else INDUCTOR_PASSES
 
 
 def make_graphs(program: RankProgram, watcher: Watcher) -> dict[str, Graph]:
     """Make the graphs that the backend of a program's plan runs anew, without compiling regions. `watcher` is told of
-    every pass."""
+    every pass. A backend that takes the layouts alone has none."""
+    if chooses_collectives(program.plan):
+        return {}
     return make_eager(program, watcher) if program.plan.compile == "none" else make_with_regions(program, watcher)
 
 

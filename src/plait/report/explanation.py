@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from plait.backends.choose import make_graphs, passes_of
+from plait.backends.choose import chooses_collectives, make_graphs, passes_of
 from plait.backends.eager.passes import eager_graphs
 from plait.backends.eager.rewrites.bucket_gradients import bucket_part
 from plait.backends.eager.rewrites.gather_ahead import gather_start
@@ -44,7 +44,7 @@ class Explanation:
 
     Attributes:
         compiled: the step under the plan.
-        collectives: the collectives of one step, in order.
+        collectives: the collectives of one step, in order; none if the plan's backend chooses them itself.
         agreement: how replicas synchronize, for plans under which they do so later than every step.
         layouts: the layouts that the user gave.
     """
@@ -84,9 +84,16 @@ class Explanation:
             lines += ["", str(self.compiled.share)]
         if stages := describe_stages(self.program):
             lines += ["", *stages]
-        lines += ["", "collectives of one step, in order (bytes that each rank sends)"]
-        lines += [f"  {_row(item)}" for item in self.collectives] or ["  none"]
-        lines += ["", *self._totals()]
+        if chooses_collectives(self.program.plan):
+            lines += [
+                "",
+                "collectives",
+                "  XLA's partitioner inserts them from these layouts when it compiles the step",
+            ]
+        else:
+            lines += ["", "collectives of one step, in order (bytes that each rank sends)"]
+            lines += [f"  {_row(item)}" for item in self.collectives] or ["  none"]
+            lines += ["", *self._totals()]
         if self.program.plan.compile != "none":
             lines += ["", *describe_regions(self.program)]
         if self.compiled.without_rule:
@@ -150,8 +157,13 @@ class Explanation:
         lines.append(f"  read by   {', '.join(modules) or 'nothing'}")
         if (parameter := program.sharding.parameters.get(name)) is not None:
             within = [axis for axis in parameter.reduce_axes if axis != stage_axis()]
-            ways = list(dict.fromkeys(_way_of_gradient(each, within) for each in self._gradients(name)))
-            lines += [*(f"  gradient  {way}" for way in ways), *_as_held(parameter)]
+            if chooses_collectives(program.plan):
+                where = [f"  state     {parameter.state}"] if parameter.cut_dim is not None else []
+                over = " and ".join(within)
+                lines += [*([f"  gradient  summed over {over}, as XLA's partitioner chooses"] if over else []), *where]
+            else:
+                ways = list(dict.fromkeys(_way_of_gradient(each, within) for each in self._gradients(name)))
+                lines += [*(f"  gradient  {way}" for way in ways), *_as_held(parameter)]
         related = [c for c in self.collectives if name in c.value or name in c.origin]
         return "\n".join([*lines, *(f"  {_row(item)}" for item in related)])
 
@@ -215,6 +227,8 @@ _FORMULAS = (
 def explanation(compiled: Compiled) -> Explanation:
     """The explanation of a compiled step, with its collectives."""
     program = compiled.program
+    if chooses_collectives(program.plan):
+        return Explanation(compiled, ())
     return Explanation(compiled, tuple(step_collectives(program, eager_graphs(program))))
 
 

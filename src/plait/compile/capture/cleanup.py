@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from plait.compile.capture.graph_recorder import GraphRecorder
-from plait.compile.ir.calls import is_item, op_spec_of, output_node
+from plait.compile.ir.calls import drop_dead_calls, is_item, op_spec_of, output_node
 from plait.compile.ir.node_info import info_of
 from plait.compile.ir.rewriting import swaps
 from plait.compile.ir.shapes import frozen
@@ -30,14 +30,14 @@ aten = torch.ops.aten
 
 def clean(graph: Graph) -> Graph:
     """Clean up `graph` in place, and return it."""
-    graph.eliminate_dead_code()
+    drop_dead_calls(graph)
     _each(graph, _normal_name)
     _each(graph, _shorter)
     _share(graph)
     _each(graph, _shorter)
     _each(graph, _joined)
     _each(graph, _turned)
-    graph.eliminate_dead_code()
+    drop_dead_calls(graph)
     graph.lint()
     return graph
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from plait.compile.capture.fake_parameters import is_real
 from plait.compile.capture.late_values import known_value
+from plait.compile.ir.calls import append_call
 from plait.compile.ir.node_info import NodeInfo, describe
 from plait.compile.ir.shapes import ShapeMemo, fake_of, spec_of
 from plait.compile.ops import op_spec
@@ -140,7 +141,7 @@ class GraphRecorder(TorchDispatchMode):
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Node:
         """Append a call on nodes and constants whose result is `value`."""
-        node = self.graph.call_function(target, args, kwargs)
+        node = append_call(self.graph, target, args, kwargs)
         self._describe(node, value)
         return node
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -96,9 +97,49 @@ def device_type(graph: Graph) -> str:
     return next((value.device.type for value in values if isinstance(value, torch.Tensor)), "cpu")
 
 
+def append_call(graph: Graph, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str = "") -> Node:
+    """Append a call to a graph, as `graph.call_function`.
+
+    The arguments are set on a node without any: of one that is made with them fx looks for symbolic sizes among them,
+    which no graph of plait has, and that takes as long as all else.
+    """
+    node = graph.create_node("call_function", op, name=name or None)
+    node.args = args
+    if kwargs:
+        node.kwargs = dict(kwargs)
+    return node
+
+
 def copy_graph(graph: Graph) -> Graph:
     """A copy whose nodes share their NodeInfo and values with the original's."""
     copy = Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    output_node(copy).meta = dict(output_node(graph).meta)
+    copies: dict[Node, Node] = {}
+    of = copies.__getitem__
+    for node in graph.nodes:
+        if node.op == "output":
+            made = copy.output(map_arg(node.args[0], of))
+        elif node.op == "call_function":
+            made = append_call(copy, node.target, map_arg(node.args, of), map_arg(node.kwargs, of), node.name)
+        else:
+            made = copy.node_copy(node, of)
+        made.meta.update(node.meta)
+        copies[node] = made
     return copy
+
+
+def drop_dead_calls(graph: Graph) -> None:
+    """Erase the calls that nobody reads, and that do nothing else either."""
+    for node in reversed(graph.nodes):
+        if not node.users and node.op not in ("placeholder", "output") and not _has_effect(node):
+            graph.erase_node(node)
+
+
+_effects: dict[Any, bool] = {}  # by op
+
+
+def _has_effect(node: Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.is_impure()
+    if node.target not in _effects:
+        _effects[node.target] = node.is_impure()
+    return _effects[node.target]

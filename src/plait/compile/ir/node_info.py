@@ -65,7 +65,9 @@ def set_info(node: Node, **changes: Any) -> None:
 
 def describe(node: Node, info: NodeInfo, value: Any) -> None:
     """Set the record and the value, one or several fake tensors, of a new node."""
-    node.meta = {"val": value, _KEY: info}
+    meta = node.meta  # fx does much for an attribute of a node that is set
+    meta.clear()
+    meta["val"], meta[_KEY] = value, info
 
 
 def position_of(node: Node) -> int:

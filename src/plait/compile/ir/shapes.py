@@ -1,7 +1,8 @@
 """Memoized shapes of results: layers repeat, and a call on tensors of the same shapes and strides has known results.
 
 What is not known yet is worked out by the op's kernel for the meta device where that is all there is to it. The fake
-tensors' own mode takes four to ten times as long for the same shapes.
+tensors' own mode takes four to ten times as long for the same shapes. What such a kernel of ATen has said, all steps of
+the process know: it depends on nothing else.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_impls import op_implementations_checks
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import GraphModule
 from torch.utils._mode_utils import no_dispatch
 
 from plait.compile.ops import op_spec
@@ -35,6 +35,25 @@ def fake_of(spec: _Spec, mode: FakeTensorMode) -> FakeTensor:
         return FakeTensor(mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"), device)
 
 
+MOST_KEPT = 1 << 16  # results that the process remembers
+
+
+class ProcessMemo(dict[Any, Any]):
+    """A dict that all steps of a process share; it begins anew when it has grown too large."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if len(self) >= self._most:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+_by_kernel = ProcessMemo(MOST_KEPT)  # what kernels for the meta device gave, by the call and the default dtype
+
+
 class ShapeMemo:
     """Remembers the results of calls on fake tensors. Only for ops whose results have memory of their own."""
 
@@ -50,13 +69,13 @@ class ShapeMemo:
         """
         key = (func, frozen(args, spec_of), frozen(kwargs, spec_of))
         if key not in self._found:
-            result = on_meta(func, args, kwargs) if run is func and needs_shapes_only(func) else None
+            result = on_meta(func, args, kwargs, key) if run is func and needs_shapes_only(func) else None
             if result is None:
                 result = run(*args, **kwargs)
-            self._found[key] = result if mode is None else _map(result, spec_of)
+            self._found[key] = result if mode is None else specs_of(result)
             return result
         found = self._found[key]
-        return found if mode is None else _unmap(found, mode)
+        return found if mode is None else fakes_of(found, mode)
 
 
 @functools.cache
@@ -75,9 +94,10 @@ class _HasValues(Exception):
     """A tensor has values, on which the result may depend."""
 
 
-def on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+def on_meta(func: Any, args: Any, kwargs: Any, key: tuple[Any, ...] | None = None) -> Any:
     """The result of a call on fake tensors of one device, by the op's kernel for the meta device; None if that does not
-    do, or raises what the call itself will."""
+    do, or raises what the call itself will. With `key`, the call with tensors as their geometry, the kernel is not
+    asked for what it has said before in this process."""
     fakes: list[FakeTensor] = []
 
     def to_meta(tensor: Tensor) -> Tensor:
@@ -92,11 +112,19 @@ def on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
     if kwargs.get("device") is not None:
         return None
+    known = None if key is None or func.namespace != "aten" else (*key, torch.get_default_dtype())
     try:
         with torch._C.DisableTorchFunction(), no_dispatch():
-            found = func(*_replaced(args, to_meta), **{key: _replaced(value, to_meta) for key, value in kwargs.items()})
-            same_device = len({fake.device for fake in fakes}) == 1
-            return _replaced(found, to_fake) if same_device else None
+            given = _replaced(args, to_meta), {name: _replaced(value, to_meta) for name, value in kwargs.items()}
+            if known in _by_kernel:
+                return fakes_of(_by_kernel[known], fakes[0].fake_mode)
+            found = func(*given[0], **given[1])
+            if len({fake.device for fake in fakes}) != 1:
+                return None
+            result = _replaced(found, to_fake)
+            if known is not None:
+                _by_kernel[known] = specs_of(result)
+            return result
     except Exception:
         return None
 
@@ -111,28 +139,28 @@ def _replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 class StepMode(FakeTensorMode):
     """The mode of one step's fake tensors. Passes and plans of the step share what they find out about calls on them.
 
-    shapes          results of calls, which must not be changed or bound
-    decompositions  graphs of the simpler ops of a call, by the call and its arguments
-    holds           properties of computations that were tried on samples (ir/samples.py), by what is computed how
+    shapes  results of calls, which must not be changed or bound
+    holds   properties of computations that were tried on samples (ir/samples.py), by what is computed how
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.shapes = ShapeMemo()
-        self.decompositions: dict[Any, GraphModule] = {}
         self.holds: dict[Any, bool] = {}
 
 
-def _map(result: Any, change: Callable[[Tensor], Any]) -> Any:
+def specs_of(result: Any) -> Any:
+    """A result of a call with each tensor as its geometry, for `fakes_of`."""
     if isinstance(result, (tuple, list)):
-        return [_map(part, change) for part in result]
-    return change(result) if isinstance(result, Tensor) else result
+        return [specs_of(part) for part in result]
+    return spec_of(result) if isinstance(result, Tensor) else result
 
 
-def _unmap(found: Any, mode: FakeTensorMode) -> Any:
-    if isinstance(found, list):
-        return tuple(_unmap(part, mode) for part in found)
-    return fake_of(found, mode) if isinstance(found, tuple) else found
+def fakes_of(specs: Any, mode: FakeTensorMode) -> Any:
+    """New fake tensors of the geometry that `specs_of` found, several as a tuple."""
+    if isinstance(specs, list):
+        return tuple(fakes_of(part, mode) for part in specs)
+    return fake_of(specs, mode) if isinstance(specs, tuple) else specs
 
 
 def frozen(value: Any, tensor: Callable[[Tensor], Any]) -> Any:

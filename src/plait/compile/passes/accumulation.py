@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch.fx import Graph, Node
 
-from plait.compile.ir.calls import copy_graph, output_node, placeholders
+from plait.compile.ir.calls import copy_graph, drop_dead_calls, output_node, placeholders
 from plait.compile.ir.dtypes import dtype_name
 from plait.compile.ir.node_info import NodeInfo, describe, info_of
 from plait.compile.ir.views import is_cast, is_fresh, is_whole_view, own_memory
@@ -85,7 +85,7 @@ def _unsummed(graph: Graph, gradients: Mapping[int, str], add: bool) -> Graph:
             fresh = is_fresh(term) and term.meta["val"].is_contiguous()
             results[index] = term if fresh and not shared else own_memory(graph, term)
     end.args = (tuple(results),)
-    graph.eliminate_dead_code()
+    drop_dead_calls(graph)
     return graph
 
 

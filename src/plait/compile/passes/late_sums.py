@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from torch.fx import Graph, Node
 
-from plait.compile.ir.calls import output_node
+from plait.compile.ir.calls import drop_dead_calls, output_node
 from plait.compile.ir.views import is_cast, is_whole_view
 from plait.compile.passes.zero import is_sum
 
@@ -28,7 +28,7 @@ def sum_last(graph: Graph, gradients: Collection[int]) -> Graph:
         if isinstance(result := results[index], Node):
             results[index] = _summed_last(graph, result, end)
     end.args = (tuple(results),)
-    graph.eliminate_dead_code()
+    drop_dead_calls(graph)
     return graph
 
 

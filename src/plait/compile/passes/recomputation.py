@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 
 from torch.fx import Graph, Node
 
-from plait.compile.ir.calls import num_bytes, op_spec_of, output_values
+from plait.compile.ir.calls import drop_dead_calls, num_bytes, op_spec_of, output_values
 from plait.compile.ir.estimate import seconds_of
 from plait.compile.ir.node_info import info_of, is_backward, is_forward, set_info
 from plait.compile.ir.views import is_cast, is_view
@@ -51,7 +51,7 @@ def recompute(graph: Graph, how: Recompute, device: DeviceSpec) -> Graph:
         else:
             dropped |= {n for n in _gathered(forward) if n in layers and n not in kept_anyway}
     _recompute_in_backward(graph, dropped)
-    graph.eliminate_dead_code()
+    drop_dead_calls(graph)
     graph.lint()
     return graph
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from plait.compile.ir.calls import output_node, placeholders
+from plait.compile.ir.calls import drop_dead_calls, output_node, placeholders
 from plait.compile.ir.node_info import describe, info_of, phase_of, set_info
 from plait.compile.ir.views import is_view, view_anew
 from plait.compile.ops import comm_ops
@@ -101,7 +101,7 @@ def repeat_views(graph: Graph, held: list[Node]) -> None:
         stack += views
     early = [node for node in graph.nodes if node in found and phase_of(node) == "forward"]
     view_anew(graph, early, lambda user: phase_of(user) == "backward")
-    graph.eliminate_dead_code()
+    drop_dead_calls(graph)
 
 
 def scatter_gradients(graph: Graph, cuts: Mapping[int, tuple[Cut, str]]) -> Graph:

@@ -12,11 +12,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from plait.compile.ir.calls import is_item, is_tensor, output_values
-from plait.compile.ir.shapes import StepMode, fake_of, frozen, spec_of
+from plait.compile.ir.shapes import ProcessMemo, fake_of, fakes_of, frozen, spec_of, specs_of
 from plait.compile.ir.views import view_of
 from plait.compile.ops import View
 
 tracing = threading.RLock()  # make_fx changes torch itself while it traces
+_decompositions: dict[Any, torch.fx.GraphModule] = ProcessMemo(
+    1 << 10
+)  # graphs of the simpler ops of a call, by the call
 
 
 def decompose_node(node: Node, function: Callable[..., Any]) -> Node:
@@ -30,6 +33,7 @@ def decompose_node(node: Node, function: Callable[..., Any]) -> Node:
         return arg
 
     map_arg((node.args, node.kwargs), collect)
+    mode = sources[0].meta["val"].fake_mode
     traced = _traced(node, function, sources)
     inner: dict[Node, Any] = {}
     holders = [n for n in traced.graph.nodes if n.op == "placeholder"]
@@ -39,7 +43,7 @@ def decompose_node(node: Node, function: Callable[..., Any]) -> Node:
         for old in traced.graph.nodes:
             if old.op == "call_function":
                 new = graph.node_copy(old, lambda n: inner[n])
-                new.meta = {**{k: v for k, v in node.meta.items() if k != "val"}, "val": old.meta["val"]}
+                new.meta = {**node.meta, "val": fakes_of(old.meta["val"], mode)}
                 inner[old] = new
                 first = first or new
             elif old.op == "get_attr":
@@ -62,24 +66,23 @@ def decompose_node(node: Node, function: Callable[..., Any]) -> Node:
 
 
 def _traced(node: Node, function: Callable[..., Any], sources: list[Node]) -> torch.fx.GraphModule:
-    """The ops of `function` on the node's arguments. The same call on tensors like these has been traced only once."""
-    mode = sources[0].meta["val"].fake_mode
-    # Tracing tells inputs apart by identity, and nodes of equal shape may share one value.
-    values = [fake_of(spec_of(source.meta["val"]), mode) for source in sources]
-    if not isinstance(mode, StepMode):
-        return _trace(node, function, sources, values)
+    """The ops of `function` on the node's arguments, with geometry for values. In this process the same call on tensors
+    like these is traced only once."""
     numbers = {source: (number, spec_of(source.meta["val"])) for number, source in enumerate(sources)}
-    args = map_arg((node.args, node.kwargs), lambda n: numbers.get(n, n))
-    key = (node.target, function, frozen(args, spec_of))
-    if key not in mode.decompositions:
-        mode.decompositions[key] = _trace(node, function, sources, values)
-    return mode.decompositions[key]
+    args = map_arg((node.args, node.kwargs), numbers.__getitem__)
+    key = (node.target, function, frozen(args, spec_of), torch.get_default_dtype())
+    if key not in _decompositions:
+        # Tracing tells inputs apart by identity, and nodes of equal shape may share one value.
+        mode = sources[0].meta["val"].fake_mode
+        values = [fake_of(spec, mode) for _, spec in numbers.values()]
+        _decompositions[key] = _trace(node, function, sources, values)
+    return _decompositions[key]
 
 
 def _trace(node: Node, function: Callable[..., Any], sources: list[Node], values: list[Any]) -> torch.fx.GraphModule:
     def run(*tensors: torch.Tensor) -> Any:
         by_source = dict(zip(sources, tensors, strict=True))
-        args, kwargs = map_arg((node.args, node.kwargs), lambda n: by_source.get(n, n))
+        args, kwargs = map_arg((node.args, node.kwargs), by_source.__getitem__)
         return function(*args, **kwargs)
 
     mode = values[0].fake_mode
@@ -90,4 +93,6 @@ def _trace(node: Node, function: Callable[..., Any], sources: list[Node], values
             old.replace_all_uses_with(old.args[0])
             traced.graph.erase_node(old)
     traced.graph.eliminate_dead_code()
+    for old in traced.graph.nodes:  # its tensors would keep their step
+        old.meta = {"val": specs_of(old.meta["val"])} if old.op == "call_function" else {}
     return traced

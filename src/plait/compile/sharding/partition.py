@@ -13,7 +13,16 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from plait.compile.ir.calls import call_of, is_item, op_spec_of, output_node, placeholders, tensor_inputs
+from plait.compile.ir.calls import (
+    append_call,
+    call_of,
+    drop_dead_calls,
+    is_item,
+    op_spec_of,
+    output_node,
+    placeholders,
+    tensor_inputs,
+)
 from plait.compile.ir.node_info import NodeInfo, describe, info_of, set_info
 from plait.compile.ir.shapes import ShapeMemo, StepMode
 from plait.compile.ops import Call, Strategy, comm_ops, op_spec
@@ -44,7 +53,7 @@ class LocalBuilder:
     def node(
         self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any, num_bytes: int = 0, what: str = ""
     ) -> Node:
-        node = self.graph.call_function(op, args, kwargs)
+        node = append_call(self.graph, op, args, kwargs)
         describe(node, replace(self.info, num_bytes=num_bytes, what=what) if num_bytes else self.info, value)
         return node
 
@@ -235,7 +244,9 @@ class Partitioner:
         args, kwargs = map_arg(
             (node.args, node.kwargs), lambda n: self.form(n, next(wants)) if n in inputs else self.local[n]
         )
-        info = replace(info_of(node), origin=self.found.origin.get(node, ""))
+        info, origin = info_of(node), self.found.origin.get(node, "")
+        if info.origin != origin:
+            info = replace(info, origin=origin)
         place = next((p for p in strategy.outputs if isinstance(p, Only)), None)
         if place is not None:
             info = replace(info, owner={**info.owner, self.axis: place.index})
@@ -277,6 +288,6 @@ def partition(found: Propagation, axis: str, context_kind: str = "auto") -> Grap
     """Write the graph of one rank from the placements `found` along an axis. Attention whose sequence is cut is of the
     given kind (see `ops.base.Builder`)."""
     graph = Partitioner(found, axis, context_kind).run()
-    graph.eliminate_dead_code()
+    drop_dead_calls(graph)
     graph.lint()
     return graph

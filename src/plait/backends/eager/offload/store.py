@@ -66,6 +66,7 @@ class Offload:
         self._places: dict[str, DiskPlace] = {}  # by key
         self._waits: dict[str, Callable[[], None]] = {}  # wait for copies to host memory in flight, by key
         self._writes: deque[tuple[Transfer, int]] = deque()  # in flight, with their bytes
+        self._unwritten = 0  # those bytes
         self._stash_start = self._stash_bytes = 0
         if file is None and (scratch is not None or plan.uses_disk):
             self._folder = scratch_folder(scratch)
@@ -186,11 +187,14 @@ class Offload:
         return landed.wait, arriving
 
     def _write(self, place: DiskPlace, tensor: Tensor) -> None:
-        while self._writes and sum(size for _, size in self._writes) + place.num_bytes > _MOST_UNWRITTEN:
-            self._writes.popleft()[0].wait()
+        while self._writes and (self._unwritten + place.num_bytes > _MOST_UNWRITTEN or self._writes[0][0].done):
+            transfer, num_bytes = self._writes.popleft()
+            self._unwritten -= num_bytes
+            transfer.wait()
         memory = page_memory(place.num_bytes, pinned=not self.copies.is_host)
         copied = self.file.submit(self.copies.down(tensor, place.view(memory)))
         self._writes.append((place.write(memory, copied), place.num_bytes))
+        self._unwritten += place.num_bytes
 
 
 def hollow(form: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from plait.backends.eager.collectives import all_reduce, all_reduce_start, scatter_part, take_part, wait
 from plait.comm.protocol import REDUCTIONS
-from plait.compile.ir.calls import op_spec_of, output_node, settled
+from plait.compile.ir.calls import drop_dead_calls, op_spec_of, output_node, settled
 from plait.compile.ir.node_info import describe, info_of
 from plait.compile.ir.views import is_cast, is_whole_view
 from plait.compile.ops import CollectiveKind, Communication, MemoryUse, OpSpec, register
@@ -149,7 +149,7 @@ def bucket_gradients(
                 for node in reversed(one.sums):
                     graph.erase_node(node)
     _finish_late(end)
-    graph.eliminate_dead_code()
+    drop_dead_calls(graph)
     return graph
 
 
