@@ -88,4 +88,4 @@ def _written(op: HigherOrderOperator) -> Callable[..., Any]:
 
 def _scattered(shape: list[int], indices: list[Tensor], values: Tensor) -> Tensor:
     """The gradient of what a function of scores reads by position."""
-    return values.new_zeros(shape).index_put(indices, values, accumulate=True)
+    return values.new_zeros(shape).index_put(tuple(indices), values, accumulate=True)
