@@ -67,6 +67,7 @@ def test_public_surface() -> None:
         "op_rule",
         "optim",
         "run_ranks",
+        "search",
         "simulate",
         "verify",
     ]

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import plait
 from plait.api.cli import app
-from plait.cost.plan_search import RELAXED_WORTH, USABLE, Candidate, FoundPlans, search
+from plait.api.cluster_measurement import describe_here
+from plait.api.job.this_machine import stale, this_machine
+from plait.cost.found_plans import RELAXED_WORTH, USABLE, Candidate, FoundPlans
+from plait.cost.plan_search import search
 from plait.cost.shape_evaluator import ShapeEvaluator
 from plait.cost.transformer import TransformerShape
 from plait.cost.transformer_simulation import simulate_step
-from plait.errors import PlanError
+from plait.errors import ConfigError, PlanError
 from plait.plan.legality import refusals
 from plait.plan.parallelism import Parallelism
 from plait.plan.plan import Plan
@@ -211,27 +221,123 @@ def test_batches() -> None:
     assert batch_sizes(7, 7) == (7,)
 
 
-def test_the_command(tmp_path: Path) -> None:
-    file = str(EXAMPLES / "bytes_gpt.toml")
-    result = CliRunner().invoke(app, ["plan", file, "--cluster", "h100x4", "--limit-keys", "sync=1"])
+SMALL = """
+[model]
+name = "bytes_gpt"
+layers = 2
+width = 32
+heads = 2
+sequence = 16
+
+[train]
+steps = 2
+batch_size = 8
+out = "{out}"
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text(SMALL.format(out=tmp_path / "run"))
+    return path
+
+
+def test_the_command_for_a_job(job: Path) -> None:
+    limits = "sync=1 home.optimizer=device home.parameters=device home.activations=device precision=fp32 micro=1..2"
+    result = CliRunner().invoke(app, ["plan", str(job), "--cluster", "h100x2", "--limit-keys", limits])
     assert result.exit_code == 0, result.output
     lines = result.output.strip().splitlines()
-    assert lines[-1].startswith(f"plait train {file} --plan ")
+    assert lines[-1].startswith(f"plait train {job} --plan ")
     Plan.parse(lines[-1].split('"')[1])
     for text in ("the best plans", "faster and smaller", "well-known choices that lost", "$/M tokens", "simulated"):
         assert text in result.output
-    larger = CliRunner().invoke(app, ["plan", file, "--cluster", "h100x4", "--batch", "64..128", "--memory", "70GiB"])
-    assert "--set train.batch_size=128" in larger.output
-    assert "70.0 GiB each (as given)" in larger.output
+
+
+def test_the_command_for_a_shape(tmp_path: Path) -> None:
     shape = tmp_path / "shape.toml"
     text = (EXAMPLES / "shapes" / "llama3_70b.toml").read_text()
     shape.write_text(text.replace("layers = 80", "layers = 40"))
-    alone = CliRunner().invoke(app, ["plan", str(shape), "--cluster", "h100x4", "--limit-keys", "home.optimizer=device"
-                                     " home.parameters=device home.activations=device"])  # fmt: skip
-    assert alone.exit_code == 1
+    homes = "home.optimizer=device home.parameters=device home.activations=device recompute=layer context=1"
+    alone = CliRunner().invoke(app, ["plan", str(shape), "--cluster", "h100x4", "--limit-keys", homes])
+    assert alone.exit_code == 1, alone.output
     assert "no plan fits" in alone.output
     assert "the nearest misses by" in alone.output
     assert "the smallest cluster of these devices that would do has" in alone.output
+    shape.write_text(text.replace("layers = 80", "layers = 8"))
+    options = ["--cluster", "h100x8", "--batch", "8..16", "--memory", "70GiB", "--limit-keys", homes]
+    larger = CliRunner().invoke(app, ["plan", str(shape), *options])
+    assert larger.exit_code == 0, larger.output
+    assert "70.0 GiB each (as given)" in larger.output
+    assert "batch" in larger.output
+    assert larger.output.strip().splitlines()[-1].startswith(f"plait simulate {shape} --cluster h100x8 --plan ")
+
+
+def test_a_model_of_ones_own() -> None:
+    """A model with a part that tensor parallelism cannot split, and that has no layers to recompute."""
+    model = torch.nn.Sequential(torch.nn.Linear(12, 48), torch.nn.Tanh(), torch.nn.Linear(48, 3))
+    batch = {"x": torch.zeros(8, 12), "y": torch.zeros(8, dtype=torch.int64)}
+
+    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+    best = plait.search(model, loss, batch, "xeon-2core", limits="sync=1 micro=1..2")
+    assert best
+    assert [each.score for each in best] == sorted((each.score for each in best), reverse=True)
+    assert all(not each.plan.relaxed_axis for each in best)
+    for each in best[:2]:
+        again = plait.simulate(model, loss, batch, each.plan, "xeon-2core")
+        assert again.seconds == each.step.seconds
+        assert again.peak_memory == each.memory
+    with pytest.raises(PlanError, match="is nearest, and misses by"):
+        plait.search(model, loss, batch, "xeon-2core", limits="sync=1", memory=100)
+
+
+def _measured(folder: Path, host: str, num: int = 2) -> Path:
+    """A measurement of this machine, by its name and cores, with round numbers."""
+    name, cores = describe_here()
+    text = (Path(plait.__file__).parent / "spec" / "clusters" / "xeon-2core.toml").read_text()
+    text = re.sub(r'measured = ".*"', f'measured = "2026-01-01 on {host}"', text)
+    text = re.sub(r'(?m)^name = ".*"', f'name = "{name}"', text)
+    text = re.sub(r"(?m)^cores = .*", f"cores = {cores}", text)
+    path = folder / "plait" / "clusters" / f"{socket.gethostname()}-{num}.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text(re.sub(r"(?m)^devices = .*", f"devices = {num}", text))
+    return path
+
+
+def test_a_measurement_of_other_hardware_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = _measured(tmp_path, socket.gethostname())
+    found = this_machine(2)
+    assert stale(found, 2) == ""
+    assert "it is of 2 devices, and there are 4" in stale(found, 4)
+    assert "2 cores" in stale(replace(found, host=replace(found.host, cores=2)), 2) or os.cpu_count() == 2
+    other = replace(found, device=replace(found.device, name="another"))
+    assert "it is of another" in stale(other, 2)
+    path.write_text(path.read_text().replace(f"on {socket.gethostname()}", "on elsewhere"))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="is not measured, and a rank cannot do it; run `plait cluster measure"):
+        this_machine(2)
+
+
+def test_training_under_the_plan_that_is_found(job: Path, tmp_path: Path) -> None:
+    _measured(tmp_path, socket.gethostname())
+    command = [sys.executable, "-m", "plait", "train", str(job), "--processes", "2", "--plan"]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    result = subprocess.run(
+        [*command, "auto micro=1..2 home.optimizer=device"], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    line = next(line for line in result.stderr.splitlines() if line.startswith("plait: plan "))
+    assert "s a step predicted" in line
+    assert "sync" not in line
+    assert "bf16" not in line
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+    bad = subprocess.run([*command, "auto tensr=2"], env=environment, capture_output=True, text=True)
+    assert bad.returncode == 2
+    assert "'tensr' is not searched" in bad.stderr
 
 
 @pytest.mark.parametrize(
@@ -240,11 +346,12 @@ def test_the_command(tmp_path: Path) -> None:
         (["--memory", "70"], "--memory 70: a size has a number and a unit"),
         (["--batch", "8..2"], "--batch 8..2: it is a number of rows"),
         (["--limit-keys", "bucket=25"], "cannot read the limit bucket=25: a size has a number and a unit"),
-        (["--limit-keys", "data=3"], "is legal for a batch of 32 rows"),
+        (["--limit-keys", "data=3"], "is legal for a batch of 8 rows"),
         (["--cluster", "h10"], "there is no cluster 'h10'"),
     ],
 )
-def test_bad_options(options: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["plan", str(EXAMPLES / "bytes_gpt.toml"), *options])
+def test_bad_options(options: list[str], message: str, job: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", str(job), *(["--cluster", "cpu"] if "--cluster" not in options else []),
+                                      *options])  # fmt: skip
     assert result.exit_code == 2
     assert message in result.output

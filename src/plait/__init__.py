@@ -22,6 +22,7 @@ _HOME = {
     "explain": "plait.api.explain",
     "memory": "plait.api.memory",
     "simulate": "plait.api.simulate_step",
+    "search": "plait.api.plan_model",
     "run_ranks": "plait.comm.thread_world",
     "Weighted": "plait.compile.capture.loss_values",
     "Sum": "plait.compile.capture.loss_values",

@@ -106,7 +106,11 @@ def train(
     """Train as a config file says, on processes of this machine; under torchrun, as one of its ranks."""
     with _errors_shown_once():
         from plait.api.job.config import load_config
+        from plait.api.job.this_machine import auto_plan, is_auto
 
+        if plan is not None and is_auto(plan):
+            plan = str(auto_plan(config, plan, processes, changes or []))
+            processes = None
         chosen = _choose_plan(plan, processes)
         job = load_config(config, changes or [])
         from plait.api.job.from_config import check_job
@@ -300,7 +304,9 @@ def simulate_plan(
 @app.command("plan")
 def plan_job(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A job's TOML file, or one with a [shape].")],
-    cluster: Annotated[str, typer.Option("--cluster", help="Such as h100x64, or a TOML file.")] = "cpu",
+    cluster: Annotated[
+        str, typer.Option("--cluster", help="Such as h100x64, or a TOML file; by default this machine, measured once.")
+    ] = "",
     memory: Annotated[str, typer.Option("--memory", help="What a rank may take, such as 70GiB.")] = "",
     batch: Annotated[str, typer.Option("--batch", help="Rows of the global batch: 512, or a range 512..2048.")] = "",
     limits: Annotated[
@@ -311,10 +317,12 @@ def plan_job(
     """Search for the fastest plan on a cluster: what fits, what it takes, why others lost. Nothing is run."""
     with _errors_shown_once():
         from plait.api.job.plan_command import line_to_run, plan_config
+        from plait.api.job.this_machine import this_machine
         from plait.report.plan_text import describe_plans
         from plait.spec.cluster_file import find_cluster
 
-        found = plan_config(config, find_cluster(cluster), memory, batch, limits, changes or [])
+        where = find_cluster(cluster) if cluster else this_machine()
+        found = plan_config(config, where, memory, batch, limits, changes or [])
         print(describe_plans(found, line_to_run(found, config, cluster, changes or [])))
         if not found.best:
             raise typer.Exit(1)

@@ -24,7 +24,7 @@ import torch
 from scipy.optimize import nnls
 from torch import Tensor
 
-from plait.comm.device import device_name, is_host, memory_of, num_accelerators, pinned_like, synchronize
+from plait.comm.device import default_kind, device_name, is_host, memory_of, num_accelerators, pinned_like, synchronize
 from plait.comm.process_world import ProcessWorld, process_world
 from plait.comm.protocol import Comm
 from plait.compile.ir.dtypes import torch_name
@@ -65,6 +65,11 @@ class MeasuredCollective:
 def default_processes() -> int:
     """As many ranks as this machine has accelerators, or else cores, of which 8 at most."""
     return num_accelerators() or min(os.cpu_count() or 1, 8)
+
+
+def describe_here() -> tuple[str, int]:
+    """The name of this machine's devices, and the number of its cores, as a measurement has them."""
+    return (device_name(default_kind()) or _cpu()), os.cpu_count() or 1
 
 
 def measure_here() -> str:

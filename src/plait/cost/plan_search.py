@@ -4,9 +4,6 @@
 
 An evaluator knows a model. It says which plans are legal (a `PlanSpace`), what each roughly takes, and what one takes
 as simulated. Nothing is random: the same input gives the same answer.
-
-A plan whose replicas agree later than at every step trains on other numbers, and how many tokens that costs is not
-known before it is measured. It counts RELAXED_WORTH of its tokens per second, which is assumed.
 """
 
 from __future__ import annotations
@@ -15,11 +12,19 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from plait.cost.found_plans import (
+    RELAXED_WORTH,
+    USABLE,
+    Candidate,
+    FoundPlans,
+    LostChoice,
+    PlannedStep,
+    main_difference,
+)
 from plait.cost.memory_model import human_bytes
-from plait.cost.transformer_step import StepEstimate
+from plait.cost.transformer_step import CellTimes
 from plait.errors import PlanError, Refusal
 from plait.plan.known_strategies import names_of
 from plait.plan.legality import refusals
@@ -29,9 +34,6 @@ from plait.plan.plan_space import Limits, PlanChoice, PlanSpace, plan_of
 from plait.plan.step_facts import StepFacts
 from plait.spec.cluster import Cluster
 
-RELAXED_WORTH = 0.9  # of its tokens per second, for a plan whose replicas agree later; DiLoCo's own paper loses none
-USABLE = 0.92  # of a device's memory: the rest is for the driver, buffers of communicators and fragments; assumed
-MOST_SIMULATED = 40
 _OF_ONE_MESH = 4  # candidates of one spread of ranks that are simulated at most
 _SHOWN = 8
 _MOST_DEVICES = 1 << 17
@@ -39,26 +41,6 @@ _HOPELESS = 3.0  # times the best: such outlines are not looked into
 _BINS = 8  # of memory, for a factor of 2: of each the fastest plan is kept
 
 Progress = Callable[[str, int, int], None]  # (what is done, how many are done, of how many)
-
-
-class PlannedStep(Protocol):
-    """What a step of a plan takes, as simulated."""
-
-    @property
-    def estimate(self) -> StepEstimate: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def tokens_per_second(self) -> float: ...
-    @property
-    def mfu(self) -> float: ...
-    @property
-    def dollars_per_million_tokens(self) -> float | None: ...
-    def misses_by(self, memory: float) -> float:
-        """Bytes that the step takes beyond `memory` of a device, or beyond the host's."""
-        ...
 
 
 class RoughStep(NamedTuple):
@@ -78,8 +60,8 @@ class PlanEvaluator(Protocol):
         """The plans for so many ranks."""
         ...
 
-    def floor(self, outline: Parallelism, rows: int) -> float:
-        """Seconds that no plan of an outline is below."""
+    def cells(self, outline: Parallelism, rows: int) -> CellTimes:
+        """What a microbatch takes on the rank that computes longest."""
         ...
 
     def rough(
@@ -96,6 +78,11 @@ class PlanEvaluator(Protocol):
         """The step of a plan. Raises PlanError for a plan that cannot be had."""
         ...
 
+    @property
+    def most_simulated(self) -> int:
+        """How many plans are worth a simulation."""
+        ...
+
     def on(self, cluster: Cluster) -> PlanEvaluator:
         """The same model on another cluster."""
         ...
@@ -104,78 +91,6 @@ class PlanEvaluator(Protocol):
     def divides(self) -> str:
         """What ranks must divide, in words."""
         ...
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A plan that was found.
-
-    Attributes:
-        plan: the plan.
-        rows: of the global batch.
-        step: what it takes.
-        why: why it is before the next one.
-    """
-
-    plan: Plan
-    rows: int
-    step: PlannedStep
-    why: str = ""
-
-    @property
-    def worth(self) -> float:
-        """The fraction of its tokens per second that counts."""
-        return RELAXED_WORTH if self.plan.relaxed_axis else 1.0
-
-    @property
-    def score(self) -> float:
-        """Tokens per second, by which candidates are ranked."""
-        return self.step.tokens_per_second * self.worth
-
-    @property
-    def memory(self) -> float:
-        """Bytes on the device of the fullest rank."""
-        return self.step.estimate.peak_memory
-
-
-@dataclass(frozen=True)
-class LostChoice:
-    """A well-known strategy that was not chosen: the best plan of its kind, and why it lost."""
-
-    name: str
-    plan: Plan
-    rows: int
-    seconds: float
-    why: str
-
-
-@dataclass(frozen=True)
-class FoundPlans:
-    """What a search found.
-
-    Attributes:
-        cluster: where plans run.
-        memory: bytes that a rank may take.
-        best: the fastest plan of each spread of ranks, fastest first.
-        front: plans of which none is both faster and smaller, fastest first.
-        lost: well-known strategies that were not chosen.
-        nearest: if nothing fits, the plan that takes the fewest bytes.
-        enough: if nothing fits, the smallest number of devices of this kind that would do; 0 if none was found.
-        num_rough: plans that closed forms were computed of.
-        num_simulated: plans that were simulated.
-        refused: how many of the candidates were refused, by the reason.
-    """
-
-    cluster: Cluster
-    memory: float
-    best: tuple[Candidate, ...]
-    front: tuple[Candidate, ...]
-    lost: tuple[LostChoice, ...]
-    nearest: Candidate | None
-    enough: int
-    num_rough: int
-    num_simulated: int
-    refused: tuple[tuple[str, int], ...]
 
 
 class _Kept:
@@ -226,9 +141,9 @@ class _Kept:
         return self._names[key]
 
     def fastest(self) -> list[tuple[int, RoughStep]]:
-        """The fastest steps, of every mesh a few."""
+        """The fastest steps, of every mesh a few, best first."""
         found = sorted((item for heap in self._meshes.values() for item in heap), key=lambda item: (-item[0], -item[1]))
-        return [(rows, step) for _, _, rows, step in found[:MOST_SIMULATED]]
+        return [(rows, step) for _, _, rows, step in found]
 
     def front(self) -> list[tuple[int, RoughStep]]:
         """Steps of which none that was kept is both faster and smaller."""
@@ -265,11 +180,15 @@ def search(
     limit, tell = memory or USABLE * cluster.device.memory, progress or _say_nothing
     kept = _explore(evaluator, cluster, rows, limits, limit, tell, smaller)
     judge = _Judge(evaluator, limits, limit)
-    chosen = [*kept.fastest(), *kept.front()]
-    for index, (each, step) in enumerate(chosen):
-        tell("simulated", index, len(chosen))
-        judge.judge(step.choice.how, each)
-    tell("simulated", len(chosen), len(chosen))
+    num, front = evaluator.most_simulated, kept.front()
+    front = front[:: -(-3 * len(front) // num)] if front else []  # a third as many of it, evenly
+    of = num + len(front)
+    for chosen, enough in ((kept.fastest(), num), (front, of)):
+        for each, step in chosen:
+            if judge.num < enough:  # a plan that is refused leaves its place to another
+                tell("simulated", judge.num, of)
+                judge.judge(step.choice.how, each)
+    tell("simulated", of, of)
     ranked = judge.ranked()
     if not ranked:
         return _nothing_fits(evaluator, cluster, rows, limits, kept, judge)
@@ -309,7 +228,7 @@ def _explore(
 def _look(evaluator: PlanEvaluator, spaces: Sequence[PlanSpace], kept: _Kept, memory: float, tell: Progress) -> None:
     """Offer all plans of the spaces: first with all on the device, then what homes could make faster."""
     outlines = [
-        (evaluator.floor(outline, rows) / rows, index, rows, outline)
+        (outline.num_micro * evaluator.cells(outline, rows).seconds / rows, index, rows, outline)
         for index, space in enumerate(spaces)
         for rows, outline in space.outlines()
     ]
@@ -390,7 +309,8 @@ class _Judge:
 
     @property
     def num(self) -> int:
-        return len(self._found)
+        """Plans that were simulated."""
+        return sum(each is not None for each in self._found.values())
 
     def refusals(self) -> tuple[tuple[str, int], ...]:
         return tuple(self._refused.most_common())
@@ -460,20 +380,12 @@ def _lost(
     if missing > 0:
         why = f"does not fit, by {human_bytes(missing)}"
     else:
-        why = f"{winner.score / found.score - 1:.0%} slower: {main_difference(found.step, winner.step)}"
+        slower = winner.score / found.score - 1
+        why = f"{slower:.0%} slower: {main_difference(found.step, winner.step)}"
+        if slower < 0.005:
+            less = found.memory - winner.memory
+            why = f"as fast, in {human_bytes(abs(less))} {'more' if less > 0 else 'less'} memory"
     return LostChoice(name, found.plan, rows, found.step.seconds, why)
-
-
-def main_difference(slower: PlannedStep, faster: PlannedStep) -> str:
-    """What the slower of two steps spends most more on, for as many tokens."""
-    less, more = faster.estimate.parts, slower.estimate.parts
-    share = faster.tokens / slower.tokens
-    name = max(more, key=lambda each: more[each] * share - less[each])
-    if more[name] * share - less[name] < 1e-4 * faster.seconds:
-        return "is as fast"
-    if name == "compute":
-        return f"computes {more[name] * share / max(less[name], 1e-12) - 1:.1%} longer"
-    return f"spends {more[name] / slower.seconds:.1%} of its step on {name}, not {less[name] / faster.seconds:.1%}"
 
 
 def _say_nothing(what: str, done: int, of: int) -> None:

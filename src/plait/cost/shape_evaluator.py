@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from plait.cost.parallel_forms import schedule_activations
 from plait.cost.plan_search import PlanEvaluator, RoughStep
+from plait.cost.rough_steps import rough_steps
 from plait.cost.transformer import TransformerShape
 from plait.cost.transformer_memory import kept_bytes, least_budget, logits_bytes, memory_of_rank
 from plait.cost.transformer_simulation import SimulatedStep, misses_by, program_in, simulate_step
-from plait.cost.transformer_step import CellTimes, agreement, cell_times, estimate_step, state_times
+from plait.cost.transformer_step import CellTimes, StateTimes, cell_times, estimate_step, state_times
 from plait.plan.parallelism import BUDGET, FULL, NONE, Homes, Parallelism
 from plait.plan.plan import Plan
-from plait.plan.plan_space import Limits, PlanChoice, PlanSpace, StateOption
-from plait.plan.sharding_plan import DEVICE
+from plait.plan.plan_space import Limits, PlanSpace
 from plait.spec.cluster import Cluster
 
 _MOST_ACTIONS = 4_000  # of a schedule that is simulated whole
 _BUCKETS = (25 * 2**20, 5 * 2**20, 100 * 2**20, 400 * 2**20)  # the default first, which others must be better than
-_SHARE_OF_EXCHANGES = 0.05  # of a step, that replicas which agree later may spend: as seldom as that needs
 _BUDGET_STEPS = 8  # halvings, in the search for the largest budget that fits
 
 
@@ -29,6 +27,11 @@ class ShapeEvaluator:
 
     shape: TransformerShape
     cluster: Cluster
+
+    @property
+    def most_simulated(self) -> int:
+        """How many plans are worth a simulation, which takes a fraction of a second."""
+        return 40
 
     def on(self, cluster: Cluster) -> PlanEvaluator:
         """The same shape on another cluster."""
@@ -53,53 +56,30 @@ class ShapeEvaluator:
             self.shape.sequence, (*words, "fp32"), self.cluster.has_host_memory, limits,
         )  # fmt: skip
 
-    def _cells(self, outline: Parallelism, rows: int) -> CellTimes:
+    def cells(self, outline: Parallelism, rows: int) -> CellTimes:
+        """What a microbatch takes on the rank that computes longest."""
         program = program_in(outline.precision)
         return cell_times(self.shape, outline, rows, self.cluster, program, whole_layers=True)
 
-    def floor(self, outline: Parallelism, rows: int) -> float:
-        """Seconds of the microbatches of an outline, without a bubble, sums, copies and update."""
-        return outline.num_micro * self._cells(outline, rows).seconds
+    def kept(self, outline: Parallelism, rows: int) -> tuple[float, float]:
+        """Bytes that a microbatch keeps on its ranks for backward: of all layers, and of one."""
+        micro_rows = rows / (outline.batch * outline.num_micro * outline.context)
+        layer = kept_bytes(self.shape, outline, micro_rows, program_in(outline.precision), outline.recompute)
+        return self.shape.layers * layer, layer
+
+    def states(self, how: Parallelism, rows: int, cells: CellTimes) -> StateTimes:
+        """What sums of gradients, the update, copies and exchanges take."""
+        return state_times(self.shape, how, rows, self.cluster, program_in(how.precision), cells)
+
+    def least_memory(self, how: Parallelism, rows: int) -> tuple[dict[str, float], dict[str, float]]:
+        """Bytes by class on the device and outside it, without the activations of microbatches in flight."""
+        return memory_of_rank(self.shape, how, rows, program_in(how.precision), 0.0)
 
     def rough(
         self, space: PlanSpace, outline: Parallelism, rows: int, homes: Sequence[Homes], memory: float, most: float
     ) -> Iterator[RoughStep]:
         """Closed forms of all plans of an outline with these homes, but of those that take more than `most` seconds."""
-        program, shape = program_in(outline.precision), self.shape
-        cells = self._cells(outline, rows)
-        micro_rows = rows / (outline.batch * outline.num_micro * outline.context)
-        kept = shape.layers * kept_bytes(shape, outline, micro_rows, program, outline.recompute)
-        orders = []
-        for name, chunks in space.schedules(outline):
-            order = replace(outline, schedule=name, chunks=chunks)
-            factor = schedule_activations(order.order, order.pipeline, order.num_micro, chunks)
-            orders.append((name, chunks, cells.wait(order) + outline.num_micro * (chunks - 1) * cells.messages, factor))
-        for option in space.states(outline):
-            for home in homes:
-                how = replace(outline, cuts=option.cuts, sharded=option.sharded, later=option.later, homes=home)
-                states = state_times(shape, how, rows, self.cluster, program, cells)
-                rest = outline.num_micro * cells.seconds + states.data + states.update + states.copies
-                if rest > most:
-                    continue
-                least, away = memory_of_rank(shape, how, rows, program, 0.0)
-                for name, chunks, wait, factor in orders:
-                    in_flight = kept * factor
-                    device, host = sum(least.values()) + in_flight, away
-                    if home.activations != DEVICE:
-                        device -= max(in_flight - 2 * kept / shape.layers, 0.0)
-                        host = away | {"activations": in_flight}
-                    seconds, chosen = rest + wait, option
-                    if option.later is not None:
-                        steps = self._steps_between(space, states.exchange, seconds)
-                        chosen = StateOption(option.cuts, option.sharded, option.later._replace(steps=steps))
-                        seconds += agreement(replace(how, later=chosen.later), states.exchange, seconds)
-                    missing = misses_by(device - memory, host, self.cluster, how.num_ranks, home)
-                    yield RoughStep(PlanChoice(outline, chosen, home, name, chunks), seconds, device, missing)
-
-    def _steps_between(self, space: PlanSpace, exchange: float, seconds: float) -> int:
-        """The fewest steps between two exchanges that take a small part of the time; the most if none do."""
-        few = [steps for steps in space.sync_steps if exchange <= _SHARE_OF_EXCHANGES * steps * seconds]
-        return few[0] if few else space.sync_steps[-1]
+        return rough_steps(self, space, outline, rows, homes, memory, most)
 
     def refine(self, how: Parallelism, rows: int, memory: float, limits: Limits) -> Parallelism:
         """The same plan with the best budget of recomputation and the best buckets."""

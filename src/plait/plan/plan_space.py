@@ -149,6 +149,8 @@ class PlanSpace:
         precisions: words of precision= to try.
         has_host: whether values can be kept outside the device.
         limits: what a user allows.
+        splits_sequence: whether ranks that split weights can split sequences between them.
+        repeats_layers: whether there are layers to recompute.
     """
 
     num_ranks: int
@@ -160,13 +162,17 @@ class PlanSpace:
     precisions: tuple[str, ...] = ("fp32",)
     has_host: bool = False
     limits: Limits = NO_LIMITS
+    splits_sequence: bool = True
+    repeats_layers: bool = True
 
     def outlines(self) -> Iterator[tuple[int, Parallelism]]:
         """(rows, how ranks are spread), without ZeRO, homes, replicas and schedules."""
         limits = self.limits
         precisions = limits.names("precision") or self.precisions
         kinds = [kind for word, kind in (("none", NONE), ("layer", FULL)) if limits.allow("recompute", word)]
-        if "budget" in limits.names("recompute") and not kinds:
+        if not self.repeats_layers:
+            kinds = [kind for kind in kinds if kind == NONE]
+        elif "budget" in limits.names("recompute") and not kinds:
             kinds = [FULL]  # of which a candidate may get a budget
         for rows in self.rows:
             for mesh in self._meshes:
@@ -195,7 +201,8 @@ class PlanSpace:
                     if self.sequence % context or not limits.allow("context", context):
                         continue
                     batch = self.num_ranks // pipeline // weights // context
-                    for sequence in (False, True) if weights > 1 and self.sequence % weights == 0 else (False,):
+                    cut = self.splits_sequence and weights > 1 and self.sequence % weights == 0
+                    for sequence in (False, True) if cut else (False,):
                         if limits.allow("sequence", "yes" if sequence else "no"):
                             found.append(Parallelism(batch, weights, context, pipeline, sequence=sequence))
         return tuple(found)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from plait.cost.found_plans import RELAXED_WORTH, USABLE, Candidate, FoundPlans
 from plait.cost.memory_model import human_bytes
-from plait.cost.plan_search import RELAXED_WORTH, USABLE, Candidate, FoundPlans
 
 
 def describe_plans(found: FoundPlans, command: str) -> str:

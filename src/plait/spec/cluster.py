@@ -296,9 +296,9 @@ class Cluster:
 
     @property
     def has_host_memory(self) -> bool:
-        """Whether hosts are known to have memory beside that of their devices: one that a device reads as fast as its
-        own is its own."""
-        return self.host is not None and 2 * self.host.device_bandwidth < self.device.memory_bandwidth
+        """Whether hosts are known to have memory beside that of their devices: one that a device reads about as fast as
+        its own is its own."""
+        return self.host is not None and 4 * self.host.device_bandwidth < self.device.memory_bandwidth
 
     def with_devices(self, num_devices: int, name: str = "") -> Cluster:
         """The same kind of cluster with another number of devices."""

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from plait.api.job.config import load_config
+from plait.api.job.config import Config, load_config
 from plait.api.job.simulate_command import has_shape, read_shape
-from plait.cost.plan_search import FoundPlans, Progress, search
+from plait.cost.found_plans import FoundPlans
+from plait.cost.plan_search import PlanEvaluator, Progress, search
 from plait.cost.shape_evaluator import ShapeEvaluator
-from plait.cost.transformer import TransformerShape
-from plait.errors import ConfigError
+from plait.plan.plan import Plan
 from plait.plan.plan_space import Limits, batches_of, memory_of
 from plait.spec.cluster import Cluster
-
-_GPT = {"layers": 8, "width": 256, "heads": 8, "sequence": 128, "dropout": 0.0}  # as job/gpt.py has by default
 
 
 def plan_config(
@@ -25,33 +24,43 @@ def plan_config(
     batch: str = "",
     limits: str = "",
     changes: Sequence[str] = (),
-    smaller: bool = True,
 ) -> FoundPlans:
-    """The best plans for the file `path`. Raises ConfigError for a file without a shape, and PlanError for options that
-    cannot be read, and if no plan is legal."""
-    shape, rows = _shape_of(path, changes)
-    sizes = batches_of(batch) if batch else (rows,)
+    """The best plans for the file `path`: closed forms of a [shape], and of a job's model what `plait.search` finds.
+
+    Raises ConfigError for a bad file, PlanError for options that cannot be read and if no plan is legal, and
+    CaptureError for a model that cannot be captured.
+    """
     limit = float(memory_of(memory)) if memory else None
     allowed = Limits.parse(limits)
-    with _progress_bar() as progress:
-        return search(ShapeEvaluator(shape, cluster), cluster, sizes, allowed, limit, progress, smaller)
-
-
-def _shape_of(path: Path, changes: Sequence[str]) -> tuple[TransformerShape, int]:
+    sizes = batches_of(batch) if batch else ()
+    evaluator: PlanEvaluator
     if has_shape(path):
-        return read_shape(path, changes)
-    config = load_config(path, changes)
-    if config.model.name != "bytes_gpt":
-        raise ConfigError(
-            f"model.name = {config.model.name!r} has no shape that plait plan knows; give a file with a"
-            " [shape] (layers, hidden, heads, vocab, sequence...), or model.name = 'bytes_gpt'"
-        )
-    given = _GPT | config.model.arguments
-    shape = TransformerShape(
-        layers=given["layers"], hidden=given["width"], heads=given["heads"], vocab=256, sequence=given["sequence"],
-        tied=False, dropout=given["dropout"] > 0, stores_scores=False,
-    )  # fmt: skip
-    return shape, config.train.batch_size
+        shape, rows = read_shape(path, changes)
+        evaluator = ShapeEvaluator(shape, cluster)
+    else:
+        config = load_config(path, changes)
+        rows = config.train.batch_size
+        evaluator = _of_job(config, cluster)
+    with _progress_bar() as progress:
+        return search(evaluator, cluster, sizes or (rows,), allowed, limit, progress)
+
+
+def _of_job(config: Config, cluster: Cluster) -> PlanEvaluator:
+    from plait.api.job.from_config import check_job, first_batch, make_data, optimizer_factory
+    from plait.api.job.memory_command import make_model_without_values
+    from plait.api.plan_model import ModelEvaluator
+
+    check_job(config, Plan(), writes=False)
+    model, loss_fn = make_model_without_values(config)
+    data = make_data(config)
+
+    def batch_of(rows: int) -> Any:
+        train = config.train.model_copy(update={"batch_size": rows})
+        return first_batch(config.model_copy(update={"train": train}), data)
+
+    return ModelEvaluator(
+        model, loss_fn, batch_of, config.train.batch_size, cluster, optimizer_factory(config), config.layouts, True
+    )
 
 
 def line_to_run(found: FoundPlans, path: Path, cluster: str, changes: Sequence[str] = ()) -> str:
@@ -59,7 +68,9 @@ def line_to_run(found: FoundPlans, path: Path, cluster: str, changes: Sequence[s
     if not found.best:
         return ""
     best = found.best[0]
-    words = f"plait simulate {path} --cluster {cluster}" if has_shape(path) else f"plait train {path}"
+    words = f"plait train {path}"
+    if has_shape(path):
+        words = f"plait simulate {path}" + (f" --cluster {cluster}" if cluster else "")
     given = list(changes)
     if not has_shape(path) and best.rows != load_config(path, changes).train.batch_size:
         given.append(f"train.batch_size={best.rows}")

@@ -1,0 +1,381 @@
+"""search: the plans with which a model trains fastest on a cluster. Nothing is run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.api.simulate_step import Simulator
+from plait.compile.capture.capture import LossFn
+from plait.cost.collective_time import CollectiveKind
+from plait.cost.found_plans import Candidate
+from plait.cost.memory_model import GRADIENTS, OPTIMIZER, PARAMETERS, StateBytes
+from plait.cost.model_forms import AxisForms, ModelForms, PrecisionForms
+from plait.cost.op_time import CallTimes
+from plait.cost.plan_search import PlanEvaluator, RoughStep
+from plait.cost.plan_search import search as search_plans
+from plait.cost.rough_steps import rough_steps
+from plait.cost.step_program import CollectiveCall, OpCall, StepProgram
+from plait.cost.transformer_simulation import misses_by
+from plait.cost.transformer_states import exchange_time
+from plait.cost.transformer_step import CellTimes, StateTimes, StepEstimate, agreement
+from plait.engine.local_batch import num_rows, num_tokens
+from plait.engine.optimizers import OptimizerFactory
+from plait.errors import LayoutError, PlanError
+from plait.plan.annotation import Annotations
+from plait.plan.parallelism import BUDGET, FULL, NONE, Homes, Parallelism
+from plait.plan.plan import Plan
+from plait.plan.plan_space import Limits, PlanSpace
+from plait.report.step_prediction import StepPrediction
+from plait.spec.cluster import Cluster
+from plait.spec.cluster_file import find_cluster
+
+_ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
+_HALVES = (("bf16-params", "bfloat16"), ("bf16", "bfloat16"), ("fp16-params", "float16"), ("fp16", "float16"))
+
+
+def search(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batch: Any,
+    cluster: Cluster | str,
+    *,
+    optimizer: OptimizerFactory = _ADAMW,
+    layouts: Annotations | None = None,
+    memory: float | None = None,
+    limits: str = "",
+) -> list[Candidate]:
+    """The plans with which a step on a global batch has the most tokens per second on a cluster, best first.
+
+    Closed forms prune all legal plans, and the best few are lowered and simulated as `plait.simulate` does.
+
+    Args:
+        model: the model, which may be on the meta device; its values are not read.
+        loss_fn: as the Trainer takes it.
+        batch: a global batch, which may be on the meta device.
+        cluster: a Cluster, or what `plait cluster show` takes: a name such as "h100x64", or a TOML file.
+        optimizer: as the Trainer takes it.
+        layouts: annotations of parameters by name pattern.
+        memory: bytes that a rank may take; by default 92% of those of a device.
+        limits: what keys may be, such as "tensor=1..8 zero=1,3 sync=1".
+
+    Returns candidates with their plan, step and memory, one for each spread of ranks. Raises PlanError if no plan is
+    legal, and if none fits, CaptureError for a model that cannot be captured, and ConfigError for an unknown cluster.
+    """
+    where = find_cluster(cluster) if isinstance(cluster, str) else cluster
+    rows = num_rows(batch)
+    evaluator = ModelEvaluator(model, loss_fn, lambda _: batch, rows, where, optimizer, layouts)
+    found = search_plans(evaluator, where, (rows,), Limits.parse(limits), memory)
+    return list(found.fitting())
+
+
+class ModelEvaluator:
+    """Any model, for a search: `ModelForms` from a few simulated steps, candidates lowered and simulated.
+
+    Args:
+        make_batch: from a number of rows to a global batch, which may be on the meta device.
+        rows: of the batch from which closed forms are made.
+        built: as `Estimator` takes it.
+    Others are those of `search`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        make_batch: Callable[[int], Any],
+        rows: int,
+        cluster: Cluster,
+        optimizer: OptimizerFactory = _ADAMW,
+        layouts: Annotations | None = None,
+        built: bool | None = None,
+    ) -> None:
+        self.cluster = cluster
+        self._make = functools.cache(
+            lambda num: Simulator(
+                model, loss_fn, make_batch(num), cluster, optimizer=optimizer, layouts=layouts, built=built
+            )
+        )
+        self._on = lambda other: ModelEvaluator(
+            model, loss_fn, make_batch, rows, other, optimizer, layouts, built
+        )  # fmt: skip
+        self._rows = rows
+        batch = make_batch(rows)
+        self._positions = max(num_tokens(batch) // rows, 1)
+        self._forms: ModelForms | None = None
+
+    @property
+    def most_simulated(self) -> int:
+        """How many plans are worth a simulation: lowering one takes seconds."""
+        return 12
+
+    def on(self, cluster: Cluster) -> PlanEvaluator:
+        """The same model on another cluster."""
+        found: ModelEvaluator = self._on(cluster)
+        if self._forms is not None:
+            found._forms = replace(self._forms, cluster=cluster)
+        return found
+
+    @property
+    def divides(self) -> str:
+        """What ranks must divide, in words."""
+        return "the sizes of weights, positions or layers, as far as the model's graph allows it"
+
+    @property
+    def forms(self) -> ModelForms:
+        """What is known of the model in closed form."""
+        if self._forms is None:
+            self._forms = _probe(self._make(self._rows), self._rows, self._words())
+        return self._forms
+
+    def _words(self) -> list[str]:
+        device = self.cluster.device
+        return ["fp32", *(word for word, dtype in _HALVES[:2] if dtype in dict(device.peak) and device.overlaps)]
+
+    def space(self, num_ranks: int, rows: tuple[int, ...], limits: Limits) -> PlanSpace:
+        """The plans for so many ranks."""
+        forms = self.forms
+        return PlanSpace(
+            num_ranks,
+            rows,
+            self.cluster.sizes,
+            forms.layers,
+            () if forms.weights is not None else (1,),
+            self._positions if forms.context is not None else 1,
+            tuple(forms.precisions),
+            self.cluster.has_host_memory,
+            limits,
+            splits_sequence=forms.sequence is not None,
+            repeats_layers=any(FULL in each.kept for each in forms.precisions.values()),
+        )
+
+    def cells(self, outline: Parallelism, rows: int) -> CellTimes:
+        """What a microbatch takes on the rank that computes longest."""
+        return self.forms.cells(outline, rows)
+
+    def kept(self, outline: Parallelism, rows: int) -> tuple[float, float]:
+        """Bytes that a microbatch keeps on its ranks for backward: of all layers, and of one."""
+        return self.forms.kept(outline, rows)
+
+    def states(self, how: Parallelism, rows: int, cells: CellTimes) -> StateTimes:
+        """What sums of gradients, the update, copies and exchanges take."""
+        return self.forms.states(how, rows, cells)
+
+    def least_memory(self, how: Parallelism, rows: int) -> tuple[dict[str, float], dict[str, float]]:
+        """Bytes by class on the device and outside it, without the activations of microbatches in flight."""
+        return self.forms.least_memory(how, rows)
+
+    def rough(
+        self, space: PlanSpace, outline: Parallelism, rows: int, homes: Sequence[Homes], memory: float, most: float
+    ) -> Iterator[RoughStep]:
+        """Closed forms of all plans of an outline with these homes, but of those that take more than `most` seconds."""
+        return rough_steps(self, space, outline, rows, homes, memory, most)
+
+    def refine(self, how: Parallelism, rows: int, memory: float, limits: Limits) -> Parallelism:
+        """The same plan with a budget of recomputation in place of whole layers, if there is room."""
+        sizes = limits.sizes("bucket")
+        how = replace(how, bucket=sizes[0]) if sizes else how
+        if how.recompute != FULL or not limits.allow("recompute", "budget"):
+            return how
+        budget = self._budget(how, rows, memory)
+        return replace(how, recompute=BUDGET, budget=budget) if budget else how
+
+    def _budget(self, how: Parallelism, rows: int, memory: float) -> int:
+        """The bytes that a microbatch may keep, half of what is left over as a margin; 0 if layers are repeated."""
+        least, _ = self.forms.least_memory(how, rows)
+        kept, _ = self.forms.kept(how, rows)
+        whole, _ = self.forms.kept(replace(how, recompute=NONE), rows)
+        in_flight = max(min(how.num_micro, how.pipeline) / how.pipeline, 1 / how.pipeline)
+        room = (memory - sum(least.values())) / in_flight
+        if room < 1.5 * kept:
+            return 0
+        return int(min((kept + room) / 2, whole)) // 2**20 * 2**20
+
+    def simulate(self, plan: Plan, rows: int) -> ModelStep:
+        """The step of a plan: of one whose replicas agree later that of a replica, with exchanges in closed form.
+
+        Raises PlanError for a plan that the model does not allow.
+        """
+        inner, how = plan.inner_plan, Parallelism.of(plan)
+        try:
+            found = self._make(rows // how.num_replicas).simulate(inner)
+        except LayoutError as error:
+            raise PlanError(str(error)) from None
+        each = agreement(how, exchange_time(self.forms.own(how), how, self.cluster), found.seconds)
+        return ModelStep(plan, found, each, how.num_replicas)
+
+
+@dataclass(frozen=True)
+class ModelStep:
+    """A simulated step of a model.
+
+    Attributes:
+        plan: the plan.
+        prediction: its step, or that of one replica.
+        exchange: seconds a step of exchanges between replicas.
+        replicas: that agree later; 1 if all ranks agree at every step.
+    """
+
+    plan: Plan
+    prediction: StepPrediction
+    exchange: float = 0.0
+    replicas: int = 1
+
+    @property
+    def seconds(self) -> float:
+        return self.prediction.seconds + self.exchange
+
+    @property
+    def tokens(self) -> int:
+        return self.prediction.program.tokens * self.replicas
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        return self.prediction.mfu * self.prediction.seconds / self.seconds
+
+    @property
+    def dollars_per_million_tokens(self) -> float | None:
+        each = self.prediction.dollars_per_million_tokens
+        return None if each is None else each * self.seconds / self.prediction.seconds
+
+    @functools.cached_property
+    def estimate(self) -> StepEstimate:
+        """Times and memory by class."""
+        times, memory = self.prediction.simulated.times, self.prediction.memory
+        homes = {
+            PARAMETERS: self.plan.home_parameters, GRADIENTS: self.plan.home_parameters,
+            OPTIMIZER: self.plan.home_optimizer, "activations": self.plan.home_activations,
+        }  # fmt: skip
+        sizes = {} if memory is None else {kind: float(size) for kind, size in memory.fullest.at_peak.items()}
+        away = {kind: size for kind, size in sizes.items() if homes.get(kind, "device") != "device"}
+        flops = self.prediction.program.model_flops * self.replicas
+        named = ("compute", "collectives", "bubble", "update")
+        rest = self.prediction.seconds - sum(times.get(name, 0.0) for name in named)
+        return StepEstimate(
+            compute=times["compute"] + max(rest, 0.0), weights=0.0, messages=0.0, bubble=times.get("bubble", 0.0),
+            data=times.get("collectives", 0.0), optimizer=times.get("update", 0.0), model_flops=flops,
+            hardware_flops=flops, memory={kind: size for kind, size in sizes.items() if kind not in away},
+            sent=dict(self.prediction.sent), agreement=self.exchange, host_memory=away,
+        )  # fmt: skip
+
+    def misses_by(self, memory: float) -> float:
+        """Bytes that the step takes beyond `memory` of a device, or beyond the host's."""
+        found, cluster = self.estimate, self.prediction.cluster
+        homes = Homes(self.plan.home_parameters, self.plan.home_activations, self.plan.home_optimizer)
+        ranks = self.plan.num_processes
+        return misses_by(found.peak_memory - memory, found.host_memory, cluster, ranks, homes)
+
+
+def _probe(simulator: Simulator, rows: int, words: Sequence[str]) -> ModelForms:
+    """What is known of a model from steps on one device, and over two ranks of each kind that it allows."""
+    one = simulator.simulate(Plan())
+    times = CallTimes(simulator.cluster)
+    assert one.memory is not None
+    calls = [call for graph in one.program.graphs.values() for call in graph if isinstance(call, OpCall)]
+    names = {found[0] for call in calls if (found := re.match(r"(.*?\.)?\d+(?=\.|$)", call.module))}
+    overhead = len(calls) * simulator.cluster.device.op_seconds
+    most, elements = one.memory.fullest.most, one.memory.num_parameters
+    precisions = {}
+    for word in words:
+        try:
+            plain = one if word == "fp32" else simulator.simulate(Plan(precision=word))
+        except PlanError:
+            continue
+        forward, backward = _phases(plain.program, times)
+        kept = {NONE: _saved(plain) / rows}
+        with contextlib.suppress(PlanError):  # of a model without layers
+            kept[FULL] = _saved(simulator.simulate(Plan.parse(f"recompute=layer precision={word}"))) / rows
+        scale = 1 / rows
+        spent = min(overhead, 0.9 * (forward + backward))
+        precisions[word] = PrecisionForms(
+            (forward - spent / 3) * scale, (backward - 2 * spent / 3) * scale, kept
+        )  # fmt: skip
+    boundary, layers = _two_stages(simulator, rows), max(len(names), 2)
+    enough = simulator.cluster.num_devices > 1
+    return ModelForms(
+        simulator.cluster,
+        layers if boundary is not None else 1,
+        float(elements),
+        StateBytes(*(most.get(kind, 0) / elements for kind in (PARAMETERS, GRADIENTS, OPTIMIZER))),
+        overhead,
+        one.simulated.times["update"],
+        boundary or 0.0,
+        precisions,
+        _two_ranks(simulator, "tensor=2", one, rows) if enough else None,
+        _two_ranks(simulator, "tensor=2 sequence=yes", one, rows) if enough else None,
+        _two_ranks(simulator, "context=2", one, rows) if enough else None,
+    )
+
+
+def _phases(program: StepProgram, times: CallTimes) -> tuple[float, float]:
+    """Seconds of the ops of a forward, and of a backward, on one rank."""
+    found = {"forward": 0.0, "backward": 0.0}
+    for graph in program.graphs.values():
+        for call in graph:
+            if isinstance(call, OpCall):
+                kind = "forward" if call.phase == "forward" else "backward"
+                found[kind] += times.seconds(call.signature, call.flops, call.num_bytes, call.dtype)
+    return found["forward"], found["backward"]
+
+
+def _saved(step: StepPrediction) -> float:
+    assert step.memory is not None
+    return float(step.memory.fullest.saved)
+
+
+def _two_stages(simulator: Simulator, rows: int) -> float | None:
+    """Bytes of a row between two stages; None if the model is not cut."""
+    if simulator.cluster.num_devices < 2:
+        return None
+    try:
+        program = simulator.program(Plan.parse("pipeline=2"))
+    except (PlanError, LayoutError):
+        return None
+    assert program.pipeline is not None
+    return max(program.pipeline.messages.values(), default=0) / rows
+
+
+def _two_ranks(simulator: Simulator, text: str, one: StepPrediction, rows: int) -> AxisForms | None:
+    """What two ranks of an axis share; None if the model does not allow it."""
+    try:
+        two = simulator.simulate(Plan.parse(text))
+    except (PlanError, LayoutError):
+        return None
+    assert one.memory is not None
+    assert two.memory is not None
+    times = CallTimes(simulator.cluster)
+    sent: dict[CollectiveKind, tuple[int, float]] = {}
+    for graph in two.program.graphs.values():
+        for call in graph:
+            if isinstance(call, CollectiveCall) and call.part != "wait":
+                for transfer in call.transfers:
+                    count, num_bytes = sent.get(transfer.kind, (0, 0.0))
+                    sent[transfer.kind] = count + 1, num_bytes + transfer.kind.whole_bytes(transfer.held, 2) / rows
+    before, after = sum(_phases(one.program, times)), sum(_phases(two.program, times))
+    return AxisForms(
+        _split(before, after),
+        _split(_states(one), _states(two)),
+        _split(_saved(one), _saved(two)),
+        sent,
+    )
+
+
+def _states(step: StepPrediction) -> float:
+    assert step.memory is not None
+    return float(step.memory.fullest.most.get(PARAMETERS, 0))
+
+
+def _split(one: float, two: float) -> float:
+    """The fraction of something that two ranks have split, if each has `two` of `one`."""
+    return min(max(2 * (1 - two / max(one, 1e-12)), 0.0), 1.0)
