@@ -244,7 +244,8 @@ def job(tmp_path: Path) -> Path:
 
 
 def test_the_command_for_a_job(job: Path) -> None:
-    limits = "sync=1 home.optimizer=device home.parameters=device home.activations=device precision=fp32 micro=1..2"
+    limits = "sync=1 home.optimizer=device home.parameters=device home.activations=device precision=fp32 micro=1"
+    limits += " data=1..2 pipeline=1 context=1 recompute=none tensor=1"
     result = CliRunner().invoke(app, ["plan", str(job), "--cluster", "h100x2", "--limit-keys", limits])
     assert result.exit_code == 0, result.output
     lines = result.output.strip().splitlines()
@@ -289,6 +290,7 @@ def test_a_model_of_ones_own() -> None:
         again = plait.simulate(model, loss, batch, each.plan, "xeon-2core")
         assert again.seconds == each.step.seconds
         assert again.peak_memory == each.memory
+        assert each.step.size == pytest.approx(each.memory, rel=1.0)
     with pytest.raises(PlanError, match="is nearest, and misses by"):
         plait.search(model, loss, batch, "xeon-2core", limits="sync=1", memory=100)
 
@@ -327,7 +329,10 @@ def test_training_under_the_plan_that_is_found(job: Path, tmp_path: Path) -> Non
     command = [sys.executable, "-m", "plait", "train", str(job), "--processes", "2", "--plan"]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     result = subprocess.run(
-        [*command, "auto micro=1..2 home.optimizer=device"], env=environment, capture_output=True, text=True
+        [*command, "auto data=2 zero=0..1 micro=1 recompute=none tensor=1 pipeline=1 context=1"],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stderr
     line = next(line for line in result.stderr.splitlines() if line.startswith("plait: plan "))

@@ -19,6 +19,7 @@ from plait.cost.found_plans import Candidate
 from plait.cost.memory_model import GRADIENTS, OPTIMIZER, PARAMETERS, StateBytes
 from plait.cost.model_forms import AxisForms, ModelForms, PrecisionForms
 from plait.cost.op_time import CallTimes
+from plait.cost.parallel_forms import schedule_activations
 from plait.cost.plan_search import PlanEvaluator, RoughStep
 from plait.cost.plan_search import search as search_plans
 from plait.cost.rough_steps import rough_steps
@@ -32,7 +33,8 @@ from plait.errors import LayoutError, PlanError
 from plait.plan.annotation import Annotations
 from plait.plan.parallelism import BUDGET, FULL, NONE, Homes, Parallelism
 from plait.plan.plan import Plan
-from plait.plan.plan_space import Limits, PlanSpace
+from plait.plan.plan_space import NO_LIMITS, Limits, PlanSpace
+from plait.report.memory_table import MemoryEstimate
 from plait.report.step_prediction import StepPrediction
 from plait.spec.cluster import Cluster
 from plait.spec.cluster_file import find_cluster
@@ -131,8 +133,13 @@ class ModelEvaluator:
     @property
     def forms(self) -> ModelForms:
         """What is known of the model in closed form."""
+        return self._probed(NO_LIMITS)
+
+    def _probed(self, limits: Limits) -> ModelForms:
+        """The closed forms, of what limits allow if they are not known yet."""
         if self._forms is None:
-            self._forms = _probe(self._make(self._rows), self._rows, self._words())
+            words = [word for word in self._words() if limits.allow("precision", word)] or ["fp32"]
+            self._forms = _probe(self._make(self._rows), self._rows, words, limits)
         return self._forms
 
     def _words(self) -> list[str]:
@@ -141,7 +148,7 @@ class ModelEvaluator:
 
     def space(self, num_ranks: int, rows: tuple[int, ...], limits: Limits) -> PlanSpace:
         """The plans for so many ranks."""
-        forms = self.forms
+        forms = self._probed(limits)
         return PlanSpace(
             num_ranks,
             rows,
@@ -205,11 +212,15 @@ class ModelEvaluator:
         """
         inner, how = plan.inner_plan, Parallelism.of(plan)
         try:
-            found = self._make(rows // how.num_replicas).simulate(inner)
+            simulator = self._make(rows // how.num_replicas)
+            found = simulator.simulate(inner, memory=False)
         except LayoutError as error:
             raise PlanError(str(error)) from None
         each = agreement(how, exchange_time(self.forms.own(how), how, self.cluster), found.seconds)
-        return ModelStep(plan, found, each, how.num_replicas)
+        least, away = self.forms.least_memory(how, rows)
+        factor = schedule_activations(how.order, how.pipeline, how.num_micro, how.chunks)
+        size = sum(least.values()) + sum(away.values()) + self.forms.kept(how, rows)[0] * factor
+        return ModelStep(plan, found, lambda: simulator.memory(inner), size, each, how.num_replicas)
 
 
 @dataclass(frozen=True)
@@ -219,12 +230,16 @@ class ModelStep:
     Attributes:
         plan: the plan.
         prediction: its step, or that of one replica.
+        estimated: estimates its memory, which takes longer than its step.
+        size: about the bytes that a rank takes, wherever they are kept.
         exchange: seconds a step of exchanges between replicas.
         replicas: that agree later; 1 if all ranks agree at every step.
     """
 
     plan: Plan
     prediction: StepPrediction
+    estimated: Callable[[], MemoryEstimate]
+    size: float
     exchange: float = 0.0
     replicas: int = 1
 
@@ -249,35 +264,50 @@ class ModelStep:
         each = self.prediction.dollars_per_million_tokens
         return None if each is None else each * self.seconds / self.prediction.seconds
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds by what they are spent on, in words."""
+        times = self.prediction.simulated.times
+        named = {
+            "compute": "compute",
+            "collectives": "collectives",
+            "bubble": "bubble and messages",
+            "update": "update",
+        }
+        found = {words: times.get(name, 0.0) for name, words in named.items()}
+        found["compute"] += max(self.prediction.seconds - sum(found.values()), 0.0)
+        return found | {"exchanges": self.exchange}
+
     @functools.cached_property
     def estimate(self) -> StepEstimate:
         """Times and memory by class."""
-        times, memory = self.prediction.simulated.times, self.prediction.memory
+        parts, fullest = self.parts, self.estimated().fullest
         homes = {
             PARAMETERS: self.plan.home_parameters, GRADIENTS: self.plan.home_parameters,
             OPTIMIZER: self.plan.home_optimizer, "activations": self.plan.home_activations,
         }  # fmt: skip
-        sizes = {} if memory is None else {kind: float(size) for kind, size in memory.fullest.at_peak.items()}
+        sizes = {kind: float(size) for kind, size in fullest.at_peak.items()}
         away = {kind: size for kind, size in sizes.items() if homes.get(kind, "device") != "device"}
         flops = self.prediction.program.model_flops * self.replicas
-        named = ("compute", "collectives", "bubble", "update")
-        rest = self.prediction.seconds - sum(times.get(name, 0.0) for name in named)
         return StepEstimate(
-            compute=times["compute"] + max(rest, 0.0), weights=0.0, messages=0.0, bubble=times.get("bubble", 0.0),
-            data=times.get("collectives", 0.0), optimizer=times.get("update", 0.0), model_flops=flops,
-            hardware_flops=flops, memory={kind: size for kind, size in sizes.items() if kind not in away},
+            compute=parts["compute"], weights=0.0, messages=0.0, bubble=parts["bubble and messages"],
+            data=parts["collectives"], optimizer=parts["update"], model_flops=flops, hardware_flops=flops,
+            memory={kind: size for kind, size in sizes.items() if kind not in away},
             sent=dict(self.prediction.sent), agreement=self.exchange, host_memory=away,
         )  # fmt: skip
 
     def misses_by(self, memory: float) -> float:
-        """Bytes that the step takes beyond `memory` of a device, or beyond the host's."""
+        """Bytes that the step takes beyond `memory` of a device, or beyond the host's; what is far from that is not
+        estimated any better."""
+        if 2 * self.size < memory:
+            return self.size - memory
         found, cluster = self.estimate, self.prediction.cluster
         homes = Homes(self.plan.home_parameters, self.plan.home_activations, self.plan.home_optimizer)
         ranks = self.plan.num_processes
         return misses_by(found.peak_memory - memory, found.host_memory, cluster, ranks, homes)
 
 
-def _probe(simulator: Simulator, rows: int, words: Sequence[str]) -> ModelForms:
+def _probe(simulator: Simulator, rows: int, words: Sequence[str], limits: Limits) -> ModelForms:
     """What is known of a model from steps on one device, and over two ranks of each kind that it allows."""
     one = simulator.simulate(Plan())
     times = CallTimes(simulator.cluster)
@@ -295,14 +325,16 @@ def _probe(simulator: Simulator, rows: int, words: Sequence[str]) -> ModelForms:
         forward, backward = _phases(plain.program, times)
         kept = {NONE: _saved(plain) / rows}
         with contextlib.suppress(PlanError):  # of a model without layers
-            kept[FULL] = _saved(simulator.simulate(Plan.parse(f"recompute=layer precision={word}"))) / rows
+            if not limits.fixes("recompute", "none"):
+                kept[FULL] = _saved(simulator.simulate(Plan.parse(f"recompute=layer precision={word}"))) / rows
         scale = 1 / rows
         spent = min(overhead, 0.9 * (forward + backward))
         precisions[word] = PrecisionForms(
             (forward - spent / 3) * scale, (backward - 2 * spent / 3) * scale, kept
         )  # fmt: skip
-    boundary, layers = _two_stages(simulator, rows), max(len(names), 2)
-    enough = simulator.cluster.num_devices > 1
+    enough, whole = simulator.cluster.num_devices > 1, limits.fixes("tensor", 1)
+    boundary = _two_stages(simulator, rows) if enough and not limits.fixes("pipeline", 1) else None
+    layers = max(len(names), 2)
     return ModelForms(
         simulator.cluster,
         layers if boundary is not None else 1,
@@ -312,9 +344,11 @@ def _probe(simulator: Simulator, rows: int, words: Sequence[str]) -> ModelForms:
         one.simulated.times["update"],
         boundary or 0.0,
         precisions,
-        _two_ranks(simulator, "tensor=2", one, rows) if enough else None,
-        _two_ranks(simulator, "tensor=2 sequence=yes", one, rows) if enough else None,
-        _two_ranks(simulator, "context=2", one, rows) if enough else None,
+        _two_ranks(simulator, "tensor=2", one, rows) if enough and not whole else None,
+        _two_ranks(simulator, "tensor=2 sequence=yes", one, rows)
+        if enough and not whole and not limits.fixes("sequence", "no")
+        else None,
+        _two_ranks(simulator, "context=2", one, rows) if enough and not limits.fixes("context", 1) else None,
     )
 
 
@@ -336,8 +370,6 @@ def _saved(step: StepPrediction) -> float:
 
 def _two_stages(simulator: Simulator, rows: int) -> float | None:
     """Bytes of a row between two stages; None if the model is not cut."""
-    if simulator.cluster.num_devices < 2:
-        return None
     try:
         program = simulator.program(Plan.parse("pipeline=2"))
     except (PlanError, LayoutError):

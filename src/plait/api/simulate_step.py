@@ -28,6 +28,7 @@ from plait.optim.combined import each_parameter, title_of
 from plait.plan.annotation import Annotations
 from plait.plan.axes import stage_axis
 from plait.plan.plan import Plan
+from plait.report.memory_table import MemoryEstimate
 from plait.report.step_prediction import StepPrediction
 from plait.spec.cluster import Cluster
 from plait.spec.cluster_file import find_cluster
@@ -105,6 +106,10 @@ class Simulator:
         found = self._steps.simulate(program)
         estimate = self._estimator(0).estimate(plan) if memory and deep is None else None
         return StepPrediction(plan, self.cluster, program, found, estimate)
+
+    def memory(self, plan: Plan) -> MemoryEstimate:
+        """The memory of each rank of the plan."""
+        return self._estimator.estimate(plan)
 
     def program(self, plan: Plan) -> StepProgram:
         """What the ranks of the plan issue in a step, of a model that is lowered as a whole."""

@@ -25,6 +25,16 @@ class PlannedStep(Protocol):
     @property
     def estimate(self) -> StepEstimate: ...
     @property
+    def size(self) -> float:
+        """Bytes on the device, or about so many where memory is not scarce."""
+        ...
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds by what they are spent on, in words."""
+        ...
+
+    @property
     def seconds(self) -> float: ...
     @property
     def tokens(self) -> int: ...
@@ -125,7 +135,7 @@ class FoundPlans:
 
 def main_difference(slower: PlannedStep, faster: PlannedStep) -> str:
     """What the slower of two steps spends most more on, for as many tokens."""
-    less, more = faster.estimate.parts, slower.estimate.parts
+    less, more = faster.parts, slower.parts
     share = faster.tokens / slower.tokens
     name = max(more, key=lambda each: more[each] * share - less[each])
     if more[name] * share - less[name] < 1e-4 * faster.seconds:

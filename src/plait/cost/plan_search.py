@@ -336,7 +336,7 @@ class _Judge:
     def ranked(self) -> list[Candidate]:
         """What fits, best first; of equals the one that takes less memory, and then the shorter line."""
         fits = [each for each in self._found.values() if each is not None and each.step.misses_by(self.memory) <= 0]
-        return sorted(fits, key=lambda each: (-each.score, each.memory, len(str(each.plan)), str(each.plan)))
+        return sorted(fits, key=lambda each: (-each.score, each.step.size, len(str(each.plan)), str(each.plan)))
 
 
 def _one_a_mesh(ranked: Sequence[Candidate]) -> list[Candidate]:
@@ -351,7 +351,7 @@ def _one_a_mesh(ranked: Sequence[Candidate]) -> list[Candidate]:
 def _front(ranked: Sequence[Candidate]) -> list[Candidate]:
     found: list[Candidate] = []
     for each in ranked:
-        if not found or each.memory < found[-1].memory * 0.99:
+        if not found or each.step.size < found[-1].step.size * 0.99:
             found.append(each)
     return found
 
@@ -383,7 +383,7 @@ def _lost(
         slower = winner.score / found.score - 1
         why = f"{slower:.0%} slower: {main_difference(found.step, winner.step)}"
         if slower < 0.005:
-            less = found.memory - winner.memory
+            less = found.step.size - winner.step.size
             why = f"as fast, in {human_bytes(abs(less))} {'more' if less > 0 else 'less'} memory"
     return LostChoice(name, found.plan, rows, found.step.seconds, why)
 

@@ -67,6 +67,16 @@ class SimulatedStep:
         return self.estimate.seconds
 
     @property
+    def size(self) -> float:
+        """Bytes on the device."""
+        return self.estimate.peak_memory
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds by what they are spent on, in words."""
+        return self.estimate.parts
+
+    @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
 

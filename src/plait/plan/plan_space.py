@@ -94,6 +94,10 @@ class Limits:
     def __str__(self) -> str:
         return " ".join(f"{key}={','.join(words)}" for key, words in self.values.items())
 
+    def fixes(self, key: str, value: object) -> bool:
+        """Whether the key may have this value alone."""
+        return self.values.get(key) == (str(value),)
+
     def names(self, key: str) -> tuple[str, ...]:
         """The values of a key that are named; () if it may have any."""
         return self.values.get(key, ())
