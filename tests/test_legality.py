@@ -196,12 +196,14 @@ DECIDE_ELSEWHERE = {
     "cost/transformer_states.py": "which clusters have hosts of which something is known",
     "cost/transformer_step.py": "the least that a budget can be, the shape says",
     "cost/plan_search.py": "which plans there are for a model on a cluster, the search finds",
+    "cost/found_plans.py": "which of them fit",
 }
 
 # Files with errors that are none of a plan for a model: of an argument or a file (argument), or of a job that runs and
 # whose model, batch or data have changed (job), or the model is refused under every plan (model).
 NO_REFUSAL = {
-    "api/cli.py": "argument", "api/job/memory_command.py": "argument",
+    "api/cli.py": "argument", "api/job/memory_command.py": "argument", "api/job/this_machine.py": "argument",
+    "api/plan_model.py": "model",
     "api/memory.py": "argument", "api/verify.py": "argument", "comm/algorithms.py": "argument",
     "compile/capture/capture.py": "model", "compile/capture/fake_parameters.py": "model",
     "compile/capture/random_sources.py": "model", "compile/pass_manager.py": "argument",

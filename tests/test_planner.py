@@ -73,6 +73,19 @@ def test_all_plans_of_a_space_are_legal_and_say_what_they_are() -> None:
         assert again == replace(how, chunks=chunks, schedule=schedule)
 
 
+def test_experts_are_spread_over_ranks_of_data() -> None:
+    limits = Limits.parse("expert.capacity=1.25 micro=1 sync=1")
+    space = PlanSpace(8, (16,), (8,), 2, (8,), 64, ("fp32",), False, limits, experts=4)
+    found = choices(space)
+    assert {choice.how.experts for choice in found} == {1, 2, 4}
+    for choice in found[::5]:
+        plan = plan_of(choice.how)
+        assert plan.num_processes == 8
+        again = Parallelism.of(Plan.parse(str(plan)))
+        assert (again.experts, again.batch, again.sharded) == (choice.how.experts, choice.how.batch, choice.how.sharded)
+        assert again.capacity == (1.25 if again.experts > 1 else 0.0)
+
+
 def test_a_space_has_every_key_that_is_searched() -> None:
     space = PlanSpace(8, (32,), (4, 8), 4, (8, 8), 64, ("bf16-params", "fp32"), True)
     plans = [str(plan_of(choice.how)) for choice in choices(space)[::11]]
@@ -122,7 +135,7 @@ def test_no_plan_of_all_is_better() -> None:
     """Against every plan of a small space, each simulated."""
     node = find_cluster("h100x8")
     limits = Limits.parse("micro=1,4 sync=1 home.parameters=device home.activations=device home.optimizer=device"
-                          " precision=bf16-params recompute=none,layer")  # fmt: skip
+                          " precision=bf16-params recompute=none,layer context=1 sequence=no")  # fmt: skip
     evaluator = ShapeEvaluator(GPT, node)
     best = search(evaluator, node, (64,), limits).best[0]
     space = evaluator.space(8, (64,), limits)
@@ -131,13 +144,13 @@ def test_no_plan_of_all_is_better() -> None:
         step = simulate_step(GPT, plan_of(choice.how), 64, node)
         if step.misses_by(USABLE * node.device.memory) <= 0:
             every.append(step)
-    assert len(every) > 500
+    assert len(every) > 200
     fastest = min(every, key=lambda each: each.seconds)
     assert best.step.seconds <= fastest.seconds * 1.001, (best.plan, fastest.plan)
 
 
 def test_the_same_input_has_the_same_answer() -> None:
-    first, again = (found(GPT, "a100x16", 64, "micro=1..8") for _ in range(2))
+    first, again = (found(GPT, "a100x16", 64, "micro=2..8 context=1 sync=1") for _ in range(2))
     assert [str(each.plan) for each in first.best] == [str(each.plan) for each in again.best]
     assert [str(each.plan) for each in first.front] == [str(each.plan) for each in again.front]
     assert [each.why for each in first.lost] == [each.why for each in again.lost]

@@ -178,6 +178,29 @@ def test_replicas_that_agree_later_exchange_seldom() -> None:
     assert hidden.agreement < seldom.agreement
 
 
+def test_experts_share_weights_and_send_rows() -> None:
+    """Mixtral 8x7B: 46.7 billion parameters, 12.9 of which a token is multiplied with."""
+    shape = TransformerShape(
+        32, 4096, 32, 32000, 4096, 14336, 8, gated=True, biases=False, tied=False, learned_positions=False,
+        dropout=False, stores_scores=False, num_experts=8, experts_per_token=2,
+    )  # fmt: skip
+    assert shape.parameters == pytest.approx(46.7e9, rel=0.002)
+    active = shape.layers * shape.layer_weights + shape.embedding_parameters
+    assert active == pytest.approx(12.9e9, rel=0.002)
+    node = find_cluster("h100x8")
+    alone, spread, room = (
+        step(f"data=8 {more} precision=bf16-params", 64, node, shape).estimate
+        for more in ("", "expert=8", "expert=8 expert.capacity=1")
+    )
+    experts = shape.layers * shape.expert_parameters
+    assert alone.memory["optimizer"] - spread.memory["optimizer"] == pytest.approx(8 * experts * 7 / 8, rel=1e-6)
+    assert spread.weights == pytest.approx(8 * room.weights, rel=0.05)  # room for all rows at each of 8 ranks
+    assert alone.weights == 0.0
+    assert spread.data < alone.data  # no other rank has the same experts
+    cut = [step(f"data=8 {more} zero=1", 64, node, shape).estimate.memory["optimizer"] for more in ("", "expert=4")]
+    assert cut[0] == pytest.approx(cut[1])
+
+
 def test_a_budget_lies_between_layers_and_nothing() -> None:
     nothing, layer = step("micro=8"), step("micro=8 recompute=layer")
     saved = nothing.estimate.memory["activations"] + nothing.estimate.memory["logits"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from plait.cost.collective_time import CollectiveKind, collective_time, send_time
 from plait.cost.memory_model import StateBytes
-from plait.cost.transformer_states import StateTraffic, exchange_time, host_work, sums_time, trained
+from plait.cost.transformer_states import Owned, StateTraffic, exchange_time, host_work, sums_time, trained
 from plait.cost.transformer_step import CellTimes, StateTimes
 from plait.plan.parallelism import FULL, NONE, Parallelism
 from plait.plan.sharding_plan import DEVICE
@@ -96,9 +96,9 @@ class ModelForms:
             found *= 1 - float(getattr(axis, what)) * (1 - 1 / size)
         return found
 
-    def own(self, how: Parallelism) -> float:
+    def own(self, how: Parallelism) -> Owned:
         """Parameters of a rank before ZeRO cuts them."""
-        return self.parameters * self._share(how, "parameters") / how.pipeline
+        return Owned(self.parameters * self._share(how, "parameters") / how.pipeline)
 
     def cells(self, outline: Parallelism, rows: int) -> CellTimes:
         """What a microbatch takes on the rank that computes longest."""
@@ -149,14 +149,14 @@ class ModelForms:
         """Bytes by class on the device and outside it, without the activations of microbatches in flight."""
         own, cuts, homes, parts = self.own(how), how.cuts, how.homes, how.sharded
         sizes = {
-            "parameters": own * self.each.parameters / (parts if cuts.parameters else 1),
-            "gradients": own * self.each.gradients / (parts if cuts.gradients else 1),
-            "optimizer": own * self.each.optimizer / (parts if cuts.optimizer else 1),
+            "parameters": own.cut(parts if cuts.parameters else 1) * self.each.parameters,
+            "gradients": own.cut(parts if cuts.gradients else 1) * self.each.gradients,
+            "optimizer": own.cut(parts if cuts.optimizer else 1) * self.each.optimizer,
         }
         if how.later is not None:
             sizes["optimizer"] += how.later.kept_bytes * trained(own, how)
         away: dict[str, float] = {}
-        layer = 2 * own * self.each.parameters / self.layers
+        layer = 2 * own.held * self.each.parameters / self.layers
         if cuts.parameters:
             sizes["buffers"] = layer
         if homes.optimizer != DEVICE:

@@ -54,6 +54,7 @@ class ShapeEvaluator:
         return PlanSpace(
             num_ranks, rows, self.cluster.sizes, self.shape.layers, (self.shape.heads, self.shape.groups),
             self.shape.sequence, (*words, "fp32"), self.cluster.has_host_memory, limits,
+            experts=self.shape.num_experts,
         )  # fmt: skip
 
     def cells(self, outline: Parallelism, rows: int) -> CellTimes:

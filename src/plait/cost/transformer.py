@@ -36,6 +36,8 @@ class TransformerShape:
         learned_positions: whether positions are a table.
         dropout: whether there is dropout, whose masks are kept.
         stores_scores: whether attention keeps its scores, as it does without FlashAttention.
+        num_experts: MLPs of a layer, of which a router gives each token some; 1 is a dense MLP.
+        experts_per_token: how many of them a token has.
 
     Raises ConfigError for a size below 1, and for heads that do not divide the width.
     """
@@ -53,6 +55,8 @@ class TransformerShape:
     learned_positions: bool = True
     dropout: bool = True
     stores_scores: bool = True
+    num_experts: int = 1
+    experts_per_token: int = 1
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocab", "sequence"):
@@ -62,6 +66,12 @@ class TransformerShape:
             raise ConfigError(
                 f"a transformer with hidden = {self.hidden}, heads = {self.heads} and kv_heads = {self.groups}; heads"
                 " divide hidden, and kv_heads divide heads"
+            )
+
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"a transformer with num_experts = {self.num_experts} and experts_per_token = {self.experts_per_token};"
+                " a token has one or more of those there are"
             )
 
     @property
@@ -80,16 +90,39 @@ class TransformerShape:
 
     @property
     def layer_weights(self) -> int:
-        """Elements of a layer's matrices: 12 h^2 for a GPT."""
-        matrices = 3 if self.gated else 2
-        return 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_width + matrices * self.hidden * self.inner
+        """Elements of a layer's matrices that a token is multiplied with: 12 h^2 for a GPT."""
+        return self.attention_weights + self.router_weights + self.experts_per_token * self.mlp_weights
+
+    @property
+    def attention_weights(self) -> int:
+        return 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_width
+
+    @property
+    def mlp_weights(self) -> int:
+        """Elements of the matrices of one MLP."""
+        return (3 if self.gated else 2) * self.hidden * self.inner
+
+    @property
+    def router_weights(self) -> int:
+        return self.hidden * self.num_experts if self.num_experts > 1 else 0
+
+    @property
+    def expert_parameters(self) -> int:
+        """Elements of a layer's experts; 0 if it has a dense MLP."""
+        each = self.mlp_weights + (self._mlp_biases if self.biases else 0)
+        return self.num_experts * each if self.num_experts > 1 else 0
+
+    @property
+    def _mlp_biases(self) -> int:
+        return self.inner * (2 if self.gated else 1) + self.hidden
 
     @property
     def layer_parameters(self) -> int:
         """Elements of all of a layer: 12 h^2 + 13 h for a GPT."""
         norms = 2 * self.hidden * (2 if self.biases else 1)
-        biases = 2 * self.hidden + 2 * self.kv_width + self.inner * (2 if self.gated else 1) + self.hidden
-        return self.layer_weights + norms + (biases if self.biases else 0)
+        biases = 2 * self.hidden + 2 * self.kv_width
+        mlp = self.expert_parameters or self.mlp_weights + (self._mlp_biases if self.biases else 0)
+        return self.attention_weights + self.router_weights + mlp + norms + (biases if self.biases else 0)
 
     @property
     def embedding_parameters(self) -> int:
@@ -164,13 +197,14 @@ class TransformerShape:
     @property
     def _columns(self) -> list[int]:
         """The columns of a layer's products, in order: query, key, value, out, then those of the MLP."""
-        gates = 2 if self.gated else 1
-        return [self.hidden, self.kv_width, self.kv_width, self.hidden, *[self.inner] * gates, self.hidden]
+        mlp = [self.inner] * (2 if self.gated else 1) + [self.hidden]
+        return [self.hidden, self.kv_width, self.kv_width, self.hidden, *mlp * self.experts_per_token]
 
     @property
     def alternate_fraction(self) -> float:
         """The part of a layer's products that is repeated if every other one is kept."""
-        inner = [self.hidden] * (len(self._columns) - 1) + [self.inner]
+        mlp = [self.hidden] * (2 if self.gated else 1) + [self.inner]
+        inner = [self.hidden] * 4 + mlp * self.experts_per_token
         work = [rows * columns for rows, columns in zip(inner, self._columns, strict=True)]
         return sum(work[1::2]) / sum(work)
 
@@ -183,7 +217,9 @@ class TransformerShape:
         """Bytes per token within them: query, key, value and the result of attention; what the MLP keeps: the input and
         the result of its activation function, and with a gate the other factor and the product."""
         attention = HALF_BYTES * (2 * self.hidden + 2 * self.kv_width)
-        return attention + HALF_BYTES * self.inner * (4 if self.gated else 2)
+        rows = self.hidden if self.num_experts > 1 else 0  # what a router sends an expert, and what comes back
+        mlp = self.inner * (4 if self.gated else 2) + 2 * rows
+        return attention + HALF_BYTES * self.experts_per_token * mlp
 
     def embedding_bytes(self, rows: float, pipeline: int, weights: int) -> float:
         """Bytes on the first stage beside the layers', with sequence parallelism: the masks of the dropout behind the

@@ -5,15 +5,17 @@ from __future__ import annotations
 from plait.cost.parallel_forms import schedule_activations
 from plait.cost.transformer import HALF_BYTES, TransformerShape
 from plait.cost.transformer_program import TransformerProgram
-from plait.cost.transformer_states import trained
+from plait.cost.transformer_states import Owned, trained
 from plait.plan.parallelism import ALTERNATE, BUDGET, FULL, NONE, Parallelism
 from plait.plan.sharding_plan import DEVICE
 
 
-def own_parameters(shape: TransformerShape, how: Parallelism) -> float:
+def own_parameters(shape: TransformerShape, how: Parallelism) -> Owned:
     """Parameters of the rank with most: its layers, and an embedding or an output layer."""
     ends = shape.embedding_parameters if how.pipeline == 1 else max(shape.vocab * shape.hidden, 1)
-    return (shape.layers / how.pipeline * shape.layer_parameters + ends) / how.weights
+    layers, experts = shape.layers / how.pipeline, shape.expert_parameters
+    dense = (layers * (shape.layer_parameters - experts) + ends) / how.weights
+    return Owned(dense, layers * experts / how.weights / how.experts, how.experts)
 
 
 def kept_bytes(
@@ -49,9 +51,9 @@ def memory_of_rank(
     own = own_parameters(shape, how)
     states, cuts, parts, homes = program.states, how.cuts, how.sharded, how.homes
     sizes = {
-        "parameters": own * states.parameters / (parts if cuts.parameters else 1),
-        "gradients": own * states.gradients / (parts if cuts.gradients else 1),
-        "optimizer": own * states.optimizer / (parts if cuts.optimizer else 1),
+        "parameters": own.cut(parts if cuts.parameters else 1) * states.parameters,
+        "gradients": own.cut(parts if cuts.gradients else 1) * states.gradients,
+        "optimizer": own.cut(parts if cuts.optimizer else 1) * states.optimizer,
     }
     if how.later is not None:
         sizes["optimizer"] += how.later.kept_bytes * trained(own, how)
@@ -66,10 +68,12 @@ def memory_of_rank(
     if how.recompute in (ALTERNATE, FULL, BUDGET):  # of the layer that is recomputed
         sizes["activations"] += kept_bytes(shape, how, rows, program, NONE)
         sizes["activations"] -= layer if how.recompute == BUDGET else 0.0
+    experts = shape.expert_parameters
+    layer_elements = (shape.layer_parameters - experts + experts / how.experts) / how.weights
     sizes["logits"] = logits_bytes(shape, how, rows, program)
-    most = max(2 * shape.layer_parameters, shape.vocab * shape.hidden) / how.weights  # two layers are there at a time
+    most = max(2 * layer_elements, shape.vocab * shape.hidden / how.weights)  # two layers are there at a time
     if cuts.parameters:
-        sizes["buffers"] = 2 * program.value_bytes * shape.layer_parameters / how.weights
+        sizes["buffers"] = 2 * program.value_bytes * layer_elements
     if homes.optimizer != DEVICE:
         away["optimizer"] = sizes.pop("optimizer")
         away["gradients"], sizes["gradients"] = sizes["gradients"], min(most * states.gradients, sizes["gradients"])

@@ -14,7 +14,8 @@ Closed forms, as in cost/transformer_step.py, which adds them up. A rank has `ow
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from plait.cost.collective_time import CollectiveKind, collective_time
 from plait.cost.memory_model import StateBytes
@@ -25,6 +26,29 @@ from plait.spec.cluster import Cluster, HostSpec
 
 _COPIES_REACH = 0.8  # of the bandwidth between host and device; assumed
 _FIRST_BUCKETS = 16  # a bucket has at most such a part of the gradients, but 1 MiB at least (schedule/buckets.py)
+
+
+class Owned(NamedTuple):
+    """The parameters of a rank before ZeRO cuts them.
+
+    Attributes:
+        dense: those that all ranks with other rows have too.
+        expert: those of the experts of the rank.
+        ranks: among how many the experts are spread.
+    """
+
+    dense: float
+    expert: float = 0.0
+    ranks: int = 1
+
+    @property
+    def held(self) -> float:
+        """All of them."""
+        return self.dense + self.expert
+
+    def cut(self, parts: int) -> float:
+        """What a rank has if ZeRO cuts over `parts` ranks: experts over those that have the same."""
+        return self.held if parts == 1 else (self.dense + self.expert * self.ranks) / parts
 
 
 @dataclass(frozen=True)
@@ -55,22 +79,42 @@ class StateTraffic:
 
 
 def sums_time(
-    own: float, how: Parallelism, cluster: Cluster, traffic: StateTraffic, compute: float, backward: float
+    own: Owned, how: Parallelism, cluster: Cluster, traffic: StateTraffic, compute: float, backward: float
 ) -> float:
     """Seconds of sums of gradients, and of gathers of parameters, as far as compute does not hide them.
 
     `compute` are the seconds of all microbatches, `backward` those of the last microbatch's backward.
     """
-    ranks, across = how.agreeing * how.context, how.context * how.weights
-    if ranks == 1:
+    share = own.dense / own.held if own.expert else 1.0  # of the time behind which sums hide
+    seconds = _sums(own.dense, how, cluster, traffic, compute * share, backward * share)
+    if own.expert:  # summed over the ranks that have the same experts
+        num, rest = own.ranks, 1 - share
+        alike = replace(how, batch=how.batch // num, sharded=max(how.sharded // num, 1), experts=1)
+        seconds += _sums(own.expert, alike, cluster, traffic, compute * rest, backward * rest, num)
+    return seconds
+
+
+def _sums(
+    own: float,
+    how: Parallelism,
+    cluster: Cluster,
+    traffic: StateTraffic,
+    compute: float,
+    backward: float,
+    apart: int = 1,
+) -> float:
+    """The same of parameters that all ranks have which are `apart` from each other."""
+    ranks, across = how.agreeing * how.context, how.context * how.weights * apart
+    if ranks == 1 or not own:
         return 0.0
-    group = range(0, ranks * how.weights, how.weights)
+    step = how.weights * apart
+    group = range(0, ranks * step, step)
     gradients = own * traffic.summed_bytes
     inner = group if how.sharded == ranks else range(0, how.sharded * across, across)
     rest = 0.0  # sums of the parts, over ranks that do not cut them
     if how.cuts.gradients and how.sharded < ranks:
         part = gradients / how.sharded
-        rest = collective_time(CollectiveKind.ALL_REDUCE, part, range(0, across, how.weights), cluster)
+        rest = collective_time(CollectiveKind.ALL_REDUCE, part, range(0, across, step), cluster)
         outer = range(0, how.agreeing * across, how.sharded * across)
         rest += collective_time(CollectiveKind.ALL_REDUCE, part, outer, cluster)
     if how.cuts.parameters:
@@ -106,7 +150,7 @@ class HostWork:
 
 
 def host_work(
-    own: float,
+    own: Owned,
     activations: float,
     how: Parallelism,
     cluster: Cluster,
@@ -129,13 +173,13 @@ def host_work(
     host = _host(cluster, how)
     share = min(cluster.node_size, how.num_ranks)
     to_device = to_host = after = from_disk = 0.0
-    held = own / (how.sharded if how.cuts.parameters else 1)
+    held = own.cut(how.sharded if how.cuts.parameters else 1)
     if homes.parameters != DEVICE:
         fetched = 2 * how.num_micro * held * traffic.fetched_bytes  # for forward, and again for backward
         to_device += fetched
         from_disk += fetched if homes.parameters == DISK else 0.0
-    gradients = own * traffic.states.gradients / (how.sharded if how.cuts.gradients else 1)
-    updated = own / (how.sharded if how.cuts.optimizer else 1)
+    gradients = own.cut(how.sharded if how.cuts.gradients else 1) * traffic.states.gradients
+    updated = trained(own, how)
     update = 0.0
     if homes.optimizer != DEVICE:
         to_host += how.num_micro * gradients
@@ -170,7 +214,7 @@ def _host(cluster: Cluster, how: Parallelism) -> HostSpec:
     return cluster.host
 
 
-def exchange_time(own: float, how: Parallelism, cluster: Cluster) -> float:
+def exchange_time(own: Owned, how: Parallelism, cluster: Cluster) -> float:
     """Seconds of one exchange of replicas that agree later; 0 if there are none."""
     if how.later is None:
         return 0.0
@@ -180,6 +224,6 @@ def exchange_time(own: float, how: Parallelism, cluster: Cluster) -> float:
     return collective_time(CollectiveKind.ALL_REDUCE, num_bytes, group, cluster)
 
 
-def trained(own: float, how: Parallelism) -> float:
+def trained(own: Owned, how: Parallelism) -> float:
     """Elements that a rank updates."""
-    return own / (how.sharded if how.cuts.optimizer else 1)
+    return own.cut(how.sharded if how.cuts.optimizer else 1)

@@ -22,7 +22,7 @@ from plait.cost.parallel_forms import schedule_wait
 from plait.cost.transformer import HALF_BYTES, TransformerShape
 from plait.cost.transformer_memory import kept_bytes, least_budget, memory_of_rank, own_parameters
 from plait.cost.transformer_program import DEFAULT_PROGRAM, TransformerProgram
-from plait.cost.transformer_states import exchange_time, host_work, sums_time, trained
+from plait.cost.transformer_states import Owned, exchange_time, host_work, sums_time, trained
 from plait.errors import PlanError, Refusal
 from plait.plan.kinds import Bytes
 from plait.plan.parallelism import ALTERNATE, BUDGET, FULL, NONE, SELECTIVE, Parallelism
@@ -283,6 +283,8 @@ def _check(shape: TransformerShape, how: Parallelism, rows: int, cluster: Cluste
                 Refusal(f"recompute=budget={Bytes().show(how.budget)} cannot be met",
                         f"the inputs of layers and the loss of a microbatch take {shown}", "give at least that")
             )  # fmt: skip
+    if shape.num_experts % how.experts:
+        raise PlanError(f"{shape.num_experts} experts do not divide over {how.experts} ranks that have experts")
     if shape.heads % how.weights:
         raise PlanError(f"{shape.heads} heads do not divide over {how.weights} ranks that split weights")
 
@@ -292,8 +294,9 @@ def layer_time(
 ) -> LayerTime:
     """Seconds of a layer for a microbatch of `tokens` tokens on each rank."""
     spread = Parallelism(
-        weights=how.weights, context=how.context, recompute=how.recompute, sequence=how.sequence, budget=how.budget
-    )
+        weights=how.weights, context=how.context, recompute=how.recompute, sequence=how.sequence, budget=how.budget,
+        experts=how.experts, capacity=how.capacity,
+    )  # fmt: skip
     return _layer_time(shape, spread, tokens, cluster, program)
 
 
@@ -303,13 +306,16 @@ def _layer_time(
 ) -> LayerTime:
     device, parts, hidden = cluster.device, how.weights, shape.hidden
 
-    def product(inner: float, columns: float) -> float:
-        moved = program.value_bytes * (tokens * inner + inner * columns + tokens * columns)
-        return op_time(device, 2 * tokens * inner * columns, moved, program.dtype)
+    def product(inner: float, columns: float, rows: float = tokens) -> float:
+        moved = program.value_bytes * (rows * inner + inner * columns + rows * columns)
+        return op_time(device, 2 * rows * inner * columns, moved, program.dtype)
 
     gates = 2 if shape.gated else 1
     matrices = product(hidden, (hidden + 2 * shape.kv_width) / parts) + product(hidden / parts, hidden)
-    matrices += product(hidden, gates * shape.inner / parts) + product(shape.inner / parts, hidden)
+    local = shape.num_experts / how.experts  # experts of the rank, with as many rows together as the rank's own have
+    each = tokens * shape.experts_per_token / local
+    experts = product(hidden, gates * shape.inner / parts, each) + product(shape.inner / parts, hidden, each)
+    matrices += local * experts + (product(hidden, shape.num_experts) if shape.num_experts > 1 else 0.0)
     scores = program.causal * shape.attention_flops(tokens) / parts
     kept = 0.0 if shape.stores_scores else 4 * program.value_bytes * tokens * hidden / parts
     half = "float16" if program.dtype.startswith("float8") else program.dtype  # attention stays in half precision
@@ -340,6 +346,13 @@ def _layer_time(
         pairs = 2 * program.value_bytes * tokens * how.context * shape.kv_width / parts
         ring = collective_time(CollectiveKind.ALL_GATHER, pairs, range(0, how.context * parts, parts), cluster)
         sent = [sent[0] + ring, sent[1] + (3 if how.recompute == FULL else 2) * ring]
+    if how.experts > 1:  # rows go to the ranks of their experts and back, in backward their gradients
+        stride = how.context * parts
+        held = num_bytes * shape.experts_per_token * (how.capacity or how.experts)  # room for all rows at each rank
+        rows_sent = collective_time(
+            CollectiveKind.ALL_TO_ALL, held, range(0, how.experts * stride, stride), cluster
+        )  # fmt: skip
+        sent = [sent[0] + 2 * rows_sent, sent[1] + (4 if how.recompute == FULL else 2) * rows_sent]
     return LayerTime(forward, inputs, matrices, *sent)
 
 
@@ -387,7 +400,7 @@ def _sent(
     shape: TransformerShape,
     how: Parallelism,
     tokens: float,
-    own: float,
+    own: Owned,
     cluster: Cluster,
     program: TransformerProgram,
 ) -> dict[str, float]:
@@ -403,16 +416,19 @@ def _sent(
     layers, whole = shape.layers / how.pipeline, program.value_bytes * tokens * shape.hidden
     weights = CollectiveKind.ALL_REDUCE.sent_bytes(int(whole), how.weights) * again * layers * how.num_micro
     add(range(how.weights), weights)
+    stride = how.context * how.weights
+    rows_sent = shape.experts_per_token * whole * (how.capacity or how.experts) * (how.experts - 1) / how.experts
+    add(range(0, how.experts * stride, stride), rows_sent * again * layers * how.num_micro)
     if how.later is not None:
         stride = how.agreeing * how.context * how.weights
         changes = CollectiveKind.ALL_REDUCE.sent_bytes(int(trained(own, how) * how.later.sent_bytes), how.num_replicas)
         add(range(0, how.num_replicas * stride, stride), changes / how.later.steps)
     ranks = how.agreeing * how.context
     group = range(0, ranks * how.weights, how.weights)
-    gradients = own * program.summed_bytes
+    gradients = own.held * program.summed_bytes
     sums = (ranks - 1) / ranks * gradients
     if how.cuts.parameters:
-        gathers = (3 if how.recompute == FULL else 2) * program.value_bytes * own * (how.sharded - 1) / how.sharded
+        gathers = (3 if how.recompute == FULL else 2) * program.value_bytes * own.held * (how.sharded - 1) / how.sharded
         add(group, how.num_micro * (gathers + sums))
     else:
         add(group, 2 * sums)

@@ -8,7 +8,9 @@ from plait.plan.parallelism import Parallelism
 
 
 def _only_rows(how: Parallelism) -> bool:
-    return how.weights == how.context == how.pipeline == 1 and how.later is None and not how.homes.any_away
+    return (
+        how.weights == how.context == how.pipeline == how.experts == 1 and how.later is None and not how.homes.any_away
+    )
 
 
 def _three_ways(how: Parallelism) -> bool:
@@ -35,6 +37,7 @@ STRATEGIES: tuple[tuple[str, Callable[[Parallelism, Sequence[int]], bool]], ...]
     ),
     ("Megatron-LM: tensor, 1F1B, data", lambda how, _: _three_ways(how) and how.order == "1f1b"),
     ("Megatron-LM: tensor, interleaved, data", lambda how, _: _three_ways(how) and how.order == "interleaved"),
+    ("expert parallel", lambda how, _: how.experts > 1),
     ("GPipe with data parallelism", lambda how, _: how.weights == 1 < how.pipeline and how.order == "gpipe"),
     ("zero bubble", lambda how, _: how.pipeline > 1 and how.order.startswith(("zb", "dualpipe"))),
     ("offload to the host", lambda how, _: how.homes.any_away),

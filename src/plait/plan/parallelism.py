@@ -83,6 +83,8 @@ class Parallelism:
         bucket: bytes of the buckets in which gradients are summed.
         schedule: the order in which a pipeline's ranks take microbatches.
         precision: of products and activations, by its word in a plan.
+        experts: ranks that each have a part of the experts, the inner part of `batch`.
+        capacity: room for rows at the ranks of experts, as a multiple of what a balanced router sends; 0 is for all.
     """
 
     batch: int = 1
@@ -101,6 +103,8 @@ class Parallelism:
     bucket: int = 25 * 2**20
     schedule: str = "1f1b"
     precision: str = "fp32"
+    experts: int = 1
+    capacity: float = 0.0
 
     @property
     def num_ranks(self) -> int:
@@ -148,7 +152,9 @@ class Parallelism:
             chunks=plan.chunks,
             num_micro=plan.micro,
             cuts=ZERO_STAGES[plan.zero],
-            sharded=inner.axis_size(zero_axis()) if plan.zero else 1,
+            sharded=math.prod(inner.axis_size(each.name) for each in AXES if zero_axis() in (each.name, each.within))
+            if plan.zero
+            else 1,
             recompute=recompute,
             sequence=plan.sequence == "yes",
             budget=plan.recompute.budget_bytes,
@@ -157,6 +163,8 @@ class Parallelism:
             bucket=plan.bucket_bytes,
             schedule=plan.schedule,
             precision=plan.precision,
+            experts=math.prod(size for kind, size in sizes.items() if kind.cuts_experts),
+            capacity=plan.expert_capacity or 0.0,
         )
 
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from plait.errors import PlanError
 from plait.plan.kinds import Bytes, Recompute
@@ -27,8 +27,9 @@ from plait.plan.sharding_plan import DISK, HOST, ZERO_STAGES, ZeroStage
 
 # The keys that a search chooses, in the order in which messages list them.
 SEARCHED_KEYS = (
-    "data", "replica", "tensor", "sequence", "context", "pipeline", "schedule", "chunks", "zero", "micro", "recompute",
-    "precision", "bucket", "home.parameters", "home.activations", "home.optimizer", "sync", "compress",
+    "data", "replica", "expert", "expert.capacity", "tensor", "sequence", "context", "pipeline", "schedule", "chunks",
+    "zero", "micro", "recompute", "precision", "bucket", "home.parameters", "home.activations", "home.optimizer",
+    "sync", "compress",
 )  # fmt: skip
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
@@ -78,6 +79,7 @@ class Limits:
                     raise PlanError(f"cannot read {word!r}; a range is like {key}=1..8")
         made = cls(found)
         made.sizes("bucket")
+        made.numbers("expert.capacity")
         return made
 
     def allow(self, key: str, value: object) -> bool:
@@ -97,6 +99,13 @@ class Limits:
     def fixes(self, key: str, value: object) -> bool:
         """Whether the key may have this value alone."""
         return self.values.get(key) == (str(value),)
+
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """The named values of a key that are numbers. Raises PlanError for another one."""
+        try:
+            return tuple(float(word) for word in self.names(key))
+        except ValueError:
+            raise PlanError(f"cannot read the limit {key}={','.join(self.names(key))}: it is a number") from None
 
     def names(self, key: str) -> tuple[str, ...]:
         """The values of a key that are named; () if it may have any."""
@@ -150,6 +159,7 @@ class PlanSpace:
         layers: which a pipeline cuts.
         heads: which ranks that split weights divide, of queries and of keys.
         sequence: positions, which ranks of a context divide; 1 if there is no sequence.
+        experts: of a layer, which ranks of experts divide; 1 if there are none.
         precisions: words of precision= to try.
         has_host: whether values can be kept outside the device.
         limits: what a user allows.
@@ -166,6 +176,7 @@ class PlanSpace:
     precisions: tuple[str, ...] = ("fp32",)
     has_host: bool = False
     limits: Limits = NO_LIMITS
+    experts: int = 1
     splits_sequence: bool = True
     repeats_layers: bool = True
 
@@ -208,8 +219,19 @@ class PlanSpace:
                     cut = self.splits_sequence and weights > 1 and self.sequence % weights == 0
                     for sequence in (False, True) if cut else (False,):
                         if limits.allow("sequence", "yes" if sequence else "no"):
-                            found.append(Parallelism(batch, weights, context, pipeline, sequence=sequence))
+                            mesh = Parallelism(batch, weights, context, pipeline, sequence=sequence)
+                            found += [replace(mesh, **each) for each in self._experts(batch)]
         return tuple(found)
+
+    def _experts(self, batch: int) -> list[dict[str, Any]]:
+        """Among how many ranks experts are spread, and with which room."""
+        capacities = self.limits.numbers("expert.capacity") or (0.0,)
+        return [
+            {"experts": size, "capacity": room if size > 1 else 0.0}
+            for size in divisors(math.gcd(batch, self.experts))
+            if self.limits.allow("expert", size)
+            for room in (capacities if size > 1 else (0.0,))
+        ]
 
     @cached_property
     def homes(self) -> tuple[Homes, ...]:
@@ -222,6 +244,8 @@ class PlanSpace:
         for replicas, later in self._replicas(outline):
             agreeing = outline.batch // replicas
             for data in divisors(agreeing):
+                if data % outline.experts:
+                    continue  # ranks of experts are ranks of data
                 if later is not None and data != agreeing:
                     continue  # the axis of replicas is taken
                 if not limits.allow("data", replicas if later and agreeing == 1 else data):
@@ -292,6 +316,8 @@ def plan_of(how: Parallelism) -> Plan:
         "pipeline": how.pipeline,
         "tensor": how.weights,
         "micro": how.num_micro,
+        "expert": how.experts,
+        "expert_capacity": how.capacity or None,
         "zero": ZERO_STAGES_BY_CUTS[how.cuts],
         "precision": how.precision,
         "bucket_bytes": how.bucket,
