@@ -309,24 +309,24 @@ class ModelStep:
 
 def _probe(simulator: Simulator, rows: int, words: Sequence[str], limits: Limits) -> ModelForms:
     """What is known of a model from steps on one device, and over two ranks of each kind that it allows."""
-    one = simulator.simulate(Plan())
+    one, whole_memory = simulator.simulate(Plan(), memory=False), simulator.memory(Plan())
     times = CallTimes(simulator.cluster)
-    assert one.memory is not None
     calls = [call for graph in one.program.graphs.values() for call in graph if isinstance(call, OpCall)]
     names = {found[0] for call in calls if (found := re.match(r"(.*?\.)?\d+(?=\.|$)", call.module))}
     overhead = len(calls) * simulator.cluster.device.op_seconds
-    most, elements = one.memory.fullest.most, one.memory.num_parameters
+    most, elements = whole_memory.fullest.most, whole_memory.num_parameters
     precisions = {}
     for word in words:
         try:
-            plain = one if word == "fp32" else simulator.simulate(Plan(precision=word))
+            plain = one if word == "fp32" else simulator.simulate(Plan(precision=word), memory=False)
+            saved = (whole_memory if word == "fp32" else simulator.memory(Plan(precision=word))).fullest.saved
         except PlanError:
             continue
         forward, backward = _phases(plain.program, times)
-        kept = {NONE: _saved(plain) / rows}
+        kept = {NONE: saved / rows}
         with contextlib.suppress(PlanError):  # of a model without layers
             if not limits.fixes("recompute", "none"):
-                kept[FULL] = _saved(simulator.simulate(Plan.parse(f"recompute=layer precision={word}"))) / rows
+                kept[FULL] = simulator.memory(Plan.parse(f"recompute=layer precision={word}")).fullest.saved / rows
         scale = 1 / rows
         spent = min(overhead, 0.9 * (forward + backward))
         precisions[word] = PrecisionForms(
@@ -344,11 +344,13 @@ def _probe(simulator: Simulator, rows: int, words: Sequence[str], limits: Limits
         one.simulated.times["update"],
         boundary or 0.0,
         precisions,
-        _two_ranks(simulator, "tensor=2", one, rows) if enough and not whole else None,
-        _two_ranks(simulator, "tensor=2 sequence=yes", one, rows)
+        _two_ranks(simulator, "tensor=2", one, whole_memory, rows) if enough and not whole else None,
+        _two_ranks(simulator, "tensor=2 sequence=yes", one, whole_memory, rows)
         if enough and not whole and not limits.fixes("sequence", "no")
         else None,
-        _two_ranks(simulator, "context=2", one, rows) if enough and not limits.fixes("context", 1) else None,
+        _two_ranks(simulator, "context=2", one, whole_memory, rows)
+        if enough and not limits.fixes("context", 1)
+        else None,
     )
 
 
@@ -363,11 +365,6 @@ def _phases(program: StepProgram, times: CallTimes) -> tuple[float, float]:
     return found["forward"], found["backward"]
 
 
-def _saved(step: StepPrediction) -> float:
-    assert step.memory is not None
-    return float(step.memory.fullest.saved)
-
-
 def _two_stages(simulator: Simulator, rows: int) -> float | None:
     """Bytes of a row between two stages; None if the model is not cut."""
     try:
@@ -378,14 +375,15 @@ def _two_stages(simulator: Simulator, rows: int) -> float | None:
     return max(program.pipeline.messages.values(), default=0) / rows
 
 
-def _two_ranks(simulator: Simulator, text: str, one: StepPrediction, rows: int) -> AxisForms | None:
+def _two_ranks(
+    simulator: Simulator, text: str, one: StepPrediction, alone: MemoryEstimate, rows: int
+) -> AxisForms | None:
     """What two ranks of an axis share; None if the model does not allow it."""
+    plan = Plan.parse(text)
     try:
-        two = simulator.simulate(Plan.parse(text))
+        two, shared = simulator.simulate(plan, memory=False), simulator.memory(plan)
     except (PlanError, LayoutError):
         return None
-    assert one.memory is not None
-    assert two.memory is not None
     times = CallTimes(simulator.cluster)
     sent: dict[CollectiveKind, tuple[int, float]] = {}
     for graph in two.program.graphs.values():
@@ -397,15 +395,10 @@ def _two_ranks(simulator: Simulator, text: str, one: StepPrediction, rows: int) 
     before, after = sum(_phases(one.program, times)), sum(_phases(two.program, times))
     return AxisForms(
         _split(before, after),
-        _split(_states(one), _states(two)),
-        _split(_saved(one), _saved(two)),
+        _split(alone.fullest.most.get(PARAMETERS, 0), shared.fullest.most.get(PARAMETERS, 0)),
+        _split(alone.fullest.saved, shared.fullest.saved),
         sent,
     )
-
-
-def _states(step: StepPrediction) -> float:
-    assert step.memory is not None
-    return float(step.memory.fullest.most.get(PARAMETERS, 0))
 
 
 def _split(one: float, two: float) -> float:

@@ -109,7 +109,7 @@ class Simulator:
 
     def memory(self, plan: Plan) -> MemoryEstimate:
         """The memory of each rank of the plan."""
-        return self._estimator.estimate(plan)
+        return self._estimator(0).estimate(plan)
 
     def program(self, plan: Plan) -> StepProgram:
         """What the ranks of the plan issue in a step, of a model that is lowered as a whole."""
