@@ -17,6 +17,7 @@ from plait.backends.eager.collectives import function_of
 from plait.comm.protocol import World
 from plait.comm.thread_world import run_ranks
 from plait.compile.ops import Call, OpSpec, Strategy, TensorSpec, comm_ops, strategies_of
+from plait.compile.ops.attention_signature import SIGNATURES
 from plait.compile.ops.comm_ops import take
 from plait.compile.ops.context_attention import divides_heads
 from plait.spec.layout import REPLICATE, Partial, Placement, Replicate, Shard, block_lengths, divides, local_shape
@@ -217,7 +218,8 @@ def run_parts(
 
         def rank_outputs(world: World) -> tuple[Any, ...]:
             args, kwargs = torch.utils._pytree.tree_unflatten([c[world.rank] for c in cuts], tree)
-            return tuple(emit(SendingBuilder(world, kind, sample), call, strategy, tuple(args), kwargs))  # type: ignore[arg-type]
+            made = emit(SendingBuilder(world, kind, sample), call, strategy, tuple(args), kwargs)  # type: ignore[arg-type]
+            return tuple(made) if isinstance(made, (tuple, list)) else (made,)
 
         return run_ranks(Mesh((("axis", size),)), rank_outputs, strict=True)
     for rank in range(size):
@@ -256,7 +258,7 @@ def check(sample: Sample, rule: OpSpec, sizes: tuple[int, ...] = (2, 3)) -> int:
 
 def _kinds(call: Call, strategy: Strategy, size: int) -> tuple[str, ...]:
     """The kinds of attention to try."""
-    if not strategy.sends:
+    if not strategy.sends or call.op not in SIGNATURES:
         return ("",)
     return ("ring", "gather", "ulysses") if divides_heads(call, size) else ("ring", "gather")
 

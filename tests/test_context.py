@@ -131,6 +131,54 @@ def test_masks_are_cut_with_the_queries() -> None:
         assert report.ok, report
 
 
+def biased_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The loss of a model with a bias of the distance on the scores of each head: ALiBi (Press et al. 2022)."""
+    at = torch.arange(tokens.shape[1] - 1)
+    slopes = torch.tensor([1 / 2, 1 / 4, 1 / 8, 1 / 16], dtype=torch.float64)[:, None, None]
+    away = (at[:, None] - at).double()
+    found = model(tokens[:, :-1], (-slopes * away).masked_fill(away < 0, float("-inf"))[None])
+    return F.cross_entropy(found.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@pytest.mark.xdist_group("context")
+def test_biases_of_heads_are_cut_with_the_queries_or_the_heads() -> None:
+    verifier = plait.Verifier(model(), biased_loss, tokens())
+    for kind in ("ring", "ulysses", "gather"):
+        report = verifier.verify(f"context=4 context.kind={kind}", tolerance=1e-9)
+        assert report.ok, report
+
+
+class WrittenOut(Model):
+    """Attention as products and a softmax, with a bias of the distance that is learned, as that of T5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Embedding(LENGTH, 4)
+
+    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+        x, (layer,) = self.tokens(tokens), self.layers
+        q, k, v = (
+            each(x).unflatten(2, (4, -1)).transpose(1, 2)
+            for each in (layer.query, layer.key, layer.value)  # type: ignore
+        )
+        at = torch.arange(tokens.shape[1])
+        scores = q @ k.mT + self.bias((at[:, None] - at).abs()).permute(2, 0, 1)
+        x = x + layer.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[operator]
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def test_attention_that_is_written_out_sees_gathered_keys_and_values() -> None:
+    torch.manual_seed(0)
+    made = WrittenOut().double()
+    report = plait.verify(made, shifted_loss, tokens(), "context=4", tolerance=1e-9)
+    assert report.ok, report
+    found = plait.explain(made, shifted_loss, tokens(), "context=4")
+    sent = Counter(item.kind for item in found.collectives if item.phase == "forward" and item.tensor_bytes > 64)
+    assert sent == {"all_gather": 2}
+    with pytest.raises(PlanError, match="context.kind=ring finds no fused attention"):
+        plait.verify(made, shifted_loss, tokens(), "context=2 context.kind=ring")
+
+
 def collectives(plan: str, layers: int) -> Counter[tuple[str, str]]:
     """The number of collectives of activations of a step, by phase and kind."""
     found = plait.explain(model(layers=layers), shifted_loss, tokens(), plan).collectives
@@ -245,11 +293,39 @@ def late_shift(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def test_a_shift_after_the_model_gathers_what_it_shifts() -> None:
-    report = plait.verify(model(), late_shift, tokens(LENGTH), "context=2", tolerance=1e-9)
+def old_shift(model: nn.Module, tokens: Tensor) -> Tensor:
+    """As transformers had it: copies of both slices, a sum, and a weight of classes."""
+    found, weight = model(tokens)[..., :-1, :].contiguous().float(), torch.linspace(0.5, 1.5, VOCABULARY)
+    targets = tokens[..., 1:].contiguous().view(-1)
+    return F.cross_entropy(found.view(-1, VOCABULARY) * 0.5, targets, weight, reduction="sum") / 100
+
+
+@pytest.mark.parametrize("loss", [late_shift, old_shift])
+def test_a_shift_after_the_model_sends_no_logits(loss: Any) -> None:
+    batch = tokens(LENGTH)
+    report = plait.verify(model(), loss, batch, "context=2", tolerance=1e-9 if loss is late_shift else 1e-6)
     assert report.ok, report
+    found = plait.explain(model(), loss, batch, "context=2").collectives
+    assert "all_gather" not in {item.kind for item in found}
     with pytest.raises(PlanError, match="context=2 does not divide the sequence of 23 positions.*pad it to 24"):
-        plait.verify(model(), late_shift, tokens(LENGTH - 1), "context=2")
+        plait.verify(model(), loss, tokens(LENGTH - 1), "context=2")
+
+
+def right_share(model: nn.Module, tokens: Tensor) -> Tensor:
+    """A loss that reads the shifted logits in another way too."""
+    found = model(tokens)[:, :-1].flatten(0, 1)
+    right = (found.argmax(-1) == tokens[:, 1:].flatten()).double().mean()
+    return F.cross_entropy(found, tokens[:, 1:].flatten()) * (1 + right)
+
+
+def smoothed(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("loss", [right_share, smoothed])
+def test_a_shift_that_is_read_otherwise_is_gathered(loss: Any) -> None:
+    report = plait.verify(model(), loss, tokens(LENGTH), "context=2", tolerance=1e-9)
+    assert report.ok, report
 
 
 class Sink(Model):

@@ -26,12 +26,14 @@ class Compiled:
     origins       the annotation or search that sharded each parameter, by name
     without_rule  ops that run on whole inputs because they have no rule
     share         how much of the step an axis that splits weights splits; None without such an axis
+    whole_sequences  ops that read whole sequences where an axis cuts these, with their modules, the most bytes first
     """
 
     program: RankProgram
     origins: dict[str, str]
     without_rule: frozenset[str]
     share: ShardedFraction | None = None
+    whole_sequences: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Draft:
     reduce_axes: dict[str, tuple[str, ...]] = field(default_factory=dict)  # over which gradients are summed, by name
     without_rule: set[str] = field(default_factory=set)
     share: ShardedFraction | None = None
+    whole_sequences: tuple[str, ...] = ()  # what reads whole sequences of an axis that cuts these, the most bytes first
 
     # what a pipeline decides
     begins: list[float] | None = None  # positions with which its stages begin

@@ -231,4 +231,4 @@ def compile(
     run_passes(PASSES, draft, watcher)
     layouts = draft.layouts | {name: each.compute for name, each in draft.sharding.parameters.items()}
     program = RankProgram(draft.parts, captured, plan, layouts, draft.sharding, draft.cuts, cluster, draft.pipeline)
-    return Compiled(program, draft.origins, frozenset(draft.without_rule), draft.share)
+    return Compiled(program, draft.origins, frozenset(draft.without_rule), draft.share, draft.whole_sequences)

@@ -18,6 +18,7 @@ from plait.compile.ops.experts import mark_experts
 from plait.compile.passes.find_experts import expert_weights
 from plait.compile.sharding.auto_sharding import auto_sharding
 from plait.compile.sharding.narrow_gathers import gathered_of, mark_gathered
+from plait.compile.sharding.paddings import join_paddings, write_paddings
 from plait.compile.sharding.partition import partition
 from plait.compile.sharding.propagate import Propagation, propagate
 from plait.compile.sharding.sequence import (
@@ -30,6 +31,7 @@ from plait.compile.sharding.sequence import (
     whole_sequences,
 )
 from plait.compile.sharding.sharded_fraction import sharded_fraction, step_flops
+from plait.compile.sharding.shifted_losses import keep_last_positions
 from plait.compile.sharding.stage_parallelism import give_roles, propagate_by_role, split_by_weights, weights_role
 from plait.compile.stages.split import cut_in_stages
 from plait.errors import PlanError, UnevenBatchError
@@ -95,6 +97,7 @@ def shard(draft: Draft) -> None:
         if kind.cuts_rows:
             fixed |= {nodes[name]: placement for name, placement in split.items()}
             origin |= {nodes[name]: f"batch: {name}" for name in split}
+        before = step_flops(graph) if kind.cuts_weights or kind.cuts_sequence else 0
         cuts = _constrain(draft, graph, kind, fixed)
         wanted = tuple(
             fixed.get(nodes[o.name], REPLICATE) if o.kind == "gradient" else REPLICATE for o in captured.outputs
@@ -108,9 +111,10 @@ def shard(draft: Draft) -> None:
             laid_out = propagate(graph, size, fixed | cuts, wanted, origin, _local_norm(plan, kind), axis, bool(cuts))
         for name in _summed(laid_out, captured.outputs):
             draft.reduce_axes[name] += (axis,)
-        before = step_flops(graph) if kind.cuts_weights or kind.cuts_sequence else 0
         graph = partition(laid_out, axis, plan.context_kind)
+        write_paddings(graph)
         if kind.cuts_sequence and cuts and before and draft.trains:
+            draft.whole_sequences = tuple(whole_sequences(laid_out))
             _check_cut(draft, axis, laid_out, (1 - step_flops(graph) / before) / (1 - 1 / size))
         if kind.cuts_weights:
             flops[axis] = before, step_flops(graph)
@@ -214,6 +218,8 @@ def _constrain(draft: Draft, graph: Graph, kind: AxisKind, parameters: Mapping[s
     calls = attention_calls(graph)
     if refusal := uncut_attention(plan, kind.name, size, [divides_heads(call, size) for call in calls]):
         raise PlanError(refusal)
+    join_paddings(graph)
+    keep_last_positions(graph, size)
     cuts = constrain_sequence(graph, dims, size, _blocks(calls, plan, size))
     if not cuts and draft.trains:
         refusal = no_sequence(kind.name, size, _lengths(captured))
@@ -231,7 +237,7 @@ def _check_cut(draft: Draft, axis: str, laid_out: Propagation, share: float) -> 
     if plan.context_kind != "auto" and (whole := whole_attention(laid_out)):
         refusal = unsplit_attention(plan, axis, size, whole)
         raise PlanError(refusal)
-    if little := little_of_the_step(axis, size, share, whole_sequences(laid_out)):
+    if little := little_of_the_step(axis, size, share, draft.whole_sequences):
         uneven = share < _NOTHING and all(length % size for length in lengths.values())
         refusal = no_sequence(axis, size, lengths) if uneven else little
         raise PlanError(refusal)

@@ -40,6 +40,7 @@ class CollectiveKind(enum.Enum):
     ALL_TO_ALL = "all_to_all", 1
     BROADCAST = "broadcast", 1
     RING = "ring", 1
+    HALO = "halo", 1
 
     def __init__(self, title: str, ways: int) -> None:
         self.title = title
@@ -50,7 +51,10 @@ class CollectiveKind(enum.Enum):
         return held * size if self in (CollectiveKind.ALL_GATHER, CollectiveKind.RING) else held
 
     def sent_bytes(self, held: int, size: int) -> float:
-        """Bytes that each of `size` ranks sends, if its input has `held` bytes."""
+        """Bytes that each of `size` ranks sends, if its input has `held` bytes; of a halo, if these are for
+        neighbours."""
+        if self is CollectiveKind.HALO:
+            return held if size > 1 else 0
         return self.ways * ring_bytes(self.whole_bytes(held, size), size)
 
 
@@ -62,7 +66,7 @@ def collective_time(
     Args:
         kind: the collective.
         num_bytes: of the whole tensor: the input of a reduction, the output of an all-gather, what one rank has for an
-            all-to-all.
+            all-to-all, what it sends to its neighbours for a halo.
         group: the ranks, such as `range(0, 64, 8)`.
         cluster: where they are.
         form: "ring", "tree" or "hierarchical"; by default as measured, or the fastest that the collective has.
@@ -87,6 +91,8 @@ def _collective_time(
         forms = {"ring": _ring, "tree": _tree}
     elif kind is CollectiveKind.RING:
         forms = {"ring": _ring}
+    elif kind is CollectiveKind.HALO:
+        forms = {"neighbours": _neighbours}
     else:
         forms = {"ring": _ring, "hierarchical": _hierarchical}
         forms |= {"tree": _tree} if kind is CollectiveKind.ALL_REDUCE else {}
@@ -141,6 +147,12 @@ def _hierarchical(num_bytes: float, spread: Sequence[int], cluster: Cluster) -> 
             seconds += ring_bytes(rest, members) / _bandwidth(cluster, index, rest / members, members)
         rest /= members
     return seconds
+
+
+def _neighbours(num_bytes: float, spread: Sequence[int], cluster: Cluster) -> float:
+    """Each rank sends its edges to the ranks before and after it, over the outermost link between any two of them."""
+    index = max(index for index, members in enumerate(spread) if members > 1)
+    return cluster.links[index].latency + num_bytes / _bandwidth(cluster, index, num_bytes)
 
 
 def _pairwise(num_bytes: float, spread: Sequence[int], cluster: Cluster) -> float:

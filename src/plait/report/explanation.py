@@ -82,6 +82,9 @@ class Explanation:
         lines += [f"  {name:40} {self.program.layouts[name]}{self._origin(name)}" for name in parameters]
         if self.compiled.share is not None:
             lines += ["", str(self.compiled.share)]
+        if whole := self.compiled.whole_sequences:
+            more = f" and {len(whole) - _NAMED} more" if len(whole) > _NAMED else ""
+            lines += ["", f"read whole sequences, on every rank: {', '.join(whole[:_NAMED])}{more}"]
         if stages := describe_stages(self.program):
             lines += ["", *stages]
         if chooses_collectives(self.program.plan):
@@ -215,6 +218,8 @@ class Explanation:
             )
         return lines
 
+
+_NAMED = 4  # ops that read whole sequences, of those that are listed
 
 # Collectives of which the formula is shown, and what they move.
 _FORMULAS = (

@@ -7,20 +7,20 @@ No global is read. A start returns the work that its wait takes; the rank comput
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from plait.comm.protocol import Work, World
+from plait.comm.protocol import Comm, Work, World
 from plait.compile.ir.calls import placeholders
 from plait.compile.ir.node_info import NodeInfo, describe
 from plait.compile.ops import CollectiveKind, Communication, MemoryUse, OpSpec, comm_ops, op_spec, register
 from plait.compile.ops.comm_ops import CommOp, PlainCut, take
 from plait.compile.sharding.flat_shards import rows_of
-from plait.cost.memory_model import ACTIVATIONS
+from plait.cost.memory_model import BUFFERS
 from plait.spec.layout import Blocks, block_lengths
 
 WORLD = "world"  # name of the placeholder that stands for the rank's World
@@ -80,15 +80,6 @@ def all_reduce(world: World, tensor: Tensor, axis: str, op: str = "sum") -> Tens
     return world.comm(axis).all_reduce(tensor.contiguous(), op).wait()
 
 
-def all_reduce_start(world: World, tensor: Tensor, axis: str, op: str = "sum") -> Work:
-    """Begin an all-reduce, which `wait` ends; the rank computes in between."""
-    return world.comm(axis).all_reduce(tensor.contiguous(), op)
-
-
-def wait(work: Work) -> Tensor:
-    return work.wait()
-
-
 @carries_out(comm_ops.all_gather)
 def all_gather(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks) -> Tensor:
     """Shard(dim, blocks) -> whole."""
@@ -128,6 +119,51 @@ def exchange(world: World, tensor: Tensor, axis: str) -> Tensor:
     comm = world.comm(axis)
     parts = tensor.contiguous().view(comm.size, tensor.shape[0] // comm.size, *tensor.shape[1:])
     return comm.all_to_all(parts).wait().view(tensor.shape)
+
+
+@carries_out(comm_ops.halo)
+def halo(world: World, tensor: Tensor, axis: str, dim: int, before: int, after: int) -> Tensor:
+    """A part with `before` and `after` positions of its neighbours; zeros beyond the ends."""
+    num = tensor.shape[dim]
+    edges = tensor.narrow(dim, num - before, before), tensor.narrow(dim, 0, after)
+    left, right = _to_neighbours(world.comm(axis), *edges)
+    return torch.cat([left, tensor, right], dim)
+
+
+@carries_out(comm_ops.halo_sum)
+def halo_sum(world: World, tensor: Tensor, axis: str, dim: int, before: int, after: int) -> Tensor:
+    """The terms for a part, and its neighbours' for its edges."""
+    num = tensor.shape[dim] - before - after
+    edges = tensor.narrow(dim, num + before, after), tensor.narrow(dim, 0, before)
+    left, right = _to_neighbours(world.comm(axis), *edges)
+    own = tensor.narrow(dim, before, num).clone(memory_format=torch.contiguous_format)
+    own.narrow(dim, 0, after).add_(left)
+    own.narrow(dim, num - before, before).add_(right)
+    return own
+
+
+_TO_NEXT, _TO_PREVIOUS = range(2)  # tags of messages
+
+
+def _to_neighbours(comm: Comm, to_next: Tensor, to_previous: Tensor) -> tuple[Tensor, Tensor]:
+    """Send edges to the next rank and to the one before. Returns theirs, from the rank before first; zeros where there
+    is no such rank."""
+    rank, last = comm.rank, comm.size - 1
+    works: list[Work] = []
+    arriving: list[Work | None] = [None, None]
+    if to_next.numel():
+        works += [comm.send(to_next.contiguous(), rank + 1, _TO_NEXT)] if rank < last else []
+        arriving[0] = comm.recv(to_next.contiguous(), rank - 1, _TO_NEXT) if rank > 0 else None
+    if to_previous.numel():
+        works += [comm.send(to_previous.contiguous(), rank - 1, _TO_PREVIOUS)] if rank > 0 else []
+        arriving[1] = comm.recv(to_previous.contiguous(), rank + 1, _TO_PREVIOUS) if rank < last else None
+    like = to_next, to_previous
+    left, right = (
+        torch.zeros_like(edge) if work is None else work.wait() for work, edge in zip(arriving, like, strict=True)
+    )
+    for work in works:
+        work.wait()
+    return left, right
 
 
 @carries_out(comm_ops.broadcast)
@@ -181,17 +217,75 @@ def _join(rows: Tensor, dim: int, blocks: Blocks) -> Tensor:
     return split.movedim(0, dim + 1).flatten(dim, dim + 2).contiguous() if size > 1 else rows[0]
 
 
-register(
-    all_reduce_start,
-    spec=OpSpec(
-        communicates=Communication(CollectiveKind.ALL_REDUCE, "start", tensor=1, axis=2), memory=MemoryUse(ACTIVATIONS)
-    ),
-)
+@dataclass(frozen=True)
+class Halves:
+    """A collective as two calls, between which the rank computes: `start` takes what the whole call takes and returns a
+    Work; `wait` takes this and the arguments at `rest` of the whole call, and returns the result."""
+
+    start: Callable[..., Work]
+    wait: Callable[..., Tensor]
+    rest: tuple[int, ...] = ()
+
+
+_HALVES: dict[Any, Halves] = {}
+
+
+def halves_of(op: Any) -> Halves | None:
+    """The two halves of a collective; None if it has none."""
+    return _HALVES.get(op)
+
+
+def starts(whole: Callable[..., Tensor], wait: Callable[..., Tensor], rest: tuple[int, ...] = ()) -> Callable[[F], F]:
+    """Register a function as what starts the collective `whole`, which `wait` ends."""
+
+    def note(function: F) -> F:
+        does = op_spec(whole).communicates
+        assert does is not None
+        register(function, spec=OpSpec(communicates=replace(does, part="start"), memory=MemoryUse(BUFFERS)))
+        _HALVES[whole] = Halves(function, wait, rest)
+        return function
+
+    return note
+
+
+def wait(work: Work) -> Tensor:
+    return work.wait()
+
+
+def wait_and_join(work: Work, dim: int, blocks: Blocks) -> Tensor:
+    return _join(work.wait(), dim, blocks)
+
+
 register(
     wait,
+    wait_and_join,
     spec=OpSpec(
         moves=True,
         communicates=Communication(CollectiveKind.ALL_REDUCE, "wait"),
         memory=op_spec(comm_ops.all_reduce).memory,
     ),
 )
+
+
+@starts(all_reduce, wait)
+def all_reduce_start(world: World, tensor: Tensor, axis: str, op: str = "sum") -> Work:
+    return world.comm(axis).all_reduce(tensor.contiguous(), op)
+
+
+@starts(all_gather, wait_and_join, (3, 4))
+def all_gather_start(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks) -> Work:
+    return world.comm(axis).all_gather(tensor.contiguous())
+
+
+@starts(reduce_scatter, wait)
+def reduce_scatter_start(world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks) -> Work:
+    comm = world.comm(axis)
+    return comm.reduce_scatter(_parts(tensor, comm.size, dim, blocks))
+
+
+@starts(all_to_all, wait_and_join, (3, 4))
+def all_to_all_start(
+    world: World, tensor: Tensor, axis: str, dim: int, blocks: Blocks, to_dim: int, to_blocks: Blocks
+) -> Work:
+    comm = world.comm(axis)
+    return comm.all_to_all(_parts(tensor, comm.size, to_dim, to_blocks))

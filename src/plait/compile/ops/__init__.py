@@ -18,6 +18,7 @@ from plait.compile.ops import (  # noqa: F401  (each registers its rows)
     matmul,
     norm,
     packed_attention,
+    padded_conv,
     pointwise,
     random,
     reduce,

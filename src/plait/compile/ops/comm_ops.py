@@ -66,6 +66,11 @@ constrain = CommOp("constrain")  # (tensor) -> the tensor, in the placement that
 ring_attention = CommOp("ring_attention")
 # (query, key, value, axis, ring, mask, grad_output, output, log-sum-exp) -> gradients of query, key and value
 ring_attention_backward = CommOp("ring_attention_backward")
+# (tensor, axis, dim, before, after): Shard(dim) -> the same, with the last `before` positions of the rank before this
+# one and the first `after` of the next; zeros beyond the ends of the whole
+halo = CommOp("halo")
+# (tensor, axis, dim, before, after): terms for a part and for such edges -> the part, with its neighbours' terms added
+halo_sum = CommOp("halo_sum")
 gather_part = CommOp("gather_part")  # (part, axis, cut): each rank's part -> whole
 scatter_part = CommOp("scatter_part")  # (tensor, axis, cut): partial sums -> this rank's part of the sum
 take_part = CommOp("take_part")  # (tensor, axis, cut): whole -> this rank's part; nothing is sent
@@ -246,6 +251,9 @@ register(
 _TRAVELS = OpSpec(communicates=Communication(CollectiveKind.RING, axis=3, counted=True))
 register(ring_attention, spec=_TRAVELS)
 register(ring_attention_backward, spec=_TRAVELS)
+_TO_NEIGHBOURS = OpSpec(communicates=Communication(CollectiveKind.HALO, counted=True))
+register(halo, spec=_TO_NEIGHBOURS)
+register(halo_sum, spec=_TO_NEIGHBOURS)
 register(gather_part, spec=OpSpec(moves=True, communicates=Communication(CollectiveKind.ALL_GATHER)))
 register(scatter_part, spec=OpSpec(communicates=Communication(CollectiveKind.REDUCE_SCATTER)))
 register(take_part, spec=OpSpec(memory=MemoryUse(BUFFERS, GRADIENTS)))

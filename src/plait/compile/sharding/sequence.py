@@ -8,6 +8,7 @@ and targets are taken by slices, is constrained where the slices are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from types import FunctionType
 
 import torch
 from torch.fx import Graph, Node
@@ -116,7 +117,8 @@ def whole_sequences(found: Propagation) -> list[str]:
     for node, strategy in found.strategies.items():
         for source, want in zip(tensor_inputs(node), strategy.inputs, strict=True):
             if isinstance(found.placement(source), Shard) and want == REPLICATE:
-                name = f"{node.target} in {info_of(node).module or 'the loss'}"
+                op = node.target.__name__ if isinstance(node.target, FunctionType) else node.target
+                name = f"{op} in {info_of(node).module or 'the loss'}"
                 sizes[name] = max(sizes.get(name, 0), num_bytes(source.meta["val"]))
     return sorted(sizes, key=lambda name: -sizes[name])
 
