@@ -12,30 +12,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bench import split_sequence
 from bench.megatron import split_gpt
 from bench.stages import torch_pipeline
-from bench.workloads import WORKLOADS, loss_fn, optimizer
+from bench.workloads import LONG, WORKLOADS, loss_fn, optimizer
 from plait import Plan, Trainer
 from plait.comm.process_world import process_world
 
 Step = Callable[[], Any]
+JOBS = WORKLOADS | LONG
 
 
 def independent(workload: str, fused: bool | None = None) -> Step:
     """No communication at all: each rank trains its half of the batch alone. The ideal of data parallelism."""
     rank, size = _place()
-    return _eager(WORKLOADS[workload].model(), WORKLOADS[workload].batch(rank, size), fused)
+    return _eager(JOBS[workload].model(), JOBS[workload].batch(rank, size), fused)
 
 
 def one_device(workload: str) -> Step:
     """The whole batch on one rank."""
-    return _eager(WORKLOADS[workload].model(), WORKLOADS[workload].batch())
+    return _eager(JOBS[workload].model(), JOBS[workload].batch())
 
 
 def torch_ddp(workload: str, fused: bool | None = None) -> Step:
     """torch's DistributedDataParallel with its default settings."""
     rank, size = _join()
-    return _eager(DistributedDataParallel(WORKLOADS[workload].model()), WORKLOADS[workload].batch(rank, size), fused)
+    return _eager(DistributedDataParallel(JOBS[workload].model()), JOBS[workload].batch(rank, size), fused)
 
 
 def torch_fsdp2(workload: str, reshard: bool = True, half: bool = False) -> Step:
@@ -45,13 +47,13 @@ def torch_fsdp2(workload: str, reshard: bool = True, half: bool = False) -> Step
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     rank, size = _join()
-    model = WORKLOADS[workload].model()
+    model = JOBS[workload].model()
     mesh = init_device_mesh("cpu", (size,))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else MixedPrecisionPolicy()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    return _eager(model, WORKLOADS[workload].batch(rank, size))
+    return _eager(model, JOBS[workload].batch(rank, size))
 
 
 def torch_zero1(workload: str) -> Step:
@@ -59,23 +61,23 @@ def torch_zero1(workload: str) -> Step:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     rank, size = _join()
-    model = DistributedDataParallel(WORKLOADS[workload].model())
+    model = DistributedDataParallel(JOBS[workload].model())
     updates = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=optimizer.keywords["lr"])
-    return _eager(model, WORKLOADS[workload].batch(rank, size), updates=updates)
+    return _eager(model, JOBS[workload].batch(rank, size), updates=updates)
 
 
 def torch_autocast(workload: str) -> Step:
     """torch's DistributedDataParallel under bf16 autocast."""
     rank, size = _join()
-    model = DistributedDataParallel(WORKLOADS[workload].model())
-    return _eager(model, WORKLOADS[workload].batch(rank, size), autocast=True)
+    model = DistributedDataParallel(JOBS[workload].model())
+    return _eager(model, JOBS[workload].batch(rank, size), autocast=True)
 
 
 def torch_compiled(workload: str, autocast: bool = False) -> Step:
     """torch.compile of its DistributedDataParallel, which compiles the graph in parts, one for each bucket."""
     rank, size = _join()
-    model = torch.compile(DistributedDataParallel(WORKLOADS[workload].model()))
-    return _eager(model, WORKLOADS[workload].batch(rank, size), autocast=autocast)  # type: ignore[arg-type]
+    model = torch.compile(DistributedDataParallel(JOBS[workload].model()))
+    return _eager(model, JOBS[workload].batch(rank, size), autocast=autocast)  # type: ignore[arg-type]
 
 
 def torch_parallelize(workload: str) -> Step:
@@ -84,27 +86,39 @@ def torch_parallelize(workload: str) -> Step:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     _, size = _join()
-    model = WORKLOADS[workload].model()
+    model = JOBS[workload].model()
     mesh = init_device_mesh("cpu", (size,))
     columns, rows = ("query", "key", "value", "up"), ("out", "down")
     for block in model.blocks:
         parallelize_module(
             block, mesh, {name: ColwiseParallel() for name in columns} | {name: RowwiseParallel() for name in rows}
         )
-    return _eager(model, WORKLOADS[workload].batch())
+    return _eager(model, JOBS[workload].batch())
 
 
 def megatron(workload: str) -> Step:
     """The split written by hand (bench/megatron.py)."""
     rank, size = _join()
-    return _eager(split_gpt(WORKLOADS[workload].model(), rank, size), WORKLOADS[workload].batch())
+    return _eager(split_gpt(JOBS[workload].model(), rank, size), JOBS[workload].batch())
+
+
+def megatron_sequence(workload: str) -> Step:
+    """The split written by hand, with the sequence split between split weights (bench/split_sequence.py)."""
+    rank, size = _join()
+    return split_sequence.megatron_step(JOBS[workload], rank, size, optimizer)
+
+
+def context(workload: str, kind: str) -> Step:
+    """The sequence cut through the whole model, with attention written by hand (bench/split_sequence.py)."""
+    rank, size = _join()
+    return split_sequence.context_step(JOBS[workload], kind, rank, size, optimizer)
 
 
 def torch_pipelining(workload: str, schedule: str, num_micro: int) -> Step:
     """torch.distributed.pipelining, cut by hand (bench/stages.py)."""
     rank, size = _join()
     fused = functools.partial(optimizer, fused=True)
-    return torch_pipeline(WORKLOADS[workload], schedule, num_micro, rank, size, fused)
+    return torch_pipeline(JOBS[workload], schedule, num_micro, rank, size, fused)
 
 
 class PlaitStep:
@@ -113,8 +127,8 @@ class PlaitStep:
     def __init__(self, workload: str, plan: str, shared_memory: bool) -> None:
         given = Plan.parse(plan)
         gloo = None if shared_memory else process_world(given.mesh, algorithm=given.allreduce, shared_memory=False)
-        self.trainer = Trainer(WORKLOADS[workload].model(), loss_fn, optimizer, given, world=gloo)
-        self.batch = WORKLOADS[workload].batch()
+        self.trainer = Trainer(JOBS[workload].model(), loss_fn, optimizer, given, world=gloo)
+        self.batch = JOBS[workload].batch()
 
     def __call__(self) -> Tensor:
         return self.trainer.step(self.batch)

@@ -24,6 +24,7 @@ from plait.backends.inductor.inductor_passes import functions_of, make_with_regi
 from plait.backends.inductor.region_compiler import CompileReport, compile_regions
 from plait.backends.inductor.region_graph import RegionFunction, graph_of_region, text_of, with_regions
 from plait.backends.inductor.regions import FusedRegion, free_views, regions_of
+from plait.compile.ir.estimate import flops_of
 from plait.compile.ir.node_info import NodeInfo, describe, info_of
 from plait.compile.ir.views import is_view
 from plait.compile.rank_program import RankProgram
@@ -130,7 +131,8 @@ def test_regions_end_where_ranks_exchange_and_where_backward_begins() -> None:
         if isinstance(node.target, RegionFunction):
             assert len({info_of(each).phase for each in node.target.graph.nodes if each.op == "call_function"}) == 1
     computing = [n for n in nodes if isinstance(n.target, torch._ops.OpOverload) and not n.target.is_view]
-    assert len(computing) <= 5  # what takes this rank's index, and what stands alone between two collectives
+    computing = [n for n in computing if not flops_of(n)]  # products of weights' gradients run beside collectives
+    assert len(computing) <= 6  # what takes this rank's index, and what stands alone between two collectives
     order = {node: index for index, node in enumerate(nodes)}
     starts = [n for n in nodes if "all_reduce_start" in n.name]
     assert starts

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph
 
 from plait.backends.eager.collectives import bind_world
-from plait.backends.eager.rewrites.bucket_gradients import bucket_gradients, overlap
+from plait.backends.eager.rewrites.bucket_gradients import bucket_gradients
 from plait.backends.eager.rewrites.dead_values import pop_dead_values, reuse_dead_operands
 from plait.backends.eager.rewrites.gather_ahead import bucket_gathers
 from plait.backends.eager.rewrites.offload_rewrites import (
@@ -26,6 +26,7 @@ from plait.backends.eager.rewrites.offload_rewrites import (
     offload_gradients,
     stash_activations,
 )
+from plait.backends.eager.rewrites.overlap import overlap
 from plait.compile.capture.precision import DTYPES
 from plait.compile.ir.calls import copy_graph
 from plait.compile.ir.gc_paused import collection_paused
@@ -127,7 +128,7 @@ EAGER_PASSES = (
          ["bound collectives"], when=lambda draft: bool(draft.program.sharding.gathered(Gather.USE))),
     Pass("bucket-gradients", "sums gradients in buckets while backward runs", _bucket_gradients,
          ["bound collectives", "taken values"], ["buckets"]),
-    Pass("overlap", "starts collectives early and waits for them late", _overlap, ["buckets"]),
+    Pass("overlap", "starts collectives early, waits for them late, and puts work in between", _overlap, ["buckets"]),
     Pass("reuse-operands", "adds in place where nothing reads the operand again", _reuse_operands, ["buckets"],
          ["sums in place"]),
     Pass("fetch-parameters", "fetches parameters from their home before their use", _fetch_parameters, ["buckets"],

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from plait.backends.eager.collectives import all_reduce, all_reduce_start, scatter_part, take_part, wait
+from plait.backends.eager.collectives import all_reduce, scatter_part, take_part
 from plait.comm.protocol import REDUCTIONS
 from plait.compile.ir.calls import drop_dead_calls, op_spec_of, output_node, settled
 from plait.compile.ir.node_info import describe, info_of
-from plait.compile.ir.views import is_cast, is_whole_view
+from plait.compile.ir.views import is_cast
 from plait.compile.ops import CollectiveKind, Communication, MemoryUse, OpSpec, register
 from plait.compile.sharding.flat_shards import Cut, FlatShards, PlainRows, rows_of
 from plait.cost.memory_model import BUFFERS, GRADIENTS
@@ -207,39 +207,6 @@ def _join(graph: Graph, members: list[PendingReduction], sent: torch.dtype, end:
             found.append(graph.call_function(operator.getitem, (done, index)))
             describe(found[-1], info_of(one.sums[-1]), values[index])
     return found
-
-
-def _hoist_views(node: Any) -> None:
-    """Move a view, and the views that it is made of, up to the call that allocates the memory."""
-    if is_whole_view(node):
-        source = node.args[0]
-        _hoist_views(source)
-        source.append(node)
-
-
-def overlap(graph: Graph) -> Graph:
-    """Start each remaining all-reduce right behind its input, and wait for it right before its first reader. Changes
-    `graph` and returns it."""
-    for node in list(graph.nodes):
-        if node.target is not all_reduce:
-            continue
-        _hoist_views(node.args[1])
-        reader = min(node.users)
-        if reader.prev is node and node.prev is node.args[1]:
-            continue  # nothing runs in between
-        with graph.inserting_after(node.args[1]):
-            start = graph.call_function(all_reduce_start, node.args)
-        describe(start, info_of(node), None)
-        with graph.inserting_before(reader):
-            done = graph.call_function(wait, (start,))
-        done.meta = dict(node.meta)
-        node.replace_all_uses_with(done)
-        graph.erase_node(node)
-    graph.lint()
-    return graph
-
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
