@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import runpy
 import socket
 import sys
 import time
@@ -140,6 +142,49 @@ def _run_script(source: str, variables: dict[str, str], out: str, complaints: st
     os.environ |= variables
     exec(source, {})
     sys.stdout.flush()
+
+
+class ForkedRank:
+    """In place of the subprocess.Popen of `plait.comm.launch`: a rank that finds torch and plait imported.
+
+    Its parent is the process that forks; all else is as that starts it."""
+
+    def __init__(self, command: list[str], env: dict[str, str], start_new_session: bool) -> None:
+        assert start_new_session and command[:3] == [sys.executable, "-m", "plait"]
+        outputs = [f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2)]
+        here, there = multiprocessing.Pipe(duplex=False)
+        arguments = (there, command[3:], env, os.getcwd(), outputs)
+        self._process = _forkserver().Process(target=_run_plait, args=arguments)
+        self._process.start()
+        there.close()
+        here.recv()  # its session is there: it can be sent signals
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    returncode = property(poll)
+
+    def wait(self) -> None:
+        self._process.join()
+
+
+def _run_plait(ready: Any, arguments: list[str], variables: dict[str, str], folder: str, outputs: list[str]) -> None:
+    os.setsid()
+    os.chdir(folder)
+    for number, path in enumerate(outputs, start=1):
+        opened = os.open(path, os.O_WRONLY | os.O_APPEND)
+        os.dup2(opened, number)
+        os.close(opened)
+    os.environ.clear()
+    os.environ |= {**variables, "PLAIT_LAUNCHER": str(os.getppid())}
+    sys.argv = ["plait", *arguments]
+    ready.send(None)
+    ready.close()
+    try:
+        runpy.run_module("plait", run_name="__main__", alter_sys=True)
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing leaves out
 
 
 @functools.cache

@@ -9,12 +9,15 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from comm_worlds import ForkedRank
 from metrics_file import read_metrics
 from typer.testing import CliRunner
 
 from plait.api.cli import app
+from plait.comm import launch
 from plait.comm.launch import first_to_fail
 
 SMALL = """
@@ -46,6 +49,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "It was a bright cold day in April, and the clocks were striking thirteen. " * 40
     )
     return tmp_path
+
+
+@pytest.fixture
+def _forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(Popen=ForkedRank))
 
 
 def plait(*arguments: str) -> subprocess.Popen[str]:
@@ -138,9 +146,11 @@ def test_run_leaves_a_script_its_own_plan(folder: Path, monkeypatch: pytest.Monk
     assert alone.stdout == "trained by micro=2\n", alone.output
 
 
-def test_run_leaves_a_script_its_own_plan_on_two_processes(folder: Path) -> None:
+@pytest.mark.usefixtures("_forked_ranks")
+def test_run_leaves_a_script_its_own_plan_on_two_processes(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (folder / "script.py").write_text(trains_by("data=2 sync=2"))
-    out, error = plait("run", "script.py", "--processes", "2").communicate()
+    CliRunner().invoke(app, ["run", "script.py", "--processes", "2"])
+    out, error = capfd.readouterr()
     assert out.count("trained by data=2 sync=2") == 2, error
 
 
@@ -159,6 +169,7 @@ def test_run_traces_a_script_as_it_is(folder: Path) -> None:
     assert "report.html" in page.stdout and (folder / "traced" / "report.html").stat().st_size > 1 << 20, page.output
 
 
+@pytest.mark.usefixtures("_forked_ranks")
 def test_train_on_two_processes_stop_and_resume_under_another_plan(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
