@@ -16,7 +16,16 @@ import plait
 from plait.api.verify import verify
 from plait.compile.ir.node_info import phase_of
 from plait.compile.ops import comm_ops
-from plait.compile.ops.experts import expert_mm, expert_order, expert_rows, expert_slots, pair_rows
+from plait.compile.ops.experts import (
+    arrived_order,
+    expert_mm,
+    expert_order,
+    expert_rows,
+    expert_slots,
+    pair_rows,
+    rank_counts,
+    return_rows,
+)
 from plait.engine.compiler import Compiler
 from plait.errors import PlanError
 from plait.plan.plan import Plan
@@ -113,6 +122,7 @@ def collectives(plan: str) -> dict[tuple[str, str], list[Any]]:
         "expert=2 expert.capacity=4 micro=2",
         "expert=2 precision=bf16-params",
         "expert=2 home.optimizer=disk",
+        "expert=2 home.activations=host",
     ],
 )
 def test_the_numbers_are_those_of_one_device(plan: str) -> None:
@@ -124,12 +134,31 @@ def test_rows_travel_there_and_back_once_in_each_pass() -> None:
     found = collectives("expert=2")
     rows = ROWS // 2 * TOP  # of a rank
     for phase in ("forward", "backward"):
+        sent = found[phase, "exchange_rows"]
+        assert len(sent) == 2 * len(Net().layers)
+        assert all(tuple(node.meta["val"].shape) == (rows, WIDTH) for node in sent)  # if experts get the same number
+    counts = found["forward", "exchange"]
+    assert [tuple(node.meta["val"].shape) for node in counts] == [(EXPERTS,)] * len(Net().layers)
+    assert {kind for _, kind in found} == {"exchange", "exchange_rows", "all_reduce"}  # the last of other gradients
+
+
+@pytest.mark.parametrize("plan", ["expert=2 expert.capacity=2", "expert=2 home.activations=host"])
+def test_rows_travel_in_equal_parts_where_their_number_must_be_known(plan: str) -> None:
+    found = collectives(plan)
+    rows = ROWS // 2 * TOP
+    for phase in ("forward", "backward"):
         sent = [node for node in found[phase, "exchange"] if node.meta["val"].ndim == 2]
         assert len(sent) == 2 * len(Net().layers)
         assert all(tuple(node.meta["val"].shape) == (2 * rows, WIDTH) for node in sent)
-    ids = [node for node in found["forward", "exchange"] if node.meta["val"].ndim == 1]
-    assert len(ids) == len(Net().layers)
-    assert {kind for _, kind in found} == {"exchange", "all_reduce"}  # the latter of the loss and of other gradients
+
+
+def test_ranks_to_which_no_row_goes() -> None:
+    torch.manual_seed(0)
+    model = Net().double()
+    for layer in model.layers:
+        nn.init.zeros_(layer.gate.weight)  # all tokens choose the same two experts
+    assert verify(model, loss_fn, batch(), "expert=4").ok
+    assert verify(model, loss_fn, batch(), "data=4 expert=2 micro=2 pipeline=2").ok
 
 
 def test_a_capacity_makes_what_is_sent_as_small() -> None:
@@ -239,6 +268,20 @@ def test_experts_that_are_not_found_are_named() -> None:
     with pytest.raises(PlanError, match=re.escape("layouts=, such as {'*.experts.*': 'expert, -, -'}")):
         each.verify("expert=2")
     assert each.verify("expert=2", layouts={"up": "expert, -, -"}).ok
+
+
+def test_rows_that_are_counted_by_hand() -> None:
+    # Two ranks with experts 0 and 1; rank 0 sends one row for its expert 0 and two for 1, rank 1 one for expert 1.
+    sent, received = torch.tensor([1, 2, 0, 0]), torch.tensor([1, 2, 0, 1])
+    counts = rank_counts(sent, received, 2)
+    assert counts.tolist() == [[3, 0], [3, 1]]
+    order, places, ends = arrived_order(received, counts, 99)
+    assert (order.tolist(), places.tolist(), ends.tolist()) == ([0, 1, 2, 3], [0, 1, 2, 3], [1, 4])
+    nothing = rank_counts(torch.zeros(4), torch.zeros(4), 2)
+    assert [each.numel() for each in arrived_order(torch.zeros(4).long(), nothing, 99)] == [0, 0, 2]
+    rows = torch.tensor([[5.0], [7.0]])
+    assert return_rows(rows, torch.tensor([1, 2, 0])).tolist() == [[7.0], [0.0], [5.0]]
+    assert return_rows(rows[:0], torch.tensor([0, 1])).tolist() == [[0.0], [0.0]]
 
 
 def test_experts_that_the_axis_does_not_divide() -> None:
