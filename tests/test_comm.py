@@ -56,6 +56,24 @@ def check_take(comm: Comm, values: list[torch.Tensor], given: torch.Tensor | Non
     assert not found
 
 
+def check_rows(comm: Comm, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Some rows to each rank: none to some, and none at all; those after the last are not sent."""
+    rank, size = comm.rank, comm.size
+    for salt, tables in enumerate((
+        [[(r + 2 * to) % 3 for to in range(size)] for r in range(size)],
+        [[r * int(to == 0) for to in range(size)] for r in range(size)],
+        [[0] * size] * size,
+    )):  # fmt: skip
+        rows = [value((sum(nums) + 2, *shape), dtype, r, 2 + salt) for r, nums in enumerate(tables)]
+        expected = [each.split([*nums, 2])[rank] for each, nums in zip(rows, tables, strict=True)]
+        counts = torch.tensor([tables[rank], [len(each) for each in expected]])
+        before, mine = comm.links.total(), rows[rank].clone()
+        check(comm.all_to_all_rows(mine, counts).wait(), torch.cat(expected))
+        assert torch.equal(mine, rows[rank]), "an input was changed"
+        others = sum(tables[rank]) - tables[rank][rank]
+        assert comm.links.total() - before == others * mine[:1].nbytes
+
+
 def check_buffers(comm: Comm, values: list[torch.Tensor], rows: list[torch.Tensor]) -> None:
     """Collectives from the transport's own memory, each of which ends a buffer's life."""
     mine, mine_rows = values[comm.rank], rows[comm.rank]
@@ -88,6 +106,7 @@ def every_collective(world: World) -> list[bytes]:
             mine_rows = rows[rank].clone()
             check(comm.reduce_scatter(mine_rows).wait(), total([row[rank] for row in rows], "sum"))
             check(comm.all_to_all(mine_rows).wait(), torch.stack([row[rank] for row in rows]))
+            check_rows(comm, shape, dtype)
             sent = comm.send(mine, (rank + 1) % size, tag=3)
             check(comm.recv(mine, (rank - 1) % size, tag=3).wait(), values[(rank - 1) % size])
             sent.wait()
@@ -261,6 +280,7 @@ def alone(world: World) -> None:
         assert torch.equal(comm.all_gather(tensor).wait(), tensor[None])
         assert torch.equal(comm.reduce_scatter(tensor[None]).wait(), tensor)
         assert torch.equal(comm.all_to_all(tensor[None]).wait(), tensor[None])
+        assert torch.equal(comm.all_to_all_rows(tensor, torch.tensor([[2], [2]])).wait(), tensor[:2])
         assert torch.equal(comm.broadcast(tensor, 0).wait(), tensor)
         comm.barrier()
         assert torch.equal(comm.shared(3), torch.zeros(3, dtype=torch.uint8))

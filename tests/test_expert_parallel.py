@@ -13,13 +13,27 @@ from checkpointing import ADAMW, assert_same_state, on, whole_state
 from torch import Tensor, nn
 
 import plait
+from plait.api.job.report_command import write_report
 from plait.api.verify import verify
+from plait.comm.protocol import World
+from plait.comm.thread_world import run_ranks
 from plait.compile.ir.node_info import phase_of
 from plait.compile.ops import comm_ops
-from plait.compile.ops.experts import expert_mm, expert_order, expert_rows, expert_slots, pair_rows
-from plait.engine.compiler import Compiler
+from plait.compile.ops.experts import (
+    arrived_order,
+    expert_mm,
+    expert_order,
+    expert_rows,
+    expert_slots,
+    pair_rows,
+    rank_counts,
+    return_rows,
+)
+from plait.engine.compiler import Captures, Compiler
+from plait.engine.trace_folder import Recorded, read_trace
 from plait.errors import PlanError
 from plait.plan.plan import Plan
+from plait.spec.trace import ExpertLoad
 
 pytestmark = pytest.mark.xdist_group("expert_parallel")  # plans share what is captured
 
@@ -113,6 +127,7 @@ def collectives(plan: str) -> dict[tuple[str, str], list[Any]]:
         "expert=2 expert.capacity=4 micro=2",
         "expert=2 precision=bf16-params",
         "expert=2 home.optimizer=disk",
+        "expert=2 home.activations=host",
     ],
 )
 def test_the_numbers_are_those_of_one_device(plan: str) -> None:
@@ -124,12 +139,31 @@ def test_rows_travel_there_and_back_once_in_each_pass() -> None:
     found = collectives("expert=2")
     rows = ROWS // 2 * TOP  # of a rank
     for phase in ("forward", "backward"):
+        sent = found[phase, "exchange_rows"]
+        assert len(sent) == 2 * len(Net().layers)
+        assert all(tuple(node.meta["val"].shape) == (rows, WIDTH) for node in sent)  # if experts get the same number
+    counts = found["forward", "exchange"]
+    assert [tuple(node.meta["val"].shape) for node in counts] == [(EXPERTS,)] * len(Net().layers)
+    assert {kind for _, kind in found} == {"exchange", "exchange_rows", "all_reduce"}  # the last of other gradients
+
+
+@pytest.mark.parametrize("plan", ["expert=2 expert.capacity=2", "expert=2 home.activations=host"])
+def test_rows_travel_in_equal_parts_where_their_number_must_be_known(plan: str) -> None:
+    found = collectives(plan)
+    rows = ROWS // 2 * TOP
+    for phase in ("forward", "backward"):
         sent = [node for node in found[phase, "exchange"] if node.meta["val"].ndim == 2]
         assert len(sent) == 2 * len(Net().layers)
         assert all(tuple(node.meta["val"].shape) == (2 * rows, WIDTH) for node in sent)
-    ids = [node for node in found["forward", "exchange"] if node.meta["val"].ndim == 1]
-    assert len(ids) == len(Net().layers)
-    assert {kind for _, kind in found} == {"exchange", "all_reduce"}  # the latter of the loss and of other gradients
+
+
+def test_ranks_to_which_no_row_goes() -> None:
+    torch.manual_seed(0)
+    model = Net().double()
+    for layer in model.layers:
+        nn.init.zeros_(layer.gate.weight)  # all tokens choose the same two experts
+    assert verify(model, loss_fn, batch(), "expert=4").ok
+    assert verify(model, loss_fn, batch(), "data=4 expert=2 micro=2 pipeline=2").ok
 
 
 def test_a_capacity_makes_what_is_sent_as_small() -> None:
@@ -142,6 +176,69 @@ def test_a_capacity_makes_what_is_sent_as_small() -> None:
 def test_rows_beyond_the_capacity_are_dropped_and_verify_sees_it() -> None:
     report = verifier().verify("expert=2 expert.capacity=0.5")
     assert not report.ok
+    rows = 2 * len(Net().layers) * ROWS * TOP  # of two steps
+    assert 0 < report.dropped < report.rows == rows
+    said = f"{report.dropped} of {rows} rows that had an expert, by expert.capacity=0.5; give a larger one"
+    assert said in str(report)
+    whole = verifier().verify("data=4 expert=2 tensor=2 expert.capacity=2")
+    assert whole.ok and (whole.rows, whole.dropped) == (rows, 0) and "dropped" not in str(whole)
+
+
+def choices() -> list[Tensor]:
+    """The experts that each row of the batch has in each layer, before any update."""
+    torch.manual_seed(0)
+    model, found = Net().double(), []
+    for layer in model.layers:
+        layer.gate.register_forward_hook(lambda _, given, out: found.append(out.softmax(-1).topk(TOP, -1)[1]))
+    model(batch()["x"])
+    return found
+
+
+def traced(plan: str, folder: Path) -> list[Recorded]:
+    """The trace of two steps, with ranks as threads."""
+    torch.manual_seed(0)
+    chosen, model = Plan.parse(plan), Net().double()
+    compiler = Compiler(Captures(model, loss_fn), chosen)
+
+    def rank(world: World) -> None:
+        sgd = functools.partial(torch.optim.SGD, lr=0.1)
+        trainer = plait.Trainer(model, loss_fn, sgd, chosen, trace=folder, world=world, compiler=compiler)
+        for _ in range(2):
+            trainer.step(batch())
+        trainer.evaluate(batch())
+        trainer.close()
+
+    run_ranks(chosen.mesh, rank)
+    return read_trace(folder, chosen.mesh)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "expert=2 recompute=layer",
+        "data=2 tensor=2 micro=2",
+        "data=4 expert=2 pipeline=2 micro=2 schedule=zb-h1",
+        "expert=4 expert.capacity=4",
+    ],
+)
+def test_a_trace_has_the_rows_of_each_expert(plan: str, tmp_path: Path) -> None:
+    (first, second) = traced(plan, tmp_path)
+    expected = [torch.bincount(ids.flatten(), minlength=EXPERTS).tolist() for ids in choices()]
+    assert first.experts == {f"layers.{i}.experts": ExpertLoad(tuple(rows)) for i, rows in enumerate(expected)}
+    assert [sum(load.rows) for load in second.experts.values()] == [ROWS * TOP] * 2
+
+
+def test_a_trace_has_the_rows_that_are_dropped(tmp_path: Path) -> None:
+    load = traced("expert=2 expert.capacity=0.5", tmp_path)[0].experts["layers.0.experts"]
+    room = pair_rows(ROWS // 2 * TOP, 2, 0.5)
+    of_ranks = [(ids // (EXPERTS // 2)).flatten() for ids in choices()[0].chunk(2)]
+    sent = [int((targets == part).sum()) for targets in of_ranks for part in range(2)]
+    assert load.dropped == sum(max(num - room, 0) for num in sent) > 0
+    message = write_report(tmp_path, tmp_path / "page.html")
+    assert message.startswith("wrote")
+    page = (tmp_path / "page.html").read_text()
+    assert f"of {2 * ROWS * TOP} rows dropped (" in page and "layers.1.experts: the fullest of 4 gets" in page
+    assert "rows of each expert, relative to the mean of its mixture" in page
 
 
 def test_slots_by_hand() -> None:
@@ -239,6 +336,20 @@ def test_experts_that_are_not_found_are_named() -> None:
     with pytest.raises(PlanError, match=re.escape("layouts=, such as {'*.experts.*': 'expert, -, -'}")):
         each.verify("expert=2")
     assert each.verify("expert=2", layouts={"up": "expert, -, -"}).ok
+
+
+def test_rows_that_are_counted_by_hand() -> None:
+    # Two ranks with experts 0 and 1; rank 0 sends one row for its expert 0 and two for 1, rank 1 one for expert 1.
+    sent, received = torch.tensor([1, 2, 0, 0]), torch.tensor([1, 2, 0, 1])
+    counts = rank_counts(sent, received, 2)
+    assert counts.tolist() == [[3, 0], [3, 1]]
+    order, places, ends = arrived_order(received, counts, 99)
+    assert (order.tolist(), places.tolist(), ends.tolist()) == ([0, 1, 2, 3], [0, 1, 2, 3], [1, 4])
+    nothing = rank_counts(torch.zeros(4), torch.zeros(4), 2)
+    assert [each.numel() for each in arrived_order(torch.zeros(4).long(), nothing, 99)] == [0, 0, 2]
+    rows = torch.tensor([[5.0], [7.0]])
+    assert return_rows(rows, torch.tensor([1, 2, 0])).tolist() == [[7.0], [0.0], [5.0]]
+    assert return_rows(rows[:0], torch.tensor([0, 1])).tolist() == [[0.0], [0.0]]
 
 
 def test_experts_that_the_axis_does_not_divide() -> None:

@@ -187,7 +187,7 @@ def test_ranks_record_every_action_of_a_pipeline(tmp_path: Path) -> None:
     assert TracedComm.__name__ not in comms
     plan = read_plan(tmp_path)
     assert plan is not None and plan.schedule is not None and plan.num_ranks == 4
-    steps = read_trace(tmp_path, 4)
+    steps = read_trace(tmp_path, plan.mesh)
     assert [step.step for step in steps] == list(range(3, NUM_STEPS + 3))
     for step in steps:
         for rank, place in enumerate(plan.places()):
@@ -205,7 +205,7 @@ def test_ranks_record_every_action_of_a_pipeline(tmp_path: Path) -> None:
 
 def test_without_a_pipeline_a_microbatch_is_a_forward_and_a_backward(tmp_path: Path) -> None:
     train("data=2 zero=1 micro=2", tmp_path)
-    (first, last) = read_trace(tmp_path, 2)
+    (first, last) = read_trace(tmp_path, Mesh((("data", 2),)))
     assert (first.step, last.step) == (1, 2)
     for rank in range(2):
         spans = sorted(last.trace.of_rank(rank), key=lambda s: s.start)

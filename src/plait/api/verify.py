@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from plait.api.trainer import Trainer
 from plait.backends.choose import graphs_of
+from plait.backends.expert_counts import Counts, read_counts
+from plait.backends.recorder import TraceRecorder
 from plait.comm.protocol import World
 from plait.comm.thread_world import alone, run_ranks
 from plait.compile.capture.batch import batch_tensors, map_batch
@@ -31,6 +33,7 @@ from plait.engine.loss_scale import FIRST_SCALE
 from plait.engine.model_copy import Twin, preserved
 from plait.engine.optimizers import OptimizerFactory, make_optimizer
 from plait.engine.setup_checks import check_given, check_plan, check_step, place_of_threads
+from plait.engine.trace_folder import loads_of_ranks
 from plait.errors import CaptureError, LossError, PlaitError, PlanError, Refusal
 from plait.integrations.servers.served_check import ServedCheck
 from plait.optim.combined import CombinedOptimizer
@@ -46,6 +49,7 @@ from plait.reference.differences import (
 )
 from plait.reference.local_sgd import SerialReplicas
 from plait.reference.one_device import one_device_step, stale_step
+from plait.spec.trace import ExpertLoad
 
 _HEADROOM = 2.0**4  # of the loss scale in fp16: one rank's term of a sum may be larger than the sum
 
@@ -91,9 +95,10 @@ class Verifier:
         program = compiled.program
         graphs_of(program)  # what does not compile is found before there are ranks
         reference, again = self._reference(plan, program, compiler)
-        mine = self._run_plan(plan, compiler, min(reference.scale, again[0].scale) / _HEADROOM)
+        mine, load = self._run_plan(plan, compiler, min(reference.scale, again[0].scale) / _HEADROOM)
         rules, bits = sorted(compiled.without_rule), _value_bits(program)
-        return compare(reference, mine, again, plan, tolerance, rules, bits)
+        report = compare(reference, mine, again, plan, tolerance, rules, bits)
+        return replace(report, rows=sum(load.rows), dropped=load.dropped)
 
     def _verify_served(self, plan: Plan, compiler: Compiler, layouts: Annotations | None, tolerance: float) -> Report:
         check = ServedCheck(
@@ -139,12 +144,17 @@ class Verifier:
             )
             raise
 
-    def _run_plan(self, plan: Plan, compiler: Compiler, scale: float) -> RunResult:
+    def _run_plan(self, plan: Plan, compiler: Compiler, scale: float) -> tuple[RunResult, ExpertLoad]:
+        """The run, and the rows of experts if they have a capacity."""
+        counts: dict[int, Counts] = {}
+
         def rank(world: World) -> RunResult:
             trainer = Trainer(
                 compiler.model, compiler.loss_fn, self.optimizer, plan,
                 seed=self.seed, clip_norm=self.clip_norm, world=world, compiler=compiler, on_nan="warn",
             )  # fmt: skip
+            if plan.expert_capacity is not None:
+                trainer.engine.recorder = TraceRecorder(world)
             if trainer.state.loss_scale is not None:
                 trainer.state.loss_scale.value = scale
             gradients: dict[str, Tensor] = {}
@@ -155,15 +165,22 @@ class Verifier:
                 losses.append(float(loss))
                 outputs.append(aux)
                 gradients = found or gradients
+                if trainer.engine.recorder is not None:
+                    counts[world.rank] = [*counts.get(world.rank, []), *trainer.engine.recorder.steps[-1].counts]
+            if trainer.engine.recorder is not None:
+                trainer.engine.recorder.close()
             replica = trainer.executor
             parameters = {n: replica.whole(n, replica.local(n)).clone() for n in replica.layouts}
             return RunResult(losses, gradients, parameters, replica.buffers, outputs=outputs[0])
 
         with self._preserved():
             if plan.backend != "torch":
-                return rank(alone(plan.process_mesh))
+                return rank(alone(plan.process_mesh)), ExpertLoad(())
             device = next((p.device for p in compiler.model.parameters() if not p.is_meta), "cpu")
-            return run_ranks(plan.mesh, rank, device=device, algorithm=plan.allreduce, strict=True)[0]
+            mine = run_ranks(plan.mesh, rank, device=device, algorithm=plan.allreduce, strict=True)[0]
+        loads = loads_of_ranks(((rank, read_counts(each)) for rank, each in sorted(counts.items())), plan.mesh).values()
+        rows, dropped = sum(sum(each.rows) for each in loads), sum(each.dropped for each in loads)
+        return mine, ExpertLoad((rows,), dropped)
 
     def _batch_of_reference(self, compiler: Compiler, program: RankProgram) -> Any:
         """The batch of the run on one device: as it was given, also if the plan pads it, except that random numbers,

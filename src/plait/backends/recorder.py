@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from plait.backends.expert_counts import Counts, ExpertCounter
 from plait.comm.device import Event, bytes_allocated, is_host, synchronize
 from plait.comm.protocol import World
 from plait.comm.traced_comm import clock_offset, trace_comms, untrace_comms
@@ -37,12 +38,14 @@ Row = tuple[str, str, Any, Any, int, Any]  # kind, name, start, end, bytes, acti
 
 @dataclass
 class StepRows:
-    """One step: its spans as rows, samples of memory as (nanoseconds, reading), and the bytes sent to each rank."""
+    """One step: its spans as rows, samples of memory as (nanoseconds, reading), the bytes sent to each rank, and the
+    rows of experts."""
 
     step: int
     rows: list[Row]
     memory: list[tuple[int, Any]]
     sent: dict[int, int] = field(default_factory=dict)
+    counts: Counts = field(default_factory=list)
 
 
 class TraceRecorder:
@@ -63,6 +66,7 @@ class TraceRecorder:
         self._span = _Span if is_host(world.device) else _DeviceSpan
         self._statm = os.open("/proc/self/statm", os.O_RDONLY) if os.path.exists("/proc/self/statm") else None
         self._sent: Counter[int] = Counter()
+        self._experts = ExpertCounter()
         trace_comms(world, self)
 
     def span(self, kind: str, name: str, action: Any = None, num_bytes: int = 0) -> Any:
@@ -95,8 +99,13 @@ class TraceRecorder:
                 copy.call_function(self.begin_backward)
         return copy
 
+    def with_expert_counts(self, graph: Graph) -> Graph:
+        """A graph that counts the rows of experts too (backends/expert_counts.py)."""
+        return self._experts.with_counts(graph)
+
     def begin(self) -> None:
         """Begin a step. Of the rows since the last step, only the wait for the batch belongs to this one."""
+        self._experts.take()
         del self._memory[:]
         self.rows = [row for row in self.rows if row[0] == NEXT_BATCH][-1:]
         self._sent = self._count()
@@ -105,7 +114,8 @@ class TraceRecorder:
         """End the step of this number and keep its rows."""
         sent = self._count()
         sent.subtract(self._sent)
-        self.steps.append(StepRows(step, self.rows, self._memory, {to: n for to, n in sorted(sent.items()) if n}))
+        found = {to: n for to, n in sorted(sent.items()) if n}
+        self.steps.append(StepRows(step, self.rows, self._memory, found, self._experts.take()))
         self.rows, self._memory = [], []
 
     def sample(self, now: int) -> None:
@@ -132,7 +142,7 @@ class TraceRecorder:
                 for kind, name, start, end, num_bytes, action in each.rows
             ]
             memory = [(time(at), _bytes(value)) for at, value in each.memory]
-            found.append(StepRows(each.step, rows, memory, each.sent))
+            found.append(StepRows(each.step, rows, memory, each.sent, each.counts))
         return found
 
     def close(self) -> None:

@@ -143,6 +143,9 @@ class _WithAlgorithm:
     def all_to_all(self, tensor: torch.Tensor) -> Work:
         return self._comm.all_to_all(tensor)
 
+    def all_to_all_rows(self, tensor: torch.Tensor, counts: torch.Tensor) -> Work:
+        return self._comm.all_to_all_rows(tensor, counts)
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         return self._comm.broadcast(tensor, root)
 

@@ -71,7 +71,8 @@ class DryRunWorld:
 
 
 class DryRunProcessGroupComm(ProcessGroupComm):
-    """A ProcessGroupComm that sends nothing. Of memory that a group shares, each rank counts its part."""
+    """A ProcessGroupComm that sends nothing. Of memory that a group shares, each rank counts its part. As many rows
+    arrive in `all_to_all_rows` as are sent."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int, meter: Meter) -> None:
         super().__init__(ranks, rank, None, meter.device)
@@ -82,6 +83,9 @@ class DryRunProcessGroupComm(ProcessGroupComm):
         self._counted.append(torch.empty(-(-num_bytes // self.size), dtype=torch.uint8))
         with self._meter.paused():
             return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def all_to_all_rows(self, tensor: torch.Tensor, counts: torch.Tensor) -> Work:
+        return self.all_to_all(tensor)
 
     def recv(self, like: torch.Tensor, source: int, tag: int = 0) -> Work:
         with self._meter.labelled(ACTIVATIONS):

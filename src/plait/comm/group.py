@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -25,6 +26,11 @@ def reduce_terms(terms: Sequence[torch.Tensor], op: str, out: torch.Tensor | Non
     for term in others:
         reduce(wide, term, out=wide)
     return wide.to(first.dtype) if out is None else out.copy_(wide)
+
+
+def row_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a row of dim 0."""
+    return math.prod(tensor.shape[1:]) * tensor.element_size()
 
 
 def chunk(num: int, size: int, index: int) -> tuple[int, int]:
@@ -69,6 +75,12 @@ class GroupComm:
         kept = [chunk(n, size, i % size) for i in (rank + 1, rank + 2)]
         self.count_ring((2 * n - sum(end - start for start, end in kept)) * tensor.element_size())
 
+    def count_rows(self, tensor: torch.Tensor, sent: Sequence[int]) -> None:
+        """As many rows of the tensor to each other rank."""
+        for i, num in enumerate(sent):
+            if i != self.rank:
+                self.links.count(self.ranks[i], num * row_bytes(tensor))
+
     def count_broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Every rank passes the tensor to its neighbour, except the last one before the root."""
         if (self.rank + 1) % self.size != root:
@@ -100,6 +112,9 @@ class AloneComm(GroupComm):
 
     def all_to_all(self, tensor: torch.Tensor) -> Done:
         return Done(tensor.detach().clone())
+
+    def all_to_all_rows(self, tensor: torch.Tensor, counts: torch.Tensor) -> Done:
+        return Done(tensor.detach()[: int(counts[0, 0])].clone())
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Done:
         return Done(tensor.detach().clone())

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from plait.comm.device import is_host
-from plait.comm.group import HALF, Done, GroupComm, reduce_terms
+from plait.comm.group import HALF, Done, GroupComm, reduce_terms, row_bytes
 from plait.comm.monitor import Late, Monitor
 from plait.comm.protocol import Take, Work
 from plait.comm.sharing import share_file
@@ -149,6 +149,19 @@ class ProcessGroupComm(GroupComm):
                 self.links.count(rank, tensor.nbytes // self.size)
         out, flat = _bytes(result), _bytes(tensor)
         return self._run("all_to_all", result, lambda: _all_to_all(out, flat, group=self._group, async_op=True))
+
+    def all_to_all_rows(self, tensor: torch.Tensor, counts: torch.Tensor) -> Work:
+        sent, received = counts.tolist()
+        self.count_rows(tensor, sent)
+        result, width = tensor.new_empty((sum(received), *tensor.shape[1:])), row_bytes(tensor)
+        out, flat = _bytes(result), _bytes(tensor[: sum(sent)])
+        arriving, leaving = ([num * width for num in nums] for nums in (received, sent))
+
+        def start() -> Any:
+            return _all_to_all(out, flat, arriving, leaving, group=self._group, async_op=True)
+
+        what = f"all_to_all_rows of {list(tensor.shape[1:])} among ranks {list(self.ranks)}"
+        return self._started(what, start, result) if width else Done(result)  # others may have rows
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         result = tensor.detach().clone()

@@ -86,6 +86,11 @@ class Comm(Protocol):
     def all_to_all(self, tensor: torch.Tensor) -> Work:
         """Row i of a [size, *shape] tensor goes to rank i; row j of the result came from rank j."""
 
+    def all_to_all_rows(self, tensor: torch.Tensor, counts: torch.Tensor) -> Work:
+        """As many rows of dim 0 to each rank as there are for it. `counts` is int64 [2, size] in host memory: the first
+        counts[0, 0] rows go to rank 0, the next counts[0, 1] to rank 1; the result has counts[1, j] rows from rank j,
+        in the order of ranks. Rows after those that are counted are not sent."""
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         """The root's tensor, on every rank. Other ranks pass one of the same shape and dtype."""
 

@@ -24,7 +24,7 @@ _CALLS = 32
 NUM_CALLS = 256  # most collectives that may be unconsumed
 MAIL = _CALLS + 4 * NUM_CALLS
 
-_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
+_NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier", "all_to_all_rows")
 _OPS = ("", "sum", "max", "min")
 _FIRST_SIZE = 1 << 20
 
@@ -76,14 +76,15 @@ class Reader:
         self.rank, self.size, self.ranks, self.links = group.rank, group.size, group.ranks, group.links
         self.peers = [i for i in range(group.size) if i != group.rank]
 
-    def block(self, i: int, seq: int, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """The flat block of rank i for collective `seq`. Raises WorldError if that rank called another collective."""
+    def block(self, i: int, seq: int, num_elements: int, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
+        """The flat block of rank i for collective `seq`, from byte `start` on. Raises WorldError if that rank called
+        another collective."""
         peer, own = self.segments[i].words, self.segments[self.rank].words
         offset = offset_of(peer, own, seq)
         if offset is None:
             here, there = self.ranks[self.rank], self.ranks[i]
             raise WorldError(f"rank {here} called {call_text(own, seq)}, rank {there} {call_text(peer, seq)}")
-        return self.segments[i].view(offset, num_elements, dtype)
+        return self.segments[i].view(offset + start, num_elements, dtype)
 
     def count(self, i: int, num_bytes: int) -> None:
         """Count bytes read from a peer as sent to it, because it reads as many from this rank."""
@@ -152,6 +153,31 @@ def exchange(reader: Reader, seq: int, rows: torch.Tensor, shape: torch.Size) ->
     for i in range(reader.size):
         out[i].copy_(_row(reader, i, seq, rows))
     return out.view(shape)
+
+
+def table_bytes(size: int) -> int:
+    """Bytes of the numbers of rows for each of `size` ranks, which precede rows in a block."""
+    return -(-8 * size // 64) * 64
+
+
+def exchange_rows(reader: Reader, seq: int, mine: torch.Tensor, received: list[int], width: int) -> Steps:
+    """All-to-all of rows of `width` elements: from every rank those after the ones for lower ranks. `mine` are this
+    rank's own."""
+    yield POSTED
+    form = mine.shape[1:]
+    out = mine.new_empty((sum(received), *form))
+    for i, into in enumerate(out.split(received)):
+        if i == reader.rank:
+            into.copy_(mine)
+            continue
+        nums = reader.block(i, seq, reader.size, torch.int64).tolist()
+        if nums[reader.rank] != len(into):
+            here, there = reader.ranks[reader.rank], reader.ranks[i]
+            raise WorldError(f"rank {here} expects {len(into)} rows, rank {there} sends {nums[reader.rank]}")
+        if into.numel():
+            start = table_bytes(reader.size) + sum(nums[: reader.rank]) * width * mine.element_size()
+            into.copy_(reader.block(i, seq, into.numel(), mine.dtype, start).view(into.shape))
+    return out
 
 
 def take_from(reader: Reader, seq: int, root: int, flat: torch.Tensor, shape: torch.Size) -> Steps:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 
 from plait.comm import shared_memory_collectives as collectives
-from plait.comm.group import Done, GroupComm, chunk
+from plait.comm.group import Done, GroupComm, chunk, row_bytes
 from plait.comm.mailbox import Letter, Mailbox
 from plait.comm.monitor import Late, Monitor
 from plait.comm.peer_wait import PeerWait
@@ -157,6 +157,21 @@ class SharedMemoryComm(GroupComm):
         rows = tensor.detach().view(self.size, -1)
         seq = self._describe_rows("all_to_all", "", rows)
         return self._start(seq, collectives.exchange(self._reader, seq, rows, tensor.shape))
+
+    def all_to_all_rows(self, tensor: torch.Tensor, counts: torch.Tensor) -> _Pending:
+        sent, received = counts.tolist()
+        self.count_rows(tensor, sent)
+        rows = tensor.detach()[: sum(sent)]
+        start, width = collectives.table_bytes(self.size), row_bytes(tensor) // tensor.element_size()
+        form = tensor.new_empty(tensor.shape[1:], device="meta")  # what is the same on all ranks
+        seq, offset = self._describe("all_to_all_rows", "", form, start + rows.nbytes)
+        self._own.view(offset, self.size, torch.int64).copy_(counts[0])
+        first, last = sum(sent[: self.rank]), sum(sent[: self.rank + 1])
+        if rows.numel():
+            own = self._own.view(offset + start, rows.numel(), rows.dtype).view(rows.shape)
+            own[:first].copy_(rows[:first])
+            own[last:].copy_(rows[last:])
+        return self._start(seq, collectives.exchange_rows(self._reader, seq, rows[first:last], received, width))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> _Pending:
         flat = tensor.detach().view(-1)

@@ -184,9 +184,10 @@ class StrictComm(ThreadComm):
         combine: Combine,
         pick: int | None = None,
         own: Own = torch.clone,
+        shape: tuple[int, ...] | None = None,
     ) -> ThreadWork:
         mine: Own = own if pick is None else lambda result: result[pick].clone()
-        return self._enqueue((name, detail), None, tensor.detach(), combine, mine)
+        return self._enqueue((name, detail), None, tensor.detach(), combine, mine, shape)
 
     def _message(self, tensor: Tensor, source: int, to: int, tag: int) -> ThreadWork:
         ends = (self.ranks[source], self.ranks[to])
@@ -195,9 +196,15 @@ class StrictComm(ThreadComm):
         return self._enqueue(("send/recv", f"tag {tag}"), ends, tensor, combine, own)
 
     def _enqueue(
-        self, what: tuple[str, str], ends: tuple[int, int] | None, tensor: Tensor, combine: Combine, own: Own
+        self,
+        what: tuple[str, str],
+        ends: tuple[int, int] | None,
+        tensor: Tensor,
+        combine: Combine,
+        own: Own,
+        shape: tuple[int, ...] | None = None,
     ) -> ThreadWork:
-        call = (*what, self._axis, tensor.dtype, tuple(tensor.shape))
+        call = (*what, self._axis, tensor.dtype, tuple(tensor.shape) if shape is None else shape)
         me = self.ranks[self.rank]
         communicator = (self._axis, ends or self.ranks)
         meeting = self._queues.enqueue(communicator, call, me, ends, tensor, combine, own)

@@ -270,6 +270,22 @@ class ThreadComm(GroupComm):
                 self.links.count(rank, tensor.nbytes // self.size)
         return self._meet("all_to_all", "", tensor, lambda tensors: torch.stack(tensors, 1), pick=self.rank)
 
+    def all_to_all_rows(self, tensor: torch.Tensor, counts: torch.Tensor) -> ThreadWork:
+        sent, received = counts.tolist()
+        self.count_rows(tensor, sent)
+        table = self._meet("all_to_all_rows", "counts", counts[0], torch.stack)
+        form = (0, *tensor.shape[1:])
+        work = self._meet("all_to_all_rows", "", tensor[: sum(sent)], torch.cat, own=_as_it_is, shape=form)
+
+        def finish() -> torch.Tensor:
+            nums = table.wait()
+            assert nums[:, self.rank].tolist() == received, "ranks count rows differently"
+            starts = (nums.flatten().cumsum(0) - nums.flatten()).view_as(nums)[:, self.rank].tolist()
+            rows = work.wait()
+            return torch.cat([rows[start : start + num] for start, num in zip(starts, received, strict=True)])
+
+        return ThreadWork(finish)
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> ThreadWork:
         self.count_broadcast(tensor, root)
         return self._meet("broadcast", f"root {root}", tensor, lambda tensors: tensors[root].clone())
@@ -295,11 +311,13 @@ class ThreadComm(GroupComm):
         combine: Combine,
         pick: int | None = None,
         own: Own = torch.clone,
+        shape: tuple[int, ...] | None = None,
     ) -> ThreadWork:
+        """Join a collective. All ranks bring tensors of one shape, or name the same `shape`."""
         tensor = tensor.detach()
         key = (self.ranks, self._axis, self._num_calls[""])
         self._num_calls[""] += 1
-        call = (name, detail, self._axis, tensor.dtype, tuple(tensor.shape))
+        call = (name, detail, self._axis, tensor.dtype, tuple(tensor.shape) if shape is None else shape)
         meetings = self._meetings
         meeting = meetings.bring(key, call, self.ranks, self.rank, tensor, combine)
 

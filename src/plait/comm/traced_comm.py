@@ -16,7 +16,7 @@ from plait.comm.sharing import host_name
 # The kind of span of each collective (spec.trace.KINDS).
 KIND_OF = {
     "all_reduce": "reduce", "reduce_scatter": "reduce", "all_gather": "gather", "all_to_all": "wait",
-    "broadcast": "wait",
+    "all_to_all_rows": "wait", "broadcast": "wait",
 }  # fmt: skip
 _NUM_ROUNDS = 15
 
@@ -54,6 +54,9 @@ class TracedComm:
 
     def all_to_all(self, tensor: torch.Tensor) -> Work:
         return self._traced("all_to_all", tensor, (), {})
+
+    def all_to_all_rows(self, tensor: torch.Tensor, counts: torch.Tensor) -> Work:
+        return self._traced("all_to_all_rows", tensor, (counts,), {})
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         return self._traced("broadcast", tensor, (root,), {})

@@ -59,7 +59,7 @@ def _own_gradients(draft: Draft) -> None:
 
 
 def _group_experts(draft: Draft) -> None:
-    draft.graph = group_experts(draft.graph, draft.plan.expert_capacity or 0.0)
+    draft.graph = group_experts(draft.graph, draft.plan.expert_capacity or 0.0, draft.plan.fixed_rows)
 
 
 def _join_sums(draft: Draft) -> None:

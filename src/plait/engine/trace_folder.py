@@ -3,31 +3,35 @@
 RUN/plan.json          the plan and its axes; with a pipeline also the schedule and the edges between stage graphs
 RUN/costs.json         with a pipeline: the estimated costs of its stages, which `plait schedule --costs` also reads
 RUN/trace/rank-N.json  with a trace: the last steps of rank N, as nested spans in nanoseconds, samples of memory, and
-                       bytes sent
+                       bytes sent, and the rows of experts
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import os
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from plait.backends.eager.passes import eager_graphs
+from plait.backends.expert_counts import read_counts
 from plait.backends.recorder import TraceRecorder
 from plait.comm.protocol import World
 from plait.compile.compiled import Compiled
 from plait.compile.stage_costs import estimate_costs
 from plait.cost.costs import Costs, read_costs
 from plait.errors import DataError, PlaitError, PlanError
-from plait.plan.axes import stage_axis
+from plait.plan.axes import axis_kind, stage_axis
 from plait.schedule.readiness import Edges
 from plait.spec.mesh import Mesh
 from plait.spec.schedule import Schedule
-from plait.spec.trace import Sample, Span, Trace
+from plait.spec.trace import ExpertLoad, Sample, Span, Trace
 
 PLAN, COSTS, TRACE = "plan.json", "costs.json", "trace"
 
@@ -75,6 +79,7 @@ class Recorded:
     trace      nested spans, in seconds since the step began
     sent       bytes sent, by (sender, receiver)
     memory_of  what the memory samples measure: memory allocated on the device, or resident on the host
+    experts    the rows of each mixture of experts that plait has found, by module
     """
 
     step: int
@@ -82,6 +87,7 @@ class Recorded:
     trace: Trace
     sent: dict[tuple[int, int], int]
     memory_of: str
+    experts: dict[str, ExpertLoad]
 
 
 def write_plan(folder: Path, compiled: Compiled | None, world: World, plan: str) -> None:
@@ -109,7 +115,10 @@ def write_trace(folder: Path, recorder: TraceRecorder) -> None:
             [kind, name, start, end, num_bytes, action and action.micro, None if action is None else action.chunk]
             for kind, name, start, end, num_bytes, action in each.rows
         ]
-        steps.append({"step": each.step, "spans": rows, "memory": each.memory, "sent": each.sent})
+        experts = {name: [counts, dropped] for name, (counts, dropped) in read_counts(each.counts).items()}
+        steps.append({
+            "step": each.step, "spans": rows, "memory": each.memory, "sent": each.sent, "experts": experts,
+        })  # fmt: skip
     _make(folder / TRACE)
     text = json.dumps({"memory_of": recorder.memory_of, "steps": steps}, separators=(",", ":"))
     _write(folder / TRACE / f"rank-{recorder.rank}.json", text)
@@ -139,9 +148,10 @@ def read_plan(folder: Path) -> RunPlan | None:
         raise DataError(f"{path} cannot be read: {error}; it was written by `plait train`") from None
 
 
-def read_trace(folder: Path, num_ranks: int) -> list[Recorded]:
-    """Read the steps that all ranks have recorded, in order; empty if there is no trace. Raises DataError for a bad
-    file."""
+def read_trace(folder: Path, mesh: Mesh) -> list[Recorded]:
+    """Read the steps that all ranks of a mesh have recorded, in order; empty if there is no trace. Raises DataError for
+    a bad file."""
+    num_ranks = mesh.size
     files = [folder / TRACE / f"rank-{rank}.json" for rank in range(num_ranks)]
     present = [path for path in files if path.exists()]
     if not present:
@@ -161,13 +171,11 @@ def read_trace(folder: Path, num_ranks: int) -> list[Recorded]:
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"{path} is no trace of plait: {type(error).__name__}: {error}") from None
     return [
-        _step(number, ranks, num_ranks, memory_of)
-        for number, ranks in sorted(by_step.items())
-        if len(ranks) == num_ranks
+        _step(number, ranks, mesh, memory_of) for number, ranks in sorted(by_step.items()) if len(ranks) == num_ranks
     ]
 
 
-def _step(number: int, ranks: list[tuple[int, dict[str, Any]]], num_ranks: int, memory_of: str) -> Recorded:
+def _step(number: int, ranks: list[tuple[int, dict[str, Any]]], mesh: Mesh, memory_of: str) -> Recorded:
     begin = min((row[2] for _, step in ranks for row in step["spans"]), default=0)
     spans = tuple(
         Span(rank, kind, name, (start - begin) / 1e9, (end - begin) / 1e9, num_bytes, micro, chunk)
@@ -176,7 +184,25 @@ def _step(number: int, ranks: list[tuple[int, dict[str, Any]]], num_ranks: int, 
     )
     memory = tuple(Sample(rank, (at - begin) / 1e9, value) for rank, step in ranks for at, value in step["memory"])
     sent = {(rank, int(to)): count for rank, step in ranks for to, count in step["sent"].items()}
-    return Recorded(number, begin / 1e9, Trace(spans, num_ranks, memory), sent, memory_of)
+    experts = loads_of_ranks([(rank, step.get("experts", {})) for rank, step in ranks], mesh)
+    return Recorded(number, begin / 1e9, Trace(spans, mesh.size, memory), sent, memory_of, experts)
+
+
+def loads_of_ranks(ranks: Iterable[tuple[int, Mapping[str, Any]]], mesh: Mesh) -> dict[str, ExpertLoad]:
+    """The rows of each mixture over all ranks, from each rank's rows and dropped rows by mixture.
+
+    Ranks that share a part of the batch have the same rows, which count once, unless their counts differ: then each has
+    rows of its own.
+    """
+    found: dict[str, dict[tuple[tuple[int, ...], ExpertLoad], None]] = defaultdict(dict)
+    for rank, counts in ranks:
+        place = mesh.coordinates(rank)
+        part = tuple(
+            index for axis, index in place.items() if axis_kind(axis).cuts_rows or axis_kind(axis).cuts_sequence
+        )
+        for module, (rows, dropped) in counts.items():
+            found[module][part, ExpertLoad(tuple(rows), dropped)] = None
+    return {module: functools.reduce(operator.add, (load for _, load in parts)) for module, parts in found.items()}
 
 
 def _as_rows(costs: Costs) -> dict[str, Any]:

@@ -298,6 +298,12 @@ class Plan:
         return "disk" in (self.home_optimizer, self.home_parameters, self.home_activations)
 
     @property
+    def fixed_rows(self) -> bool:
+        """Whether rows travel to experts in parts of a fixed length, and not as many as there are: the plan says how
+        many, or code is compiled or memory set aside for their number."""
+        return self.expert_capacity is not None or self.compile != "none" or self.home_activations != "device"
+
+    @property
     def shares_parameters(self) -> bool:
         """Whether several ranks share the memory of parameters, of which each updates its part."""
         return self.central == "host" and self.mesh.axis_size(axes.zero_axis()) > 1

@@ -64,6 +64,8 @@ class Report:
         buffers: differences of buffers after the last step.
         without_rule: ops that ran on whole inputs because they have no sharding rule.
         outputs: differences of what the loss function returned beside the loss, in the first step.
+        rows: rows of all steps that had an expert, if the plan gives experts a capacity.
+        dropped: those of them that found no room, and had zero as the result of their expert.
     """
 
     plan: str
@@ -76,6 +78,8 @@ class Report:
     buffers: tuple[Difference, ...]
     without_rule: tuple[str, ...] = ()
     outputs: tuple[Difference, ...] = ()
+    rows: int = 0
+    dropped: int = 0
 
     @property
     def worst_gradient(self) -> Difference:
@@ -116,6 +120,12 @@ class Report:
             lines.append(f"worst buffer     {_worst(self.buffers)}")
         if self.without_rule:
             lines.append(f"without a rule   {', '.join(self.without_rule)} (run whole on every rank)")
+        if self.dropped:
+            capacity = f"expert.capacity={Plan.parse(self.plan).expert_capacity:g}"
+            lines.append(
+                f"dropped          {self.dropped:,} of {self.rows:,} rows that had an expert, by {capacity}; give a"
+                " larger one, or leave it out for none"
+            )
         bad = self.first_bad
         lines.append("ok" if bad is None else f"NOT EQUAL: {bad.name} differs by {bad.relative:.2e}")
         return "\n".join(lines)

@@ -9,7 +9,7 @@ import numpy as np
 
 from plait.cost.memory_model import human_bytes
 from plait.report.swimlane import plotly
-from plait.spec.trace import Sample, Trace
+from plait.spec.trace import ExpertLoad, Sample, Trace
 
 _FEW = 8  # up to this many ranks have a line each; more ranks are rows of a heat map
 _NUM_BINS = 240
@@ -103,6 +103,29 @@ def draw_links(sent: Mapping[tuple[int, int], int], num_ranks: int) -> Any:
         figure.update_xaxes(dtick=1)
         figure.update_yaxes(dtick=1)
     return _tidy(figure, 420)
+
+
+def draw_experts(loads: Mapping[str, ExpertLoad]) -> Any:
+    """A row for each mixture, a column for each expert: its rows over those of the mean expert of the mixture."""
+    go, _ = plotly()
+    names, most = list(loads), max(len(load.rows) for load in loads.values())
+    values = np.full((len(names), most), np.nan)
+    for row, load in enumerate(loads.values()):
+        values[row, : len(load.rows)] = load.relative
+    counts = [[f"{n:,}" for n in load.rows] + [""] * (most - len(load.rows)) for load in loads.values()]
+    figure = go.Figure(
+        go.Heatmap(
+            z=values, x=np.arange(most), y=names, colorscale="RdBu", reversescale=True, zmin=0, zmid=1, zmax=2,
+            xgap=1, ygap=1, text=counts, colorbar={"title": "of the mean", "thickness": 12},
+            hovertemplate="expert %{x} of %{y}: %{text} rows, %{z:.2f} of the mean<extra></extra>", hoverongaps=False,
+        )
+    )  # fmt: skip
+    figure.update_layout(
+        title={"text": "rows of each expert, relative to the mean of its mixture", "font": {"size": 15}}
+    )
+    figure.update_xaxes(title_text="expert", tickformat="d", showgrid=False)
+    figure.update_yaxes(autorange="reversed", showgrid=False, automargin=True)
+    return _tidy(figure, 160 + 22 * len(names))
 
 
 def draw_metrics(lines: Sequence[Mapping[str, Any]]) -> Any:

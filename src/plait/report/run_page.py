@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from plait.report.charts import draw_links, draw_metrics, draw_samples, draw_utilisation
+from plait.report.charts import draw_experts, draw_links, draw_metrics, draw_samples, draw_utilisation
 from plait.report.swimlane import MANY, SCRIPT, draw_swimlanes, pack_swimlanes
-from plait.spec.trace import Trace
+from plait.spec.trace import ExpertLoad, Trace
 
 MOST_SPANS = 200_000  # in one page; a page with more opens slowly
 _MEMORY = {
@@ -30,6 +30,7 @@ class StepView:
         predicted: its simulated trace, if the plan has a schedule.
         sent: bytes sent, by sending and receiving rank.
         memory_of: what the memory samples count: "held", "allocated" or "resident".
+        experts: the rows of each mixture of experts, by module.
     """
 
     step: int
@@ -37,6 +38,7 @@ class StepView:
     predicted: Trace | None
     sent: Mapping[tuple[int, int], int] = field(default_factory=dict)
     memory_of: str = "held"
+    experts: Mapping[str, ExpertLoad] = field(default_factory=dict)
 
     @property
     def num_spans(self) -> int:
@@ -100,7 +102,7 @@ def build_page(
     )
 
 
-_PLACES = ("swimlanes", "utilisation", "memory", "in-flight", "links")
+_PLACES = ("swimlanes", "utilisation", "memory", "in-flight", "experts", "links")
 _HELP = "Drag over a time to zoom into it, double-click to see all of it; point at a bar to read what it is."
 _STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 1.5em auto; max-width: 1500px; padding: 0 1.5em; color: #222 }
@@ -111,7 +113,7 @@ p { color: #555 } select { font: inherit; margin-right: 1em }
 """
 _SCRIPT = """
 const config = {displaylogo: false, responsive: true};
-const places = ["swimlanes", "utilisation", "memory", "in-flight", "links", "metrics"];
+const places = ["swimlanes", "utilisation", "memory", "in-flight", "experts", "links", "metrics"];
 let turn = 0;
 function draw(figures) {
   const mine = ++turn;
@@ -154,6 +156,8 @@ def _of_step(step: StepView) -> dict[str, Any]:
     ):
         if any(sample.value for sample in samples):
             figures[name] = draw_samples(samples, trace.num_ranks, trace.seconds, title, as_bytes)
+    if step.experts:
+        figures["experts"] = draw_experts(step.experts)
     if step.sent:
         figures["links"] = draw_links(step.sent, trace.num_ranks)
     found = {name: _rows(figure) for name, figure in figures.items()}

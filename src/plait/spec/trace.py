@@ -60,6 +60,30 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class ExpertLoad:
+    """The rows that the experts of a mixture get in one step, of all ranks and microbatches.
+
+    Attributes:
+        rows: for each expert, the rows that its router gives it.
+        dropped: those of them that found no room.
+    """
+
+    rows: tuple[int, ...]
+    dropped: int = 0
+
+    @property
+    def relative(self) -> tuple[float, ...]:
+        """The rows of each expert over those of the mean expert."""
+        mean = sum(self.rows) / len(self.rows)
+        return tuple(each / mean if mean else 0.0 for each in self.rows)
+
+    def __add__(self, other: ExpertLoad) -> ExpertLoad:
+        return ExpertLoad(
+            tuple(a + b for a, b in zip(self.rows, other.rows, strict=True)), self.dropped + other.dropped
+        )
+
+
+@dataclass(frozen=True)
 class Trace:
     """The spans of all ranks, with samples of the bytes that each holds and of its microbatches in flight, if known.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +33,7 @@ def write_report(run: Path, out: Path, perfetto: Path | None = None) -> str:
             f"{str(run)!r} is no run: it has neither {PLAN} nor {METRICS}; name the folder that `plait train` wrote"
             " into, its train.out, or that of Trainer(trace=...)"
         )
-    recorded = read_trace(run, plan.num_ranks) if plan is not None else []
+    recorded = read_trace(run, plan.mesh) if plan is not None else []
     predicted = None if plan is None else _predicted(plan, recorded)
     if perfetto is not None:
         if not recorded and predicted is None:
@@ -68,7 +70,19 @@ def _view(plan: RunPlan, recorded: Recorded, predicted: Trace | None) -> StepVie
         else:
             held = replace(held, memory=trace.memory)
         trace = held
-    return StepView(recorded.step, flattened(trace), predicted, recorded.sent, memory_of)
+    return StepView(recorded.step, flattened(trace), predicted, recorded.sent, memory_of, recorded.experts)
+
+
+def _loads(recorded: list[Recorded]) -> list[str]:
+    """A line for each mixture of experts, over all steps of the trace."""
+    found = []
+    for module in recorded[-1].experts if recorded else ():
+        load = functools.reduce(operator.add, (step.experts[module] for step in recorded))
+        text = f"{module}: the fullest of {len(load.rows)} gets {max(load.relative):.2f} times the rows of the mean"
+        total = sum(load.rows)
+        lost = f"{load.dropped:,} of {total:,} rows dropped ({load.dropped / total:.2%})" if load.dropped else ""
+        found.append(f"{text}; {lost or 'no row dropped'}")
+    return found
 
 
 def _facts(
@@ -94,6 +108,7 @@ def _facts(
         if len(shown) < len(recorded):
             text += f", of which the last {len(shown)} are in this page"
         found.append(("trace", f"{text}; median step {statistics.median(seconds) * 1e3:.4g} ms"))
+    found += [("experts", line) for line in _loads(recorded)]
     if predicted is not None and seconds:
         ratio = statistics.median(seconds) / predicted.seconds - 1
         found.append((

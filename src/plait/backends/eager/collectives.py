@@ -166,6 +166,13 @@ def _to_neighbours(comm: Comm, to_next: Tensor, to_previous: Tensor) -> tuple[Te
     return left, right
 
 
+@carries_out(comm_ops.exchange_rows)
+def exchange_rows(world: World, tensor: Tensor, axis: str, counts: Tensor, back: bool) -> Tensor:
+    """The first counts[0, i] rows, those after them, and so on, go to ranks i; the result has counts[1, j] rows from
+    rank j."""
+    return world.comm(axis).all_to_all_rows(tensor.contiguous(), counts.flip(0) if back else counts).wait()
+
+
 @carries_out(comm_ops.broadcast)
 def broadcast(world: World, tensor: Tensor, axis: str, root: int) -> Tensor:
     """Only(root) -> whole. Other ranks than the root pass any tensor of the shape."""

@@ -39,7 +39,7 @@ class PipelineProgram:
         self.program = program
         self.world = world
         self.pipeline = program.pipeline
-        self._cells = Program(program, graphs, world, offload)
+        self._cells = Program(program, graphs, world, offload, recorder)
         self.comm = world.comm(stage_axis())
         self._offload = offload
         # Gradients that are offloaded once they are summed.

@@ -124,8 +124,10 @@ class Program:
         """The function of a graph, the graph, and (kind, name) of each argument after the World."""
         if turn not in self._turns:
             graph = graph_of_rank(self._graphs[turn], self._coordinates)
-            if self._recorder is not None and self.program.pipeline is None:
-                graph = self._recorder.with_backward_mark(graph)
+            if self._recorder is not None:
+                graph = self._recorder.with_expert_counts(graph)
+                if self.program.pipeline is None:
+                    graph = self._recorder.with_backward_mark(graph)
             captured = {i.node: (i.kind, i.name) for i in self.program.captured.inputs}
             inputs = [
                 captured.get(node.name) or (info_of(node).kind, info_of(node).name)

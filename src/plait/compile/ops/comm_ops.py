@@ -60,6 +60,8 @@ reduce_scatter = CommOp("reduce_scatter")  # (tensor, axis, dim, blocks): partia
 shard = CommOp("shard")  # (tensor, axis, dim, blocks): whole -> Shard(dim, blocks), this rank's part; nothing is sent
 all_to_all = CommOp("all_to_all")  # (tensor, axis, dim, blocks, to_dim, to_blocks): Shard -> Shard on another dim
 exchange = CommOp("exchange")  # (tensor, axis): of as many equal parts of dim 0 as there are ranks, part i to rank i
+# (tensor, axis, counts, back): rows of dim 0 to each rank, counts[0] of them; counts[1] arrive. `back`: the reverse
+exchange_rows = CommOp("exchange_rows")
 broadcast = CommOp("broadcast")  # (tensor, axis, root): Only(root) -> whole; other ranks pass any tensor of the shape
 constrain = CommOp("constrain")  # (tensor) -> the tensor, in the placement that is fixed for the call
 # (query, key, value, axis, ring, mask) -> output, log-sum-exp; each Shard(2, blocks), of a mask the rows of the queries
@@ -237,6 +239,10 @@ register(
         communicates=Communication(CollectiveKind.ALL_TO_ALL),
         memory=_ARRIVES,
     ),
+)
+register(
+    exchange_rows,
+    spec=OpSpec(moves=True, communicates=Communication(CollectiveKind.ALL_TO_ALL), memory=_ARRIVES),
 )
 register(shard, spec=OpSpec(factors=_factors(2), strategies=_nested, linear=first_operand, emit=_emit, moves=True))
 register(

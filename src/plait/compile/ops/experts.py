@@ -152,10 +152,59 @@ def expert_slots(ids: Tensor, num_experts: int, parts: int, room: int) -> tuple[
 
 
 def return_rows(rows: Tensor, slots: Tensor) -> Tensor:
-    """The row of each place in `slots`; zero for a row that was not sent."""
+    """The row of each place in `slots`; zero for a row that was not sent, whose place is len(rows) or more."""
     nowhere = len(rows)
+    if nowhere == 0:
+        return rows.new_zeros(len(slots), *rows.shape[1:])
     out = rows.index_select(0, slots.clamp(max=nowhere - 1))
-    return out.masked_fill_(_by_row(slots == nowhere, out.ndim), 0)
+    return out.masked_fill_(_by_row(slots >= nowhere, out.ndim), 0)
+
+
+# ---- as many rows as there are ----
+
+
+def expert_counts(ends: Tensor) -> Tensor:
+    """The number of rows of each expert, [E], from the end of each expert's rows."""
+    return torch.diff(ends, prepend=ends.new_zeros(1))
+
+
+@torch.library.custom_op("plait::rank_counts", mutates_args=())
+def rank_counts(sent: Tensor, received: Tensor, parts: int) -> Tensor:
+    """How many rows travel, [2, parts] in host memory: to each rank, and from each. `sent` has the number of rows for
+    each expert, in the order of the ranks that have them, `received` that from each rank for each expert of this
+    rank. The host waits for both."""
+    return torch.stack([sent, received]).view(2, parts, -1).sum(2).cpu()
+
+
+@rank_counts.register_fake
+def _(sent: Tensor, received: Tensor, parts: int) -> Tensor:
+    return torch.empty(2, parts, dtype=torch.int64)
+
+
+@torch.library.custom_op("plait::arrived_order", mutates_args=())
+def arrived_order(received: Tensor, counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What `expert_order` returns, of rows that have arrived: from each rank some for each expert of this rank, sorted
+    by expert.
+
+    Args:
+        received: the number of rows from each rank for each expert.
+        counts: what `rank_counts` returns, in host memory.
+        num_rows: how many rows arrive if each rank has as many as any other.
+    """
+    parts, num_experts = counts.shape[1], len(received) // counts.shape[1]
+    expert = torch.arange(num_experts, device=received.device).repeat(parts)
+    return expert_order(expert.repeat_interleave(received, output_size=int(counts[1].sum())), num_experts)
+
+
+@arrived_order.register_fake
+def _(received: Tensor, counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    order, ends = received.new_empty(num_rows), received.new_empty(len(received) // counts.shape[1])
+    return order, torch.empty_like(order), ends
+
+
+def num_rows_of(rows: Tensor) -> int:
+    """The number of rows that have arrived."""
+    return len(rows)
 
 
 # ---- in the order of the tokens ----
@@ -297,7 +346,12 @@ register(EXPERT_OUTER, spec=_spec(einsum("s k, s n, s -> E k n"), [(0,), (1,)]))
 register(EXPERT_ROWS, EXPERT_SUMS, spec=_spec(_rows_factors, [(0,)]))
 GROUPED_MM, GROUPED_OUTER = grouped_mm._opoverload, grouped_outer._opoverload
 register(GROUPED_MM, GROUPED_OUTER, spec=OpSpec(weighted=True))
-register(expert_order, expert_slots, take_rows, return_rows, grouped_rows, grouped_sums, spec=OpSpec())
+ARRIVED_ORDER, RANK_COUNTS = arrived_order._opoverload, rank_counts._opoverload
+register(
+    expert_order, expert_slots, expert_counts, take_rows, return_rows, grouped_rows, grouped_sums, num_rows_of,
+    ARRIVED_ORDER, spec=OpSpec(),
+)  # fmt: skip
+register(RANK_COUNTS, spec=OpSpec(ties=True))
 
 
 @register_flop_formula([EXPERT_MM.overloadpacket, GROUPED_MM.overloadpacket])

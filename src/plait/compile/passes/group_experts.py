@@ -8,9 +8,12 @@ Calls of a model's experts follow each other: a product, an activation function,
 them, and works on each row by itself, stays with the experts; rows are sent to them once and back once, in the forward
 pass and in the backward pass (Lepikhin et al. 2020, "GShard"; Rajbhandari et al. 2022, "DeepSpeed-MoE").
 
-Rows travel in equal parts of a fixed length, so that nothing has to wait for how many there are. Without a `capacity`
+With `fixed` shapes rows travel in equal parts, so that nothing has to wait for how many there are. Without a `capacity`
 a part has room for all rows of a rank, and none is lost. With one it has room for `capacity` times the rows that it
 would have if all experts got the same number, and a row beyond that has zero as the result of its expert.
+
+Else the rows that there are travel, and the host waits for their number once for each mixture. Values between are then
+as long as there are rows; the graph has them as they are if all ranks get the same number.
 """
 
 from __future__ import annotations
@@ -56,11 +59,11 @@ class ExpertRoute:
     parts: int
 
 
-def group_experts(graph: Graph, capacity: float = 0.0) -> Graph:
+def group_experts(graph: Graph, capacity: float = 0.0, fixed: bool = True) -> Graph:
     """Write out the calls of experts of a local graph. Returns another graph, or the same if there are none."""
     if not any(node.target in _PRODUCTS for node in graph.nodes):
         return graph
-    found = _Grouper(graph, capacity).run()
+    found = _Grouper(graph, capacity, fixed).run()
     found.eliminate_dead_code()
     found.lint()
     return found
@@ -84,13 +87,14 @@ def _row_inputs(node: Node) -> list[Node]:
 
 
 class _Grouper:
-    def __init__(self, graph: Graph, capacity: float) -> None:
+    def __init__(self, graph: Graph, capacity: float, fixed: bool) -> None:
         self.graph = graph
         self.capacity = capacity
+        self.fixed = fixed
         self.b = LocalBuilder("", 1, memo_of(graph))
         self.natural: dict[Node, Any] = {}  # old node -> new node, rows in the order of the tokens
         self.grouped: dict[Node, Node] = {}  # old node -> new node, rows with their experts
-        self.routes: dict[ExpertRoute, _Written] = {}
+        self.routes: dict[ExpertRoute, _Route] = {}
         self.sent: dict[tuple[Node, ExpertRoute], Node] = {}
         self.follows = self._find_followers()
 
@@ -151,11 +155,17 @@ class _Grouper:
             self.sent[key] = self._route(route).there(self._natural(source), times)
         return self.sent[key]
 
-    def _route(self, route: ExpertRoute) -> _Written:
+    def _route(self, route: ExpertRoute) -> _Route:
         if route not in self.routes:
-            num_rows = route.ids.meta["val"].shape[0]
-            room = experts.pair_rows(num_rows, route.parts, self.capacity)
-            self.routes[route] = _Written(self.b, self._natural(route.ids), route, room)
+            ids, num_rows = self._natural(route.ids), route.ids.meta["val"].shape[0]
+            if not route.axis:
+                self.routes[route] = _Route(self.b, ids, route)
+            elif self.fixed:
+                self.routes[route] = _FixedRoute(
+                    self.b, ids, route, experts.pair_rows(num_rows, route.parts, self.capacity)
+                )
+            else:
+                self.routes[route] = _CountedRoute(self.b, ids, route, num_rows)
         return self.routes[route]
 
     def _product(self, node: Node) -> None:
@@ -185,42 +195,82 @@ class _Grouper:
             return
         position = op_spec_of(node).sizes
         if position is not None:
-            num_rows = next(self.grouped[i] for i in node.all_input_nodes if i in self.follows).meta["val"].shape[0]
+            rows = next(self.grouped[i] for i in node.all_input_nodes if i in self.follows)
+            num_rows = rows.meta["val"].shape[0] if self.fixed else self.b.call(experts.num_rows_of, rows)
             args = (*args[:position], [num_rows, *args[position][1:]], *args[position + 1 :])
         self.grouped[node] = self.b.call(node.target, *args, **kwargs)
 
 
-class _Written:
-    """The calls of one route: where each row goes, and from where it comes back."""
+class _Route:
+    """The calls of one route: where each row goes, and from where it comes back. Here all experts are on this rank."""
 
-    def __init__(self, b: LocalBuilder, ids: Node, route: ExpertRoute, room: int) -> None:
+    def __init__(self, b: LocalBuilder, ids: Node, route: ExpertRoute) -> None:
         self.b = b
         self.axis = route.axis
-        if route.axis:
-            self.slots, self.rows, local = self._several(
-                experts.expert_slots, ids, route.num_experts, route.parts, room
-            )
-            ids = self._exchange(local)
-        self.order, self.places, self.ends = self._several(experts.expert_order, ids, route.num_experts)
+        self.order, self.places, self.ends = self._sorted(ids, route)
 
     def there(self, x: Node, times: int) -> Node:
         """Rows in the order of the tokens, each row of `x` standing for several -> rows with their experts."""
-        if not self.axis:
-            return self.b.call(experts.take_rows, x, self.order, times)
-        sent = self._exchange(self.b.call(experts.take_rows, x, self.rows, times))
-        return self.b.call(experts.take_rows, sent, self.order)
+        return self.b.call(experts.take_rows, x, self.order, times)
 
     def back(self, y: Node) -> Node:
         """Rows with their experts -> rows in the order of the tokens."""
-        y = self.b.call(experts.take_rows, y, self.places)
-        return self.b.call(experts.return_rows, self._exchange(y), self.slots) if self.axis else y
+        return self.b.call(experts.take_rows, y, self.places)
 
-    def _exchange(self, x: Node) -> Node:
-        return self.b.collective(comm_ops.exchange, x, self.b.shape(x), axis=self.axis)
+    def _sorted(self, ids: Node, route: ExpertRoute) -> list[Node]:
+        """What `expert_order` returns, of the rows on this rank."""
+        return self._several(experts.expert_order, ids, route.num_experts)
 
     def _several(self, function: Callable[..., Any], *args: Any) -> list[Node]:
         made = self.b.call(function, *args)
         return [self.b.node(operator.getitem, (made, i), {}, value) for i, value in enumerate(made.meta["val"])]
+
+    def _exchange(self, x: Node) -> Node:
+        return self.b.collective(comm_ops.exchange, x, self.b.shape(x), axis=self.axis)
+
+
+class _FixedRoute(_Route):
+    """Rows travel in equal parts, with room for `room` rows."""
+
+    def __init__(self, b: LocalBuilder, ids: Node, route: ExpertRoute, room: int) -> None:
+        self.room = room
+        super().__init__(b, ids, route)
+
+    def _sorted(self, ids: Node, route: ExpertRoute) -> list[Node]:
+        self.slots, self.rows, local = self._several(
+            experts.expert_slots, ids, route.num_experts, route.parts, self.room
+        )
+        return super()._sorted(self._exchange(local), route)
+
+    def there(self, x: Node, times: int) -> Node:
+        return super().there(self._exchange(self.b.call(experts.take_rows, x, self.rows, times)), 1)
+
+    def back(self, y: Node) -> Node:
+        return self.b.call(experts.return_rows, self._exchange(super().back(y)), self.slots)
+
+
+class _CountedRoute(_Route):
+    """The rows that there are travel; the graph has `num_rows` of them on each rank."""
+
+    def __init__(self, b: LocalBuilder, ids: Node, route: ExpertRoute, num_rows: int) -> None:
+        self.num_rows = num_rows
+        super().__init__(b, ids, route)
+
+    def _sorted(self, ids: Node, route: ExpertRoute) -> list[Node]:
+        self.rows, self.slots, ends = self._several(experts.expert_order, ids, route.num_experts * route.parts)
+        sent = self.b.call(experts.expert_counts, ends)
+        received = self._exchange(sent)
+        self.counts = self.b.call(experts.RANK_COUNTS, sent, received, route.parts)
+        return self._several(experts.ARRIVED_ORDER, received, self.counts, self.num_rows)
+
+    def there(self, x: Node, times: int) -> Node:
+        return super().there(self._travel(self.b.call(experts.take_rows, x, self.rows, times), back=False), 1)
+
+    def back(self, y: Node) -> Node:
+        return self.b.call(experts.return_rows, self._travel(super().back(y), back=True), self.slots)
+
+    def _travel(self, x: Node, back: bool) -> Node:
+        return self.b.collective(comm_ops.exchange_rows, x, self.b.shape(x), self.counts, back, axis=self.axis)
 
 
 def _follows(node: Node, routes: dict[Node, ExpertRoute]) -> ExpertRoute | None:

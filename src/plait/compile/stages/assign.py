@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -287,17 +287,23 @@ def _with_empty_stages(allowed: Sequence[Collection[int] | None]) -> tuple[int, 
 
 def _whole_items(graph: Graph, outputs: Sequence[Output], first_places: Sequence[int]) -> set[int]:
     """The items with which no stage may begin: those between the first reader of a buffer and the call that changes
-    it."""
+    it, and between the readers of a value that ties them."""
     found: set[int] = set()
+
+    def join(nodes: Iterable[Node]) -> None:
+        places = [max(bisect.bisect_right(first_places, _place(node)) - 1, 0) for node in nodes]
+        found.update(range(min(places) + 1, max(places) + 1))
+
     (results,) = output_node(graph).args
     written = {o.name: r for o, r in zip(outputs, results, strict=True) if o.kind == "buffer"}  # type: ignore[arg-type]
     for node in placeholders(graph):
         result = written.get(info_of(node).name)
         if info_of(node).kind != "buffer" or not isinstance(result, Node) or result.op != "call_function":
             continue
-        places = [_place(u) for u in node.users if u.op == "call_function" and not is_backward(u)]
-        places = [max(bisect.bisect_right(first_places, place) - 1, 0) for place in (*places, _place(result))]
-        found |= {*range(min(places) + 1, max(places) + 1)}
+        join([*(u for u in node.users if u.op == "call_function" and not is_backward(u)), result])
+    for node in graph.nodes:
+        if op_spec_of(node).ties:
+            join([node, *(u for u in node.users if not is_backward(u))])
     return found
 
 
