@@ -108,7 +108,8 @@ def write_measured(text: str, out: Path | None) -> None:
 
 def _mesh(size: int, local: int) -> Mesh:
     """Hosts, pairs of ranks, and the ranks of a pair, so that groups of several sizes are measured."""
-    outer, middle, inner = [kind.name for kind in AXES if kind.cuts_rows or (kind.cuts_weights and not kind.per_stage)]
+    apart = [kind for kind in AXES if not (kind.within or kind.per_stage)]
+    outer, middle, inner = [kind.name for kind in apart if kind.cuts_rows or kind.cuts_weights]
     pair = 2 if local % 2 == 0 and local > 2 else 1
     return Mesh(((outer, size // local), (middle, local // pair), (inner, pair)))
 
