@@ -241,6 +241,7 @@ class OpSpec:
         communicates: its collective.
         transfers: whether it begins or awaits a copy between the device and a home on the host or on disk.
         memory: the class of its memory, if that is not activations.
+        puts: position of the tensor that the call copies into a buffer of several.
         flops: floating-point operations of a call, for ops whose formula torch.utils.flop_counter lacks.
     """
 
@@ -271,6 +272,7 @@ class OpSpec:
     communicates: Communication | None = None
     transfers: bool = False
     memory: MemoryUse | None = None
+    puts: int | None = None
     flops: Callable[[Call], float] | None = None
 
 
