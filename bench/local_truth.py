@@ -38,7 +38,7 @@ PLANS = {
 STEPS = 3  # a turn
 TEXT = """Each model's step under each plan, on local processes that share two cores and memory, against what the
 simulator of `plait.simulate` says from calls, collectives, messages and the host's part, which are measured one by one
-in the same run. Plans take turns of 3 steps; a row has the median, least and most of the rounds. How fast the machine is
+in the same run. Plans take turns of 3 steps; a row has the median, least and most of the rounds. How fast a machine is
 changes from moment to moment, because others use it: all times are divided by those of some work that is always the
 same, measured before and after, and multiplied by its median. While a process measures it goes before all others.
 
