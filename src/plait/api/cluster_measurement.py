@@ -227,8 +227,9 @@ def fit_link(level: str, size: int, measured: list[MeasuredCollective], inner: t
     return LinkSpec(level, max(float(latency), 1e-9), 1.0 / max(float(per_byte), 1e-14), size=size)
 
 
-_FORMS = {kind: "pairwise" if kind is CollectiveKind.ALL_TO_ALL else "ring" for kind in CollectiveKind}
-_MEASURED = [kind for kind in CollectiveKind if kind is not CollectiveKind.RING]  # which is made of messages
+_MESSAGES_ALONE = (CollectiveKind.RING, CollectiveKind.HALO)  # made of messages
+_MEASURED = [kind for kind in CollectiveKind if kind not in _MESSAGES_ALONE]
+_FORMS = {kind: "pairwise" if kind is CollectiveKind.ALL_TO_ALL else "ring" for kind in _MEASURED}
 
 
 def _as_toml(
