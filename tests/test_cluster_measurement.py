@@ -13,7 +13,7 @@ from plait.api.call_measurement import as_rows, distinct_calls, measure_calls, m
 from plait.api.cluster_measurement import MeasuredCollective, fit_link, measure_here, write_measured
 from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.api.simulate_step import Simulator
-from plait.cost.collective_time import CollectiveKind, collective_time
+from plait.cost.collective_time import collective_time
 from plait.cost.step_simulation import StepSimulator
 from plait.errors import ConfigError
 from plait.plan.plan import Plan
@@ -27,10 +27,9 @@ def test_a_link_is_found_from_the_times_of_collectives() -> None:
     groups = (range(2), range(0, 4, 2), range(4))
     measured = []
     for group in groups:
-        for kind in CollectiveKind:
+        for kind in cluster_measurement._MEASURED:
             for num_bytes in (1 << 10, 1 << 20):
-                form = "pairwise" if kind is CollectiveKind.ALL_TO_ALL else "ring"
-                seconds = collective_time(kind, num_bytes, group, cluster, form)
+                seconds = collective_time(kind, num_bytes, group, cluster, cluster_measurement._FORMS[kind])
                 measured.append(MeasuredCollective(kind, num_bytes, len(group), group.step, seconds))
     found = fit_link("node", 0, measured)
     assert found.latency == pytest.approx(link.latency)
@@ -61,7 +60,7 @@ def test_links_of_several_hosts_are_two_levels() -> None:
     measured = [
         MeasuredCollective(kind, num_bytes, 2, stride, seconds * (1 + num_bytes))
         for stride, seconds in ((1, 1e-9), (2, 1e-8))
-        for kind in CollectiveKind
+        for kind in cluster_measurement._MEASURED
         for num_bytes in (1 << 10, 1 << 20)
     ]
     within, across = ([one for one in measured if one.stride == stride] for stride in (1, 2))

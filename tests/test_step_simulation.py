@@ -21,12 +21,13 @@ from plait.cost.collective_time import CollectiveKind, collective_time
 from plait.cost.op_time import CallTimes, op_time
 from plait.cost.repeated_layers import with_layers
 from plait.cost.step_program import AxisCollective, CollectiveCall, CopyCall, OpCall, PipelineCalls, StepProgram
-from plait.cost.step_simulation import StepSimulator, shared_times
+from plait.cost.step_simulation import StepSimulator
 from plait.errors import ConfigError, PlanError
 from plait.plan.plan import Plan
 from plait.report.step_prediction import StepPrediction
 from plait.schedule.families import make_schedule
 from plait.schedule.readiness import chain
+from plait.schedule.shared_cores import shared_times
 from plait.schedule.topological_order import start_times, topological_order
 from plait.schedule.transfers import add_transfers
 from plait.spec.action import SEND

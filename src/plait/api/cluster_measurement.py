@@ -108,7 +108,8 @@ def write_measured(text: str, out: Path | None) -> None:
 
 def _mesh(size: int, local: int) -> Mesh:
     """Hosts, pairs of ranks, and the ranks of a pair, so that groups of several sizes are measured."""
-    outer, middle, inner = [kind.name for kind in AXES if kind.cuts_rows or (kind.cuts_weights and not kind.per_stage)]
+    apart = [kind for kind in AXES if not (kind.within or kind.per_stage)]
+    outer, middle, inner = [kind.name for kind in apart if kind.cuts_rows or kind.cuts_weights]
     pair = 2 if local % 2 == 0 and local > 2 else 1
     return Mesh(((outer, size // local), (middle, local // pair), (inner, pair)))
 
@@ -226,8 +227,9 @@ def fit_link(level: str, size: int, measured: list[MeasuredCollective], inner: t
     return LinkSpec(level, max(float(latency), 1e-9), 1.0 / max(float(per_byte), 1e-14), size=size)
 
 
-_FORMS = {kind: "pairwise" if kind is CollectiveKind.ALL_TO_ALL else "ring" for kind in CollectiveKind}
-_MEASURED = [kind for kind in CollectiveKind if kind is not CollectiveKind.RING]  # which is made of messages
+_MESSAGES_ALONE = (CollectiveKind.RING, CollectiveKind.HALO)  # made of messages
+_MEASURED = [kind for kind in CollectiveKind if kind not in _MESSAGES_ALONE]
+_FORMS = {kind: "pairwise" if kind is CollectiveKind.ALL_TO_ALL else "ring" for kind in _MEASURED}
 
 
 def _as_toml(

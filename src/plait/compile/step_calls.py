@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,7 +70,8 @@ def step_program(
 
 def calls_of(graph: Graph, program: RankProgram) -> Iterator[Call]:
     """The calls of a graph, in order. Of a graph with parallel branches, those of the rank that has most."""
-    sizes, sharding = dict(program.plan.mesh.axes), program.sharding
+    mesh, sharding = program.plan.mesh, program.sharding
+    sizes = {axis: mesh.axis_size(axis) for axis in mesh.communicators}
     here = _busiest(graph, program)
     place: dict[Node, int] = {}
     index = 0
@@ -94,6 +96,9 @@ def call_bytes(node: Node) -> int:
     """Bytes that a call reads and writes; 0 for a view."""
     if is_view(node) or is_item(node):
         return 0
+    if (puts := op_spec_of(node).puts) is not None:
+        source = node.args[puts]
+        return 2 * num_bytes(source.meta["val"]) if isinstance(source, Node) else 0
     moved = sum(num_bytes(each.meta["val"]) for each in tensor_inputs(node))
     return moved + sum(num_bytes(value) for value in output_values(node) if isinstance(value, torch.Tensor))
 
@@ -101,35 +106,38 @@ def call_bytes(node: Node) -> int:
 def gathers_after_update(program: RankProgram, here: Mapping[str, int]) -> list[CollectiveCall]:
     """The calls by which the rank at `here` gathers the parts that an update has changed, one bucket ahead."""
     sharding, mesh = program.sharding, program.plan.mesh
-    by_dtype: dict[str, list[str]] = defaultdict(list)
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in sharding.gathered(Gather.UPDATE):
-        if sharding.parameters[name].state.lies_at(dict(here)):
-            by_dtype[sharding.parameters[name].compute.dtype].append(name)
+        each = sharding.parameters[name]
+        if each.state.lies_at(dict(here)):
+            alike[each.compute.dtype, each.cut_axis].append(name)
     starts = []
-    for dtype, names in by_dtype.items():
+    for (dtype, axis), names in alike.items():
         width = dtype_named(dtype).itemsize
         sizes = [math.prod(sharding.parameters[n].compute.local_shape(mesh, dict(here))) * width for n in names]
         limit = bucket_limit(sum(sizes), program.plan.bucket_bytes)
         for members in split_buckets(sizes, limit, limit):
             held = sum(math.prod(program.cuts[names[i]].part_shape(0)) for i in members) * width
-            starts.append((AxisCollective(CollectiveKind.ALL_GATHER, sharding.axis, held), len(members)))
+            starts.append((AxisCollective(CollectiveKind.ALL_GATHER, axis, held), len(members)))
     found: list[CollectiveCall] = []
     open_: list[int] = []
-    for each, num in starts:
-        signature = f"gather_start({each.axis}, {each.held} bytes of {num})"
-        found.append(CollectiveCall(signature, "update", (each,), "start", lane=each.axis, what=f"{num} parameters"))
+    for sent, num in starts:
+        signature = f"gather_start({sent.axis}, {sent.held} bytes of {num})"
+        found.append(CollectiveCall(signature, "update", (sent,), "start", lane=sent.axis, what=f"{num} parameters",
+                                    copied=(2.0 * sent.held, 0.0)))  # fmt: skip
         open_.append(len(found) - 1)
         if len(open_) > 1:
-            found.append(_wait_of(found, open_.pop(0)))
+            found.append(_wait_of(found, open_.pop(0), mesh.axis_size(sent.axis)))
     for begun in open_:
-        found.append(_wait_of(found, begun))
+        found.append(_wait_of(found, begun, mesh.axis_size(found[begun].transfers[0].axis)))
     return found
 
 
-def _wait_of(calls: list[CollectiveCall], begun: int) -> CollectiveCall:
+def _wait_of(calls: list[CollectiveCall], begun: int, size: int) -> CollectiveCall:
     start = calls[begun]
-    return CollectiveCall(
-        start.signature.replace("start", "wait"), start.phase, start.transfers, "wait", begun, start.lane, start.what
+    whole = 2.0 * start.transfers[0].held * size
+    return replace(
+        start, signature=start.signature.replace("start", "wait"), part="wait", begun=begun, copied=(0.0, whole)
     )
 
 
@@ -165,7 +173,21 @@ def _collective(
     # Reduce-scatters of gradients have a channel of their own (comm/protocol.py).
     lane = transfers[0].axis + (" reductions" if does_of.counted and _reduces(does_of.kind) else "")
     what = info_of(source).what or info_of(source).source
-    return CollectiveCall(signature_of(node), phase, transfers, does.part, begun, lane, what)
+    copied = _copied(transfers[0], sizes[transfers[0].axis], does.part, does_of.counted)
+    return CollectiveCall(signature_of(node), phase, transfers, does.part, begun, lane, what, copied)
+
+
+def _copied(sent: AxisCollective, size: int, part: str, joined: bool) -> tuple[float, float]:
+    """Bytes that a rank reads and writes around a collective, to have the parts of ranks one after the other.
+
+    A bucket is laid out by calls of its own, and its sums are views of it. What is all-reduced lies as it is.
+    """
+    whole = 2.0 * sent.kind.whole_bytes(sent.held, size)
+    before = {CollectiveKind.REDUCE_SCATTER: whole, CollectiveKind.ALL_TO_ALL: whole}.get(sent.kind, 0.0)
+    after = {CollectiveKind.ALL_GATHER: whole, CollectiveKind.ALL_TO_ALL: whole}.get(sent.kind, 0.0)
+    if joined:
+        before = 2.0 * sent.held if sent.kind is CollectiveKind.ALL_GATHER else 0.0
+    return before if part != "wait" else 0.0, after if part != "start" else 0.0
 
 
 def _reduces(kind: CollectiveKind) -> bool:

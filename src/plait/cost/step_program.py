@@ -60,6 +60,8 @@ class CollectiveCall:
         begun: of a wait, the position of the start among the graph's calls.
         lane: the communicator; collectives of one lane run one after the other.
         what: what is sent, in words.
+        copied: bytes that the rank reads and writes to lay out what it sends, before the collective, and what it has
+            received, after it.
     """
 
     signature: str
@@ -69,6 +71,7 @@ class CollectiveCall:
     begun: int = -1
     lane: str = ""
     what: str = ""
+    copied: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

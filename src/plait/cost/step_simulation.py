@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plait.cost.collective_time import CollectiveKind, collective_time, send_time
@@ -21,7 +21,8 @@ from plait.cost.step_program import AxisCollective, Call, CollectiveCall, CopyCa
 from plait.errors import PlanError, Refusal
 from plait.schedule.in_flight import microbatches_in_flight
 from plait.schedule.readiness import Cell, Place
-from plait.schedule.topological_order import Delay, Duration, TopologicalOrder, start_times, topological_order
+from plait.schedule.shared_cores import shared_times
+from plait.schedule.topological_order import start_times, topological_order
 from plait.spec.action import BACKWARD, FORWARD, SEND, STEP, WEIGHT, Action
 from plait.spec.cluster import Cluster
 from plait.spec.schedule import Schedule
@@ -291,62 +292,6 @@ class StepSimulator:
         return max(found, key=lambda each: sum(each.values()), default={})
 
 
-def shared_times(
-    schedule: Schedule, found: TopologicalOrder, duration: Duration, delay: Delay, speed: Callable[[int], float]
-) -> dict[Place, tuple[float, float]]:
-    """Start and end of each action where ranks share the cores of a host: `speed(num)` is that of each of `num` ranks
-    that compute at the same time. Otherwise as `start_times`."""
-    times: dict[Place, tuple[float, float]] = {}
-    at = [0] * schedule.num_ranks
-    running: dict[int, tuple[Action, float, float]] = {}  # by rank: action, start, seconds left at speed 1
-    now = 0.0
-
-    def ready(rank: int, action: Action) -> float:
-        """When all that an action needs is there; infinity if that is not known yet."""
-        latest = now
-        for peer, made in found.needs[rank, action]:
-            if (peer, made) not in times:
-                return math.inf
-            arrives = times[peer, made][1]
-            if peer != rank:
-                arrives += delay(peer, made.producer if made.kind == SEND else made, rank, action)
-            latest = max(latest, arrives)
-        return latest
-
-    while True:
-        later, progress = math.inf, True
-        while progress:
-            progress, later = False, math.inf
-            for rank, actions in enumerate(schedule.ranks):
-                if rank in running or at[rank] == len(actions):
-                    continue
-                action = actions[at[rank]]
-                starts = ready(rank, action)
-                if starts > now:
-                    later = min(later, starts)
-                    continue
-                at[rank] += 1
-                seconds = duration(rank, action)
-                if seconds:
-                    running[rank] = (action, now, seconds)
-                else:
-                    times[rank, action] = (now, now)
-                    progress = True
-        if len(times) == len(found.order):
-            break
-        rate = speed(len(running))
-        span = min([left / rate for _, _, left in running.values()] + [later - now])
-        assert span < math.inf, "a schedule that was checked has no deadlock"
-        now += span
-        for rank, (action, start, left) in list(running.items()):
-            if left - span * rate <= 1e-12:
-                times[rank, action] = (start, now)
-                del running[rank]
-            else:
-                running[rank] = (action, start, left - span * rate)
-    return times
-
-
 def _begun(calls: Iterable[Call]) -> list[AxisCollective]:
     return [
         each for call in calls if isinstance(call, CollectiveCall) and call.part != "wait" for each in call.transfers
@@ -381,11 +326,15 @@ class _Timeline:
         return GraphTime(self._now, self._computes, tuple(self._spans))
 
     def _compute(self, call: OpCall) -> None:
-        kind = "optimizer" if call.phase == "update" else call.phase
-        if kind != self._kind:
-            self._cut(kind)
+        self._span_of(call.phase)
         seconds = self._simulator._times.seconds(call.signature, call.flops, call.num_bytes, call.dtype)
         self._work(seconds)
+
+    def _span_of(self, phase: str) -> None:
+        """Begin the span of a phase, unless it is that of what was computed last."""
+        kind = "optimizer" if phase == "update" else phase
+        if kind != self._kind:
+            self._cut(kind)
 
     def _work(self, seconds: float) -> None:
         """Compute for so long, slower while a lane transfers."""
@@ -405,6 +354,8 @@ class _Timeline:
         self._since, self._kind = self._now, kind
 
     def _communicate(self, index: int, call: CollectiveCall) -> None:
+        before, after = call.copied
+        self._lay_out(call.phase, before)
         known = self._simulator._times.measured(call.signature)
         sizes = [self._program.mesh.axis_size(each.axis) for each in call.transfers]
         seconds = sum(self._simulator.collective_seconds(self._program, each, self._place) for each in call.transfers)
@@ -421,6 +372,7 @@ class _Timeline:
             elif call.part == "start":
                 seconds = 0.0
             self._block(self._now + seconds, kind, name, num_bytes if call.part != "wait" else 0)
+            self._lay_out(call.phase, after)
             return
         if call.part != "wait":
             begins = max(self._now, self._free[call.lane])
@@ -433,6 +385,13 @@ class _Timeline:
             self._block(ends, kind, name, num_bytes)
         else:
             self._block(self._ends.get(call.begun, self._now), kind, name, 0)
+        self._lay_out(call.phase, after)
+
+    def _lay_out(self, phase: str, num_bytes: float) -> None:
+        """Copy what is sent or received."""
+        if num_bytes:
+            self._span_of(phase)
+            self._work(self._simulator._times.seconds(f"aten.clone.default({num_bytes})", 0.0, num_bytes, "float32"))
 
     def _copy(self, index: int, call: CopyCall) -> None:
         if call.part == "start":

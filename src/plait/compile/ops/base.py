@@ -242,6 +242,7 @@ class OpSpec:
         transfers: whether it begins or awaits a copy between the device and a home on the host or on disk.
         memory: the class of its memory, if that is not activations.
         ties: whether all that reads its result is on one stage of a pipeline, and what lies between.
+        puts: position of the tensor that the call copies into a buffer of several.
         flops: floating-point operations of a call, for ops whose formula torch.utils.flop_counter lacks.
     """
 
@@ -273,6 +274,7 @@ class OpSpec:
     transfers: bool = False
     memory: MemoryUse | None = None
     ties: bool = False
+    puts: int | None = None
     flops: Callable[[Call], float] | None = None
 
 

@@ -78,7 +78,9 @@ def rows_wait(world: Any, work: Any, axes: Sequence[str], dtype: torch.dtype, pl
 
 
 _GRADIENTS = MemoryUse(BUFFERS, GRADIENTS)
-register(bucket_new, bucket_put, rows_put, spec=OpSpec(memory=MemoryUse(BUFFERS)))
+register(bucket_new, spec=OpSpec(memory=MemoryUse(BUFFERS)))
+register(bucket_put, spec=OpSpec(memory=MemoryUse(BUFFERS), puts=2))
+register(rows_put, spec=OpSpec(memory=MemoryUse(BUFFERS), puts=3))
 register(
     bucket_start,
     spec=OpSpec(
