@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import functools
 import os
+import statistics
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +20,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.expert_layers import exchange_experts
-from bench.harness import Variant, arguments, compare, publish, table
+from bench.harness import Group, Variant, arguments, compare, publish, table
 from plait import Plan, Trainer
+from plait.comm.group import Done
 
 Step = Callable[[], Tensor]
 GLOBAL_BATCH, SEQUENCE, WIDTH, INNER, LAYERS, EXPERTS, TOP = 8, 128, 256, 512, 4, 8, 2
 FORMS = {"grouped": "grouped_mm", "loop": "eager"}  # of the experts of `transformers`
 WORKLOADS = [f"{form}-{size}" for form in FORMS for size in (2, 4)]
+ABOUT = (
+    "A Mixtral of `transformers` (4 layers of width 256, 8 experts of 512, 2 for each token; 8 sequences of 128,"
+    " float32) whose experts are multiplied in groups (grouped_mm) or one by one in a loop. By hand: DDP of all but the"
+    " experts, and uneven all-to-alls of `torch.distributed` over Gloo (bench/expert_layers.py). CPU ms are of all"
+    " threads of a rank: they say more than the clock where other work shares the cores. To reach: plait expert=N at"
+    " most 1.00 of each."
+)
 optimizer = functools.partial(torch.optim.AdamW, lr=3e-4, fused=True)
 
 
@@ -99,18 +109,83 @@ def contenders(workload: str) -> list[Variant]:
     ]
 
 
-def losses(step: Step) -> list[float]:
-    """Of this rank, or of all, in the first steps."""
-    return [float(step()) for _ in range(3)]
+def first_steps(step: Step) -> tuple[list[float], int]:
+    """The losses of three steps, of this rank or of all; and the bytes that plait sends in all-to-alls in the first."""
+    sent = 0
+    if isinstance(step, PlaitStep):
+        comm: Any = step.trainer.world.comm("expert")
+
+        def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                nonlocal sent
+                before = comm.links.total()
+                work = function(*args)
+                found = work.wait()  # shared memory counts what it has read
+                sent += comm.links.total() - before
+                return Done(found)
+
+            return call
+
+        for name in ("all_to_all", "all_to_all_rows"):
+            setattr(comm, name, watched(getattr(comm, name)))
+    found = [float(step())]
+    first = sent
+    return found + [float(step()) for _ in range(2)], first
+
+
+def formula(form: str, size: int) -> int:
+    """The bytes of all ranks in all-to-alls: four times the rows whose experts are on another rank, in each layer, and
+    the numbers of rows."""
+    found = 0
+
+    def count(_: nn.Module, given: tuple[Tensor, ...], __: Any) -> None:
+        nonlocal found
+        for rank, ids in enumerate(given[1].chunk(size)):
+            found += int((ids // (EXPERTS // size) != rank).sum()) * WIDTH * 4 * 4
+        found += EXPERTS * 8 * (size - 1)
+
+    whole = model(form)
+    for module in whole.modules():
+        if type(module).__name__ == "MixtralExperts":
+            module.register_forward_hook(count)
+    with torch.no_grad():
+        loss_fn(whole, batch())
+    return found
+
+
+def check(variants: list[Variant]) -> int:
+    """Assert that all variants have the same losses. Returns the bytes of the all-to-alls of plait's expert=N."""
+    found, sent = {}, {}
+    for variant in variants:
+        if "capacity" in variant.name:
+            continue
+        group = Group(variant)
+        try:
+            ranks = group.call(first_steps)
+        finally:
+            group.close()
+        found[variant.name] = [statistics.fmean(each) for each in zip(*(losses for losses, _ in ranks), strict=True)]
+        sent[variant.name] = sum(num for _, num in ranks)
+    first, *others = found.values()
+    assert all(abs(a - b) < 1e-4 * a for other in others for a, b in zip(first, other, strict=True)), found
+    return sent[next(name for name in sent if "expert=" in name)]
 
 
 def main() -> None:
     given = arguments(__doc__, WORKLOADS)
-    parts = []
+    parts = [ABOUT]
     for workload in given.workloads:
+        form, size = workload.split("-")
         variants = contenders(workload)
+        expected, sent = formula(form, int(size)), check(variants)
+        even = 4 * LAYERS * GLOBAL_BATCH * SEQUENCE * TOP * WIDTH * 4 * (int(size) - 1) // int(size)
         results = compare(variants, given.rounds, given.steps)
-        parts.append(f"## {workload}\n\n{table(results, [v.name for v in variants[:3]])}")
+        said = (
+            f"All-to-alls of the first step, all ranks: {sent / 1e6:.3f} MB counted by link; {expected / 1e6:.3f} by"
+            f" the experts that routers chose ({sent / expected - 1:+.2%}); {even / 1e6:.3f} if all experts got the"
+            " same."
+        )
+        parts.append(f"## {workload}\n\n{table(results, [v.name for v in variants[:3]])}\n\n{said}")
     publish("Experts on different ranks", "\n\n".join(parts), "experts", given.write)
 
 

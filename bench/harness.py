@@ -47,9 +47,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one rank measured over one turn: seconds a step, page faults a step."""
+    """What one rank measured over one turn: seconds a step, of a clock and of all its threads, and page faults."""
 
     seconds: float
+    cpu: float
     faults: float
 
 
@@ -122,10 +123,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one variant: seconds a step, round by round (mean over ranks), and the peak memory of its fullest rank."""
+    """Of one variant: seconds a step, round by round (mean over ranks), processor seconds of a rank, and the peak
+    memory of its fullest rank."""
 
     name: str
     seconds: list[float]
+    cpu: float
     faults: float
     memory: Memory | None
 
@@ -154,6 +157,7 @@ def compare(variants: Sequence[Variant], num_rounds: int, num_steps: int, memory
         Result(
             variant.name,
             [statistics.fmean(turn.seconds for turn in turns[i]) for turns in rounds],
+            statistics.median(turn.cpu for turns in rounds for turn in turns[i]),
             statistics.median(turn.faults for turns in rounds for turn in turns[i]),
             peaks[i],
         )
@@ -164,13 +168,15 @@ def compare(variants: Sequence[Variant], num_rounds: int, num_steps: int, memory
 def table(results: Sequence[Result], bases: Sequence[str]) -> str:
     """Markdown: one row a variant; ratios to each base are `median (min-max)` over rounds."""
     by_name = {result.name: result for result in results}
-    head = ["variant", "ms/step", *(f"time / {base}" for base in bases), "faults/step", "peak MiB (steps, above rest)"]
+    ratios_to = [f"time / {base}" for base in bases]
+    head = ["variant", "ms/step", "CPU ms/step", *ratios_to, "faults/step", "peak MiB (steps, above rest)"]
     lines = [head, ["---"] * len(head)]
     for result in results:
         ratios = [result.ratios(by_name[base]) for base in bases]
         lines.append([
             result.name,
             f"{result.median * 1e3:.1f}",
+            f"{result.cpu * 1e3:.1f}",
             *(f"{statistics.median(r):.3f} ({min(r):.3f}-{max(r):.3f})" for r in ratios),
             f"{result.faults:.0f}",
             _memory_text(result.memory) if result.memory else "",
@@ -254,12 +260,12 @@ def _serve(pipe: Connection, variant: Variant) -> None:
 
 def _turn(step: Callable[[], Any], num_steps: int) -> Turn:
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     for _ in range(num_steps):
         step()
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-    return Turn(seconds / num_steps, faults / num_steps)
+    return Turn(seconds / num_steps, cpu / num_steps, faults / num_steps)
 
 
 def _memory(step: Callable[[], Any], num_steps: int) -> Memory:

@@ -160,17 +160,23 @@ def test_a_model_that_is_built_on_every_rank_starts_whole() -> None:
     assert plait.memory(without_values, loss_fn, ranks.batch(), plan).fullest.start == 0
 
 
-def rehearsed(plans: list[str], shared_memory: bool = True, optimizer=ranks.ADAMW, rank: int = 0) -> list[RankMemory]:
-    found = []
+def rehearsed(
+    plans: list[str],
+    shared_memory: bool = True,
+    optimizer=ranks.ADAMW,
+    rank: int = 0,
+    captures: Captures | None = None,
+) -> list[RankMemory]:
+    found, captures = [], captures or gpt_captures()
     for plan in map(Plan.parse, plans):
-        program = Compiler(captures(), plan).compiled(microbatches(ranks.batch(), plan.micro)[0]).program
+        program = Compiler(captures, plan).compiled(microbatches(ranks.batch(), plan.micro)[0]).program
         device = torch.device("cpu")
-        found.append(dry_run(program, captures().model, ranks.batch(), optimizer, device, rank, shared_memory))
+        found.append(dry_run(program, captures.model, ranks.batch(), optimizer, device, rank, shared_memory))
     return found
 
 
 @functools.cache
-def captures() -> Captures:
+def gpt_captures() -> Captures:
     return Captures(ranks.gpt(), loss_fn)
 
 
@@ -201,6 +207,13 @@ def test_over_torch_distributed_it_is_exact() -> None:
     measured = run("gloo", Plan.parse(plans[0]).mesh, functools.partial(ranks.peaks, plans=plans))
     expected = [each.step_peak for each in rehearsed(plans, shared_memory=False)]
     assert [allocated for allocated, _ in measured[0]] == pytest.approx(expected, rel=0.01)
+
+
+def test_experts_that_get_the_same_number_of_rows_take_what_is_predicted() -> None:
+    plans = ["expert=2", "expert=2 expert.capacity=1.5 recompute=layer"]
+    measured = run("gloo", Plan.parse(plans[0]).mesh, functools.partial(ranks.peaks, plans=plans, model=ranks.mixture))
+    expected = rehearsed(plans, shared_memory=False, captures=Captures(ranks.mixture(), loss_fn))
+    assert [allocated for allocated, _ in measured[0]] == pytest.approx([each.step_peak for each in expected], rel=0.01)
 
 
 def test_pipelines_take_what_is_predicted_of_every_rank() -> None:

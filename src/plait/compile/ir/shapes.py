@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_impls import op_implementations_checks
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from plait.compile.ops import op_spec
@@ -55,10 +57,14 @@ _by_kernel = ProcessMemo(MOST_KEPT)  # what kernels for the meta device gave, by
 
 
 class ShapeMemo:
-    """Remembers the results of calls on fake tensors. Only for ops whose results have memory of their own."""
+    """Remembers the results of calls on fake tensors. Only for ops whose results have memory of their own.
 
-    def __init__(self) -> None:
+    Calls without tensors, such as arange, run in `mode`, or what they make would have values.
+    """
+
+    def __init__(self, mode: FakeTensorMode | None = None) -> None:
         self._found: dict[Any, Any] = {}
+        self._mode = mode
 
     def call(
         self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any], mode: FakeTensorMode | None = None
@@ -71,11 +77,17 @@ class ShapeMemo:
         if key not in self._found:
             result = on_meta(func, args, kwargs, key) if run is func and needs_shapes_only(func) else None
             if result is None:
-                result = run(*args, **kwargs)
+                with self._mode_without(args, kwargs):
+                    result = run(*args, **kwargs)
             self._found[key] = result if mode is None else specs_of(result)
             return result
         found = self._found[key]
         return found if mode is None else fakes_of(found, mode)
+
+    def _mode_without(self, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
+        """The mode, for a call without tensors."""
+        given = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs)))
+        return nullcontext() if given or self._mode is None else self._mode
 
 
 @functools.cache
@@ -145,7 +157,7 @@ class StepMode(FakeTensorMode):
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.shapes = ShapeMemo()
+        self.shapes = ShapeMemo(self)
         self.holds: dict[Any, bool] = {}
 
 

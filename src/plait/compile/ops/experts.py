@@ -178,7 +178,7 @@ def rank_counts(sent: Tensor, received: Tensor, parts: int) -> Tensor:
 
 @rank_counts.register_fake
 def _(sent: Tensor, received: Tensor, parts: int) -> Tensor:
-    return torch.empty(2, parts, dtype=torch.int64)
+    return sent.new_empty(2, parts, device="cpu")
 
 
 @torch.library.custom_op("plait::arrived_order", mutates_args=())
@@ -351,7 +351,7 @@ register(
     expert_order, expert_slots, expert_counts, take_rows, return_rows, grouped_rows, grouped_sums, num_rows_of,
     ARRIVED_ORDER, spec=OpSpec(),
 )  # fmt: skip
-register(RANK_COUNTS, spec=OpSpec(ties=True))
+register(RANK_COUNTS, spec=OpSpec(ties=True, by_device=True))
 
 
 @register_flop_formula([EXPERT_MM.overloadpacket, GROUPED_MM.overloadpacket])
