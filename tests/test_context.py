@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import plait
+from bench import context
 from plait.comm.protocol import World
 from plait.errors import BatchError, PlanError
 from plait.plan.plan import Plan
@@ -217,6 +218,11 @@ def test_the_bytes_that_are_explained_are_sent(plan: str) -> None:
     explained = plait.explain(model(), shifted_loss, tokens(), plan).sent_bytes["context"]
     loss = 8 * 2  # summed once more for the result
     assert abs(plait.run_ranks(Plan.parse(plan).mesh, rank)[0] - explained) <= loss
+
+
+@pytest.mark.parametrize("kind", ["ulysses", "ring", "gather"])
+def test_bytes_of_activations_are_those_of_the_formula(kind: str) -> None:
+    assert context.sent_bytes("long", kind, 4) == pytest.approx(context.formula_bytes("long", kind, 4), rel=0.02)
 
 
 @pytest.mark.parametrize(
