@@ -117,6 +117,8 @@ def _sequence(rng: random.Random, words: dict[str, str], spec: Spec, room: int) 
         words["sequence"] = "yes"
     if rng.random() < 0.12:
         words["shapes"] = f"bucket:{rng.choice([1, 4, 6, 8, spec.length])}"
+        if rng.random() < 0.2:
+            words["shapes.limit"] = "1"
 
 
 def _pipeline(rng: random.Random, words: dict[str, str], room: int) -> int:
