@@ -117,7 +117,7 @@ def _sequence(rng: random.Random, words: dict[str, str], spec: Spec, room: int) 
         words["sequence"] = "yes"
     if rng.random() < 0.12:
         words["shapes"] = f"bucket:{rng.choice([1, 4, 6, 8, spec.length])}"
-        if rng.random() < 0.2:
+        if random.Random(str(words)).random() < 0.2:  # other keys are drawn as they were without it
             words["shapes.limit"] = "1"
 
 
