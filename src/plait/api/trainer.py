@@ -19,6 +19,7 @@ from plait.comm.process_world import process_world
 from plait.comm.protocol import World
 from plait.compile.capture.capture import LossFn
 from plait.compile.sharding.sharded_fraction import ShardedFraction
+from plait.cost.noise_scale import NoiseSample
 from plait.engine.capture_report import CaptureReport
 from plait.engine.checkpoint import load, saved_state, snapshot
 from plait.engine.checkpoint.saver import Saver
@@ -30,6 +31,7 @@ from plait.engine.engines import engine_for
 from plait.engine.environment import resolve_plan, resolve_trace
 from plait.engine.executor import StepExecutor
 from plait.engine.gathered import gathered, not_started
+from plait.engine.gradient_noise import NoiseMeter, check_noise_every
 from plait.engine.moving_average import MovingAverage
 from plait.engine.optimizers import OptimizerFactory
 from plait.engine.setup_checks import check_given, check_plan, place_here
@@ -49,10 +51,22 @@ class StepEnd:
         loss: the loss of the step. Whoever reads it waits for the device.
         gradient_norm: the 2-norm of the gradients before clipping; None without `clip_norm`. As `loss`.
         aux: what the loss function returned beside the loss.
+        noise: what the step shows of the noise of gradients, if it was one that `noise_every` measures: `noise.signal`,
+            and `noise.noise`, which alone say little.
+        noise_scale: the gradient noise scale, in rows, from running means over the steps measured so far; None while
+            they do not show it.
     """
 
-    def __init__(self, step: int, loss: Tensor, gradient_norm: Tensor | None, aux: Mapping[str, Tensor]) -> None:
-        self.step, self.aux = step, aux
+    def __init__(
+        self,
+        step: int,
+        loss: Tensor,
+        gradient_norm: Tensor | None,
+        aux: Mapping[str, Tensor],
+        noise: NoiseSample | None = None,
+        noise_scale: float | None = None,
+    ) -> None:
+        self.step, self.aux, self.noise, self.noise_scale = step, aux, noise, noise_scale
         self._loss, self._gradient_norm = loss, gradient_norm
 
     @cached_property
@@ -90,6 +104,9 @@ class Trainer:
             the ranks' losses where that is not the loss of the batch, as for a loss that couples rows. Without it such
             a loss is refused.
         trace: a folder for a recording of the last 20 steps on every rank, written by `close`, for `plait report`.
+        noise_every: the number of steps from one measurement of the gradient noise scale to the next (McCandlish et al.
+            2018), which callbacks get; 0 for none. A step that measures runs forward and backward twice, the first time
+            on an eighth of the rows, repeated; the numbers of the training stay as they are.
 
     Steps run in training mode. A model given in evaluation mode is switched as by `model.train()`; a model in training
     mode keeps the mode of each submodule.
@@ -127,6 +144,7 @@ class Trainer:
         scratch: str | Path | None = None,
         trace: str | Path | None = None,
         allow: Collection[str] = (),
+        noise_every: int = 0,
         world: World | None = None,
         compiler: Compiler | None = None,
     ) -> None:
@@ -138,6 +156,8 @@ class Trainer:
                 " train, or use data=N"
             )
         check_plan(self.plan, model, clip_norm, place_here(world))
+        if noise_every:
+            check_noise_every(noise_every, self.plan)
         self._adopt = world is None
         if world is not None and world.mesh.spread != self.plan.process_mesh.spread:
             raise PlanError(
@@ -160,6 +180,7 @@ class Trainer:
             recorder=None if self._trace is None else TraceRecorder(self.world), allow=check_allowed(allow),
         )  # fmt: skip
         self._callbacks = tuple(callbacks)
+        self._noise = NoiseMeter(self.engine, noise_every) if noise_every else None
         self._last: StepLoss | None = None  # result of the last forward_backward
         self._pending: list[Callable[[], object]] = []  # loads that wait for the first batch
         self._saver = Saver()
@@ -234,6 +255,8 @@ class Trainer:
     def _forward_backward(self, batch: Any, updates: bool = False) -> Any:
         self.prepare(batch)
         self._saver.check(self.step_number)
+        if self._noise is not None:
+            self._noise.before(batch)
         if self.engine.recorder is not None:
             self.engine.recorder.begin()
         self._last = found = self.engine.forward_backward(batch, updates)
@@ -247,6 +270,8 @@ class Trainer:
     def zero_grad(self) -> None:
         """Drop the gradients for the next `optimizer_step`."""
         self.engine.zero_grad()
+        if self._noise is not None:
+            self._noise.drop()
 
     def optimizer_step(self) -> Tensor | None:
         """Run the second half of `step`: clip the gradients, update, step the scheduler and call the callbacks.
@@ -254,6 +279,8 @@ class Trainer:
         Returns the 2-norm of the gradients before clipping, a 0-d tensor, or None without `clip_norm`. Raises PlanError
         if there are no gradients.
         """
+        if self._noise is not None:
+            self._noise.after()
         norm = self.engine.optimizer_step()
         number, recorder = self.step_number, self.engine.recorder
         if recorder is not None:
@@ -263,8 +290,13 @@ class Trainer:
         assert self._last is not None
         last, self._last = self._last, None
         for callback in self._callbacks:
-            callback(StepEnd(number, last.loss, norm, last.outputs or {}))
+            callback(self._end_of(number, last, norm))
         return norm
+
+    def _end_of(self, number: int, last: StepLoss, norm: Tensor | None) -> StepEnd:
+        noise = self._noise
+        measured = (None, None) if noise is None else (noise.last, noise.running.scale)
+        return StepEnd(number, last.loss, norm, last.outputs or {}, *measured)
 
     def evaluate(self, data: Any) -> Any:
         """The loss without gradients, in evaluation mode, as a float: of one batch, or over a loader or list of
