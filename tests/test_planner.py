@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import socket
@@ -18,8 +19,10 @@ from typer.testing import CliRunner
 import plait
 from plait.api.cli import app
 from plait.api.cluster_measurement import describe_here
+from plait.api.job.metrics import measured_noise, read_steps
 from plait.api.job.this_machine import stale, this_machine
-from plait.cost.found_plans import RELAXED_WORTH, USABLE, Candidate, FoundPlans
+from plait.cost.found_plans import RELAXED_WORTH, USABLE, Candidate, FoundPlans, Goal, best_between
+from plait.cost.noise_scale import NoiseScale
 from plait.cost.plan_search import search
 from plait.cost.shape_evaluator import ShapeEvaluator
 from plait.cost.transformer import TransformerShape
@@ -30,6 +33,7 @@ from plait.plan.parallelism import Parallelism
 from plait.plan.plan import Plan
 from plait.plan.plan_space import Limits, PlanChoice, PlanSpace, batch_sizes, plan_of
 from plait.plan.step_facts import StepFacts
+from plait.report.plan_text import describe_plans
 from plait.spec.cluster import Cluster
 from plait.spec.cluster_file import find_cluster
 
@@ -373,3 +377,96 @@ def test_bad_options(options: list[str], message: str, job: Path) -> None:
                                       *options])  # fmt: skip
     assert result.exit_code == 2
     assert message in result.output
+
+
+FEW = "sync=1 micro=1..8 tensor=1..2 pipeline=1..2 home.optimizer=device home.parameters=device"
+
+
+@functools.cache
+def to_loss(noise: float | None, rows: tuple[int, ...], limits: str = "") -> FoundPlans:
+    where = find_cluster("h100x8")
+    goal = Goal(True, None if noise is None else NoiseScale(noise), 1000, 64)
+    return search(ShapeEvaluator(GPT, where), where, rows, Limits.parse(limits + " context=1"), goal=goal)
+
+
+def test_little_noise_wants_small_batches_and_much_noise_large_ones() -> None:
+    sizes = (8, 64, 512)
+    best = {noise: to_loss(noise, sizes, FEW).best[0] for noise in (1.0, 1e6)}
+    assert [best[noise].rows for noise in (1.0, 1e6)] == [8, 512]
+    for noise, each in best.items():
+        steps = 1000 * (1 + noise / each.rows) / (1 + noise / 64)
+        assert each.seconds_to_loss == pytest.approx(steps * each.step.seconds)
+        others = to_loss(noise, sizes, FEW).of_batches
+        assert [other.rows for other in others] == [8, 64, 512]
+        assert all(other.seconds_to_loss >= each.seconds_to_loss for other in others)
+
+
+def test_of_one_batch_the_order_is_that_of_steps() -> None:
+    tokens = search(
+        ShapeEvaluator(GPT, find_cluster("h100x8")), find_cluster("h100x8"), (64,), Limits.parse("context=1")
+    )
+    assert [each.plan for each in to_loss(None, (64,)).best] == [each.plan for each in tokens.best]
+    assert [each.plan for each in to_loss(300.0, (64,)).best] == [each.plan for each in tokens.best]
+    assert to_loss(None, (64,)).best[0].seconds_to_loss == pytest.approx(1000 * tokens.best[0].step.seconds)
+
+
+def test_between_which_noise_scales_a_batch_is_best() -> None:
+    found = to_loss(None, (8, 64, 512), FEW)
+    for each in found.of_batches:
+        low, high = best_between(each, found.of_batches)
+        for noise in (low * 1.01 + 0.01, min(high, 1e9) * 0.99) if low < high else ():
+            best = min(found.of_batches, key=lambda other: (1 + noise / other.rows) * other.step.seconds)
+            assert best.rows == each.rows
+    text = describe_plans(found, "run", "measure it")
+    assert "unknown: which batch is best" in text
+    assert "to measure it: measure it" in text
+    assert "batch 8: below" in text and "batch 512: above" in text
+    assert "to a loss  " not in text  # no time is told that is not known
+    known = describe_plans(to_loss(300.0, (8, 64, 512), FEW), "run")
+    assert "with a gradient noise scale of 300 rows (given)" in known and ", as it is" in known
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--goal", "speed"], "--goal speed: plans are ranked by tokens per second"),
+        (["--noise-scale", "300"], "--noise-scale 300: tokens per second do not depend on it; add --goal loss"),
+        (["--goal", "loss", "--noise-scale", "-3"], "--noise-scale -3: a number of rows is more than 0"),
+        (
+            ["--goal", "loss", "--noise-scale", "nowhere"],
+            "--noise-scale nowhere: it is a number of rows, or the folder",
+        ),
+        (["--goal", "loss", "--noise-scale", "."], "'.' has no gradient noise scale that was measured"),
+    ],
+)
+def test_bad_goals(options: list[str], message: str, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(job.parent)
+    result = CliRunner().invoke(app, ["plan", str(job), "--cluster", "cpu", *options])
+    assert result.exit_code == 2
+    assert message in result.output.replace("\n", " ")
+
+
+def test_a_run_measures_what_a_plan_for_a_loss_is_chosen_by(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(job.parent)
+    limits = (
+        "sync=1 precision=fp32 micro=1 data=1..2 pipeline=1 context=1 recompute=none tensor=1 home.optimizer=device"
+    )
+    plan = ["plan", str(job), "--cluster", "h100x2", "--limit-keys", limits, "--goal", "loss"]
+    unknown = CliRunner().invoke(app, plan)
+    assert unknown.exit_code == 0, unknown.output
+    measure = f"plait train {job} --set train.noise_every=5, then add --noise-scale {job.parent / 'run'}"
+    assert f"to measure it: {measure}" in unknown.output
+    changes = ["--set", "train.noise_every=1", "--set", "train.steps=12", "--set", "sample.length=0"]
+    trained = CliRunner().invoke(app, ["train", str(job), "--processes", "1", *changes])
+    assert trained.exit_code == 0, trained.output
+    lines = read_steps(job.parent / "run" / "metrics.jsonl")
+    assert sum("noise_trace" in line for line in lines) == 12
+    assert measured_noise(job.parent / "run").source == f"measured 6 times, at steps 7 to 12 of {job.parent / 'run'}"
+    known = CliRunner().invoke(app, [*plan, "--batch", "8..16", "--noise-scale", str(job.parent / "run")])
+    assert known.exit_code == 0, known.output
+    assert "rows (measured 6 times, at steps 7 to 12" in known.output
+    assert "the fastest batch to a loss depends on the gradient noise scale" in known.output
+    page = CliRunner().invoke(app, ["report", str(job.parent / "run")])
+    assert page.exit_code == 0, page.output
+    html = (job.parent / "run" / "report.html").read_text()
+    assert "<th>gradient noise scale</th>" in html and "rows (measured 6 times" in html

@@ -312,18 +312,25 @@ def plan_job(
     limits: Annotated[
         str, typer.Option("--limit-keys", help='What keys may be, such as "tensor=1..8 zero=1,3 sync=1".')
     ] = "",
+    goal: Annotated[
+        str, typer.Option("--goal", help="tokens: most per second; loss: least time to a loss.")
+    ] = "tokens",
+    noise: Annotated[
+        str, typer.Option("--noise-scale", help="For --goal loss: rows, or the folder of a run that measured it.")
+    ] = "",
     changes: SetOption = None,
 ) -> None:
     """Search for the fastest plan on a cluster: what fits, what it takes, why others lost. Nothing is run."""
     with _errors_shown_once():
-        from plait.api.job.plan_command import line_to_run, plan_config
+        from plait.api.job.plan_command import how_to_measure, line_to_run, plan_config
         from plait.api.job.this_machine import this_machine
         from plait.report.plan_text import describe_plans
         from plait.spec.cluster_file import find_cluster
 
         where = find_cluster(cluster) if cluster else this_machine()
-        found = plan_config(config, where, memory, batch, limits, changes or [])
-        print(describe_plans(found, line_to_run(found, config, cluster, changes or [])))
+        found = plan_config(config, where, memory, batch, limits, changes or [], goal, noise)
+        command = line_to_run(found, config, cluster, changes or [])
+        print(describe_plans(found, command, how_to_measure(config) if found.goal.to_loss else ""))
         if not found.best:
             raise typer.Exit(1)
 

@@ -12,13 +12,15 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from plait.cost.found_plans import (
-    RELAXED_WORTH,
+    TOKENS,
     USABLE,
     Candidate,
     FoundPlans,
+    Goal,
     LostChoice,
     PlannedStep,
     main_difference,
@@ -96,9 +98,11 @@ class PlanEvaluator(Protocol):
 class _Kept:
     """The best of what closed forms were computed of, while a search goes on."""
 
-    def __init__(self, domains: tuple[int, ...]) -> None:
+    def __init__(self, domains: tuple[int, ...], goal: Goal) -> None:
         self.num = 0
         self.best = math.inf  # seconds per row of the fastest plan that fits, by its worth
+        self.goal = goal
+        self.of_batches: dict[int, tuple[float, RoughStep]] = {}  # the best that fits, by rows of the batch
         self.named: dict[str, tuple[tuple[bool, float], int, RoughStep]] = {}
         self.nearest: tuple[float, float, int, RoughStep] | None = None
         self._domains = domains
@@ -110,7 +114,7 @@ class _Kept:
         """Keep the step if it is among the best of its kind."""
         self.num += 1
         outline, later = step.choice.outline, step.choice.states.later
-        score, fits = step.seconds / rows / (1.0 if later is None else RELAXED_WORTH), step.missing <= 0
+        score, fits = step.seconds / rows / self.goal.worth(rows, later is not None), step.missing <= 0
         key = (not fits, score if fits else step.missing)
         for name in self._names_of(step.choice):
             if name not in self.named or key < self.named[name][0]:
@@ -120,6 +124,8 @@ class _Kept:
                 self.nearest = step.missing, score, rows, step
             return
         self.best = min(self.best, score)
+        if rows not in self.of_batches or score < self.of_batches[rows][0]:
+            self.of_batches[rows] = score, step
         place = int(_BINS * math.log2(max(step.memory, 1.0)))
         if place not in self._bins or score < self._bins[place][0]:
             self._bins[place] = score, rows, step
@@ -130,6 +136,13 @@ class _Kept:
             heapq.heappush(heap, item)
         elif item[0] > heap[0][0]:
             heapq.heapreplace(heap, item)
+
+    def best_of(self, rows: int) -> float:
+        """What a plan must come near to be worth a look, in seconds per row by its worth: the best so far. If plans are
+        ranked by the time to a loss it is the best with that batch, since all batches are compared."""
+        if not self.goal.to_loss:
+            return self.best
+        return self.of_batches[rows][0] if rows in self.of_batches else math.inf
 
     def _names_of(self, choice: PlanChoice) -> list[str]:
         """The strategies of a choice, which depend on neither microbatches, recomputation nor precision."""
@@ -163,6 +176,7 @@ def search(
     memory: float | None = None,
     progress: Progress | None = None,
     smaller: bool = True,
+    goal: Goal = TOKENS,
 ) -> FoundPlans:
     """The best plans for a model on a cluster.
 
@@ -174,15 +188,18 @@ def search(
         memory: bytes that a rank may take; by default USABLE of those of the device.
         progress: is called with what is done, how much is done, and of how much.
         smaller: whether plans may leave devices idle.
+        goal: what plans are ranked by.
 
     Raises PlanError if no plan is legal; a plan that is legal but does not fit is in `nearest`.
     """
     limit, tell = memory or USABLE * cluster.device.memory, progress or _say_nothing
-    kept = _explore(evaluator, cluster, rows, limits, limit, tell, smaller)
-    judge = _Judge(evaluator, limits, limit)
+    kept = _explore(evaluator, cluster, rows, limits, limit, tell, smaller, goal)
+    judge = _Judge(evaluator, limits, limit, goal)
     num, front = evaluator.most_simulated, kept.front()
     front = front[:: -(-3 * len(front) // num)] if front else []  # a third as many of it, evenly
     of = num + len(front)
+    for each, (_, step) in sorted(kept.of_batches.items()) if goal.to_loss else ():
+        judge.judge(step.choice.how, each)
     for chosen, enough in ((kept.fastest(), num), (front, of)):
         for each, step in chosen:
             if judge.num < enough:  # a plan that is refused leaves its place to another
@@ -196,8 +213,16 @@ def search(
     return FoundPlans(
         cluster, limit, _with_reasons(_one_a_mesh(ranked)), _with_reasons(_front(ranked)),
         tuple(sorted((each for each in lost if each is not None), key=lambda each: each.name)),
-        None, 0, kept.num, judge.num, judge.refusals(),
+        None, 0, kept.num, judge.num, judge.refusals(), goal, _of_batches(ranked) if goal.to_loss else (),
     )  # fmt: skip
+
+
+def _of_batches(ranked: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """The best candidate of each size of the batch, ascending."""
+    found: dict[int, Candidate] = {}
+    for each in ranked:
+        found.setdefault(each.rows, each)
+    return tuple(found[rows] for rows in sorted(found))
 
 
 def _explore(
@@ -208,9 +233,10 @@ def _explore(
     memory: float,
     tell: Progress,
     smaller: bool,
+    goal: Goal,
 ) -> _Kept:
     """The closed forms of all plans: on all devices, on those of a domain of links, on a power of two, and on one."""
-    kept = _Kept(cluster.sizes)
+    kept = _Kept(cluster.sizes, goal)
     counts = {cluster.num_devices}
     if smaller:
         counts |= {1, 1 << cluster.num_devices.bit_length() - 1, *cluster.sizes}
@@ -227,8 +253,9 @@ def _explore(
 
 def _look(evaluator: PlanEvaluator, spaces: Sequence[PlanSpace], kept: _Kept, memory: float, tell: Progress) -> None:
     """Offer all plans of the spaces: first with all on the device, then what homes could make faster."""
+    worth = {rows: kept.goal.worth(rows, False) for space in spaces for rows in space.rows}
     outlines = [
-        (outline.num_micro * evaluator.cells(outline, rows).seconds / rows, index, rows, outline)
+        (outline.num_micro * evaluator.cells(outline, rows).seconds / rows / worth[rows], index, rows, outline)
         for index, space in enumerate(spaces)
         for rows, outline in space.outlines()
     ]
@@ -241,10 +268,12 @@ def _look(evaluator: PlanEvaluator, spaces: Sequence[PlanSpace], kept: _Kept, me
         for number, (floor, index, rows, outline) in enumerate(outlines):
             if number % 64 == 0:
                 tell(what, number, len(outlines))
-            most = kept.best * (1.0 if away else _HOPELESS)
+            most = kept.best_of(rows) * (1.0 if away else _HOPELESS)
+            if floor > most and kept.goal.to_loss:
+                continue  # another batch may have further to go
             if floor > most:
                 break
-            for step in evaluator.rough(spaces[index], outline, rows, homes[index], memory, most * rows):
+            for step in evaluator.rough(spaces[index], outline, rows, homes[index], memory, most * rows * worth[rows]):
                 kept.offer(rows, step)
         tell(what, len(outlines), len(outlines))
 
@@ -266,7 +295,7 @@ def _nothing_fits(
     nearest = judge.judge(step.choice.how, each)
     enough = _enough(evaluator, cluster, rows, limits, judge.memory)
     return FoundPlans(
-        cluster, judge.memory, (), (), (), nearest, enough, kept.num, judge.num, judge.refusals()
+        cluster, judge.memory, (), (), (), nearest, enough, kept.num, judge.num, judge.refusals(), kept.goal
     )  # fmt: skip
 
 
@@ -300,8 +329,9 @@ def _enough(evaluator: PlanEvaluator, cluster: Cluster, rows: tuple[int, ...], l
 class _Judge:
     """Simulates plans, each once, and counts those that are refused."""
 
-    def __init__(self, evaluator: PlanEvaluator, limits: Limits, memory: float) -> None:
+    def __init__(self, evaluator: PlanEvaluator, limits: Limits, memory: float, goal: Goal) -> None:
         self._evaluator = evaluator
+        self._goal = goal
         self._limits = limits
         self.memory = memory
         self._found: dict[tuple[str, int], Candidate | None] = {}
@@ -327,7 +357,7 @@ class _Judge:
             try:
                 for refusal in refusals(plan, StepFacts(rows=rows)):
                     raise PlanError(refusal)
-                self._found[key] = Candidate(plan, rows, self._evaluator.simulate(plan, rows))
+                self._found[key] = Candidate(plan, rows, self._evaluator.simulate(plan, rows), goal=self._goal)
             except PlanError as error:
                 self._refused[str(error)] += 1
                 self._found[key] = None
@@ -363,7 +393,7 @@ def _with_reasons(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
         why = ""
         if index + 1 < len(found):
             why = main_difference(found[index + 1].step, each.step)
-        made.append(Candidate(each.plan, each.rows, each.step, why))
+        made.append(replace(each, why=why))
     return tuple(made)
 
 

@@ -84,6 +84,7 @@ class TrainSection(Section):
     on_nan: Literal["raise", "warn"] = "raise"
     scratch: str | None = Field(default=None, min_length=1)  # the folder for what the plan offloads to disk
     tensorboard: bool = False
+    noise_every: int = Field(default=0, ge=0)  # steps from one measurement of the gradient noise scale to the next
     timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)  # seconds that a rank may be late
 
 

@@ -34,6 +34,7 @@ from plait.engine.checkpoint.compatibility import refuse_tables
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.data.sample_order import check_batch_size
 from plait.engine.environment import under_launcher
+from plait.engine.gradient_noise import check_noise_every
 from plait.engine.local_batch import batch_of_replica, microbatches
 from plait.engine.optimizers import make_optimizer
 from plait.engine.setup_checks import check_plan, check_step, place_here
@@ -211,6 +212,8 @@ def check_job(config: Config, plan: Plan, resume: Resume = ANEW, writes: bool = 
             f"train.evaluate_every = {config.train.evaluate_every}, but no held-out data of at least one batch;"
             " set it to 0, raise data.held_out, or return (train, held-out) from the data function"
         )
+    if config.train.noise_every:
+        check_noise_every(config.train.noise_every, plan, config.train.batch_size)
     named = dict(model.named_parameters())
     resolve_annotations(config.layouts, {name: tuple(p.shape) for name, p in named.items()}, plan.mesh)
     check_plan(plan, model, config.train.clip_norm, place_here() if writes else None)

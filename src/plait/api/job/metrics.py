@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from plait.cost.noise_scale import NoiseSample, NoiseScale, noise_scale
 from plait.errors import DataError
 
 METRICS = "metrics.jsonl"
@@ -33,6 +34,9 @@ class MetricsLog:
         sent_bytes          bytes that this rank sent
         agree_seconds       time spent on exchanges of replicas that synchronize later
         gradient_norm       with clip_norm
+        noise_signal        with noise_every: the square of the true gradient's norm, as the step shows it
+        noise_trace         the trace of the covariance of one row's gradient, as the step shows it
+        noise_scale         the gradient noise scale in rows, by running means of both
         held_out_loss       after steps with an evaluation
         aux/NAME            each single number that the loss function returns beside the loss
         held_out_aux/NAME   the same of an evaluation
@@ -101,6 +105,29 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
             for line in (line for line in found if line["step"] == values.get("step")):
                 line["held_out_loss"] = values["held_out_loss"]
     return found
+
+
+def measured_noise(run: Path) -> NoiseScale:
+    """The gradient noise scale of a run, by the later half of its measurements: it grows while a model trains.
+
+    Raises DataError for a folder without measurements, or whose measurements do not show it.
+    """
+    found = noise_of(read_steps(run / METRICS), str(run))
+    if found is None:
+        raise DataError(
+            f"{str(run)!r} has no gradient noise scale that was measured; run its job with --set train.noise_every=5"
+            " for a few hundred steps, and give its train.out"
+        )
+    return found
+
+
+def noise_of(lines: Sequence[Mapping[str, Any]], run: str = "") -> NoiseScale | None:
+    """The gradient noise scale of the later half of the measurements in a run's lines; None if they do not show it."""
+    measured = [line for line in lines if "noise_signal" in line and "noise_trace" in line]
+    later = measured[len(measured) // 2 :]
+    first, last = (later[0]["step"], later[-1]["step"]) if later else (0, 0)
+    where = f"measured {len(later)} times, at steps {first} to {last}" + (f" of {run}" if run else "")
+    return noise_scale([NoiseSample(line["noise_signal"], line["noise_trace"]) for line in later], where)
 
 
 def _lines_before(path: Path, step: int) -> list[str]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from plait.api.job.config import Config, load_config
+from plait.api.job.metrics import measured_noise
 from plait.api.job.simulate_command import has_shape, read_shape
-from plait.cost.found_plans import FoundPlans
+from plait.cost.found_plans import FoundPlans, Goal
+from plait.cost.noise_scale import NoiseScale
 from plait.cost.plan_search import PlanEvaluator, Progress, search
 from plait.cost.shape_evaluator import ShapeEvaluator
+from plait.errors import PlanError
 from plait.plan.plan import Plan
 from plait.plan.plan_space import Limits, batches_of, memory_of
 from plait.spec.cluster import Cluster
@@ -24,12 +29,18 @@ def plan_config(
     batch: str = "",
     limits: str = "",
     changes: Sequence[str] = (),
+    goal: str = "tokens",
+    noise: str = "",
 ) -> FoundPlans:
     """The best plans for the file `path`: closed forms of a [shape], and of a job's model what `plait.search` finds.
 
-    Raises ConfigError for a bad file, PlanError for options that cannot be read and if no plan is legal, and
-    CaptureError for a model that cannot be captured.
+    With the goal "loss" they are ranked by the time to a loss; `noise` is the gradient noise scale, a number of rows or
+    the folder of a run that measured it. Of a job the loss is that which its steps come to.
+
+    Raises ConfigError for a bad file, PlanError for options that cannot be read and if no plan is legal, DataError for
+    a run that measured nothing, and CaptureError for a model that cannot be captured.
     """
+    wanted = goal_of(goal, noise)
     limit = float(memory_of(memory)) if memory else None
     allowed = Limits.parse(limits)
     sizes = batches_of(batch) if batch else ()
@@ -40,9 +51,43 @@ def plan_config(
     else:
         config = load_config(path, changes)
         rows = config.train.batch_size
+        if wanted.to_loss:
+            wanted = replace(wanted, steps=config.train.steps, of_rows=rows)
         evaluator = _of_job(config, cluster)
     with _progress_bar() as progress:
-        return search(evaluator, cluster, sizes or (rows,), allowed, limit, progress)
+        return search(evaluator, cluster, sizes or (rows,), allowed, limit, progress, goal=wanted)
+
+
+def goal_of(text: str, noise: str) -> Goal:
+    """What plans are ranked by. Raises PlanError for another text, and DataError for a run that measured nothing."""
+    if text not in ("tokens", "loss"):
+        raise PlanError(
+            f"--goal {text}: plans are ranked by tokens per second, --goal tokens, or by the time to a loss, --goal"
+            " loss"
+        )
+    if not noise:
+        return Goal(text == "loss")
+    if text != "loss":
+        raise PlanError(f"--noise-scale {noise}: tokens per second do not depend on it; add --goal loss")
+    try:
+        rows = float(noise)
+    except ValueError:
+        if not Path(noise).is_dir():
+            raise PlanError(
+                f"--noise-scale {noise}: it is a number of rows, or the folder of a run that measured it, its train.out"
+            ) from None
+        return Goal(True, measured_noise(Path(noise)))
+    if not 0 < rows < math.inf:
+        raise PlanError(f"--noise-scale {noise}: a number of rows is more than 0")
+    return Goal(True, NoiseScale(rows))
+
+
+def how_to_measure(path: Path) -> str:
+    """The command that measures the noise scale of a job, or words for a shape, which has no data."""
+    if has_shape(path):
+        return "train a job of this model with train.noise_every=5, and give its train.out: --noise-scale RUN"
+    out = load_config(path).train.out
+    return f"plait train {path} --set train.noise_every=5, then add --noise-scale {out}"
 
 
 def _of_job(config: Config, cluster: Cluster) -> PlanEvaluator:

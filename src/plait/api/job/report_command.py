@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plait.api.job.metrics import METRICS, read_steps
+from plait.api.job.metrics import METRICS, noise_of, read_steps
 from plait.cost.predict import measure_costs, predict, with_held
 from plait.engine.trace_folder import PLAN, TRACE, Recorded, RunPlan, read_plan, read_trace
 from plait.errors import DataError
@@ -101,6 +101,10 @@ def _facts(
         last = metrics[-1]
         speed = statistics.median(line["tokens_per_s"] for line in metrics)
         found.append(("training", f"{last['step']} steps, last loss {last['loss']:.4g}, median {speed:,.0f} tokens/s"))
+    if any("noise_signal" in line for line in metrics):
+        noise = noise_of(metrics)
+        text = "not shown yet by the steps that measured it" if noise is None else str(noise)
+        found.append(("gradient noise scale", text))
     seconds = [step.measured.seconds for step in shown if step.measured is not None]
     if recorded and seconds:
         first, last_step = recorded[0].step, recorded[-1].step

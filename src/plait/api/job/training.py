@@ -74,6 +74,7 @@ def run_job(config: Config, plan: Plan, resume: Resume = ANEW, trace: bool = Fal
         scratch=train.scratch,
         trace=train.out if trace else None,
         callbacks=[ends.append],
+        noise_every=train.noise_every,
     )
     try:
         with guard(trainer.world):
@@ -184,8 +185,13 @@ class _Job:
             }
             if trainer.state.replicas is not None:
                 values["agree_seconds"] = trainer.state.replicas.take_seconds()
-            if (norm := self.ends.pop().gradient_norm) is not None:
+            end = self.ends.pop()
+            if (norm := end.gradient_norm) is not None:
                 values["gradient_norm"] = norm
+            if end.noise is not None:
+                values |= {"noise_signal": end.noise.signal, "noise_trace": end.noise.noise}
+            if end.noise is not None and end.noise_scale is not None:
+                values["noise_scale"] = end.noise_scale
             last = step == train.steps
             if last:
                 trainer.agree()
