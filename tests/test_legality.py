@@ -203,7 +203,7 @@ DECIDE_ELSEWHERE = {
 # whose model, batch or data have changed (job), or the model is refused under every plan (model).
 NO_REFUSAL = {
     "api/cli.py": "argument", "api/job/memory_command.py": "argument", "api/job/this_machine.py": "argument",
-    "api/plan_model.py": "model",
+    "api/plan_model.py": "model", "api/job/plan_command.py": "argument", "engine/gradient_noise.py": "argument",
     "api/memory.py": "argument", "api/verify.py": "argument", "comm/algorithms.py": "argument",
     "compile/capture/capture.py": "model", "compile/capture/fake_parameters.py": "model",
     "compile/capture/random_sources.py": "model", "compile/pass_manager.py": "argument",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from typing import Any
@@ -96,10 +97,12 @@ class Deep(nn.Module):
 def trained(plan: str, every: int, norm: bool = False, local: bool = False) -> list[tuple[dict[str, Tensor], Any]]:
     """Weights and buffers after four steps, and what was measured, of each rank."""
 
+    model = Deep(norm)  # one, as threads have random numbers in common
+
     def rank(world: World) -> tuple[dict[str, Tensor], Any]:
         ends: list[StepEnd] = []
         given = {"noise_every": every, "callbacks": [ends.append], "world": world}
-        trainer = Trainer(Deep(norm), mean_loss, SGD, plan, **given)
+        trainer = Trainer(copy.deepcopy(model), mean_loss, SGD, plan, **given)
         for number in range(4):
             batch = draws(number, 16, 8)
             here = plait.Plan.parse(plan).batch_part(world.mesh.coordinates(world.rank))

@@ -19,7 +19,7 @@ from plait.compile.stages.split import updates_within
 from plait.cost.noise_scale import NoiseSample, RunningNoise
 from plait.engine.engine import Engine
 from plait.engine.local_batch import LocalBatch, num_rows
-from plait.errors import PlanError, Refusal
+from plait.errors import PlanError
 from plait.plan.plan import Plan
 
 _MOST = 8  # times that a row is repeated: fewer rows tell more of the noise, and less of the gradient
@@ -89,9 +89,10 @@ class NoiseMeter:
         """Raise PlanError for a step that cannot be run once more without a trace."""
         executor = self._engine.executor
         if executor.sharding.gradients_away:
-            what = f"noise_every={self._every} reads gradients, which {self._engine.plan.title!r} keeps off the device"
-            raise PlanError(Refusal(what, "", "measure under a plan without home.parameters= and central=, or leave"
-                                              " noise_every out"))  # fmt: skip
+            raise PlanError(
+                f"noise_every={self._every} reads gradients, which {self._engine.plan.title!r} keeps off the device;"
+                " measure under a plan without home.parameters= and central=, or leave noise_every out"
+            )
         if executor.compiled is None:
             return
         captured = executor.compiled.program.captured
@@ -99,9 +100,10 @@ class NoiseMeter:
         changes = self._engine.compiler.captures.changes.get(id(captured))
         written += [effect.place for effect in changes.effects] if changes is not None else []
         if written:
-            what = f"noise_every={self._every} runs some batches twice, and the step changes {written[0]} each time"
-            raise PlanError(Refusal(what, "", "make it a buffer of the model, which is put back, or leave noise_every"
-                                              " out"))  # fmt: skip
+            raise PlanError(
+                f"noise_every={self._every} runs some batches twice, and the step changes {written[0]} each time; make"
+                " it a buffer of the model, which is put back, or leave noise_every out"
+            )
 
 
 def check_noise_every(every: int, plan: Plan, rows: int | None = None) -> None:
@@ -119,9 +121,10 @@ def check_noise_every(every: int, plan: Plan, rows: int | None = None) -> None:
     elif plan.backend != "torch":
         why = f"backend={plan.backend} takes forward, backward and update as one program"
     if why:
-        what = f"noise_every={every} measures gradients under {plan.title!r}"
-        raise PlanError(Refusal(what, why, "measure under a synchronous plan with backend=torch: the noise scale"
-                                           " depends on model and data, not on the plan"))  # fmt: skip
+        raise PlanError(
+            f"noise_every={every} measures gradients under {plan.title!r}: {why}; measure under a synchronous plan with"
+            " backend=torch, as the noise scale depends on model and data, not on the plan"
+        )
     if rows is not None and rows // plan.num_process_parts < 2:
         raise PlanError(_one_row(rows, plan))
 
