@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sysconfig
 from typing import Any
 
 import numpy as np
@@ -144,6 +146,30 @@ def test_numbers_that_change_at_each_step_are_captured_once(loss_fn: Any, plan: 
 )  # fmt: skip
 def test_python_that_needs_a_number_is_captured_for_each_answer(loss_fn: Any, captures: int) -> None:
     check(loss_fn, "", captures)
+
+
+def test_a_number_is_shown_by_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown_and_used(m: Any, b: Any) -> Tensor:
+        print(b["epoch"])
+        print(f"{b['t']:.2f}", b["t"])
+        return F.cross_entropy(m(b["x"]), b["y"]) + b["t"]
+
+    def used_by_an_argument(m: Any, b: Any) -> Tensor:
+        print(library["scaled"](m, b["epoch"]))
+        return F.cross_entropy(m(b["x"]), b["y"])
+
+    written: list[str] = []
+    library: dict[str, Any] = {"written": written}
+    lines = [
+        "def print_too(*args): written.append(' '.join(map(str, args)))",
+        "def scaled(m, n): m.seen = float(n); return m.seen",
+    ]
+    file = f"{sysconfig.get_paths()['purelib']}{os.sep}some_library.py"
+    exec(compile("\n".join(lines), file, "exec"), library)
+    monkeypatch.setattr("builtins.print", library["print_too"])  # as Ray does once it has workers
+    check(shown_and_used, "", 1)
+    assert written[:2] == ["0", "1.00 1.0"] and len(written) == 2 + 2 * len(batches())
+    check(used_by_an_argument, "", len(batches()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

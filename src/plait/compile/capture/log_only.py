@@ -13,7 +13,7 @@ import logging
 import sys
 from types import FrameType
 
-from plait.compile.capture.capture_errors import users_frame
+from plait.compile.capture.capture_errors import is_library, users_frame
 
 _LOGS = frozenset(
     {
@@ -32,9 +32,17 @@ def is_shown(frame: FrameType | None = None) -> bool:
         at = at.f_back  # type: ignore[assignment]
     if at is not None:
         return True
-    path = _path_of(users_frame(frame or sys._getframe(1)))
+    asking = users_frame(frame or sys._getframe(1))
+    path = _path_of(asking)
     statement = next((node for node in reversed(path) if isinstance(node, ast.stmt)), None)
-    return statement is not None and _only_shows(statement, _function(path))
+    if statement is not None and _only_shows(statement, _function(path)):
+        return True
+    # A library may ask within the call that shows: a progress bar, or what Ray and others put in the place of print.
+    at = asking
+    while at is not None and is_library(at.f_code.co_filename):
+        at = at.f_back
+    path = [] if at is asking else _path_of(at)
+    return bool(path) and isinstance(path[-1], ast.Expr) and _only_shows(path[-1], None)
 
 
 def branch_without_output(frame: FrameType) -> bool | None:
@@ -109,7 +117,8 @@ def _path_of(frame: FrameType | None) -> _Path:
     if frame is None:
         return []
     calls = [one for one in dis.get_instructions(frame.f_code) if one.opname not in ("CACHE", "EXTENDED_ARG")]
-    at = next((i for i, one in enumerate(calls) if one.offset == frame.f_lasti), 0)
+    # A frame that waits for a Python function is at the end of the cache that follows the instruction.
+    at = max(sum(one.offset <= frame.f_lasti for one in calls) - 1, 0)
     if at and ("JUMP" in calls[at].opname or calls[at].opname == "TO_BOOL"):
         at -= 1  # the instruction that made the condition: the position of a jump is not reliable
     where = calls[at].positions
