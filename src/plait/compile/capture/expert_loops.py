@@ -8,12 +8,12 @@
 Each row, a token with one of its experts, is in one round of the loop. If rounds do nothing but add their rows to what
 was there before the loop, all rows can be in one: `expert` is then the expert of each row, torch.where gives all rows,
 and products with weight[expert] are those of compile/ops/experts.py. What else the body does raises torch's own error
-for numbers that are not known. That a mask says which expert each row has is worked out for samples of these.
+for numbers that are not known. Where adding rows gives another tensor, a second round, without rows, shows whether it
+goes on from that. That a mask says which expert each row has is worked out for samples of these.
 """
 
 from __future__ import annotations
 
-import dis
 import itertools
 import math
 import sys
@@ -27,8 +27,10 @@ from torch.fx import Node
 
 from plait.compile.capture.expert_stand_ins import ExpertRows, OwnRow
 from plait.compile.capture.graph_recorder import GraphRecorder
+from plait.compile.capture.loop_state import LoopState, Totals, calls_since, check_loop, last_call
 from plait.compile.capture.masked_rows import Owner, Selected, UnknownCount, dynamic
 from plait.compile.ir.calls import is_item, is_tensor, op_spec_of, tensor_inputs
+from plait.compile.ir.rewriting import same_order
 from plait.compile.ir.samples import holds_for_samples, known_value, whole_numbers
 from plait.compile.ir.views import is_view, writes_in_place
 from plait.compile.ops.draw import draw
@@ -47,28 +49,33 @@ class ExpertLoop:
         self.recorder = recorder
         self.ids: Tensor | None = None  # [S], the place of each row
         self._root: Node | None = None  # what ids are computed from
-        self._order: tuple[int, ...] = ()  # the dims of a mask behind the first, as dims of the root
+        self.order: tuple[int, ...] = ()  # the dims of a mask behind the first, as dims of the root
         self.waiting: list[dict[int, bool]] = []
+        self.totals = Totals(recorder)
 
     def run(self, frame: FrameType, left: list[ExpertLoop]) -> Iterator[LoopIndex]:
         """The rounds. `frame` runs the loop; a loop that it leaves early is added to `left`."""
-        if dis.opname[frame.f_code.co_code[frame.f_lasti]] != "GET_ITER":  # such as of enumerate, which counts rounds
-            raise dynamic()
+        check_loop(frame)
         return self._rounds(left)
 
     def _rounds(self, left: list[ExpertLoop]) -> Iterator[LoopIndex]:
-        self.waiting = [{}]
+        state = LoopState(sys._getframe(1))
+        first: dict[int, bool] = {}
+        self.waiting = [first]
+        is_last = False
         while self.waiting:
             answers = self.waiting.pop(0)
             if any(same and self.is_beyond(number) for number, same in answers.items()):
                 continue
-            body = _Round(self, answers, sys._getframe(1))
+            body = _Round(self, answers, sys._getframe(1), adds=not is_last)
             try:
                 yield LoopIndex(body, self.places.ndim - 1)
             except GeneratorExit:
                 left.append(self)
                 raise
-            body.check(sys._getframe(1))
+            body.check(sys._getframe(1), state)
+            if not self.waiting and not is_last and self.totals.has_copies:
+                self.waiting, is_last = [first], True
 
     def is_beyond(self, number: int) -> bool:
         """Whether no row has this place: there is none, or rows have the places of a topk among fewer."""
@@ -87,7 +94,7 @@ class ExpertLoop:
                     found = self.recorder.tensor_of(root)
                     if found is None or self._root not in (None, root):
                         raise dynamic()
-                    self._root, self._order = root, order
+                    self._root, self.order = root, order
                     self.ids = found.reshape(-1) if self.ids is None else self.ids
                     return
         raise dynamic()
@@ -139,25 +146,46 @@ class ExpertLoop:
         written = (one for one in self.recorder.graph.nodes if writes_in_place(one))
         return not any(_base(source) in bases for one in written for source in one.all_input_nodes)
 
+    def is_once_along(self, dim: int) -> bool:
+        """Whether rows with one index in this dim certainly have different places, as those of a topk have."""
+        assert self._root is not None
+        node, shape = self._root, self._root.meta["val"].shape
+        other = [d for d in range(len(shape)) if d != dim and shape[d] > 1]
+        while (source := same_order(node)) is not None and source.meta["val"].shape[-1] == shape[-1]:
+            node = source
+        if not other:
+            return True
+        given, output = (node.args[0], node.args[1]) if is_item(node) else (node, 0)
+        if other != [len(shape) - 1] or not isinstance(given, Node) or op_spec_of(given).picks != output:
+            return False
+        (dims,) = (i for i, each in enumerate(given.target._schema.arguments) if each.name == "dim")  # type: ignore[union-attr]
+        along = given.args[dims] if dims < len(given.args) else given.kwargs.get("dim", -1)
+        return tensor_inputs(given)[0].meta["val"].ndim == len(shape) and along in (-1, len(shape) - 1)
+
     def positions(self) -> list[Tensor]:
         """The indices of all rows in a mask of one place, in the order of ids."""
         assert self.ids is not None and self._root is not None
         shape = tuple(self._root.meta["val"].shape)
         place = torch.arange(len(self.ids), device=self.ids.device)
-        return [place // math.prod(shape[d + 1 :]) % shape[d] for d in self._order]
+        return [place // math.prod(shape[d + 1 :]) % shape[d] for d in self.order]
 
 
 class _Round:
-    """One round of a loop: the rows whose places have these answers to whether they are a certain number."""
+    """One round of a loop: the rows whose places have these answers to whether they are a certain number.
 
-    def __init__(self, loop: ExpertLoop, answers: dict[int, bool], frame: FrameType) -> None:
+    Without `adds` it is a round without rows.
+    """
+
+    def __init__(self, loop: ExpertLoop, answers: dict[int, bool], frame: FrameType, adds: bool) -> None:
         self.loop = loop
         self.answers = answers
+        self.is_over = False
+        self._adds = adds
         self.keep: Tensor | None = None
         self.every = False  # whether all rows are in this round
         recorder = loop.recorder
         self._nodes = dict(recorder.nodes)
-        self._last = _last(recorder)
+        self._last = last_call(recorder)
         self._own: set[Node] = set()  # calls that add rows to a value
         self._added: set[Node] = set()  # such values, before and after
         self._results: list[Tensor] = []
@@ -203,37 +231,46 @@ class _Round:
             self.keep = torch.ones_like(loop.ids, dtype=torch.bool)
             for condition in conditions:
                 self.keep = self.keep & condition
-        return tuple(ExpertRows(each, self) for each in loop.positions())
+        return tuple(ExpertRows(each, self, dim) for each, dim in zip(loop.positions(), loop.order, strict=True))
+
+    def are_distinct(self, rows: ExpertRows) -> bool:
+        """Whether indices that a mask gave are certainly distinct within each place."""
+        return rows.dim is not None and self.loop.is_once_along(rows.dim)
 
     def adding(self, x: Tensor, add: Callable[[], Tensor]) -> Tensor:
         """Add rows to a value that was there before the loop."""
-        recorder = self.loop.recorder
-        last, before = _last(recorder), recorder.node_of(x)
+        recorder, totals = self.loop.recorder, self.loop.totals
+        number = totals.number_of(x)
+        if not self._adds:
+            return x
+        last, before = last_call(recorder), recorder.node_of(x)
         found = add()
-        self._own |= set(_since(recorder, last))
+        self._own |= set(calls_since(recorder, last))
         self._added |= {before, recorder.node_of(found), recorder.node_of(x)}
         self._results += [x, found]
+        totals.become(number, found)
         return found
 
     def reading(self, read: Callable[[], Tensor]) -> tuple[Tensor, list[Node]]:
         """A value, and the calls that compute it."""
-        last = _last(self.loop.recorder)
+        last = last_call(self.loop.recorder)
         found = read()
-        return found, _since(self.loop.recorder, last)
+        return found, calls_since(self.loop.recorder, last)
 
     def forgive(self, nodes: Sequence[Node]) -> None:
         """Let these calls read a value to which rows are added: nothing else is computed from them."""
         self._own |= set(nodes)
 
-    def check(self, frame: FrameType) -> None:
-        """Raise unless the round only added rows to values, and would have been the same in any order."""
+    def check(self, frame: FrameType, state: LoopState) -> None:
+        """End the round. Raise unless it only added rows to values, and would have been the same in any order."""
+        self.is_over = True
         recorder = self.loop.recorder
         after = {recorder.nodes[id(one)] for one in self._results}
         if any(
             recorder.nodes[key] is not node and recorder.nodes[key] not in after for key, node in self._nodes.items()
         ):
             raise dynamic()
-        for node in _since(recorder, self._last):
+        for node in calls_since(recorder, self._last):
             is_random = node.target is draw or op_spec_of(node).random is not None
             if (
                 is_random
@@ -245,6 +282,10 @@ class _Round:
         for name, value in self._locals.items():
             if name in now and not self._may_become(value, now[name]):
                 raise dynamic()
+        if any(self.loop.totals.was_one(value) for name, value in now.items() if name not in self._locals):
+            raise dynamic()
+        if not all(self._may_become(old, new) for old, new in state.changes()):
+            raise dynamic()
         if any(len(now[name]) != size for name, size in self._sizes.items() if now.get(name) is self._locals[name]):
             raise dynamic()
 
@@ -252,7 +293,7 @@ class _Round:
         if new is old or isinstance(new, (ExpertRows, OwnRow, LoopIndex, UnknownCount, _Answer)):
             return True
         if isinstance(new, Tensor):
-            return any(new is one for one in self._results)
+            return self.loop.totals.is_one(new)
         if isinstance(new, (tuple, list)):  # pieces of rows
             return all(isinstance(one, (ExpertRows, OwnRow)) for one in new)
         return type(new) is type(old) and isinstance(new, (int, float, str)) and new == old
@@ -312,22 +353,6 @@ class _Answer:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise dynamic()
-
-
-def _last(recorder: GraphRecorder) -> Node:
-    node: Node = next(reversed(recorder.graph.nodes))
-    return node
-
-
-def _since(recorder: GraphRecorder, last: Node) -> list[Node]:
-    """The calls that were recorded after `last`."""
-    found = []
-    for node in reversed(recorder.graph.nodes):
-        if node is last:
-            break
-        if node.op == "call_function":
-            found.append(node)
-    return found
 
 
 def _base(node: Node) -> Node:

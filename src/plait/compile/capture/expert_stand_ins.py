@@ -24,10 +24,12 @@ class Round(Protocol):
 
     keep   one bool for each row: whether it is in this round; None before any rows are asked for
     every  whether all rows are
+    is_over  whether it has ended
     """
 
     keep: Tensor | None
     every: bool
+    is_over: bool
 
     @property
     def ids(self) -> Tensor | None:
@@ -43,6 +45,9 @@ class Round(Protocol):
 
     def adding(self, x: Tensor, add: Callable[[], Tensor]) -> Tensor:
         """Add rows to a value that was there before the loop."""
+
+    def are_distinct(self, rows: ExpertRows) -> bool:
+        """Whether indices that a mask gave are certainly distinct within each place."""
 
     def reading(self, read: Callable[[], Tensor]) -> tuple[Tensor, list[Node]]:
         """A value, and the calls that compute it."""
@@ -87,12 +92,16 @@ class OwnRow:
 
 
 class ExpertRows(Selected):
-    """Values of the rows of one round of a loop, which is all that is known of them together."""
+    """Values of the rows of one round of a loop, which is all that is known of them together.
 
-    def __init__(self, values: Tensor, body: Round) -> None:
+    With `dim` they are indices that a mask gave, in this dim of the experts of rows.
+    """
+
+    def __init__(self, values: Tensor, body: Round, dim: int | None = None) -> None:
         assert body.keep is not None
         super().__init__(values, body.keep, body.owner)
         self.body = body
+        self.dim = dim
         self.source: tuple[Tensor, Any, list[Node]] | None = None  # the value and rows that were read
         self.more: ExpertRows | None = None  # what was added to them
 
@@ -116,7 +125,7 @@ class ExpertRows(Selected):
 
     def read(self, x: Tensor, index: Sequence[Any]) -> ExpertRows:
         """x[index], where `index` begins with these rows."""
-        if any(one.values.dtype == torch.bool for one in same_rows(index)):
+        if self.body.is_over or any(one.values.dtype == torch.bool for one in same_rows(index)):
             raise dynamic()
         places = tuple(one.values if isinstance(one, Selected) else one for one in index)
         values, nodes = self.body.reading(lambda: x[places])
@@ -130,6 +139,8 @@ class ExpertRows(Selected):
         if self.source is None or self.more is None or self.source[0] is not x or len(each) != 1:
             raise dynamic()
         if len(self.source[1]) != 1 or self.source[1][0] is not each[0]:
+            raise dynamic()
+        if self.body.is_over or not self.body.are_distinct(each[0]):  # of equal indices the last one would be left
             raise dynamic()
         self.body.forgive([*self.source[2], self.body.node_of(self.values)])
         more = self.more.terms().to(x.dtype).expand(len(each[0].values), *x.shape[1:])
@@ -148,6 +159,8 @@ give_operators(OwnRow)
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", "").strip("_")
+    if any(one.body.is_over for one in _rows_in(args, kwargs)):
+        raise dynamic()
     if name in _LOOKS:
         return _LOOKS[name](*args, **kwargs)
     first = args[0] if args else None

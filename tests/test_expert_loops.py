@@ -1,0 +1,182 @@
+"""Loops over experts whose rounds are not independent, so that one round for all of them would have other numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import plait
+from plait.compile.capture.capture import capture
+from plait.errors import CaptureError
+
+WIDTH, EXPERTS = 8, 4
+Loop = Callable[["Layer", Tensor, Callable[[Any], tuple[Tensor, Tensor]], Tensor], Tensor]
+seen = 0
+
+
+class Layer(nn.Module):
+    """Runs a loop, with a function that gives the tokens of an expert and their rows, and the experts that are hit."""
+
+    def __init__(self, loop: Loop, routers: int = 1) -> None:
+        super().__init__()
+        self.loop = loop
+        self.gates = nn.ModuleList(nn.Linear(WIDTH, EXPERTS) for _ in range(routers))
+        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) * 0.3)
+        self.total: Any = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = [gate(x).softmax(-1) for gate in self.gates]
+        if len(scores) == 1:
+            top, ids = scores[0].topk(2, -1)
+        else:
+            top, ids = torch.stack(scores, 1).max(-1)
+        mask = F.one_hot(ids, EXPERTS).permute(2, 1, 0)
+
+        def rows(expert: Any) -> tuple[Tensor, Tensor]:
+            place, token = torch.where(mask[expert[0]])
+            return token, F.linear(x[token], self.weight[expert[0]]) * top[token, place, None]
+
+        return self.loop(self, torch.zeros_like(x), rows, mask.sum((1, 2)).nonzero())
+
+
+def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def made(loop: Loop, **options: Any) -> tuple[Layer, Tensor]:
+    torch.manual_seed(0)
+    return Layer(loop, **options).double(), torch.randn(8, WIDTH, dtype=torch.float64)
+
+
+def faded(m: Layer, out: Tensor, rows: Any, hit: Any) -> Tensor:
+    for expert in hit:
+        out = out * 0.5
+        out.index_add_(0, *rows(expert))
+    return out
+
+
+def last_alone(m: Layer, out: Tensor, rows: Any, hit: Any) -> Tensor:
+    for expert in hit:
+        found = out.index_add(0, *rows(expert))
+    return found
+
+
+def aliased(m: Layer, out: Tensor, rows: Any, hit: Any) -> Tensor:
+    found = out
+    for expert in hit:
+        found = out.index_add(0, *rows(expert))
+    return found
+
+
+def one_behind(m: Layer, out: Tensor, rows: Any, hit: Any) -> Tensor:
+    for expert in hit:
+        before = out.index_add(0, *rows(expert))
+        out = before.index_add(0, *rows(expert))
+    return before
+
+
+def in_attribute(m: Layer, out: Tensor, rows: Any, hit: Any) -> Tensor:
+    for expert in hit:
+        m.total = out.index_add(0, *rows(expert))
+    return m.total  # type: ignore[no-any-return]
+
+
+def collected(m: Layer, out: Tensor, rows: Any, hit: Any) -> Tensor:
+    return torch.stack([out.index_add_(0, *rows(expert)) for expert in hit]).sum(0)
+
+
+def generated(m: Layer, out: Tensor, rows: Any, hit: Any) -> Tensor:
+    def each() -> Any:
+        for expert in hit:
+            yield rows(expert)
+
+    num = 0
+    for token, found in each():
+        out.index_add_(0, token, found)
+        num += 1
+    return out / num
+
+
+def counted_in_attribute(m: Layer, out: Tensor, rows: Any, hit: Any) -> Tensor:
+    m.total = 0
+    for expert in hit:
+        out.index_add_(0, *rows(expert))
+        m.total += 1
+    return out / m.total
+
+
+def counted_in_list(m: Layer, out: Tensor, rows: Any, hit: Any) -> Tensor:
+    num = [0]
+
+    def count() -> None:
+        num[0] += 1
+
+    for expert in hit:
+        out.index_add_(0, *rows(expert))
+        count()
+    return out / num[0]
+
+
+def counted_globally(m: Layer, out: Tensor, rows: Any, hit: Any) -> Tensor:
+    global seen
+    seen = 0
+    for expert in hit:
+        out.index_add_(0, *rows(expert))
+        seen += 1
+    return out / seen
+
+
+def added_after(m: Layer, out: Tensor, rows: Any, hit: Any) -> Tensor:
+    for expert in hit:
+        token, found = rows(expert)
+        out.index_add_(0, token, found)
+    return out.index_add_(0, token, found)
+
+
+def written(m: Layer, out: Tensor, rows: Any, hit: Any) -> Tensor:
+    for expert in hit:
+        token, found = rows(expert)
+        out[token] += found
+    return out
+
+
+DEPENDENT = [
+    faded, last_alone, aliased, one_behind, in_attribute, collected, generated, counted_in_attribute, counted_in_list,
+    counted_globally, added_after,
+]  # fmt: skip
+
+
+def refused(loop: Loop, **options: Any) -> None:
+    with pytest.raises(CaptureError, match=r"test_expert_loops.py:\d+.*depends on the numbers"):
+        capture(made(loop, **options)[0], loss_fn, made(loop)[1])
+
+
+@pytest.mark.parametrize("loop", DEPENDENT)
+def test_rounds_that_are_not_independent_are_named_with_their_line(loop: Loop) -> None:
+    refused(loop)
+
+
+def test_a_token_that_has_an_expert_twice_is_written_once() -> None:
+    refused(written, routers=2)
+
+
+def in_dict(m: Layer, out: Tensor, rows: Any, hit: Any) -> Tensor:
+    m.total = {"out": out}
+    other = torch.ones_like(out)
+    for expert in hit:
+        token, found = rows(expert)
+        m.total["out"] = m.total["out"].index_add(0, token, found)
+        other = other.index_add(0, token, found * 2)
+    return m.total["out"] - 0.3 * other  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("loop", [in_dict, written])
+def test_rounds_that_go_on_from_each_other(loop: Loop) -> None:
+    model, x = made(loop)
+    report = plait.verify(model, loss_fn, x, "data=2")
+    assert report.ok, report
