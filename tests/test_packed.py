@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -152,6 +153,33 @@ def test_each_rank_packs_the_items_that_it_reads() -> None:
         wide = [{k: F.pad(t, (0, longest - t.shape[1]), value=pads[k]) for k, t in row.items()} for row in rows]
         assert float(trainer.step({k: torch.cat([row[k] for row in wide]) for k in pads})) == pytest.approx(loss)
     trainer.close()
+
+
+@pytest.mark.parametrize("plan", ["data=2 zero=2 shapes=bucket:8", "data=2 context=2 shapes=bucket:8"])
+def test_each_rank_has_documents_with_offsets_of_its_own(plan: str) -> None:
+    data = documents([5, 9, 10, 12, 4, 8, 3, 3])
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    torch.manual_seed(0)
+    model = Varlen(False).double()
+    parsed = Plan.parse(plan)
+    models = [copy.deepcopy(model) for _ in range(parsed.mesh.size)]
+
+    def rank(world: World) -> list[float]:
+        trainer = Trainer(models[world.rank], varlen_loss, torch.optim.SGD, plan, world=world)
+        rows = loader(data, 4, plan=plan, world=world, collate=collate, shuffle=False)
+        return [float(trainer.step(batch)) for batch in rows]
+
+    found = plait.run_ranks(parsed.mesh, rank)[0]
+    optimizer = torch.optim.SGD(model.parameters())
+    for n, loss in enumerate(found):
+        optimizer.zero_grad()
+        rows = [collate(data[4 * n + 2 * each : 4 * n + 2 * each + 2]) for each in range(2)]
+        weights = [int((row["labels"][:, 1:] != -100).sum()) for row in rows]
+        wanted = sum(varlen_loss(model, row) * weight / sum(weights) for row, weight in zip(rows, weights, strict=True))
+        assert isinstance(wanted, Tensor)
+        wanted.backward()
+        optimizer.step()
+        assert loss == pytest.approx(wanted.item(), rel=1e-12)
 
 
 def test_rows_of_padding_cannot_be_packed() -> None:

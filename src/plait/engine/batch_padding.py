@@ -63,7 +63,8 @@ class BatchPadding:
         here = rules.lengths(tree)
         lengths = self._longest(here) if local else here
         wanted = self._bounded(rules, lengths, self._met[train])
-        made = rules.pad(tree, wanted)
+        documents = rules.longest_documents(tree, wanted)
+        made = rules.pad(tree, wanted, self._longest(documents) if local and documents else documents)
         more = {name: wanted[name] - length for name, length in lengths.items()}
         return PaddedBatch(dataclasses.replace(batch, tree=made) if local else made, rules, more)
 
@@ -80,7 +81,7 @@ class BatchPadding:
         return self._rules[key]
 
     def _longest(self, lengths: Mapping[str, int]) -> dict[str, int]:
-        """The largest length of each tensor on any rank."""
+        """The largest of each length on any rank."""
         if self._world.mesh.size == 1:
             return dict(lengths)
         here = torch.tensor([*lengths.values()], dtype=torch.int64).to(self._world.device)

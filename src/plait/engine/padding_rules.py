@@ -110,14 +110,28 @@ class PaddingRules:
         """The lengths to which tensors of these lengths are padded, for few more positions."""
         return self.of_all(lengths, {name: self.rounded(name, each) for name, each in self.apart(lengths).items()})
 
-    def pad(self, batch: Any, lengths: Mapping[str, int]) -> Any:
-        """The batch with its tensors padded to these lengths. Padding of packed documents is one document more."""
+    def longest_documents(self, batch: Any, lengths: Mapping[str, int]) -> dict[str, int]:
+        """The numbers of a batch that are the length of its longest document, once it is padded to these lengths,
+        rounded up to a multiple. Padding is a document too."""
         leaves = batch_leaves(batch)
+        found = {}
+        for name, number in batch_numbers(batch).items():
+            if (of := self.longest.get(name)) is not None:
+                most = max(int(number), lengths[of] - leaves[of].shape[self.leaves[of].dim])
+                found[name] = -(-most // self.multiple) * self.multiple
+        return found
+
+    def pad(self, batch: Any, lengths: Mapping[str, int], longest: Mapping[str, int] | None = None) -> Any:
+        """The batch with its tensors padded to these lengths. Padding of packed documents is one document more.
+
+        `longest` has the lengths of the longest document, if other ranks may have a longer one.
+        """
+        leaves = batch_leaves(batch)
+        numbers = self.longest_documents(batch, lengths) if longest is None else longest
 
         def change(name: str, leaf: Any) -> Any:
-            if (of := self.longest.get(name)) is not None and isinstance(leaf, int):
-                most = max(leaf, lengths[of] - leaves[of].shape[self.leaves[of].dim])
-                return -(-most // self.multiple) * self.multiple
+            if name in numbers:
+                return numbers[name]
             if not torch.is_tensor(leaf) or name not in lengths:
                 return leaf
             value: float

@@ -41,7 +41,10 @@ _GLOBAL = (
     "a plain batch is the global one, the same on every rank: seed its loader alike, or use plait.loader, which gives"
     " each rank its rows"
 )
-_PLACE = "give plait.loader the same arguments on every rank, and take the same number of batches from it"
+_PLACE = (
+    "give plait.loader the same arguments on every rank, and take the same number of batches from it; a number of a"
+    " batch must be the same on every rank, so let what differs be a tensor"
+)
 _ROWS = (
     "ranks with the same part of the batch must read the same rows: let the dataset give the same item for the same"
     " index on every rank, with random changes seeded by the index"
