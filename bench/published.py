@@ -53,9 +53,6 @@ def every(rows: list[PublishedRow]) -> list[str]:
 
 NOTES = """What is not reached, and why:
 
-- Zero Bubble, ZB-2p: a search for a schedule in twice the memory of 1F1B. plait's (schedule/zero_bubble_search.py)
-  leaves a bubble of 0.15% to 1.0% where the paper's leaves 0.26% to 0.66%: steps are as long within 0.4%, but the
-  bubble itself is up to 50% off. All other schedules of the table are met, most in all digits.
 - torchtitan, sequences of 131,072 and 262,144 over 4 and 8 ranks: ring attention is slower there than over 1 and 2, by
   about a third, for a reason that the forms do not have.
 - GPipe: the paper does not say which batches the rows have, nor how uneven AmoebaNet's stages are. Predicted are equal

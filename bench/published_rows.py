@@ -30,7 +30,8 @@ from plait.cost.transformer_step import StepEstimate, estimate_step
 from plait.plan.parallelism import ALTERNATE, FULL, NONE, SELECTIVE, Parallelism
 from plait.plan.sharding_plan import ZERO_STAGES
 from plait.schedule.families import make_schedule
-from plait.schedule.zero_bubble_search import StageSeconds, search_zero_bubble
+from plait.schedule.zero_bubble_rules import StageSeconds, alternating
+from plait.schedule.zero_bubble_search import search_zero_bubble
 from plait.spec.cluster import Cluster, EfficiencyCurve
 from plait.spec.cluster_file import find_cluster
 
@@ -125,21 +126,22 @@ SCHEDULES = {"1F1B": ("1f1b",), "1F1B-I": ("interleaved",), "ZB-H1": ("zb-h1",),
 
 
 def _zero_bubble(row: PublishedRow, _: Numbers) -> float:
-    """Simulated with the paper's profiled times. ZB-1p and ZB-2p are searched in the memory of one and two times 1F1B;
-    the schedule without a search in that memory is among the candidates."""
+    """Simulated with the paper's profiled times. ZB-1p and ZB-2p are searched by the paper's rules in the memory of one
+    and two times 1F1B."""
     setup = row.setup
     ranks, num_micro = setup["pp"], setup["microbatches"]
     name, *times = SCHEDULES[setup["schedule"]]
     chunks = (setup["layers"] + 2) // ranks if name == "interleaved" else None
-    candidates = [make_schedule(name, ranks, num_micro, chunks)]
+    schedule = make_schedule(name, ranks, num_micro, chunks)
     parts = [setup[key] for key in ("T_F_ms", "T_B_ms", "T_W_ms")]
     if times:
         kept = 32 / (34 + 5 * setup["heads"] * setup["seq"] / setup["hidden"])  # by the paper's table 1
         stages = [StageSeconds(*parts)] * ranks
-        candidates.append(search_zero_bubble(stages, setup["T_comm_ms"], num_micro, times[0] * ranks, kept))
-    each = candidates[0].num_stages // ranks
+        limit, rules = times[0] * ranks, (alternating,)
+        schedule = search_zero_bubble(stages, setup["T_comm_ms"], num_micro, limit, kept, rules)
+    each = schedule.num_stages // ranks
     costs = Costs.equal(ranks * each, *(part / each for part in parts), setup["T_comm_ms"])
-    return min(simulate(schedule, costs).bubble() for schedule in candidates)
+    return simulate(schedule, costs).bubble()
 
 
 def _with(cluster: Cluster, products: float = 0.0, memory: float = 0.0, links: float = 0.0) -> Cluster:

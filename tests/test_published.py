@@ -188,12 +188,10 @@ def test_zero_bubble_schedules_simulated_from_profiled_times(schedule: str, wors
 
 def test_a_search_leaves_as_little_bubble_as_the_papers() -> None:
     """ZB-1p in the memory of 1F1B finds no less than ZB-H1; ZB-2p in twice of it nearly fills the bubble."""
-    rows = {
-        (row.setup["schedule"], row.setup["microbatches"]): row for row in of("Zero Bubble PP") if row.setup["pp"] == 8
-    }
-    assert predicted(rows["ZB-1p", 24]) == pytest.approx(rows["ZB-1p", 24].value, rel=1e-3)
-    assert predicted(rows["ZB-2p", 24]) == pytest.approx(rows["ZB-2p", 24].value, rel=0.05)
-    assert predicted(rows["ZB-2p", 32]) == pytest.approx(rows["ZB-2p", 32].value, abs=0.002)
+    rows = [row for row in of("Zero Bubble PP") if row.setup["pp"] == 8 and row.setup["schedule"] in ("ZB-1p", "ZB-2p")]
+    assert len(rows) == 6
+    for row in rows:
+        assert predicted(row) == pytest.approx(row.value, abs=0.00006), row
 
 
 def test_a_shape_that_cannot_be() -> None:
