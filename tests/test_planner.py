@@ -6,14 +6,14 @@ import functools
 import os
 import re
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from comm_worlds import ForkedRank
 from typer.testing import CliRunner
 
 import plait
@@ -21,6 +21,7 @@ from plait.api.cli import app
 from plait.api.cluster_measurement import describe_here
 from plait.api.job.metrics import measured_noise, read_steps
 from plait.api.job.this_machine import stale, this_machine
+from plait.comm import launch
 from plait.cost.found_plans import RELAXED_WORTH, USABLE, Candidate, FoundPlans, Goal, best_between
 from plait.cost.noise_scale import NoiseScale
 from plait.cost.plan_search import search
@@ -341,24 +342,21 @@ def test_a_measurement_of_other_hardware_is_stale(tmp_path: Path, monkeypatch: p
         this_machine(2)
 
 
-def test_training_under_the_plan_that_is_found(job: Path, tmp_path: Path) -> None:
+def test_training_under_the_plan_that_is_found(job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _measured(tmp_path, socket.gethostname())
-    command = [sys.executable, "-m", "plait", "train", str(job), "--processes", "2", "--plan"]
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    result = subprocess.run(
-        [*command, "auto data=2 zero=0..1 micro=1 recompute=none tensor=1 pipeline=1 context=1"],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(Popen=ForkedRank))
+    command = ["train", str(job), "--processes", "2", "--plan"]
+    words = "auto data=2 zero=0..1 micro=1 recompute=none tensor=1 pipeline=1 context=1"
+    result = CliRunner().invoke(app, [*command, words])
+    assert result.exit_code == 0, result.output
     line = next(line for line in result.stderr.splitlines() if line.startswith("plait: plan "))
     assert "s a step predicted" in line
     assert "sync" not in line
     assert "bf16" not in line
     assert (tmp_path / "run" / "metrics.jsonl").exists()
-    bad = subprocess.run([*command, "auto tensr=2"], env=environment, capture_output=True, text=True)
-    assert bad.returncode == 2
+    bad = CliRunner().invoke(app, [*command, "auto tensr=2"])
+    assert bad.exit_code == 2
     assert "'tensr' is not searched" in bad.stderr
 
 

@@ -20,7 +20,7 @@ from plait.cost.memory_model import GRADIENTS, OPTIMIZER, PARAMETERS, StateBytes
 from plait.cost.model_forms import AxisForms, ModelForms, PrecisionForms
 from plait.cost.op_time import CallTimes
 from plait.cost.parallel_forms import schedule_activations
-from plait.cost.plan_search import PlanEvaluator, RoughStep
+from plait.cost.plan_search import PlanEvaluator, Relief, RoughStep
 from plait.cost.plan_search import search as search_plans
 from plait.cost.rough_steps import rough_steps
 from plait.cost.step_program import CollectiveCall, OpCall, StepProgram
@@ -170,6 +170,10 @@ class ModelEvaluator:
     def kept(self, outline: Parallelism, rows: int) -> tuple[float, float]:
         """Bytes that a microbatch keeps on its ranks for backward: of all layers, and of one."""
         return self.forms.kept(outline, rows)
+
+    def relief(self, outline: Parallelism, rows: int) -> Relief:
+        """Nothing: the op-by-op simulation alone says what a budget saves."""
+        return ()
 
     def states(self, how: Parallelism, rows: int, cells: CellTimes) -> StateTimes:
         """What sums of gradients, the update, copies and exchanges take."""

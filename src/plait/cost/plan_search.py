@@ -43,6 +43,9 @@ _HOPELESS = 3.0  # times the best: such outlines are not looked into
 _BINS = 8  # of memory, for a factor of 2: of each the fastest plan is kept
 
 Progress = Callable[[str, int, int], None]  # (what is done, how many are done, of how many)
+# What a microbatch saves that repeats less than whole layers: bytes that it keeps beside their inputs, and the seconds
+# that it does not repeat; ascending.
+Relief = tuple[tuple[float, float], ...]
 
 
 class RoughStep(NamedTuple):
@@ -64,6 +67,10 @@ class PlanEvaluator(Protocol):
 
     def cells(self, outline: Parallelism, rows: int) -> CellTimes:
         """What a microbatch takes on the rank that computes longest."""
+        ...
+
+    def relief(self, outline: Parallelism, rows: int) -> Relief:
+        """What a budget of recomputation saves an outline that repeats whole layers; () if closed forms do not say."""
         ...
 
     def rough(
@@ -129,7 +136,8 @@ class _Kept:
         place = int(_BINS * math.log2(max(step.memory, 1.0)))
         if place not in self._bins or score < self._bins[place][0]:
             self._bins[place] = score, rows, step
-        mesh = (rows, outline.batch, outline.weights, outline.context, outline.pipeline, later is None)
+        ranks = outline.batch, outline.weights, outline.context, outline.pipeline, outline.experts
+        mesh = (rows, *ranks, later is None)
         heap = self._meshes.setdefault(mesh, [])
         item = (-score, -self.num, rows, step)
         if len(heap) < _OF_ONE_MESH:
@@ -254,8 +262,14 @@ def _explore(
 def _look(evaluator: PlanEvaluator, spaces: Sequence[PlanSpace], kept: _Kept, memory: float, tell: Progress) -> None:
     """Offer all plans of the spaces: first with all on the device, then what homes could make faster."""
     worth = {rows: kept.goal.worth(rows, False) for space in spaces for rows in space.rows}
+
+    def floor_of(space: PlanSpace, outline: Parallelism, rows: int) -> float:
+        relief = evaluator.relief(outline, rows) if space.allows_budget(outline) else ()
+        saved = relief[-1][1] if relief else 0.0
+        return outline.num_micro * (evaluator.cells(outline, rows).seconds - saved) / rows / worth[rows]
+
     outlines = [
-        (outline.num_micro * evaluator.cells(outline, rows).seconds / rows / worth[rows], index, rows, outline)
+        (floor_of(space, outline, rows), index, rows, outline)
         for index, space in enumerate(spaces)
         for rows, outline in space.outlines()
     ]
@@ -373,7 +387,7 @@ def _one_a_mesh(ranked: Sequence[Candidate]) -> list[Candidate]:
     found: dict[tuple[object, ...], Candidate] = {}
     for each in ranked:
         how = Parallelism.of(each.plan)
-        ranks = (how.batch, how.weights, how.context, how.pipeline)
+        ranks = (how.batch, how.weights, how.context, how.pipeline, how.experts)
         found.setdefault((each.rows, ranks, each.plan.relaxed_axis, how.homes.any_away), each)
     return list(found.values())[:_SHOWN]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from itertools import pairwise
 from typing import Protocol
 
 from plait.cost.parallel_forms import schedule_activations
-from plait.cost.plan_search import RoughStep
+from plait.cost.plan_search import Relief, RoughStep
 from plait.cost.transformer_simulation import misses_by
 from plait.cost.transformer_step import CellTimes, StateTimes, agreement
 from plait.plan.parallelism import Homes, Parallelism
@@ -31,6 +31,10 @@ class StepForms(Protocol):
         """Bytes that a microbatch keeps on its ranks for backward: of all layers, and of one."""
         ...
 
+    def relief(self, outline: Parallelism, rows: int) -> Relief:
+        """What a budget of recomputation saves; () if the outline gets none."""
+        ...
+
     def states(self, how: Parallelism, rows: int, cells: CellTimes) -> StateTimes:
         """What sums of gradients, the update, copies and exchanges take."""
         ...
@@ -50,34 +54,47 @@ def rough_steps(
     most: float,
 ) -> Iterator[RoughStep]:
     """Closed forms of all plans of an outline with these homes, but of those that take more than `most` seconds."""
-    cells = forms.cells(outline, rows)
+    cells, relief = forms.cells(outline, rows), forms.relief(outline, rows) if space.allows_budget(outline) else ()
+    saves = outline.num_micro * relief[-1][1] if relief else 0.0
     kept, layer = forms.kept(outline, rows)
     orders = []
     for name, chunks in space.schedules(outline):
-        order = replace(outline, schedule=name, chunks=chunks)
+        order = outline.having(schedule=name, chunks=chunks)
         factor = schedule_activations(order.order, order.pipeline, order.num_micro, chunks)
         orders.append((name, chunks, cells.wait(order) + outline.num_micro * (chunks - 1) * cells.messages, factor))
     for option in space.states(outline):
         for home in homes:
-            how = replace(outline, cuts=option.cuts, sharded=option.sharded, later=option.later, homes=home)
+            how = outline.having(cuts=option.cuts, sharded=option.sharded, later=option.later, homes=home)
             states = forms.states(how, rows, cells)
             rest = outline.num_micro * cells.seconds + states.data + states.update + states.copies
-            if rest > most:
+            if rest - saves > most:
                 continue
-            least, away = forms.least_memory(how, rows)
+            parts, away = forms.least_memory(how, rows)
+            least = sum(parts.values())
             for name, chunks, wait, factor in orders:
                 in_flight = kept * factor
-                device, host = sum(least.values()) + in_flight, away
+                device, host = least + in_flight, away
                 if home.activations != DEVICE:
                     device -= max(in_flight - 2 * layer, 0.0)
                     host = away | {"activations": in_flight}
                 seconds, chosen = rest + wait, option
+                if relief and home.activations == DEVICE and device < memory:
+                    more, saved = _relieved(relief, (memory - device) / factor)
+                    device, seconds = device + more * factor, seconds - outline.num_micro * saved
                 if option.later is not None:
                     steps = _steps_between(space, states.exchange, seconds)
                     chosen = StateOption(option.cuts, option.sharded, option.later._replace(steps=steps))
-                    seconds += agreement(replace(how, later=chosen.later), states.exchange, seconds)
+                    seconds += agreement(how.having(later=chosen.later), states.exchange, seconds)
                 missing = misses_by(device - memory, host, forms.cluster, how.num_ranks, home)
                 yield RoughStep(PlanChoice(outline, chosen, home, name, chunks), seconds, device, missing)
+
+
+def _relieved(relief: Relief, room: float) -> tuple[float, float]:
+    """The bytes of `room` that a microbatch keeps instead of recomputing them, and the seconds that this saves."""
+    for (less, longer), (more, shorter) in pairwise(((0.0, 0.0), *relief)):
+        if room < more:
+            return room, longer + (shorter - longer) * (room - less) / (more - less)
+    return relief[-1]
 
 
 def _steps_between(space: PlanSpace, exchange: float, seconds: float) -> int:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from plait.cost.plan_search import PlanEvaluator, RoughStep
+from plait.cost.plan_search import PlanEvaluator, Relief, RoughStep
 from plait.cost.rough_steps import rough_steps
 from plait.cost.transformer import TransformerShape
 from plait.cost.transformer_memory import kept_bytes, least_budget, logits_bytes, memory_of_rank
 from plait.cost.transformer_simulation import SimulatedStep, misses_by, program_in, simulate_step
 from plait.cost.transformer_step import CellTimes, StateTimes, cell_times, estimate_step, state_times
-from plait.plan.parallelism import BUDGET, FULL, NONE, Homes, Parallelism
+from plait.plan.parallelism import ALTERNATE, BUDGET, FULL, NONE, Homes, Parallelism
 from plait.plan.plan import Plan
 from plait.plan.plan_space import Limits, PlanSpace
 from plait.spec.cluster import Cluster
@@ -67,6 +67,14 @@ class ShapeEvaluator:
         micro_rows = rows / (outline.batch * outline.num_micro * outline.context)
         layer = kept_bytes(self.shape, outline, micro_rows, program_in(outline.precision), outline.recompute)
         return self.shape.layers * layer, layer
+
+    def relief(self, outline: Parallelism, rows: int) -> Relief:
+        """What a budget of recomputation saves a microbatch: what lies between the kinds that repeat all of a layer,
+        every other product, and nothing."""
+        kinds = [outline.having(recompute=kind) for kind in (FULL, ALTERNATE, NONE)]
+        points = [(self.kept(each, rows)[0], self.cells(each, rows).seconds) for each in kinds]
+        least, longest = points[0]
+        return tuple((kept - least, longest - seconds) for kept, seconds in points[1:] if kept > least)
 
     def states(self, how: Parallelism, rows: int, cells: CellTimes) -> StateTimes:
         """What sums of gradients, the update, copies and exchanges take."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from plait.cost.parallel_forms import schedule_activations
 from plait.cost.transformer import HALF_BYTES, TransformerShape
 from plait.cost.transformer_program import TransformerProgram
@@ -12,10 +14,15 @@ from plait.plan.sharding_plan import DEVICE
 
 def own_parameters(shape: TransformerShape, how: Parallelism) -> Owned:
     """Parameters of the rank with most: its layers, and an embedding or an output layer."""
-    ends = shape.embedding_parameters if how.pipeline == 1 else max(shape.vocab * shape.hidden, 1)
-    layers, experts = shape.layers / how.pipeline, shape.expert_parameters
-    dense = (layers * (shape.layer_parameters - experts) + ends) / how.weights
-    return Owned(dense, layers * experts / how.weights / how.experts, how.experts)
+    return _own_parameters(shape, how.pipeline, how.weights, how.experts)
+
+
+@lru_cache(maxsize=1 << 12)
+def _own_parameters(shape: TransformerShape, pipeline: int, weights: int, num_experts: int) -> Owned:
+    ends = shape.embedding_parameters if pipeline == 1 else max(shape.vocab * shape.hidden, 1)
+    layers, experts = shape.layers / pipeline, shape.expert_parameters
+    dense = (layers * (shape.layer_parameters - experts) + ends) / weights
+    return Owned(dense, layers * experts / weights / num_experts, num_experts)
 
 
 def kept_bytes(

@@ -5,13 +5,14 @@ simulate_step(shape, plan, rows, cluster) -> SimulatedStep
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
 
 from plait.cost.costs import Costs
 from plait.cost.memory_model import StateBytes
+from plait.cost.schedule_times import ScheduleTimes, schedule_times
 from plait.cost.simulate import simulate
 from plait.cost.transformer import HALF_BYTES, TransformerShape
 from plait.cost.transformer_memory import kept_bytes, memory_of_rank
@@ -27,7 +28,7 @@ from plait.errors import PlanError, Refusal
 from plait.plan.parallelism import ON_DEVICE, Homes, Parallelism
 from plait.plan.plan import Plan
 from plait.plan.sharding_plan import DEVICE, DISK, HOST
-from plait.schedule.families import find_family, make_schedule
+from plait.schedule.families import make_schedule
 from plait.spec.cluster import Cluster
 from plait.spec.schedule import Schedule
 from plait.spec.trace import Trace
@@ -46,9 +47,8 @@ class SimulatedStep:
         tokens: tokens of the step.
         dtype: of products.
         estimate: the closed forms; `bubble` is replaced by what the simulated schedule has.
-        schedule: of the pipeline, if there is one.
-        trace: of the pipeline's ranks, without sums of gradients and updates; of the first microbatches alone, if there
-            are more of them than were simulated.
+        costs: of the stages of the pipeline, if there is one.
+        num_simulated: microbatches that were simulated: the first ones alone, if there are many.
         layers: of each stage of the pipeline.
     """
 
@@ -58,9 +58,20 @@ class SimulatedStep:
     tokens: int
     dtype: str
     estimate: StepEstimate
-    schedule: Schedule | None = None
-    trace: Trace | None = None
+    costs: Costs | None = None
+    num_simulated: int = 0
     layers: tuple[int, ...] = ()
+
+    @cached_property
+    def schedule(self) -> Schedule | None:
+        """The schedule of the pipeline, if there is one."""
+        return None if self.costs is None else _schedule(self.plan, self.plan.micro)
+
+    @cached_property
+    def trace(self) -> Trace | None:
+        """The spans of the pipeline's ranks, without sums of gradients and updates, of the microbatches that were
+        simulated; None without a pipeline."""
+        return None if self.costs is None else simulate(_schedule(self.plan, self.num_simulated), self.costs)
 
     @property
     def seconds(self) -> float:
@@ -127,7 +138,7 @@ def program_of(plan: Plan) -> TransformerProgram:
     return program_in(plan.precision, plan.reduce)
 
 
-@functools.cache
+@cache
 def program_in(precision: str, reduce: str = "fp32") -> TransformerProgram:
     """The same by the words of precision= and reduce=."""
     base, _, params = precision.partition("-")
@@ -169,15 +180,14 @@ def simulate_step(
     if how.pipeline == 1:
         found = estimate_step(shape, how, rows, cluster, program)
         return SimulatedStep(plan, cluster, rows, rows * shape.sequence, program.dtype, found)
-    chunks = plan.chunks if plan.chunks > 1 else None
-    schedule = make_schedule(plan.schedule, how.pipeline, how.num_micro, chunks)
-    if schedule.asynchronous:
+    one = _schedule(plan, 1)  # a microbatch tells how many stages there are
+    if one.asynchronous:
         raise PlanError(Refusal(f"schedule={plan.schedule}", "it has no end of a step", "take a synchronous schedule"))
-    how = replace(how, chunks=schedule.num_stages // how.pipeline)
+    how = replace(how, chunks=one.num_stages // how.pipeline)
     found = estimate_step(shape, how, rows, cluster, program)
-    layers = stage_layers(shape, how, rows, cluster, program, schedule.num_stages)
+    layers = stage_layers(shape, how, rows, cluster, program, one.num_stages)
     costs = cell_costs(shape, how, rows, cluster, program, layers)
-    run = _run(schedule, costs, most_actions)
+    num_simulated, run = _run(plan, costs, most_actions // max(sum(map(len, one.ranks)), 1) if most_actions else 0)
     # A value is on its way while ranks compute, but the next one waits until the link is free again.
     seconds = max(run.seconds, run.busy / how.num_micro + how.num_micro * how.chunks * costs.communication)
     # The rank that computes longest is the one of the estimate; what it does not compute is messages and bubble.
@@ -192,39 +202,30 @@ def simulate_step(
         memory=memory,
         host_memory=host_memory,
     )
-    return SimulatedStep(plan, cluster, rows, rows * shape.sequence, program.dtype, found, schedule, run.trace, layers)
+    return SimulatedStep(plan, cluster, rows, rows * shape.sequence, program.dtype, found, costs, num_simulated, layers)
 
 
-@dataclass(frozen=True)
-class _PipelineRun:
-    """Seconds of a step, those that the busiest rank computes, and the bytes of activations of the fullest."""
-
-    seconds: float
-    busy: float
-    kept: float
-    trace: Trace
+@lru_cache(maxsize=64)
+def _made(name: str, ranks: int, num_micro: int, chunks: int | None) -> Schedule:
+    return make_schedule(name, ranks, num_micro, chunks)
 
 
-def _run(schedule: Schedule, costs: Costs, most_actions: int = 0) -> _PipelineRun:
-    """A step of the schedule; of its first microbatches, with what is repeated added, if it has too many actions."""
-    ranks, num_micro = schedule.num_ranks, schedule.num_micro
+def _schedule(plan: Plan, num_micro: int) -> Schedule:
+    """The schedule of a plan for so many microbatches."""
+    return _made(plan.schedule, len(plan.copies), num_micro, plan.chunks if plan.chunks > 1 else None)
+
+
+def _run(plan: Plan, costs: Costs, most_micro: int = 0) -> tuple[int, ScheduleTimes]:
+    """How many microbatches are simulated, and what a step takes: if there are more than `most_micro`, those of the
+    first rounds, with what is repeated added."""
+    ranks, num_micro, chunks = len(plan.copies), plan.micro, plan.chunks if plan.chunks > 1 else None
     rounds = max((num_micro - 3 * ranks) // ranks, 0)
-    if not most_actions or rounds < 2 or sum(map(len, schedule.ranks)) <= most_actions:
-        trace = simulate(schedule, costs)
-        busy = max(trace.busy(rank) for rank in range(ranks))
-        return _PipelineRun(trace.seconds, busy, max(each.value for each in trace.memory), trace)
-    family, chunks = find_family(schedule.name), schedule.num_stages // ranks
-    made = [
-        make_schedule(schedule.name, ranks, num_micro - less * ranks, chunks if family.any_chunks else None)
-        for less in (rounds, rounds + 1)
-    ]
-    last, before = (_run(each, costs) for each in made)
-    return _PipelineRun(
-        last.seconds + rounds * (last.seconds - before.seconds),
-        last.busy + rounds * (last.busy - before.busy),
-        last.kept + rounds * (last.kept - before.kept),
-        last.trace,
-    )
+    if not most_micro or rounds < 2 or num_micro <= most_micro:
+        return num_micro, schedule_times(plan.schedule, ranks, num_micro, chunks, costs)
+    least = num_micro - (rounds + 1) * ranks
+    before, last = (schedule_times(plan.schedule, ranks, least + more, chunks, costs) for more in (0, ranks))
+    found = (each + rounds * (each - less) for less, each in zip(before, last, strict=True))
+    return least + ranks, ScheduleTimes(*found)
 
 
 def stage_layers(

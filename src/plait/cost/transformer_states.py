@@ -14,7 +14,7 @@ Closed forms, as in cost/transformer_step.py, which adds them up. A rank has `ow
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from plait.cost.collective_time import CollectiveKind, collective_time
@@ -89,7 +89,7 @@ def sums_time(
     seconds = _sums(own.dense, how, cluster, traffic, compute * share, backward * share)
     if own.expert:  # summed over the ranks that have the same experts
         num, rest = own.ranks, 1 - share
-        alike = replace(how, batch=how.batch // num, sharded=max(how.sharded // num, 1), experts=1)
+        alike = how.having(batch=how.batch // num, sharded=max(how.sharded // num, 1), experts=1)
         seconds += _sums(own.expert, alike, cluster, traffic, compute * rest, backward * rest, num)
     return seconds
 

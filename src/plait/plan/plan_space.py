@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -142,9 +142,10 @@ class PlanChoice(NamedTuple):
     @property
     def how(self) -> Parallelism:
         """The plan as numbers."""
-        return replace(
-            self.outline, cuts=self.states.cuts, sharded=self.states.sharded, later=self.states.later,
-            homes=self.homes, schedule=self.schedule, chunks=self.chunks,
+        states = self.states
+        return self.outline.having(
+            cuts=states.cuts, sharded=states.sharded, later=states.later, homes=self.homes, schedule=self.schedule,
+            chunks=self.chunks,
         )  # fmt: skip
 
 
@@ -200,8 +201,12 @@ class PlanSpace:
                         for precision in precisions:
                             yield (
                                 rows,
-                                replace(mesh, num_micro=num_micro, recompute=recompute, precision=precision),
+                                mesh.having(num_micro=num_micro, recompute=recompute, precision=precision),
                             )
+
+    def allows_budget(self, outline: Parallelism) -> bool:
+        """Whether a plan that repeats whole layers may get a budget instead."""
+        return outline.recompute == FULL and self.limits.allow("recompute", "budget")
 
     @cached_property
     def _meshes(self) -> tuple[Parallelism, ...]:
@@ -220,7 +225,7 @@ class PlanSpace:
                     for sequence in (False, True) if cut else (False,):
                         if limits.allow("sequence", "yes" if sequence else "no"):
                             mesh = Parallelism(batch, weights, context, pipeline, sequence=sequence)
-                            found += [replace(mesh, **each) for each in self._experts(batch)]
+                            found += [mesh.having(**each) for each in self._experts(batch)]
         return tuple(found)
 
     def _experts(self, batch: int) -> list[dict[str, Any]]:
