@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 
 import pytest
 
+from bench.blind_rows import blind_groups
 from bench.published_rows import BEGIN, FITTED, PRIMARY, PublishedRow, errors, fit, predicted, published_rows
 from plait.cost import parallel_forms as forms
 from plait.cost.collective_time import CollectiveKind, collective_time
@@ -19,6 +21,7 @@ from plait.plan.sharding_plan import ZERO_STAGES
 from plait.spec.cluster import Cluster, DeviceSpec, LinkSpec
 
 ROWS = published_rows()
+GROUPS = blind_groups()
 A, B, H, L, S, V, T = 96, 2, 12288, 96, 2048, 51200, 8  # GPT-3 on ranks that split weights
 GPT3 = TransformerShape(L, H, A, V, S)
 
@@ -159,20 +162,43 @@ def test_numbers_are_fitted_on_one_half(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "median", "worst"),
+    ("family", "middle", "worst"),
     [
         ("PTD-P", 0.055, 0.10),
         ("Reducing Activation Recomputation", 0.05, 0.06),
-        ("torchtitan", 0.10, 0.36),  # worst: sequences of 131,072 and more over 4 and 8 ranks
-        ("GPipe", 0.08, 0.31),  # worst: AmoebaNet, of which no number says how uneven its stages are
+        ("torchtitan", 0.05, 0.30),  # worst: sequences of 131,072 and more over 4 and 8 ranks
+        ("GPipe", 0.07, 0.33),  # worst: AmoebaNet, of which no number says how uneven its stages are
     ],
 )
-def test_measured_tables_that_nothing_was_fitted_to(family: str, median: float, worst: float) -> None:
+def test_measured_tables_that_nothing_was_fitted_to(family: str, middle: float, worst: float) -> None:
     held_out = [row for row in of(family) if not row.is_fitted]
     assert len(held_out) >= 6
     found = errors(held_out)
-    assert found[0] <= median
+    assert found[0] <= middle
     assert found[1] <= worst
+
+
+@pytest.mark.parametrize(
+    ("name", "middle", "worst"),
+    [
+        ("PTD-P", 0.03, 0.05),
+        ("Reducing", 0.03, 0.05),
+        ("Other runs", 0.11, 0.35),  # worst: runs of DeepSpeed, slower than Megatron-LM's of the same shapes
+        ("torchtitan, tables 3 to 6", 0.05, 0.11),
+        ("torchtitan, tables 3 to 6, memory", 0.07, 0.21),
+        ("torchtitan on 64", 0.04, 0.16),
+        ("Llama 3", 0.08, 0.30),  # worst: 131,072 tokens over 16 ranks
+        ("llm-foundry, MPT on H100s", 0.09, 0.36),
+        ("llm-foundry, MPT on A100s", 0.09, 0.24),
+    ],
+)
+def test_blind_rows(name: str, middle: float, worst: float) -> None:
+    group = next(
+        each for each in GROUPS if each.name.startswith(name) and ("memory" in each.name) <= ("memory" in name)
+    )
+    found = [abs(value / published - 1) for _, published, value in group.rows]
+    assert median(found) <= middle
+    assert max(found) <= worst
 
 
 def test_memory_of_torchtitan_needs_no_fitted_number() -> None:

@@ -179,14 +179,14 @@ class TransformerShape:
             s b h (10 + 24/t + 5 a s / (h t))      without sequence parallelism
             s b h / t (34 + 5 a s / h)             with it
             the same without the last term         with selective recomputation
-            2 s b h                                with full recomputation
+            2 s b h                                with full recomputation; over t, if ranks split sequences too
 
         With `alternate` these are the layer's input, the result of attention, and that of the first product and of
         every other one after it (the policy of torchtitan's "selective op" checkpointing).
         """
         tokens = rows * self.sequence
         if recompute == FULL:
-            return HALF_BYTES * tokens * self.hidden
+            return HALF_BYTES * tokens * self.hidden / (weights if sequence else 1)
         if recompute == ALTERNATE:
             ends = self.hidden + self._columns[-1]  # the residual stream before and behind the layer
             return HALF_BYTES * tokens * (ends + (sum(self._columns[:-1:2]) + self.hidden) / weights)

@@ -35,7 +35,7 @@ def kept_bytes(
     found = shape.activation_bytes(rows, how.weights, how.sequence, recompute) * program.value_bytes / HALF_BYTES
     inputs = 1 if recompute in (ALTERNATE, FULL) else 2  # of norms, which are of the residual stream
     wider = inputs * (program.stream_bytes - program.value_bytes) * shape.hidden * rows * shape.sequence
-    return found + wider / (how.weights if how.sequence and recompute != FULL else 1)
+    return found + wider / (how.weights if how.sequence else 1)
 
 
 def least_budget(shape: TransformerShape, how: Parallelism, rows: float, program: TransformerProgram) -> float:

@@ -30,6 +30,11 @@ class TransformerProgram:
         reduce_bytes: bytes per parameter of gradients as they are summed over ranks; 0 for those of `states`.
         hides_sums: whether sums of gradients run while the last backward computes.
         contention: the seconds that compute loses for each second of a collective that it hides.
+        repeats_heads: whether keys and values are repeated for all heads before they go around a ring of a context.
+        ring_gradient_bytes: bytes per element of their gradients as they go around; 0 for those of an activation.
+        ring_traffic: bytes per element of the queries that each further step of a ring reads and writes beside
+            attention itself, in forward and in backward: copies of what is sent, merges of partial results, sums of
+            partial gradients. By default as counted in torch.distributed.tensor.experimental._attention of 2.6.
     """
 
     dtype: str = "bfloat16"
@@ -44,6 +49,9 @@ class TransformerProgram:
     reduce_bytes: int = 0
     hides_sums: bool = False
     contention: float = 0.0
+    repeats_heads: bool = False
+    ring_gradient_bytes: int = 0
+    ring_traffic: tuple[float, float] = (41.0, 58.0)
 
     @property
     def summed_bytes(self) -> float:

@@ -326,10 +326,16 @@ def _layer_time(
     without = scale * shape.activation_bytes(rows, parts, how.sequence, SELECTIVE)
     between = op_time(device, 0, program.traffic * without, program.dtype)
     scoring = op_time(device, 0, 2.0 * (whole - without), program.dtype) if whole > without else 0.0
-    forward = matrices + attention + scoring + between
+    merges, sums = (
+        op_time(device, 0, (how.context - 1) * each * tokens * hidden / parts, program.dtype)
+        if how.context > 1
+        else 0.0
+        for each in program.ring_traffic
+    )
+    forward = matrices + attention + scoring + between + merges
     again = {
         NONE: 0.0,
-        SELECTIVE: attention + scoring,
+        SELECTIVE: attention + scoring + merges,
         ALTERNATE: shape.alternate_fraction * matrices + between,
         FULL: forward,
     }
@@ -338,14 +344,18 @@ def _layer_time(
     # Products take twice as long in backward, and what lies between them as long: it reads what forward has written.
     # Attention that does not keep its scores makes them again, a fifth product beside four.
     scores_again = 0.0 if shape.stores_scores else attention / 2
-    inputs = matrices + 2 * attention + scoring + between + scores_again + again[how.recompute]
+    inputs = matrices + 2 * attention + scoring + between + sums + scores_again + again[how.recompute]
     num_bytes = program.value_bytes * tokens * hidden
     each = collective_time(CollectiveKind.ALL_REDUCE, num_bytes, range(parts), cluster)
     sent = [2 * each, (4 if how.recompute == FULL else 2) * each]  # an all-gather and a reduce-scatter take as long
     if how.context > 1:  # keys and values go around, in backward with their gradients
-        pairs = 2 * program.value_bytes * tokens * how.context * shape.kv_width / parts
-        ring = collective_time(CollectiveKind.ALL_GATHER, pairs, range(0, how.context * parts, parts), cluster)
-        sent = [sent[0] + ring, sent[1] + (3 if how.recompute == FULL else 2) * ring]
+        width = hidden if program.repeats_heads else shape.kv_width
+        pairs, ranks = 2 * tokens * how.context * width / parts, range(0, how.context * parts, parts)
+        ring, back = (
+            collective_time(CollectiveKind.ALL_GATHER, pairs * num, ranks, cluster)
+            for num in (program.value_bytes, program.ring_gradient_bytes or program.value_bytes)
+        )
+        sent = [sent[0] + ring, sent[1] + (2 if how.recompute == FULL else 1) * ring + back]
     if how.experts > 1:  # rows go to the ranks of their experts and back, in backward their gradients
         stride = how.context * parts
         held = num_bytes * shape.experts_per_token * (how.capacity or how.experts)  # room for all rows at each rank
