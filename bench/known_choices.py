@@ -92,8 +92,8 @@ CASES = {
         "13B on one 32 GB V100", TransformerShape(40, 5120, 40, 50257, 1024), "v100x1", 32,
         "micro=4 recompute=layer precision=fp16-params home.parameters=host home.optimizer=host",
         "Ren et al. 2021, ZeRO-Offload: 13B on one V100 (checked with its abstract); it keeps parameters in fp16"
-        " on the device, and their float32 copies with the optimizer. plait keeps float32 parameters where parameters are, so that its"
-        " nearest plan has both on the host",
+        " on the device, and their float32 copies with the optimizer. plait keeps float32 parameters where parameters"
+        " are, so that its nearest plan has both on the host",
         "precision=fp16-params",
     ),
     "mixtral": KnownChoice(

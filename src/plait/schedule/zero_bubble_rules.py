@@ -39,7 +39,7 @@ class StageSeconds:
 
 
 @dataclass(frozen=True)
-class Task:
+class ScheduleTask:
     """What a schedule is searched for: see `search_zero_bubble`."""
 
     stages: Sequence[StageSeconds]
@@ -50,16 +50,16 @@ class Task:
 
 
 Found = tuple[float, list[list[Action]]]  # the longest time of a rank from its first action to its last; the actions
-Rules = Callable[[Task], list[Found]]
+Rules = Callable[[ScheduleTask], list[Found]]
 
 
-def alternating(task: Task) -> list[Found]:
+def alternating(task: ScheduleTask) -> list[Found]:
     """What the rules of Qi et al. give with each of their three choices: whether the first backward may wait for one
     forward more, whether forwards are left out, and whether weight parts fill all waits."""
     return [_Alternating(task, *choices).run() for choices in itertools.product((True, False), repeat=3)]
 
 
-def in_time(task: Task) -> list[Found]:
+def in_time(task: ScheduleTask) -> list[Found]:
     """What ranks do that decide in the order of time. Searched are how short a wait may be that a weight part fills,
     and whether a forward may delay a backward that is about to come."""
     return [_InTime(task, wait, delay).run() for wait, delay in itertools.product(_FRACTIONS, _FRACTIONS)]
@@ -68,7 +68,7 @@ def in_time(task: Task) -> list[Found]:
 class _Alternating:
     """One run of the rules: all ranks do their next forward, first to last, then their next backward, last to first."""
 
-    def __init__(self, task: Task, late: bool, skips: bool, fills: bool) -> None:
+    def __init__(self, task: ScheduleTask, late: bool, skips: bool, fills: bool) -> None:
         self.task, self.late, self.skips, self.fills = task, late, skips, fills
         num = len(task.stages)
         self.actions: list[list[Action]] = [[] for _ in range(num)]
@@ -194,7 +194,7 @@ class _Alternating:
 class _InTime:
     """One greedy run, from the first forward to the last weight part."""
 
-    def __init__(self, task: Task, wait: float, delay: float) -> None:
+    def __init__(self, task: ScheduleTask, wait: float, delay: float) -> None:
         self.stages, self.transfer, self.num_micro = task.stages, task.transfer, task.num_micro
         self.limit, self.kept, self.wait, self.delay = task.limit, task.kept, wait, delay
         num = len(task.stages)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from plait.errors import PlanError
 from plait.schedule.action_builder import round_robin
-from plait.schedule.zero_bubble_rules import Rules, StageSeconds, Task, alternating, in_time
+from plait.schedule.zero_bubble_rules import Rules, ScheduleTask, StageSeconds, alternating, in_time
 from plait.spec.schedule import Schedule
 
 
@@ -39,7 +39,7 @@ def search_zero_bubble(
     times = [part for stage in stages for part in (stage.forward, stage.inputs, stage.weight)]
     if not all(0 <= part < math.inf for part in (*times, transfer)):
         raise PlanError(f"stages of {times} seconds and transfers of {transfer}; each is 0 or more, and finite")
-    task = Task(stages, transfer, num_micro, limit, kept)
+    task = ScheduleTask(stages, transfer, num_micro, limit, kept)
     found = [each for one in rules for each in one(task)]
     _, actions = min(found, key=lambda each: each[0])
     return Schedule("zb-search", num_micro, round_robin(len(stages)), tuple(map(tuple, actions)))
