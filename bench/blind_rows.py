@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bench.published_rows import FITTED, TORCH_RING, UNFUSED_LLAMA, with_numbers
+from bench.published_rows import FITTED, TORCH_RING, UNFUSED_LLAMA, predicted, published_rows, with_numbers
 from plait.cost.memory_model import StateBytes
 from plait.cost.transformer import TransformerShape
 from plait.cost.transformer_program import TransformerProgram
-from plait.cost.transformer_step import StepEstimate, estimate_step
+from plait.cost.transformer_step import StepEstimate, estimate_step, layer_time
 from plait.plan.parallelism import ALTERNATE, FULL, NONE, SELECTIVE, Parallelism
 from plait.plan.sharding_plan import ZERO_STAGES
 from plait.spec.cluster import Cluster
@@ -131,6 +131,47 @@ def _korthikanti() -> BlindGroup:
     return BlindGroup(
         "Reducing Activation Recomputation, table 5", "Korthikanti et al. 2022, arXiv 2205.05198", False,
         "seconds a step", "Microbatches of one row, as in table 3.", (0.027, 0.047), tuple(rows),
+    )  # fmt: skip
+
+
+def _layer_of_22b() -> BlindGroup:
+    """The forward and the backward of one layer."""
+    shape, rows = megatron_shape(48, 6144, 64), []
+    for kind, sequence, forward, backward in (
+        (NONE, False, 7.7, 11.9), (NONE, True, 7.2, 11.8), (FULL, False, 7.7, 19.5), (SELECTIVE, False, 7.7, 13.2),
+        (SELECTIVE, True, 7.2, 13.1),
+    ):  # fmt: skip
+        how = Parallelism(weights=8, recompute=kind, sequence=sequence)
+        found = layer_time(shape, how, 4 * shape.sequence, a100(8), TransformerProgram("float16"))
+        name = f"{kind} recomputation{', sequence parallelism' if sequence else ''}"
+        rows.append((f"forward, {name}", forward, 1e3 * (found.forward + found.forward_sent)))
+        rows.append((f"backward, {name}", backward, 1e3 * (found.inputs + found.weight + found.backward_sent)))
+    return BlindGroup(
+        "Reducing Activation Recomputation, table 4", "Korthikanti et al. 2022, arXiv 2205.05198", False,
+        "milliseconds a layer of 22B", "Four rows over 8 GPUs.", (0.062, 0.075), tuple(rows),
+    )  # fmt: skip
+
+
+def _zero_bubble() -> BlindGroup:
+    """Throughputs that were measured, from the bubbles that are simulated with the profiled times of table 9."""
+    measured = {
+        ("1.5B", 24): (11.8, 13.1, 12.9, 14.5), ("1.5B", 32): (12.5, 13.4, 13.4, 14.8),
+        ("1.5B", 64): (13.6, 13.9, 14.2, 14.9), ("14.6B", 48): (1.40, 1.54, 1.61, 1.81),
+        ("14.6B", 64): (1.49, 1.59, 1.67, 1.83), ("14.6B", 128): (1.64, 1.66, 1.76, 1.85),
+    }  # fmt: skip
+    names, rows = ("1F1B", "1F1B-I", "ZB-1p", "ZB-2p"), []
+    for row in published_rows():
+        run = row.setup
+        if row.family == "Zero Bubble PP" and run["schedule"] in names:
+            num_micro = run["microbatches"]
+            work = num_micro * (run["T_F_ms"] + run["T_B_ms"] + run["T_W_ms"]) / 1e3
+            rate = num_micro * run["microbatch"] * (1 - predicted(row)) / work / run["pp"]
+            value = measured[run["model"], num_micro][names.index(run["schedule"])]
+            rows.append((f"{run['model']}, {num_micro} microbatches, {run['schedule']}", value, rate))
+    return BlindGroup(
+        "Zero Bubble PP, table 4", "Qi et al. 2024, arXiv 2401.10241", False, "samples/s a GPU",
+        "Updates and the sums of norms are not in the profiled times; messages of each chunk may take ranks' time too.",
+        (0.088, 0.171), tuple(rows),
     )  # fmt: skip
 
 
@@ -310,4 +351,5 @@ def _foundry() -> list[BlindGroup]:
 
 def blind_groups() -> list[BlindGroup]:
     """All groups, predicted."""
-    return [_ptd_p(), _korthikanti(), _others_on_a100(), *_titan_groups(), _titan_a100(), _llama3(), *_foundry()]
+    megatron_runs = [_ptd_p(), _layer_of_22b(), _korthikanti(), _zero_bubble(), _others_on_a100()]
+    return [*megatron_runs, *_titan_groups(), _titan_a100(), _llama3(), *_foundry()]

@@ -22,9 +22,9 @@ from plait.plan.plan_space import Limits
 from plait.spec.cluster_file import find_cluster
 
 NOTES = """These are predictions for both, of forms that meet published runs within 20% or say where they do not
-([published.md](published.md)), and no better. Two things favour the planner's: schedules with split backwards (zb-v,
-dualpipe-v) are newer than the runs of GPT-3, and attention is predicted as fast as products of matrices, which it is
-not on H100s. The microbatches, chunks and recomputation of the teams are what their papers say, as far as they do.
+([published.md](published.md)), and no better. One thing favours the planner's: schedules with split backwards (zb-v,
+dualpipe-v) are newer than the runs of GPT-3. The microbatches, chunks and recomputation of the teams are what their
+papers say, as far as they do.
 """
 
 

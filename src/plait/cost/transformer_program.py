@@ -22,7 +22,7 @@ class TransformerProgram:
         traffic: how often what a layer keeps is read or written between products, in a forward. About 2: it is written,
             and read once. Fused kernels have less.
         causal: the fraction of attention's products that is computed: 0.5 if kernels skip what the mask hides.
-        attention: how fast attention's products are, relative to products of matrices.
+        attention: how fast attention's products are, relative to products of matrices; 0 for what the device reaches.
         gather_efficiency: of the links, in gathers of parameters for their use.
         loss_bytes: bytes per element of the logits that the loss keeps, its gradient included.
         value_bytes: bytes of an activation.
@@ -41,7 +41,7 @@ class TransformerProgram:
     states: StateBytes = MIXED
     traffic: float = 2.0
     causal: float = 1.0
-    attention: float = 1.0
+    attention: float = 0.0
     gather_efficiency: float = 1.0
     loss_bytes: float = 6.0
     value_bytes: int = HALF_BYTES

@@ -58,6 +58,8 @@ class DeviceSpec:
         matches: texts of which one is in the name that the driver gives the device, in lower case.
         matmul_efficiency: of the peak, by the floating-point operations of one product.
         memory_efficiency: of the memory's bandwidth, by the bytes of one op.
+        attention_efficiency: how fast attention's products are where no scores are stored (FlashAttention), over those
+            of matrices of their size.
         overlaps: whether an op reads memory while it computes, so that it takes the longer of the two and not the sum.
         op_seconds: what every op takes at least.
         view_seconds: what a call takes that only makes a view.
@@ -78,6 +80,7 @@ class DeviceSpec:
     matches: tuple[str, ...] = ()
     matmul_efficiency: EfficiencyCurve = EfficiencyCurve()
     memory_efficiency: EfficiencyCurve = EfficiencyCurve()
+    attention_efficiency: float = 1.0
     overlaps: bool = True
     op_seconds: float = 0.0
     view_seconds: float = 0.0

@@ -56,6 +56,9 @@ NUMBERS: Mapping[str, NumberRow] = {
     "device.view_seconds": NumberRow("seconds", 0, 1e-2, _MEASURE, needed=False),
     "device.in_step": NumberRow("times what a call takes by itself", 0.1, 10, _MEASURE, needed=False),
     "device.step_seconds": NumberRow("seconds", 0, 10, _MEASURE, needed=False),
+    "device.attention_efficiency": NumberRow(
+        "the fraction of the speed of other products", 0.01, 2, "a benchmark of FlashAttention", needed=False
+    ),
     "device.beside_transfers": NumberRow("the fraction of its speed", 0.01, 1, _MEASURE, needed=False),
     "device.price_per_hour": NumberRow("US dollars", 0, 1e4, "the price list of the cloud", needed=False),
     "links.latency": NumberRow("seconds", 0, 10, _NETWORK),
@@ -200,6 +203,7 @@ def _device(reader: _Reader, table: dict[str, Any]) -> DeviceSpec:
         matches=tuple(str(each).lower() for each in table.get("matches", ())),
         matmul_efficiency=reader.curve(table, "device.matmul_efficiency"),
         memory_efficiency=reader.curve(table, "device.memory_efficiency"),
+        attention_efficiency=reader.number(table, "device.attention_efficiency", default=1.0),
         overlaps=bool(table.get("overlaps", True)),
         op_seconds=reader.number(table, "device.op_seconds"),
         view_seconds=reader.number(table, "device.view_seconds"),
