@@ -23,7 +23,10 @@ from plait.errors import PlanError
 from plait.plan.plan import Plan
 
 RANKS = Path(__file__).with_name("xla_ranks.py")
-PLANS = ("replica=2 data=2 zero=3 tensor=2", "data=4 zero=2 micro=2 precision=fp16", "data=2 precision=bf16-params")
+PLANS = (
+    "replica=2 data=2 zero=3 tensor=2", "data=2 context=3 zero=2 micro=2 precision=fp16",
+    "data=2 tensor=2 sequence=yes precision=bf16-params",
+)  # fmt: skip
 EXACT = 1e-10  # of float64
 
 with_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="jax is not installed: plait[xla]")
@@ -120,7 +123,7 @@ def test_what_cannot_be_is_refused_before_the_first_step(case: str, text: str, f
     "key",
     [
         "pipeline=2 micro=2", "home.parameters=host", "home.activations=disk", "home.optimizer=disk", "central=host",
-        "sync=4", "compress=int8", "context=2", "sequence=yes tensor=2", "compile=inductor", "workers=2 servers=1",
+        "sync=4", "compress=int8", "expert=2", "compile=inductor", "workers=2 servers=1",
         "recompute=layer", "batchnorm=local", "allreduce=ring", "reduce=bf16", "bucket=1MiB",
     ],
 )  # fmt: skip
@@ -128,6 +131,13 @@ def test_keys_that_xla_cannot_have_are_refused_by_name(key: str) -> None:
     name = key.partition("=")[0]
     with pytest.raises(PlanError, match=f"backend=xla does not go with {name}="):
         Plan.parse(f"data=2 {key} backend=xla")
+
+
+@with_jax
+def test_sequence_parallel_cuts_activations_of_the_program(found: dict[str, Any]) -> None:
+    """The residual stream is [8, 6, 8]; a device has half of its positions, or all of them."""
+    line = found["sequence"]
+    assert line["parts"] > 10 * line["whole"], line
 
 
 def test_explain_leaves_the_collectives_to_xla() -> None:

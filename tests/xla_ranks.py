@@ -261,6 +261,17 @@ def draws() -> dict[str, Any]:
     return {"differ": [str(call) for call, equal in zip(calls, same, strict=True) if not equal]}
 
 
+def sequence() -> dict[str, Any]:
+    """How many values of the program have the shape of a part of the residual stream, and how many the whole shape."""
+    run = trainer("tensor=2 sequence=yes backend=xla")
+    run.forward_backward(batches()[0])
+    (executable,) = run.executor._executables.values()
+    inputs = executable._inputs(0, dict(run.executor.model.named_buffers()), [batches()[0]], None)
+    with as_in_torch():
+        text = executable.step.run.lower(run.executor.arrays, inputs).compile().as_text()
+    return {"parts": text.count("f64[8,3,8]"), "whole": text.count("f64[8,6,8]")}
+
+
 class Norms(torch.optim.Optimizer):
     """Divides each gradient by its norm."""
 
@@ -322,9 +333,12 @@ def lowerings() -> dict[str, Any]:
     return xla_lowerings.compared()
 
 
-PLANS = ("replica=2 data=2 zero=3 tensor=2", "data=4 zero=2 micro=2 precision=fp16", "data=2 precision=bf16-params")
+PLANS = (
+    "replica=2 data=2 zero=3 tensor=2", "data=2 context=3 zero=2 micro=2 precision=fp16",
+    "data=2 tensor=2 sequence=yes precision=bf16-params",
+)  # fmt: skip
 CASES: dict[str, Callable[[], dict[str, Any]]] = {plan: functools.partial(verified, plan) for plan in PLANS}
-for _case in (trained, optimizers, checkpoints, halves, thawed, not_finite, draws, refused, lowerings):
+for _case in (trained, optimizers, checkpoints, halves, thawed, not_finite, draws, sequence, refused, lowerings):
     CASES[_case.__name__] = _case
 
 

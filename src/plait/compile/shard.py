@@ -220,9 +220,10 @@ def _constrain(draft: Draft, graph: Graph, kind: AxisKind, parameters: Mapping[s
         raise PlanError(refusal)
     join_paddings(graph)
     keep_last_positions(graph, size)
-    cuts = constrain_sequence(graph, dims, size, _blocks(calls, plan, size))
+    blocks = _blocks(calls, plan, size)
+    cuts = constrain_sequence(graph, dims, size, blocks)
     if not cuts and draft.trains:
-        refusal = no_sequence(kind.name, size, _lengths(captured))
+        refusal = no_sequence(kind.name, size, _lengths(captured), blocks or 1)
         raise PlanError(refusal)
     names = {i.node: i.name for i in captured.inputs}
     for leaf, what in what_is_cut(graph, cuts).items():

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph
 
 from plait.backends.backend import Executable, StepResult, Update
 from plait.backends.recorder import TraceRecorder
+from plait.backends.xla.activation_shardings import Constrained, constrained
 from plait.backends.xla.jax_arrays import put, to_torch
 from plait.backends.xla.mesh_shardings import MeshShardings, ParameterShardings, refuse_layouts
 from plait.backends.xla.settings import as_in_torch
 from plait.backends.xla.xla_executable import DeviceCopies, XlaExecutable
 from plait.backends.xla.xla_step import Arrays, Found, Inputs, XlaStep, added, norm_of, scaled
 from plait.comm.protocol import World
+from plait.compile.capture.capture import Captured
 from plait.compile.rank_program import RankProgram
 from plait.engine.compiler import Compiler
 from plait.engine.local_batch import LocalBatch, first_microbatch, global_like
@@ -31,9 +35,14 @@ class _XlaBackend:
     """A Backend whose executables share what is on the devices."""
 
     def __init__(
-        self, placed: ParameterShardings, shardings: MeshShardings, copies: DeviceCopies, run_step: StepRunner
+        self,
+        placed: ParameterShardings,
+        shardings: MeshShardings,
+        copies: DeviceCopies,
+        run_step: StepRunner,
+        constrain: Callable[[Captured], tuple[Graph, Constrained]],
     ) -> None:
-        self._given = (placed, shardings, copies, run_step)
+        self._given = (placed, shardings, copies, run_step, constrain)
 
     def build(self, program: RankProgram, world: World, recorder: TraceRecorder | None = None) -> Executable:
         return XlaExecutable(program, *self._given)
@@ -67,7 +76,8 @@ class XlaExecutor(RankExecutor):
         self._versions: dict[str, int] = {}  # of the host's parameters, when both were equal
         self._adopted = adopt
         self._copies = DeviceCopies(self.shardings)
-        backend = _XlaBackend(self.placed, self.shardings, self._copies, self._run_step)
+        constrain = functools.partial(constrained, plan=plan, parameters=self.device_sharding, shardings=self.shardings)
+        backend = _XlaBackend(self.placed, self.shardings, self._copies, self._run_step, constrain)
         super().__init__(Compiler(compiler.captures, host_plan(plan)), world, batch, seed, adopt, backend=backend)
         self.compiled = compiled
         self.layouts = {name: self.device_sharding.states[name] for name in self.layouts}

@@ -32,11 +32,12 @@ def uneven_experts(axis: str, size: int, name: str, num: int) -> Refusal | None:
     )  # fmt: skip
 
 
-def no_sequence(axis: str, size: int, lengths: Mapping[str, int]) -> Refusal:
+def no_sequence(axis: str, size: int, lengths: Mapping[str, int], blocks: int = 1) -> Refusal:
     """The refusal of an axis that can cut the sequence of no tensor of the batch.
 
     Args:
         lengths: the length of the sequence of each tensor of the batch that has one.
+        blocks: the number of parts into which sequence=yes cuts that of each rank.
     """
     if not lengths:
         return Refusal(
@@ -45,9 +46,11 @@ def no_sequence(axis: str, size: int, lengths: Mapping[str, int]) -> Refusal:
             "name the dim with a batch_spec, such as BatchSpec({'tokens': 'rows, sequence'}), or use data=N",
         )
     name, length = max(lengths.items(), key=lambda item: item[1])
-    padded = -(-length // size) * size
+    parts = size * blocks
+    padded = -(-length // parts) * parts
+    and_sequence = f", and sequence=yes the part of each rank by {blocks}," if blocks > 1 else ""
     return Refusal(
-        f"{axis}={size} does not divide the sequence of {length} positions", f"of {name} in the batch",
+        f"{axis}={size}{and_sequence} does not divide the sequence of {length} positions", f"of {name} in the batch",
         f"pad it to {padded}, or to {padded + 1} if inputs and targets are all but its last and its first position, or"
         " choose a size that divides it",
     )  # fmt: skip

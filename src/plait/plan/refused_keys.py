@@ -17,8 +17,8 @@ _NOT_WITH_XLA: tuple[tuple[tuple[str, ...], str], ...] = (
     (("workers",), "workers and servers are processes of PyTorch"),
     (("recompute",), "XLA decides itself what it keeps for the backward pass"),
     (("batchnorm",), "XLA's program computes with the whole batch"),
-    (("axes.", "sequence", "expert"),  # axes. stands for context
-     "XLA's partitioner cuts the rows of a batch and weights"),
+    (("expert",), "XLA's partitioner cuts the rows of a batch, sequences and weights"),
+    (("context.kind",), "XLA's partitioner chooses what attention over parts of a sequence sends"),
     (("compile", "cudagraphs"), "XLA compiles the whole step"),
     (("allreduce", "bucket", "reduce"), "XLA chooses the collectives and what they have in common"),
 )  # fmt: skip

@@ -17,6 +17,7 @@ from plait.backends.xla.lowerings.random_draws import drawn
 from plait.backends.xla.lowerings.table import CannotLower, Result, jax_dtype
 from plait.backends.xla.simpler_ops import no_lowering
 from plait.compile.ir.calls import output_node
+from plait.compile.ops.comm_ops import constrain
 from plait.compile.ops.draw import draw
 from plait.errors import PlanError
 
@@ -24,11 +25,13 @@ from plait.errors import PlanError
 class GraphFunction:
     """Calls the ops of a graph on jax arrays, one after the other, by their lowerings.
 
-    Under `jax.jit` that traces them. `graph` has only ops with a lowering (simpler_ops.py).
+    Under `jax.jit` that traces them. `graph` has only ops with a lowering (simpler_ops.py), and calls of
+    `comm_ops.constrain`, whose shardings are `constrained` by name.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, constrained: Mapping[str, Any] | None = None) -> None:
         self._graph = graph
+        self._constrained = constrained or {}
 
     def __call__(self, inputs: Mapping[str, Any], seed: Any) -> list[Any]:
         """The outputs of the graph, given its placeholders by name, and the seed of its random numbers: its lower and
@@ -43,6 +46,9 @@ class GraphFunction:
             elif node.target is draw:
                 _, index, _, _, _, kind, params, *_ = node.args
                 found[node] = _as(drawn(seed, index, kind, params, _result(node.meta["val"])), node)  # type: ignore[arg-type]
+            elif node.target is constrain:
+                (value,) = map_arg(node.args, lambda n: found[n])
+                found[node] = jax.lax.with_sharding_constraint(value, self._constrained[node.name])
             elif node.op == "call_function":
                 found[node] = _called(node, found)
         return [None if n is None else found[n] for n in output_node(self._graph).args[0]]  # type: ignore[union-attr,index]

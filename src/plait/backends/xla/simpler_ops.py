@@ -16,6 +16,7 @@ from torch.fx import Graph, Node
 from plait.backends.xla.lowerings import LOWERINGS
 from plait.compile.ir.calls import copy_graph, op_spec_of
 from plait.compile.ir.node_info import info_of
+from plait.compile.ops.comm_ops import constrain
 from plait.compile.ops.draw import draw
 from plait.compile.sharding.decompose import decompose_node
 from plait.errors import PlanError, Refusal
@@ -47,7 +48,7 @@ def simplified(graph: Graph) -> Graph:
 
 def is_lowered(op: Any) -> bool:
     """Whether the op has a lowering, or is handled by who runs the graph."""
-    return op in LOWERINGS or op is operator.getitem or op is draw
+    return op in LOWERINGS or op in (operator.getitem, draw, constrain)
 
 
 def _by_simpler(node: Node) -> Callable[..., Any] | None:

@@ -9,12 +9,15 @@ import jax
 import numpy as np
 import torch
 from torch import Tensor
+from torch.fx import Graph
 
 from plait.backends.backend import StepResult, Update
+from plait.backends.xla.activation_shardings import Constrained
 from plait.backends.xla.jax_arrays import put, to_torch
 from plait.backends.xla.mesh_shardings import MeshShardings, ParameterShardings
 from plait.backends.xla.settings import as_in_torch
 from plait.backends.xla.xla_step import Arrays, Found, Inputs, XlaStep
+from plait.compile.capture.capture import Captured
 from plait.compile.capture.loss_values import LossPart, Outputs
 from plait.compile.ops.draw import micro_key, seed_of
 from plait.compile.rank_program import RankProgram
@@ -46,7 +49,8 @@ class DeviceCopies:
 
 
 class XlaExecutable:
-    """The Executable of a captured step. `run_step` has the parameters, and takes the gradients."""
+    """The Executable of a captured step. `run_step` has the parameters, and takes the gradients; `constrain` gives the
+    graph of the step with constraints (activation_shardings.py)."""
 
     collective_order = ""
 
@@ -57,11 +61,12 @@ class XlaExecutable:
         shardings: MeshShardings,
         copies: DeviceCopies,
         run_step: Callable[[XlaStep, Inputs], Found],
+        constrain: Callable[[Captured], tuple[Graph, Constrained]],
     ) -> None:
         self.program = program
         self._shardings, self._copies, self._run_step = shardings, copies, run_step
         captured = program.captured
-        self.step = XlaStep(captured, program.plan.micro, placed)
+        self.step = XlaStep(captured, program.plan.micro, placed, constrain(captured))
         with as_in_torch():
             self.step.graph.check()
             self._constants = {name: put(value, shardings.whole) for name, value in captured.constants.items()}

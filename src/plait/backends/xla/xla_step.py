@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
+from torch.fx import Graph
 
 from plait.backends.xla.element_update import State, UpdateOfKind, updated
 from plait.backends.xla.graph_function import GraphFunction
@@ -91,13 +92,16 @@ class XlaStep:
         captured: the step of one microbatch, on global shapes.
         num_micro: the number of microbatches.
         placed: the shardings of the parameters.
+        graph: the step's graph with constraints, and their shardings by name (activation_shardings.py).
 
     Raises PlanError for an op that cannot be lowered.
     """
 
-    def __init__(self, captured: Captured, num_micro: int, placed: ParameterShardings) -> None:
+    def __init__(
+        self, captured: Captured, num_micro: int, placed: ParameterShardings, graph: tuple[Graph, Mapping[str, Any]]
+    ) -> None:
         self.captured, self.num_micro, self._placed = captured, num_micro, placed
-        self.graph = GraphFunction(simplified(captured.graph.graph))
+        self.graph = GraphFunction(simplified(graph[0]), graph[1])
         nodes: Any = output_node(captured.graph.graph).args[0]
         pairs = list(zip(captured.outputs, nodes, strict=True))
         self.gradient_dtypes: dict[str, torch.dtype] = {
