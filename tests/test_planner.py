@@ -154,6 +154,26 @@ def test_no_plan_of_all_is_better() -> None:
     assert best.step.seconds <= fastest.seconds * 1.001, (best.plan, fastest.plan)
 
 
+def test_plans_with_experts_are_ranked_by_the_budget_that_they_get() -> None:
+    """Against plans with the states of Mixtral 8x7B on the host, which neither repeat all layers nor none."""
+    shape = TransformerShape(
+        32, 4096, 32, 32000, 4096, 14336, 8, gated=True, biases=False, tied=False, learned_positions=False,
+        dropout=False, stores_scores=False, num_experts=8, experts_per_token=2,
+    )  # fmt: skip
+    node = find_cluster("h100x8")
+    limits = "sync=1 precision=bf16-params expert.capacity=1.25 pipeline=1"
+    found_best = found(shape, node, 64, limits).best[0]
+    assert found_best.plan.recompute.kind == "budget"
+    rest = "micro=4 precision=bf16-params home.parameters=host home.optimizer=host"
+    for first in ("data=8", *(f"data=8 expert={size} expert.capacity=1.25" for size in (2, 4, 8))):
+        for zero in (1, 3):
+            for budget in (48, 52, 56, 60, 64, 65):
+                plan = Plan.parse(f"{first} zero={zero} recompute=budget={budget}GiB {rest}")
+                step = simulate_step(shape, plan, 64, node)
+                if step.misses_by(USABLE * node.device.memory) <= 0:
+                    assert found_best.step.seconds <= step.seconds * 1.001, plan
+
+
 def test_the_same_input_has_the_same_answer() -> None:
     first, again = (found(GPT, "a100x16", 64, "micro=2..8 context=1 sync=1") for _ in range(2))
     assert [str(each.plan) for each in first.best] == [str(each.plan) for each in again.best]
