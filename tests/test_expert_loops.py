@@ -1,4 +1,4 @@
-"""Loops over experts whose rounds are not independent, so that one round for all of them would have other numbers."""
+"""Loops over experts: rounds that are not independent, and experts that are modules of their own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.compile.capture.capture import capture
+from plait.compile.ops.experts import EXPERT_MM
 from plait.errors import CaptureError
 
 WIDTH, EXPERTS = 8, 4
@@ -180,3 +181,158 @@ def test_rounds_that_go_on_from_each_other(loop: Loop) -> None:
     model, x = made(loop)
     report = plait.verify(model, loss_fn, x, "data=2")
     assert report.ok, report
+
+
+# ---- experts that are modules of their own ----
+
+
+class Modules(nn.Module):
+    """A router and a list of MLPs."""
+
+    def __init__(self, loop: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.loop = loop
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH)) for _ in range(EXPERTS)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        top, ids = self.gate(x).softmax(-1).topk(2, -1)
+        return self.loop(self, x, top, ids, torch.zeros_like(x))
+
+
+def hit(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    """As transformers wrote it."""
+    mask = F.one_hot(ids, EXPERTS).permute(2, 1, 0)
+    for number in (mask.sum((-1, -2)) > 0).nonzero():
+        expert = m.experts[number]
+        place, token = torch.where(mask[number].squeeze(0))
+        current = x[None, token].reshape(-1, WIDTH)
+        out.index_add_(0, token, (expert(current) * top[token, place, None]).to(x.dtype))
+    return out
+
+
+def every(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    """As Mistral writes it."""
+    for number, expert in enumerate(m.experts):
+        token, place = torch.where(ids == number)
+        out[token] += top[token, place, None] * expert(x[token])
+    return out
+
+
+def by_mask(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    """As transformers wrote it before."""
+    mask = F.one_hot(ids, EXPERTS).permute(2, 1, 0)
+    for number in range(EXPERTS):
+        place, token = torch.where(mask[number])
+        out = out.index_add(0, token, m.experts[number](x[token]) * top[token, place, None])
+    return out
+
+
+def num_products(loop: Callable[..., Tensor]) -> int:
+    """The number of products of rows with the weights of all experts, in the forward pass."""
+    torch.manual_seed(0)
+    captured = capture(Modules(loop).double(), loss_fn, made(faded)[1], differentiate=False)
+    return sum(node.target is EXPERT_MM for node in captured.graph.graph.nodes)
+
+
+def assert_verified(loop: Callable[..., Tensor], *plans: str) -> None:
+    torch.manual_seed(0)
+    verifier = plait.Verifier(Modules(loop).double(), loss_fn, made(faded)[1])
+    for plan in plans:
+        report = verifier.verify(plan)
+        assert report.ok, (plan, report)
+
+
+@pytest.mark.parametrize("loop", [hit, every, by_mask])
+def test_experts_that_are_modules_are_computed_together(loop: Callable[..., Tensor]) -> None:
+    assert num_products(loop) == 2
+    assert_verified(loop, "data=2", "data=2 zero=3 micro=2")
+
+
+def read_between(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    total = x.new_zeros(())
+    for number, expert in enumerate(m.experts):
+        token, place = torch.where(ids == number)
+        out.index_add_(0, token, expert(x[token]) * top[token, place, None])
+        total = total + out.sum()
+    return out * total
+
+
+def of_others(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, acts in enumerate((F.relu, F.silu, torch.tanh, F.gelu)):
+        token, place = torch.where(ids == number)
+        out.index_add_(0, token, acts(m.experts[(number + 1) % EXPERTS](x[token])) * top[token, place, None])
+    return out
+
+
+def of_some_alone(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number in range(EXPERTS - 1):
+        token, place = torch.where(ids == number)
+        out.index_add_(0, token, m.experts[number](x[token]) * top[token, place, None])
+    return out
+
+
+def used_after(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        token, place = torch.where(ids == number)
+        rows = expert(x[token])
+        out.index_add_(0, token, rows * top[token, place, None])
+    return out.index_add(0, token, rows)
+
+
+@pytest.mark.parametrize("loop", [read_between, of_others, of_some_alone, used_after])
+def test_rounds_that_differ_are_computed_one_by_one(loop: Callable[..., Tensor]) -> None:
+    assert num_products(loop) == 0
+    assert_verified(loop, "data=2")
+
+
+def last_expert(m: Modules, x: Tensor, number: Any, rows: Any, out: Tensor) -> Tensor:
+    for each in number:
+        expert = m.experts[each[0]]
+        out.index_add_(0, *rows(each, expert))
+    return out + expert(x)
+
+
+def last_number(m: Modules, x: Tensor, number: Any, rows: Any, out: Tensor) -> Tensor:
+    for each in number:
+        last = int(each[0])
+        out.index_add_(0, *rows(each, m.experts[last]))
+    return out * last
+
+
+def times_number(m: Modules, x: Tensor, number: Any, rows: Any, out: Tensor) -> Tensor:
+    for each in number:
+        token, found = rows(each, m.experts[each[0]])
+        out.index_add_(0, token, found * (each[0].item() + 1))
+    return out
+
+
+def next_expert(m: Modules, x: Tensor, number: Any, rows: Any, out: Tensor) -> Tensor:
+    for each in number:
+        out.index_add_(0, *rows(each, m.experts[(each[0].item() + 1) % EXPERTS]))
+    return out
+
+
+def without_one(m: Modules, x: Tensor, number: Any, rows: Any, out: Tensor) -> Tensor:
+    for each in number:
+        if int(each[0]) == 3:
+            continue
+        out.index_add_(0, *rows(each, m.experts[each[0]]))
+    return out
+
+
+@pytest.mark.parametrize("run", [last_expert, last_number, times_number, next_expert, without_one])
+def test_a_loop_over_the_experts_that_are_hit_has_to_treat_them_alike(run: Callable[..., Tensor]) -> None:
+    def loop(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+        mask = F.one_hot(ids, EXPERTS).permute(2, 1, 0)
+
+        def rows(number: Any, expert: nn.Module) -> tuple[Tensor, Tensor]:
+            place, token = torch.where(mask[number[0]])
+            return token, expert(x[token]) * top[token, place, None]
+
+        return run(m, x, mask.sum((1, 2)).nonzero(), rows, out)
+
+    with pytest.raises(CaptureError, match=r"test_expert_loops.py:\d+.*depends on the numbers"):
+        capture(Modules(loop).double(), loss_fn, made(faded)[1])

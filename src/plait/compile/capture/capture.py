@@ -25,13 +25,13 @@ from plait.compile.capture.batch import (
 from plait.compile.capture.batch_numbers import BatchNumber, BatchNumbers, Fed, NumberAsked, plain_numbers
 from plait.compile.capture.capture_errors import capture_error
 from plait.compile.capture.cleanup import clean, copy_inputs, functionalise
+from plait.compile.capture.expert_modules import ExpertModules
 from plait.compile.capture.fake_parameters import (
     Exchange,
     FakeParameters,
     device_of,
     fake_leaf,
     fake_parameters,
-    is_real,
     refuse_scripted,
 )
 from plait.compile.capture.graph_recorder import GraphRecorder
@@ -39,7 +39,7 @@ from plait.compile.capture.late_values import LateValues
 from plait.compile.capture.loss_values import RATIO, Loss, read_loss, sum_alone
 from plait.compile.capture.masked_indexing import Selections
 from plait.compile.capture.module_hooks import BackwardModules, ForwardModules
-from plait.compile.capture.outside_tensors import Outside
+from plait.compile.capture.outside_tensors import Outside, check_leaves
 from plait.compile.capture.parameter_precision import changes_copy, place_casts
 from plait.compile.capture.precision import FULL, Precision
 from plait.compile.capture.python_state import MISSING, Holder
@@ -203,15 +203,23 @@ def capture(
         refuse_scripted(model)
         found = reached or Reached(model, loss_fn)
 
-        def with_inputs(numbers: Collection[str]) -> Captured:
+        def with_inputs(numbers: Collection[str], merges: bool = True) -> Captured:
             with nothing_drawn(found.sources, found.iterators):
                 try:
                     return _capture(
                         model, loss_fn, batch, leaves, train, differentiate, device, precision, normalised, changing,
-                        found, numbers,
+                        found, numbers, merges,
                     )  # fmt: skip
+                except CaptureError as error:
+                    if not error.in_merged_loop:
+                        raise
+                    first = error
                 finally:
                     found.put_back()
+            try:
+                return with_inputs(numbers, merges=False)
+            except CaptureError as second:
+                raise (first if first.line else second) from None
 
         numbers = batch_numbers(batch).keys() - {*fixed}
         choices = [numbers, *(numbers - {one} for one in sorted(numbers) if len(numbers) > 1)] if numbers else []
@@ -245,6 +253,7 @@ def _capture(
     changing: frozenset[str],
     reached: Reached,
     inputs_of: Collection[str],
+    merges: bool,
 ) -> Captured:
     fake_mode = StepMode()
     recorder = GraphRecorder(fake_mode)
@@ -275,7 +284,7 @@ def _capture(
         stack.enter_context(WrittenOut())
         late = stack.enter_context(LateValues(recorder.known_value, lambda: recorder.phase == "forward"))
         recorder.scalar = late.scalar
-        stack.enter_context(Selections(late, recorder))
+        selections = stack.enter_context(Selections(late, recorder, ExpertModules(model), merges))
         forward = stack.enter_context(ForwardModules(model, recorder))
         given = batch_numbers(batch)
         numbers = BatchNumbers(given, late, recorder, fake_mode, inputs_of)
@@ -288,13 +297,18 @@ def _capture(
         try:
             with precision.computing(model, where.type):
                 found = read_loss(loss_fn(model, fake_batch), rows)
+                selections.finish()
                 found = replace(found, total=late.checked(found.total))
                 results = _results(found)
         except (LossError, PlanError):
             raise
         except Exception as error:
             refusal = precision.refusal(error, recorder.module)
-            raise refusal or capture_error(error, model, loss_fn, "in the forward pass") from error
+            failed = capture_error(error, model, loss_fn, "in the forward pass")
+            failed.in_merged_loop = bool(selections.unrolled)
+            if selections.has_finished:  # no line of the model was running any more
+                failed.line = 0
+            raise refusal or failed from error
         gradients: dict[str, Tensor] = {}
         if differentiate:
             loss = found.mean if normalised else sum_alone(found)
@@ -428,7 +442,7 @@ def _differentiate(
             "the loss does not depend on any parameter with requires_grad=True, so there is nothing to train; check"
             " for .detach(), .item() or torch.no_grad() between the model and the loss"
         )
-    _check_leaves(loss, outside)
+    check_leaves(loss, outside)
     recorder.phase = "backward"
     try:
         with BackwardModules(loss, forward, recorder), torch.autograd.set_multithreading_enabled(False):
@@ -444,30 +458,6 @@ def _differentiate(
             " sparse=True, and train it with an optimizer for dense gradients"
         )
     return gradients
-
-
-def _check_leaves(loss: Tensor, outside: Outside) -> None:
-    """Raise CaptureError for a real tensor to which autograd would give a gradient, because a graph cannot. Record the
-    tensors from outside to which it would give one."""
-    names = {id(fake): name for name, fake in outside.fakes.items()}
-    seen, stack = set(), [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        stack += [following for following, _ in node.next_functions]
-        leaf = getattr(node, "variable", None)
-        if leaf is None:
-            continue
-        if is_real(leaf):
-            place = outside.name_of(leaf) or f"of shape {list(leaf.shape)}"
-            raise CaptureError(
-                f"the tensor {place} reaches an autograd.Function from a closure or attribute, past what a capture"
-                " sees, and would lose its gradient; read it from the module that has it, as self.weight"
-            )
-        if id(leaf) in names:
-            outside.differentiable.append(names[id(leaf)])
 
 
 def _brief(batch: Any) -> str:

@@ -25,13 +25,14 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from plait.compile.capture.expert_modules import ExpertModules
 from plait.compile.capture.expert_stand_ins import ExpertRows, OwnRow
 from plait.compile.capture.graph_recorder import GraphRecorder
-from plait.compile.capture.loop_state import LoopState, Totals, calls_since, check_loop, last_call
+from plait.compile.capture.loop_state import LoopState, Totals, calls_since, check_loop, last_call, read_behind
 from plait.compile.capture.masked_rows import Owner, Selected, UnknownCount, dynamic
 from plait.compile.ir.calls import is_item, is_tensor, op_spec_of, tensor_inputs
 from plait.compile.ir.rewriting import same_order
-from plait.compile.ir.samples import holds_for_samples, known_value, whole_numbers
+from plait.compile.ir.samples import computes_same, holds_for_samples, known_value, whole_numbers
 from plait.compile.ir.views import is_view, writes_in_place
 from plait.compile.ops.draw import draw
 
@@ -42,15 +43,24 @@ class ExpertLoop:
     """A loop over the places that a mask selects, for which all rows of all places are one round.
 
     Python may ask whether the place is a certain number: the rows of that place then are in a round of their own.
+
+    Python may ask for the number, as for `self.experts[expert]`. Then there is a round for each number. The first is
+    that of all rows; of the parameters of its expert it takes those of all experts, from `modules`. The others must
+    compute the same, each with the parameters of its own expert, and add nothing.
     """
 
-    def __init__(self, places: Selected, recorder: GraphRecorder) -> None:
+    def __init__(self, places: Selected, recorder: GraphRecorder, modules: ExpertModules) -> None:
         self.places = places
         self.recorder = recorder
+        self.modules = modules
+        self.tables: dict[tuple[int, ...], Tensor] = {}  # parameters of all experts, by the ids of these
+        self.same: set[tuple[Node, Node]] = set()  # calls of two rounds that compute the same
+        self.first_addition = self.last_addition = last_call(recorder)  # the calls before rows are added
+        self.additions: list[tuple[int, Node, Node, float]] = []  # a total, and the indices and rows that it gets
         self.ids: Tensor | None = None  # [S], the place of each row
-        self._root: Node | None = None  # what ids are computed from
+        self.root: Node | None = None  # what ids are computed from
         self.order: tuple[int, ...] = ()  # the dims of a mask behind the first, as dims of the root
-        self.waiting: list[dict[int, bool]] = []
+        self.waiting: list[tuple[dict[int, bool], int | None]] = []
         self.totals = Totals(recorder)
 
     def run(self, frame: FrameType, left: list[ExpertLoop]) -> Iterator[LoopIndex]:
@@ -61,25 +71,26 @@ class ExpertLoop:
     def _rounds(self, left: list[ExpertLoop]) -> Iterator[LoopIndex]:
         state = LoopState(sys._getframe(1))
         first: dict[int, bool] = {}
-        self.waiting = [first]
-        is_last = False
+        self.waiting = [(first, None)]
+        has_ended = False
         while self.waiting:
-            answers = self.waiting.pop(0)
-            if any(same and self.is_beyond(number) for number, same in answers.items()):
+            answers, number = self.waiting.pop(0)
+            places = [one for one, same in answers.items() if same] if number is None else [number]
+            if any(self.is_beyond(one) for one in places):
                 continue
-            body = _Round(self, answers, sys._getframe(1), adds=not is_last)
+            body = ExpertRound(self, answers, number, adds=number is None and not has_ended)
             try:
                 yield LoopIndex(body, self.places.ndim - 1)
             except GeneratorExit:
                 left.append(self)
                 raise
             body.check(sys._getframe(1), state)
-            if not self.waiting and not is_last and self.totals.has_copies:
-                self.waiting, is_last = [first], True
+            if not self.waiting and not has_ended and body.number is None and self.totals.has_copies:
+                self.waiting, has_ended = [(first, None)], True
 
     def is_beyond(self, number: int) -> bool:
         """Whether no row has this place: there is none, or rows have the places of a topk among fewer."""
-        bound = None if self._root is None else _bound(self._root)
+        bound = None if self.root is None else bound_of(self.root)
         return not 0 <= number < min(len(self.places.keep), len(self.places.keep) if bound is None else bound)
 
     def find_rows(self, mask: Tensor) -> None:
@@ -87,19 +98,19 @@ class ExpertLoop:
         if mask.ndim < 2:
             raise dynamic()
         node, shape = self.recorder.node_of(mask), mask.shape[1:]
-        for root in self._candidates(node, math.prod(shape)):
+        for root in self.candidates(node, math.prod(shape)):
             value = root.meta["val"]
             for order in itertools.permutations(range(len(shape))) if value.ndim == len(shape) else ():
                 if [value.shape[d] for d in order] == list(shape) and self._says(node, root, order, mask.shape[0]):
                     found = self.recorder.tensor_of(root)
-                    if found is None or self._root not in (None, root):
+                    if found is None or self.root not in (None, root):
                         raise dynamic()
-                    self._root, self.order = root, order
+                    self.root, self.order = root, order
                     self.ids = found.reshape(-1) if self.ids is None else self.ids
                     return
         raise dynamic()
 
-    def _candidates(self, mask: Node, num_rows: int) -> list[Node]:
+    def candidates(self, mask: Node, num_rows: int) -> list[Node]:
         """Integers, one for each row, from which the mask is computed; the nearest first."""
         found: list[Node] = []
         seen, queue = {mask}, [mask]
@@ -123,16 +134,35 @@ class ExpertLoop:
 
         return self._is_settled(mask, root) and holds_for_samples(mask, root, num, is_one_hot, order)
 
+    def finds_place(self, mask: Tensor, root: Node, number: int, num: int) -> bool:
+        """Whether the mask is true at the rows of this one of `num` places. If so, rows have the places of `root`."""
+        node, value = self.recorder.node_of(mask), root.meta["val"]
+        for order in itertools.permutations(range(mask.ndim)) if value.ndim == mask.ndim else ():
+            if [value.shape[d] for d in order] == list(mask.shape) and self._is_place(node, root, order, number, num):
+                found = self.recorder.tensor_of(root)
+                if found is not None:
+                    self.root, self.order = root, order
+                    self.ids = found.reshape(-1) if self.ids is None else self.ids
+                return found is not None
+        return False
+
+    def _is_place(self, mask: Node, root: Node, order: tuple[int, ...], number: int, num: int) -> bool:
+        def is_place(ids: Tensor, given: dict[Node, Tensor]) -> bool:
+            found = known_value(mask, given, {})
+            return isinstance(found, Tensor) and torch.equal(found != 0, given[root].permute(order).long() == number)
+
+        return self._is_settled(mask, root) and holds_for_samples(mask, root, num, is_place, order, number)
+
     def _goes_to_all(self) -> bool:
         """Whether the loop goes to every place that has a row."""
-        assert self._root is not None
+        assert self.root is not None
         node, num = self.recorder.node_of(self.places.keep), len(self.places.keep)
 
         def goes_to_all(ids: Tensor, given: dict[Node, Tensor]) -> bool:
             found = known_value(node, given, {})
             return isinstance(found, Tensor) and bool(found[ids].all())
 
-        return self._is_settled(node, self._root) and holds_for_samples(node, self._root, num, goes_to_all)
+        return self._is_settled(node, self.root) and holds_for_samples(node, self.root, num, goes_to_all)
 
     def _is_settled(self, node: Node, root: Node) -> bool:
         """Whether no call has changed in place what the node is computed from."""
@@ -148,8 +178,8 @@ class ExpertLoop:
 
     def is_once_along(self, dim: int) -> bool:
         """Whether rows with one index in this dim certainly have different places, as those of a topk have."""
-        assert self._root is not None
-        node, shape = self._root, self._root.meta["val"].shape
+        assert self.root is not None
+        node, shape = self.root, self.root.meta["val"].shape
         other = [d for d in range(len(shape)) if d != dim and shape[d] > 1]
         while (source := same_order(node)) is not None and source.meta["val"].shape[-1] == shape[-1]:
             node = source
@@ -164,21 +194,23 @@ class ExpertLoop:
 
     def positions(self) -> list[Tensor]:
         """The indices of all rows in a mask of one place, in the order of ids."""
-        assert self.ids is not None and self._root is not None
-        shape = tuple(self._root.meta["val"].shape)
+        assert self.ids is not None and self.root is not None
+        shape = tuple(self.root.meta["val"].shape)
         place = torch.arange(len(self.ids), device=self.ids.device)
         return [place // math.prod(shape[d + 1 :]) % shape[d] for d in self.order]
 
 
-class _Round:
+class ExpertRound:
     """One round of a loop: the rows whose places have these answers to whether they are a certain number.
 
-    Without `adds` it is a round without rows.
+    With `number`, Python knows the number of the place. Without `adds` it is a round without rows.
     """
 
-    def __init__(self, loop: ExpertLoop, answers: dict[int, bool], frame: FrameType, adds: bool) -> None:
+    def __init__(self, loop: ExpertLoop, answers: dict[int, bool], number: int | None, adds: bool) -> None:
         self.loop = loop
         self.answers = answers
+        self.number = number
+        self._num_additions = 0
         self.is_over = False
         self._adds = adds
         self.keep: Tensor | None = None
@@ -186,11 +218,9 @@ class _Round:
         recorder = loop.recorder
         self._nodes = dict(recorder.nodes)
         self._last = last_call(recorder)
-        self._own: set[Node] = set()  # calls that add rows to a value
-        self._added: set[Node] = set()  # such values, before and after
+        self.own: set[Node] = set()  # calls that add rows to a value
+        self.added: set[Node] = set()  # such values, before and after
         self._results: list[Tensor] = []
-        self._locals = dict(frame.f_locals)
-        self._sizes = {name: len(v) for name, v in self._locals.items() if isinstance(v, (list, dict, set))}
 
     @property
     def ids(self) -> Tensor | None:
@@ -205,19 +235,48 @@ class _Round:
 
     def is_place(self, number: int) -> bool:
         """Whether the place is the number. The rows for which the answer is the other one get a round of their own."""
+        if self.number is not None:
+            return number == self.number
         if number not in self.answers:
             if True in self.answers.values() or self.loop.is_beyond(number):
                 return False
             if self.keep is not None:
                 raise dynamic()
-            self.loop.waiting.append({**self.answers, number: True})
+            self.loop.waiting.append(({**self.answers, number: True}, None))
             self.answers[number] = False
         return self.answers[number]
 
+    def known_number(self) -> int:
+        """The number of the place, for Python."""
+        if self.number is None:
+            if self.answers:
+                raise dynamic()
+            self.number = 0
+            if self._adds:
+                self.loop.waiting = [({}, number) for number in range(1, len(self.loop.places.keep))]
+        return self.number
+
+    def table_of(self, tensor: Tensor) -> Tensor | OwnRow:
+        """For a parameter of the expert that has this number, those of the experts of all rows."""
+        if self.number is None:
+            return tensor
+        numbers = [number for number in range(len(self.loop.places.keep)) if not self.loop.is_beyond(number)]
+        found = self.loop.modules.siblings(tensor, self.number, numbers)
+        if found is None:
+            return tensor
+        key = tuple(map(id, found))
+        if key not in self.loop.tables:
+            self.loop.tables[key] = torch.stack(found)
+        return OwnRow(self.loop.tables[key], self)
+
     def rows(self, mask: Tensor) -> tuple[ExpertRows, ...]:
         """The indices that torch.where gives of the mask of one place."""
+        self.loop.find_rows(mask)
+        return self.all_rows()
+
+    def all_rows(self) -> tuple[ExpertRows, ...]:
+        """The indices of the rows of this round."""
         loop = self.loop
-        loop.find_rows(mask)
         assert loop.ids is not None
         if self.keep is None:
             conditions = [
@@ -237,19 +296,37 @@ class _Round:
         """Whether indices that a mask gave are certainly distinct within each place."""
         return rows.dim is not None and self.loop.is_once_along(rows.dim)
 
-    def adding(self, x: Tensor, add: Callable[[], Tensor]) -> Tensor:
-        """Add rows to a value that was there before the loop."""
+    def adding(self, x: Tensor, index: Tensor, rows: Tensor, alpha: float, add: Callable[[], Tensor]) -> Tensor:
+        """Add rows to a value that was there before the loop, with `add`."""
         recorder, totals = self.loop.recorder, self.loop.totals
         number = totals.number_of(x)
+        addition = number, self.node_of(index), self.node_of(rows), alpha
         if not self._adds:
+            self._check_same(addition)
+            self.loop.last_addition = last_call(recorder)
             return x
+        if not self.loop.additions:
+            self.loop.first_addition = last_call(recorder)
+        self.loop.additions.append(addition)
         last, before = last_call(recorder), recorder.node_of(x)
         found = add()
-        self._own |= set(calls_since(recorder, last))
-        self._added |= {before, recorder.node_of(found), recorder.node_of(x)}
+        self.own |= set(calls_since(recorder, last))
+        self.added |= {before, recorder.node_of(found), recorder.node_of(x)}
         self._results += [x, found]
         totals.become(number, found)
         return found
+
+    def _check_same(self, addition: tuple[int, Node, Node, float]) -> None:
+        """Raise unless the first round added the same, for this place too."""
+        number, *nodes, alpha = addition
+        first = self.loop.additions[self._num_additions : self._num_additions + 1]
+        self._num_additions += 1
+        if self.number is not None and not any(
+            (number, alpha) == (total, factor)
+            and all(computes_same(one, two, self.loop.same) for one, two in zip(nodes, both, strict=True))
+            for total, *both, factor in first
+        ):
+            raise dynamic()
 
     def reading(self, read: Callable[[], Tensor]) -> tuple[Tensor, list[Node]]:
         """A value, and the calls that compute it."""
@@ -259,11 +336,17 @@ class _Round:
 
     def forgive(self, nodes: Sequence[Node]) -> None:
         """Let these calls read a value to which rows are added: nothing else is computed from them."""
-        self._own |= set(nodes)
+        self.own |= set(nodes)
+
+    def end(self) -> None:
+        """Raise if the round added less than the first, or more."""
+        self.is_over = True
+        if self.number and self._num_additions != len(self.loop.additions):
+            raise dynamic()
 
     def check(self, frame: FrameType, state: LoopState) -> None:
         """End the round. Raise unless it only added rows to values, and would have been the same in any order."""
-        self.is_over = True
+        self.end()
         recorder = self.loop.recorder
         after = {recorder.nodes[id(one)] for one in self._results}
         if any(
@@ -275,18 +358,21 @@ class _Round:
             if (
                 is_random
                 or writes_in_place(node)
-                or (node not in self._own and not self._added.isdisjoint(node.all_input_nodes))
+                or (node not in self.own and not self.added.isdisjoint(node.all_input_nodes))
             ):
                 raise dynamic()
         now = dict(frame.f_locals)
-        for name, value in self._locals.items():
+        for name, value in state.locals.items():
             if name in now and not self._may_become(value, now[name]):
                 raise dynamic()
-        if any(self.loop.totals.was_one(value) for name, value in now.items() if name not in self._locals):
+        made = now.keys() - state.locals.keys()
+        if any(self.loop.totals.was_one(now[name]) for name in made):
             raise dynamic()
         if not all(self._may_become(old, new) for old, new in state.changes()):
             raise dynamic()
-        if any(len(now[name]) != size for name, size in self._sizes.items() if now.get(name) is self._locals[name]):
+        if self.number is None:
+            return
+        if any(not self._may_become(None, now[name]) for name in made & read_behind(frame)):
             raise dynamic()
 
     def _may_become(self, old: Any, new: Any) -> bool:
@@ -302,7 +388,7 @@ class _Round:
 class LoopIndex:
     """The number of the place, which a loop over places gives to its body."""
 
-    def __init__(self, body: _Round, ndim: int) -> None:
+    def __init__(self, body: ExpertRound, ndim: int) -> None:
         self._body = body
         self._ndim = ndim
 
@@ -316,9 +402,7 @@ class LoopIndex:
 
     def of(self, x: Tensor) -> OwnRow:
         """The row of a table of each place."""
-        if self._ndim:
-            raise dynamic()
-        return OwnRow(x, self._body)
+        return OwnRow(x.unsqueeze(1) if self._ndim else x, self._body)
 
     def __eq__(self, other: object) -> Any:
         return _Answer(self._body, other)
@@ -331,7 +415,15 @@ class LoopIndex:
     def _unknown(self, *others: Any) -> Any:
         raise dynamic()
 
-    __bool__ = __index__ = __int__ = __float__ = __len__ = __iter__ = item = tolist = _unknown
+    def _number(self) -> int:
+        return self._body.known_number()
+
+    __index__ = __int__ = item = _number
+
+    def __format__(self, spec: str) -> str:
+        return format(self._body.known_number(), spec)
+
+    __bool__ = __float__ = __len__ = __iter__ = tolist = _unknown
     __lt__ = __le__ = __gt__ = __ge__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _unknown
 
     @classmethod
@@ -342,7 +434,7 @@ class LoopIndex:
 class _Answer:
     """Whether the place is a certain number, for Python to ask."""
 
-    def __init__(self, body: _Round, number: object, negated: bool = False) -> None:
+    def __init__(self, body: ExpertRound, number: object, negated: bool = False) -> None:
         self._body, self._number, self._negated = body, number, negated
 
     def __bool__(self) -> bool:
@@ -366,9 +458,11 @@ def _is_fractional(value: Tensor) -> bool:
     return value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool
 
 
-def _bound(node: Node) -> int | None:
+def bound_of(node: Node) -> int | None:
     """A number that integers are certainly below, and not below zero; None if none is known."""
     node = whole_numbers(node)
+    while (made := same_order(node)) is not None:
+        node = whole_numbers(made)
     source, output = (node.args[0], node.args[1]) if is_item(node) else (node, 0)
     if not isinstance(source, Node) or op_spec_of(source).picks != output:
         return None

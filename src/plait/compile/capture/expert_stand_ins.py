@@ -43,8 +43,11 @@ class Round(Protocol):
     def rows(self, mask: Tensor) -> tuple[ExpertRows, ...]:
         """The indices that torch.where gives of the mask of one place."""
 
-    def adding(self, x: Tensor, add: Callable[[], Tensor]) -> Tensor:
-        """Add rows to a value that was there before the loop."""
+    def table_of(self, tensor: Tensor) -> Tensor | OwnRow:
+        """For a parameter of the one expert that Python knows of, those of the experts of all rows."""
+
+    def adding(self, x: Tensor, index: Tensor, rows: Tensor, alpha: float, add: Callable[[], Tensor]) -> Tensor:
+        """Add rows to a value that was there before the loop, with `add`."""
 
     def are_distinct(self, rows: ExpertRows) -> bool:
         """Whether indices that a mask gave are certainly distinct within each place."""
@@ -144,7 +147,7 @@ class ExpertRows(Selected):
             raise dynamic()
         self.body.forgive([*self.source[2], self.body.node_of(self.values)])
         more = self.more.terms().to(x.dtype).expand(len(each[0].values), *x.shape[1:])
-        self.body.adding(x, lambda: x.index_add_(0, each[0].values, more))
+        self.body.adding(x, each[0].values, more, 1, lambda: x.index_add_(0, each[0].values, more))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -159,8 +162,11 @@ give_operators(OwnRow)
 
 def _call(func: Any, args: Any, kwargs: Any) -> Any:
     name = getattr(func, "__name__", "").strip("_")
-    if any(one.body.is_over for one in _rows_in(args, kwargs)):
+    rows = _rows_in(args, kwargs)
+    if any(one.body.is_over for one in rows):
         raise dynamic()
+    if rows:
+        args, kwargs = _with_tables((args, kwargs), rows[0].body)
     if name in _LOOKS:
         return _LOOKS[name](*args, **kwargs)
     first = args[0] if args else None
@@ -196,6 +202,15 @@ def _rows_in(*values: Any) -> list[ExpertRows]:
     found: list[ExpertRows] = []
     map_aggregate(values, lambda v: found.append(v) if isinstance(v, ExpertRows) else None)
     return found
+
+
+def _with_tables(values: Any, body: Round) -> Any:
+    """The arguments, with the table of all experts for a parameter of one."""
+
+    def table_of(value: Any) -> Any:
+        return body.table_of(value) if isinstance(value, Tensor) else value
+
+    return map_aggregate(values, table_of)
 
 
 def _with_rows(values: Any, ndim: int) -> Any:
@@ -243,6 +258,10 @@ def _transposed(own: OwnRow, one: int = 0, two: int = 1) -> OwnRow:
     return OwnRow(own.table.transpose(one % own.ndim + 1, two % own.ndim + 1), own.body)
 
 
+def _squeezed(func: Any, own: OwnRow, dim: int) -> OwnRow:
+    return OwnRow(own.table.squeeze(dim % own.ndim + 1), own.body)
+
+
 def _table_pieces(func: Any, own: OwnRow, size: Any, dim: int = 0) -> tuple[OwnRow, ...]:
     return tuple(OwnRow(part, own.body) for part in func(own.table, size, dim % own.ndim + 1))
 
@@ -269,6 +288,12 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> ExpertRows:
     return found.like(found.values + _as_autocast([bias])[0])
 
 
+def _addmm(bias: Any, x: Any, weight: Any) -> ExpertRows:
+    if not isinstance(weight, OwnRow):
+        raise dynamic()
+    return _linear(x, _transposed(weight), bias)
+
+
 def _as_autocast(tensors: list[Tensor]) -> list[Tensor]:
     """The operands of a product, cast as torch.autocast casts them."""
     device = tensors[0].device.type
@@ -282,7 +307,8 @@ def _index_add(func: Any, x: Any, dim: int, index: Any, source: Any, *, alpha: f
     if not isinstance(x, Tensor) or dim != 0 or not isinstance(index, ExpertRows) or not isinstance(source, ExpertRows):
         raise dynamic()
     same_rows([index, source])
-    return index.body.adding(x, lambda: func(x, 0, index.values, source.terms(), alpha=alpha))
+    terms = source.terms()
+    return index.body.adding(x, index.values, terms, alpha, lambda: func(x, 0, index.values, terms, alpha=alpha))
 
 
 _LOOKS = {"where": _where, "nonzero": _nonzero}
@@ -291,5 +317,11 @@ _ON_TABLE: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("detach", "contiguous", "clone", "mul", "neg"), _on_table),
     **dict.fromkeys(("t", "transpose", "swapaxes"), lambda func, own, *dims: _transposed(own, *dims)),
     **dict.fromkeys(("chunk", "split"), _table_pieces),
+    "squeeze": _squeezed,
 }  # fmt: skip
-_PRODUCTS = {"linear": _linear, "matmul": _matmul, "mm": _matmul}
+_PRODUCTS: dict[str, Callable[..., ExpertRows]] = {
+    "linear": _linear,
+    "matmul": _matmul,
+    "mm": _matmul,
+    "addmm": _addmm,
+}

@@ -24,14 +24,15 @@ _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERA
 class LoopState:
     """The Python values that the body of a loop can reach, as they were before the loop.
 
-    These are what its local variables, its function and the globals that it names lead to.
+    These are `locals`, and what they, the function and the globals that it names lead to.
     """
 
     def __init__(self, frame: FrameType) -> None:
         code = frame.f_code
+        self.locals = dict(frame.f_locals)
         cells = tuple(types.CellType(frame.f_locals.get(name)) for name in code.co_freevars)
         function = types.FunctionType(code, frame.f_globals, closure=cells)
-        self._reached = Reached(nn.Module(), [dict(frame.f_locals), function])
+        self._reached = Reached(nn.Module(), [self.locals, function])
 
     def changes(self) -> Iterator[tuple[Any, Any]]:
         """Each value that is another one now, and what it is now."""
@@ -102,6 +103,23 @@ def calls_since(recorder: GraphRecorder, last: Node) -> list[Node]:
             break
         if node.op == "call_function":
             found.append(node)
+    return found
+
+
+def read_behind(frame: FrameType) -> set[str]:
+    """The local variables that the code outside of the loop, which `frame` runs, may read before it assigns them."""
+    code = [each for each in dis.get_instructions(frame.f_code) if each.opname not in _BETWEEN]
+    at = next(i for i, each in enumerate(code) if each.offset >= frame.f_lasti and each.opname == "FOR_ITER")
+    end = code[at].argval
+    found: set[str] = set()
+    assigned: set[str] = set()
+    for each in code:
+        if code[at].offset <= each.offset < end:
+            continue
+        if each.opname.startswith("STORE") and each.offset >= end:
+            assigned.add(each.argval)
+        elif each.opname.startswith("LOAD") and isinstance(each.argval, str) and each.argval not in assigned:
+            found.add(each.argval)
     return found
 
 

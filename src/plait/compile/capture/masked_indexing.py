@@ -17,27 +17,34 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 import plait.compile.capture.masked_ops  # noqa: F401  (fills the table of what selections do)
 from plait.compile.capture.expert_loops import ExpertLoop, LoopIndex
+from plait.compile.capture.expert_modules import ExpertModules
 from plait.compile.capture.expert_stand_ins import ExpertRows
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.late_values import LateValues
-from plait.compile.capture.masked_rows import Selected, dynamic, rows_of
-from plait.compile.ops.draw import draw
+from plait.compile.capture.masked_rows import InOne, Selected, dynamic, rows_of
+from plait.compile.capture.unrolled_loops import UnrolledLoop
+from plait.compile.ir.samples import computes_same
 
 
 class Selections(TorchFunctionMode):
     """While entered, indexing with a mask whose values are not known yet returns a `Selected`.
 
-    `recorder` writes the graph.
+    With `merges`, the rounds of a loop over all experts become one (unrolled_loops.py); `unrolled` has these loops.
+
+    `recorder` writes the graph of a step of the model that `modules` are of.
     """
 
-    def __init__(self, late: LateValues, recorder: GraphRecorder) -> None:
+    def __init__(self, late: LateValues, recorder: GraphRecorder, modules: ExpertModules, merges: bool = True) -> None:
         super().__init__()
+        self.merges = merges
+        self.unrolled: list[UnrolledLoop] = []
+        self.has_finished = False
         self.late = late
         self._recorder = recorder
+        self._modules = modules
         self._left: list[ExpertLoop] = []  # loops that ended before their last place
         self._masks: list[tuple[Node, Tensor]] = []
 
@@ -46,7 +53,7 @@ class Selections(TorchFunctionMode):
         keep = keep.reshape(-1)
         node = self._recorder.node_of(keep)
         for earlier, found in self._masks:
-            if _same(earlier, node):
+            if computes_same(earlier, node):
                 return found
         self._masks.append((node, keep))
         return keep
@@ -55,7 +62,7 @@ class Selections(TorchFunctionMode):
         """The experts that a mask selects, all at once: see expert_loops.py."""
         if not places.positions:
             raise dynamic()
-        loop = ExpertLoop(places, self._recorder)
+        loop = ExpertLoop(places, self._recorder, self._modules)
         return loop.run(sys._getframe(2), self._left)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,6 +95,8 @@ class Selections(TorchFunctionMode):
             return each[0].of(x)
         if not any(isinstance(i, Selected) for i in each):
             return NotImplemented
+        if each[0] is None and isinstance(each[1], Selected):
+            return InOne(self._item(x, each[1:]))
         if not isinstance(each[0], Selected):  # rows are the first dim
             raise dynamic()
         if isinstance(each[0], ExpertRows):
@@ -111,28 +120,36 @@ class Selections(TorchFunctionMode):
         x.copy_(torch.where(wide, values.reshape(mask.shape + values.shape[1:]), x))
         return None
 
+    def _rows_of_one(self, mask: Tensor) -> tuple[ExpertRows, ...] | None:
+        """The rows of one expert of a loop over all of them; None if the mask is none of such a loop."""
+        if mask.ndim < 2:
+            return None
+        for loop in self.unrolled[-1:]:
+            if (rows := loop.rows_of(mask)) is not None:
+                return rows
+        made = UnrolledLoop.of(mask, self, self._recorder, self._modules)
+        if made is None:
+            return None
+        self.unrolled.append(made)
+        return made.rows_of(mask)
+
+    def finish(self) -> None:
+        """Raise for a loop over experts whose rounds cannot be one."""
+        self.has_finished = True
+        for loop in self.unrolled:
+            loop.finish()
+
     def _nonzero(self, x: Tensor, as_tuple: bool) -> Any:
         if x.ndim == 0:
             return NotImplemented
+        if as_tuple and self.merges and (rows := self._rows_of_one(x)) is not None:
+            return rows
         mask = x if x.dtype == torch.bool else x != 0
         places = torch.unravel_index(torch.arange(x.numel(), device=x.device), tuple(x.shape))
         found = [Selected(p, self.mask(mask), self, x.ndim == 1) for p in places]
         if as_tuple:
             return tuple(found)
         return Selected(torch.stack([one.values for one in found], 1), found[0].keep, self, x.ndim == 1)
-
-
-def _same(one: Node, two: Node) -> bool:
-    """Whether two nodes compute the same from the same nodes."""
-    if one is two:
-        return True
-    if one.op != "call_function" or one.target is not two.target or one.target is draw:
-        return False
-    mine, theirs = [pytree.tree_flatten((node.args, node.kwargs)) for node in (one, two)]
-    return mine[1] == theirs[1] and all(
-        _same(a, b) if isinstance(a, Node) and isinstance(b, Node) else type(a) is type(b) and a == b
-        for a, b in zip(mine[0], theirs[0], strict=True)
-    )
 
 
 def _is_fake(value: Any) -> bool:

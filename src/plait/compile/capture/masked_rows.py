@@ -108,6 +108,38 @@ class Selected:
         return handler(func, *args, **kwargs)
 
 
+class InOne:
+    """x[None, rows]: rows as the one element of a first dim, which a view or squeeze(0) leaves out again."""
+
+    def __init__(self, rows: Selected) -> None:
+        self._rows = rows
+
+    def reshape(self, *shape: Any) -> Any:
+        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        if not sizes or sizes[0] != -1:
+            raise dynamic()
+        return self._rows.reshape(sizes)
+
+    view = reshape
+
+    def squeeze(self, dim: int) -> Selected:
+        if dim != 0:
+            raise dynamic()
+        return self._rows
+
+    def __getitem__(self, index: Any) -> Selected:
+        if type(index) is not int or index != 0:
+            raise dynamic()
+        return self._rows
+
+    def __getattr__(self, name: str) -> Any:
+        raise dynamic()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise dynamic()
+
+
 class UnknownCount:
     """A number of rows that the step never has as a number of its own; any use but as the size of a view raises."""
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.utils._python_dispatch import _disable_current_modes
 
-from plait.compile.capture.fake_parameters import FakeParameters, fake_like
+from plait.compile.capture.fake_parameters import FakeParameters, fake_like, is_real
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.reachable import Reached
 from plait.errors import CaptureError
@@ -130,3 +130,27 @@ def _roots(node: Node) -> list[Node]:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def check_leaves(loss: Tensor, outside: Outside) -> None:
+    """Raise CaptureError for a real tensor to which autograd would give a gradient, because a graph cannot. Record the
+    tensors from outside to which it would give one."""
+    names = {id(fake): name for name, fake in outside.fakes.items()}
+    seen, stack = set(), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        stack += [following for following, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if leaf is None:
+            continue
+        if is_real(leaf):
+            place = outside.name_of(leaf) or f"of shape {list(leaf.shape)}"
+            raise CaptureError(
+                f"the tensor {place} reaches an autograd.Function from a closure or attribute, past what a capture"
+                " sees, and would lose its gradient; read it from the module that has it, as self.weight"
+            )
+        if id(leaf) in names:
+            outside.differentiable.append(names[id(leaf)])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from plait.compile.ir.calls import op_spec_of, output_values, tensor_inputs
@@ -39,6 +40,23 @@ def known_value(node: Node, given: Mapping[Node, Tensor], memo: dict[Node, Any])
         else:
             memo[one] = _run(one, memo)
     return memo[node]
+
+
+def computes_same(one: Node, two: Node, known: set[tuple[Node, Node]] | None = None) -> bool:
+    """Whether two nodes compute the same from the same nodes. `known` has pairs that do, and gets more."""
+    known = set() if known is None else known
+    if one is two or (one, two) in known:
+        return True
+    if one.op != "call_function" or one.target is not two.target or one.target is draw:
+        return False
+    mine, theirs = [pytree.tree_flatten((node.args, node.kwargs)) for node in (one, two)]
+    if mine[1] != theirs[1] or not all(
+        computes_same(a, b, known) if isinstance(a, Node) and isinstance(b, Node) else type(a) is type(b) and a == b
+        for a, b in zip(mine[0], theirs[0], strict=True)
+    ):
+        return False
+    known.add((one, two))
+    return True
 
 
 def _is_large(node: Node) -> bool:

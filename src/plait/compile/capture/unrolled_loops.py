@@ -1,0 +1,79 @@
+"""A Python loop over all experts, in a graph of fixed shapes: the rows of all experts are computed in its first round.
+
+    for number, expert in enumerate(self.experts):
+        token, place = torch.where(ids == number)
+        out[token] += expert(hidden[token]) * scores[token, place, None]
+
+Python runs each round, and a round begins with the mask of its expert. The first computes the rows of all experts, with
+the parameters of all, as that of a loop over the experts that are hit does (expert_loops.py). The others must compute
+the same, each with the parameters of its own expert, and add nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from plait.compile.capture.expert_loops import ExpertLoop, ExpertRound, bound_of
+from plait.compile.capture.expert_modules import ExpertModules
+from plait.compile.capture.expert_stand_ins import ExpertRows
+from plait.compile.capture.graph_recorder import GraphRecorder
+from plait.compile.capture.loop_state import calls_since
+from plait.compile.capture.masked_rows import Owner, Selected, dynamic
+from plait.compile.ir.samples import computes_same
+from plait.compile.ir.views import writes_in_place
+
+
+class UnrolledLoop(ExpertLoop):
+    """The rounds of a loop over `num` experts, one after the other as their masks come."""
+
+    def __init__(self, num: int, owner: Owner, recorder: GraphRecorder, modules: ExpertModules) -> None:
+        every = torch.ones(num, dtype=torch.bool)
+        super().__init__(Selected(torch.arange(num), every, owner, True), recorder, modules)
+        self.num = num
+        self._rounds_so_far: list[ExpertRound] = []
+        self._mask: Node | None = None
+
+    @staticmethod
+    def of(mask: Tensor, owner: Owner, recorder: GraphRecorder, modules: ExpertModules) -> UnrolledLoop | None:
+        """The loop whose first mask this is; None if it is not the mask of expert 0."""
+        probe = ExpertLoop(Selected(mask, mask, owner), recorder, modules)
+        for root in probe.candidates(recorder.node_of(mask), mask.numel()):
+            num = bound_of(root)
+            if num is not None and num > 1 and probe.finds_place(mask, root, 0, num):
+                return UnrolledLoop(num, owner, recorder, modules)
+        return None
+
+    def rows_of(self, mask: Tensor) -> tuple[ExpertRows, ...] | None:
+        """The indices of the rows of the mask, which may begin the next round; None if it belongs to no round."""
+        node, number = self.recorder.node_of(mask), len(self._rounds_so_far)
+        if self._mask is not None and computes_same(self._mask, node):
+            return self._rounds_so_far[-1].all_rows()
+        if number == self.num:
+            return None
+        root = self.root
+        for each in [root] if root is not None else self.candidates(node, mask.numel()):
+            if bound_of(each) == self.num and self.finds_place(mask, each, number, self.num):
+                if self._rounds_so_far:
+                    self._rounds_so_far[-1].end()
+                self._mask = node
+                self._rounds_so_far.append(ExpertRound(self, {}, number, adds=number == 0))
+                return self._rounds_so_far[-1].all_rows()
+        return None
+
+    def finish(self) -> None:
+        """Raise unless there was a round for each expert, and nothing read what rows were added to in between."""
+        for body in self._rounds_so_far[-1:]:
+            body.end()
+        if len(self._rounds_so_far) != self.num:
+            raise dynamic()
+        if not self.additions:
+            return
+        own = {node for body in self._rounds_so_far for node in body.own}
+        added = {node for body in self._rounds_so_far for node in body.added}
+        behind = set(calls_since(self.recorder, self.last_addition))
+        for node in calls_since(self.recorder, self.first_addition):
+            reads = not added.isdisjoint(node.all_input_nodes)
+            if node not in behind and (writes_in_place(node) or reads) and node not in own:
+                raise dynamic()
