@@ -11,7 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bench.published_rows import FITTED, TORCH_RING, UNFUSED_LLAMA, predicted, published_rows, with_numbers
+from bench.published_rows import (
+    FITTED,
+    TORCH_RING,
+    UNFUSED_LLAMA,
+    gpipe_throughput,
+    predicted,
+    published_rows,
+    with_numbers,
+)
 from plait.cost.memory_model import StateBytes
 from plait.cost.transformer import TransformerShape
 from plait.cost.transformer_program import TransformerProgram
@@ -131,6 +139,18 @@ def _korthikanti() -> BlindGroup:
     return BlindGroup(
         "Reducing Activation Recomputation, table 5", "Korthikanti et al. 2022, arXiv 2205.05198", False,
         "seconds a step", "Microbatches of one row, as in table 3.", (0.027, 0.047), tuple(rows),
+    )  # fmt: skip
+
+
+def _gpipe() -> BlindGroup:
+    split, rows = FITTED["Cloud TPU"]["split"], []
+    for model, values in (("AmoebaNet-D(18,128)", (1.7, 2.7)), ("Transformer-48", (1.8, 3.3))):
+        least = gpipe_throughput(model, 2, 32, split)
+        for ranks, value in zip((4, 8), values, strict=True):
+            rows.append((f"{model} on {ranks}", value, gpipe_throughput(model, ranks, 32, split) / least))
+    return BlindGroup(
+        "GPipe, table 3, GPUs without fast links", "Huang et al. 2019, arXiv 1811.06965", False,
+        "throughput over that of 2", "32 microbatches.", (0.042, 0.066), tuple(rows),
     )  # fmt: skip
 
 
@@ -351,5 +371,5 @@ def _foundry() -> list[BlindGroup]:
 
 def blind_groups() -> list[BlindGroup]:
     """All groups, predicted."""
-    megatron_runs = [_ptd_p(), _layer_of_22b(), _korthikanti(), _zero_bubble(), _others_on_a100()]
+    megatron_runs = [_gpipe(), _ptd_p(), _layer_of_22b(), _korthikanti(), _zero_bubble(), _others_on_a100()]
     return [*megatron_runs, *_titan_groups(), _titan_a100(), _llama3(), *_foundry()]

@@ -167,7 +167,7 @@ def test_numbers_are_fitted_on_one_half(kind: str) -> None:
         ("PTD-P", 0.055, 0.10),
         ("Reducing Activation Recomputation", 0.05, 0.06),
         ("torchtitan", 0.05, 0.30),  # worst: sequences of 131,072 and more over 4 and 8 ranks
-        ("GPipe", 0.07, 0.33),  # worst: AmoebaNet, of which no number says how uneven its stages are
+        ("GPipe", 0.05, 0.18),
     ],
 )
 def test_measured_tables_that_nothing_was_fitted_to(family: str, middle: float, worst: float) -> None:
@@ -181,6 +181,7 @@ def test_measured_tables_that_nothing_was_fitted_to(family: str, middle: float, 
 @pytest.mark.parametrize(
     ("name", "middle", "worst"),
     [
+        ("GPipe", 0.045, 0.07),
         ("PTD-P", 0.03, 0.05),
         ("Reducing Activation Recomputation, table 4", 0.065, 0.08),
         ("Reducing Activation Recomputation, table 5", 0.03, 0.05),
