@@ -44,8 +44,9 @@ def introduce(page: Page) -> None:
         f"What `plait plan` and its simulator say of training on up to {max(DENSE.sizes):,} GPUs. Nothing of it was"
         f" run: each number is computed by the script, from the closed forms and the cluster `{GPU}` of"
         " [cluster.md](cluster.md) (8 H100s a node, a 400 Gbit/s card for each, a network without bottleneck). They"
-        " meet Megatron-LM's runs on up to 2,520 A100s within 10% ([bench/published.md](bench/published.md)); no run"
-        " of more GPUs, and none of a mixture of experts, was there to hold them to."
+        " meet Megatron-LM's runs on up to 2,520 A100s within 10%, and Llama 3's 8,192 tokens on 16,384 H100s within"
+        " 8% ([bench/published.md](bench/published.md)); no run of more GPUs, and none of a mixture of experts, was"
+        " there to hold them to."
     )
     rows = []
     for model in MODELS:
@@ -267,7 +268,7 @@ def assumptions(page: Page) -> None:
         " network beside training is not counted.",
         "- plait itself begins again from a checkpoint where a rank fails (`--resume=auto`); synchronous replicas"
         " that go on without one are predicted here, and not built.",
-        "- Attention over ranks of `context` is predicted up to a third too fast"
+        "- Attention over many ranks of `context` is predicted up to 29% too fast, and too slow"
         " ([bench/published.md](bench/published.md)).",
         "- Learning rates are taken to be right for each batch, and the noise scale to stay as it is.",
     )
