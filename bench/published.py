@@ -57,12 +57,12 @@ def every(rows: list[PublishedRow]) -> list[str]:
 
 NOTES = """What is not reached, and why:
 
-- torchtitan, sequences of 131,072 and 262,144 over 4 and 8 ranks: predicted 26% and 29% too fast. The forms count what
-  torch's ring attention does: key-value heads repeated for all heads, gradients that travel in float32, copies and
-  merges (41 and 58 bytes per element and step). By arithmetic these are 2% and 3% of those two steps, and the load is
-  balanced, so that neither is the reason. A block of attention takes as long over 2 ranks as over 1, and half as long
-  again over 4 and 8. The same forms meet 405B on 1 to 8 ranks of context within 11% (blind rows), where it is the
-  messages between nodes that count. What remains is particular to these two runs, which leave 11 of 95 GiB free.
+- torchtitan, sequences of 131,072 and 262,144 over 4 and 8 ranks: predicted 25% and 29% too fast. The forms count what
+  torch's ring attention does: key-value heads repeated for all heads, gradients that travel in float32 (together 3% and
+  4% of these steps), copies and merges of partial results (4% and 4%: 41 and 58 bytes per element and step). The load
+  is balanced, and without that the times would be no nearer. A block of attention takes as long over 2 ranks as over 1,
+  and half as long again over 4 and 8. The same forms meet 405B on 1 to 8 ranks of context within 11% (blind rows),
+  where messages between nodes count. What remains is particular to these two runs, which leave 11 of 95 GiB free.
 - GPipe is met on the held-out half, but its form was chosen after all rows were seen: stages of whole layers (AmoebaNet
   has 18 cells, so that 3 of them are the slowest of 8 stages), repeated forwards that fill waits (section 3.2), and one
   number, how fast convolutions run if the batch is split. Table 3, which played no part, is met within 7% (blind rows).
