@@ -183,6 +183,31 @@ def test_rounds_that_go_on_from_each_other(loop: Loop) -> None:
     assert report.ok, report
 
 
+class Counted(nn.Module):
+    """A router that is balanced by a bias, by counts of the tokens of each expert."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.least = least
+        self.register_buffer("bias", torch.zeros(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x).sigmoid()
+        ids = (scores + self.bias).topk(2, -1)[1]
+        counts = torch.bincount(ids.flatten(), minlength=self.least)[:EXPERTS].to(x.dtype)
+        self.bias += 0.1 * torch.sign(counts.mean() - counts)
+        return scores.gather(1, ids) * counts[ids]
+
+
+def test_counts_of_the_experts_of_a_topk() -> None:
+    torch.manual_seed(0)
+    report = plait.verify(Counted(EXPERTS).double(), loss_fn, made(faded)[1], "data=2")
+    assert report.ok, report
+    with pytest.raises(CaptureError, match="bincount"):  # has as many elements as the largest number says
+        capture(Counted(EXPERTS - 1).double(), loss_fn, made(faded)[1])
+
+
 # ---- experts that are modules of their own ----
 
 
@@ -230,6 +255,15 @@ def by_mask(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Ten
     return out
 
 
+def by_number(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    """By the number of each expert that is hit."""
+    for each in (F.one_hot(ids, EXPERTS).sum((0, 1)) > 0).nonzero():
+        number = each.item()
+        place, token = torch.where(ids.t() == number)
+        out.index_add_(0, token, m.experts[number](x[token]) * top[token, place, None])
+    return out
+
+
 def num_products(loop: Callable[..., Tensor]) -> int:
     """The number of products of rows with the weights of all experts, in the forward pass."""
     torch.manual_seed(0)
@@ -245,7 +279,7 @@ def assert_verified(loop: Callable[..., Tensor], *plans: str) -> None:
         assert report.ok, (plan, report)
 
 
-@pytest.mark.parametrize("loop", [hit, every, by_mask])
+@pytest.mark.parametrize("loop", [hit, every, by_mask, by_number])
 def test_experts_that_are_modules_are_computed_together(loop: Callable[..., Tensor]) -> None:
     assert num_products(loop) == 2
     assert_verified(loop, "data=2", "data=2 zero=3 micro=2")

@@ -62,6 +62,7 @@ class ExpertLoop:
         self.order: tuple[int, ...] = ()  # the dims of a mask behind the first, as dims of the root
         self.waiting: list[tuple[dict[int, bool], int | None]] = []
         self.totals = Totals(recorder)
+        self.body: ExpertRound | None = None  # the round that runs
 
     def run(self, frame: FrameType, left: list[ExpertLoop]) -> Iterator[LoopIndex]:
         """The rounds. `frame` runs the loop; a loop that it leaves early is added to `left`."""
@@ -78,12 +79,13 @@ class ExpertLoop:
             places = [one for one, same in answers.items() if same] if number is None else [number]
             if any(self.is_beyond(one) for one in places):
                 continue
-            body = ExpertRound(self, answers, number, adds=number is None and not has_ended)
+            self.body = body = ExpertRound(self, answers, number, adds=number is None and not has_ended)
             try:
                 yield LoopIndex(body, self.places.ndim - 1)
             except GeneratorExit:
                 left.append(self)
                 raise
+            self.body = None
             body.check(sys._getframe(1), state)
             if not self.waiting and not has_ended and body.number is None and self.totals.has_copies:
                 self.waiting, has_ended = [(first, None)], True
@@ -133,6 +135,11 @@ class ExpertLoop:
             return isinstance(found, Tensor) and torch.equal(found != 0, given[root].permute(order).long() == places)
 
         return self._is_settled(mask, root) and holds_for_samples(mask, root, num, is_one_hot, order)
+
+    def roots_of(self, mask: Tensor) -> list[Node]:
+        """Integers from which the mask is computed, and that are the places of rows if these are known."""
+        found = self.candidates(self.recorder.node_of(mask), mask.numel())
+        return found if self.root is None else [one for one in found if computes_same(one, self.root, self.same)]
 
     def finds_place(self, mask: Tensor, root: Node, number: int, num: int) -> bool:
         """Whether the mask is true at the rows of this one of `num` places. If so, rows have the places of `root`."""
@@ -273,6 +280,14 @@ class ExpertRound:
         """The indices that torch.where gives of the mask of one place."""
         self.loop.find_rows(mask)
         return self.all_rows()
+
+    def rows_of_known(self, mask: Tensor) -> tuple[ExpertRows, ...] | None:
+        """The same for a mask that the number of the place was used for; None if it is the mask of no place."""
+        loop, num = self.loop, len(self.loop.places.keep)
+        if self.number is None:
+            return None
+        found = any(loop.finds_place(mask, root, self.number, num) for root in loop.roots_of(mask))
+        return self.all_rows() if found else None
 
     def all_rows(self) -> tuple[ExpertRows, ...]:
         """The indices of the rows of this round."""

@@ -19,7 +19,7 @@ from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
 import plait.compile.capture.masked_ops  # noqa: F401  (fills the table of what selections do)
-from plait.compile.capture.expert_loops import ExpertLoop, LoopIndex
+from plait.compile.capture.expert_loops import ExpertLoop, LoopIndex, bound_of
 from plait.compile.capture.expert_modules import ExpertModules
 from plait.compile.capture.expert_stand_ins import ExpertRows
 from plait.compile.capture.graph_recorder import GraphRecorder
@@ -45,6 +45,7 @@ class Selections(TorchFunctionMode):
         self.late = late
         self._recorder = recorder
         self._modules = modules
+        self._loop: ExpertLoop | None = None  # the last loop over places
         self._left: list[ExpertLoop] = []  # loops that ended before their last place
         self._masks: list[tuple[Node, Tensor]] = []
 
@@ -62,7 +63,7 @@ class Selections(TorchFunctionMode):
         """The experts that a mask selects, all at once: see expert_loops.py."""
         if not places.positions:
             raise dynamic()
-        loop = ExpertLoop(places, self._recorder, self._modules)
+        self._loop = loop = ExpertLoop(places, self._recorder, self._modules)
         return loop.run(sys._getframe(2), self._left)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,6 +78,8 @@ class Selections(TorchFunctionMode):
             found = self._item(*args)
         elif func in _NONZERO and _is_fake(args[0]) and not kwargs.keys() - {"as_tuple"}:
             found = self._nonzero(args[0], (args[1:] or (kwargs.get("as_tuple", False),))[0])
+        elif func in _BINCOUNT and _is_fake(args[0]):
+            found = self._counted(*args, **kwargs)
         elif func is torch.where and len(args) == 1 and not kwargs and _is_fake(args[0]):
             found = self._nonzero(args[0], True)
         else:
@@ -120,10 +123,20 @@ class Selections(TorchFunctionMode):
         x.copy_(torch.where(wide, values.reshape(mask.shape + values.shape[1:]), x))
         return None
 
+    def _counted(self, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
+        """bincount of numbers that are certainly below minlength, which therefore is the length of the result."""
+        bound = bound_of(self._recorder.node_of(x))
+        if weights is not None or x.ndim != 1 or bound is None or bound > minlength:
+            return NotImplemented
+        ones = torch.ones_like(x, dtype=torch.int64)
+        return torch.zeros(minlength, dtype=torch.int64, device=x.device).scatter_add(0, x.long(), ones)
+
     def _rows_of_one(self, mask: Tensor) -> tuple[ExpertRows, ...] | None:
         """The rows of one expert of a loop over all of them; None if the mask is none of such a loop."""
         if mask.ndim < 2:
             return None
+        if self._loop is not None and self._loop.body is not None:
+            return self._loop.body.rows_of_known(mask)
         for loop in self.unrolled[-1:]:
             if (rows := loop.rows_of(mask)) is not None:
                 return rows
@@ -160,4 +173,5 @@ def _is_mask(value: Any) -> bool:
     return _is_fake(value) and value.dtype == torch.bool
 
 
+_BINCOUNT = frozenset({torch.bincount, Tensor.bincount})
 _NONZERO = frozenset({torch.nonzero, Tensor.nonzero, torch.argwhere, Tensor.argwhere})

@@ -39,7 +39,7 @@ class UnrolledLoop(ExpertLoop):
     def of(mask: Tensor, owner: Owner, recorder: GraphRecorder, modules: ExpertModules) -> UnrolledLoop | None:
         """The loop whose first mask this is; None if it is not the mask of expert 0."""
         probe = ExpertLoop(Selected(mask, mask, owner), recorder, modules)
-        for root in probe.candidates(recorder.node_of(mask), mask.numel()):
+        for root in probe.roots_of(mask):
             num = bound_of(root)
             if num is not None and num > 1 and probe.finds_place(mask, root, 0, num):
                 return UnrolledLoop(num, owner, recorder, modules)
@@ -52,8 +52,7 @@ class UnrolledLoop(ExpertLoop):
             return self._rounds_so_far[-1].all_rows()
         if number == self.num:
             return None
-        root = self.root
-        for each in [root] if root is not None else self.candidates(node, mask.numel()):
+        for each in self.roots_of(mask):
             if bound_of(each) == self.num and self.finds_place(mask, each, number, self.num):
                 if self._rounds_so_far:
                     self._rounds_so_far[-1].end()
