@@ -322,6 +322,20 @@ def test_rounds_that_differ_are_computed_one_by_one(loop: Callable[..., Tensor])
     assert_verified(loop, "data=2")
 
 
+def asked(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        token, place = torch.where(ids == number)
+        if token.numel() == 0:
+            continue
+        out.index_add_(0, token, expert(x[token]) * top[token, place, None])
+    return out
+
+
+def test_what_a_loop_may_do_is_said() -> None:
+    with pytest.raises(CaptureError, match="numel.*may only add its rows.*without asking how many"):
+        capture(Modules(asked).double(), loss_fn, made(faded)[1])
+
+
 def last_expert(m: Modules, x: Tensor, number: Any, rows: Any, out: Tensor) -> Tensor:
     for each in number:
         expert = m.experts[each[0]]

@@ -304,7 +304,7 @@ def _capture(
             raise
         except Exception as error:
             refusal = precision.refusal(error, recorder.module)
-            failed = capture_error(error, model, loss_fn, "in the forward pass")
+            failed = capture_error(error, model, loss_fn, "in the forward pass", selections.in_expert_loop)
             failed.in_merged_loop = bool(selections.unrolled)
             if selections.has_finished:  # no line of the model was running any more
                 failed.line = 0

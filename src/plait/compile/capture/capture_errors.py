@@ -27,12 +27,19 @@ _PACKAGES = tuple(
     {os.path.realpath(sysconfig.get_paths()[name]) + os.sep for name in ("purelib", "platlib")}
     | {os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep}
 )
+_MASK = "use a mask instead: (x * mask).sum() / mask.sum().clamp(min=1) works also without any rows"
+_ALIKE = (
+    "a loop over experts may only add its rows to what was there before it, as out.index_add_(0, token, rows) does, for"
+    " all experts alike and without asking how many rows there are, which may be none"
+)
 
 
-def capture_error(error: Exception, model: Any, loss_fn: Callable[..., Any], doing: str) -> CaptureError:
+def capture_error(
+    error: Exception, model: Any, loss_fn: Callable[..., Any], doing: str, in_expert_loop: bool = False
+) -> CaptureError:
     """A CaptureError for `error`, raised while `doing` something, with file, line and source of the user's code."""
     place = _place(error.__traceback__, model) or _start(loss_fn)
-    reason = _reason(error)
+    reason = _reason(error, in_expert_loop)
     if place is None:
         return CaptureError(f"cannot capture the training step {doing}: {reason}")
     file, line = place
@@ -97,7 +104,7 @@ def _start(loss_fn: Callable[..., Any]) -> tuple[str, int] | None:
     return (code.co_filename, code.co_firstlineno) if code is not None else None
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, in_expert_loop: bool) -> str:
     if isinstance(error, CaptureError):
         return str(error)
     if isinstance(error, DataDependentOutputException):
@@ -108,7 +115,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, DynamicOutputShapeException):
         return (
             f"the shape of a result depends on the numbers in a tensor ({error.func}), but a graph has fixed shapes;"
-            " use a mask instead: (x * mask).sum() / mask.sum().clamp(min=1) works also without any rows"
+            f" {_ALIKE if in_expert_loop else _MASK}"
         )
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"

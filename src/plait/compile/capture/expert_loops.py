@@ -85,8 +85,8 @@ class ExpertLoop:
             except GeneratorExit:
                 left.append(self)
                 raise
-            self.body = None
             body.check(sys._getframe(1), state)
+            self.body = None
             if not self.waiting and not has_ended and body.number is None and self.totals.has_copies:
                 self.waiting, has_ended = [(first, None)], True
 

@@ -146,6 +146,12 @@ class Selections(TorchFunctionMode):
         self.unrolled.append(made)
         return made.rows_of(mask)
 
+    @property
+    def in_expert_loop(self) -> bool:
+        """Whether a loop over experts runs."""
+        one_by_one = any(not loop.is_complete for loop in self.unrolled[-1:])
+        return one_by_one or (self._loop is not None and self._loop.body is not None)
+
     def finish(self) -> None:
         """Raise for a loop over experts whose rounds cannot be one."""
         self.has_finished = True

@@ -61,11 +61,16 @@ class UnrolledLoop(ExpertLoop):
                 return self._rounds_so_far[-1].all_rows()
         return None
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether each expert had its round, of which the last may still run."""
+        return len(self._rounds_so_far) == self.num
+
     def finish(self) -> None:
         """Raise unless there was a round for each expert, and nothing read what rows were added to in between."""
         for body in self._rounds_so_far[-1:]:
             body.end()
-        if len(self._rounds_so_far) != self.num:
+        if not self.is_complete:
             raise dynamic()
         if not self.additions:
             return
