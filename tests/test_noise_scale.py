@@ -205,6 +205,7 @@ def test_few_or_contrary_measurements_are_not_a_scale() -> None:
     assert wild is not None
     assert wild.high == math.inf
     assert wild.low is not None and wild.low < wild.rows
+    assert f"rows (measured, 95% above {wild.low:.2g})" in str(wild)
 
 
 def test_steps_and_rows_to_the_same_loss() -> None:

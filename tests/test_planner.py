@@ -7,7 +7,7 @@ import os
 import re
 import socket
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -417,6 +417,10 @@ def test_little_noise_wants_small_batches_and_much_noise_large_ones() -> None:
         others = to_loss(noise, sizes, FEW).of_batches
         assert [other.rows for other in others] == [8, 64, 512]
         assert all(other.seconds_to_loss >= each.seconds_to_loss for other in others)
+        found = to_loss(noise, sizes, FEW).best
+        for one, after in pairwise(found):
+            later = after.seconds_to_loss / one.seconds_to_loss - 1
+            assert (one.why == f"comes to the loss {later:.1%} later") == (one.rows != after.rows)
 
 
 def test_of_one_batch_the_order_is_that_of_steps() -> None:

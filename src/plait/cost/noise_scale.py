@@ -76,9 +76,10 @@ class NoiseScale:
     source: str = field(default="given", compare=False)
 
     def __str__(self) -> str:
-        between = (
-            "" if self.low is None or self.high is None else f", 95% between {_count(self.low)} and {_count(self.high)}"
-        )
+        between = ""
+        if self.low is not None and self.high is not None:
+            ends = f"between {_count(self.low)} and {_count(self.high)}"
+            between = ", 95% " + (ends if self.high < math.inf else f"above {_count(self.low)}")
         return f"{_count(self.rows)} rows ({self.source}{between})"
 
 

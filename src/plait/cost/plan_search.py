@@ -406,7 +406,10 @@ def _with_reasons(found: Sequence[Candidate]) -> tuple[Candidate, ...]:
     for index, each in enumerate(found):
         why = ""
         if index + 1 < len(found):
-            why = main_difference(found[index + 1].step, each.step)
+            after = found[index + 1]
+            why = main_difference(after.step, each.step)
+            if each.goal.noise is not None and after.rows != each.rows:  # other batches take other numbers of steps
+                why = f"comes to the loss {each.score / after.score - 1:.1%} later"
         made.append(replace(each, why=why))
     return tuple(made)
 
