@@ -276,6 +276,14 @@ def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
         simulate_config(tmp_path / "mine.toml", Plan(), "h100")
 
 
+@pytest.mark.parametrize(("axes", "fits"), [("context=8 tensor=8 sequence=yes", True), ("context=64", False)])
+def test_a_million_tokens_on_64_gpus(axes: str, fits: bool) -> None:
+    file = EXAMPLES / "shapes" / "llama3_8b_1m.toml"
+    arguments = ["simulate", str(file), "--plan", f"{axes} recompute=layer precision=bf16-params"]
+    found = CliRunner().invoke(app, [*arguments, "--cluster", "h100x64"]).output
+    assert "1048576 tokens a step" in found and (": fits" in found) is fits
+
+
 def test_a_shape_needs_a_batch(tmp_path: Path) -> None:
     text = "[shape]\nlayers = 2\nhidden = 8\nheads = 2\nvocab = 10\nsequence = 4\n"
     (tmp_path / "mine.toml").write_text(text)
