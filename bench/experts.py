@@ -21,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.expert_layers import exchange_experts
 from bench.harness import Group, Variant, arguments, compare, publish, table
-from plait import Plan, Trainer
+from plait import Plan, Trainer, run_ranks
 from plait.comm.group import Done
+from plait.comm.protocol import World
 
 Step = Callable[[], Tensor]
 GLOBAL_BATCH, SEQUENCE, WIDTH, INNER, LAYERS, EXPERTS, TOP = 8, 128, 256, 512, 4, 8, 2
@@ -109,18 +110,26 @@ def contenders(workload: str) -> list[Variant]:
     ]
 
 
-def first_steps(step: Step) -> tuple[list[float], int]:
-    """The losses of three steps, of this rank or of all; and the bytes that plait sends in all-to-alls in the first."""
-    sent = 0
-    if isinstance(step, PlaitStep):
-        comm: Any = step.trainer.world.comm("expert")
+def first_steps(step: Step) -> list[float]:
+    """The losses of three steps, of this rank or of all."""
+    return [float(step()) for _ in range(3)]
+
+
+def sent_bytes(form: str, size: int) -> int:
+    """The bytes of all ranks in all-to-alls of a step, counted by the links between ranks as threads."""
+    models = [model(form) for _ in range(size)]
+    plan = Plan.parse(f"expert={size}")
+
+    def rank(world: World) -> int:
+        trainer = Trainer(models[world.rank], loss_fn, optimizer, plan, world=world)
+        comm: Any = world.comm("expert")
+        sent = 0
 
         def watched(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any) -> Any:
                 nonlocal sent
                 before = comm.links.total()
-                work = function(*args)
-                found = work.wait()  # shared memory counts what it has read
+                found = function(*args).wait()
                 sent += comm.links.total() - before
                 return Done(found)
 
@@ -128,9 +137,10 @@ def first_steps(step: Step) -> tuple[list[float], int]:
 
         for name in ("all_to_all", "all_to_all_rows"):
             setattr(comm, name, watched(getattr(comm, name)))
-    found = [float(step())]
-    first = sent
-    return found + [float(step()) for _ in range(2)], first
+        trainer.step(batch())
+        return sent
+
+    return sum(run_ranks(plan.mesh, rank))
 
 
 def formula(form: str, size: int) -> int:
@@ -153,9 +163,9 @@ def formula(form: str, size: int) -> int:
     return found
 
 
-def check(variants: list[Variant]) -> int:
-    """Assert that all variants have the same losses. Returns the bytes of the all-to-alls of plait's expert=N."""
-    found, sent = {}, {}
+def check(variants: list[Variant]) -> None:
+    """Assert that all variants have the same losses."""
+    found = {}
     for variant in variants:
         if "capacity" in variant.name:
             continue
@@ -164,11 +174,9 @@ def check(variants: list[Variant]) -> int:
             ranks = group.call(first_steps)
         finally:
             group.close()
-        found[variant.name] = [statistics.fmean(each) for each in zip(*(losses for losses, _ in ranks), strict=True)]
-        sent[variant.name] = sum(num for _, num in ranks)
+        found[variant.name] = [statistics.fmean(each) for each in zip(*ranks, strict=True)]
     first, *others = found.values()
     assert all(abs(a - b) < 1e-4 * a for other in others for a, b in zip(first, other, strict=True)), found
-    return sent[next(name for name in sent if "expert=" in name)]
 
 
 def main() -> None:
@@ -177,7 +185,8 @@ def main() -> None:
     for workload in given.workloads:
         form, size = workload.split("-")
         variants = contenders(workload)
-        expected, sent = formula(form, int(size)), check(variants)
+        check(variants)
+        expected, sent = formula(form, int(size)), sent_bytes(form, int(size))
         even = 4 * LAYERS * GLOBAL_BATCH * SEQUENCE * TOP * WIDTH * 4 * (int(size) - 1) // int(size)
         results = compare(variants, given.rounds, given.steps)
         said = (

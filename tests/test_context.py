@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from typing import Any
 
@@ -218,6 +219,19 @@ def test_the_bytes_that_are_explained_are_sent(plan: str) -> None:
     explained = plait.explain(model(), shifted_loss, tokens(), plan).sent_bytes["context"]
     loss = 8 * 2  # summed once more for the result
     assert abs(plait.run_ranks(Plan.parse(plan).mesh, rank)[0] - explained) <= loss
+
+
+@pytest.mark.parametrize("plan", ["context=2 zero=1", "data=2 context=2 zero=2", "data=2 context=2 zero=3"])
+def test_zero_cuts_states_over_all_ranks_that_have_them(plan: str, causal: plait.Verifier) -> None:
+    """Ranks with parts of the same sequences have the same weights, as ranks with other rows do."""
+    report = causal.verify(plan)
+    assert report.ok, report
+    found = plait.explain(model(), shifted_loss, tokens(), plan)
+    mesh = found.program.plan.mesh
+    for name, each in found.program.sharding.parameters.items():
+        assert math.prod(each.state.local_shape(mesh)) * mesh.size == math.prod(each.state.shape), name
+    sums = {(item.kind, item.axis) for item in found.collectives if item.value.endswith("gradients")}
+    assert sums == {("reduce_scatter", "data*context" if "data" in plan else "context")}
 
 
 @pytest.mark.parametrize("kind", ["ulysses", "ring", "gather"])

@@ -276,7 +276,9 @@ def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
         simulate_config(tmp_path / "mine.toml", Plan(), "h100")
 
 
-@pytest.mark.parametrize(("axes", "fits"), [("context=8 tensor=8 sequence=yes", True), ("context=64", False)])
+@pytest.mark.parametrize(
+    ("axes", "fits"), [("context=8 tensor=8 sequence=yes", True), ("context=64", False), ("context=64 zero=3", True)]
+)
 def test_a_million_tokens_on_64_gpus(axes: str, fits: bool) -> None:
     file = EXAMPLES / "shapes" / "llama3_8b_1m.toml"
     arguments = ["simulate", str(file), "--plan", f"{axes} recompute=layer precision=bf16-params"]

@@ -104,19 +104,17 @@ def _sums(
     apart: int = 1,
 ) -> float:
     """The same of parameters that all ranks have which are `apart` from each other."""
-    ranks, across = how.agreeing * how.context, how.context * how.weights * apart
+    ranks = how.agreeing * how.context
     if ranks == 1 or not own:
         return 0.0
     step = how.weights * apart
     group = range(0, ranks * step, step)
     gradients = own * traffic.summed_bytes
-    inner = group if how.sharded == ranks else range(0, how.sharded * across, across)
+    inner = range(0, how.sharded * step, step)
     rest = 0.0  # sums of the parts, over ranks that do not cut them
     if how.cuts.gradients and how.sharded < ranks:
         part = gradients / how.sharded
-        rest = collective_time(CollectiveKind.ALL_REDUCE, part, range(0, across, step), cluster)
-        outer = range(0, how.agreeing * across, how.sharded * across)
-        rest += collective_time(CollectiveKind.ALL_REDUCE, part, outer, cluster)
+        rest = collective_time(CollectiveKind.ALL_REDUCE, part, range(0, ranks * step, how.sharded * step), cluster)
     if how.cuts.parameters:
         half = traffic.value_bytes * own
         gathers = (3 if how.recompute == FULL else 2) * how.num_micro

@@ -26,6 +26,8 @@ class AxisKind:
     cuts_experts   each rank has a part of the experts of every mixture of experts
     within         the axis that it subdivides: the sizes of both keys are not multiplied
     cuts_states    ZeRO cuts optimizer states over the axis, and central storage is shared by its ranks
+    states_with    the axis with whose ranks its own are one group, over which ZeRO cuts states of parameters that all
+                   of these ranks have, and over which their gradients are summed
     has_stages     each rank has stages of the model
     per_stage      the ranks have the same stage, and `stages=` says for each stage which kind the axis is
     without_graph  PyTorch's DDP supports the axis, for a model that cannot be captured
@@ -40,6 +42,7 @@ class AxisKind:
     cuts_experts: bool = False
     within: str = ""
     cuts_states: bool = False
+    states_with: str = ""
     has_stages: bool = False
     per_stage: bool = False
     without_graph: bool = False
@@ -51,8 +54,8 @@ AXES: tuple[AxisKind, ...] = (
     AxisKind("pipeline", order=0, has_stages=True),
     AxisKind("replica", order=20, cuts_rows=True),
     AxisKind("data", order=10, cuts_rows=True, cuts_states=True, without_graph=True),
-    AxisKind("expert", order=60, cuts_rows=True, cuts_experts=True, within="data"),
-    AxisKind("context", order=50, cuts_sequence=True),
+    AxisKind("context", order=50, cuts_sequence=True, states_with="data"),
+    AxisKind("expert", order=60, cuts_rows=True, cuts_experts=True, within="data", states_with="data"),
     AxisKind("tensor", order=30, cuts_weights=True),
     AxisKind("inner", order=40, cuts_weights=True, per_stage=True),
 )
@@ -84,6 +87,12 @@ def stage_axis() -> str:
 def zero_axis() -> str:
     """The axis over which ZeRO cuts."""
     return next(kind.name for kind in AXES if kind.cuts_states)
+
+
+def state_axes() -> tuple[str, ...]:
+    """The axes over which ZeRO cuts, outermost first: its own, and those whose ranks are one group with its."""
+    own = zero_axis()
+    return tuple(kind.name for kind in AXES if own in (kind.name, kind.states_with))
 
 
 def ddp_axis() -> str:

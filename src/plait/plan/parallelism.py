@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from plait.errors import PlanError, Refusal
-from plait.plan.axes import AXES, zero_axis
+from plait.plan.axes import AXES, state_axes
 from plait.plan.plan import Plan
 from plait.plan.sharding_plan import DEVICE, DISK, ZERO_STAGES, ZeroStage
 
@@ -158,9 +158,7 @@ class Parallelism:
             chunks=plan.chunks,
             num_micro=plan.micro,
             cuts=ZERO_STAGES[plan.zero],
-            sharded=math.prod(inner.axis_size(each.name) for each in AXES if zero_axis() in (each.name, each.within))
-            if plan.zero
-            else 1,
+            sharded=math.prod(inner.axis_size(name) for name in state_axes()) if plan.zero else 1,
             recompute=recompute,
             sequence=plan.sequence == "yes",
             budget=plan.recompute.budget_bytes,

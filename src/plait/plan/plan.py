@@ -262,14 +262,10 @@ class Plan:
         for each in axes.AXES:
             if each.within:
                 sizes[each.within] //= sizes.get(each.name, 1)
-        return Mesh(
-            tuple((kind.name, sizes.get(kind.name, 1)) for kind in axes.AXES),
-            tuple(
-                f"{kind.within}{JOIN}{kind.name}"
-                for kind in axes.AXES
-                if kind.within and min(sizes[kind.within], sizes.get(kind.name, 1)) > 1
-            ),
-        )
+        dense = [name for name in axes.state_axes() if sizes.get(name, 1) > 1]
+        expert = [name for name in dense if not axes.axis_kind(name).cuts_experts]
+        joined = dict.fromkeys(JOIN.join(each) for each in (dense, expert) if len(each) > 1)
+        return Mesh(tuple((kind.name, sizes.get(kind.name, 1)) for kind in axes.AXES), tuple(joined))
 
     @property
     def process_mesh(self) -> Mesh:
@@ -314,7 +310,8 @@ class Plan:
 
     def cutting_more(self) -> list[Plan]:
         """Plans that cut more states over the same ranks, in the order in which to try them."""
-        if self.mesh.axis_size(over := axes.zero_axis()) == 1 or self.central != "none" or self.relaxed_axis == over:
+        over = [name for name in axes.state_axes() if self.mesh.axis_size(name) > 1]
+        if not over or self.central != "none" or self.relaxed_axis in over:
             return []
         return [replace(self, zero=stage) for stage in range(self.zero + 1, 4)]
 

@@ -258,11 +258,11 @@ class PlanSpace:
                 if not limits.allow("replica", replicas if later and agreeing > 1 else agreeing // data):
                     continue
                 for stage in range(4):
-                    if stage and data == 1:
+                    if stage and data * outline.context == 1:
                         continue
                     if (stage == 0 and data != agreeing) or not limits.allow("zero", stage):
                         continue  # without ZeRO all ranks that cut rows are alike
-                    found.append(StateOption(ZERO_STAGES[stage], data if stage else 1, later))
+                    found.append(StateOption(ZERO_STAGES[stage], data * outline.context if stage else 1, later))
         return found
 
     def _allows_homes(self, homes: Homes) -> bool:
@@ -338,7 +338,7 @@ def plan_of(how: Parallelism) -> Plan:
         words |= {"schedule": how.schedule}
         if how.schedule in ("interleaved", "looped-bfs"):
             words["chunks"] = how.chunks
-    data = how.sharded if how.cuts.optimizer else agreeing
+    data = how.sharded // how.context if how.cuts.optimizer else agreeing
     words |= {"data": data, "replica": agreeing // data}
     if how.later is not None:
         kind = next(kind for kind, (sent, _) in _PER_ELEMENT.items() if sent == how.later.sent_bytes)

@@ -23,7 +23,8 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-from plait.plan.axes import AXES, axis_kind, zero_axis
+from plait.plan import axes
+from plait.plan.axes import axis_kind
 from plait.plan.plan import Plan
 from plait.spec.layout import Layout, Only, Replicate, Shard
 from plait.spec.mesh import JOIN, Mesh
@@ -170,7 +171,7 @@ def sharding_plan(
         device: the type of device that computes.
     """
     cuts = ZERO_STAGES[2 if plan.central == "host" else plan.zero]
-    axes = state_axes(plan.mesh) if cuts.optimizer else ()
+    over = state_axes(plan.mesh) if cuts.optimizer else ()
     shares = plan.shares_parameters
     gather = Gather.NEVER if shares else Gather.USE if cuts.parameters else Gather.UPDATE
     on_host = updates_on_host(plan, device)
@@ -179,7 +180,7 @@ def sharding_plan(
     found = {}
     for name, compute in layouts.items():
         is_frozen, large = name in frozen, is_large(math.prod(compute.shape))
-        axis, cut_dim = _state_cut(compute, plan.mesh, axes)
+        axis, cut_dim = _state_cut(compute, plan.mesh, over)
         if is_frozen and not cuts.parameters:
             cut_dim = None
         found[name] = ParameterSharding(
@@ -195,21 +196,19 @@ def sharding_plan(
             gradient_memory if large else DEVICE,
         )
     activation_memory = _memory(plan.home_activations, device)
-    return ShardingPlan(plan.mesh, JOIN.join(axes), found, cuts.gradients, on_host, activation_memory)
+    return ShardingPlan(plan.mesh, JOIN.join(over), found, cuts.gradients, on_host, activation_memory)
 
 
 def state_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes with several ranks over which ZeRO cuts: its own and those that subdivide it."""
-    own = zero_axis()
-    names = [kind.name for kind in AXES if own in (kind.name, kind.within)]
-    return tuple(name for name in names if mesh.axis_size(name) > 1)
+    """The axes with several ranks over which ZeRO cuts."""
+    return tuple(name for name in axes.state_axes() if mesh.axis_size(name) > 1)
 
 
-def _state_cut(layout: Layout, mesh: Mesh, axes: Sequence[str]) -> tuple[str, int | None]:
-    """The axis, or the joined axes, over which a parameter's state is cut, and the dim. Joined axes cut evenly."""
-    free = [axis for axis in axes if isinstance(layout.on(axis), Replicate)]
-    if len(free) > 1:
-        joined = JOIN.join(free)
+def _state_cut(layout: Layout, mesh: Mesh, among: Sequence[str]) -> tuple[str, int | None]:
+    """The axis `among` some, or the joined axes, over which a parameter's state is cut, and the dim. Joined axes cut
+    evenly."""
+    free = [axis for axis in among if isinstance(layout.on(axis), Replicate)]
+    if (joined := JOIN.join(free)) in mesh.joined:
         dim = state_dim(layout, mesh, joined)
         if dim is not None and layout.local_shape(mesh)[dim] % mesh.axis_size(joined) == 0:
             return joined, dim

@@ -16,7 +16,7 @@ JOIN = "*"  # between the names of axes that are joined
 class Mesh:
     """Named axes and their sizes, outermost first: ranks that differ only along the last axis are neighbours.
 
-    Ranks of two axes that follow each other may be one group, by the name `data*expert`; `joined` are those pairs that
+    Ranks of axes that follow each other may be one group, by the name `data*context`; `joined` are those that
     communicate as one. Raises PlanError for an axis that is named twice and for a size below 1.
 
     >>> Mesh((("data", 2), ("tensor", 2))).coordinates(2)
@@ -53,7 +53,7 @@ class Mesh:
 
     @property
     def communicators(self) -> tuple[str, ...]:
-        """The axes, and pairs of axes, along which a rank has a group."""
+        """The axes, and the joined axes, along which a rank has a group."""
         return (*self.names, *self.joined)
 
     def axis_size(self, axis: str) -> int:
