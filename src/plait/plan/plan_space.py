@@ -258,8 +258,8 @@ class PlanSpace:
                 if not limits.allow("replica", replicas if later and agreeing > 1 else agreeing // data):
                     continue
                 for stage in range(4):
-                    if stage and data * outline.context == 1:
-                        continue
+                    if stage and (data * outline.context == 1 or (later is not None and agreeing == 1)):
+                        continue  # no ranks have the same, or those of data are replicas
                     if (stage == 0 and data != agreeing) or not limits.allow("zero", stage):
                         continue  # without ZeRO all ranks that cut rows are alike
                     found.append(StateOption(ZERO_STAGES[stage], data * outline.context if stage else 1, later))
