@@ -186,7 +186,7 @@ def test_a_tensor_of_integers_has_no_mean() -> None:
 
 @functools.cache
 def verifier() -> plait.Verifier:
-    return plait.Verifier(gpt(width=32), loss_fn, gpt_batch(12), steps=5, optimizer=ADAMW)
+    return plait.Verifier(gpt(layers=1, width=32), loss_fn, gpt_batch(12), steps=5, optimizer=ADAMW)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_weighted_losses_batch_norm_and_clipping() -> None:
         keep = (batch["y"] < 200).flatten()
         return plait.Weighted((loss * keep).sum(), keep.sum())
 
-    gpts = plait.Verifier(gpt(width=32), weighted, gpt_batch(8), steps=3, optimizer=ADAMW, clip_norm=0.1)
+    gpts = plait.Verifier(gpt(layers=1, width=32), weighted, gpt_batch(8), steps=3, optimizer=ADAMW, clip_norm=0.1)
     for plan in ("data=2 compress=int8", "data=2 sync=2 outer=nesterov"):
         report = gpts.verify(plan)
         assert report.ok, report
@@ -448,16 +448,18 @@ def explained_bytes(plan: str) -> float:
 
 
 def test_memory_and_explanation_are_those_of_a_replica() -> None:
-    def peak(plan: str, rows: int) -> int:
-        return plait.memory(gpt(), loss_fn, gpt_batch(rows), plan, optimizer=ADAMW).peak
+    estimator = Estimator(gpt(), loss_fn, gpt_batch(8), ADAMW)
+
+    def peak(plan: str) -> int:
+        return estimator.estimate(Plan.parse(plan)).peak
 
     num = sum(p.numel() for p in gpt().parameters())
-    alone = peak("", 4)
-    assert peak("data=2 sync=8", 8) == alone
-    assert peak("data=2 sync=8 outer=nesterov", 8) == alone + 8 * num
-    assert peak("data=2 sync=8 compress=int8", 8) == alone + 12 * num
-    assert peak("data=2 compress=int8", 8) == alone + 4 * num
-    found = Estimator(gpt(), loss_fn, gpt_batch(8), ADAMW).until_it_fits(Plan.parse("data=2 sync=8"), 1)
+    alone = plait.memory(gpt(), loss_fn, gpt_batch(4), "", optimizer=ADAMW).peak
+    assert peak("data=2 sync=8") == alone
+    assert peak("data=2 sync=8 outer=nesterov") == alone + 8 * num
+    assert peak("data=2 sync=8 compress=int8") == alone + 12 * num
+    assert peak("data=2 compress=int8") == alone + 4 * num
+    found = estimator.until_it_fits(Plan.parse("data=2 sync=8"), 1)
     assert [each.plan.zero for each in found] == [0] * len(found) and len(found) >= 2
     told = str(plait.explain(gpt(), loss_fn, gpt_batch(8), "data=2 tensor=2 sync=8"))
     first, rest = told.split("\n\neach of them: ", 1)

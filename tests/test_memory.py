@@ -182,14 +182,11 @@ def gpt_captures() -> Captures:
 
 @pytest.mark.parametrize(
     ("precision", "recomputes"),
-    [("fp32", ("none", "layer")), ("bf16", ("none",)), ("bf16-params", ("layer",))],
+    [("fp32", ("none", "layer")), ("bf16", ("layer", "none")), ("bf16-params", ("none", "layer"))],
 )
 def test_the_prediction_is_what_processes_allocate(precision: str, recomputes: tuple[str, ...]) -> None:
-    plans = [
-        f"data=2 zero={zero} recompute={recompute} precision={precision}"
-        for recompute in recomputes
-        for zero in range(4)
-    ]
+    """Each stage of ZeRO with each precision, each of the two with and without recomputation."""
+    plans = [f"data=2 zero={zero} recompute={recomputes[zero % 2]} precision={precision}" for zero in range(4)]
     measured = run("shm", Plan.parse(plans[0]).mesh, functools.partial(ranks.peaks, plans=plans))
     for plan, expected, *found in zip(plans, rehearsed(plans), *measured, strict=True):
         assert_as_predicted(max(found), expected, plan)
@@ -277,7 +274,7 @@ def test_activations_of_a_layer_of_korthikanti_et_al(heads: int, hidden: int, ro
         return plait.memory(model, loss_fn, {"x": tokens, "y": tokens}, plan).fullest.saved
 
     published = TransformerShape(2, hidden, heads, 256, length).activation_bytes(rows, ranks, sequence, SELECTIVE)
-    assert saved(3) - saved(2) == pytest.approx(published, rel=0.002)
+    assert saved(2) - saved(1) == pytest.approx(published, rel=0.002)
 
 
 def test_a_stage_that_is_too_large_is_named_with_a_cut_that_fits() -> None:
