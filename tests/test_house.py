@@ -23,6 +23,7 @@ from plait.plan.axes import AXES
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src" / "plait").rglob("*.py"))
+pytestmark = pytest.mark.xdist_group("house")  # tests share the trees of the sources
 
 # Files above comm/ that hand DTensors to, or take them from, the ecosystem: the boundary that DESIGN.md draws.
 MAY_NAME_DTENSOR = {
@@ -115,7 +116,7 @@ def test_only_one_file_reads_the_keys_of_a_nodes_meta() -> None:
 
 
 def _keys_of_meta(path: Path) -> set[object]:
-    nodes = list(ast.walk(_tree(path)))
+    nodes = _nodes(path)
     keys = [n.slice for n in nodes if isinstance(n, ast.Subscript) and _is_meta(n.value)]
     keys += [n.args[0] for n in nodes if isinstance(n, ast.Call) and n.args and _is_meta(_receiver(n.func))]
     return {k.value for k in keys if isinstance(k, ast.Constant)}
@@ -178,7 +179,7 @@ def test_only_the_plan_knows_an_axis_by_its_name() -> None:
 def _axes_in(path: Path) -> set[object]:
     """The constants that a file compares with, subscripts by, and gives to what takes an axis."""
     found: list[ast.AST] = []
-    for node in ast.walk(_tree(path)):
+    for node in _nodes(path):
         if isinstance(node, ast.Compare):
             found += [each for one in (node.left, *node.comparators) for each in _elements(one)]
         elif isinstance(node, ast.Subscript):
@@ -191,10 +192,12 @@ def _axes_in(path: Path) -> set[object]:
 def test_only_the_plan_knows_what_its_keys_mean() -> None:
     """Below it, the sharding plan says what zero= and central= are, and the mesh how many ranks an axis has."""
     below = [path for path in SOURCES if _folder(path) not in ("plan", "spec")]
-    nodes = [node for path in below for node in ast.walk(_tree(path)) if isinstance(node, ast.Attribute)]
+    nodes = [node for path in below for node in _nodes(path) if isinstance(node, ast.Attribute)]
     read = [ast.unparse(node) for node in nodes if node.attr in ("zero", "zero_stage", "central")]
     read += [
-        text for node in nodes if (text := ast.unparse(node)).endswith(("plan.data", "plan.replica", "plan.tensor"))
+        text
+        for node in nodes
+        if node.attr in ("data", "replica", "tensor") and (text := ast.unparse(node)).endswith(f"plan.{node.attr}")
     ]
     assert [text for text in read if not text.startswith("aten.")] == []
 
@@ -202,6 +205,11 @@ def test_only_the_plan_knows_what_its_keys_mean() -> None:
 @functools.cache
 def _tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
+
+
+@functools.cache
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(_tree(path)))
 
 
 def _folder(path: Path) -> str:
@@ -239,7 +247,7 @@ def test_files_are_short() -> None:
 def _names(path: Path) -> set[str]:
     """Modules that the file imports and dotted names that it uses."""
     names = set()
-    for node in ast.walk(_tree(path)):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
