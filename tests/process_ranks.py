@@ -32,9 +32,9 @@ def batch(rows: int = 8, sequence: int = 17, seed: int = 7) -> dict[str, Tensor]
     return {"x": found[:, :-1].contiguous(), "y": found[:, 1:].contiguous()}
 
 
-def gpt(seed: int = 0) -> BytesGPT:
+def gpt(seed: int = 0, layers: int = 1) -> BytesGPT:
     torch.manual_seed(seed)
-    return BytesGPT(layers=2, width=32, heads=4, sequence=16)
+    return BytesGPT(layers, width=32, heads=4, sequence=16)
 
 
 def text(world: World) -> str:
