@@ -154,7 +154,8 @@ def test_run_leaves_a_script_its_own_plan_on_two_processes(folder: Path, capfd: 
     assert out.count("trained by data=2 sync=2") == 2, error
 
 
-def test_run_traces_a_script_as_it_is(folder: Path) -> None:
+@pytest.mark.usefixtures("_forked_ranks")
+def test_run_traces_a_script_as_it_is(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (folder / "script.py").write_text(
         "import functools, torch, plait\n"
         "from torch.nn.functional import mse_loss\n"
@@ -163,7 +164,8 @@ def test_run_traces_a_script_as_it_is(folder: Path) -> None:
         "trainer = plait.Trainer(torch.nn.Linear(4, 4), loss_fn, sgd)\n"
         "for _ in range(3):\n    trainer.step(torch.ones(4, 4))\n"
     )
-    _, error = plait("run", "script.py", "--plan", "data=2", "--trace", "traced").communicate()
+    CliRunner().invoke(app, ["run", "script.py", "--plan", "data=2", "--trace", "traced"])
+    error = capfd.readouterr().err
     assert not error, error
     page = CliRunner().invoke(app, ["report", "traced"])
     assert "report.html" in page.stdout and (folder / "traced" / "report.html").stat().st_size > 1 << 20, page.output
