@@ -105,6 +105,7 @@ def unsplit_attention(plan: Plan, axis: str, size: int, whole: Sequence[str]) ->
     """
     return Refusal(
         f"{axis}.kind={plan.context_kind} cannot split the attention in {', '.join(whole[:3])}",
-        f"{axis}={size} does not divide its queries or its keys, or they are not parts of one sequence",
+        f"{axis}={size} does not divide its queries or its keys, or they are not parts of one sequence, or an op before"
+        " it mixes neighbours, as a convolution does, of which a causal ring gives each rank every n-th",
         f"leave {axis}.kind out: keys and values are then gathered there",
     )  # fmt: skip
