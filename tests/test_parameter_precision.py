@@ -238,7 +238,7 @@ def test_gradients_of_norms_travel_in_the_bucket_of_the_others(plan: str, expect
 
 def test_activations_are_half_as_large() -> None:
     with torch.device("meta"):
-        model = Llama(width=64, inner=224, layers=4, norm=LlamaNorm)
+        model = Llama(width=64, inner=224, norm=LlamaNorm)
     estimate = functools.partial(plait.memory, model, loss_fn, words(rows=4, length=65))
     wide, autocast, half = (estimate(plan).fullest.saved for plan in ("", "precision=bf16", HALF))
     softmax = 4 * 64 * 64 * 4  # bytes, of the loss: float32 under every plan
