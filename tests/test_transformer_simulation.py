@@ -260,12 +260,20 @@ def test_a_shape_by_itself_on_the_command_line(tmp_path: Path) -> None:
     assert nothing.exit_code == 2
 
 
+WHOLE = "[shape]\nlayers = 2\nhidden = 8\nheads = 2\nvocab = 9\nsequence = 4\n"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[shape]\nlayers = 2\n", "shape.hidden is missing; hidden, heads, vocab, sequence is needed"),
         ("[shape]\nlayer = 2\n", "unknown key shape.layer; did you mean layers"),
         ("[shape]\nlayers = 2.5\n", "shape.layers = 2.5; it should be a whole number"),
+        (WHOLE + "kv_heads = -2\n", "kv_heads = -2; it is 1 or more, or left out"),
+        (WHOLE + "ffn = -64\n", "ffn = -64; it is 1 or more, or left out"),
+        (WHOLE + "[train]\nbatch_size = 0\n", "train.batch_size = 0; it should be the sequences of a step, 1 or more"),
+        (WHOLE + "[trian]\nbatch_size = 4\n", "unknown key trian; a file with a .shape. has that and train.batch_size"),
+        ("", "has no tables"),
         ("[shape]\ngated = 1\n", "shape.gated = 1; it should be true or false"),
         ("shape = 1\n", "shape = 1; it should be a table"),
     ],
@@ -289,7 +297,7 @@ def test_a_million_tokens_on_64_gpus(axes: str, fits: bool) -> None:
 def test_a_shape_needs_a_batch(tmp_path: Path) -> None:
     text = "[shape]\nlayers = 2\nhidden = 8\nheads = 2\nvocab = 10\nsequence = 4\n"
     (tmp_path / "mine.toml").write_text(text)
-    with pytest.raises(ConfigError, match="train.batch_size = None; it should be the sequences of a step"):
+    with pytest.raises(ConfigError, match="train.batch_size is missing; it is the sequences of a step"):
         simulate_config(tmp_path / "mine.toml", Plan(), "h100")
     (tmp_path / "mine.toml").write_text(text + "[train]\nbatch_size = 2\nsteps = 3\n")
     with pytest.raises(ConfigError, match=r"unknown key train.steps"):

@@ -304,7 +304,12 @@ def _nothing_fits(
     evaluator: PlanEvaluator, cluster: Cluster, rows: tuple[int, ...], limits: Limits, kept: _Kept, judge: _Judge
 ) -> FoundPlans:
     """The nearest plan, and the smallest number of devices on which one fits."""
-    assert kept.nearest is not None
+    if kept.nearest is None:  # by closed forms plans fit, and none could be had
+        why, count = judge.refusals()[0] if judge.refusals() else ("simulated, they take more memory", judge.num)
+        raise PlanError(
+            Refusal(f"none of {kept.num:,} plans for {cluster.name} that fit by closed forms can be had",
+                    f"{why} (said of {count})", "give wider limits, or a cluster with more memory")
+        )  # fmt: skip
     _, _, each, step = kept.nearest
     nearest = judge.judge(step.choice.how, each)
     enough = _enough(evaluator, cluster, rows, limits, judge.memory)

@@ -62,6 +62,9 @@ class TransformerShape:
         for name in ("layers", "hidden", "heads", "vocab", "sequence"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"a transformer with {name} = {getattr(self, name)}; it is 1 or more")
+        for name in ("ffn", "kv_heads"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"a transformer with {name} = {getattr(self, name)}; it is 1 or more, or left out")
         if self.hidden % self.heads or self.heads % self.groups:
             raise ConfigError(
                 f"a transformer with hidden = {self.hidden}, heads = {self.heads} and kv_heads = {self.groups}; heads"

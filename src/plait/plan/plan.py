@@ -238,6 +238,13 @@ class Plan:
         return cls(**found)
 
     @classmethod
+    def check_value(cls, key: str, value: str) -> None:
+        """Raise ValueError for text that a key of a plan cannot have as its value, whatever other keys have."""
+        rows = {key_name(row): row for row in fields(cls)}
+        kind = _kind(rows[_OTHER_AXES if key in _axes_without_field(cls) else key])
+        kind.check(kind.parse(f"{key}={value}" if isinstance(kind, AxisSizes) else value))
+
+    @classmethod
     def for_processes(cls, num_processes: int) -> Plan:
         """The default plan for a number of processes: data parallel over all of them."""
         return cls(data=num_processes)

@@ -47,6 +47,9 @@ _HOMES = (
 )
 _PER_ELEMENT = {"none": (4.0, 8.0), "int8": (1 + 4 / 256, 12.0), "int4": (0.5 + 4 / 256, 12.0)}  # sent, and kept
 
+# Keys of which fewer words are searched than a plan may have.
+_SEARCHED_WORDS = {"schedule": SCHEDULES, "recompute": ("none", "layer", "budget"), "compress": tuple(_PER_ELEMENT)}
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -59,7 +62,8 @@ class Limits:
 
     @classmethod
     def parse(cls, text: str) -> Limits:
-        """Read limits. Raises PlanError for a word that cannot be read, and a key that is not searched."""
+        """Read limits. Raises PlanError for a word that cannot be read, a key or a word that is not searched, a value
+        that no plan has, and a key that is given twice."""
         found: dict[str, tuple[str, ...]] = {}
         for word in text.split():
             key, equals, value = word.partition("=")
@@ -72,11 +76,15 @@ class Limits:
                 near = difflib.get_close_matches(key, SEARCHED_KEYS, n=2)
                 hint = f"did you mean {' or '.join(near)}? " if near else ""
                 raise PlanError(f"{key!r} is not searched; {hint}the keys are {', '.join(SEARCHED_KEYS)}")
+            if key in found:
+                raise PlanError(f"{key} is given twice in the limits {text!r}; give it once, like {key}=1,2")
             found[key] = tuple(value.split(","))
             for each in found[key]:
                 low, dots, high = each.partition("..")
                 if dots and not (low.isdecimal() and high.isdecimal() and int(low) <= int(high)):
                     raise PlanError(f"cannot read {word!r}; a range is like {key}=1..8")
+                if not dots:
+                    _check_value(key, each, word)
         made = cls(found)
         made.sizes("bucket")
         made.numbers("expert.capacity")
@@ -120,6 +128,19 @@ class Limits:
 
 
 NO_LIMITS = Limits()
+
+
+def _check_value(key: str, value: str, word: str) -> None:
+    """Raise PlanError for a value of a limit that no plan of a search has."""
+    searched = _SEARCHED_WORDS.get(key)
+    if searched is not None:
+        if value not in searched:
+            raise PlanError(f"{value!r} of the limit {word!r} is not searched; {key} is one of {', '.join(searched)}")
+        return
+    try:
+        Plan.check_value(key, value)
+    except ValueError as error:
+        raise PlanError(f"bad value {value!r} of the limit {word!r}: {error}") from None
 
 
 class StateOption(NamedTuple):
@@ -272,7 +293,7 @@ class PlanSpace:
     def _replicas(self, outline: Parallelism) -> Iterator[tuple[int, LaterAgreement | None]]:
         """Numbers of replicas, and how they agree later: each domain of a level is a replica."""
         limits = self.limits
-        if limits.allow("sync", 1):
+        if limits.allow("sync", 1) and limits.allow("compress", "none"):
             yield 1, None
         counts = {self.num_ranks // below for below in (1, *self.domains) if below < self.num_ranks}
         for replicas in sorted(counts):

@@ -111,6 +111,11 @@ def load_config(path: str | Path, changes: Sequence[str] = ()) -> Config:
         raise ConfigError(f"cannot read the config file {str(path)!r}: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    if not raw and not changes:
+        raise ConfigError(
+            f"{path} has no tables; a job has [model], [data], [optimizer] or [train], as examples/bytes_gpt.toml has,"
+            " and one that has [train] alone has the defaults of docs/job.md"
+        )
     set_here = {_change(raw, change) for change in changes}
     try:
         return Config.model_validate(raw)

@@ -104,9 +104,12 @@ def _read_shape(raw: dict[str, Any], path: Path) -> TransformerShape:
 
 def _rows(raw: dict[str, Any], path: Path) -> int:
     train = raw.get("train", {})
-    rows = train.get("batch_size") if isinstance(train, dict) else None
+    keys = train.keys() if isinstance(train, dict) else set()
+    if unknown := (raw.keys() - {"shape", "train"}) | {f"train.{key}" for key in keys - {"batch_size"}}:
+        raise ConfigError(f"{path}: unknown key {min(unknown)}; a file with a [shape] has that and train.batch_size")
+    if "batch_size" not in keys:
+        raise ConfigError(f"{path}: train.batch_size is missing; it is the sequences of a step, such as 64")
+    rows = train["batch_size"]
     if type(rows) is not int or rows < 1:
         raise ConfigError(f"{path}: train.batch_size = {rows!r}; it should be the sequences of a step, 1 or more")
-    if unknown := (raw.keys() - {"shape", "train"}) | {f"train.{key}" for key in train.keys() - {"batch_size"}}:
-        raise ConfigError(f"{path}: unknown key {min(unknown)}; a file with a [shape] has that and train.batch_size")
     return rows
