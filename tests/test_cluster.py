@@ -82,6 +82,7 @@ def test_names_that_are_no_clusters(name: str, message: str) -> None:
         ("bandwidth = 450e9", "bandwidth = 9e12", "level node is above device.memory_bandwidth = 3.35e"),
         ("float32 = 67e12", "", "device.peak.float32 is missing"),
         ("bfloat16 = 989.4e12", "bfloat16 = 989.4", "device.peak.bfloat16 = 989.4 is not credible.*without sparsity"),
+        ("bfloat16 = 989.4e12", "bloat16 = 989.4e12", "unknown dtype device.peak.bloat16; did you mean bfloat16"),
         ("bfloat16 = 989.4e12", "bfloat16 = nan", "device.peak.bfloat16 = nan is not credible"),
         ("latency = 3.4e-6", "latency = -1", "links.latency = -1 is not credible.*NCCL"),
         ("efficiency = 0.8\n", "efficiency = 1.8\n", "a fraction above 0 and at most 1, or points"),

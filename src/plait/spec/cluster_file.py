@@ -71,13 +71,14 @@ NUMBERS: Mapping[str, NumberRow] = {
     "host.ram": NumberRow("bytes", 2**28, 1e15, "free -b"),
     "host.ram_bandwidth": NumberRow("bytes/s", 1e8, 1e14, _MEASURE),
     "host.disk": NumberRow("bytes", 0, 1e17, "df -B1"),
-    "host.disk_bandwidth": NumberRow("bytes/s", 0, 1e13, "the data sheet of the disks"),
+    "host.disk_bandwidth": NumberRow("bytes/s", 1e4, 1e13, "the data sheet of the disks"),
     "host.device_bandwidth": NumberRow("bytes/s in one direction", 1e8, 1e13, "the generation and lanes of PCIe"),
     "host.nics": NumberRow("network cards", 0, 1e3, "ip link"),
     "host.nic_bandwidth": NumberRow("bytes/s in one direction, not bits", 0, 1e13, "the data sheet of the card"),
 }
 _TEXTS = {"name", "doc", "measured", "device.name", "device.matches", "device.overlaps", "device.together",
           "links.level", "links.torus", "links.overlaps", "host.cpu"}  # fmt: skip
+_DTYPES = {"float64", "float32", "tfloat32", "bfloat16", "float16", "float8", "float4", "int8"}
 _CURVES = {  # the size of what, and the highest fraction: caches are faster than memory
     "device.matmul_efficiency": ("the flops of a product", 1.0),
     "device.memory_efficiency": ("the bytes of an op", 100.0),
@@ -194,6 +195,9 @@ def _device(reader: _Reader, table: dict[str, Any]) -> DeviceSpec:
     peaks = reader.table(table, "peak", "device.peak")
     if "float32" not in peaks:
         raise ConfigError(reader.missing("device.peak.float32", NUMBERS["device.peak"]))
+    for dtype in peaks:
+        if dtype not in _DTYPES:
+            raise ConfigError(f"{reader.place}: unknown dtype device.peak.{dtype}; {_near(dtype, _DTYPES)}")
     reader.check_keys(table, "device", {"peak"})
     return DeviceSpec(
         name=reader.text(table, "device.name"),
@@ -204,7 +208,7 @@ def _device(reader: _Reader, table: dict[str, Any]) -> DeviceSpec:
         matmul_efficiency=reader.curve(table, "device.matmul_efficiency"),
         memory_efficiency=reader.curve(table, "device.memory_efficiency"),
         attention_efficiency=reader.number(table, "device.attention_efficiency", default=1.0),
-        overlaps=bool(table.get("overlaps", True)),
+        overlaps=reader.flag(table, "device.overlaps", True),
         op_seconds=reader.number(table, "device.op_seconds"),
         view_seconds=reader.number(table, "device.view_seconds"),
         in_step=reader.number(table, "device.in_step", default=1.0),
@@ -227,8 +231,8 @@ def _link(reader: _Reader, table: dict[str, Any]) -> LinkSpec:
         at_once=int(reader.number(table, "links.at_once", default=1)),
         size=int(reader.number(table, "links.size")),
         efficiency=reader.curve(table, "links.efficiency"),
-        torus=bool(table.get("torus", False)),
-        overlaps=bool(table.get("overlaps", True)),
+        torus=reader.flag(table, "links.torus", False),
+        overlaps=reader.flag(table, "links.overlaps", True),
     )
 
 
@@ -342,6 +346,13 @@ class _Reader:
     def missing(self, path: str, row: NumberRow) -> str:
         return f"{self.place}: {path} is missing; it is in {row.unit}; look it up in {self.source(path)}"
 
+    def flag(self, table: Mapping[str, Any], path: str, default: bool) -> bool:
+        """true or false; the default if it is not given."""
+        given = table.get(path.rpartition(".")[2], default)
+        if not isinstance(given, bool):
+            raise ConfigError(f"{self.place}: {path} = {given!r}; it is true or false")
+        return given
+
     def curve(self, table: Mapping[str, Any], path: str) -> EfficiencyCurve:
         """A number, or points [size, fraction]; 1 for all sizes if it is not given."""
         given = table.get(path.rpartition(".")[2], 1.0)
@@ -349,7 +360,7 @@ class _Reader:
         try:
             found = tuple((float(size), float(part)) for size, part in points)
             sizes = [size for size, _ in found]
-            good = bool(found) and sizes == sorted(set(sizes)) and sizes[0] > 0
+            good = bool(found) and sizes == sorted(set(sizes)) and sizes[0] > 0 and not isinstance(given, bool)
             good = good and all(0 < part <= _CURVES[path][1] for _, part in found)
         except (TypeError, ValueError):
             good = False
