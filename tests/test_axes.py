@@ -67,7 +67,7 @@ def test_an_axis_without_a_row_is_no_key() -> None:
     with pytest.raises(PlanError, match="unknown key 'axes.shelf'"):
         Plan.parse("axes.shelf=2")
     with pytest.raises(
-        PlanError, match="unknown axis 'shelf'; there are pipeline, replica, data, expert, context, tensor, inner"
+        PlanError, match="unknown axis 'shelf'; there are pipeline, replica, data, context, expert, tensor, inner"
     ):
         Plan(other_axes=(("shelf", 2),))
 
@@ -76,7 +76,7 @@ def test_an_axis_without_a_row_is_no_key() -> None:
 def test_a_row_is_a_key_of_the_plan() -> None:
     plan = Plan.parse("shelf=2 data=2 micro=3")
     assert Plan.parse(str(plan)) == plan and plan.num_processes == 4
-    assert str(plan.mesh) == "pipeline=1 replica=1 data=2 shelf=2 expert=1 context=1 tensor=1 inner=1"
+    assert str(plan.mesh) == "pipeline=1 replica=1 data=2 shelf=2 context=1 expert=1 tensor=1 inner=1"
     assert plan.num_batch_parts == 4
     assert [plan.batch_part(plan.mesh.coordinates(rank)) for rank in range(4)] == [0, 1, 2, 3]
     assert ("shelf", "1", SHELF.doc) in describe_keys()

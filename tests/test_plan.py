@@ -28,7 +28,7 @@ def test_reads_every_key() -> None:
         bucket_bytes=512 * 1024,
     )  # fmt: skip
     assert plan.mesh == Mesh(
-        (("pipeline", 2), ("replica", 2), ("data", 2), ("expert", 1), ("context", 1), ("tensor", 3), ("inner", 1))
+        (("pipeline", 2), ("replica", 2), ("data", 2), ("context", 1), ("expert", 1), ("tensor", 3), ("inner", 1))
     )
     assert plan.num_processes == 24
 
