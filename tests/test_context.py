@@ -127,14 +127,6 @@ def test_few_key_heads_and_no_causal_mask(options: dict[str, Any], plan: str) ->
     assert report.ok, report
 
 
-@pytest.mark.xdist_group("context")
-def test_masks_are_cut_with_the_queries() -> None:
-    verifier = plait.Verifier(model(), masked_loss, padded())
-    for kind in ("ring", "ulysses", "gather"):
-        report = verifier.verify(f"context=4 context.kind={kind}", tolerance=1e-9)
-        assert report.ok, report
-
-
 def biased_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     """The loss of a model with a bias of the distance on the scores of each head: ALiBi (Press et al. 2022)."""
     at = torch.arange(tokens.shape[1] - 1)
@@ -145,8 +137,9 @@ def biased_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.xdist_group("context")
-def test_biases_of_heads_are_cut_with_the_queries_or_the_heads() -> None:
-    verifier = plait.Verifier(model(), biased_loss, tokens())
+@pytest.mark.parametrize(("loss", "batch"), [(masked_loss, padded), (biased_loss, tokens)])
+def test_masks_and_biases_of_heads_are_cut_with_the_queries_or_the_heads(loss: Any, batch: Any) -> None:
+    verifier = plait.Verifier(model(), loss, batch())
     for kind in ("ring", "ulysses", "gather"):
         report = verifier.verify(f"context=4 context.kind={kind}", tolerance=1e-9)
         assert report.ok, report

@@ -24,7 +24,7 @@ class Goodput:
 
     Attributes:
         fraction: of the time, in which training gets on.
-        lost: fractions of the time, in words. With `fraction` they add up to 1.
+        lost: fractions of the time, by what they are lost to. With `fraction` they add up to 1.
         interval: seconds of training from one save to the next; 0 where nothing is saved for failures.
     """
 

@@ -136,7 +136,9 @@ class RankExecutor:
         if is_new:
             # A rank with a shape of its own would wait for the others for ever.
             before = ", ".join(one for one, mode in self._signatures if mode == train)
-            remedy = "give every rank rows of the same shapes at every step; shapes=bucket:N pads sequences so"
+            remedy = (
+                "give every rank rows of the same shapes at every step; shapes=bucket:N pads sequences to one length"
+            )
             agree(self.world, signature, "shape of batch", remedy=f"{remedy} (so far: {before})" if before else remedy)
             captured = attempt(
                 self.world,

@@ -49,17 +49,18 @@ class ScheduleTask:
     kept: float
 
 
-Found = tuple[float, list[list[Action]]]  # the longest time of a rank from its first action to its last; the actions
-Rules = Callable[[ScheduleTask], list[Found]]
+# The longest time of a rank from its first action to its last, and the actions.
+TimedActions = tuple[float, list[list[Action]]]
+Rules = Callable[[ScheduleTask], list[TimedActions]]
 
 
-def alternating(task: ScheduleTask) -> list[Found]:
+def alternating(task: ScheduleTask) -> list[TimedActions]:
     """What the rules of Qi et al. give with each of their three choices: whether the first backward may wait for one
     forward more, whether forwards are left out, and whether weight parts fill all waits."""
     return [_Alternating(task, *choices).run() for choices in itertools.product((True, False), repeat=3)]
 
 
-def in_time(task: ScheduleTask) -> list[Found]:
+def in_time(task: ScheduleTask) -> list[TimedActions]:
     """What ranks do that decide in the order of time. Searched are how short a wait may be that a weight part fills,
     and whether a forward may delay a backward that is about to come."""
     return [_InTime(task, wait, delay).run() for wait, delay in itertools.product(_FRACTIONS, _FRACTIONS)]
@@ -80,7 +81,7 @@ class _Alternating:
         self.held = [0.0] * num
         self.waited = [0.0] * num
 
-    def run(self) -> Found:
+    def run(self) -> TimedActions:
         ranks = range(len(self.task.stages))
         self._warm_up()
         for _ in range(1, self.task.num_micro):
@@ -206,7 +207,7 @@ class _InTime:
         self.arrives = [[0.0 if rank == 0 else math.inf] * task.num_micro for rank in range(num)]
         self.returns = [[math.inf] * task.num_micro for _ in range(num)]
 
-    def run(self) -> Found:
+    def run(self) -> TimedActions:
         """The longest time of a rank from its first action to its last, and the actions."""
         queue = [(0.0, rank) for rank in range(len(self.stages))]
         while queue:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +12,18 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from plait.compile.capture.graph_recorder import GraphRecorder
+
+
+def autograd_nodes(result: Tensor) -> Iterator[Any]:
+    """The nodes of autograd's graph behind a tensor, each once."""
+    seen: set[Any] = set()
+    stack: list[Any] = [result.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack += [following for following, _ in node.next_functions]
+            yield node
 
 
 class ForwardModules:
@@ -69,14 +82,7 @@ class BackwardModules:
 
     def __enter__(self) -> None:
         self._hooks = []
-        seen: set[Any] = set()
-        stack = [self._loss.grad_fn]
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            stack += [following for following, _ in node.next_functions]
+        for node in autograd_nodes(self._loss):
             number = node._sequence_nr()
             if number < 1 << 63:  # not an AccumulateGrad
                 before = self._setter(self._forward.at(number), self._recorder.place_of(number))

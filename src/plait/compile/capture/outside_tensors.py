@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from plait.compile.capture.fake_parameters import FakeParameters, fake_like, is_real
 from plait.compile.capture.graph_recorder import GraphRecorder
+from plait.compile.capture.module_hooks import autograd_nodes
 from plait.compile.capture.reachable import Reached
 from plait.errors import CaptureError
 
@@ -136,13 +137,7 @@ def check_leaves(loss: Tensor, outside: Outside) -> None:
     """Raise CaptureError for a real tensor to which autograd would give a gradient, because a graph cannot. Record the
     tensors from outside to which it would give one."""
     names = {id(fake): name for name, fake in outside.fakes.items()}
-    seen, stack = set(), [loss.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        stack += [following for following, _ in node.next_functions]
+    for node in autograd_nodes(loss):
         leaf = getattr(node, "variable", None)
         if leaf is None:
             continue
