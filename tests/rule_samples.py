@@ -99,6 +99,7 @@ def expert_samples() -> dict[Any, list[Sample]]:
     ids = torch.tensor([3, 0, 1, 3, 3, 0, 1, 4, 0, 1, 3, 3])
     calls = {
         experts.EXPERT_MM: [(f(12, 6), f(4, 6, 12), ids)],
+        experts.EXPERT_ADDMM: [(f(4, 12), f(12, 6), f(4, 6, 12), ids)],
         experts.EXPERT_OUTER: [(f(12, 6), f(12, 18), ids, 4)],
         experts.EXPERT_ROWS: [(f(4, 6), ids), (f(4), ids)],
         experts.EXPERT_SUMS: [(f(12, 6, 2), ids, 4)],

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.compile.capture.capture import capture
-from plait.compile.ops.experts import EXPERT_MM
+from plait.compile.ops.experts import EXPERT_ADDMM, EXPERT_MM
 from plait.errors import CaptureError
 
 WIDTH, EXPERTS = 8, 4
@@ -268,7 +268,7 @@ def num_products(loop: Callable[..., Tensor]) -> int:
     """The number of products of rows with the weights of all experts, in the forward pass."""
     torch.manual_seed(0)
     captured = capture(Modules(loop).double(), loss_fn, made(faded)[1], differentiate=False)
-    return sum(node.target is EXPERT_MM for node in captured.graph.graph.nodes)
+    return sum(node.target in (EXPERT_MM, EXPERT_ADDMM) for node in captured.graph.graph.nodes)
 
 
 def assert_verified(loop: Callable[..., Tensor], *plans: str) -> None:
@@ -283,6 +283,28 @@ def assert_verified(loop: Callable[..., Tensor], *plans: str) -> None:
 def test_experts_that_are_modules_are_computed_together(loop: Callable[..., Tensor]) -> None:
     assert num_products(loop) == 2
     assert_verified(loop, "data=2", "data=2 zero=3 micro=2")
+
+
+def with_one_bias(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    """A bias that all experts have in common."""
+    for number, expert in enumerate(m.experts):
+        token, place = torch.where(ids == number)
+        inner = expert[1](expert[0](x[token]))  # type: ignore[index,operator]
+        rows = F.linear(inner, expert[2].weight, m.gate.weight[0])  # type: ignore[index,union-attr]
+        out[token] += top[token, place, None] * rows
+    return out
+
+
+@pytest.mark.parametrize(("loop", "precision"), [(hit, "bf16"), (every, "bf16-params"), (with_one_bias, "bf16")])
+def test_a_bias_is_added_before_a_product_is_rounded(loop: Callable[..., Tensor], precision: str) -> None:
+    """As one device adds it: all numbers of a step in half precision are the same to the last bit."""
+    torch.manual_seed(0)
+    model = Modules(loop)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    report = plait.verify(model, loss_fn, torch.randn(16, WIDTH), f"precision={precision}", steps=1)
+    assert report.loss == report.worst_gradient.relative == 0, report
+    assert num_products(loop) == 2
 
 
 def read_between(m: Modules, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from plait.compile.capture.capture import capture
 from plait.compile.ir.calls import copy_graph, op_spec_of, placeholders
 from plait.compile.ir.node_info import set_info
 from plait.compile.ops import OP_SPECS
-from plait.compile.ops.base import no_strategies
+from plait.compile.ops.experts import grouped_addmm, with_bias
 from plait.compile.passes.find_experts import expert_weights, find_experts
 from plait.compile.passes.row_numbers import access_of
 from plait.compile.step_collectives import step_collectives
@@ -35,9 +34,18 @@ WIDTH, INNER, EXPERTS, CHOSEN = 16, 24, 4, 2
 
 @pytest.mark.parametrize("op", expert_samples(), ids=str)
 def test_rows_and_columns_may_be_cut(op: Any) -> None:
-    """The strategies by which ranks have parts of the experts need another pass, which carries the rows out."""
     for sample in expert_samples()[op]:
-        assert check(sample, replace(OP_SPECS[op], strategies=no_strategies)) > 1
+        assert check(sample, OP_SPECS[op]) > 1
+
+
+def test_a_bias_as_a_row_of_the_weights() -> None:
+    bias, x, weight = torch.randn(3, 16), torch.randn(6, 8), torch.randn(3, 8, 16)
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+    rows, weights = with_bias(bias, x, weight)
+    assert rows.shape == (6, 16) and weights.shape == (3, 16, 16)  # still aligned
+    found, expected = torch._grouped_mm(rows, weights, ends), grouped_addmm(bias, x, weight, ends)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(expected[3], bias[2] + x[3] @ weight[2])
 
 
 # ---- one layer, in many forms ----

@@ -16,7 +16,7 @@ from torch.fx.node import map_aggregate
 
 from plait.compile.capture.masked_ops import give_operators
 from plait.compile.capture.masked_rows import HANDLERS, Owner, Selected, UnknownCount, dynamic, same_rows
-from plait.compile.ops.experts import expert_mm, expert_rows
+from plait.compile.ops.experts import expert_addmm, expert_mm, expert_rows
 
 
 class Round(Protocol):
@@ -267,31 +267,38 @@ def _table_pieces(func: Any, own: OwnRow, size: Any, dim: int = 0) -> tuple[OwnR
 
 
 def _matmul(x: Any, weight: Any) -> ExpertRows:
+    rows = _rows_of_product(x, weight)
+    values, table = _as_autocast([rows.values, weight.table])
+    return rows.like(expert_mm(values, table, rows.body.ids))
+
+
+def _rows_of_product(x: Any, weight: Any) -> ExpertRows:
+    """The rows `x`. Raises unless they are multiplied with the matrices of their own experts."""
     if not isinstance(x, ExpertRows) or not isinstance(weight, OwnRow) or x.ndim != 2 or weight.ndim != 2:
         raise dynamic()
-    ids = x.body.ids
-    if weight.body is not x.body or ids is None:
+    if weight.body is not x.body or x.body.ids is None:
         raise dynamic()
-    values, table = _as_autocast([x.values, weight.table])
-    return x.like(expert_mm(values, table, ids))
+    return x
 
 
 def _linear(x: Any, weight: Any, bias: Any = None) -> ExpertRows:
-    if not isinstance(weight, OwnRow) or not isinstance(bias, (OwnRow, Tensor, type(None))):
+    if not isinstance(weight, OwnRow):
         raise dynamic()
-    found = _matmul(x, _transposed(weight))
-    if bias is None:
-        return found
-    if isinstance(bias, OwnRow):
-        (table,) = _as_autocast([bias.table])
-        return found.like(found.values + _looked_up(OwnRow(table, bias.body), 2).values)
-    return found.like(found.values + _as_autocast([bias])[0])
+    return _matmul(x, _transposed(weight)) if bias is None else _addmm(bias, x, _transposed(weight))
 
 
 def _addmm(bias: Any, x: Any, weight: Any) -> ExpertRows:
-    if not isinstance(weight, OwnRow):
+    """A product with a bias, which is added before the sum is rounded."""
+    rows = _rows_of_product(x, weight)
+    num, _, width = weight.table.shape
+    if isinstance(bias, OwnRow) and tuple(bias.shape) == (width,):
+        table = bias.table
+    elif isinstance(bias, Tensor) and tuple(bias.shape) == (width,):
+        table = bias.expand(num, width)
+    else:
         raise dynamic()
-    return _linear(x, _transposed(weight), bias)
+    table, values, weights = _as_autocast([table, rows.values, weight.table])
+    return rows.like(expert_addmm(table, values, weights, rows.body.ids))
 
 
 def _as_autocast(tensors: list[Tensor]) -> list[Tensor]:

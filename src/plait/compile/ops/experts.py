@@ -1,13 +1,14 @@
 """Products of rows with the weights of experts: row s with those of expert ids[s].
 
     expert_mm(x[S, k], weight[E, k, n], ids[S]) -> [S, n]        x[s] @ weight[ids[s]]
+    expert_addmm(bias[E, n], x, weight, ids) -> [S, n]           bias[ids[s]] + x[s] @ weight[ids[s]], rounded once
     expert_outer(x[S, k], grad[S, n], ids[S], E) -> [E, k, n]    the sum of x[s] (outer) grad[s] over an expert's rows
     expert_rows(table[E, ...], ids[S]) -> [S, ...]               table[ids[s]]
     expert_sums(rows[S, ...], ids[S], E) -> [E, ...]             the sum of rows[s] over an expert's rows
 
 A mixture of experts has S = tokens * experts per token rows. Models write these products in many ways: a loop over
 experts, weights looked up for each row, rows sorted by expert and multiplied in groups. compile/passes/find_experts.py
-finds them and writes these four calls, in which rows are in the order of the tokens, so that an axis can cut them like
+finds them and writes these calls, in which rows are in the order of the tokens, so that an axis can cut them like
 any others. An axis that cuts experts marks them with its name first (`mark_experts`). Of such a call each of `parts`
 ranks has E / parts experts, in order, and rows of its own. compile/passes/group_experts.py then sorts the rows by
 expert, or sends them to the ranks that have their experts.
@@ -18,6 +19,7 @@ A row whose id is E or more belongs to no expert: its results are zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,8 +27,19 @@ from torch import Tensor
 from torch.fx import Graph
 from torch.utils.flop_counter import register_flop_formula
 
-from plait.compile.ops.base import Builder, Call, Factor, OpSpec, Placements, Shard, Strategy, einsum, register
-from plait.compile.ops.dims import HALF
+from plait.compile.ops.base import (
+    Builder,
+    Call,
+    Factor,
+    OpSpec,
+    Partial,
+    Placements,
+    Shard,
+    Strategy,
+    einsum,
+    register,
+)
+from plait.compile.ops.dims import HALF, blocks_of, sharded_strategy
 
 # ---- rows sorted by expert ----
 
@@ -65,6 +78,34 @@ def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 @grouped_mm.register_fake
 def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("plait::grouped_addmm", mutates_args=())
+def grouped_addmm(bias: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """grouped_mm, with the row of bias[E, n] of each row's expert added before the sum is rounded, as addmm does."""
+    if x.is_cuda and x.dtype is torch.bfloat16 and _is_aligned(x.shape[1]) and _is_aligned(weight.shape[2]):
+        return grouped_mm(*with_bias(bias, x, weight), ends)  # type: ignore[no-any-return]
+    out = x.new_empty(x.shape[0], weight.shape[2])
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            torch.addmm(bias[expert], x[start:end], weight[expert], out=out[start:end])
+        start = end
+    out[start:].zero_()
+    return out
+
+
+@grouped_addmm.register_fake
+def _(bias: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+def with_bias(bias: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and weights whose products are those of x[R, k] and weight[E, k, n] plus bias[E, n], for a kernel that knows
+    no bias: a column of ones beside x, and the bias as a row of each weight. Both stay aligned."""
+    ones = torch.eye(1, _ALIGNED, dtype=x.dtype, device=x.device).expand(len(x), -1)
+    rows = torch.nn.functional.pad(bias.unsqueeze(1), (0, 0, 0, _ALIGNED - 1))
+    return torch.cat([x, ones], 1), torch.cat([weight, rows], 1)
 
 
 @torch.library.custom_op("plait::grouped_outer", mutates_args=())
@@ -108,8 +149,11 @@ def grouped_sums(rows: Tensor, ends: Tensor) -> Tensor:
     return out[:-1].to(rows.dtype)
 
 
+_ALIGNED = 8  # numbers of bfloat16 in 16 bytes, of which a row must be a multiple for the kernel
+
+
 def _is_aligned(num: int) -> bool:
-    return num % 8 == 0  # 16 bytes of bfloat16, which the kernel needs of its rows
+    return num % _ALIGNED == 0
 
 
 def _by_row(mask: Tensor, ndim: int) -> Tensor:
@@ -222,6 +266,18 @@ def _(x: Tensor, weight: Tensor, ids: Tensor, axis: str = "", parts: int = 1) ->
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
+@torch.library.custom_op("plait::expert_addmm", mutates_args=())
+def expert_addmm(bias: Tensor, x: Tensor, weight: Tensor, ids: Tensor, axis: str = "", parts: int = 1) -> Tensor:
+    """expert_mm plus the row of bias[E, n] of each row's expert: [S, n], rounded once."""
+    order, places, ends = expert_order(ids, len(weight))
+    return take_rows(grouped_addmm(bias, take_rows(x, order), weight, ends), places)
+
+
+@expert_addmm.register_fake
+def _(bias: Tensor, x: Tensor, weight: Tensor, ids: Tensor, axis: str = "", parts: int = 1) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
 @torch.library.custom_op("plait::expert_outer", mutates_args=())
 def expert_outer(x: Tensor, grad: Tensor, ids: Tensor, num_experts: int, axis: str = "", parts: int = 1) -> Tensor:
     """The sums of x[s] (outer) grad[s] over the rows of each expert, x[S, k] and grad[S, n]: [E, k, n]."""
@@ -270,6 +326,18 @@ def _product_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return dx, expert_outer(x, grad, ids, len(weight)) if wants_weight else None, None, None, None
 
 
+def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:4])
+
+
+def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, ids = ctx.saved_tensors
+    wants_bias, wants_x, wants_weight = ctx.needs_input_grad[:3]
+    dbias = expert_sums(grad, ids, len(weight)) if wants_bias else None
+    dx = expert_mm(grad, weight.transpose(1, 2), ids) if wants_x else None
+    return dbias, dx, expert_outer(x, grad, ids, len(weight)) if wants_weight else None, None, None, None
+
+
 def _keep_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[1])
     ctx.num_experts = len(inputs[0])
@@ -281,9 +349,10 @@ def _rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 expert_mm.register_autograd(_product_backward, setup_context=_keep_product)
+expert_addmm.register_autograd(_sum_backward, setup_context=_keep_sum)
 expert_rows.register_autograd(_rows_backward, setup_context=_keep_rows)
 
-EXPERT_MM, EXPERT_OUTER = expert_mm._opoverload, expert_outer._opoverload
+EXPERT_MM, EXPERT_ADDMM, EXPERT_OUTER = expert_mm._opoverload, expert_addmm._opoverload, expert_outer._opoverload
 EXPERT_ROWS, EXPERT_SUMS = expert_rows._opoverload, expert_sums._opoverload
 
 
@@ -301,8 +370,9 @@ def mark_experts(graph: Graph, axis: str) -> None:
             node.args = (*node.args[: _WHERE[node.target]], axis, 0)
 
 
-_WHERE: dict[Any, int] = {EXPERT_MM: 3, EXPERT_OUTER: 4, EXPERT_ROWS: 2, EXPERT_SUMS: 3}  # position of `axis`
-IDS: dict[Any, int] = {EXPERT_MM: 2, EXPERT_OUTER: 2, EXPERT_ROWS: 1, EXPERT_SUMS: 1}  # position of `ids`
+# Positions of `axis` and of `ids`.
+_WHERE: dict[Any, int] = {EXPERT_MM: 3, EXPERT_ADDMM: 4, EXPERT_OUTER: 4, EXPERT_ROWS: 2, EXPERT_SUMS: 3}
+IDS: dict[Any, int] = {EXPERT_MM: 2, EXPERT_ADDMM: 3, EXPERT_OUTER: 2, EXPERT_ROWS: 1, EXPERT_SUMS: 1}
 
 
 def _cut_experts(call: Call, given: Placements, size: int) -> list[Strategy]:
@@ -334,6 +404,20 @@ def _spec(
     )
 
 
+def _cut_sums(call: Call, given: Placements, size: int) -> list[Strategy]:
+    """Of a sum with a bias: the strategies of a marked call, or that which cuts what the product sums over. Then each
+    rank adds its share of the bias."""
+    if axis_of(call.args, call.op)[0]:
+        return _cut_experts(call, given, size)
+    dims = (None, 1, 1, None)
+    cut = [sharded_strategy(call, dims, (None,), blocks, Partial()) for blocks in blocks_of(given, dims)]
+    return [replace(each, emit=_emit_share) for each in cut]
+
+
+def _emit_share(b: Builder, call: Call, strategy: Strategy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return b.call(call.op, b.call(torch.ops.aten.div.Scalar, args[0], b.size), *args[1:])
+
+
 def _rows_factors(call: Call) -> Sequence[Factor]:
     """Dims behind the first stay as they are."""
     rest = " ".join(f"d{i}" for i in range(1, call.inputs[0].ndim))
@@ -342,10 +426,20 @@ def _rows_factors(call: Call) -> Sequence[Factor]:
 
 
 register(EXPERT_MM, spec=_spec(einsum("s k, E k n, s -> s n"), [(0,), (1,)], weighted=True))
+register(
+    EXPERT_ADDMM,
+    spec=OpSpec(
+        factors=_unmarked(einsum("E n, s K, E K n, s -> s n")),
+        strategies=_cut_sums,
+        linear=_unmarked(lambda call: [(0, 1), (0, 2)]),
+        weighted=True,
+    ),
+)
 register(EXPERT_OUTER, spec=_spec(einsum("s k, s n, s -> E k n"), [(0,), (1,)]))
 register(EXPERT_ROWS, EXPERT_SUMS, spec=_spec(_rows_factors, [(0,)]))
-GROUPED_MM, GROUPED_OUTER = grouped_mm._opoverload, grouped_outer._opoverload
-register(GROUPED_MM, GROUPED_OUTER, spec=OpSpec(weighted=True))
+GROUPED_MM, GROUPED_ADDMM = grouped_mm._opoverload, grouped_addmm._opoverload
+GROUPED_OUTER = grouped_outer._opoverload
+register(GROUPED_MM, GROUPED_ADDMM, GROUPED_OUTER, spec=OpSpec(weighted=True))
 ARRIVED_ORDER, RANK_COUNTS = arrived_order._opoverload, rank_counts._opoverload
 register(
     expert_order, expert_slots, expert_counts, take_rows, return_rows, grouped_rows, grouped_sums, num_rows_of,
@@ -356,6 +450,11 @@ register(RANK_COUNTS, spec=OpSpec(ties=True, by_device=True))
 
 @register_flop_formula([EXPERT_MM.overloadpacket, GROUPED_MM.overloadpacket])
 def _(x: Any, weight: Any, ids: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
+    return int(2 * x[0] * x[1] * weight[2])
+
+
+@register_flop_formula([EXPERT_ADDMM.overloadpacket, GROUPED_ADDMM.overloadpacket])
+def _(bias: Any, x: Any, weight: Any, ids: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
     return int(2 * x[0] * x[1] * weight[2])
 
 

@@ -21,7 +21,7 @@ from plait.compile.ir.node_info import info_of
 from plait.compile.ir.rewriting import Axes, dims_from, in_shape, root_of, same_order, swaps, take_place, write
 from plait.compile.ir.views import view_of
 from plait.compile.ops import RowAccess
-from plait.compile.ops.experts import EXPERT_MM, EXPERT_OUTER, EXPERT_ROWS, EXPERT_SUMS
+from plait.compile.ops.experts import EXPERT_ADDMM, EXPERT_MM, EXPERT_OUTER, EXPERT_ROWS, EXPERT_SUMS
 from plait.compile.passes.row_numbers import access_of, repeat_rows, without_row_numbers
 from plait.compile.passes.sorted_rows import RowGroups, rows_in_order
 
@@ -39,7 +39,7 @@ def find_experts(graph: Graph) -> Graph:
             finder.product(node)
         elif (access := access_of(node)) is not None and access.adds:
             finder.outer(node, access)
-        elif node.target is EXPERT_MM:
+        elif node.target in (EXPERT_MM, EXPERT_ADDMM):
             finder.known(node)
     if not finder.found:
         return graph
@@ -124,7 +124,7 @@ class _Finder:
 
     def known(self, node: Node) -> None:
         """A product that the model itself has as a call of compile/ops/experts.py."""
-        _, weight, ids = tensor_inputs(node)
+        *_, weight, ids = tensor_inputs(node)
         self._ids.setdefault((root_of(ids), weight.meta["val"].shape[0]), ids)
 
     def _expert_ids(self, index: Node, num_experts: int) -> Node:
@@ -316,6 +316,8 @@ def expert_weights(graph: Graph) -> dict[str, int]:
         tables: list[Node] = []
         if node.target is EXPERT_MM:
             tables = tensor_inputs(node)[1:2]
+        elif node.target is EXPERT_ADDMM:
+            tables = tensor_inputs(node)[:3:2]
         elif node.target is EXPERT_ROWS:
             tables = tensor_inputs(node)[:1]
         elif node.target in (aten.bmm.default, aten.baddbmm.default):

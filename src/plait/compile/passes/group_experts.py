@@ -30,16 +30,18 @@ from torch.fx.node import map_arg
 from plait.compile.ir.calls import call_of, is_item, num_bytes, op_spec_of, output_node, tensor_inputs
 from plait.compile.ir.node_info import info_of
 from plait.compile.ops import Shard, comm_ops, experts
-from plait.compile.ops.experts import EXPERT_MM, EXPERT_OUTER, EXPERT_ROWS, EXPERT_SUMS
+from plait.compile.ops.experts import EXPERT_ADDMM, EXPERT_MM, EXPERT_OUTER, EXPERT_ROWS, EXPERT_SUMS
 from plait.compile.sharding.partition import LocalBuilder, memo_of
 from plait.spec.layout import REPLICATE
 
 _aten = torch.ops.aten
-_PRODUCTS = (EXPERT_MM, EXPERT_OUTER, EXPERT_ROWS, EXPERT_SUMS)
-_GIVES_ROWS = (EXPERT_MM, EXPERT_ROWS)
+_PRODUCTS = (EXPERT_MM, EXPERT_ADDMM, EXPERT_OUTER, EXPERT_ROWS, EXPERT_SUMS)
+_GIVES_ROWS = (EXPERT_MM, EXPERT_ADDMM, EXPERT_ROWS)
 # Positions of the weights of experts, or of their number, and of the arguments that have rows.
-_EXPERTS: dict[Any, int] = {EXPERT_MM: 1, EXPERT_ROWS: 0, EXPERT_OUTER: 3, EXPERT_SUMS: 2}
-_ROWS: dict[Any, tuple[int, ...]] = {EXPERT_MM: (0,), EXPERT_ROWS: (), EXPERT_OUTER: (0, 1), EXPERT_SUMS: (0,)}
+_EXPERTS: dict[Any, int] = {EXPERT_MM: 1, EXPERT_ADDMM: 2, EXPERT_ROWS: 0, EXPERT_OUTER: 3, EXPERT_SUMS: 2}
+_ROWS: dict[Any, tuple[int, ...]] = {
+    EXPERT_MM: (0,), EXPERT_ADDMM: (1,), EXPERT_ROWS: (), EXPERT_OUTER: (0, 1), EXPERT_SUMS: (0,),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,9 @@ class _Grouper:
         if node.target is EXPERT_MM:
             weight = self._natural(node.args[1])  # type: ignore[arg-type]
             self.grouped[node] = self.b.call(experts.GROUPED_MM, *rows, weight, where.ends)
+        elif node.target is EXPERT_ADDMM:
+            bias, weight = (self._natural(node.args[i]) for i in (0, 2))  # type: ignore[arg-type]
+            self.grouped[node] = self.b.call(experts.GROUPED_ADDMM, bias, *rows, weight, where.ends)
         elif node.target is EXPERT_ROWS:
             table = self._natural(node.args[0])  # type: ignore[arg-type]
             self.grouped[node] = self.b.call(experts.grouped_rows, table, where.ends, where.order)

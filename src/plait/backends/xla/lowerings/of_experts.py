@@ -10,7 +10,7 @@ from jax import lax
 
 from plait.backends.xla.lowerings.products import accumulated
 from plait.backends.xla.lowerings.table import lowers
-from plait.compile.ops.experts import EXPERT_MM, EXPERT_OUTER, EXPERT_ROWS, EXPERT_SUMS
+from plait.compile.ops.experts import EXPERT_ADDMM, EXPERT_MM, EXPERT_OUTER, EXPERT_ROWS, EXPERT_SUMS
 
 
 @lowers(EXPERT_MM)
@@ -20,6 +20,12 @@ def _expert_mm(x: Any, weight: Any, ids: Any) -> Any:
     sizes = jnp.bincount(jnp.minimum(ids, num), length=num + 1)[:num]
     found = lax.ragged_dot(x[order], weight, sizes.astype(jnp.int32), preferred_element_type=accumulated(x))
     return _of_known(jnp.zeros_like(found).at[order].set(found), ids, num)
+
+
+@lowers(EXPERT_ADDMM)
+def _expert_addmm(bias: Any, x: Any, weight: Any, ids: Any) -> Any:
+    found = _expert_mm(x, weight, ids)
+    return found + _expert_rows(bias, ids).astype(found.dtype)
 
 
 @lowers(EXPERT_OUTER)
