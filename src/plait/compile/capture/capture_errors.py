@@ -30,7 +30,7 @@ _PACKAGES = tuple(
 _MASK = "use a mask instead: (x * mask).sum() / mask.sum().clamp(min=1) works also without any rows"
 _ALIKE = (
     "a loop over experts may only add its rows to what was there before it, as out.index_add_(0, token, rows) does, for"
-    " all experts alike and without asking how many rows there are, which may be none"
+    " all experts alike; what it leaves out where there are no rows may do nothing else"
 )
 
 
@@ -38,8 +38,9 @@ def capture_error(
     error: Exception, model: Any, loss_fn: Callable[..., Any], doing: str, in_expert_loop: bool = False
 ) -> CaptureError:
     """A CaptureError for `error`, raised while `doing` something, with file, line and source of the user's code."""
-    place = _place(error.__traceback__, model) or _start(loss_fn)
-    reason = _reason(error, in_expert_loop)
+    asked: tuple[str, int] | None = getattr(error, "place", None)
+    place = asked or _place(error.__traceback__, model) or _start(loss_fn)
+    reason = _reason(error, in_expert_loop or asked is not None)
     if place is None:
         return CaptureError(f"cannot capture the training step {doing}: {reason}")
     file, line = place

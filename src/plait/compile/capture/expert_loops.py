@@ -25,15 +25,16 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from plait.compile.capture.branches import read_behind
 from plait.compile.capture.expert_modules import ExpertModules
 from plait.compile.capture.expert_stand_ins import ExpertRows, OwnRow
 from plait.compile.capture.graph_recorder import GraphRecorder
-from plait.compile.capture.loop_state import LoopState, Totals, calls_since, check_loop, last_call, read_behind
+from plait.compile.capture.loop_state import LoopState, Totals, calls_since, check_loop, is_settled, last_call
 from plait.compile.capture.masked_rows import Owner, Selected, UnknownCount, dynamic
 from plait.compile.ir.calls import is_item, is_tensor, op_spec_of, tensor_inputs
 from plait.compile.ir.rewriting import same_order
-from plait.compile.ir.samples import computes_same, holds_for_samples, known_value, whole_numbers
-from plait.compile.ir.views import is_view, writes_in_place
+from plait.compile.ir.samples import bound_of, computes_same, holds_for_samples, known_value, whole_numbers
+from plait.compile.ir.views import writes_in_place
 from plait.compile.ops.draw import draw
 
 _MOST_STEPS = 64  # from the experts of rows to a mask
@@ -134,7 +135,7 @@ class ExpertLoop:
             places = torch.arange(num).view(-1, *(1,) * len(order))
             return isinstance(found, Tensor) and torch.equal(found != 0, given[root].permute(order).long() == places)
 
-        return self._is_settled(mask, root) and holds_for_samples(mask, root, num, is_one_hot, order)
+        return is_settled(self.recorder, mask, root) and holds_for_samples(mask, root, num, is_one_hot, order)
 
     def roots_of(self, mask: Tensor) -> list[Node]:
         """Integers from which the mask is computed, and that are the places of rows if these are known."""
@@ -158,7 +159,7 @@ class ExpertLoop:
             found = known_value(mask, given, {})
             return isinstance(found, Tensor) and torch.equal(found != 0, given[root].permute(order).long() == number)
 
-        return self._is_settled(mask, root) and holds_for_samples(mask, root, num, is_place, order, number)
+        return is_settled(self.recorder, mask, root) and holds_for_samples(mask, root, num, is_place, order, number)
 
     def _goes_to_all(self) -> bool:
         """Whether the loop goes to every place that has a row."""
@@ -169,19 +170,7 @@ class ExpertLoop:
             found = known_value(node, given, {})
             return isinstance(found, Tensor) and bool(found[ids].all())
 
-        return self._is_settled(node, self.root) and holds_for_samples(node, self.root, num, goes_to_all)
-
-    def _is_settled(self, node: Node, root: Node) -> bool:
-        """Whether no call has changed in place what the node is computed from."""
-        if not self.recorder.mutating:
-            return True
-        bases, queue = {_base(root)}, [node]
-        for one in queue:
-            if one is not root and _base(one) not in bases:
-                bases.add(_base(one))
-                queue += one.all_input_nodes
-        written = (one for one in self.recorder.graph.nodes if writes_in_place(one))
-        return not any(_base(source) in bases for one in written for source in one.all_input_nodes)
+        return is_settled(self.recorder, node, self.root) and holds_for_samples(node, self.root, num, goes_to_all)
 
     def is_once_along(self, dim: int) -> bool:
         """Whether rows with one index in this dim certainly have different places, as those of a topk have."""
@@ -222,6 +211,7 @@ class ExpertRound:
         self._adds = adds
         self.keep: Tensor | None = None
         self.every = False  # whether all rows are in this round
+        self.mask: Node | None = None  # of the rows of its place, if Python goes to all places
         recorder = loop.recorder
         self._nodes = dict(recorder.nodes)
         self._last = last_call(recorder)
@@ -319,6 +309,7 @@ class ExpertRound:
         if not self._adds:
             self._check_same(addition)
             self.loop.last_addition = last_call(recorder)
+            self.owner.note_addition((), x, x, self.mask, self)
             return x
         if not self.loop.additions:
             self.loop.first_addition = last_call(recorder)
@@ -329,6 +320,7 @@ class ExpertRound:
         self.added |= {before, recorder.node_of(found), recorder.node_of(x)}
         self._results += [x, found]
         totals.become(number, found)
+        self.owner.note_addition(calls_since(recorder, last), x, found, self.mask, self)
         return found
 
     def _check_same(self, addition: tuple[int, Node, Node, float]) -> None:
@@ -462,26 +454,5 @@ class _Answer:
         raise dynamic()
 
 
-def _base(node: Node) -> Node:
-    """What the value is a view of."""
-    while node.op == "call_function" and is_view(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
 def _is_fractional(value: Tensor) -> bool:
     return value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool
-
-
-def bound_of(node: Node) -> int | None:
-    """A number that integers are certainly below, and not below zero; None if none is known."""
-    node = whole_numbers(node)
-    while (made := same_order(node)) is not None:
-        node = whole_numbers(made)
-    source, output = (node.args[0], node.args[1]) if is_item(node) else (node, 0)
-    if not isinstance(source, Node) or op_spec_of(source).picks != output:
-        return None
-    (x,) = tensor_inputs(source)
-    shape, out = x.meta["val"].shape, node.meta["val"].shape
-    shorter = [n for n, m in zip(shape, out, strict=True) if n != m] if len(shape) == len(out) else []
-    return int(max(shorter or shape))

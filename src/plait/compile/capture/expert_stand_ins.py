@@ -6,6 +6,7 @@ computed from the table; in a product with rows, each row takes the matrix of it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -120,7 +121,10 @@ class ExpertRows(Selected):
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        return (UnknownCount(), *self.values.shape[1:])
+        return (UnknownCount(self.owner, self.body), *self.values.shape[1:])
+
+    def __len__(self) -> int:
+        return self.owner.has_length(self.body)
 
     def terms(self) -> Tensor:
         """The values, with zeros in rows of other rounds."""
@@ -318,7 +322,20 @@ def _index_add(func: Any, x: Any, dim: int, index: Any, source: Any, *, alpha: f
     return index.body.adding(x, index.values, terms, alpha, lambda: func(x, 0, index.values, terms, alpha=alpha))
 
 
-_LOOKS = {"where": _where, "nonzero": _nonzero}
+def _numel(x: Any) -> UnknownCount:
+    if not isinstance(x, ExpertRows) or math.prod(x.values.shape[1:]) == 0:
+        raise dynamic()
+    return UnknownCount(x.owner, x.body)
+
+
+def _listed(x: Any) -> ExpertRows:
+    """Indices as a list, which index as they do."""
+    if not isinstance(x, ExpertRows) or x.dim is None:
+        raise dynamic()
+    return x
+
+
+_LOOKS: dict[str, Callable[..., Any]] = {"where": _where, "nonzero": _nonzero, "numel": _numel, "tolist": _listed}
 _ON_TABLE: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("to", "float", "double", "half", "bfloat16"), _on_table),
     **dict.fromkeys(("detach", "contiguous", "clone", "mul", "neg"), _on_table),

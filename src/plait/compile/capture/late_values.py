@@ -8,7 +8,6 @@ hold, the loss is NaN, and the error for that names the line.
 
 from __future__ import annotations
 
-import dis
 import functools
 import math
 import operator
@@ -16,8 +15,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import CodeType, FrameType
-from typing import Any
+from types import FrameType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,12 +27,13 @@ from torch.fx.node import map_aggregate, map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from plait.compile.capture.branches import Part, forced_branch, instruction_of, part_left_out
 from plait.compile.capture.capture_errors import source_line, users_frame
 from plait.compile.capture.log_only import branch_without_output, is_shown
 from plait.compile.ops.ctc import with_lengths
 
 UNKNOWN = "?"  # how a number prints that is known only when the step runs
-_MAX_STEPS = 400  # instructions to follow in order to decide whether a branch only raises
+_MAX_STEPS = 400  # calls to run in order to know a value
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,14 @@ class LateCheck:
     tensor: Tensor
     expected: bool
     place: str  # file:line: "source"
+
+
+class PartsLeftOut(Protocol):
+    """Lets parts of a model run that are left out where there are no rows (compile/capture/empty_rounds.py)."""
+
+    def asks_for_rows(self, condition: Tensor, part: Part) -> bool: ...
+    def begin(self, frame: FrameType, part: Part, error: Exception, condition: Tensor | None = None) -> None: ...
+    def note_reduction(self) -> None: ...
 
 
 class LateValues(TorchFunctionMode):
@@ -60,6 +68,7 @@ class LateValues(TorchFunctionMode):
         self._shown: dict[str, None] = {}  # places where a late number was read to be printed or kept, in order
         self._numbers: list[LateNumber] = []
         self._open = True
+        self.parts: PartsLeftOut | None = None
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
@@ -118,11 +127,19 @@ class LateValues(TorchFunctionMode):
         if expected is None:
             past = branch_without_output(frame)
             if past is None:
-                raise error
+                return self._runs_part(frame, tensor, error)
             self._shown[source_line(frame)] = None
             return past
         self.checks.append(LateCheck(tensor, expected, source_line(frame)))
         return expected
+
+    def _runs_part(self, frame: FrameType, condition: Tensor, error: Exception) -> bool:
+        """The value of a condition with which what it leaves out runs, if that makes no difference."""
+        part = part_left_out(frame)
+        if part is None or self.parts is None or not self.parts.asks_for_rows(condition, part):
+            raise error
+        self.parts.begin(frame, part, error, condition)
+        return part.runs
 
     def number(self, tensor: Tensor, *sources: LateNumber) -> LateNumber:
         """The number of a 0-d tensor, computed from `sources` or asked for by Python."""
@@ -211,6 +228,8 @@ class LateNumber:
     def _beside(self, tensors: list[Tensor]) -> Tensor:
         """The tensor as an operand of `tensors`."""
         self._mark()
+        if self._owner.parts is not None:
+            self._owner.parts.note_reduction()
         dtype = self._dtype_beside(tensors, 1.0 if self._floating else 1)
         return self._tensor if dtype is None else self._tensor.to(dtype)
 
@@ -364,91 +383,9 @@ def _built(value: Any, kwargs: dict[str, Any]) -> Tensor:
     return made.requires_grad_() if kwargs.get("requires_grad") else made
 
 
-# ---- which branch Python must take ----
-
-
-def forced_branch(frame: FrameType) -> bool | None:
-    """The truth value with which the frame continues, if with the other one it only raises; else None.
-
-    The frame must be about to branch on a value: `assert x`, `if x: raise ...`, and chains of `and` and `or` in them.
-    """
-    code = _instructions(frame.f_code)
-    at = next((i for i, each in enumerate(code) if each.offset == frame.f_lasti), None)
-    if at is None:
-        return None
-    if code[at].opname == "TO_BOOL":
-        at += 1
-    targets = _targets(code, at)
-    if targets is None:
-        return None
-    caught = _caught(frame.f_code, code)
-    on_true, on_false = (_only_raises(code, target, caught) for target in targets)
-    if on_true == on_false:
-        return None
-    return not on_true
-
-
-def _instructions(code: CodeType) -> list[dis.Instruction]:
-    return [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "EXTENDED_ARG")]
-
-
-def _targets(code: list[dis.Instruction], at: int) -> tuple[int, int] | None:
-    """The instructions at which a conditional jump continues if its condition is true, and if it is false."""
-    name = code[at].opname
-    if "JUMP" not in name or ("IF_TRUE" not in name and "IF_FALSE" not in name):
-        return None
-    offset = code[at].argval
-    jumped = next((i for i, each in enumerate(code) if each.offset >= offset), len(code))
-    return (jumped, at + 1) if "IF_TRUE" in name else (at + 1, jumped)
-
-
-def _caught(code: CodeType, instructions: list[dis.Instruction]) -> list[tuple[int, int]]:
-    """Ranges of offsets whose exceptions the function handles itself, other than by leaving a `with`."""
-    found = []
-    for entry in dis._parse_exception_table(code):  # type: ignore[attr-defined]
-        handler = [each.opname for each in instructions if each.offset >= entry.target][:2]
-        if handler != ["PUSH_EXC_INFO", "WITH_EXCEPT_START"]:
-            found.append((entry.start, entry.end))
-    return found
-
-
-def _only_raises(code: list[dis.Instruction], start: int, caught: list[tuple[int, int]]) -> bool:
-    """Whether every path from `start` ends by raising, and at most assigns local variables before that."""
-    todo, seen = [start], set()
-    while todo:
-        at = todo.pop()
-        if at in seen:
-            continue
-        seen.add(at)
-        if at >= len(code) or len(seen) > _MAX_STEPS:
-            return False
-        name = code[at].opname
-        if name == "RAISE_VARARGS":
-            if any(low <= code[at].offset < high for low, high in caught):
-                return False
-            continue
-        if name.startswith("STORE") and name != "STORE_FAST":
-            return False
-        if name.startswith(("RETURN", "DELETE", "YIELD", "RERAISE", "FOR_ITER", "SEND", "PUSH_EXC")):
-            return False
-        if "JUMP" in name:
-            both = _targets(code, at)
-            if both is not None:
-                todo += both
-            elif "IF" not in name:
-                offset = code[at].argval
-                todo.append(next((i for i, each in enumerate(code) if each.offset >= offset), len(code)))
-            else:  # if x is None
-                offset = code[at].argval
-                todo += [at + 1, next((i for i, each in enumerate(code) if each.offset >= offset), len(code))]
-            continue
-        todo.append(at + 1)
-    return True
-
-
 def _formats(frame: FrameType) -> bool:
     """Whether the frame is evaluating `"..." % value`."""
-    now = next((each for each in _instructions(frame.f_code) if each.offset == frame.f_lasti), None)
+    now = instruction_of(frame)
     return now is not None and now.opname == "BINARY_OP" and now.argrepr in ("%", "%=")
 
 

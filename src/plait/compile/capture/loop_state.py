@@ -16,6 +16,7 @@ from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.masked_rows import dynamic
 from plait.compile.capture.python_state import MISSING
 from plait.compile.capture.reachable import Reached
+from plait.compile.ir.views import is_view, writes_in_place
 
 _BETWEEN = ("CACHE", "EXTENDED_ARG")  # instructions that do nothing
 _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -90,6 +91,26 @@ class Totals:
         return id(x) in self._number and not self.is_one(x)
 
 
+def is_settled(recorder: GraphRecorder, node: Node, root: Node) -> bool:
+    """Whether no call has changed in place what the node is computed from."""
+    if not recorder.mutating:
+        return True
+    bases, queue = {_base(root)}, [node]
+    for one in queue:
+        if one is not root and _base(one) not in bases:
+            bases.add(_base(one))
+            queue += one.all_input_nodes
+    written = (one for one in recorder.graph.nodes if writes_in_place(one))
+    return not any(_base(source) in bases for one in written for source in one.all_input_nodes)
+
+
+def _base(node: Node) -> Node:
+    """What the value is a view of."""
+    while node.op == "call_function" and is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def last_call(recorder: GraphRecorder) -> Node:
     node: Node = next(reversed(recorder.graph.nodes))
     return node
@@ -103,23 +124,6 @@ def calls_since(recorder: GraphRecorder, last: Node) -> list[Node]:
             break
         if node.op == "call_function":
             found.append(node)
-    return found
-
-
-def read_behind(frame: FrameType) -> set[str]:
-    """The local variables that the code outside of the loop, which `frame` runs, may read before it assigns them."""
-    code = [each for each in dis.get_instructions(frame.f_code) if each.opname not in _BETWEEN]
-    at = next(i for i, each in enumerate(code) if each.offset >= frame.f_lasti and each.opname == "FOR_ITER")
-    end = code[at].argval
-    found: set[str] = set()
-    assigned: set[str] = set()
-    for each in code:
-        if code[at].offset <= each.offset < end:
-            continue
-        if each.opname.startswith("STORE") and each.offset >= end:
-            assigned.add(each.argval)
-        elif each.opname.startswith("LOAD") and isinstance(each.argval, str) and each.argval not in assigned:
-            found.add(each.argval)
     return found
 
 

@@ -9,7 +9,7 @@ is finite and has no gradient. What needs the number of rows as a shape raises t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,14 +19,19 @@ from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
 import plait.compile.capture.masked_ops  # noqa: F401  (fills the table of what selections do)
-from plait.compile.capture.expert_loops import ExpertLoop, LoopIndex, bound_of
+from plait.compile.capture.branches import part_behind_length, part_left_out
+from plait.compile.capture.capture_errors import users_frame
+from plait.compile.capture.empty_rounds import EmptyRounds
+from plait.compile.capture.expert_loops import ExpertLoop, LoopIndex
 from plait.compile.capture.expert_modules import ExpertModules
 from plait.compile.capture.expert_stand_ins import ExpertRows
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.late_values import LateValues
+from plait.compile.capture.loop_state import calls_since, last_call
 from plait.compile.capture.masked_rows import InOne, Selected, dynamic, rows_of
 from plait.compile.capture.unrolled_loops import UnrolledLoop
-from plait.compile.ir.samples import computes_same
+from plait.compile.ir.rewriting import root_of
+from plait.compile.ir.samples import bound_of, computes_same
 
 
 class Selections(TorchFunctionMode):
@@ -48,15 +53,19 @@ class Selections(TorchFunctionMode):
         self._loop: ExpertLoop | None = None  # the last loop over places
         self._left: list[ExpertLoop] = []  # loops that ended before their last place
         self._masks: list[tuple[Node, Tensor]] = []
+        late.parts = self.empty = EmptyRounds(recorder, late.checks)
+        self.note_addition = self.empty.note_addition
+        self.reduces = self.empty.note_reduction
 
     def mask(self, keep: Tensor) -> Tensor:
         """The mask, or an earlier one that is computed in the same way, so that both select the same rows."""
         keep = keep.reshape(-1)
         node = self._recorder.node_of(keep)
+        root = root_of(node)
         for earlier, found in self._masks:
-            if computes_same(earlier, node):
+            if computes_same(earlier, root):
                 return found
-        self._masks.append((node, keep))
+        self._masks.append((root, keep))
         return keep
 
     def each(self, places: Selected) -> Iterator[Any]:
@@ -66,8 +75,35 @@ class Selections(TorchFunctionMode):
         self._loop = loop = ExpertLoop(places, self._recorder, self._modules)
         return loop.run(sys._getframe(2), self._left)
 
+    def adding(self, x: Tensor, keep: Tensor, add: Callable[[], Any]) -> Any:
+        """Add rows that a mask selects to a value, with `add`, which returns the value or None."""
+        last = last_call(self._recorder)
+        found = add()
+        after = found if isinstance(found, Tensor) else x
+        self.note_addition(calls_since(self._recorder, last), x, after, self._recorder.node_of(keep))
+        return found
+
+    def has_rows(self, asks: object, expected: bool) -> bool:
+        """The truth value that Python is told, of a question whether a round has rows; `expected` if it has."""
+        frame = users_frame(sys._getframe(1))
+        part = None if frame is None else part_left_out(frame)
+        if frame is None or part is None or part.runs is not expected:
+            raise dynamic()
+        self.empty.begin(frame, part, dynamic(), owner=asks)
+        return expected
+
+    def has_length(self, asks: object) -> int:
+        """The number of rows of a round that Python is told, if it asks in order to know whether it is 0."""
+        frame = users_frame(sys._getframe(1))
+        part = None if frame is None else part_behind_length(frame)
+        if frame is None or part is None or not part.runs:
+            raise dynamic()
+        self.empty.begin(frame, part, dynamic(), owner=asks)
+        return 1
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.empty.notice()
         if self._left and sys.exc_info()[1] is None:
             raise dynamic()
         if func is Tensor.__getitem__:
@@ -119,8 +155,8 @@ class Selections(TorchFunctionMode):
         if not _is_mask(mask) or tuple(mask.shape) != tuple(x.shape[: mask.ndim]) or self.mask(mask) is not value.keep:
             raise dynamic()
         wide = mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim))
-        values = value.values.to(x.dtype)
-        x.copy_(torch.where(wide, values.reshape(mask.shape + values.shape[1:]), x))
+        values = value.values.to(x.dtype).reshape(mask.shape + value.values.shape[1:])
+        self.adding(x, value.keep, lambda: x.copy_(torch.where(wide, values, x)))
         return None
 
     def _counted(self, x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
@@ -154,6 +190,7 @@ class Selections(TorchFunctionMode):
 
     def finish(self) -> None:
         """Raise for a loop over experts whose rounds cannot be one."""
+        self.empty.notice()
         self.has_finished = True
         for loop in self.unrolled:
             loop.finish()

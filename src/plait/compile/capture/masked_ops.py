@@ -200,6 +200,7 @@ def _reduce(finish: Callable[..., Tensor], fill: Any) -> Callable[..., Any]:
             return _wrapped(x, func(x.values, dim, *args, **kwargs))
         if args or kwargs.keys() - {"dtype"}:
             raise dynamic()
+        x.owner.reduces()
         values = x.values if kwargs.get("dtype") is None else x.values.to(kwargs["dtype"])
         every = set(range(x.ndim)) if dim is None else _dims(x, dim)
         filled = x.filled(values, fill(values) if callable(fill) else fill)
@@ -228,6 +229,7 @@ def _spread(finish: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
         if dim is not None and 0 not in _dims(x, dim):
             given = {} if unbiased is None and correction is None else {"correction": _less(unbiased, correction)}
             return _wrapped(x, func(x.values, dim, keepdim=keepdim, **given))
+        x.owner.reduces()
         dims = tuple(sorted(range(x.ndim) if dim is None else _dims(x, dim)))
         num = (x.count * math.prod(x.values.shape[d] for d in dims if d)).to(x.dtype)
         mean = x.filled(x.values, 0).sum(dims, keepdim=True) / num
@@ -252,6 +254,7 @@ def _highest(values: Tensor) -> float:
 def _reduced(loss: Selected, reduction: str) -> Any:
     if reduction == "none":
         return loss
+    loss.owner.reduces()
     every = tuple(range(loss.ndim))
     filled = loss.filled(loss.values, 0)
     if reduction == "batchmean":
@@ -272,6 +275,7 @@ def _class_loss(func: Any, x: Any, target: Any, weight: Any = None, *args: Any, 
     if args or not isinstance(x, Selected) or not isinstance(target, Selected) or target.dtype.is_floating_point:
         raise dynamic()
     same_rows([x, target])
+    x.owner.reduces()
     ignored = kwargs.get("ignore_index", _IGNORED)
     found = func(x.values, target.filled(target.values, ignored), weight, **kwargs)
     return target.like(found) if kwargs.get("reduction", "mean") == "none" else found
@@ -293,8 +297,8 @@ def _index_add(func: Any, x: Any, dim: int, index: Any, source: Any, *, alpha: f
     if isinstance(x, Selected) or dim != 0 or not isinstance(index, Selected) or not isinstance(source, Selected):
         raise dynamic()
     same_rows([index, source])
-    values = source.filled(source.values, 0)
-    return func(x, 0, index.filled(index.values, 0), values, alpha=alpha)
+    values, places = source.filled(source.values, 0), index.filled(index.values, 0)
+    return index.owner.adding(x, index.keep, lambda: func(x, 0, places, values, alpha=alpha))
 
 
 def _index_select(func: Any, x: Any, dim: int, index: Any) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from plait.compile.capture.late_values import LateValues
@@ -28,6 +30,23 @@ class Owner(Protocol):
 
     def each(self, places: Selected) -> Iterator[Any]:
         """What a loop over the places that a mask selects goes through."""
+
+    def adding(self, x: Tensor, keep: Tensor, add: Callable[[], Any]) -> Any:
+        """Add rows that a mask selects to a value, with `add`, which returns the value or None."""
+
+    def note_addition(
+        self, calls: Sequence[Node], before: Tensor, after: Tensor, mask: Node | None, owner: object = None
+    ) -> None:
+        """Note that calls have added the rows of a mask, or of a round of a loop, to a value."""
+
+    def reduces(self) -> None:
+        """Note that a number is computed from several rows."""
+
+    def has_rows(self, asks: object, expected: bool) -> bool:
+        """The truth value that Python is told, of a question whether a round has rows; `expected` if it has."""
+
+    def has_length(self, asks: object) -> int:
+        """The number of rows of a round that Python is told, if it asks in order to know whether it is 0."""
 
 
 class Selected:
@@ -141,7 +160,17 @@ class InOne:
 
 
 class UnknownCount:
-    """A number of rows that the step never has as a number of its own; any use but as the size of a view raises."""
+    """A number of rows that the step never has as a number of its own: a size of a view, or asked whether it is 0. Any
+    other use raises.
+
+    With `owner`, the rows are those of the round `asks`.
+    """
+
+    __slots__ = ("_asks", "_owner")
+
+    def __init__(self, owner: Owner | None = None, asks: object = None) -> None:
+        self._owner = owner
+        self._asks = asks
 
     def __getattribute__(self, name: str) -> Any:
         if name == "__class__":
@@ -151,9 +180,51 @@ class UnknownCount:
     def _raise(self, *others: Any) -> Any:
         raise dynamic()
 
-    __index__ = __int__ = __float__ = __bool__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _raise
+    def __bool__(self) -> bool:
+        return bool(_asked(self, True))
+
+    __index__ = __int__ = __float__ = _raise
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __truediv__ = __rtruediv__ = _raise
     __hash__ = object.__hash__
+
+
+def _asked(count: UnknownCount, expected: bool) -> HasRows:
+    owner = object.__getattribute__(count, "_owner")
+    if owner is None:
+        raise dynamic()
+    return HasRows(owner, object.__getattribute__(count, "_asks"), expected)
+
+
+def _comparison(compare: Callable[[int, int], bool]) -> Callable[[UnknownCount, object], HasRows]:
+    def method(count: UnknownCount, other: object) -> HasRows:
+        if type(other) is not int or compare(1, other) is not compare(_MANY, other):
+            raise dynamic()
+        if compare(0, other) is compare(1, other):
+            raise dynamic()
+        return _asked(count, compare(1, other))
+
+    return method
+
+
+_MANY = 1 << 62
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(UnknownCount, f"__{_name}__", _comparison(getattr(operator, _name)))
+
+
+class HasRows:
+    """Whether a round of a loop has rows, for Python to ask; `expected` is the answer if it has."""
+
+    def __init__(self, owner: Owner, asks: object, expected: bool) -> None:
+        self._owner = owner
+        self._asks = asks
+        self._expected = expected
+
+    def __bool__(self) -> bool:
+        return self._owner.has_rows(self._asks, self._expected)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise dynamic()
 
 
 def dynamic() -> DynamicOutputShapeException:

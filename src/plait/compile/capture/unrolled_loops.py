@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from plait.compile.capture.expert_loops import ExpertLoop, ExpertRound, bound_of
+from plait.compile.capture.expert_loops import ExpertLoop, ExpertRound
 from plait.compile.capture.expert_modules import ExpertModules
 from plait.compile.capture.expert_stand_ins import ExpertRows
 from plait.compile.capture.graph_recorder import GraphRecorder
 from plait.compile.capture.loop_state import calls_since
 from plait.compile.capture.masked_rows import Owner, Selected, dynamic
-from plait.compile.ir.samples import computes_same
+from plait.compile.ir.samples import bound_of, computes_same
 from plait.compile.ir.views import writes_in_place
 
 
@@ -58,6 +58,7 @@ class UnrolledLoop(ExpertLoop):
                     self._rounds_so_far[-1].end()
                 self._mask = node
                 self._rounds_so_far.append(ExpertRound(self, {}, number, adds=number == 0))
+                self._rounds_so_far[-1].mask = node
                 return self._rounds_so_far[-1].all_rows()
         return None
 

@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from plait.compile.ir.calls import op_spec_of, output_values, tensor_inputs
+from plait.compile.ir.calls import is_item, op_spec_of, output_values, tensor_inputs
 from plait.compile.ir.rewriting import same_order
 from plait.compile.ir.shapes import StepMode, frozen, spec_of
 from plait.compile.ops.draw import draw
@@ -96,7 +96,7 @@ def holds_for_samples(
     tried once.
     """
     value = root.meta["val"]
-    mode, key = value.fake_mode, (agrees.__qualname__, num_experts, how, _signature(node, root))
+    mode, key = value.fake_mode, (agrees.__qualname__, num_experts, how, signature(node, root))
     known = mode.holds if isinstance(mode, StepMode) else {}
     if key not in known:
         with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
@@ -105,7 +105,7 @@ def holds_for_samples(
     return known[key]
 
 
-def _signature(node: Node, root: Node) -> tuple[Any, ...]:
+def signature(node: Node, root: Node) -> tuple[Any, ...]:
     """How a node is computed from a root: equal for nodes of different layers that are computed alike."""
     numbers: dict[Node, int] = {root: 0}
     found: list[Any] = [spec_of(root.meta["val"])]
@@ -138,3 +138,17 @@ def sample_ids(num_rows: int, num_experts: int) -> list[Tensor]:
     mixed = place * 7 * (place + 3) % num_experts
     few = [torch.zeros_like(place), place % 2 * (num_experts - 1), (place == 0) * (num_experts - 1)]
     return [place % num_experts, order, num_experts - 1 - order, mixed, *few]
+
+
+def bound_of(node: Node) -> int | None:
+    """A number that integers are certainly below, and not below zero; None if none is known."""
+    node = whole_numbers(node)
+    while (made := same_order(node)) is not None:
+        node = whole_numbers(made)
+    source, output = (node.args[0], node.args[1]) if is_item(node) else (node, 0)
+    if not isinstance(source, Node) or op_spec_of(source).picks != output:
+        return None
+    (x,) = tensor_inputs(source)
+    shape, out = x.meta["val"].shape, node.meta["val"].shape
+    shorter = [n for n, m in zip(shape, out, strict=True) if n != m] if len(shape) == len(out) else []
+    return int(max(shorter or shape))

@@ -1,0 +1,288 @@
+"""What the bytecode of a function says of a branch or a loop: which side only raises, which part a side leaves out, and
+which local variables are read later on."""
+
+from __future__ import annotations
+
+import dis
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import CodeType, FrameType
+
+_MAX_STEPS = 400  # instructions to follow in order to decide whether a branch only raises
+_BETWEEN = ("CACHE", "EXTENDED_ARG")  # do nothing
+_IDLE = ("NOP", "NOT_TAKEN", "RESUME")
+_LEAVES = ("RETURN", "RAISE", "RERAISE", "YIELD", "SEND")  # how instructions begin that leave the function
+
+
+# ---- a side of a branch that only raises ----
+
+
+def forced_branch(frame: FrameType) -> bool | None:
+    """The truth value with which the frame continues, if with the other one it only raises; else None.
+
+    The frame must be about to branch on a value: `assert x`, `if x: raise ...`, and chains of `and` and `or` in them.
+    """
+    code = instructions(frame.f_code)
+    at = _jump_at(frame, code)
+    if at is None:
+        return None
+    targets = _targets(code, at)
+    if targets is None:
+        return None
+    caught = _caught(frame.f_code, code)
+    on_true, on_false = (_only_raises(code, target, caught) for target in targets)
+    if on_true == on_false:
+        return None
+    return not on_true
+
+
+def instructions(code: CodeType) -> list[dis.Instruction]:
+    return [each for each in dis.get_instructions(code) if each.opname not in _BETWEEN]
+
+
+def instruction_of(frame: FrameType) -> dis.Instruction | None:
+    """The instruction that a frame executes."""
+    return next((each for each in instructions(frame.f_code) if each.offset == frame.f_lasti), None)
+
+
+def _jump_at(frame: FrameType, code: Sequence[dis.Instruction]) -> int | None:
+    """The place of the conditional jump that asks for the value that a frame is about to branch on."""
+    at = next((i for i, each in enumerate(code) if each.offset == frame.f_lasti), None)
+    return at if at is None or code[at].opname != "TO_BOOL" else at + 1
+
+
+def _targets(code: Sequence[dis.Instruction], at: int) -> tuple[int, int] | None:
+    """The instructions at which a conditional jump continues if its condition is true, and if it is false."""
+    name = code[at].opname
+    if "JUMP" not in name or ("IF_TRUE" not in name and "IF_FALSE" not in name):
+        return None
+    offset = code[at].argval
+    jumped = next((i for i, each in enumerate(code) if each.offset >= offset), len(code))
+    return (jumped, at + 1) if "IF_TRUE" in name else (at + 1, jumped)
+
+
+def _caught(code: CodeType, every: list[dis.Instruction]) -> list[tuple[int, int]]:
+    """Ranges of offsets whose exceptions the function handles itself, other than by leaving a `with`."""
+    found = []
+    for entry in dis._parse_exception_table(code):  # type: ignore[attr-defined]
+        handler = [each.opname for each in every if each.offset >= entry.target][:2]
+        if handler != ["PUSH_EXC_INFO", "WITH_EXCEPT_START"]:
+            found.append((entry.start, entry.end))
+    return found
+
+
+def _only_raises(code: list[dis.Instruction], start: int, caught: list[tuple[int, int]]) -> bool:
+    """Whether every path from `start` ends by raising, and at most assigns local variables before that."""
+    todo, seen = [start], set()
+    while todo:
+        at = todo.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        if at >= len(code) or len(seen) > _MAX_STEPS:
+            return False
+        name = code[at].opname
+        if name == "RAISE_VARARGS":
+            if any(low <= code[at].offset < high for low, high in caught):
+                return False
+            continue
+        if name.startswith("STORE") and name != "STORE_FAST":
+            return False
+        if name.startswith(("RETURN", "DELETE", "YIELD", "RERAISE", "FOR_ITER", "SEND", "PUSH_EXC")):
+            return False
+        if "JUMP" in name:
+            both = _targets(code, at)
+            if both is not None:
+                todo += both
+            elif "IF" not in name:
+                offset = code[at].argval
+                todo.append(next((i for i, each in enumerate(code) if each.offset >= offset), len(code)))
+            else:  # if x is None
+                offset = code[at].argval
+                todo += [at + 1, next((i for i, each in enumerate(code) if each.offset >= offset), len(code))]
+            continue
+        todo.append(at + 1)
+    return True
+
+
+# ---- a part of a function that one side of a branch leaves out ----
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a function that runs only with one value of a condition; with both it goes on from the same place.
+
+    Attributes:
+        runs: the value of the condition with which the part runs.
+        offsets: the offsets of its instructions, and of the caches behind them.
+        changed: local variables that it may assign, and that may be read behind it.
+        is_local: whether it assigns no other names than local variables.
+    """
+
+    runs: bool
+    offsets: frozenset[int]
+    changed: frozenset[str]
+    is_local: bool
+
+
+def part_left_out(frame: FrameType) -> Part | None:
+    """The part of a function that the branch which its frame is about to take leaves out; None if each side does
+    something, or leaves the function."""
+    code = instructions(frame.f_code)
+    at = _jump_at(frame, code)
+    return None if at is None else _part(frame.f_code, code, at)
+
+
+def part_behind_length(frame: FrameType) -> Part | None:
+    """The same where the frame asks for a length, in order to branch on whether it is 0: `if len(rows) == 0`.
+
+    `runs` then is whether the part runs if the length is not 0.
+    """
+    code = instructions(frame.f_code)
+    at = sum(each.offset <= frame.f_lasti for each in code)  # the frame may have passed the caches of the call
+    while at < len(code) and code[at].opname == "CALL":  # Python 3.11 may call in what comes before it
+        at += 1
+    outcome: dict[bool, bool] = {False: False, True: True}  # whether the length is not 0 -> the condition
+    if at + 1 < len(code) and code[at].opname.startswith("LOAD") and code[at + 1].opname == "COMPARE_OP":
+        limit, compared = code[at].argval, _COMPARED.get(str(code[at + 1].argval).removeprefix("bool(").rstrip(")"))
+        if compared is None or type(limit) is not int:
+            return None
+        if compared(1, limit) != compared(1 << 30, limit):  # other lengths than 0 are told apart
+            return None
+        outcome, at = {False: compared(0, limit), True: compared(1, limit)}, at + 2
+    if at < len(code) and code[at].opname == "TO_BOOL":
+        at += 1
+    found = _part(frame.f_code, code, at) if at < len(code) and outcome[False] != outcome[True] else None
+    return found and replace(found, runs=outcome[True] == found.runs)
+
+
+_COMPARED: dict[str, Callable[[int, int], bool]] = {
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
+
+
+def _part(code: CodeType, every: Sequence[dis.Instruction], at: int) -> Part | None:
+    """The part that the conditional jump at this place leaves out."""
+    if (targets := _targets(every, at)) is None:
+        return None
+    flow = _Flow(code, every)
+    on_true, on_false = targets
+    for runs, inside, outside in ((True, on_true, on_false), (False, on_false, on_true)):
+        join = flow.skip_idle(outside)
+        found = flow.reached(inside, join)
+        if not found or at in found or any(every[i].opname.startswith(_LEAVES) for i in found):
+            continue
+        assigned = {name for i in found for name in _assigned(every[i])}
+        return Part(
+            runs,
+            frozenset(o for i in found for o in range(every[i].offset, flow.end_of(i), 2)),
+            frozenset(assigned & flow.live_at(join)),
+            not any(every[i].opname in ("STORE_GLOBAL", "STORE_DEREF", "DELETE_FAST") for i in found),
+        )
+    return None
+
+
+# ---- local variables ----
+
+
+def read_behind(frame: FrameType) -> set[str]:
+    """The local variables that the code behind a `for` loop, whose next round the frame begins, may read before it
+    assigns them."""
+    code = instructions(frame.f_code)
+    at = next(i for i, each in enumerate(code) if each.offset >= frame.f_lasti and each.opname == "FOR_ITER")
+    flow = _Flow(frame.f_code, code)
+    return flow.live_at(flow.index_of(code[at].argval))
+
+
+class _Flow:
+    """The order in which instructions may follow each other, by their places in a list."""
+
+    def __init__(self, code: CodeType, every: Sequence[dis.Instruction]) -> None:
+        self.every = every
+        self._index = {each.offset: i for i, each in enumerate(every)}
+        self._last = max(self._index)
+        self._handlers = [
+            (entry.start, entry.end, self.index_of(entry.target))
+            for entry in dis._parse_exception_table(code)  # type: ignore[attr-defined]
+        ]
+
+    def index_of(self, offset: int) -> int:
+        while offset not in self._index and offset < self._last:  # behind a CACHE or before an EXTENDED_ARG
+            offset += 2
+        return self._index[offset]
+
+    def end_of(self, at: int) -> int:
+        """The offset behind an instruction and its caches."""
+        return self.every[at + 1].offset if at + 1 < len(self.every) else self._last + 2
+
+    def following(self, at: int) -> Iterator[int]:
+        """The instructions that may run after this one; not those that handle its exceptions."""
+        one = self.every[at]
+        jumps = one.opcode in dis.hasjrel or one.opcode in dis.hasjabs
+        if jumps:
+            yield self.index_of(one.argval)
+        always = jumps and "IF" not in one.opname and one.opname.startswith("JUMP")
+        if not always and not one.opname.startswith(("RETURN", "RAISE", "RERAISE")) and at + 1 < len(self.every):
+            yield at + 1
+
+    def skip_idle(self, at: int) -> int:
+        """The first instruction from here that does anything."""
+        seen = set()
+        while at not in seen and (self.every[at].opname in _IDLE or self._always_jumps(at)):
+            seen.add(at)
+            (at,) = self.following(at)
+        return at
+
+    def _always_jumps(self, at: int) -> bool:
+        name = self.every[at].opname
+        return name.startswith("JUMP") and "IF" not in name
+
+    def reached(self, start: int, end: int) -> set[int]:
+        """What runs from `start` on, before `end`."""
+        found: set[int] = set()
+        todo = [start]
+        while todo:
+            at = todo.pop()
+            if at not in found and at != end:
+                found.add(at)
+                todo += self.following(at)
+        return found
+
+    def live_at(self, start: int) -> set[str]:
+        """The local variables that may be read from here on before they are assigned."""
+        live: list[set[str]] = [set() for _ in self.every]
+        changed = True
+        while changed:
+            changed = False
+            for at in reversed(range(len(self.every))):
+                one = self.every[at]
+                behind = set[str]().union(*(live[i] for i in self.following(at)))
+                behind |= set[str]().union(
+                    *(live[i] for first, last, i in self._handlers if first <= one.offset < last)
+                )
+                found = (behind - set(_assigned(one))) | set(_read(one))
+                if found != live[at]:
+                    live[at], changed = found, True
+        return live[start]
+
+
+def _assigned(one: dis.Instruction) -> tuple[str, ...]:
+    if one.opname == "STORE_FAST_LOAD_FAST":
+        return (one.argval[0],)
+    return _names(one) if one.opname.startswith("STORE_FAST") else ()
+
+
+def _read(one: dis.Instruction) -> tuple[str, ...]:
+    if one.opname == "STORE_FAST_LOAD_FAST":
+        return () if one.argval[0] == one.argval[1] else (one.argval[1],)
+    return _names(one) if one.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE", "DELETE_FAST")) else ()
+
+
+def _names(one: dis.Instruction) -> tuple[str, ...]:
+    value = one.argval
+    return (
+        tuple(each for each in value if isinstance(each, str))
+        if isinstance(value, tuple)
+        else ((value,) if isinstance(value, str) else ())
+    )

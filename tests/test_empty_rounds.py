@@ -1,0 +1,366 @@
+"""Loops over experts that leave out the experts without rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_expert_loops import EXPERTS, WIDTH, Modules, loss_fn, num_products
+from torch import Tensor, nn
+
+import plait
+from plait.compile.capture.capture import capture
+from plait.errors import CaptureError
+
+Loop = Callable[["Counting", Tensor, Tensor, Tensor, Tensor], Tensor]
+total = 0
+
+
+class Counting(Modules):
+    """A router, a list of MLPs and a number that a loop may change."""
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        self.register_buffer("seen", torch.zeros(()))
+        with torch.no_grad():
+            self.gate.bias[[1, 2]] = -50.0  # no row has these experts
+        self.calls = 0
+
+
+def made(loop: Loop) -> tuple[Counting, Tensor]:
+    torch.manual_seed(0)
+    return Counting(loop).double(), torch.randn(8, WIDTH, dtype=torch.float64)
+
+
+# ---- rows that torch.where gives ----
+
+
+def by_numel(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        token, place = torch.where(ids == number)
+        if token.numel() == 0:
+            continue
+        out[token] += top[token, place, None] * expert(x[token])
+    return out
+
+
+def by_size(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number in range(EXPERTS):
+        token, place = torch.where(ids == number)
+        if not token.size(0):
+            continue
+        out = out.index_add(0, token, top[token, place, None] * m.experts[number](x[token]))
+    return out
+
+
+def by_length(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        token, place = torch.where(ids == number)
+        if len(token) > 0:
+            rows = expert(x[token])
+            if place.shape[0] != 0:
+                out[token] += top[token, place, None] * rows
+    return out
+
+
+def as_mixtral(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    """As transformers wrote it in the beginning."""
+    mask = F.one_hot(ids, num_classes=EXPERTS).permute(2, 1, 0)
+    for number in range(EXPERTS):
+        expert = m.experts[number]
+        place, token = torch.where(mask[number])
+        if token.shape[0] == 0:
+            continue
+        tokens, places = token.tolist(), place.tolist()
+        rows = expert(x[None, tokens].reshape(-1, WIDTH)) * top[tokens, places, None]
+        out.index_add_(0, token, rows.to(x.dtype))
+    return out
+
+
+def of_the_hit(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    mask = F.one_hot(ids, EXPERTS).permute(2, 1, 0)
+    for number in (mask.sum((-1, -2)) > 0).nonzero():
+        expert = m.experts[number]
+        place, token = torch.where(mask[number].squeeze(0))
+        if token.numel() == 0:
+            continue
+        out.index_add_(0, token, expert(x[token]) * top[token, place, None])
+    return out
+
+
+# ---- conditions of their own ----
+
+
+def by_mask(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        mask = ids == number
+        if not mask.any():
+            continue
+        token, place = torch.where(mask)
+        out[token] += top[token, place, None] * expert(x[token])
+    return out
+
+
+def as_deepseek(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    """As DeepSeek-V3 is inferred."""
+    counts = torch.bincount(ids.flatten(), minlength=EXPERTS).tolist()
+    for number in range(EXPERTS):
+        if counts[number] == 0:
+            continue
+        token, place = torch.where(ids == number)
+        out[token] += m.experts[number](x[token]) * top[token, place, None]
+    return out
+
+
+def as_tutorials(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    """With a mask of tokens, as in makeMoE."""
+    scores = torch.zeros(len(x), EXPERTS, dtype=x.dtype).scatter(-1, ids, top)
+    for number, expert in enumerate(m.experts):
+        mask = (ids == number).any(dim=-1)
+        flat = mask.view(-1)
+        if flat.any():
+            rows = expert(x[flat]) * scores[flat, number].unsqueeze(1)
+            out[mask] += rows.squeeze(1)
+    return out
+
+
+def by_sum(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        mask = (ids == number).any(dim=-1)
+        if mask.sum().item() == 0:
+            continue
+        weights = (top * (ids == number)).sum(-1)
+        out[mask] = out[mask] + expert(x[mask]) * weights[mask].unsqueeze(-1)
+    return out
+
+
+def each_its_own(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, act in enumerate((F.relu, F.silu, torch.tanh, F.gelu)):
+        token, place = torch.where(ids == number)
+        if token.numel() == 0:
+            continue
+        out.index_add_(0, token, act(m.experts[number](x[token])) * top[token, place, None])
+    return out
+
+
+TOGETHER = [by_numel, by_size, by_length, as_mixtral, of_the_hit, by_mask, as_deepseek]
+
+
+@pytest.mark.parametrize("loop", [*TOGETHER, as_tutorials, by_sum, each_its_own])
+def test_experts_without_rows_may_be_left_out(loop: Loop) -> None:
+    report = plait.verify(*_with_loss(*made(loop)), "data=2")
+    assert report.ok, report
+    assert (num_products(loop) == 2) is (loop in TOGETHER)  # type: ignore[arg-type]
+
+
+def _with_loss(model: nn.Module, batch: Tensor) -> tuple[nn.Module, Callable[[nn.Module, Tensor], Tensor], Tensor]:
+    return model, loss_fn, batch
+
+
+# ---- what depends on whether there are rows ----
+
+
+def counted(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    num = 0
+    for number, expert in enumerate(m.experts):
+        token, place = torch.where(ids == number)
+        if token.numel() == 0:
+            continue
+        out[token] += top[token, place, None] * expert(x[token])
+        num += 1
+    return out / num
+
+
+def counted_in_attribute(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    m.calls = 0
+    for number, expert in enumerate(m.experts):
+        token, place = torch.where(ids == number)
+        if token.numel() == 0:
+            continue
+        out[token] += top[token, place, None] * expert(x[token])
+        m.calls = m.calls + 1
+    return out * m.calls
+
+
+def counted_in_buffer(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        mask = (ids == number).any(-1)
+        if mask.any():
+            out[mask] += expert(x[mask])
+            m.seen += 1
+    return out * m.seen
+
+
+def counted_in_new_buffer(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        mask = (ids == number).any(-1)
+        if mask.any():
+            out[mask] += expert(x[mask])
+            m.seen = m.seen + 1
+    return out * m.seen
+
+
+def counted_globally(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    global total
+    total = 0
+    for number, expert in enumerate(m.experts):
+        mask = (ids == number).any(-1)
+        if mask.any():
+            out[mask] += expert(x[mask])
+            total += 1
+    return out * total
+
+
+def penalty(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    """Of the weights of the experts that are used."""
+    found = x.new_zeros(())
+    for number, expert in enumerate(m.experts):
+        mask = ids == number
+        if mask.any():
+            token, place = torch.where(mask)
+            out.index_add_(0, token, top[token, place, None] * expert(x[token]))
+            found += expert[0].weight.square().sum()  # type: ignore[index,union-attr,operator]
+    return out * found
+
+
+def collected(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    found = []
+    for number, expert in enumerate(m.experts):
+        mask = (ids == number).any(-1)
+        if mask.any():
+            out[mask] += expert(x[mask])
+            found.append(expert[0].weight.sum())  # type: ignore[index,union-attr,operator]
+    return out * sum(found)
+
+
+def more_than_one(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        token, place = torch.where(ids == number)
+        if token.numel() <= 1:
+            continue
+        out[token] += top[token, place, None] * expert(x[token])
+    return out
+
+
+def more_than_two(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        mask = (ids == number).any(-1)
+        if mask.sum() <= 2:
+            continue
+        out[mask] += expert(x[mask])
+    return out
+
+
+def of_another(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        mask = (ids == number).any(-1)
+        if not (ids == (number + 1) % EXPERTS).any():
+            continue
+        out[mask] += expert(x[mask])
+    return out
+
+
+def otherwise(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        mask = (ids == number).any(-1)
+        if mask.any():
+            out[mask] += expert(x[mask])
+        else:
+            out = out + 1
+    return out
+
+
+def only_without(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        token, place = torch.where(ids == number)
+        if token.numel() == 0:
+            out = out + 1
+        out[token] += top[token, place, None] * expert(x[token])
+    return out
+
+
+def stopped(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        token, place = torch.where(ids == number)
+        if token.numel() == 0:
+            break
+        out[token] += top[token, place, None] * expert(x[token])
+    return out
+
+
+def returned(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        mask = (ids == number).any(-1)
+        if not mask.any():
+            return out
+        out[mask] += expert(x[mask])
+    return out
+
+
+def averaged(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    """The mean of no rows is no number."""
+    for number, expert in enumerate(m.experts):
+        mask = (ids == number).any(-1)
+        if mask.any():
+            rows = x[mask]
+            out[mask] += expert(rows - rows.mean(0))
+    return out
+
+
+def divided(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        mask = (ids == number).any(-1)
+        num = mask.sum()
+        if num == 0:
+            continue
+        out[mask] += expert(x[mask]) / num
+    return out
+
+
+def divided_by_length(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        rows = x[mask := (ids == number).any(-1)]
+        if rows.shape[0] == 0:
+            continue
+        out[mask] += expert(rows) / rows.shape[0]
+    return out
+
+
+def last_that_ran(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        mask = (ids == number).any(-1)
+        if mask.any():
+            out[mask] += expert(x[mask])
+            last = expert
+    return out + last(x)  # type: ignore[no-any-return]
+
+
+def drawn(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    for number, expert in enumerate(m.experts):
+        mask = (ids == number).any(-1)
+        if mask.any():
+            out[mask] += expert(x[mask]) * torch.rand((), dtype=x.dtype)
+    return out
+
+
+def all_rows(m: Counting, x: Tensor, top: Tensor, ids: Tensor, out: Tensor) -> Tensor:
+    if (ids == 0).any():
+        out = out + m.experts[0](x)
+    return out
+
+
+DEPENDENT = [
+    counted, counted_in_attribute, counted_in_buffer, counted_in_new_buffer, counted_globally, penalty, collected,
+    more_than_one, more_than_two, of_another, otherwise, only_without, stopped, returned, averaged, divided,
+    divided_by_length, last_that_ran, drawn, all_rows,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", DEPENDENT)
+def test_what_depends_on_whether_there_are_rows_is_named_with_its_line(loop: Loop) -> None:
+    model, batch = made(loop)
+    with pytest.raises(CaptureError, match=r'test_empty_rounds.py:\d+: "(if|out\[token\])') as caught:
+        capture(model, loss_fn, batch)
+    assert caught.value.data_dependent
