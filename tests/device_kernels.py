@@ -88,7 +88,7 @@ def kernels() -> dict[str, Any]:
         model, batch = Block(kernel, mask, dropout).to(DTYPES[dtype]), torch.zeros(2, TOKENS, 32, dtype=DTYPES[dtype])
         step = capture(model, mean_loss, batch, device=DEVICE)
         name = f"{dtype} {mask} {'dropout' if dropout else 'plain'} {kernel}"
-        found[name] = [str(n.target) for n in step.graph.graph.nodes if "attention" in str(n.target)]
+        found[name] = [str(n.target) for n in step.graph.nodes if "attention" in str(n.target)]
     return found
 
 
@@ -152,7 +152,7 @@ def casts(device: str) -> dict[str, Any]:
     where = torch.device(device)
     step = capture(Casts(), mean_loss, torch.zeros(4, 8), device=where, precision=precision, differentiate=False)
     found: dict[str, list[str]] = {}
-    for node in step.graph.graph.nodes:
+    for node in step.graph.nodes:
         if (name := str(node.target).removeprefix("aten.").split(".")[0]) in CAST:
             value = node.meta["val"]
             found.setdefault(name, []).append(str((value[0] if isinstance(value, tuple) else value).dtype))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.fx import GraphModule
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from zoo import EXTRA, ZOO
@@ -36,7 +37,7 @@ def run(captured: Captured, model, batch):
         "batch": {**batch_leaves(batch), **numbers}, "constant": captured.constants, "key": {"key": KEY},
     }  # fmt: skip
     with torch.no_grad():
-        values = captured.graph(*(sources[i.kind][i.name] for i in captured.inputs))
+        values = GraphModule({}, captured.graph)(*(sources[i.kind][i.name] for i in captured.inputs))
     return {(o.kind, o.name): v for o, v in zip(captured.outputs, values, strict=True)}
 
 
@@ -73,7 +74,7 @@ def test_family(name):
     model, loss_fn, batch = FAMILIES[name].make()
     captured = check(model, loss_fn, batch)
     phases = []
-    for node in captured.graph.graph.nodes:
+    for node in captured.graph.nodes:
         if node.op == "call_function":
             assert "val" in node.meta and info_of(node).phase in ("forward", "backward")
             assert not getattr(getattr(node.target, "_schema", None), "is_mutable", False), node
@@ -84,7 +85,7 @@ def test_family(name):
             ), node
             phases.append(info_of(node).phase)
     assert phases == sorted(phases, reverse=True)
-    assert {info_of(n).module for n in captured.graph.graph.nodes} <= {n for n, _ in model.named_modules()}
+    assert {info_of(n).module for n in captured.graph.nodes} <= {n for n, _ in model.named_modules()}
 
 
 def linear_loss(model, x):
@@ -93,7 +94,7 @@ def linear_loss(model, x):
 
 def test_nodes_know_the_module_that_made_them():
     model, loss_fn, batch = ZOO["llama"].make()
-    nodes = capture(model, loss_fn, batch).graph.graph.nodes
+    nodes = capture(model, loss_fn, batch).graph.nodes
     of = [n for n in nodes if info_of(n).module == "model.layers.1.mlp.up_proj" and "mm" in str(n.target)]
     assert [info_of(n).phase for n in of] == ["forward", "backward", "backward"]
     assert all(info_of(n).module for n in nodes if "rsqrt" in str(n.target))
@@ -272,7 +273,7 @@ def test_a_model_without_storage_is_captured_without_allocating():
     gc.collect()
     captured = capture(model, linear_loss, torch.empty(8, 1 << 17, device="meta"))
     assert len([o for o in captured.outputs if o.kind == "gradient"]) == 6 and model[0].weight.is_meta
-    values = [n.meta["val"] for n in captured.graph.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    values = [n.meta["val"] for n in captured.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)]
     assert all(v.device.type == "cpu" for v in values)
 
 
@@ -286,7 +287,7 @@ def test_dtypes():
             return model(x).float().square().mean()
 
     captured = check(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), loss_fn, torch.randn(4, 8), 1e-2)
-    products = [n.meta["val"].dtype for n in captured.graph.graph.nodes if "mm" in str(n.target)]
+    products = [n.meta["val"].dtype for n in captured.graph.nodes if "mm" in str(n.target)]
     assert set(products) == {torch.bfloat16}
 
 
@@ -301,7 +302,7 @@ def test_evaluation():
         same(run(captured, model, batch), {("loss", "loss"): expected})
     encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     captured = capture(encoder, linear_loss, torch.randn(2, 4, 16), train=False, differentiate=False)
-    assert not any("_transformer_encoder_layer_fwd" in str(n.target) for n in captured.graph.graph.nodes)
+    assert not any("_transformer_encoder_layer_fwd" in str(n.target) for n in captured.graph.nodes)
 
 
 def test_submodules_keep_their_mode_and_batch_norm_is_functional():
@@ -309,7 +310,7 @@ def test_submodules_keep_their_mode_and_batch_norm_is_functional():
         nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.BatchNorm2d(4).eval(), nn.BatchNorm2d(4, track_running_stats=False)
     )
     captured = check(model, linear_loss, torch.randn(4, 3, 8, 8))
-    names = [str(n.target) for n in captured.graph.graph.nodes if "batch_norm" in str(n.target)]
+    names = [str(n.target) for n in captured.graph.nodes if "batch_norm" in str(n.target)]
     names = [name for name in names if "backward" not in name]
     assert names == [
         "aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit_no_training.default",
@@ -342,7 +343,7 @@ def test_mutated_views():
 
 def test_clean_ups():
     model, loss_fn, batch = ZOO["gpt2"].make()
-    nodes = list(capture(model, loss_fn, batch).graph.graph.nodes)
+    nodes = list(capture(model, loss_fn, batch).graph.nodes)
     aten = torch.ops.aten
     assert not [n for n in nodes if n.target in (aten.detach.default, aten.alias.default, aten._unsafe_view.default)]
     assert not [n for n in nodes if n.target is aten.t.default and n.args[0].target is aten.t.default]
@@ -356,7 +357,7 @@ def test_the_cost_of_a_layer_is_constant():
         config = transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=num_layers, n_head=2, n_positions=8)
         ids = torch.randint(0, 32, (2, 8))
         captured = capture(transformers.GPT2LMHeadModel(config), lambda m, b: m(b, labels=b).loss, ids)
-        return len(captured.graph.graph.nodes)
+        return len(captured.graph.nodes)
 
     one, two, four = size(1), size(2), size(4)
     assert four - two == 2 * (two - one)

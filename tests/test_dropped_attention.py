@@ -116,7 +116,7 @@ def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
 
 def test_no_value_of_a_step_has_the_size_of_all_scores() -> None:
     batch = torch.randn(2, 64, 16)
-    nodes = capture(Block(), loss_fn, batch).graph.graph.nodes
+    nodes = capture(Block(), loss_fn, batch).graph.nodes
     values = [v for n in nodes for v in torch.utils._pytree.tree_leaves(n.meta["val"]) if isinstance(v, Tensor)]
     assert {FORWARD, BACKWARD} <= {node.target for node in nodes}
     assert max(v.numel() for v in values) < 2 * 4 * 64 * 64

@@ -180,7 +180,7 @@ def dtype_of(form: Callable[..., Tensor]) -> torch.dtype:
 def graph_of(model: nn.Module, batch: Tensor) -> Graph:
     """The step with its experts found."""
     captured = capture(model, loss_fn, batch)
-    graph, inputs = copy_graph(captured.graph.graph), {i.node: i for i in captured.inputs}
+    graph, inputs = copy_graph(captured.graph), {i.node: i for i in captured.inputs}
     for node in placeholders(graph):
         set_info(node, kind=inputs[node.name].kind, name=inputs[node.name].name)
     return find_experts(graph)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.fx import GraphModule
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -262,7 +263,7 @@ def test_every_random_op_draws_the_same_in_eager_code_and_in_the_graph():
     captured = capture(model, lambda m, b: m(b), batch)
     sources = {"parameter": dict(model.named_parameters()), "batch": {"batch": batch}}
     values = [5 if i.kind == "key" else sources[i.kind][i.name] for i in captured.inputs]
-    loss, *gradients = captured.graph(*values)
+    loss, *gradients = GraphModule({}, captured.graph)(*values)
     with GlobalRandom(5):
         model(batch).backward()
     with GlobalRandom(5):

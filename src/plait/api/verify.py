@@ -427,7 +427,7 @@ def _finite(losses: Sequence[float], gradients: Mapping[str, Tensor]) -> None:
 
 def _value_bits(program: RankProgram) -> dict[str, float]:
     """The relative rounding of the loss, of each gradient (by its parameter) and of each buffer."""
-    outputs, rounded = program.captured.outputs, narrowest(program.captured.graph.graph)
+    outputs, rounded = program.captured.outputs, narrowest(program.captured.graph)
     found = {o.name: max(eps / 4, LAST_BITS["fp32"]) for o, eps in zip(outputs, rounded, strict=True)}
     sent = LAST_BITS[program.plan.reduce]
     return found | {o.name: max(found[o.name], sent) for o in outputs if o.kind == "gradient"}

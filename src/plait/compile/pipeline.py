@@ -38,7 +38,7 @@ from plait.spec.cluster_file import cluster_of_device
 
 
 def _name_inputs(draft: Draft) -> None:
-    graph = copy_graph(draft.captured.graph.graph)
+    graph = copy_graph(draft.captured.graph)
     inputs = {i.node: i for i in draft.captured.inputs}
     for node in placeholders(graph):
         set_info(node, kind=inputs[node.name].kind, name=inputs[node.name].name)
@@ -115,7 +115,7 @@ def _plan_sharding(draft: Draft) -> None:
     captured = draft.captured
     frozen = captured.frozen if draft.settled.frozen is None else draft.settled.frozen
     parameters = {i.name: draft.layouts[i.name] for i in captured.inputs if i.kind == "parameter"}
-    device = device_type(captured.graph.graph)
+    device = device_type(captured.graph)
     draft.sharding = sharding_plan(draft.plan, parameters, frozen=frozen, reduce_axes=draft.reduce_axes, device=device)
     draft.cuts = cuts_of(draft.sharding)
 
@@ -225,8 +225,8 @@ def compile(
         PlanError: the plan does not fit the step; for example, an axis does not divide what it must split.
         LayoutError: an annotation is wrong.
     """
-    whole = StepGraph(captured.graph.graph, tuple(captured.outputs), frozenset({plan.micro}))
-    cluster = cluster or cluster_of_device(device_type(captured.graph.graph), "", plan.num_processes)
+    whole = StepGraph(captured.graph, tuple(captured.outputs), frozenset({plan.micro}))
+    cluster = cluster or cluster_of_device(device_type(captured.graph), "", plan.num_processes)
     draft = Draft(captured, plan, annotations or {}, settled, {"": whole}, cluster)
     run_passes(PASSES, draft, watcher)
     layouts = draft.layouts | {name: each.compute for name, each in draft.sharding.parameters.items()}

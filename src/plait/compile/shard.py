@@ -246,7 +246,7 @@ def _check_cut(draft: Draft, axis: str, laid_out: Propagation, share: float) -> 
 
 def _lengths(captured: Captured) -> dict[str, int]:
     """The length of the sequence of each tensor of the batch that has one."""
-    values = {node.name: node.meta["val"] for node in placeholders(captured.graph.graph)}
+    values = {node.name: node.meta["val"] for node in placeholders(captured.graph)}
     shapes = {i.name: values[i.node].shape for i in captured.inputs if i.name in captured.sequence_dims}
     return {name: shapes[name][dim] for name, dim in captured.sequence_dims.items()}
 

@@ -50,7 +50,7 @@ def step_program(
     """
     mesh, captured = program.plan.mesh, program.captured
     flops: Counter[str] = Counter()
-    for node in captured.graph.graph.nodes:
+    for node in captured.graph.nodes:
         if node.op == "call_function" and (more := flops_of(node)):
             flops[torch_name(tensor_inputs(node)[0].meta["val"].dtype)] += more
     micro = program.plan.micro if program.pipeline is None else program.pipeline.schedule.num_micro

@@ -288,7 +288,7 @@ class Compiler:
         key = (id(captured), train, plan.micro)
         with self._lock:
             if key not in self._found:
-                kind = device_type(captured.graph.graph)
+                kind = device_type(captured.graph)
                 cluster = cluster_of_device(kind, device_name(kind), plan.num_processes)
                 found = compile(captured, plan, self.annotations, self._settled, cluster=cluster)
                 self._settled = self._settled.after(found.program)

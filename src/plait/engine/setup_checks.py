@@ -155,7 +155,7 @@ def named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def captured_facts(facts: StepFacts, captured: Captured) -> StepFacts:
     """The facts of a model with those of its captured step added."""
-    forward = [node for node in captured.graph.graph.nodes if node.op == "call_function" and is_forward(node)]
+    forward = [node for node in captured.graph.nodes if node.op == "call_function" and is_forward(node)]
     changed = sorted(o.name for o in captured.outputs if o.kind == "buffer" and o.name in captured.outside)
     return replace(
         facts, called=tuple(dict.fromkeys(info_of(node).module for node in forward)), changed_outside=tuple(changed)

@@ -33,7 +33,7 @@ def constrained(
             reduce-scatter depends on them.
         shardings: the mesh.
     """
-    graph, found = copy_graph(captured.graph.graph), Constrained()
+    graph, found = copy_graph(captured.graph), Constrained()
     nodes = {one.name: one.node for one in captured.inputs}
     dims = {nodes[name]: dim for name, dim in captured.sequence_dims.items()}
     for kind in axes_in_order():

@@ -102,7 +102,7 @@ class XlaStep:
     ) -> None:
         self.captured, self.num_micro, self._placed = captured, num_micro, placed
         self.graph = GraphFunction(simplified(graph[0]), graph[1])
-        nodes: Any = output_node(captured.graph.graph).args[0]
+        nodes: Any = output_node(captured.graph).args[0]
         pairs = list(zip(captured.outputs, nodes, strict=True))
         self.gradient_dtypes: dict[str, torch.dtype] = {
             o.name: n.meta["val"].dtype for o, n in pairs if o.kind == "gradient"

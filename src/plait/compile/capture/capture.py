@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, Node
 
 from plait.compile.capture.batch import (
     batch_leaves,
@@ -135,7 +135,7 @@ class Captured:
         fixed: numbers of the batch that are not inputs.
     """
 
-    graph: GraphModule
+    graph: Graph
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     constants: dict[str, Tensor] = field(default_factory=dict)
@@ -345,7 +345,7 @@ def _capture(
     inputs = tuple(Input(*kinds[n.name], n.name) for n in graph.nodes if n.op == "placeholder")
     trained = [name for name, p in model_fakes.parameters.items() if p.requires_grad]
     return Captured(
-        graph=GraphModule({}, graph),
+        graph=graph,
         inputs=inputs,
         outputs=tuple(output for output, _ in results),
         constants=recorder.constants,

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from plait.compile.capture.capture import Captured
@@ -28,7 +28,7 @@ def same_step(one: Captured, other: Captured) -> bool:
         return False
     if any(not _equal(value, other.constants[name]) for name, value in one.constants.items()):
         return False
-    nodes, others = list(one.graph.graph.nodes), list(other.graph.graph.nodes)
+    nodes, others = list(one.graph.nodes), list(other.graph.nodes)
     if len(nodes) != len(others):
         return False
     numbers = ({n: i for i, n in enumerate(nodes)}, {n: i for i, n in enumerate(others)})
@@ -67,7 +67,7 @@ def _form(value: Any) -> Any:
 
 _MOST_BYTES = 1 << 20  # bytes read of each constant
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of a function or an object, which differs between processes
-_known: WeakKeyDictionary[GraphModule, str] = WeakKeyDictionary()  # ranks that are threads share captures
+_known: WeakKeyDictionary[Graph, str] = WeakKeyDictionary()  # ranks that are threads share captures
 
 
 def captured_digest(captured: Captured) -> str:
@@ -80,7 +80,7 @@ def captured_digest(captured: Captured) -> str:
         sums = hashlib.sha256()
         num_calls = 0
         places: dict[Node, str] = {}  # not names, which also count removed nodes, such as a number that one rank prints
-        for node in captured.graph.graph.nodes:
+        for node in captured.graph.nodes:
             num_calls += node.op == "call_function"
             places[node] = f"%{len(places)}"
             value = node.meta.get("val")

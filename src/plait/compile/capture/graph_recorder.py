@@ -24,7 +24,7 @@ from plait.compile.capture.fake_parameters import is_real
 from plait.compile.capture.late_values import known_value
 from plait.compile.ir.calls import append_call
 from plait.compile.ir.node_info import NodeInfo, describe
-from plait.compile.ir.shapes import ShapeMemo, fake_of, spec_of
+from plait.compile.ir.shapes import ShapeMemo, fake_of, spec_of, view_on_meta
 from plait.compile.ops import op_spec
 from plait.compile.ops.draw import draw
 from plait.compile.ops.random import check_random
@@ -207,8 +207,11 @@ class GraphRecorder(TorchDispatchMode):
         if func._schema.is_mutable:
             return self._mutate(func, args, kwargs)
         run = row.fake or func
-        own = all(r.alias_info is None for r in func._schema.returns)
-        result = self._memo.call(func, args, kwargs, run, self._fake_mode) if own else run(*args, **kwargs)
+        if all(r.alias_info is None for r in func._schema.returns):
+            result = self._memo.call(func, args, kwargs, run, self._fake_mode)
+        else:
+            found = view_on_meta(func, args, kwargs) if run is func else None
+            result = run(*args, **kwargs) if found is None else found
         self._record(func, args, kwargs, result)
         return result
 

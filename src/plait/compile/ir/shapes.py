@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_impls import op_implementations_checks
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
@@ -94,12 +94,17 @@ class ShapeMemo:
 def needs_shapes_only(op: Any) -> bool:
     """Whether an op's kernel for the meta device tells what its results are like on any device: it has one that does
     not ask, and the mode of fake tensors has nothing of its own for the op."""
+    return _runs_on_meta(op) and not any(is_own(op) for is_own, _ in op_implementations_checks)
+
+
+@functools.cache
+def _runs_on_meta(op: Any) -> bool:
+    """Whether an op has a kernel for the meta device, and its results are alike on all devices."""
     row = op_spec(op)
     if not isinstance(op, OpOverload) or not row.known or row.by_device or row.random is not None:
         return False
     keys = ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
-    has_kernel = any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in keys)
-    return has_kernel and not any(is_own(op) for is_own, _ in op_implementations_checks)
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in keys)
 
 
 class _HasValues(Exception):
@@ -139,6 +144,23 @@ def on_meta(func: Any, args: Any, kwargs: Any, key: tuple[Any, ...] | None = Non
             return result
     except Exception:
         return None
+
+
+def view_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    """The views that a view op returns of one fake tensor, by the op's kernel for the meta device; None if that does
+    not do, or raises what the call itself will. They share the tensor's memory, as views do. Sizes are known, so what
+    the mode of fake tensors has of its own for views, which is for sizes that are not, is not needed."""
+    base = args[0] if args else None
+    if not isinstance(base, FakeTensor) or base.constant is not None or not _runs_on_meta(func):
+        return None
+    if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args[1:], kwargs))):
+        return None
+    try:
+        with torch._C.DisableTorchFunction(), in_kernel_invocation_manager(base.fake_mode):
+            found = func(*args, **kwargs)
+    except Exception:
+        return None
+    return _replaced(found, lambda view: FakeTensor(base.fake_mode, view, base.device))
 
 
 def _replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
