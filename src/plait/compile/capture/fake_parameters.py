@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.overrides import TorchFunctionMode
 
 from plait.compile.capture.tracked_numbers import Tracked, untracked
+from plait.compile.ir.shapes import fake_of
 from plait.errors import CaptureError, PlanError
 
 _PLAIN_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
@@ -138,8 +139,7 @@ def _put_back(own: dict[str, Any], content: dict[str, Any]) -> None:
 
 def fake_like(real: Tensor, fake_mode: FakeTensorMode, device: torch.device) -> Tensor:
     """A fake tensor of the same shape, strides and dtype; for a parameter also with the same hooks."""
-    with fake_mode:
-        fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
+    fake = fake_of((real.shape, real.stride(), real.dtype, device), fake_mode)
     if not isinstance(real, nn.Parameter):
         return fake
     parameter = nn.Parameter(fake, requires_grad=real.requires_grad)

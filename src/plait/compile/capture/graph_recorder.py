@@ -172,6 +172,11 @@ class GraphRecorder(TorchDispatchMode):
 
     # the mode
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing here is compiled, and torch's guard against that takes as long as the call."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].device  # asked for several times by every call

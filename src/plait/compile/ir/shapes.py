@@ -8,7 +8,7 @@ the process know: it depends on nothing else.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_impls import op_implementations_checks
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.utils import _pytree as pytree
 from torch.utils._mode_utils import no_dispatch
 
 from plait.compile.ops import op_spec
@@ -86,7 +85,7 @@ class ShapeMemo:
 
     def _mode_without(self, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
         """The mode, for a call without tensors."""
-        given = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args, kwargs)))
+        given = any(True for _ in _tensors((*args, *kwargs.values())))
         return nullcontext() if given or self._mode is None else self._mode
 
 
@@ -107,43 +106,41 @@ def _runs_on_meta(op: Any) -> bool:
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in keys)
 
 
-class _HasValues(Exception):
-    """A tensor has values, on which the result may depend."""
-
-
 def on_meta(func: Any, args: Any, kwargs: Any, key: tuple[Any, ...] | None = None) -> Any:
     """The result of a call on fake tensors of one device, by the op's kernel for the meta device; None if that does not
     do, or raises what the call itself will. With `key`, the call with tensors as their geometry, the kernel is not
     asked for what it has said before in this process."""
-    fakes: list[FakeTensor] = []
-
-    def to_meta(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, FakeTensor) or tensor.constant is not None:
-            raise _HasValues
-        fakes.append(tensor)
-        shape, stride, dtype, _ = spec_of(tensor)
-        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-
-    def to_fake(tensor: Tensor) -> FakeTensor:
-        return FakeTensor(fakes[0].fake_mode, tensor, fakes[0].device)
-
     if kwargs.get("device") is not None:
         return None
+    fakes = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+    first = fakes[0] if fakes else None
+    if not isinstance(first, FakeTensor) or any(_has_values(fake) for fake in fakes):
+        return None
+    mode, device = first.fake_mode, first.device
     known = None if key is None or func.namespace != "aten" else (*key, torch.get_default_dtype())
+    if known in _by_kernel:
+        return fakes_of(_by_kernel[known], mode)
+    if any(fake.device != device for fake in fakes):
+        return None
     try:
         with torch._C.DisableTorchFunction(), no_dispatch():
-            given = _replaced(args, to_meta), {name: _replaced(value, to_meta) for name, value in kwargs.items()}
-            if known in _by_kernel:
-                return fakes_of(_by_kernel[known], fakes[0].fake_mode)
-            found = func(*given[0], **given[1])
-            if len({fake.device for fake in fakes}) != 1:
-                return None
-            result = _replaced(found, to_fake)
-            if known is not None:
-                _by_kernel[known] = specs_of(result)
-            return result
+            given = _replaced(args, _meta_like), {name: _replaced(value, _meta_like) for name, value in kwargs.items()}
+            result = _replaced(func(*given[0], **given[1]), lambda meta: FakeTensor(mode, meta, device))
     except Exception:
         return None
+    if known is not None:
+        _by_kernel[known] = specs_of(result)
+    return result
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether a result may depend on more than the tensor's geometry."""
+    return not isinstance(tensor, FakeTensor) or tensor.constant is not None
+
+
+def _meta_like(tensor: Tensor) -> Tensor:
+    shape, stride, dtype, _ = spec_of(tensor)
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
 def view_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
@@ -151,9 +148,9 @@ def view_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     not do, or raises what the call itself will. They share the tensor's memory, as views do. Sizes are known, so what
     the mode of fake tensors has of its own for views, which is for sizes that are not, is not needed."""
     base = args[0] if args else None
-    if not isinstance(base, FakeTensor) or base.constant is not None or not _runs_on_meta(func):
+    if not isinstance(base, FakeTensor) or _has_values(base) or not _runs_on_meta(func):
         return None
-    if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((args[1:], kwargs))):
+    if any(True for _ in _tensors((*args[1:], *kwargs.values()))):
         return None
     try:
         with torch._C.DisableTorchFunction(), in_kernel_invocation_manager(base.fake_mode):
@@ -161,6 +158,15 @@ def view_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     except Exception:
         return None
     return _replaced(found, lambda view: FakeTensor(base.fake_mode, view, base.device))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value, and in its tuples and lists."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
 
 
 def _replaced(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -8,6 +8,7 @@ an output without it. A factor that cannot be sharded is not named, or is writte
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -30,6 +31,10 @@ class TensorSpec:
     @property
     def ndim(self) -> int:
         return len(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -269,6 +269,11 @@ class GlobalRandom(TorchDispatchMode):
         super().__exit__(*exception)
         self._modes.pop().close()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing here is compiled, and torch's guard against that takes as long as the call."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         replace = OP_SPECS.get(func, NO_OP_SPEC).random

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -18,7 +19,6 @@ from torch.fx import Graph, Node
 from plait.compile.ir.calls import (
     call_of,
     is_item,
-    num_bytes,
     op_spec_of,
     output_node,
     output_values,
@@ -26,8 +26,9 @@ from plait.compile.ir.calls import (
     tensor_inputs,
 )  # fmt: skip
 from plait.compile.ir.node_info import info_of
+from plait.compile.ir.shapes import ProcessMemo, frozen, spec_of
 from plait.compile.ir.views import is_whole_view
-from plait.compile.ops import Call, OpSpec, Strategy, View, strategies_of
+from plait.compile.ops import Call, OpSpec, Strategy, TensorSpec, View, strategies_of
 from plait.compile.sharding.decompose import decompose_node
 from plait.cost.collective_time import CollectiveKind, ring_bytes
 from plait.errors import PlanError, Refusal
@@ -36,6 +37,20 @@ from plait.spec.layout import REPLICATE, Only, Partial, Placement, Replicate, Sh
 # A collective on a parameter costs this many times its bytes: it would undo a decision to shard the parameter.
 PARAMETER_WEIGHT = 1000.0
 aten = torch.ops.aten
+
+
+class CallInput(NamedTuple):
+    """What is known of an input of a call where a strategy for the call is chosen."""
+
+    have: Placement
+    available: frozenset[Placement]  # placements in which the value exists already
+    has_whole: bool  # whether it is a view of a value that exists whole
+    of_parameter: bool  # whether it is a parameter, or a view or cast of one
+    is_shared: bool  # whether other calls read it too
+
+
+_NOWHERE: frozenset[Placement] = frozenset()
+_chosen = ProcessMemo(1 << 14)  # strategies, by the call and what is known of its inputs: layers repeat, and plans too
 
 
 @dataclass
@@ -212,32 +227,28 @@ class Propagator:
         self, node: Node, rule: OpSpec, call: Call, inputs: list[Node], given: tuple[Placement, ...]
     ) -> tuple[Strategy, float, bool]:
         """The cheapest strategy, the bytes that it moves, and whether it changes the placement of a sharded input."""
-        options = [s for s in strategies_of(rule, call, given, self.size) if fits(s, call, self.size)]
-        options += only_strategies(call, given)
-        bytes_in = [num_bytes(i.meta["val"]) for i in inputs]
-        bytes_out = sum(num_bytes(v) for v in output_values(node) if hasattr(v, "numel"))
-        if rule.copies is not None and bytes_in[0] < bytes_out and only_leaves(node):  # a cast
-            bytes_out = bytes_in[0]
-        best = min(options, key=lambda s: self._rank(s, inputs, given, bytes_in, bytes_out))
-        cost = self._move(best, inputs, given, bytes_in)
-        sharded = any(isinstance(have, Shard) and have != want for have, want in zip(given, best.inputs, strict=True))
-        return best, cost, sharded
+        sources = tuple([self._source(i, have) for i, have in zip(inputs, given, strict=True)])
+        leaves = rule.copies is not None and only_leaves(node)
+        options = (leaves, self.size, self.keeps_sequence)
+        key = (
+            call.op,
+            id(rule),
+            frozen(call.args, spec_of),
+            frozen(call.kwargs, spec_of),
+            call.outputs,
+            sources,
+            options,
+        )
+        if key not in _chosen:
+            _chosen[key] = (_cheapest(rule, call, sources, *options), rule)  # the rule lives as long as its id is used
+        found: tuple[Strategy, float, bool] = _chosen[key][0]
+        return found
 
-    def _move(self, strategy: Strategy, inputs: list[Node], given: tuple[Placement, ...], bytes_in: list[int]) -> float:
-        total = 0.0
-        any_shard = any(isinstance(p, Shard) for p in given)
-        for node, have, want, size in zip(inputs, given, strategy.inputs, bytes_in, strict=True):
-            if have == want or want in self.available.get(node, ()) or (want == REPLICATE and self._has_whole(node)):
-                continue
-            cost = self._bytes(have, want, size)
-            if isinstance(have, Partial) and isinstance(want, Shard) and not any_shard:
-                cost *= (
-                    2.02  # no other input is sharded: a gather would follow, which costs what a reduce-scatter saves
-                )
-            if REPLICATE in self.available.get(node, ()):
-                cost = min(cost, self._bytes(REPLICATE, want, size))
-            total += cost * (PARAMETER_WEIGHT if node in self.from_parameter else 1.0)
-        return total
+    def _source(self, node: Node, have: Placement) -> CallInput:
+        if isinstance(have, Replicate):  # nothing has to be moved but to a rank's own part
+            return CallInput(have, _NOWHERE, False, False, len(node.users) > 1)
+        known = frozenset(self.available.get(node, ()))
+        return CallInput(have, known, self._has_whole(node), node in self.from_parameter, len(node.users) > 1)
 
     def _has_whole(self, node: Node) -> bool:
         """Whether a value is a view, such as a transpose, of one that exists whole already."""
@@ -246,30 +257,6 @@ class Propagator:
             if REPLICATE in self.available.get(node, ()):
                 return True
         return False
-
-    def _bytes(self, have: Placement, want: Placement, num_bytes: int) -> float:
-        return _conversion_bytes(have, want, num_bytes, self.size, self.keeps_sequence)
-
-    def _rank(
-        self,
-        strategy: Strategy,
-        inputs: list[Node],
-        given: tuple[Placement, ...],
-        bytes_in: list[int],
-        bytes_out: int,
-    ) -> tuple[float, int]:
-        cost = self._move(strategy, inputs, given, bytes_in)
-        terms = sum(isinstance(p, Partial) for p in strategy.inputs)
-        if terms:
-            # A sum that is deferred has to be paid later. It counts slightly more if the value has other readers, so
-            # that the value is summed once for all of them.
-            put_off = 2 * bytes_out * (self.size - 1) / self.size
-            again = any(
-                isinstance(p, Partial) and len(node.users) > 1 for node, p in zip(inputs, strategy.inputs, strict=True)
-            )
-            cost += put_off * (1.01 if again and len(inputs) > 1 and terms == 1 else 1.0)
-        changes = sum(have != want for have, want in zip(given, strategy.inputs, strict=True))
-        return cost, changes
 
     def _set(self, node: Node, inputs: list[Node], strategy: Strategy) -> None:
         found = self.found
@@ -317,9 +304,8 @@ class Propagator:
         given = tuple(self.found.placement(i) for i in inputs)
         for strategy in strategies_of(rule, call, given, self.size):
             if strategy.outputs == (want,) and fits(strategy, call, self.size):
-                sizes = [num_bytes(i.meta["val"]) for i in inputs]
-                moves = map(self._bytes, given, strategy.inputs, sizes)
-                if sum(moves) == 0:
+                moves = zip(given, strategy.inputs, call.inputs, strict=True)
+                if not any(_conversion_bytes(*each, self.size, self.keeps_sequence) for each in moves):
                     return strategy
         return None
 
@@ -394,14 +380,61 @@ def propagate(
     return Propagator(graph, size, local_statistics, axis, keeps_sequence).run(fixed, origin or {}, required)
 
 
-def _conversion_bytes(have: Placement, want: Placement, num_bytes: int, size: int, keeps: bool = False) -> float:
+def _cheapest(
+    rule: OpSpec, call: Call, sources: tuple[CallInput, ...], leaves: bool, size: int, keeps_sequence: bool
+) -> tuple[Strategy, float, bool]:
+    """The cheapest strategy along an axis of `size` ranks, the bytes that it moves, and whether it changes the
+    placement of a sharded input. `leaves` says that the results, of a cast, only leave the step."""
+    given = tuple(source.have for source in sources)
+    options = [s for s in strategies_of(rule, call, given, size) if fits(s, call, size)]
+    options += only_strategies(call, given)
+    bytes_out = sum(spec.num_bytes for spec in call.outputs if spec is not None)
+    if leaves and call.inputs[0].num_bytes < bytes_out:
+        bytes_out = call.inputs[0].num_bytes
+
+    def moved(strategy: Strategy) -> float:
+        total = 0.0
+        any_shard = any(isinstance(p, Shard) for p in given)
+        for source, want, spec in zip(sources, strategy.inputs, call.inputs, strict=True):
+            have = source.have
+            if have == want or want in source.available or (want == REPLICATE and source.has_whole):
+                continue
+            cost = _conversion_bytes(have, want, spec, size, keeps_sequence)
+            if isinstance(have, Partial) and isinstance(want, Shard) and not any_shard:
+                # No other input is sharded: a gather would follow, which costs what a reduce-scatter saves.
+                cost *= 2.02
+            if REPLICATE in source.available:
+                cost = min(cost, _conversion_bytes(REPLICATE, want, spec, size, keeps_sequence))
+            total += cost * (PARAMETER_WEIGHT if source.of_parameter else 1.0)
+        return total
+
+    def rank(strategy: Strategy) -> tuple[float, int]:
+        cost = moved(strategy)
+        terms = sum(isinstance(p, Partial) for p in strategy.inputs)
+        if terms:
+            # A sum that is deferred has to be paid later. It counts slightly more if the value has other readers, so
+            # that the value is summed once for all of them.
+            put_off = 2 * bytes_out * (size - 1) / size
+            again = any(
+                isinstance(p, Partial) and one.is_shared for one, p in zip(sources, strategy.inputs, strict=True)
+            )
+            cost += put_off * (1.01 if again and len(sources) > 1 and terms == 1 else 1.0)
+        changes = sum(have != want for have, want in zip(given, strategy.inputs, strict=True))
+        return cost, changes
+
+    best = min(options, key=rank)
+    sharded = any(isinstance(have, Shard) and have != want for have, want in zip(given, best.inputs, strict=True))
+    return best, moved(best), sharded
+
+
+def _conversion_bytes(have: Placement, want: Placement, spec: TensorSpec, size: int, keeps: bool = False) -> float:
     """The bytes that each of `size` ranks sends to change a placement, with ring algorithms; infinite if impossible.
 
-    `num_bytes` are those of the whole tensor. With `keeps` an exchange of one dim for another counts as a gather.
+    `spec` is that of the whole tensor. With `keeps` an exchange of one dim for another counts as a gather.
     """
     if have == want:
         return 0.0
-    share = ring_bytes(num_bytes, size)
+    share = ring_bytes(spec.num_bytes, size)
     match have, want:
         case Replicate(), Shard() | Only():
             return 0.0
@@ -416,6 +449,6 @@ def _conversion_bytes(have: Placement, want: Placement, num_bytes: int, size: in
         case Shard(dim=a), Shard(dim=b):
             return share / size if a != b and not keeps else share
         case Only(), _:
-            return float(num_bytes)
+            return float(spec.num_bytes)
         case _:
             return share
