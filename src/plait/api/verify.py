@@ -41,9 +41,9 @@ from plait.plan.annotation import Annotations
 from plait.plan.plan import Plan
 from plait.reference.differences import (
     LAST_BITS,
+    Reference,
     Report,
     RunResult,
-    compare,
     in_half,
     last_bits,
 )
@@ -80,7 +80,7 @@ class Verifier:
         self.steps = steps
         self.seed = seed
         self.clip_norm = clip_norm
-        self._references: dict[Any, tuple[RunResult, list[RunResult]]] = {}
+        self._references: dict[Any, Reference] = {}
 
     def verify(self, plan: Plan | str, *, layouts: Annotations | None = None, tolerance: float = 1e-4) -> Report:
         """Compare `steps` steps under `plan` with one device; see the function `verify`."""
@@ -94,10 +94,9 @@ class Verifier:
         compiled = self._compiled(compiler, self.batch, plan, self.optimizer)
         program = compiled.program
         graphs_of(program)  # what does not compile is found before there are ranks
-        reference, again = self._reference(plan, program, compiler)
-        mine, load = self._run_plan(plan, compiler, min(reference.scale, again[0].scale) / _HEADROOM)
-        rules, bits = sorted(compiled.without_rule), _value_bits(program)
-        report = compare(reference, mine, again, plan, tolerance, rules, bits)
+        reference = self._reference(plan, program, compiler)
+        mine, load = self._run_plan(plan, compiler, reference.scale / _HEADROOM)
+        report = reference.compare(mine, plan, tolerance, _value_bits(program), sorted(compiled.without_rule))
         return replace(report, rows=sum(load.rows), dropped=load.dropped)
 
     def _verify_served(self, plan: Plan, compiler: Compiler, layouts: Annotations | None, tolerance: float) -> Report:
@@ -123,11 +122,10 @@ class Verifier:
             return check.serial(twin, plan, _widened(batch) if wide else batch)
 
         bits = _value_bits(program)
-        reference, again = self._with_repetitions(serial, plan, bits)
+        reference = self._with_repetitions(serial, plan, bits)
         with self._preserved():
             mine = check.in_one_process()
-        report = compare(reference, mine, again, plan, tolerance, (), bits)
-        return replace(report, steps=self.steps)
+        return replace(reference.compare(mine, plan, tolerance, bits), steps=self.steps)
 
     def _compiled(
         self, compiler: Compiler, batch: Any, plan: Plan, optimizer: OptimizerFactory | None = None
@@ -188,7 +186,7 @@ class Verifier:
         draws = any(each.kind == "key" for each in program.captured.inputs)
         return compiler.padded(self.batch) if draws else self.batch
 
-    def _reference(self, plan: Plan, program: RankProgram, compiler: Compiler) -> tuple[RunResult, list[RunResult]]:
+    def _reference(self, plan: Plan, program: RankProgram, compiler: Compiler) -> Reference:
         """The run on one device and its repetitions with other rounding.
 
         Plans share it unless they differ in local batch norm, microbatches, precision or random numbers.
@@ -213,16 +211,14 @@ class Verifier:
             self._references[key] = self._with_repetitions(serial, plan, bits)
         return self._references[key]
 
-    def _with_repetitions(
-        self, program: Callable[..., RunResult], plan: Plan, bits: Mapping[str, float]
-    ) -> tuple[RunResult, list[RunResult]]:
-        """The run of a plan's serial program, and repetitions of it with other rounding.
+    def _with_repetitions(self, program: Callable[..., RunResult], plan: Plan, bits: Mapping[str, float]) -> Reference:
+        """The run of a plan's serial program, and how to repeat it with other rounding.
 
         `bits` is the relative rounding of its values, by name. `program` takes a plan, `rounding` (the relative change
         of the weights), `draw` (which random change), `wide` (whether to compute half precision in float32) and
         `coarse` (the rounding of gradients, by parameter).
         """
-        run, levels = self._as_it_was(program), sorted({*bits.values()})
+        run = self._as_it_was(program)
         try:
             reference = run(plan)
         except RuntimeError as error:
@@ -231,6 +227,11 @@ class Verifier:
             name = next(n for n in (plan.precision, *dict(plan.exceptions).values()) if n != "fp32")
             what, why = f"precision={name}", f"on one device the model does not run in it ({error})"
             raise PlanError(Refusal(what, why, "keep the module in fp32, with precision.NAME=fp32")) from error
+        return Reference(_comparable(reference), functools.partial(self._repetitions, run, plan, bits))
+
+    def _repetitions(self, run: Callable[..., RunResult], plan: Plan, bits: Mapping[str, float]) -> list[RunResult]:
+        """The run of `_with_repetitions`, repeated."""
+        levels = sorted({*bits.values()})
         again = [replace(run(plan, rounding=level), rounding=level) for level in levels]
         if levels[-1] > LAST_BITS["fp32"] and not in_half(plan):
             # The model computes in half precision by itself. One run may, by chance, show nothing of a value that is
@@ -254,7 +255,7 @@ class Verifier:
             # loss is one number, which a single run may leave as it is by chance.
             runs = [run(plan, draw=draw, coarse=coarse) for draw in range(4)]
             again += [replace(one, rounding=levels[-1], of_gradients=True) for one in runs]
-        return _comparable(reference), again
+        return again
 
     def _run_one_device(
         self,

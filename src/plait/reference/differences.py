@@ -156,6 +156,43 @@ class RunResult:
     of_gradients: bool = False
 
 
+class Reference:
+    """The run on one device, which runs of plans are compared with.
+
+    `repeat` returns repetitions of it with other rounding, and is called once a difference exceeds the tolerance, which
+    rounding may explain.
+    """
+
+    def __init__(self, run: RunResult, repeat: Callable[[], Sequence[RunResult]]) -> None:
+        self._run = run
+        self._repeat = repeat
+        self._again: Sequence[RunResult] | None = None
+
+    @property
+    def again(self) -> Sequence[RunResult]:
+        """Repetitions of the run with other rounding."""
+        if self._again is None:
+            self._again = self._repeat()
+        return self._again
+
+    @property
+    def scale(self) -> float:
+        """The factor of the loss with which no run on one device has overflowed."""
+        return 1.0 if self._run.scale == 1 else min(self._run.scale, self.again[0].scale)
+
+    def compare(
+        self,
+        mine: RunResult,
+        plan: Plan,
+        tolerance: float,
+        bits: Mapping[str, float],
+        without_rule: Sequence[str] = (),
+    ) -> Report:
+        """Compare a plan's run with this one; arguments as those of the function `compare`."""
+        report = compare(self._run, mine, (), plan, tolerance, without_rule, bits)
+        return report if report.ok else compare(self._run, mine, self.again, plan, tolerance, without_rule, bits)
+
+
 def compare(
     reference: RunResult,
     mine: RunResult,
@@ -196,9 +233,11 @@ def compare(
                 abs(here),
                 # A loss after an update has the rounding of gradients too; before one, those repetitions show none.
                 max(
-                    *(loss.margin * abs(run.losses[step] - here) for run in loss.again),
-                    *(HALF_MARGIN * abs(run.losses[step] - here) for run in by_updates),
-                    0.0,
+                    [
+                        *(loss.margin * abs(run.losses[step] - here) for run in loss.again),
+                        *(HALF_MARGIN * abs(run.losses[step] - here) for run in by_updates),
+                        0.0,
+                    ]
                 ),
                 loss.ulp * abs(here),
                 tolerance,
@@ -245,7 +284,7 @@ def _differences(
 
     def rounding_of(name: str) -> float:
         own = of(name)
-        return max(own.margin * _apart(getattr(run, kind)[name], reference[name]) for run in own.again)
+        return max((own.margin * _apart(getattr(run, kind)[name], reference[name]) for run in own.again), default=0.0)
 
     for name, tensor in reference.items():
         if name not in mine:
