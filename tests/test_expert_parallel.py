@@ -71,11 +71,39 @@ class Block(nn.Module):
         return x + self.experts(h, ids, weights / weights.sum(-1, keepdim=True))  # type: ignore[no-any-return]
 
 
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(x).chunk(2, -1)
+        return self.down(nn.functional.silu(gate) * value)  # type: ignore[no-any-return]
+
+
+class ListOfExperts(nn.ModuleList):
+    """Experts that are modules of their own, in a loop over all."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(Expert() for _ in range(num))
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self):
+            token, place = torch.where(ids == number)
+            if token.numel() == 0:
+                continue
+            out[token] += weights[token, place, None] * expert(x[token])
+        return out
+
+
 class Net(nn.Module):
-    def __init__(self, num: int = EXPERTS) -> None:
+    def __init__(self, num: int = EXPERTS, experts: type[nn.Module] = Experts) -> None:
         super().__init__()
         self.first = nn.Linear(6, WIDTH)
         self.layers = nn.ModuleList([Block(num), Block(num)])
+        for layer in self.layers if experts is not Experts else ():
+            layer.experts = experts(num)
         self.last = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,9 +128,15 @@ def verifier() -> plait.Verifier:
     return plait.Verifier(Net().double(), loss_fn, batch(), clip_norm=0.5)
 
 
-def collectives(plan: str) -> dict[tuple[str, str], list[Any]]:
+@functools.cache
+def of_modules() -> plait.Verifier:
+    torch.manual_seed(0)
+    return plait.Verifier(Net(experts=ListOfExperts).double(), loss_fn, batch(), clip_norm=0.5)
+
+
+def collectives(plan: str, of: plait.Verifier | None = None) -> dict[tuple[str, str], list[Any]]:
     """The collectives of one step along the axis expert, by phase and op."""
-    compiled = Compiler(verifier().captures, Plan.parse(plan)).compiled(batch())
+    compiled = Compiler((of or verifier()).captures, Plan.parse(plan)).compiled(batch())
     (graph,) = [each.graph for each in compiled.program.graphs.values()]
     found: dict[tuple[str, str], list[Any]] = {}
     for node in graph.nodes:
@@ -133,6 +167,47 @@ def collectives(plan: str) -> dict[tuple[str, str], list[Any]]:
 def test_the_numbers_are_those_of_one_device(plan: str) -> None:
     report = verifier().verify(plan)
     assert report.ok, report
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "expert=4 zero=1",
+        "data=4 expert=2 zero=2 micro=2",
+        "data=4 expert=2 zero=3 micro=2 recompute=layer precision=bf16",
+        "data=4 expert=2 pipeline=2 micro=2 schedule=zb-h1 zero=1",
+        "replica=2 expert=2 sync=2",
+        "expert=2 expert.capacity=2 precision=bf16-params",
+        "expert=2 home.parameters=disk",
+    ],
+)
+def test_experts_that_are_modules_have_the_numbers_of_one_device(plan: str) -> None:
+    report = of_modules().verify(plan)
+    assert report.ok, report
+
+
+def test_an_expert_that_all_rows_have_besides() -> None:
+    class Shared(ListOfExperts):
+        def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            return super().forward(x, ids, weights) + self[1](x)  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    report = plait.verify(Net(experts=Shared).double(), loss_fn, batch(), "expert=2")
+    assert report.ok, report
+
+
+def test_a_rank_has_the_modules_of_its_experts() -> None:
+    plan = Plan.parse("data=4 expert=2 zero=1")
+    sharding = Compiler(of_modules().captures, plan).compiled(batch()).program.sharding
+    for name, held in sharding.parameters.items():
+        number = re.search(r"experts\.(\d)", name)
+        if number is not None:
+            owner = int(number[1]) // 2
+            shape = ", ".join(map(str, held.compute.shape[1:]))
+            cut = f"f64[{held.compute.shape[0]}@data{shape and ', '}{shape}] only:expert={owner}"
+            assert str(held.compute).endswith(f" only:expert={owner}") and str(held.state) == cut
+            assert held.reduce_axes == ("data",)
+    assert {kind for _, kind in collectives("expert=2", of_modules())} == {"exchange", "exchange_rows", "all_reduce"}
 
 
 def test_rows_travel_there_and_back_once_in_each_pass() -> None:
@@ -249,10 +324,11 @@ def test_slots_by_hand() -> None:
     assert (order.tolist(), places.tolist(), ends.tolist()) == ([1, 0, 3, 2], [1, 0, 3, 2], [1, 3])
 
 
-def test_a_checkpoint_goes_from_each_plan_to_the_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("of", "other"), [(verifier, "tensor=2"), (of_modules, "pipeline=2 micro=2")])
+def test_a_checkpoint_goes_from_each_plan_to_the_next(tmp_path: Path, of: Any, other: str) -> None:
     expected: list[Any] = []
-    for index, plan in enumerate(["", "data=4 expert=2 zero=3", "expert=2 tensor=2", "expert=4 zero=1", "data=2"]):
-        compiler = Compiler(verifier().captures, Plan.parse(plan))
+    for index, plan in enumerate(["", "data=4 expert=2 zero=3", f"expert=2 {other}", "expert=4 zero=1", "data=2"]):
+        compiler = Compiler(of().captures, Plan.parse(plan))
 
         def run(world: Any, index: int = index, compiler: Compiler = compiler) -> None:
             trainer = plait.Trainer(

@@ -17,6 +17,7 @@ from plait.compile.capture.capture import Captured, Output
 from plait.compile.ir.calls import is_tensor, output_node
 from plait.compile.ir.dtypes import dtype_named
 from plait.compile.ir.node_info import NodeInfo, describe, info_of
+from plait.compile.ops.expert_parameters import own_part
 from plait.compile.sharding.flat_shards import Cut
 from plait.compile.stages.split import Pipeline
 from plait.plan.plan import Plan
@@ -106,8 +107,9 @@ def runs_on(node: Node, coordinates: Mapping[str, int]) -> bool:
 def graph_of_rank(graph: Graph, coordinates: Mapping[str, int]) -> Graph:
     """The graph that the rank at `coordinates` runs.
 
-    It differs from the graph of all ranks only if the user put parameters on one rank of an axis (parallel branches).
-    Other ranks leave that branch out, and read zeros where it joins the rest. An output that they lack is None.
+    It differs from the graph of all ranks only if parameters are on one rank of an axis: those of a parallel branch,
+    which the user put there, or of an expert. Other ranks leave out what is computed from them alone, and read zeros
+    where a branch joins the rest, or their own part (`own_part`). An output that they lack is None.
     """
     if not any(info_of(node).owner for node in graph.nodes):
         return graph
@@ -116,6 +118,11 @@ def graph_of_rank(graph: Graph, coordinates: Mapping[str, int]) -> Graph:
     result = copy.graph_copy(graph, copied)
     copy.output(result)
     elsewhere = [n for n in copy.nodes if n.op != "output" and not runs_on(n, coordinates)]
+    for node in list(copy.nodes):
+        if node.target is own_part:
+            (mine,) = (part for part in node.all_input_nodes if part not in elsewhere)
+            node.replace_all_uses_with(mine)
+            copy.erase_node(node)
     end = output_node(copy)
     (results,) = end.args
     end.args = (tuple(None if r in elsewhere else r for r in results),)  # type: ignore[union-attr]

@@ -10,12 +10,13 @@ from torch.fx import Graph, Node
 
 from plait.compile.capture.capture import Captured, Output
 from plait.compile.compiled import Draft
-from plait.compile.ir.calls import output_node, placeholders
+from plait.compile.ir.calls import output_node, placeholders, tensor_inputs
 from plait.compile.ir.dtypes import dtype_name
 from plait.compile.ops import Call
 from plait.compile.ops.context_attention import divides_heads
+from plait.compile.ops.expert_parameters import expert_of, owner_of, stack_experts
 from plait.compile.ops.experts import mark_experts
-from plait.compile.passes.find_experts import expert_weights
+from plait.compile.passes.find_experts import expert_parameters, expert_weights, is_stack, uncast
 from plait.compile.sharding.auto_sharding import auto_sharding
 from plait.compile.sharding.narrow_gathers import gathered_of, mark_gathered
 from plait.compile.sharding.paddings import join_paddings, write_paddings
@@ -47,8 +48,9 @@ from plait.plan.refused_cuts import (
     uneven_experts,
     unsplit_attention,
 )
-from plait.spec.layout import REPLICATE, Layout, Partial, Placement, Replicate, Shard
+from plait.spec.layout import REPLICATE, Layout, Only, Partial, Placement, Replicate, Shard
 
+aten = torch.ops.aten
 _NOTHING = 0.02  # of a step's operations: an axis that splits less has found only labels to cut
 
 
@@ -104,6 +106,7 @@ def shard(draft: Draft) -> None:
         )
         if kind.cuts_experts:
             mark_experts(graph, axis)
+            _mark_stacks(graph, fixed, wanted)
         if kind.per_stage:
             rows = {nodes[name]: placement for name, placement in split.items()}
             laid_out = propagate_by_role(graph, size, fixed, rows, wanted, origin, axis)
@@ -183,13 +186,32 @@ def _experts(
     """The placements of the weights of experts along an axis, by node. Raises PlanError if there are none, or if the
     axis does not divide them."""
     found = {node: num for node, num in expert_weights(graph).items() if node not in annotated}
-    for node, num in found.items():
+    own = {node: where for node, where in expert_parameters(graph).items() if node not in annotated}
+    for node, num in [*found.items(), *((node, num) for node, (_, num) in own.items())]:
         if refusal := uneven_experts(axis, size, names[node], num):
             raise PlanError(refusal)
-    if not found and not annotated:
+    if not found and not own and not annotated:
         refusal = no_experts(axis, size)
         raise PlanError(refusal)
-    return {node: Shard(0) for node in found}
+    placements: dict[str, Placement] = {node: Shard(0) for node in found}
+    return placements | {node: owner_of(number, num, size) for node, (number, num) in own.items()}
+
+
+def _mark_stacks(graph: Graph, fixed: Mapping[str, Placement], wanted: Sequence[Placement]) -> None:
+    """Write the stacks of parameters that are on one rank each, and their gradients, as calls that have a strategy for
+    that. Changes the graph. `wanted` are the placements of its outputs."""
+    for node in graph.nodes:
+        if is_stack(node) and all(isinstance(fixed.get(uncast(each).name), Only) for each in tensor_inputs(node)):
+            node.target, node.args, node.kwargs = stack_experts, node.args[:1], {}
+    (results,) = output_node(graph).args
+    waiting = [result for result, placement in zip(results, wanted, strict=True) if isinstance(placement, Only)]  # type: ignore[arg-type]
+    for node in waiting:
+        if not isinstance(node, Node):
+            continue
+        if node.target is aten.select.int and node.args[1] == 0:
+            node.target, node.args = expert_of, (node.args[0], node.args[2])
+        elif node.target is aten.add.Tensor or len(node.all_input_nodes) == 1:  # a cast, or a sum
+            waiting += tensor_inputs(node)
 
 
 def _summed(laid_out: Propagation, outputs: Sequence[Output]) -> list[str]:

@@ -220,14 +220,15 @@ def state_dim(layout: Layout, mesh: Mesh, axis: str) -> int | None:
     """The dim of a parameter that is cut over the axis, or joined axes, along which ranks have the same: the first that
     divides evenly, or else the longest.
 
-    None without an axis. Scalars stay whole, and so does what lies on one rank of an axis only, and a dim that another
-    axis cuts.
+    None without an axis. Scalars stay whole, and so does a dim that another axis cuts, and what the user put on one
+    rank of an axis only.
     """
     if not axis or not all(isinstance(layout.on(name), Replicate) for name in axis.split(JOIN)):
         return None
     taken = {p.dim for _, p in layout.placements if isinstance(p, Shard)}
     free = [dim for dim, n in enumerate(layout.shape) if dim not in taken and n > 1]
-    on_one = any(isinstance(p, Only) and not axis_kind(axis).has_stages for axis, p in layout.placements)
+    kinds = [axis_kind(name) for name, p in layout.placements if isinstance(p, Only)]
+    on_one = any(not kind.has_stages and not kind.cuts_experts for kind in kinds)
     if not free or on_one:
         return None
     even = (dim for dim in free if layout.shape[dim] % mesh.axis_size(axis) == 0)

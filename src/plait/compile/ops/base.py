@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -95,6 +96,9 @@ class Builder(Protocol):
 
     def convert(self, node: Node, have: Placement, want: Placement) -> Node:
         """Append the collectives that change the placement of a value along the axis. Returns the new value."""
+
+    def on_rank(self, index: int) -> AbstractContextManager[None]:
+        """Context in which calls are appended that only one rank of the axis runs."""
 
     def value(self, node: Node) -> torch.Tensor:
         """The local tensor that a node stands for; it may be a fake one."""

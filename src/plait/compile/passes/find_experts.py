@@ -11,6 +11,7 @@ tokens cuts them too.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -309,8 +310,42 @@ def expert_weights(graph: Graph) -> dict[str, int]:
     first dim, and matrices that multiply a batch of rows for each expert (bmm), where each expert has room for as many
     rows as the others.
     """
-    found: dict[str, int] = {}
-    parameters = {node for node in placeholders(graph) if info_of(node).kind == "parameter"}
+    parameters = _parameters(graph)
+    sources = [_with_first_dim(table) for table in _tables(graph)]
+    return {source.name: source.meta["val"].shape[0] for source in sources if source in parameters}
+
+
+def expert_parameters(graph: Graph) -> dict[str, tuple[int, int]]:
+    """The parameters of one expert, as a module of its own has them: for each the number of the expert, and of all
+    experts, by placeholder name. They are stacked to become the tables of the calls of compile/ops/experts.py."""
+    parameters, found = _parameters(graph), dict[str, tuple[int, int]]()
+    for table in _tables(graph):
+        stack = _with_first_dim(table)
+        if is_stack(stack):
+            members = [uncast(each) for each in tensor_inputs(stack)]
+            if all(each in parameters for each in members):
+                found |= {each.name: (number, len(members)) for number, each in enumerate(members)}
+    return found
+
+
+def is_stack(node: Node) -> bool:
+    """Whether the call stacks tensors along a new first dim."""
+    return node.target is aten.stack.default and node.args[1:] in ((), (0,))
+
+
+def uncast(node: Node) -> Node:
+    """The value that was cast to become this one."""
+    while node.op == "call_function" and op_spec_of(node).copies == 0:
+        node = tensor_inputs(node)[0]
+    return node
+
+
+def _parameters(graph: Graph) -> set[Node]:
+    return {node for node in placeholders(graph) if info_of(node).kind == "parameter"}
+
+
+def _tables(graph: Graph) -> Iterator[Node]:
+    """The tensors of [experts, ...] that rows are multiplied with, or that are looked up for them."""
     from_batch = _from_batch(graph)
     for node in graph.nodes:
         tables: list[Node] = []
@@ -324,10 +359,7 @@ def expert_weights(graph: Graph) -> dict[str, int]:
             operands = tensor_inputs(node)
             if any(one in from_batch for one in operands):
                 tables = [one for one in operands if one not in from_batch and one.meta["val"].ndim == 3]
-        for table in tables:
-            if (source := _with_first_dim(table)) in parameters:
-                found[source.name] = source.meta["val"].shape[0]
-    return found
+        yield from tables
 
 
 def _with_first_dim(node: Node) -> Node:

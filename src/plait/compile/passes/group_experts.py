@@ -75,6 +75,8 @@ def route_of(node: Node) -> ExpertRoute:
     """The route of a call of experts."""
     op = node.target
     axis, parts = experts.axis_of(node.args, op)
+    if parts == 0:  # no axis has cut what it has
+        axis, parts = "", 1
     ids = node.args[experts.IDS[op]]
     assert isinstance(ids, Node)
     num = node.args[_EXPERTS[op]]

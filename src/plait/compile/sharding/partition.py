@@ -6,6 +6,8 @@ graph that the next mesh axis partitions in the same way; collectives of earlier
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -60,6 +62,14 @@ class LocalBuilder:
     def collective(self, op: Any, tensor: Node, shape: tuple[int, ...], *args: Any, axis: str = "") -> Node:
         value = self.empty(tensor.meta["val"], shape)
         return self.node(op, (tensor, axis or self.axis, *args), {}, value)
+
+    @contextmanager
+    def on_rank(self, index: int) -> Iterator[None]:
+        """Context in which calls are appended that only one rank of the axis runs."""
+        saved = self.info
+        self.info = replace(saved, owner={**saved.owner, self.axis: index})
+        yield
+        self.info = saved
 
     def empty(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """A fake tensor of that shape."""
