@@ -17,12 +17,13 @@ from bench import context_memory
 from plait.api.job.gpt import BytesGPT, loss_fn
 from plait.api.memory import Estimator
 from plait.compile.memory_meter import Meter
-from plait.cost.memory_model import ACTIVATIONS, RankMemory, StateBytes, model_state_bytes, single_changes
+from plait.cost.memory_model import ACTIVATIONS, GRADIENTS, RankMemory, StateBytes, model_state_bytes, single_changes
 from plait.cost.transformer import TransformerShape
+from plait.cost.transformer_states import Owned, held_states
 from plait.engine.compiler import Captures, Compiler
 from plait.engine.dry_run import dry_run
 from plait.engine.local_batch import microbatches
-from plait.plan.parallelism import SELECTIVE
+from plait.plan.parallelism import SELECTIVE, Parallelism
 from plait.plan.plan import Plan
 from plait.report.memory_table import verdict
 
@@ -200,10 +201,32 @@ def assert_as_predicted(measured: tuple[int, int], expected: RankMemory, plan: s
 
 
 def test_over_torch_distributed_it_is_exact() -> None:
-    plans = ["data=2 zero=1", "data=2 zero=2 micro=2", "data=2 recompute=layer"]
+    plans = ["data=2 zero=1", "data=2 zero=1 micro=2", "data=2 zero=2 micro=2", "data=2 recompute=layer"]
     measured = run("gloo", Plan.parse(plans[0]).mesh, functools.partial(ranks.peaks, plans=plans))
     expected = [each.step_peak for each in rehearsed(plans, shared_memory=False)]
     assert [allocated for allocated, _ in measured[0]] == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("plan", "parts"),
+    [
+        ("data=4", (1, 1, 1)),
+        ("data=4 zero=1", (1, 4, 4)),  # gradients are scattered as they come
+        ("data=4 zero=1 micro=2", (1, 1, 4)),  # sums of the first microbatch are whole
+        ("data=4 zero=2 micro=2", (1, 4, 4)),
+        ("data=4 zero=3 micro=2", (4, 4, 4)),
+    ],
+)
+def test_the_closed_form_of_states_is_what_ranks_hold(plan: str, parts: tuple[int, int, int]) -> None:
+    """Of the bytes that a walk through the step has found, which are those that processes allocate. A later microbatch
+    has its parts beside the sums, when most of its activations are gone."""
+    walked = rehearsed([plan])[0]
+    elements = sum(p.numel() for p in gpt_captures().model.parameters())
+    closed = held_states(Owned(elements), Parallelism.of(Plan.parse(plan)), StateBytes(4, 4, 8))
+    assert list(closed.values()) == [elements * size / part for size, part in zip((4, 4, 8), parts, strict=True)]
+    for kind, num_bytes in closed.items():
+        later = elements if kind == GRADIENTS and "micro" in plan else 0
+        assert 0.99 * num_bytes <= walked.most[kind] <= 1.01 * (num_bytes + later), kind
 
 
 def test_experts_that_get_the_same_number_of_rows_take_what_is_predicted() -> None:

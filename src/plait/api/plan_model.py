@@ -22,7 +22,7 @@ from plait.cost.op_time import CallTimes
 from plait.cost.parallel_forms import schedule_activations
 from plait.cost.plan_search import PlanEvaluator, Relief, RoughStep
 from plait.cost.plan_search import search as search_plans
-from plait.cost.rough_steps import rough_steps
+from plait.cost.rough_steps import least_on_device, rough_steps
 from plait.cost.step_program import CollectiveCall, OpCall, StepProgram
 from plait.cost.transformer_simulation import misses_by
 from plait.cost.transformer_states import exchange_time
@@ -188,6 +188,10 @@ class ModelEvaluator:
     ) -> Iterator[RoughStep]:
         """Closed forms of all plans of an outline with these homes, but of those that take more than `most` seconds."""
         return rough_steps(self, space, outline, rows, homes, memory, most)
+
+    def least(self, space: PlanSpace, outline: Parallelism, rows: int, homes: Sequence[Homes]) -> float:
+        """Bytes on the device that each plan of an outline with these homes takes at least."""
+        return least_on_device(self, space, outline, rows, homes)
 
     def refine(self, how: Parallelism, rows: int, memory: float, limits: Limits) -> Parallelism:
         """The same plan with a budget of recomputation in place of whole layers, if there is room."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from plait.cost.collective_time import CollectiveKind, collective_time, send_time
 from plait.cost.memory_model import StateBytes
-from plait.cost.transformer_states import Owned, StateTraffic, exchange_time, host_work, sums_time, trained
+from plait.cost.transformer_states import Owned, StateTraffic, exchange_time, held_states, host_work, sums_time, trained
 from plait.cost.transformer_step import CellTimes, StateTimes
 from plait.plan.parallelism import FULL, NONE, Parallelism
 from plait.plan.sharding_plan import DEVICE
@@ -137,24 +137,15 @@ class ModelForms:
         data = sums_time(own, how, self.cluster, traffic, whole if hides else 0.0, cells.seconds - cells.forward)
         update, copies = self.update * trained(own, how) / self.parameters, 0.0
         if how.homes.any_away:
-            forward = how.num_micro * cells.forward
             kept = how.num_micro * self.kept(how, rows)[0] / how.pipeline
-            host = host_work(
-                own, kept, how, self.cluster, traffic, forward, how.num_micro * cells.seconds - forward
-            )  # fmt: skip
+            host = host_work(own, kept, how, self.cluster, traffic, *cells.working(how.num_micro), data)
             update, copies = host.update or update, host.copies
         return StateTimes(data, update, copies, exchange_time(own, how, self.cluster))
 
     def least_memory(self, how: Parallelism, rows: int) -> tuple[dict[str, float], dict[str, float]]:
         """Bytes by class on the device and outside it, without the activations of microbatches in flight."""
-        own, cuts, homes, parts = self.own(how), how.cuts, how.homes, how.sharded
-        sizes = {
-            "parameters": own.cut(parts if cuts.parameters else 1) * self.each.parameters,
-            "gradients": own.cut(parts if cuts.gradients else 1) * self.each.gradients,
-            "optimizer": own.cut(parts if cuts.optimizer else 1) * self.each.optimizer,
-        }
-        if how.later is not None:
-            sizes["optimizer"] += how.later.kept_bytes * trained(own, how)
+        own, cuts, homes = self.own(how), how.cuts, how.homes
+        sizes = held_states(own, how, self.each)
         away: dict[str, float] = {}
         layer = 2 * own.held * self.each.parameters / self.layers
         if cuts.parameters:

@@ -42,6 +42,8 @@ _MOST_DEVICES = 1 << 17
 _HOPELESS = 3.0  # times the best: such outlines are not looked into
 _BINS = 8  # of memory, for a factor of 2: of each the fastest plan is kept
 
+# (lower bound of the time, index of the space, rows, outline), the fastest first
+_Outlines = list[tuple[float, int, int, Parallelism]]
 Progress = Callable[[str, int, int], None]  # (what is done, how many are done, of how many)
 # What a microbatch saves that repeats less than whole layers: bytes that it keeps beside their inputs, and the seconds
 # that it does not repeat; ascending.
@@ -77,6 +79,10 @@ class PlanEvaluator(Protocol):
         self, space: PlanSpace, outline: Parallelism, rows: int, homes: Sequence[Homes], memory: float, most: float
     ) -> Iterator[RoughStep]:
         """Closed forms of all plans of an outline with these homes, but of those that take more than `most` seconds."""
+        ...
+
+    def least(self, space: PlanSpace, outline: Parallelism, rows: int, homes: Sequence[Homes]) -> float:
+        """Bytes on the device that each plan of an outline with these homes takes at least."""
         ...
 
     def refine(self, how: Parallelism, rows: int, memory: float, limits: Limits) -> Parallelism:
@@ -260,7 +266,9 @@ def _explore(
 
 
 def _look(evaluator: PlanEvaluator, spaces: Sequence[PlanSpace], kept: _Kept, memory: float, tell: Progress) -> None:
-    """Offer all plans of the spaces: first with all on the device, then what homes could make faster."""
+    """Offer the plans of the spaces, by a lower bound of their time: first with all on the device, then what homes
+    could make faster. What takes more memory at least is looked at last: if other plans fit, for the strategies that it
+    is, and if none does, for the plan that comes nearest."""
     worth = {rows: kept.goal.worth(rows, False) for space in spaces for rows in space.rows}
 
     def floor_of(space: PlanSpace, outline: Parallelism, rows: int) -> float:
@@ -274,22 +282,63 @@ def _look(evaluator: PlanEvaluator, spaces: Sequence[PlanSpace], kept: _Kept, me
         for rows, outline in space.outlines()
     ]
     outlines.sort(key=lambda each: each[0])
-    for what, takes in _PASSES:
-        homes = [tuple(home for home in space.homes if takes(home)) for space in spaces]
-        away = what != _PASSES[0][0]
-        if not any(homes) or (what == _PASSES[-1][0] and kept.best < math.inf):
-            continue
-        for number, (floor, index, rows, outline) in enumerate(outlines):
+    full: list[tuple[str, _Outlines, list[tuple[Homes, ...]]]] = []  # of each pass, what has no room
+
+    def scan(what: str, chosen: _Outlines, homes: Sequence[tuple[Homes, ...]], look_at_all: bool) -> _Outlines:
+        """Offer the plans of outlines with these homes; returns the outlines that have no room."""
+        away, too_large = what != _PASSES[0][0], []
+        for number, each in enumerate(chosen):
             if number % 64 == 0:
-                tell(what, number, len(outlines))
+                tell(what, number, len(chosen))
+            floor, index, rows, outline = each
             most = kept.best_of(rows) * (1.0 if away else _HOPELESS)
             if floor > most and kept.goal.to_loss:
                 continue  # another batch may have further to go
             if floor > most:
                 break
-            for step in evaluator.rough(spaces[index], outline, rows, homes[index], memory, most * rows * worth[rows]):
+            space = spaces[index]
+            if not homes[index]:
+                continue
+            if not look_at_all and evaluator.least(space, outline, rows, homes[index]) > memory:
+                too_large.append(each)
+                continue
+            for step in evaluator.rough(space, outline, rows, homes[index], memory, most * rows * worth[rows]):
                 kept.offer(rows, step)
-        tell(what, len(outlines), len(outlines))
+        tell(what, len(chosen), len(chosen))
+        return too_large
+
+    for what, takes in _PASSES:
+        homes = [tuple(home for home in space.homes if takes(home)) for space in spaces]
+        if any(homes) and not (what == _PASSES[-1][0] and kept.best < math.inf):
+            full.append((what, scan(what, outlines, homes, False), homes))
+    if kept.best == math.inf:
+        return _find_nearest(evaluator, spaces, outlines, kept, memory, tell)
+    for what, too_large, homes in full:
+        scan(what, too_large, homes, True)
+
+
+def _find_nearest(
+    evaluator: PlanEvaluator,
+    spaces: Sequence[PlanSpace],
+    outlines: _Outlines,
+    kept: _Kept,
+    memory: float,
+    tell: Progress,
+) -> None:
+    """Offer the plans that may come nearest to what a rank may take: by a lower bound of their memory, until that is
+    above what a plan takes."""
+    what = "the nearest plan"
+    bounds = [
+        evaluator.least(spaces[index], outline, rows, spaces[index].homes) for _, index, rows, outline in outlines
+    ]
+    for number, place in enumerate(sorted(range(len(outlines)), key=bounds.__getitem__)):
+        if kept.nearest is not None and bounds[place] - memory > kept.nearest[0]:
+            break
+        tell(what, number, len(outlines))
+        _, index, rows, outline = outlines[place]
+        for step in evaluator.rough(spaces[index], outline, rows, spaces[index].homes, memory, math.inf):
+            kept.offer(rows, step)
+    tell(what, len(outlines), len(outlines))
 
 
 # What is looked through one after the other: values off the device cost time, and are worth it only where more fits.
@@ -324,10 +373,15 @@ def _enough(evaluator: PlanEvaluator, cluster: Cluster, rows: tuple[int, ...], l
     def fits(count: int) -> bool:
         larger = evaluator.on(cluster.with_devices(count))
         space = larger.space(count, rows, limits)
-        smallest = (each for each in space.outlines() if each[0] == each[1].batch * each[1].num_micro)
+        smallest = [
+            (larger.least(space, outline, num, space.homes), num, outline)
+            for num, outline in space.outlines()
+            if num == outline.batch * outline.num_micro
+        ]
         return any(
             step.missing <= 0
-            for num, outline in smallest
+            for least, num, outline in sorted(smallest, key=lambda each: each[0])
+            if least <= memory
             for step in larger.rough(space, outline, num, space.homes, memory, math.inf)
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Protocol
@@ -12,7 +13,7 @@ from plait.cost.transformer_simulation import misses_by
 from plait.cost.transformer_step import CellTimes, StateTimes, agreement
 from plait.plan.parallelism import Homes, Parallelism
 from plait.plan.plan_space import PlanChoice, PlanSpace, StateOption
-from plait.plan.sharding_plan import DEVICE
+from plait.plan.sharding_plan import DEVICE, ZERO_STAGES
 from plait.spec.cluster import Cluster
 
 _SHARE_OF_EXCHANGES = 0.05  # of a step, that replicas which agree later may spend: they agree as often as that allows
@@ -87,6 +88,37 @@ def rough_steps(
                     seconds += agreement(how.having(later=chosen.later), states.exchange, seconds)
                 missing = misses_by(device - memory, host, forms.cluster, how.num_ranks, home)
                 yield RoughStep(PlanChoice(outline, chosen, home, name, chunks), seconds, device, missing)
+
+
+def least_on_device(
+    forms: StepForms, space: PlanSpace, outline: Parallelism, rows: int, homes: Sequence[Homes]
+) -> float:
+    """Bytes on the device that each plan of an outline with these homes takes at least: of each class of memory what
+    that plan has which takes least of it, with the most ranks for ZeRO and the fewest microbatches in flight."""
+    stages = [stage for stage in ZERO_STAGES if space.limits.allow("zero", stage)] or [0]
+    ranks = outline.batch * outline.context
+    if ranks == 1:
+        stages = [0]
+    ends = [(ZERO_STAGES[stage], ranks if stage else 1) for stage in dict.fromkeys((stages[0], stages[-1]))]
+    num_away = [sum(kind != DEVICE for kind in home) for home in homes]
+    places = dict.fromkeys((num_away.index(min(num_away)), num_away.index(max(num_away))))
+    classes: dict[str, float] = {}
+    for cuts, sharded in ends:
+        for place in places:
+            how = outline.having(cuts=cuts, sharded=sharded, homes=homes[place])
+            parts, _ = forms.least_memory(how, rows)
+            parts["parameters"] = parts.get("parameters", 0.0) + parts.pop("buffers", 0.0)  # of those that are fetched
+            for kind in classes or parts:
+                classes[kind] = min(classes.get(kind, math.inf), parts.get(kind, 0.0))
+    kept, layer = forms.kept(outline, rows)
+    orders = [outline.having(schedule=name, chunks=chunks) for name, chunks in space.schedules(outline)]
+    if not orders:
+        return math.inf
+    factor = min(schedule_activations(each.order, each.pipeline, each.num_micro, each.chunks) for each in orders)
+    in_flight = kept * factor
+    if any(home.activations != DEVICE for home in homes):
+        in_flight = min(in_flight, 2 * layer)
+    return sum(classes.values()) + in_flight
 
 
 def _relieved(relief: Relief, room: float) -> tuple[float, float]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from plait.cost.plan_search import PlanEvaluator, Relief, RoughStep
-from plait.cost.rough_steps import rough_steps
+from plait.cost.rough_steps import least_on_device, rough_steps
 from plait.cost.transformer import TransformerShape
 from plait.cost.transformer_memory import kept_bytes, least_budget, logits_bytes, memory_of_rank
 from plait.cost.transformer_simulation import SimulatedStep, misses_by, program_in, simulate_step
@@ -89,6 +89,10 @@ class ShapeEvaluator:
     ) -> Iterator[RoughStep]:
         """Closed forms of all plans of an outline with these homes, but of those that take more than `most` seconds."""
         return rough_steps(self, space, outline, rows, homes, memory, most)
+
+    def least(self, space: PlanSpace, outline: Parallelism, rows: int, homes: Sequence[Homes]) -> float:
+        """Bytes on the device that each plan of an outline with these homes takes at least."""
+        return least_on_device(self, space, outline, rows, homes)
 
     def refine(self, how: Parallelism, rows: int, memory: float, limits: Limits) -> Parallelism:
         """The same plan with the best budget of recomputation and the best buckets."""

@@ -7,7 +7,7 @@ from functools import lru_cache
 from plait.cost.parallel_forms import schedule_activations
 from plait.cost.transformer import HALF_BYTES, TransformerShape
 from plait.cost.transformer_program import TransformerProgram
-from plait.cost.transformer_states import Owned, trained
+from plait.cost.transformer_states import Owned, held_states
 from plait.plan.parallelism import ALTERNATE, BUDGET, FULL, NONE, Parallelism
 from plait.plan.sharding_plan import DEVICE
 
@@ -56,14 +56,8 @@ def memory_of_rank(
     `kept` are the bytes of activations of all microbatches in flight, where a simulated schedule has told them.
     """
     own = own_parameters(shape, how)
-    states, cuts, parts, homes = program.states, how.cuts, how.sharded, how.homes
-    sizes = {
-        "parameters": own.cut(parts if cuts.parameters else 1) * states.parameters,
-        "gradients": own.cut(parts if cuts.gradients else 1) * states.gradients,
-        "optimizer": own.cut(parts if cuts.optimizer else 1) * states.optimizer,
-    }
-    if how.later is not None:
-        sizes["optimizer"] += how.later.kept_bytes * trained(own, how)
+    states, cuts, homes = program.states, how.cuts, how.homes
+    sizes = held_states(own, how, states)
     rows /= how.batch * how.num_micro * how.context
     layer = kept_bytes(shape, how, rows, program, how.recompute)
     factor = schedule_activations(how.order, how.pipeline, how.num_micro, how.chunks)

@@ -19,10 +19,13 @@ from plait.cost.transformer_memory import kept_bytes, memory_of_rank
 from plait.cost.transformer_program import TransformerProgram
 from plait.cost.transformer_step import (
     StepEstimate,
+    agreement,
+    cell_times,
     estimate_step,
     head_time,
     layer_time,
     message_time,
+    state_times,
 )
 from plait.errors import PlanError, Refusal
 from plait.plan.parallelism import ON_DEVICE, Homes, Parallelism
@@ -194,7 +197,10 @@ def simulate_step(
     num_simulated, run = _run(plan, costs, most_actions // max(sum(map(len, one.ranks)), 1) if most_actions else 0)
     # A value is on its way while ranks compute, but the next one waits until the link is free again.
     seconds = max(run.seconds, run.busy / how.num_micro + how.num_micro * how.chunks * costs.communication)
-    # The rank that computes longest is the one of the estimate; what it does not compute is messages and bubble.
+    # The rank that computes longest is the one of the estimate; what it does not compute is messages and bubble. Sums
+    # and copies run beside all of them.
+    cells = cell_times(shape, how, rows, cluster, program)
+    states = state_times(shape, how, rows, cluster, program, cells.scaled(seconds / how.num_micro))
     worked = found.compute + found.weights
     memory, host_memory = memory_of_rank(shape, how, rows, program, run.kept)
     found = replace(
@@ -203,9 +209,14 @@ def simulate_step(
         weights=found.weights * run.busy / worked,
         messages=0.0,
         bubble=max(seconds - run.busy, 0.0),
+        data=states.data,
+        optimizer=states.update,
+        copies=states.copies,
+        agreement=0.0,
         memory=memory,
         host_memory=host_memory,
     )
+    found = replace(found, agreement=agreement(how, states.exchange, found.seconds))
     return SimulatedStep(plan, cluster, rows, rows * shape.sequence, program.dtype, found, costs, num_simulated, layers)
 
 

@@ -2,8 +2,10 @@
 
 Closed forms, as in cost/transformer_step.py, which adds them up. A rank has `own` parameters before ZeRO cuts them.
 
-    sums       an all-reduce a step; with zero=2 a reduce-scatter a microbatch; with zero=3 gathers for each use too
-               (Rajbhandari et al. 2020, "ZeRO"). Over several replicas parts are summed between them
+    held       parameters, gradients and the optimizer's state, each whole or a part, by the stage of ZeRO
+    sums       an all-reduce a step; with zero=1 a reduce-scatter a step, and a gather of what was updated; with zero=2
+               a reduce-scatter a microbatch; with zero=3 gathers for each use too (Rajbhandari et al. 2020, "ZeRO").
+               Over several replicas parts are summed between them
     hidden     sums of the last microbatch run while its backward computes, all but the last bucket's (Li et al. 2020,
                "PyTorch Distributed")
     copies     over the link between host and device, while the device computes (Rajbhandari et al. 2021,
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from plait.cost.collective_time import CollectiveKind, collective_time
-from plait.cost.memory_model import StateBytes
+from plait.cost.memory_model import GRADIENTS, OPTIMIZER, PARAMETERS, StateBytes
 from plait.errors import PlanError, Refusal
 from plait.plan.parallelism import FULL, Parallelism
 from plait.plan.sharding_plan import DEVICE, DISK
@@ -49,6 +51,18 @@ class Owned(NamedTuple):
     def cut(self, parts: int) -> float:
         """What a rank has if ZeRO cuts over `parts` ranks: experts over those that have the same."""
         return self.held if parts == 1 else (self.dense + self.expert * self.ranks) / parts
+
+
+def held_states(own: Owned, how: Parallelism, each: StateBytes) -> dict[str, float]:
+    """Bytes of parameters, gradients and the optimizer's state on a rank, wherever they are kept; `each` has those of a
+    parameter. Gradients are those that are there while a microbatch's activations are."""
+    cuts, parts = how.cuts, how.sharded
+    later = 0.0 if how.later is None else how.later.kept_bytes * trained(own, how)
+    return {
+        PARAMETERS: own.cut(parts if cuts.parameters else 1) * each.parameters,
+        GRADIENTS: own.cut(parts if how.holds_gradient_parts else 1) * each.gradients,
+        OPTIMIZER: trained(own, how) * each.optimizer + later,
+    }
 
 
 @dataclass(frozen=True)
@@ -112,7 +126,7 @@ def _sums(
     gradients = own * traffic.summed_bytes
     inner = range(0, how.sharded * step, step)
     rest = 0.0  # sums of the parts, over ranks that do not cut them
-    if how.cuts.gradients and how.sharded < ranks:
+    if how.cuts.optimizer and how.sharded < ranks:
         part = gradients / how.sharded
         rest = collective_time(CollectiveKind.ALL_REDUCE, part, range(0, ranks * step, how.sharded * step), cluster)
     if how.cuts.parameters:
@@ -125,10 +139,10 @@ def _sums(
     hides = traffic.hides_sums and cluster.device.overlaps
     size = min(how.bucket, max(gradients / _FIRST_BUCKETS, 2**20)) if hides else gradients
     num = max(round(gradients / size), 1)
-    if how.cuts.gradients:
+    if how.cuts.optimizer:
         each = collective_time(CollectiveKind.REDUCE_SCATTER, gradients / num, inner, cluster)
-        earlier = (how.num_micro - 1) * num * each
-        gathered = collective_time(CollectiveKind.ALL_GATHER, own * traffic.states.parameters, inner, cluster)
+        earlier = (how.num_micro - 1) * num * each if how.cuts.gradients else 0.0
+        gathered = collective_time(CollectiveKind.ALL_GATHER, own * traffic.value_bytes, inner, cluster)
     else:
         each = collective_time(CollectiveKind.ALL_REDUCE, gradients / num, group, cluster)
         earlier = gathered = 0.0
@@ -154,14 +168,16 @@ def host_work(
     cluster: Cluster,
     traffic: StateTraffic,
     forward: float,
-    backward: float,
+    computing: float,
+    sums: float,
 ) -> HostWork:
     """Seconds of copies and of the update on the host.
 
     Args:
         activations: bytes that a rank keeps for backward, of all microbatches.
         forward: seconds of the forwards of all microbatches, behind which copies hide.
-        backward: seconds of their backwards.
+        computing: seconds of forwards and backwards.
+        sums: seconds of sums and gathers that compute does not hide; copies run beside them too.
 
     Raises PlanError for a cluster of whose host nothing is known.
     """
@@ -176,7 +192,7 @@ def host_work(
         fetched = 2 * how.num_micro * held * traffic.fetched_bytes  # for forward, and again for backward
         to_device += fetched
         from_disk += fetched if homes.parameters == DISK else 0.0
-    gradients = own.cut(how.sharded if how.cuts.gradients else 1) * traffic.states.gradients
+    gradients = own.cut(how.sharded if how.holds_gradient_parts else 1) * traffic.states.gradients
     updated = trained(own, how)
     update = 0.0
     if homes.optimizer != DEVICE:
@@ -194,11 +210,13 @@ def host_work(
     )  # all ranks of a host share its memory
     disk = host.disk_bandwidth / share
     seconds = max(max(to_host, to_device) / link, (to_host + to_device) / ram, from_disk / disk if from_disk else 0.0)
+    backward = computing - forward
     if homes.activations == DEVICE:
-        return HostWork(max(seconds - forward - backward, 0.0) + after, update)
-    each = max(activations / link, activations / ram, activations / disk if homes.activations == DISK else 0.0)
-    copies = max(each + seconds / 3 - forward, 0.0) + max(each + 2 * seconds / 3 - backward, 0.0)
-    return HostWork(copies + after, update)
+        beyond = max(seconds - computing, 0.0)
+    else:
+        each = max(activations / link, activations / ram, activations / disk if homes.activations == DISK else 0.0)
+        beyond = max(each + seconds / 3 - forward, 0.0) + max(each + 2 * seconds / 3 - backward, 0.0)
+    return HostWork(max(beyond - sums, 0.0) + after, update)
 
 
 def _host(cluster: Cluster, how: Parallelism) -> HostSpec:

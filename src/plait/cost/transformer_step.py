@@ -176,6 +176,17 @@ class CellTimes:
         """The part of the backward for the inputs."""
         return self.seconds - self.forward - self.weight
 
+    def scaled(self, seconds: float) -> CellTimes:
+        """The same work in so many seconds, without messages."""
+        factor, sent = seconds / (self.compute + self.weights), self.messages / 3
+        return CellTimes(
+            factor * self.compute, factor * self.weights, 0.0, factor * (self.forward - sent), factor * self.weight
+        )
+
+    def working(self, num_micro: int) -> tuple[float, float]:
+        """Seconds of the forwards of so many microbatches, and of forwards and backwards, without messages."""
+        return num_micro * (self.forward - self.messages / 3), num_micro * (self.compute + self.weights)
+
     def wait(self, how: Parallelism) -> float:
         """Seconds of the bubble."""
         if how.pipeline == 1:
@@ -249,8 +260,7 @@ def state_times(
     if how.homes.any_away:
         kept = kept_bytes(shape, how, rows / (how.batch * how.num_micro * how.context), program, how.recompute)
         activations = how.num_micro * shape.layers / how.pipeline * kept
-        forward = how.num_micro * cells.forward
-        host = host_work(own, activations, how, cluster, traffic, forward, how.num_micro * cells.seconds - forward)
+        host = host_work(own, activations, how, cluster, traffic, *cells.working(how.num_micro), data)
         update, copies = host.update or update, host.copies
     return StateTimes(data, update, copies, exchange_time(own, how, cluster))
 
@@ -434,15 +444,16 @@ def _sent(
         stride = how.agreeing * how.context * how.weights
         changes = CollectiveKind.ALL_REDUCE.sent_bytes(int(trained(own, how) * how.later.sent_bytes), how.num_replicas)
         add(range(0, how.num_replicas * stride, stride), changes / how.later.steps)
-    ranks = how.agreeing * how.context
-    group = range(0, ranks * how.weights, how.weights)
-    gradients = own.held * program.summed_bytes
-    sums = (ranks - 1) / ranks * gradients
-    if how.cuts.parameters:
-        gathers = (3 if how.recompute == FULL else 2) * program.value_bytes * own.held * (how.sharded - 1) / how.sharded
-        add(group, how.num_micro * (gathers + sums))
-    else:
-        add(group, 2 * sums)
+    inner = range(0, how.sharded * how.weights, how.weights)
+    gradients, gathered = own.held * program.summed_bytes, own.held * program.value_bytes
+    if how.cuts.optimizer:
+        sums = CollectiveKind.REDUCE_SCATTER.sent_bytes(int(gradients), how.sharded)
+        gathers = CollectiveKind.ALL_GATHER.sent_bytes(int(gathered / how.sharded), how.sharded)
+        uses = (3 if how.recompute == FULL else 2) * how.num_micro if how.cuts.parameters else 1
+        add(inner, sums * (how.num_micro if how.cuts.gradients else 1) + gathers * uses)
+    copies = how.agreeing * how.context // how.sharded
+    alike = range(0, copies * how.sharded * how.weights, how.sharded * how.weights)
+    add(alike, CollectiveKind.ALL_REDUCE.sent_bytes(int(gradients / how.sharded), copies))
     if how.pipeline > 1:
         stride = how.num_ranks // how.pipeline
         add((0, stride), 2 * how.chunks * how.num_micro * whole / how.weights)

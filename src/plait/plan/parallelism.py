@@ -122,6 +122,12 @@ class Parallelism:
         return "interleaved" if self.chunks > 1 and self.schedule == "1f1b" else self.schedule
 
     @property
+    def holds_gradient_parts(self) -> bool:
+        """Whether a rank holds its part of the gradients alone. With zero=1 they are summed over ranks once a step, so
+        that the sums of several microbatches are whole until the last one is added to them."""
+        return self.cuts.gradients or (self.cuts.optimizer and self.num_micro == 1)
+
+    @property
     def num_replicas(self) -> int:
         """Replicas that agree later than at every step; 1 if all ranks agree at every step."""
         return 1 if self.later is None else self.later.replicas

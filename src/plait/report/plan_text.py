@@ -91,6 +91,8 @@ def _nothing_fits(found: FoundPlans) -> Iterable[str]:
         yield f"the smallest cluster of these devices that would do has {found.enough} of them"
     else:
         yield "no larger cluster of these devices would do, as far as was looked; take a smaller batch or sequence"
+        if found.nearest is not None:
+            yield f"a device of which a rank may take {human_bytes(found.memory + missing)} would do"
 
 
 def _remarks(best: Candidate) -> Iterable[str]:

@@ -24,7 +24,8 @@ LEVELS = ("package", "node", "rail", "pod", "site")  # innermost first; a cluste
 class EfficiencyCurve:
     """The fraction of a peak that is reached, by the size of the work: points (size, fraction), sizes ascending.
 
-    Between points it is linear in the logarithm of the size; beyond them it is constant.
+    Between points it is linear in the logarithm of the size; beyond them it is constant. Where work would take longer
+    than more work, it takes as long: a small product can be part of a larger one.
 
     >>> EfficiencyCurve(((1e6, 0.1), (1e8, 0.5))).at(1e7)
     0.3
@@ -34,6 +35,29 @@ class EfficiencyCurve:
 
     def at(self, size: float) -> float:
         """The fraction at a size."""
+        found = self._between(size)
+        for larger, fraction in self._fastest:
+            if larger > size:
+                found = max(found, fraction * size / larger)
+        return found
+
+    @cached_property
+    def _fastest(self) -> tuple[tuple[float, float], ...]:
+        """(size, fraction) where the time of work may be less than that of less work: at points, and between two of
+        which the fraction rises faster than the size."""
+        found = list(self.points[1:])
+        for (low, first), (high, last) in itertools.pairwise(self.points):
+            slope = (last - first) / math.log(high / low)
+            if first < slope < last:
+                found.append((low * math.exp((slope - first) / slope), slope))
+        return tuple(
+            (size, fraction)
+            for size, fraction in found
+            if any(less < size and size / fraction < less / lower for less, lower in self.points)
+        )
+
+    def _between(self, size: float) -> float:
+        """The fraction at a size, by the points alone."""
         if len(self.points) == 1:
             return self.points[0][1]
         sizes = [each for each, _ in self.points]
