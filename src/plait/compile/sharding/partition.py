@@ -278,15 +278,11 @@ class Partitioner:
         self.local[node] = result
 
     def _remember_layout(self, node: Node) -> None:
-        """Record the global shape and the placements on the local node, for `explain`."""
-        local, value = self.local[node], node.meta["val"]
-        if isinstance(local, Node) and isinstance(value, torch.Tensor):
-            known, placement = info_of(local), self.found.placement(node)
-            shape = tuple(value.shape) if known.global_shape is None else known.global_shape
-            placements = known.placements
-            if not isinstance(placement, Replicate):
-                placements = (*info_of(node).placements, (self.axis, placement))
-            set_info(local, global_shape=shape, placements=placements)
+        """Record the global shape and the placement on the local node of a value that is not whole, for `explain`."""
+        local, value, placement = self.local[node], node.meta["val"], self.found.placement(node)
+        if isinstance(local, Node) and isinstance(value, torch.Tensor) and not isinstance(placement, Replicate):
+            shape = info_of(local).global_shape or tuple(value.shape)
+            set_info(local, global_shape=shape, placements=(*info_of(node).placements, (self.axis, placement)))
 
 
 def _localise_sizes(call: Call, strategy: Strategy, args: Any, position: int, size: int) -> tuple[Any, ...]:
